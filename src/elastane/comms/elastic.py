@@ -1,10 +1,10 @@
-"""A process group of torch that stays when its world changes.
+"""A process group of torch that stays the same object when its world changes.
 
-`ElasticGroup` is what a user holds, and DDP: it passes every operation to the group of the current
-world, and `replace` gives it another, with another rank and size. It must not know why. Once
-something failed, or the world was ended, every further operation raises PeerLostError at once,
-until `replace`; what was in flight fails as torch says it. Whoever steps an optimizer asks `check`
-first: an operation may have failed that nobody has waited for.
+`ElasticGroup` is the group that a user and DDP hold. It forwards every operation to the group of
+the current world; `replace` sets another, with another rank and size. It does not know the reason.
+After a failure, or once the world was aborted, every operation raises PeerLostError at once, until
+`replace`. Pending operations fail as torch reports it. Before an optimizer steps, `check` has to be
+called: an operation may have failed that was not waited for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastane.comms.pairing import Pairing
 from elastane.comms.works import Completed, Together, Waited, WorkLog
 from elastane.errors import ConfigurationError, JobError, PeerLostError
 
-# Between two looks at a device.
+# Pause between two queries of a device.
 _POLL_S = 0.0002
 
 _COLLECTIVES = (
@@ -37,14 +37,14 @@ _COLLECTIVES = (
     *("reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
     "_end_coalescing",
 )
-# A wait for these that is given a time does no harm when that is over (gloo, 2.13).
+# Waits for these may time out without harm (gloo, 2.13).
 _SLICED = frozenset(
     (
         *("allreduce", "broadcast", "allgather", "barrier", "reduce", "alltoall_base"),
         *("all_gather_single", "_allgather_base"),
     )
 )
-# Never waited for by `check`: a receive may be meant for a later step.
+# `check` does not wait for these: a receive may be meant for a later step.
 _MESSAGES = ("send", "recv")
 _QUESTIONS = (
     *("_start_coalescing", "_get_backend", "_backend_id", "_has_hooks", "_wait_for_pending_works"),
@@ -55,52 +55,51 @@ _QUESTIONS = (
         "_set_sequence_number_for_group",
     ),
 )
-# A tensor to send from or to receive into, the peer's rank, and a tag.
+# (tensor to send from or receive into, rank of the peer, tag).
 Message: TypeAlias = tuple[torch.Tensor, int, int]
-# In what gloo says of a connection, and in nothing that it says of wrong arguments.
+# Part of gloo's errors about a connection, and of none about wrong arguments.
 _TRANSPORT = "/gloo/transport/"
 
 
 class ElasticGroup(ProcessGroup):
-    """The group of the current world; `replace` changes it under whoever uses this one."""
+    """The group of the current world; `replace` changes the world beneath its users."""
 
     def __init__(self, name: str = "elastane") -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # as torch has it for subclasses
         self._label = name
         self._world: WorldGroup | None = None
         self._works = WorkLog()
-        # By id, in the order in which they were made, which is the same on all members.
+        # By id, in the order of construction, which is the same on all members.
         self._ddps: dict[int, weakref.ref[DistributedDataParallel]] = {}
         self._registered = False
-        # Called as each operation begins, by the thread that begins it.
+        # Called at the beginning of each operation, by its thread.
         self.when_begun: Callable[[], None] | None = None
-        # Asked before each of torch's operations, by its name; it refuses by raising.
+        # Called with the name of each of torch's operations before it; raises to refuse it.
         self.guard: Callable[[str], None] | None = None
-        # Whether this member builds apart from the others: they take part in no operation of its.
+        # Whether this member builds alone: the others take part in none of its operations.
         self.apart = False
         self.pairing = Pairing(self)
-        # Groups of some of the members: what fails or waits there, fails or waits here.
+        # Groups of some of the members, whose failures and waits count here too.
         self.parts: tuple[ElasticGroup, ...] = ()
 
     def register(self) -> None:
-        """Make torch.distributed's functions take this group, as their default if there is none."""
+        """Register the group with torch.distributed, as the default group if there is none."""
         backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
         tables.enter(self, self._label, backends)
         tables.resize(self, _members(self._world))
         self._registered = True
 
     def unregister(self) -> None:
-        """Take the group out of torch.distributed's tables."""
+        """Remove the group from torch.distributed's tables."""
         if self._registered:
             self._registered = False
             tables.leave(self)
 
     def replace(self, world: WorldGroup, *, keeps: bool = False) -> None:
-        """Go on in `world`, which is built; forgets the failure of the former one.
+        """Continue in `world`, which is built; forget the failure of the former world.
 
-        Closes the former one, unless it `keeps` it: that is the caller's then.
-
-        Never while a forward or backward runs: each DDP over this group gets a new reducer.
+        The former world is closed, unless `keeps` is set: then the caller owns it. Never call this
+        while a forward or backward runs, since each DDP over this group gets a new reducer.
         """
         broke = self.failed
         former, self._world = self._world, world
@@ -117,18 +116,18 @@ class ElasticGroup(ProcessGroup):
 
     @property
     def ddps(self) -> list[DistributedDataParallel]:
-        """Each DistributedDataParallel over this group that is alive, in the order of creation."""
+        """The living DDP modules over this group, in the order of construction."""
         found = [module for ref in [*self._ddps.values()] if (module := ref()) is not None]
         self._ddps = {id(module): self._ddps[id(module)] for module in found}
         return found
 
     def hush(self) -> None:
-        """Let no DDP over this group reduce or broadcast anything by itself, as in `no_sync()`."""
+        """Stop all DDPs over this group from reducing or broadcasting, as `no_sync()` does."""
         for module in self.ddps:
             ddp.hush(module)
 
     def close(self) -> None:
-        """End the world and take this group out of torch's tables. Idempotent."""
+        """End the world, and remove this group from torch's tables. Idempotent."""
         self.unregister()
         world, self._world = self._world, None
         self._works.clear()
@@ -143,15 +142,15 @@ class ElasticGroup(ProcessGroup):
 
     @property
     def world(self) -> WorldGroup:
-        """The current world; raises PeerLostError where there is none."""
+        """The current world; raises PeerLostError if there is none."""
         world = self._world
         if world is None:
-            raise self._lost()
+            raise self._peer_lost()
         return world
 
     @property
     def failed(self) -> bool:
-        """Whether anything failed since the last `replace`, or the world was ended."""
+        """Whether an operation failed since the last `replace`, or the world was aborted."""
         world = self._world
         if world is None or world.aborted:
             return True
@@ -167,9 +166,9 @@ class ElasticGroup(ProcessGroup):
 
     @property
     def traffic(self) -> int | None:
-        """The bytes that went over connections to other members so far; from any thread.
+        """The bytes sent to and received from other members so far; from any thread.
 
-        None where they say nothing: NCCL has other ways, and what is in flight may have ended.
+        None if that is unknown: NCCL uses other ways, and pending operations may have ended.
         """
         if not any(group._works.is_waited_for for group in (self, *self.parts)):
             return None
@@ -178,9 +177,9 @@ class ElasticGroup(ProcessGroup):
         return None if None in counts else sum(count for count in counts if count is not None)
 
     def check(self) -> None:
-        """Wait for every collective; raises PeerLostError where one failed or the world ended.
+        """Wait for every collective; raises PeerLostError if one failed or the world ended.
 
-        On a device this waits for the device too, so that no failure can surface later.
+        On a device this also waits for the device, so that no failure can surface later.
         """
         for part in self.parts:
             part.check()
@@ -191,56 +190,56 @@ class ElasticGroup(ProcessGroup):
             while not reached.query() and not world.aborted:
                 time.sleep(_POLL_S)
         if self.failed:
-            raise self._lost()
+            raise self._peer_lost()
 
     def rank(self) -> int:
-        """This worker's rank in the current world; 0 where there is none."""
+        """This worker's rank in the current world; 0 without one."""
         world = self._world
         return 0 if world is None else world.rank
 
     def size(self) -> int:
-        """The size of the current world; 1 where there is none."""
+        """The size of the current world; 1 without one."""
         world = self._world
         return 1 if world is None else world.size
 
-    # By these names C++ asks: DDP's reducer, functional collectives.
+    # C++ uses these names: DDP's reducer, functional collectives.
     getRank = rank  # noqa: N815
 
     def getSize(self) -> int:  # noqa: N802
-        """As `size`; the reducer of a new DDP asks, and the DDP is noted."""
+        """Return `size`; called by the reducer of a new DDP, which is recorded here."""
         module = ddp.constructed(sys._getframe(1), self)
         if module is not None:
             self._ddps[id(module)] = weakref.ref(module)
         return self.size()
 
     def getBackendName(self) -> str:  # noqa: N802
-        """What a log says of the backend; of one of torch's own DDP reads options."""
+        """Return the backend's name for logs; from torch's own names, DDP would read options."""
         return "elastane"
 
     name = getBackendName
 
     def getGroupName(self) -> str:  # noqa: N802
-        """By what the group is registered with torch."""
+        """Return the name under which the group is registered with torch."""
         return self._label
 
     getGroupDesc = getGroupName  # noqa: N815
 
     @property
     def group_name(self) -> GroupName:
-        """By what the group is registered with torch."""
+        """The name under which the group is registered with torch."""
         return GroupName(self._label)
 
     @property
     def group_desc(self) -> str:
-        """As the name."""
+        """The name again."""
         return self._label
 
     def shutdown(self) -> None:
-        """As `close`, by the name that destroy_process_group() uses."""
+        """Call `close`; destroy_process_group() uses this name."""
         self.close()
 
     def exchange(self, receives: Sequence[Message], sends: Sequence[Message]) -> Work:
-        """Receive and send all of these, as one operation; `check` waits for it as for any.
+        """Receive and send all of these messages as one operation, which `check` waits for.
 
         For gloo. The peer exchanges the same messages, in any order.
         """
@@ -251,7 +250,7 @@ class ElasticGroup(ProcessGroup):
             works = [group.recv([tensor], peer, tag) for tensor, peer, tag in receives]
             works += [group.send([tensor], peer, tag) for tensor, peer, tag in sends]
         except (RuntimeError, PeerLostError) as error:
-            self._begun_badly(error)
+            self._raise_if_lost(error)
             raise
         waited = Waited(Together(works), self._works, tensors, sliced=False)
         self._works.add(waited)
@@ -260,8 +259,8 @@ class ElasticGroup(ProcessGroup):
     def begin_aside(self, begin: Callable[[Any], Work]) -> Work:
         """Begin an operation over a second context between the members of the world.
 
-        That has no place in the order of this group's collectives. For worlds of several. Nobody
-        waits for the operation but `end_aside`, so until then it is not in flight.
+        It is not ordered with this group's collectives. For worlds of several members. Only
+        `end_aside` waits for the operation, so until then it is not in flight.
         """
         world = self._usable()
         assert world.aside is not None, "a world of one, or a group of some members"
@@ -269,10 +268,10 @@ class ElasticGroup(ProcessGroup):
             return begin(world.aside)
         except RuntimeError as error:
             self._works.note(error)
-            raise self._lost() from error
+            raise self._peer_lost() from error
 
     def end_aside(self, work: Work) -> None:
-        """Wait for what `begin_aside` began; raises PeerLostError where a member is lost."""
+        """Wait for what `begin_aside` began; raises PeerLostError if a member is lost."""
         try:
             if work.is_completed():
                 work.wait()
@@ -280,17 +279,18 @@ class ElasticGroup(ProcessGroup):
                 Waited(work, self._works, [], sliced=True).wait()
         except RuntimeError as error:
             self._works.note(error)
-            raise self._lost() from error
+            raise self._peer_lost() from error
 
     def split_group(self, *_args: Any, **_kwargs: Any) -> ProcessGroup | None:
-        """Refused: an elastic group has no subgroups."""
+        """Refuse: an elastic group has no subgroups."""
         tables.NoSubgroups().check([])
         return None
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work | None:  # type: ignore[override]
-        """Receive from the only peer there is; refused where there are several.
+        """Receive from the only peer; refused if there are several.
 
-        gloo tells a receiver from anybody of no lost connection (2.13): nobody could end its wait.
+        gloo does not report lost connections to a receive from any source (2.13), so its wait could
+        not be ended.
         """
         if self.size() == 2:
             return self._operate("recv", (tensors, 1 - self.rank(), tag), {})
@@ -320,7 +320,7 @@ class ElasticGroup(ProcessGroup):
         try:
             work: Work | None = getattr(world.group, name)(*args, **kwargs)
         except (RuntimeError, PeerLostError) as error:
-            self._begun_badly(error)
+            self._raise_if_lost(error)
             raise
         if work is None:
             return None
@@ -330,25 +330,25 @@ class ElasticGroup(ProcessGroup):
         return waited
 
     def _usable(self) -> WorldGroup:
-        """The world, for an operation that begins."""
+        """Return the world, for an operation that begins."""
         world = self._world
         if world is None or world.aborted or self._works.failure is not None:
-            raise self._lost()
+            raise self._peer_lost()
         if self.when_begun is not None:
             self.when_begun()
         return world
 
-    def _begun_badly(self, error: Exception) -> None:
-        """Raise PeerLostError where an operation could not begin for want of its world.
+    def _raise_if_lost(self, error: Exception) -> None:
+        """Raise PeerLostError if an operation could not begin because its world is gone.
 
-        A message that begins may be the first to meet a closed connection.
+        A message may be the first operation to find a closed connection.
         """
         if _TRANSPORT in str(error):
             self._works.note(error)
         if self.failed:
-            raise self._lost() from error
+            raise self._peer_lost() from error
 
-    def _lost(self) -> PeerLostError:
+    def _peer_lost(self) -> PeerLostError:
         world = self._world
         fence = "none" if world is None else world.wiring.fence
         why = str(self._works.failure or "the world was ended").partition("\n")[0]
@@ -362,10 +362,10 @@ class ElasticGroup(ProcessGroup):
 
 
 def _answered_apart(name: str, args: tuple[Any, ...]) -> Work:
-    """Complete an operation as if every other member had contributed what this one does.
+    """Complete an operation as if all members had contributed what this one does.
 
-    For the constructor of DDP, which compares its parameters and takes those of rank 0, and for a
-    barrier. The state that is right comes with the first step.
+    For a barrier, and for the constructor of DDP, which compares its parameters and takes those of
+    rank 0. The right state arrives with the first step.
     """
     if name == "allgather":
         outputs, inputs = args[:2]
@@ -388,14 +388,14 @@ def _early(name: str) -> JobError:
 
 
 def _members(world: WorldGroup | None) -> Iterable[int]:
-    """The ranks in the job of who is in a world, in its order."""
+    """Return the members of a world, as ranks of the job, in its order."""
     if world is None:
         return range(1)
     return world.wiring.members or range(world.size)
 
 
 def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """What DDP takes from the future of an operation: the tensors of its first argument."""
+    """Return the tensors of the first argument, which DDP takes from an operation's future."""
     first = args[0] if args else None
     return list(first) if isinstance(first, (list, tuple)) else []
 
@@ -416,7 +416,7 @@ def _question(name: str) -> Callable[..., Any]:
     return question
 
 
-# Signatures are torch's own, several for one name; they are passed on as they come.
+# Signatures are torch's own, several for one name; arguments are forwarded unchanged.
 for _name in _COLLECTIVES + _MESSAGES:
     if hasattr(ProcessGroup, _name):
         setattr(ElasticGroup, _name, _operation(_name))

@@ -1,17 +1,18 @@
-"""Members compare which collectives they made, so that none was paired with that of another step.
+"""Members compare their collectives, so that none was paired with one of another step.
 
-gloo and NCCL pair the collectives of a group by their order alone: a member that makes one more
-than the others has it paired with a later one of theirs, and the sums are wrong without an error.
+gloo and NCCL pair the collectives of a group by their order alone. If a member makes one more than
+the others, it is paired with a later one of theirs, and the sums are wrong without an error.
 `CollectiveTally` counts what this member made. `Pairing` compares the tallies of all members at
-each commit, over connections that have no part in that order, and again when the survivors of a
-broken world meet in the next one. Fails with MispairedError on all members, and as the group does.
+each commit, over connections that have no part in that order. It compares them again when the
+survivors of a broken world meet in the next one. Fails with MispairedError on all members, and as
+the group does.
 
 Comparisons are rounds: in each, every member adds up one number, its mark, with those of the
 others. `start` begins a round before an update and does not wait, so the round runs beside the
-update. `agree` takes its result where the member has made no collective since; else it begins
+update. `agree` takes its result if the member has made no collective since; otherwise it begins
 another round and waits for it. A member commits only after a round in which all members had the
-mark that it has at its commit. Where marks were unlike, all members compare whole records, each
-once it is at a commit. Members that began rounds at other places then have the same records.
+mark that it has at its commit. If marks differ, all members compare whole records, each once it is
+at a commit. Members that began rounds at other places then have the same records.
 """
 
 from __future__ import annotations
@@ -20,33 +21,30 @@ import hashlib
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 from elastane.errors import JobError
-
-if TYPE_CHECKING:
-    from elastane.comms.elastic import ElasticGroup
 
 KINDS = (
     *("all-reduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all", "barrier"),
     "other collective",
 )
-# By how the name of torch's operation begins; the first that fits.
+# By the beginning of the name of torch's operation; the first match counts.
 _KIND_BY_NAME = (
     *(("allreduce", 0), ("broadcast", 1), ("allgather", 2), ("_allgather", 2)),
     *(("all_gather", 2), ("reduce_scatter", 3), ("_reduce_scatter", 3), ("alltoall", 4)),
     *(("all_to_all", 4), ("barrier", 5), ("", 6)),
 )
-# Of these the tensors have the same sizes on all members.
+# Kinds whose tensors have the same sizes on all members.
 _SIZED = (0, 1)
-# The sum of 65,536 of them has 64 bits.
+# The sum of 65,536 marks has 64 bits.
 _MARK_BYTES = 6
 _NUMBERS = struct.Struct(f"<{5 + len(KINDS)}q")
 _DIGEST_BITS = 62
@@ -61,12 +59,11 @@ IN_BODY, UPDATED, ENDED = range(3)
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRecord:
-    """What one member did in one world since the commit before.
+    """The collectives of one member in one world since the previous commit.
 
-    `world`: a number for the world; 0 where there was none with other members. `commits`: how many
-    this member has completed there. `reached`: IN_BODY, or UPDATED where it keeps an update, or
-    ENDED where it was at the next commit. `digest`: of all collectives in their order. `made`: how
-    many of each of KINDS.
+    `world`: a number for the world; 0 without other members. `commits`: how many this member has
+    completed there. `reached`: IN_BODY, or UPDATED if it keeps an update, or ENDED if it was at the
+    next commit. `digest`: of all collectives in their order. `made`: the number of each of KINDS.
     """
 
     world: int
@@ -82,23 +79,23 @@ class CollectiveRecord:
         return sum(self.made)
 
     def packed(self) -> list[int]:
-        """Return it as numbers of 64 bits."""
+        """Return the record as 64-bit numbers."""
         single = (self.world, self.step, self.commits, self.reached, self.digest)
         return [*single, *self.made]
 
     def mark(self) -> int:
-        """Return a number that differs where a record does; the sum of many has 64 bits."""
+        """Return a number that differs if the record does; the sum of many has 64 bits."""
         packed = _NUMBERS.pack(*self.packed())
         return int.from_bytes(hashlib.blake2b(packed, digest_size=_MARK_BYTES).digest(), "little")
 
     @classmethod
     def unpacked(cls, numbers: Sequence[int]) -> CollectiveRecord:
-        """Return what `packed` gave."""
+        """Return the record that `packed` encoded."""
         world, step, commits, reached, digest, *made = numbers
         return cls(world, step, commits, reached, digest, tuple(made))
 
     def described(self) -> str:
-        """Say in words what it made."""
+        """Describe the collectives in words."""
         parts = [_several(n, kind) for n, kind in zip(self.made, KINDS, strict=True) if n]
         return ", ".join(parts) or "no collective"
 
@@ -107,14 +104,14 @@ _NOTHING = CollectiveRecord(0, 0, 0, IN_BODY, 0, (0,) * len(KINDS))
 
 
 class CollectiveTally:
-    """The collectives of one member since its last commit; several threads may begin them."""
+    """Counts one member's collectives since its last commit; several threads may begin them."""
 
     def __init__(self) -> None:
         self.clear()
         self._codes: dict[str, tuple[int, int]] = {}
 
     def clear(self) -> None:
-        """Begin to count from zero."""
+        """Reset the count."""
         self._digest = 0
         self._made = [0] * len(KINDS)
 
@@ -129,7 +126,7 @@ class CollectiveTally:
         self._made[kind] += 1
 
     def record(self, world: int, step: int, commits: int, reached: int) -> CollectiveRecord:
-        """Return what was counted."""
+        """Return the record of what was counted."""
         return CollectiveRecord(world, step, commits, reached, self._digest, tuple(self._made))
 
     def _code(self, name: str) -> tuple[int, int]:
@@ -149,12 +146,12 @@ def odd_pair(records: Sequence[CollectiveRecord]) -> tuple[int, int]:
 def odd_survivors(
     records: Sequence[CollectiveRecord], committed: Sequence[CollectiveRecord] = ()
 ) -> tuple[int, int] | None:
-    """Return two ranks of which one keeps an update that was not paired rightly. Pure.
+    """Return two ranks of which one keeps an update with wrongly paired collectives. Pure.
 
     `records`: of the last world that each was in. `committed`: what each had made there at its last
-    commit. Members may have been at different places of a body. So only this is certain: at the
-    same collective they had made the same, and nobody had made more than a member that was further.
-    Where nobody keeps an update, nothing is wrong yet.
+    commit. Members may have been at different places of a body, so only this is certain. At the
+    same collective they had made the same ones. No member had made more than a member that was
+    further. If no member keeps an update, nothing is wrong yet.
     """
     for one, two in combinations(range(len(records)), 2):
         a, b = at_one_commit(records, committed or records, (one, two))
@@ -168,7 +165,10 @@ def at_one_commit(
     committed: Sequence[CollectiveRecord],
     pair: tuple[int, int],
 ) -> tuple[CollectiveRecord, CollectiveRecord]:
-    """Return the records of two ranks: of one that is a commit ahead, what it committed. Pure."""
+    """Return the records of two ranks at one commit. Pure.
+
+    For a rank that is a commit ahead, this is the record of its last commit.
+    """
     one, two = pair
     a, b = records[one], records[two]
     if a.commits == b.commits + 1:
@@ -179,7 +179,7 @@ def at_one_commit(
 
 
 def _contradict(a: CollectiveRecord, b: CollectiveRecord) -> bool:
-    """Whether one of two members keeps an update, and both cannot have made the same."""
+    """Whether one of two members keeps an update, and their collectives cannot agree."""
     if max(a.reached, b.reached) == IN_BODY:
         return False
     if a.count == b.count or a.reached == b.reached == ENDED:
@@ -188,51 +188,64 @@ def _contradict(a: CollectiveRecord, b: CollectiveRecord) -> bool:
     return further.reached > other.reached and other.count > further.count
 
 
-class Pairing:
-    """One member's: `start` and `agree` in each step, `meet` as each world begins, by all members.
+class PairedGroup(Protocol):
+    """What `Pairing` needs of a group: `comms.elastic` implements it."""
 
-    The group calls `left` as it goes over to another world.
+    def size(self) -> int:
+        """Return the world size."""
+
+    def begin_aside(self, begin: Callable[[Any], Work]) -> Work:
+        """Begin an operation that is not ordered with the group's collectives."""
+
+    def end_aside(self, work: Work) -> None:
+        """Wait for what `begin_aside` began."""
+
+
+class Pairing:
+    """Compares one member: `start` and `agree` in each step, `meet` as each world begins.
+
+    All members call them. The group calls `left` when it enters another world.
     """
 
-    def __init__(self, group: ElasticGroup) -> None:
+    def __init__(self, group: PairedGroup) -> None:
         self._group = group
         self.tally = CollectiveTally()
         self._commits = 0
         self._step = 0
         self._reached = IN_BODY
-        # The last round in this world, and the number that each round of it adds up.
+        # The last round in this world, and the tensor in which each round sums the marks.
         self._round: _Round | None = None
         self._total = torch.zeros(1, dtype=torch.int64)
         # What this member had made at its last commit in this world.
         self._committed = _NOTHING
-        # The present record and that one, of the last world that broke, until they were compared.
+        # The current record and the committed one of the last world that broke, until compared.
         self._left: tuple[CollectiveRecord, CollectiveRecord] | None = None
 
     def left(self, fence: str, size: int, *, broke: bool) -> None:
-        """Leave a world; keep what was done there if it broke, and begin to count anew."""
+        """Leave a world: if it broke, keep the record of it; reset the count."""
         if broke and self._left is None and size > 1:
             world = zlib.crc32(fence.encode()) or 1
             self._left = self._record(world), replace(self._committed, world=world)
-        # A round that was cut off may still write into its number.
+        # An interrupted round may still write into its tensor.
         self._round, self._total = None, torch.zeros(1, dtype=torch.int64)
         self.begin()
 
     def begin(self) -> None:
-        """Begin to count anew, where all members are at one place."""
+        """Reset the count, at a point where all members are at one place."""
         self.tally.clear()
         self._commits, self._reached, self._committed = 0, IN_BODY, _NOTHING
 
     def passed(self) -> None:
-        """Count what all members have done together outside of a step as done, like a commit."""
+        """Count an operation of all members outside of a step like a commit."""
         self._committed = self._at_commit()
         self.tally.clear()
         self._commits += 1
 
     def start(self, step: int) -> None:
-        """Begin a round for `step`, where the last one is over and was of other collectives.
+        """Begin a round for `step`, if the last one is over and had other collectives.
 
-        Never waits: another member may be in its body yet, and wait for a collective of this one.
-        Raises PeerLostError where the world has ended.
+        It never waits: another member may still be in its body, and wait for a collective of this
+        one. Raises PeerLostError if the world has ended.
         """
         self._step = step
         if self._group.size() == 1:
@@ -240,15 +253,15 @@ class Pairing:
         last = self._round
         if last is not None and not last.is_over:
             if not last.work.is_completed() or self._total.item() != last.total:
-                return  # `agree` sees how it ends.
+                return  # `agree` completes it
             last.is_over = last.is_equal = True
         if last is None or last.record != self._at_commit():
             self._begin_round()
 
     def agree(self, step: int) -> None:
-        """Commit `step`, once all members have made the collectives that this one has made.
+        """Commit `step`, once all members have made the same collectives as this one.
 
-        Raises MispairedError where they did not, PeerLostError where one is lost.
+        Raises MispairedError if they did not, PeerLostError if one is lost.
         """
         self._step = step
         self._wait_agreed()
@@ -256,11 +269,11 @@ class Pairing:
         self.passed()
 
     def insist(self) -> None:
-        """Wait until all members are where this one is, having made the same since the last commit.
+        """Wait until all members are at this place, with the same collectives since their commit.
 
-        For what follows a commit and is believed: a save, a value, the end of the steps. Another
-        member may have made more in the body of that step than this one, and stand in it. Raises as
-        `agree` does. Where no step was committed, the members have just met.
+        For results that must be right after a commit: a save, a value, the end of the steps.
+        Another member may have made more in the body of that step than this one, and still be in
+        it. Raises as `agree` does. If no step was committed, the members have just met.
         """
         if self._commits:
             try:
@@ -269,17 +282,18 @@ class Pairing:
                 self._reached = IN_BODY
 
     def meet(self, *, updated: bool) -> None:
-        """Compare what the members of this world did in the one before, where they were there.
+        """Compare what the members of this world did in the previous one, if they were in it.
 
-        `updated`: this one keeps the update of a body that was cut short.
+        `updated`: this member keeps the update of an interrupted body.
         """
         mine, committed = self._left or (_NOTHING, _NOTHING)
         if updated and mine.reached == IN_BODY:
             mine = replace(mine, reached=UPDATED)
-        said = torch.tensor([mine.packed(), committed.packed()], dtype=torch.int64)
-        heard = [torch.zeros_like(said) for _ in range(self._group.size())]
-        dist.all_gather(heard, said, group=self._group)
-        records, last = _unpacked(heard)
+        own = torch.tensor([mine.packed(), committed.packed()], dtype=torch.int64)
+        received = [torch.zeros_like(own) for _ in range(self._group.size())]
+        # The group is a ProcessGroup too, which a protocol cannot express.
+        dist.all_gather(received, own, group=cast(ProcessGroup, self._group))
+        records, last = _unpacked(received)
         found = odd_survivors(records, last)
         if found is not None:
             raise _mispaired(found, *at_one_commit(records, last, found))
@@ -294,7 +308,7 @@ class Pairing:
     def _begin_round(self) -> None:
         """Begin the next round.
 
-        A sum of one number is the quickest that gloo has: four workers on two busy cores took
+        A sum of one number is the fastest operation of gloo: four workers on two busy cores took
         0.7 ms for it, and 4 ms for an all-gather of the records (2026-11-24).
         """
         record = self._at_commit()
@@ -304,9 +318,9 @@ class Pairing:
         self._round = _Round(record, mark * self._group.size(), work)
 
     def _is_agreed(self) -> bool:
-        """Wait for the last round; whether it was of what this member has made by now.
+        """Wait for the last round; return whether it covered this member's current collectives.
 
-        Unlike marks are followed up before the next round: all members do both in one order.
+        Differing marks are compared before the next round, so all members do both in one order.
         """
         current = self._round
         if current is None:
@@ -320,18 +334,18 @@ class Pairing:
         return current.is_equal and current.record == self._at_commit()
 
     def _compare(self) -> None:
-        """Compare whole records, after a round of unlike marks; each member is at a commit."""
-        said = torch.tensor([self._record(0).packed(), self._committed.packed()])
-        heard = torch.empty((self._group.size(), *said.shape), dtype=torch.int64)
-        gather = self._group.begin_aside(lambda aside: aside.allgather([[*heard]], [said]))
+        """Compare whole records, after a round of differing marks; each member is at a commit."""
+        own = torch.tensor([self._record(0).packed(), self._committed.packed()])
+        received = torch.empty((self._group.size(), *own.shape), dtype=torch.int64)
+        gather = self._group.begin_aside(lambda aside: aside.allgather([[*received]], [own]))
         self._group.end_aside(gather)
-        records, last = _unpacked([*heard])
+        records, last = _unpacked([*received])
         if len({*records}) > 1:
             found = odd_pair(records)
             raise _mispaired(found, *at_one_commit(records, last, found))
 
     def _at_commit(self) -> CollectiveRecord:
-        """What was counted, as it is to be compared at the next commit."""
+        """Return the record as it will be compared at the next commit."""
         return self.tally.record(0, self._step, self._commits, ENDED)
 
     def _record(self, world: int) -> CollectiveRecord:
@@ -340,7 +354,7 @@ class Pairing:
 
 @dataclass(slots=True)
 class _Round:
-    """One round: what this member had made, the sum of marks if all had, and how it ended."""
+    """One round: this member's record, the sum of marks if all are equal, and the result."""
 
     record: CollectiveRecord
     total: int
@@ -350,16 +364,16 @@ class _Round:
 
 
 def _unpacked(
-    heard: Sequence[torch.Tensor],
+    received: Sequence[torch.Tensor],
 ) -> tuple[list[CollectiveRecord], list[CollectiveRecord]]:
-    """Return the present record of each rank, and that of its last commit."""
-    pairs = [each.tolist() for each in heard]
+    """Return the current record of each rank, and the record of its last commit."""
+    pairs = [each.tolist() for each in received]
     records = [CollectiveRecord.unpacked(now) for now, _ in pairs]
     return records, [CollectiveRecord.unpacked(then) for _, then in pairs]
 
 
 class MispairedError(JobError):
-    """Members made different collectives: what they computed together is wrong."""
+    """Members made different collectives: the results that they computed together are wrong."""
 
 
 def _mispaired(pair: tuple[int, int], a: CollectiveRecord, b: CollectiveRecord) -> MispairedError:
@@ -377,7 +391,7 @@ def _mispaired(pair: tuple[int, int], a: CollectiveRecord, b: CollectiveRecord) 
             f" and rank {other} {b.described()}"
         )
     return MispairedError(
-        f"{what}: they were paired with those of other steps, and what came of it is wrong",
+        f"{what}: they were paired with those of other steps, and the results are wrong",
         slug="job-collectives",
         where=f"step {max(a.step, b.step)}",
         expected="the same collectives in the same order on all ranks from one commit to the next",

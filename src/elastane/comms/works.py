@@ -1,9 +1,9 @@
-"""What is under way over a group, and whether any of it failed.
+"""The pending operations of a group, and whether any of them failed.
 
-torch's own `Work` cannot be asked reliably: some kinds are complete only once they were waited
-for, and waiting twice does their last part twice (a reduce-scatter over gloo copies its result
-again over what the user has made of it; torch 2.13). So those are waited for through `Waited`,
-once. Knows nothing of worlds; fails never itself, it keeps the first failure.
+torch's own `Work` cannot be queried reliably. Some kinds are complete only once they were waited
+for, and waiting twice runs their last part twice: a reduce-scatter over gloo copies its result
+again over what the user has made of it (torch 2.13). So they are waited for once, through `Waited`.
+It does not know worlds, and never fails: it stores the first failure.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from queue import SimpleQueue
 import torch
 from torch.distributed import Work
 
-# So long a wait may last before it is looked whether it is still to last.
+# How long a wait lasts before it checks whether to continue.
 _SLICE = timedelta(milliseconds=50)
 _ENDED = "the world was ended"
-# What was cut ends by itself within this, and then nothing writes into its tensors any more.
+# Operations whose connections were cut end within this time, and write no more into their tensors.
 _GRACE_S = 0.05
 
 
 class Waited(Work):
-    """A work that is waited for once, and tells `ledger` how that went.
+    """A work that is waited for once, and reports the result to `ledger`.
 
-    Its future completes in any case, with `tensors`: an error in it would leave DDP's reducer
-    half done. What failed is in the ledger.
+    Its future always completes with `tensors`: an error in it would leave DDP's reducer half done.
+    The ledger has the failure.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Waited(Work):
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait, the first time; a later call returns at once."""
+        """Wait on the first call; later calls return at once."""
         if self._waited:
             return True
         if self._sliced and self._work.is_completed():
@@ -61,7 +61,7 @@ class Waited(Work):
             self._ledger.count_waiting(-1)
 
     def _end(self) -> bool:
-        """See how a work went that is over: nobody waits for it."""
+        """Get the result of a work that is over, without waiting."""
         self._waited = True
         try:
             return self._work.wait()
@@ -75,20 +75,21 @@ class Waited(Work):
                 return self._work.wait(_SLICE)
             except RuntimeError:
                 if self._work.is_completed():
-                    break  # in time or late, well or badly: the next wait says which
+                    # completed in time or late, with or without error: the next wait shows which
+                    break
         else:
             raise RuntimeError(_ENDED)
         return self._work.wait()
 
     def _wait_aside(self) -> bool:
-        """Wait in another thread: this kind takes no time limit, or would close its connections."""
+        """Wait in another thread: with a timeout, this kind would close its connections."""
         waiter = self._ledger.take_waiter()
         try:
             waiter.ask(self._work)
             while not waiter.over.wait(_SLICE.total_seconds()):
                 if self._ledger.released.is_set():
                     raise RuntimeError(_ENDED)
-        except BaseException:  # A signal's too: its answer is nobody's by now.
+        except BaseException:  # Also by a signal: no thread reads the answer any more.
             waiter.end()
             raise
         error = waiter.error
@@ -98,11 +99,11 @@ class Waited(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it was waited for, or needs not be."""
+        """Whether it was waited for, or needs no wait."""
         return self._waited or self._work.is_completed()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the tensors; complete when the work has ended, in whatever way."""
+        """Return a future of the tensors; it completes when the work has ended or failed."""
         if self._future is None:
             self._future = torch.futures.Future()
             self._ledger.promise(self)
@@ -110,14 +111,14 @@ class Waited(Work):
         return self._future
 
     def release(self) -> None:
-        """Complete the future, if nobody has."""
+        """Complete the future, unless it is complete."""
         with self._ledger.lock:
             future = self._future
             if future is not None and not future.done():
                 future.set_result(self._tensors)
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors, where torch keeps them."""
+        """Return the output tensors, if torch keeps them."""
         return self._work.result()
 
     def _done(self, inner: torch.futures.Future[list[torch.Tensor]]) -> None:
@@ -133,7 +134,7 @@ class Waited(Work):
 
 
 class Completed(Work):
-    """A work that has ended well, with `tensors`."""
+    """A work that has succeeded, with `tensors`."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -144,22 +145,22 @@ class Completed(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future that is complete."""
+        """Return a complete future."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors."""
+        """Return the tensors."""
         return self._tensors
 
 
-def _tells_its_end(work: Work) -> bool:
-    """Whether `is_completed` is True as soon as a work has ended."""
+def _shows_end(work: Work) -> bool:
+    """Whether `is_completed` becomes True as soon as the work has ended."""
     return isinstance(work, Waited) and work._sliced
 
 
@@ -171,21 +172,22 @@ class Together(Work):
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all, in turn; the first that failed is told."""
+        """Wait for all, in turn; raise the first failure."""
         assert timeout is None, "a bounded wait would close the connections of messages"
         for work in self._works:
             work.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Whether nobody needs wait: never, a message is complete when it was waited for."""
+        """Return False: a message is complete only once it was waited for."""
         return False
 
 
 class Waiter:
-    """A thread that waits for works in another's place, one after the other.
+    """A thread that waits for works on behalf of others, one after another.
 
-    A thread for each wait was most of what a sharded step cost (`bench in-place`, sharded-step).
+    A new thread for each wait was most of the cost of a sharded step (`bench in-place`,
+    sharded-step).
     """
 
     def __init__(self) -> None:
@@ -195,12 +197,12 @@ class Waiter:
         threading.Thread(target=self._run, name="elastane-wait", daemon=True).start()
 
     def ask(self, work: Work) -> None:
-        """Wait for this one; `over` is set when it has ended, and `error` is how."""
+        """Wait for this work; then `error` is its failure and `over` is set."""
         self.over.clear()
         self._asked.put(work)
 
     def end(self) -> None:
-        """Wait for no other, once what is in hand has ended."""
+        """End the thread after the current work."""
         self._asked.put(None)
 
     def _run(self) -> None:
@@ -210,25 +212,25 @@ class Waiter:
                 self.error = None
             except RuntimeError as error:
                 self.error = error
-            del work  # Its tensors are nobody's any more.
+            del work  # Free its tensors.
             self.over.set()
 
 
 class WorkLog:
-    """The works that nobody has seen the end of, and the first failure; for any thread."""
+    """The works that have not been completed, and the first failure. Thread-safe."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._open: list[Work] = []
         self._promised: set[Waited] = set()
-        # Set when nothing that is under way is to be waited for any longer.
+        # Set when waits for pending works have to end.
         self.released = threading.Event()
         self.failure: BaseException | None = None
         self._waiting = 0
         self._idle: list[Waiter] = []
 
     def clear(self) -> None:
-        """Forget everything: another world begins."""
+        """Forget everything, since another world begins."""
         with self.lock:
             self._open = []
             self._promised.clear()
@@ -239,46 +241,46 @@ class WorkLog:
         self.released = threading.Event()
 
     def take_waiter(self) -> Waiter:
-        """Return one that nobody uses."""
+        """Return an unused waiter."""
         with self.lock:
             return self._idle.pop() if self._idle else Waiter()
 
     def give_back(self, waiter: Waiter) -> None:
-        """Let others use it."""
+        """Return a waiter to the pool."""
         waiter.error = None
         with self.lock:
             self._idle.append(waiter)
 
     def add(self, work: Work) -> None:
-        """Remember a work until its end was seen."""
+        """Remember a work until it is complete."""
         self.sift()
         with self.lock:
             self._open.append(work)
 
     def count_waiting(self, more: int) -> None:
-        """So many more threads are in a wait than before."""
+        """Change the number of threads that wait."""
         with self.lock:
             self._waiting += more
 
     @property
     def in_flight(self) -> bool:
-        """Whether anything has not completed, or is waited for."""
+        """Whether any work is incomplete, or is waited for."""
         with self.lock:
             return self._waiting > 0 or any(not work.is_completed() for work in self._open)
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether anything has not completed for certain; narrower than `in_flight`.
+        """Whether any work is certainly incomplete; narrower than `in_flight`.
 
         Some kinds, such as a reduce-scatter over gloo, complete only once they are waited for: the
         thread that began one may compute meanwhile.
         """
         with self.lock:
-            pending = any(not work.is_completed() for work in self._open if _tells_its_end(work))
+            pending = any(not work.is_completed() for work in self._open if _shows_end(work))
             return self._waiting > 0 or bool(self._promised) or pending
 
     def sift(self) -> None:
-        """Let go of works that have completed, noting those that failed."""
+        """Forget works that have completed, and store the first failure."""
         if not self._open:
             return
         with self.lock:
@@ -286,19 +288,19 @@ class WorkLog:
             if done:
                 self._open = [work for work in self._open if work not in done]
         for work in done:
-            self._settle(work)
+            self._complete(work)
 
     def wait(self) -> None:
-        """Wait for all that is open; what fails is noted. On a device, only in its stream."""
+        """Wait for all pending works, and store the first failure; on a device, in its stream."""
         if not self._open:
             return
         with self.lock:
             waiting, self._open = self._open, []
         for work in waiting:
-            self._settle(work)
+            self._complete(work)
 
     def promise(self, work: Waited) -> None:
-        """Remember that somebody waits for a future."""
+        """Remember that a future is waited for."""
         with self.lock:
             self._promised.add(work)
 
@@ -308,10 +310,10 @@ class WorkLog:
             self._promised.discard(work)
 
     def releaser(self) -> Callable[[], None]:
-        """What lets everybody go who still waits, a moment after the present world was ended.
+        """Return a function that ends all remaining waits, a moment after the current world ended.
 
-        A send that meets a closed connection is sometimes queued by gloo and never told of (2.13):
-        whoever waits for it would wait for the operation's timeout.
+        gloo sometimes queues a send on a closed connection and never reports its failure (2.13).
+        Without this, a wait for it would last until the operation's timeout.
         """
         released = self.released
 
@@ -326,12 +328,12 @@ class WorkLog:
         return lambda: threading.Thread(target=later, name="elastane-release", daemon=True).start()
 
     def note(self, error: BaseException) -> None:
-        """Remember the first failure."""
+        """Store the first failure."""
         if self.failure is None:
-            # Its frames would keep tensors alive.
+            # Its traceback would keep tensors alive.
             self.failure = RuntimeError(str(error))
 
-    def _settle(self, work: Work) -> None:
+    def _complete(self, work: Work) -> None:
         try:
             work.wait()
         except RuntimeError as error:

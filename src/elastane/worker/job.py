@@ -1,8 +1,8 @@
-"""What a worker holds of its job: its place in the world, and the steps it makes there.
+"""A worker's view of its job: its rank in the world, and the loop of its steps.
 
-`init()` gives a `Job`. Owns the loop of steps and what happens between two of them: a change of
-the world, and the state that its members compare there. The way between worlds is `world`'s; who
-is a member is decided elsewhere. Without an agent the job is a world of one.
+`init()` returns a `Job`. Owns the loop of steps and what happens between two of them: a change of
+the world, and the comparison of the members' states there. `world` moves the worker from world to
+world, and the coordinator decides the membership. Without an agent the job is a world of one.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def init(
     trail_every: int = 1,
     wait_for_place: bool = True,
 ) -> Job:
-    """Join the job that this worker was started for; a world of one where no launcher did.
+    """Join the job that this worker was started for; without a launcher, a world of one.
 
     Use it as `with elastane.init() as job:`. The process group is ready: `job.process_group`.
 
-    `wait_for_place`: a worker that comes while the others train waits here until they take it in.
-    So rank and world size, also in RANK, WORLD_SIZE and the other variables, are true from here on.
-    The others wait for its first step. With False it builds while they train, and has neither
+    `wait_for_place`: a worker that joins while the others train waits here until they take it in.
+    So rank and world size, also in RANK, WORLD_SIZE and the other variables, are valid from here
+    on. The others wait for its first step. With False it builds while they train, and has neither
     rank nor these variables before its first step (docs/in-place-explained.md).
 
-    `deterministic`: what a step does depends on `shards` and `seed` alone, bit for bit, and not on
-    the world; its body takes its data from `step.batches` (docs/deterministic.md). `trail`: a file
-    with a digest of the state after each `trail_every` steps, for `elastane verify-run`; without
-    it, what ELASTANE_TRAIL says.
+    `deterministic`: the result of a step depends on `shards` and `seed` alone, bit for bit, and not
+    on the world; its body takes its data from `step.batches` (docs/deterministic.md). `trail`: a
+    file with a digest of the state after each `trail_every` steps, for `elastane verify-run`. The
+    default is the path in ELASTANE_TRAIL.
     """
     mode = Deterministic(shards, seed) if deterministic else Mode()
     line = AgentLine.inherited()
@@ -75,7 +75,7 @@ def init(
 
 
 class Job:
-    """A worker's view of its job. Not for several threads."""
+    """A worker's view of its job. Not thread-safe."""
 
     def __init__(self, line: AgentLine | None, mode: Mode, trail: Trail | None) -> None:
         self._world = Worlds(line)
@@ -94,8 +94,9 @@ class Job:
         self._verify_every = 0
         self._feed: Feed | None = None
         self._loader: Any = None
-        # Whether all members are known to hold what this one holds: since a world was entered, or
-        # they met, nobody has made a step. The same on all of them, also who has just come.
+        # Whether all members are known to hold the same state: no member has made a step since a
+        # world was entered, or since they met. The same on all of them, also on a worker that has
+        # just joined.
         self._met = False
 
     def join(self, *, wait_for_place: bool = True) -> Self:
@@ -113,7 +114,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """How many workers the current world has; JobError while this one has no place in one."""
+        """The size of the current world; JobError while this worker has no place in one."""
         return self._world.size
 
     @property
@@ -123,7 +124,7 @@ class Job:
 
     @property
     def fence(self) -> Fence:
-        """The round and attempt of the current world; of none, where there is no agent."""
+        """The round and attempt of the current world; zeros without an agent."""
         return self._world.fence
 
     @property
@@ -132,10 +133,11 @@ class Job:
         return self._world.device
 
     def track(self, **objects: Any) -> None:
-        """Name what the job's state is: what heals a peer, and what a lost step puts back.
+        """Register the objects of the job's state, for healing peers and undoing failed steps.
 
-        Models, optimizers, schedulers, scalers, samplers, generators: whatever has `state_dict`
-        and `load_state_dict`. The same names on all workers, before anything is restored.
+        Models, optimizers, schedulers, scalers, samplers, generators: anything with `state_dict`
+        and `load_state_dict`. The names must be the same on all workers, and come before any
+        restore.
         """
         first = "job.steps()" if self._feed is not None else self._saved.restored_by
         if first:
@@ -152,8 +154,8 @@ class Job:
     def device_mesh(self, *, shard: int) -> Any:
         """Return a DeviceMesh of replicas of `shard` workers each, for `fully_shard`.
 
-        Its dimensions are "replicate" and "shard". Once, before the model is built, on all workers;
-        one that replaces another waits here for its place, and uses no collectives until `steps()`.
+        Its dimensions are "replicate" and "shard". Call it once, before the model is built, on all
+        workers. A joining worker waits here for its place, and uses no collectives until `steps()`.
         """
         return sharding.open_mesh(self._world, shard)
 
@@ -169,9 +171,9 @@ class Job:
         """Yield (step, batch) until an epoch or a step is reached; `with step:` is its body.
 
         `loader` is a DataLoader over an ElasticBatchSampler, or over ElasticShards. With
-        `accumulate` micro-batches a step, take them from `step.batches`. Where the body breaks out
-        of the loop, it is to do so on all workers at the same step. After each `verify_every` steps
-        the workers compare what they hold, and one that differs takes the majority's.
+        `accumulate` micro-batches a step, take them from `step.batches`. A `break` out of the loop
+        has to happen on all workers at the same step. After every `verify_every` steps the workers
+        compare their states, and one that differs receives the majority's.
         """
         if until_epoch is None and until_step is None:
             raise JobError(
@@ -184,13 +186,13 @@ class Job:
         feed = self._open(loader, accumulate)
         try:
             while not self._is_done(feed, until_epoch, until_step):
-                self._leave_trail()
+                self._log_digest()
                 if not self._boundary():
                     continue
                 self._world.pulse.at(Activity.LOADING)
-                portions = _take(feed, feed.cursor.portions_per_step)
+                portions = _next_portions(feed, feed.cursor.portions_per_step)
                 if not portions:
-                    continue  # The epoch has ended; the feed goes on with the next.
+                    continue  # The epoch has ended, and the feed continues with the next one.
                 step = Step(self, feed.cursor.next_step, portions)
                 self.mode.begin(step.number)
                 self._world.pulse.at(Activity.BETWEEN)
@@ -202,25 +204,25 @@ class Job:
                 if not step.committed:
                     self._enter_next()
             self._meet_at_the_end()
-            self._leave_trail()
-        except GeneratorExit:  # By break: the last step is whole.
-            self._leave_trail()
+            self._log_digest()
+        except GeneratorExit:  # After a break the last step is complete.
+            self._log_digest()
             raise
-        finally:  # Also where the loop was left by break: it enters no other world.
+        finally:  # Also after a break: it enters no other world.
             self._world.widen()
             self._calls.loop_ended()
             self._world.pulse.at(Activity.APART)
             self._world.finished()
 
     def retry(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Call a function with collectives of its own; where a peer is lost, run it again.
+        """Call a function with collectives; if a peer is lost, run it again.
 
-        For what stands between steps: evaluation, metrics, a barrier. Behind the `with` of a step,
-        or between two loops, by all workers at the same place. The function runs from its beginning
-        in the next world, with rank and world size of that; random streams, buffers and train or
-        eval mode are put back before. What it changes elsewhere is its own to put back. It must not
-        step an optimizer. Returns the function's value; raises what the function raises, unless a
-        lost peer explains it. How workers that join take part: docs/in-place-explained.md.
+        For code between steps: evaluation, metrics, a barrier. Call it after the `with` of a step,
+        or between two loops, on all workers at the same place. In the next world the function runs
+        from its beginning, with that world's rank and world size. Random streams, buffers and train
+        or eval mode are restored before. The function has to undo any other change itself, and must
+        not step an optimizer. Returns the function's value; raises what the function raises, unless
+        a lost peer explains it. How joining workers take part: docs/in-place-explained.md.
         """
         name = getattr(function, "__qualname__", type(function).__name__)
         call = self._calls.begin(name, self.committed)
@@ -241,7 +243,7 @@ class Job:
         return cast(T, call.value)
 
     def _is_run(self, call: RetriedCall, function: Callable[[], Any]) -> bool:
-        """Run the function of a call; False where a peer was lost and it is to run again."""
+        """Run the function of a call; False if a peer was lost and it has to run again."""
         try:
             call.ran = False
             self.process_group.pairing.insist()
@@ -258,7 +260,7 @@ class Job:
         return True
 
     def _is_over_in_the_next(self, call: RetriedCall) -> bool:
-        """Enter the next world from within a call; whether another member has completed it."""
+        """Enter the next world from within a call; return whether another member completed it."""
         while True:
             self._enter_next()
             self._world.pulse.at(Activity.BETWEEN)
@@ -276,7 +278,7 @@ class Job:
         return (number + 1) % self._open_feed.cursor.ledger.steps_per_epoch == 0
 
     def beat(self) -> None:
-        """Show that a step goes on: a long body has nothing else to show."""
+        """Report that a step makes progress: a long body reports nothing else."""
         self._world.pulse.beat()
 
     def begin_step(self, step: Step) -> None:
@@ -287,7 +289,7 @@ class Job:
         self._updates.step_number = step.number
 
     def end_step(self, step: Step, error: Exception | None) -> bool:
-        """End the body of a step; returns whether `error` was that of a lost peer."""
+        """End the body of a step; return whether `error` was that of a lost peer."""
         self._calls.behind_step()
         self._updates.step_number = None
         self.mode.leave()
@@ -313,12 +315,12 @@ class Job:
         return error is not None
 
     def checkpointed_by(self, checkpointer: Any) -> SavedJob:
-        """Be what a Checkpointer saves; what it has agreed on becomes part of the job's state."""
+        """Return the state source for a Checkpointer; its agreements become part of the state."""
         self.track(**{CHECKPOINTER: checkpointer})
         return self._saved.saved_by(checkpointer)
 
     def close(self) -> None:
-        """Leave the job: nothing of it is left in this process. Idempotent."""
+        """Leave the job; nothing of it stays in this process. Idempotent."""
         atexit.unregister(self.close)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._former_hook
@@ -340,19 +342,20 @@ class Job:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._tell_given_up(error)
+            self._report_given_up(error)
         self.close()
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Of a script without `with elastane.init()`."""
-        self._tell_given_up(error)
+        """Report an error of a script that does not use `with elastane.init()`."""
+        self._report_given_up(error)
         self._former_hook(kind, error, trace)
 
-    def _tell_given_up(self, error: BaseException) -> None:
-        """Say what is lost with this worker, where an error of a lost peer ends it."""
-        is_ours = isinstance(error, JobError) or self._world.restarts  # with words of its own
+    def _report_given_up(self, error: BaseException) -> None:
+        """Report what is lost with this worker, if an error of a lost peer ends it."""
+        # these have texts of their own
+        is_ours = isinstance(error, JobError) or self._world.restarts
         if is_ours or self._feed is None or not isinstance(error, Exception):
             return
         if self.process_group.failed or isinstance(error, PeerLostError):
@@ -362,7 +365,7 @@ class Job:
 
     @property
     def committed(self) -> int:
-        """How many steps the job has committed, on whatever workers."""
+        """How many steps the job has committed, on any workers."""
         return self._feed.cursor.next_step if self._feed is not None else 0
 
     @property
@@ -371,7 +374,7 @@ class Job:
         return self._feed
 
     def _open(self, loader: Any, accumulate: int) -> Feed:
-        """Return the feed of the loader, at its place; the first call begins the steps."""
+        """Return the feed of the loader, at its position; the first call begins the steps."""
         if self._feed is not None and loader is not self._loader:
             raise JobError(
                 "steps() was called with another loader than before",
@@ -385,13 +388,13 @@ class Job:
             self.mode.open(self._feed.cursor, accumulate)
             self._begin()
         else:
-            self._world.able()  # It said that it had finished, when the last loop ended.
+            self._world.able()  # It reported its end when the last loop ended.
         self.mode.open(self._feed.cursor, accumulate)
         self._rewind()
         return self._feed
 
     def _begin(self) -> None:
-        """Enter the first world with steps: that of the others, where they are further."""
+        """Enter the first world with steps, and the state of members that are further."""
         if self._tracked.sharded:
             sharding.begin(self._world, self._health, self._undo, self._verify_every)
         if self._world.came_later:
@@ -411,7 +414,7 @@ class Job:
         )
 
     def _boundary(self) -> bool:
-        """Look for a change of the world between two steps; False where there was one."""
+        """Check for a change of the world between two steps; return False if there was one."""
         self._world.reach(self.committed + 1, self._saved.save_before_stop)
         if not self._world.has_news and self._is_verified():
             return True
@@ -419,7 +422,7 @@ class Job:
         return False
 
     def _is_verified(self) -> bool:
-        """Compare replicas, where it is time to; False where the world came apart meanwhile."""
+        """Compare replicas, if it is time; return False if the world broke meanwhile."""
         if not self._verify_every or self.committed % self._verify_every or not self.committed:
             return True
         self._world.pulse.at(Activity.ENTERING)
@@ -433,14 +436,14 @@ class Job:
         return True
 
     def _enter_next(self) -> None:
-        """Wait for a place in another world, and go on there with the state that is right."""
+        """Wait for a place in another world, and continue there with the newest state."""
         self._saved.settle()
         while not self._come_together(in_the_next=True):
             pass
         self._rewind()
 
     def _come_together(self, *, in_the_next: bool = False) -> bool:
-        """Meet the members of a world, and be of their state; False where it came apart."""
+        """Meet the members of a world, and come to their state; return False if the world broke."""
         try:
             if in_the_next:
                 self._world.enter()
@@ -459,9 +462,9 @@ class Job:
         return not self._world.is_over()
 
     def _meet_at_the_end(self) -> None:
-        """Leave the steps together: who leaves knows that all others hold the last one.
+        """Leave the steps together, so that all members hold the last one.
 
-        A worker that came later may find the steps of this loop done, and leaves at once.
+        A joining worker may find the steps of this loop done, and leaves at once.
         """
         if self._met:
             return
@@ -474,8 +477,8 @@ class Job:
             self._world.lose(error)
             self._enter_next()
 
-    def _leave_trail(self) -> None:
-        """Note on the trail what the last step has come to, where this worker is to."""
+    def _log_digest(self) -> None:
+        """Append the last step to the digest log, if this worker has to."""
         if self._trail is None:
             return
         cursor, tracked = self._open_feed.cursor, self._tracked
@@ -486,7 +489,7 @@ class Job:
         )
 
     def _rewind(self) -> None:
-        """Deal anew, for the current rank and world."""
+        """Deal the data again, for the current rank and world."""
         self.mode.insist_on_world(self.process_group.size())
         mesh = self._world.mesh
         rank = self.process_group.rank() if mesh is None else mesh.seat
@@ -502,6 +505,6 @@ def _not_begun(step: Step) -> JobError:
     )
 
 
-def _take(feed: Feed, count: int) -> list[Portion]:
+def _next_portions(feed: Feed, count: int) -> list[Portion]:
     """Return the portions of one step; none at the end of an epoch."""
     return [*itertools.islice(iter(functools.partial(next, feed, None), None), count)]

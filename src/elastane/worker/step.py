@@ -1,8 +1,8 @@
-"""One step of a job: a body that either happens on all members, or is dealt again.
+"""One step of a job: a body whose update either all members make, or that is retried.
 
-Owns the edges of the body: what is saved before it, that no optimizer steps on a reduction that is
-not complete, and whether the step has happened when the body ends, by itself or by an error. What
-follows from that is `job`'s.
+Owns the edges of the body. It saves what the body may change, and lets no optimizer step on an
+incomplete reduction. When the body ends, normally or by an error, it determines whether the step
+was made. `job` owns the consequences.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -23,22 +23,37 @@ from elastane.worker.healing import Health
 from elastane.worker.mode import Mode
 from elastane.worker.undo import Undo
 
-if TYPE_CHECKING:
-    from elastane.worker.job import Job
-
-# What is passed to an optimizer's step, itself first.
+# The arguments of an optimizer's step, the optimizer first.
 _Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-# Of torch's own, they keep a part of the optimizer's state, or of the model, on each rank.
+# torch's optimizers that keep a part of their state, or of the model, on each rank only.
 _UNLIKE = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
 
 
+class StepOwner(Protocol):
+    """What a step needs of its job: `worker.job` implements it."""
+
+    mode: Mode
+
+    def begin_step(self, step: Step) -> None:
+        """Begin the body of a step."""
+
+    def end_step(self, step: Step, error: Exception | None) -> bool:
+        """End the body of a step; return whether `error` was that of a lost peer."""
+
+    def beat(self) -> None:
+        """Report progress within a body."""
+
+    def is_last_of_epoch(self, number: int) -> bool:
+        """Whether the step of this number is the last one of its epoch."""
+
+
 class Step:
-    """What `job.steps` yields; use it as `with step:` around one optimizer update.
+    """One step, yielded by `job.steps`; use it as `with step:` around one optimizer update.
 
     `number` counts from 0 over the whole job. `epoch` is that of its data.
     """
 
-    def __init__(self, job: Job, number: int, portions: list[Portion]) -> None:
+    def __init__(self, job: StepOwner, number: int, portions: list[Portion]) -> None:
         self.number = number
         self.epoch = portions[0].share.epoch if portions else 0
         self.committed = False
@@ -51,8 +66,8 @@ class Step:
     def batches(self) -> Iterator[Any]:
         """Yield this rank's micro-batches; each sets the weight that `backward` uses.
 
-        With `deterministic=True` these are virtual shards, and gradients are reduced behind the
-        last of them.
+        With `deterministic=True` these are virtual shards, and gradients are reduced after the last
+        one.
         """
         for portion in self._job.mode.portions(self._portions):
             self.weight = portion.weight
@@ -61,19 +76,19 @@ class Step:
 
     @property
     def last_of_epoch(self) -> bool:
-        """Whether the next step is of another epoch; the same on all workers."""
+        """Whether this is the last step of its epoch; the same on all workers."""
         return self._job.is_last_of_epoch(self.number)
 
     @property
     def samples(self) -> int:
-        """How many samples of the step are this rank's."""
+        """How many samples of the step this rank has."""
         return sum(portion.samples for portion in self._portions)
 
     def backward(self, loss: torch.Tensor, **more: Any) -> None:
         """Run `loss.backward()` with the weight of this rank's share.
 
-        `loss` is the mean over the local batch: the gradient is then that of the mean over the
-        step's samples, whatever the world is and however it was dealt.
+        `loss` is the mean over the local batch. The gradient is then that of the mean over the
+        step's samples, in any world and with any distribution of them.
         """
         (loss if self.weight == 1.0 else loss * self.weight).backward(**more)  # type: ignore[no-untyped-call]
 
@@ -96,10 +111,10 @@ class Step:
 class Updates:
     """Decides before each update of an optimizer whether it may be made.
 
-    No update is made on a reduction that failed or is not complete. A closure runs the reductions
-    inside of the optimizer's step, so there the check comes as the closure returns. torch's own
-    optimizers change nothing before that, except LBFGS. LBFGS and optimizers of others, such as
-    SAM, may: what they hold is copied first, and each return of the closure is checked.
+    No update is made on a reduction that failed or is incomplete. With a closure the reductions run
+    inside of the optimizer's step, so the check follows the closure. torch's own optimizers change
+    nothing before that, except LBFGS. LBFGS and optimizers of other packages, such as SAM, may:
+    their state is copied first, and each return of the closure is checked.
     """
 
     def __init__(
@@ -110,11 +125,11 @@ class Updates:
         self._settle: Callable[[], None] = lambda: None
         self._handles: list[Any] = []
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        # The step whose body runs: what an optimizer does elsewhere is the script's own.
+        # The step whose body runs, or None; outside of bodies, optimizers are the script's own.
         self.step_number: int | None = None
 
     def watch(self, mode: Mode, settle: Callable[[], None]) -> None:
-        """Be asked from now on; `settle` waits until what is tracked may be changed."""
+        """Check updates from here on; `settle` waits until registered objects may be changed."""
         self._mode, self._settle = mode, settle
         for optimizer in self._tracked.optimizers:
             self._known.add(optimizer)
@@ -123,7 +138,7 @@ class Updates:
         self._handles.append(register_optimizer_step_pre_hook(self._before_any))
 
     def close(self) -> None:
-        """Leave no hook in torch. Idempotent."""
+        """Remove all hooks from torch. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -170,7 +185,7 @@ class Updates:
             self._group.pairing.start(self.step_number)
 
     def _begin_early(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer begin that changes parameters before its closure has run."""
+        """Prepare for an optimizer that changes parameters before its closure has run."""
         if self._health.shards is not None:
             raise JobError(
                 f"{type(optimizer).__name__}.step(closure) with a model that is sharded: it may"
@@ -188,7 +203,7 @@ class Updates:
             self._undo.after_update(optimizer)
 
     def _before_any(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuse an optimizer that changes what is tracked, and is not tracked itself."""
+        """Refuse an optimizer that changes registered parameters, and is not registered itself."""
         if self.step_number is None or optimizer in self._known:
             return
         ours = self._tracked.optimizers
@@ -201,7 +216,7 @@ class Updates:
 
 
 def refuse_partitioned(tracked: RegisteredObjects) -> None:
-    """Refuse optimizers that cannot be given to another worker by their state."""
+    """Refuse optimizers whose state cannot be given to another worker."""
     for optimizer in tracked.optimizers:
         kind = type(optimizer).__name__
         is_hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
