@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from elastane.agent.rules.agent import AgentCore
+from elastane.agent.rules import AgentCore
 from elastane.errors import ExitCode
 from elastane.protocol.effects import (
     AgentEffect,

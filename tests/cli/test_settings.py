@@ -13,9 +13,8 @@ from elastane.cli.run import read_options
 from elastane.errors import ConfigurationError, UsageError
 from elastane.options import settings as files
 from elastane.options.build import build
-from elastane.options.option import Option
-from elastane.options.options import TABLE
 from elastane.options.parser import RunParser, add_options, parse
+from elastane.options.table import TABLE, Option
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from elastane.cli import launch
 from elastane.cli.launch import legacy
 from elastane.errors import ElastaneError
 from elastane.options.build import build
-from elastane.options.options import BY_DEST, TABLE
 from elastane.options.parser import RunParser, add_options, read
+from elastane.options.table import BY_DEST, TABLE
 
 pytest.importorskip("torch.distributed.run")
 ORACLE = Path(__file__).with_name("torchrun_oracle.py")

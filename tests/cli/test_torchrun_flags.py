@@ -5,8 +5,8 @@ import argparse
 import pytest
 
 from elastane.errors import UsageError
-from elastane.options.options import BY_DEST, TABLE
 from elastane.options.parser import parse
+from elastane.options.table import BY_DEST, TABLE
 
 torchrun = pytest.importorskip("torch.distributed.run")
 ACTIONS = [

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from jobs import free_port, until
 
-from elastane.agent.member import MembershipAgent
 from elastane.agent.membership import MemberConfig, MemberPlace, Membership
+from elastane.agent.membership_agent import MembershipAgent
 from elastane.errors import (
     JobClosedError,
     JoinTimeoutError,

@@ -6,9 +6,7 @@ A checker that no bug can fail proves nothing; these are the bugs that it is the
 import msgspec
 import pytest
 
-from elastane.agent.rules.agent import AgentCore
-from elastane.agent.rules.contact import Contact
-from elastane.agent.rules.local_workers import LocalWorkers
+from elastane.agent.rules import AgentCore, Contact, LocalWorkers
 from elastane.coordinator.rules import admission, drain, ending, forming, liveness, machine, reports
 from elastane.coordinator.rules.incident import Incident, RestartBudget
 from elastane.coordinator.rules.machine import Rendezvous

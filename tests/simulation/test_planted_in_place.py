@@ -2,8 +2,7 @@
 
 import pytest
 
-from elastane.agent.rules.group import Group
-from elastane.agent.rules.local_workers import LocalWorkers
+from elastane.agent.rules import Group, LocalWorkers
 from elastane.coordinator.rules import admission, drain, forming, machine, recovery, state_holders
 from elastane.coordinator.rules.recovery import NodeWorkers
 from elastane.coordinator.rules.state import KnownNode, Phase

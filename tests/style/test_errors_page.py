@@ -40,7 +40,7 @@ def _slugs(path):
                 yield from _constants(node.args[place])
         elif isinstance(node, ast.Assign):
             names = [getattr(target, "id", getattr(target, "attr", "")) for target in node.targets]
-            if any(name.lower() == "slug" for name in names):
+            if any(name.lower().rpartition("_")[2] == "slug" for name in names):
                 yield from _constants(node.value)
 
 

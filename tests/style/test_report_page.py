@@ -17,8 +17,8 @@ from elastane.observe.report import (
     report_of,
     write_report,
 )
-from elastane.options.options import BY_DEST
 from elastane.options.parser import parse
+from elastane.options.table import BY_DEST
 from elastane.protocol.limits import (
     FAILURE_TEXT_CHARS_MAX,
     OUTCOME_FAILURE_CHARS_MAX,

@@ -13,10 +13,10 @@ import pytest
 from style_sources import ROOT
 
 from elastane.errors import UsageError
-from elastane.options import elsewhere
+from elastane.options import spelling
 from elastane.options.conf import read_conf
-from elastane.options.options import BY_DEST, TABLE
 from elastane.options.parser import parse
+from elastane.options.table import BY_DEST, TABLE
 
 PAGE = (ROOT / "docs" / "torchrun.md").read_text()
 _VERDICTS = ("same", "better: ", "refused", "taken with a note", "ours")
@@ -129,7 +129,7 @@ TORCHELASTIC = [
 BAGUA = [*TORCHELASTIC, "--run_path"]
 BAGUA += [
     f"--{name.replace('-', '_')}"
-    for name in (*elsewhere._VARIABLES, *elsewhere._ADVICE)
+    for name in (*spelling._VARIABLES, *spelling._ADVICE)
     if name != "use-env"  # TorchElastic had it too
 ]
 
@@ -157,7 +157,7 @@ def test_every_option_of_an_older_launcher_has_a_row_that_is_true(title, options
         with pytest.raises(UsageError) as caught:
             taken(option)
         assert caught.value.slug == "unknown-option"
-        variable = elsewhere._VARIABLES.get(option.lstrip("-").replace("_", "-"), "")
+        variable = spelling._VARIABLES.get(option.lstrip("-").replace("_", "-"), "")
         assert variable in verdict and variable in caught.value.next_step
 
 
@@ -176,7 +176,7 @@ def test_what_is_advised_in_place_of_an_older_default_is_a_command_line(title):
 def test_the_calls_of_the_page_are_ones_that_python_and_the_launcher_take():
     import elastane
     from elastane.elastic.launcher import LaunchConfig
-    from elastane.functions.wish import as_text
+    from elastane.functions.request import as_text
 
     blocks = re.findall(r"```python\n(.*?)```", section("Functions"), re.DOTALL)
     calls = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.agent.rules.group import failure_data
+from elastane.agent.rules import failure_data
 from elastane.coordinator.rules.ending import cause_data
 from elastane.observe.records import (
     LINE_BYTES_MAX,

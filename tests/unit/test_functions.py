@@ -23,9 +23,9 @@ from elastane.errors import (
     MembershipError,
     NodeUnfitError,
 )
+from elastane.functions.agent import Relay
 from elastane.functions.failure import FunctionFailedError, error_of
 from elastane.functions.payload import FunctionCall, collect, name_of, pack
-from elastane.functions.relay import Relay
 from elastane.functions.signals import raise_on, with_default_handler
 from elastane.observe.report import FinalReport, ReportedFailure
 from elastane.worker import call

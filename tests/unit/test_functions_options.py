@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from elastane.errors import UsageError
-from elastane.functions.wish import RequestedOptions, as_text, read_request, with_defaults
-from elastane.options.options import TABLE
+from elastane.functions.request import RequestedOptions, as_text, read_request, with_defaults
 from elastane.options.parser import parse
+from elastane.options.table import TABLE
 
 NOT_OF_FUNCTIONS = {"module", "no_python", "run_path", "show_config", "json"}
 OURS = [option for option in TABLE if option.dest not in NOT_OF_FUNCTIONS]

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from elastane.agent.snapshot_events import snapshot_event
+from elastane.agent.snapshot_server import snapshot_event
 from elastane.protocol.checkpoints import Key
 from elastane.protocol.log_events import EventKind
 from elastane.snapshots import events

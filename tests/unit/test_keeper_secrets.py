@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from elastane.agent.neighbours import replica_peers
+from elastane.agent.snapshot_server import replica_peers
 from elastane.options.keyring import Keyring
 from elastane.process.tls import TlsConfig
 

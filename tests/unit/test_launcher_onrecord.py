@@ -2,7 +2,7 @@
 
 import asyncio
 
-from elastane.agent.on_record import recorded_exit
+from elastane.agent.main import recorded_exit
 from elastane.errors import ExitCode, StoreError
 from elastane.protocol.effects import Exit
 from elastane.protocol.model import JobRecord, JobSpec, Outcome

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from elastane.agent import shell, workers
-from elastane.agent.group_setup import GroupSetup
-from elastane.agent.offers import OfferedPort
+from elastane.agent.offered_port import OfferedPort
 from elastane.agent.shell import AgentShell
+from elastane.agent.worker import GroupSetup
 from elastane.process.status_page import StatusPage, WorkerPage
 from elastane.process.streams import LogPlan
 from elastane.process.worker_environment import RunFacts

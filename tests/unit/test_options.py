@@ -3,8 +3,8 @@
 import pytest
 
 from elastane.errors import UsageError
-from elastane.options.options import BY_DEST, TABLE
 from elastane.options.parser import OptionValues, RunParser, parse
+from elastane.options.table import BY_DEST, TABLE
 
 
 def read(*argv, **environ):

@@ -1,6 +1,6 @@
 """Workers in uninterruptible sleep: for how long without a break."""
 
-from elastane.agent.uninterruptible import StuckWatch, states_of
+from elastane.agent.hang_monitor import StuckWatch, states_of
 
 
 def test_a_process_is_given_up_after_the_whole_time_in_state_d():

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastane.cli._demo_example import EXAMPLES
+from elastane.cli._demo_progress import WorkerEnd
 from elastane.cli._demo_result import Comparison, DemoResult
 from elastane.cli._demo_story import STORY, TITLES, Cost, DemoDone, chaos, cost_of, next_act
-from elastane.cli._demo_told import WorkerEnd
 from elastane.observe.dashboard.terminal import LiveScreen, PlainLines, face_for
 from elastane.observe.dashboard.view import (
     HISTORY_MAX,

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from elastane.agent.uninterruptible import SLUG as UNKILLABLE
+from elastane.agent.hang_monitor import UNKILLABLE_SLUG as UNKILLABLE
 from elastane.errors import ExitCode
 from elastane.observe import logging as say
 from elastane.observe.box import render_box

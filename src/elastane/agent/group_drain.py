@@ -12,8 +12,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 from elastane.agent.control_sockets import ControlSockets
-from elastane.agent.group_setup import SpawnTask
-from elastane.agent.worker import LocalWorker
+from elastane.agent.worker import LocalWorker, SpawnTask
 from elastane.protocol.events import AgentEvent, GroupDrained, GroupMarked
 from elastane.protocol.model import Fence
 

@@ -2,7 +2,7 @@
 
 Owns the reads of their status pages and of /proc, and the end of a worker that hangs. Such a worker
 prints its stacks, is killed, and is reported like any other failed worker. `protocol.hangs` judges
-what hangs, `uninterruptible` what is stuck in the kernel. It starts no worker and knows no worlds.
+what hangs, `StuckWatch` what is stuck in the kernel. It starts no worker and knows no worlds.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
-from elastane.agent import uninterruptible
 from elastane.agent.control_sockets import ControlSockets
 from elastane.agent.failure_reports import LastWords
-from elastane.agent.group_setup import GroupSetup, SpawnTask
-from elastane.agent.uninterruptible import StuckWatch, states_of
-from elastane.agent.worker import LocalWorker
+from elastane.agent.worker import GroupSetup, LocalWorker, SpawnTask
 from elastane.process.control_socket import Doing, StatusQuery
 from elastane.process.process import EXIT_UNKNOWN, WorkerProcess
 from elastane.protocol.hangs import Activity, HangWatch, Observation
@@ -27,8 +25,12 @@ from elastane.protocol.limits import HANG_LOOK_S, HANG_STACK_S
 from elastane.protocol.model import Failure, WaitPoint
 
 _log = logging.getLogger("elastane.workers")
-SLUG = "worker-hung"
+HUNG_SLUG = "worker-hung"
+UNKILLABLE_SLUG = "worker-unkillable"
 _ACTIVITIES = {int(known): known for known in Activity}
+# How many looks fit into the limit; torch's agent looks ten times a second.
+_LOOKS = 8
+_PAUSE_MAX_S = 1.0
 
 
 class HangMonitor:
@@ -88,7 +90,7 @@ class HangMonitor:
             for pid, reason in found.hung.items():
                 worker, process = alive[pid], alive[pid].process
                 if process is not None and not (worker.hung or worker.given_up):
-                    worker.hung = f"it hung: {reason} [{SLUG}]"
+                    worker.hung = f"it hung: {reason} [{HUNG_SLUG}]"
                     _log.warning("worker of local rank %d: %s", worker.local_rank, worker.hung)
                     self._spawn(self._end(worker, process))
 
@@ -134,9 +136,7 @@ class HangMonitor:
             alive = {w.process.pid: w for w in workers if w.process and w.is_alive}
             for pid in watch.look(states_of(alive), time.monotonic()):
                 if not alive[pid].given_up:
-                    text = (
-                        f"in uninterruptible sleep for {watch.limit_s:g} s [{uninterruptible.SLUG}]"
-                    )
+                    text = f"in uninterruptible sleep for {watch.limit_s:g} s [{UNKILLABLE_SLUG}]"
                     self._give_up(alive[pid], pid, text)
 
     def _give_up(self, worker: LocalWorker, pid: int, text: str) -> None:
@@ -150,3 +150,35 @@ async def _ended(process: WorkerProcess) -> bool:
         async with asyncio.timeout(HANG_STACK_S):
             await process.wait()
     return process.exit_code is not None
+
+
+class StuckWatch:
+    """Finds the processes in uninterruptible sleep (state D) at every look for `limit_s`.
+
+    No signal reaches them; a stuck driver or network file system causes it.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.pause_s = min(_PAUSE_MAX_S, limit_s / _LOOKS)
+        self._since_s: dict[int, float] = {}
+
+    def look(self, states: Mapping[int, str], now_s: float) -> list[int]:
+        """Record the state of each living process; return those that are given up."""
+        since_s = self._since_s
+        self._since_s = {
+            pid: since_s.get(pid, now_s) for pid, state in states.items() if state == "D"
+        }
+        return [pid for pid, first_s in self._since_s.items() if now_s - first_s >= self.limit_s]
+
+
+def states_of(pids: Iterable[int]) -> dict[int, str]:
+    """Return the state letter of each process that exists."""
+    found = {}
+    for pid in pids:
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            continue
+        found[pid] = text.rpartition(") ")[2][:1]
+    return found

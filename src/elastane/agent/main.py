@@ -19,12 +19,11 @@ import time
 from elastane.agent.dialing import Dialer
 from elastane.agent.ending import report_end
 from elastane.agent.etcd_sidecar import sidecar
-from elastane.agent.group_setup import GroupSetup
 from elastane.agent.link import CoordinatorLink
 from elastane.agent.node import NodeServices, node_services, register_node
-from elastane.agent.on_record import recorded_exit
-from elastane.agent.rules.agent import AgentCore
+from elastane.agent.rules import AgentCore
 from elastane.agent.shell import AgentShell
+from elastane.agent.worker import GroupSetup
 from elastane.coordinator.host import CoordinatorHost, operator_bridge_of
 from elastane.coordinator.leadership import (
     EndpointLeadership,
@@ -32,7 +31,7 @@ from elastane.coordinator.leadership import (
     StoreLeadership,
     first_contact,
 )
-from elastane.errors import ElastaneError, ExitCode
+from elastane.errors import ElastaneError, ExitCode, StoreError
 from elastane.observe import logging as console
 from elastane.options.config import AgentConfig
 from elastane.options.facts import versions
@@ -104,7 +103,7 @@ class _Agent:
         await keyring.reload()
         access = rpc.Access(config.spec.job, keyring.secrets()[0], _tls(config), keyring.secrets)
         if config.supervision.replicas:
-            from elastane.agent.neighbours import replica_peers
+            from elastane.agent.snapshot_server import replica_peers
 
             node.snapshot_server.replicate_with(lambda: replica_peers(config, keyring))
         bridge = operator_bridge_of(keys, config.environment)
@@ -230,6 +229,25 @@ class _Agent:
             timers=self._node.timers,
             choose_files=config.supervision.choose_files,
         )
+
+
+async def recorded_exit(exit_: Exit, keys: JobKeys | None, *, was_welcomed: bool) -> Exit:
+    """Return the exit of the job's record, if the leadership found the job closed.
+
+    The coordinator may have died between its record and its messages, or this host stood still
+    meanwhile. The leadership then reports that the job has ended, which is a configuration mistake
+    for a new node. An agent that took part ends like all others instead. If the store does not
+    answer, the mistake is reported.
+    """
+    closed = exit_.outcome is not None and exit_.outcome.slug == "rdzv-closed"
+    if keys is None or not was_welcomed or not closed:
+        return exit_
+    try:
+        record = await keys.load()
+    except StoreError:
+        return exit_
+    outcome = record.outcome if record is not None else None
+    return exit_ if outcome is None else Exit(outcome.exit_code, outcome.reason, outcome)
 
 
 def _failed(*tasks: asyncio.Task[None]) -> Exit:

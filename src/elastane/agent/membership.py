@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from elastane.agent.member import MemberConfig, MembershipAgent, SharedMembership
+from elastane.agent.membership_agent import MemberConfig, MembershipAgent, SharedMembership
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastane.agent.offers import OfferedPort
+from elastane.agent.offered_port import OfferedPort
 from elastane.agent.snapshot_server import SnapshotServerHandle
 from elastane.agent.timer_watch import TimerWatch
 from elastane.observe import logging as console
@@ -66,7 +66,7 @@ class NodeServices:
 
     def log_snapshot_event(self, event: SnapshotEvent) -> None:
         """Log what the snapshot server reports."""
-        from elastane.agent.snapshot_events import snapshot_event
+        from elastane.agent.snapshot_server import snapshot_event
 
         self.log(snapshot_event(event, self.id))
 

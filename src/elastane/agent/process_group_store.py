@@ -11,8 +11,8 @@ import logging
 import signal
 from collections.abc import Callable
 
-from elastane.agent.group_setup import SpawnTask
-from elastane.agent.offers import OfferedPort
+from elastane.agent.offered_port import OfferedPort
+from elastane.agent.worker import SpawnTask
 from elastane.errors import ElastaneError
 from elastane.process.process import Spawner, WorkerProcess
 from elastane.protocol.diagnosis import exit_text

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from elastane.agent.group_setup import GroupSetup
 from elastane.agent.link import CoordinatorLink
-from elastane.agent.offers import OfferedPort
-from elastane.agent.rules.agent import AgentCore
+from elastane.agent.offered_port import OfferedPort
+from elastane.agent.rules import AgentCore
+from elastane.agent.worker import GroupSetup
 from elastane.agent.workers import LocalWorkerGroup
 from elastane.errors import ExitCode
 from elastane.process.kernel import suspended_s

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import hmac
 import logging
 import os
 import signal
@@ -25,7 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastane.agent.uninterruptible import states_of
+from elastane.agent.hang_monitor import states_of
 from elastane.process.files import process_start, runtime_folder
 from elastane.process.orphan_reaper import unlink
 from elastane.process.process import WorkerProcess, adopt, spawning
@@ -39,10 +40,13 @@ from elastane.protocol.limits import (
     KEEPER_PAUSE_S,
     KEEPER_STOPPED_S,
 )
+from elastane.protocol.log_events import EventKind, Note
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.snapshots.startup import start_node_server
 
 if TYPE_CHECKING:
+    from elastane.options.config import AgentConfig
+    from elastane.options.keyring import Keyring
     from elastane.snapshots.events import SnapshotEvent
     from elastane.snapshots.peers import FromAgent, ReplicationSettings
 
@@ -53,6 +57,7 @@ _BACKLOG = 128
 _MARGIN_S = 5.0
 # An end that takes longer than this is logged, as a person may be waiting for it.
 _WARN_S = 2.0
+_PURPOSE = b"elastane keepers"
 
 
 class SnapshotServerHandle:
@@ -218,6 +223,43 @@ class SnapshotServerHandle:
             asyncio.get_running_loop().remove_reader(self._control)
             self._control.close()
             self._control = None
+
+
+def replica_peers(config: AgentConfig, keyring: Keyring) -> ReplicationSettings:
+    """Return the secrets, address and TLS files by which servers of the job meet.
+
+    The secret is derived from the job's: with it a server can only prove itself to the others.
+    """
+    from elastane.snapshots.peers import ReplicationSettings
+
+    tls = config.rendezvous.tls
+    return ReplicationSettings(
+        job=config.spec.job,
+        secrets=tuple(hmac.digest(each, _PURPOSE, "sha256") for each in keyring.secrets()),
+        host=config.reach,
+        tls=(tls.cert, tls.key, tls.ca) if tls is not None else ("", "", ""),
+    )
+
+
+def snapshot_event(event: SnapshotEvent, node_id: str) -> Note:
+    """Return a server's report as an event of the log."""
+    from elastane.snapshots.events import PersistFailed, RestoredEvent, Saved
+
+    data: dict[str, str | int | float | bool] = {"step": event.key.step, "place": event.place}
+    match event:
+        case Saved():
+            kind = EventKind.CHECKPOINT_SAVED
+            data |= {"bytes": event.size_bytes, "seconds": round(event.seconds, 3)}
+            data |= {"why": event.reason, "saves": event.saves}
+            reason = f"step {event.key.step} is durable"
+        case PersistFailed():
+            kind = EventKind.CHECKPOINT_FAILED
+            data |= {"slug": event.slug}
+            reason = f"step {event.key.step}: {event.reason}"
+        case RestoredEvent():
+            kind, reason = EventKind.RESTORED, f"step {event.key.step} from {event.place}"
+            reason += f": {event.why}" if event.why else ""
+    return Note(kind=kind, reason=reason, node_id=node_id, data=data)
 
 
 def _warn_slow_end() -> None:

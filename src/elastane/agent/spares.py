@@ -21,8 +21,7 @@ from pathlib import Path
 import msgspec
 
 from elastane.agent.control_sockets import ControlSockets
-from elastane.agent.group_setup import GroupSetup, SpawnTask
-from elastane.agent.worker import LocalWorker
+from elastane.agent.worker import GroupSetup, LocalWorker, SpawnTask
 from elastane.errors import ElastaneError
 from elastane.process import control_socket
 from elastane.process.process import WorkerProcess

@@ -1,26 +1,35 @@
-"""One worker of a group: how it is started, and what its end means.
+"""One worker of a group: how it is started, how its timers end it, and what its end means.
 
 Owns the command of a worker and the making of a `Failure` from its end. Reading files happens off
-the event loop and within a bound. It starts nothing and decides nothing.
+the event loop and within a bound. It starts nothing, and sends signals only for an expired timer:
+to a worker, or to a process of its session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 
 from elastane.agent.failure_reports import LastWords, read_last_words
-from elastane.agent.group_setup import GroupSetup
-from elastane.process.process import WorkerCommand, WorkerProcess
+from elastane.agent.timer_watch import TimerWatch
+from elastane.process.offload import Offload
+from elastane.process.process import Spawner, WorkerCommand, WorkerKind, WorkerProcess
 from elastane.process.status_page import StatusPage
-from elastane.process.streams import GroupStreams, WorkerStreams
+from elastane.process.streams import ChooseFiles, GroupStreams, LogPlan, WorkerStreams
+from elastane.process.timers import WorkerTimer
 from elastane.process.worker_environment import (
+    RunFacts,
     WorkerFacts,
     why_without_place,
     worker_args,
     worker_environment,
 )
-from elastane.protocol.limits import FAILURE_TEXT_CHARS_MAX
+from elastane.protocol.limits import FAILURE_TEXT_CHARS_MAX, Timing
 from elastane.protocol.model import NO_RANK, Assignment, Failure
 
 # The descriptors of the status page and the control socket in every worker, above those that
@@ -29,8 +38,42 @@ PAGE_FD = 250
 LINE_FD = 251
 # The exit code of a worker that could not be started: command cannot be executed.
 EXIT_NOT_STARTED = 126
+TIMER_SLUG = "timer-expired"
 # Bound for reading a failed worker's files from its log folder, which may be on the network.
 _WORDS_WAIT_S = 1.0
+# Starts a task of a worker group. A task that fails ends the agent, since its failure would go
+# unnoticed.
+SpawnTask = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
+
+
+@dataclass(frozen=True)
+class GroupSetup:
+    """The local workers of one agent, independent of the round.
+
+    `cpus` holds, by local rank, the CPUs that a worker is bound to; empty without binding.
+    `stuck_s` is how long a worker may be in uninterruptible sleep before it is given up; 0 means no
+    limit. `spares` is the number of warm spares beside workers that recover in place.
+    `choose_files` decides instead of `logs` where each worker's output goes. No worker counts as
+    hung before `hang_floor_s`.
+    """
+
+    kind: WorkerKind
+    target: str
+    args: tuple[str, ...]
+    cwd: str
+    environment: Mapping[str, str]
+    leash: str
+    run: RunFacts
+    logs: LogPlan
+    spawner: Spawner
+    cpus: tuple[frozenset[int], ...] = ()
+    stuck_s: float = 0.0
+    spares: int = 0
+    hang_floor_s: float = Timing().hang_floor_s
+    timers: TimerWatch | None = None
+    choose_files: ChooseFiles | None = None
+    # Shared by all attempts, so that its threads are reused.
+    offload: Offload = field(default_factory=Offload)
 
 
 @dataclass(eq=False)
@@ -124,3 +167,44 @@ class LocalWorker:
     def _read(self) -> LastWords:
         self.files.drain(self.streams)
         return read_last_words(self.streams)
+
+
+def end_expired(workers: Iterable[LocalWorker], request: WorkerTimer) -> bool:
+    """Send the timer's signal; False if the process is alive and belongs to no worker here."""
+    try:
+        pidfd = os.pidfd_open(request.pid)
+    except OSError:
+        return True  # The process has ended, and its timer with it.
+    try:
+        # While the descriptor is open, the pid remains this process's until it is reaped.
+        worker = _owner(workers, request.pid)
+        if worker is None:
+            return False
+        if request.signal > 0:
+            worker.ended_because = _reason(request)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, request.signal)
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def _owner(workers: Iterable[LocalWorker], pid: int) -> LocalWorker | None:
+    try:
+        session = os.getsid(pid)
+    except ProcessLookupError:
+        return None
+    alive = {w.process.pid: w for w in workers if w.process is not None and w.is_alive}
+    return alive.get(pid) or alive.get(session)
+
+
+def _reason(request: WorkerTimer) -> str:
+    deadline = datetime.fromtimestamp(request.expiration_time, UTC).isoformat(
+        timespec="milliseconds"
+    )
+    names = {int(known): known.name for known in signal.Signals}
+    name = names.get(request.signal, f"signal {request.signal}")
+    return (
+        f"timer {request.scope_id!r} of process {request.pid} was not released by its deadline,"
+        f" {deadline}: {name} was sent [{TIMER_SLUG}]"
+    )

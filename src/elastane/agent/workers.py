@@ -18,17 +18,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 from elastane.agent.control_sockets import ControlSockets, place_message
-from elastane.agent.files import Outputs
 from elastane.agent.group_drain import GroupDrain
-from elastane.agent.group_setup import GroupSetup
-from elastane.agent.hang_monitor import HangMonitor
-from elastane.agent.offers import OfferedPort
+from elastane.agent.hang_monitor import UNKILLABLE_SLUG, HangMonitor
+from elastane.agent.offered_port import OfferedPort
 from elastane.agent.out_of_memory import OomCounters, kill_evidence, read_memory
-from elastane.agent.overdue import end_expired
+from elastane.agent.outputs import Outputs
 from elastane.agent.process_group_store import StoreHost
 from elastane.agent.spares import Spares
-from elastane.agent.uninterruptible import SLUG
-from elastane.agent.worker import EXIT_NOT_STARTED, LocalWorker
+from elastane.agent.worker import EXIT_NOT_STARTED, GroupSetup, LocalWorker, end_expired
 from elastane.errors import ElastaneError
 from elastane.process import control_socket
 from elastane.process.process import WorkerProcess, kill_strays
@@ -370,7 +367,7 @@ class LocalWorkerGroup:
             " waiting %s [%s]",
             self._alive_pids(),
             bound,
-            SLUG,
+            UNKILLABLE_SLUG,
         )
         if await _within(ended, limit_s or None):
             return

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastane.cli._demo_example import Example
+from elastane.cli._demo_progress import WorkerEnd
 from elastane.cli._demo_story import TITLES, Cost
-from elastane.cli._demo_told import WorkerEnd
 
 
 @dataclass(frozen=True)

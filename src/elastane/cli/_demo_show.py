@@ -14,6 +14,7 @@ from elastane.cli._demo_cluster import (
     is_running,
     wait_gone,
 )
+from elastane.cli._demo_progress import ProgressReader
 from elastane.cli._demo_story import (
     TITLES,
     Act,
@@ -24,7 +25,6 @@ from elastane.cli._demo_story import (
     cost_of,
     next_act,
 )
-from elastane.cli._demo_told import ProgressReader
 from elastane.errors import WorkerFailedError
 from elastane.observe.dashboard.view import (
     JobView,

@@ -24,8 +24,8 @@ from elastane.observe.report import report_of, write_launcher_error, write_repor
 from elastane.options.backend import is_builtin, names
 from elastane.options.build import read_nnodes, read_nproc
 from elastane.options.command import read_command, read_logs, read_signals
-from elastane.options.nearest import nearest
 from elastane.options.parser import Options
+from elastane.options.spelling import nearest
 from elastane.process.execspawn import RUN_PATH_CODE
 from elastane.protocol.model import Outcome
 from elastane.stores.registry import GROUP

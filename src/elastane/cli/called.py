@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elastane.cli.run import start
 from elastane.errors import ElastaneError
-from elastane.functions.wish import read_request
+from elastane.functions.request import read_request
 from elastane.process import environment
 from elastane.process.kernel import die_with_parent
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from elastane.cli._demo_example import EXAMPLES, RESTART, Example
+from elastane.cli._demo_progress import endings
 from elastane.cli._demo_result import Comparison, DemoResult
 from elastane.cli._demo_story import STORY, DemoPlan, chaos
-from elastane.cli._demo_told import endings
 from elastane.errors import ConfigurationError, ElastaneError, ExitCode, UsageError
 
 if TYPE_CHECKING:

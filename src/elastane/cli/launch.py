@@ -11,10 +11,9 @@ from dataclasses import replace
 
 from elastane.cli.run import configure, read_options, start
 from elastane.errors import UsageError
-from elastane.options.option import Option
-from elastane.options.options import SCRIPT, TABLE
 from elastane.options.parser import Options, RunParser
 from elastane.options.spelling import Names
+from elastane.options.table import SCRIPT, TABLE, Option
 
 __all__ = ["Parser", "configure", "legacy", "main"]
 

@@ -20,7 +20,7 @@ from typing import Any
 from elastane.functions.agent import CalledAgent, signal_of
 from elastane.functions.failure import agent_lost
 from elastane.functions.payload import collect, no_room, write_files
-from elastane.functions.wish import FILE, OF_A_FUNCTION, REPORT, RequestedOptions
+from elastane.functions.request import FILE, OF_A_FUNCTION, REPORT, RequestedOptions
 from elastane.observe.report import FinalReport, read_report, write_report
 from elastane.options.build import build
 from elastane.process import environment

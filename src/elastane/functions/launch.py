@@ -16,13 +16,13 @@ from typing import Any
 from elastane.functions.failure import error_of
 from elastane.functions.job import run_function
 from elastane.functions.payload import FunctionCall, pack
+from elastane.functions.request import RequestedOptions, as_text, with_defaults
 from elastane.functions.signals import (
     SignalReceived,
     handled_by_loop,
     raise_on,
     with_default_handler,
 )
-from elastane.functions.wish import RequestedOptions, as_text, with_defaults
 from elastane.process import environment
 from elastane.worker.call import MODULE
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from elastane.errors import ConfigurationError, UsageError
 from elastane.options.conf import Conf
 from elastane.options.config import RendezvousConfig
-from elastane.options.nearest import nearest
 from elastane.options.parser import Options
+from elastane.options.spelling import nearest
 from elastane.process.endpoint import Endpoint, parse_endpoint
 from elastane.stores import registry
 

@@ -14,10 +14,10 @@ from elastane.options import backend, facts, identity
 from elastane.options.command import read_command, read_logs, read_signals
 from elastane.options.conf import Conf, read_conf, timing_of
 from elastane.options.config import AgentConfig, RendezvousConfig, RequestedNode
-from elastane.options.nearest import nearest
 from elastane.options.notes import notes_of
 from elastane.options.parser import Options
 from elastane.options.secret import secured
+from elastane.options.spelling import nearest
 from elastane.options.supervision import read_supervision, variable_notes
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobSpec

@@ -14,8 +14,8 @@ from pathlib import Path
 from elastane.errors import UsageError
 from elastane.options.config import Command
 from elastane.options.facts import torch_build
-from elastane.options.nearest import nearest
 from elastane.options.parser import Options
+from elastane.options.spelling import nearest
 from elastane.process.process import WorkerKind
 from elastane.process.streams.files import default_base_dir
 from elastane.process.streams.plan import (

@@ -15,8 +15,8 @@ from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
 from elastane.errors import ConfigurationError
-from elastane.options.nearest import nearest
 from elastane.options.parser import Options
+from elastane.options.spelling import nearest
 from elastane.process.streams.plan import (
     ChooseFiles,
     GroupFiles,

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from elastane.options.nearest import nearest
-from elastane.options.options import BY_DEST, TABLE
 from elastane.options.parser import Options, Origin
+from elastane.options.spelling import nearest
+from elastane.options.table import BY_DEST, TABLE
 
 # A foreign variable is ignored unless it is this similar to one of ours.
 _LIKENESS = 0.8

@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from elastane.errors import UsageError
-from elastane.options.nearest import nearest
-from elastane.options.option import Option
-from elastane.options.options import BY_DEST, TABLE
-from elastane.options.spelling import HELP, Names, Written
+from elastane.options.spelling import HELP, Names, Written, nearest
+from elastane.options.table import BY_DEST, TABLE, Option
 
 _TRUE = {"true", "yes", "on"}
 _FALSE = {"false", "no", "off", ""}

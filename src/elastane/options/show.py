@@ -11,10 +11,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from elastane.options.option import Option
-from elastane.options.options import TABLE
 from elastane.options.parser import Options
-from elastane.options.setting import SECRET_ENDINGS
+from elastane.options.settings import SECRET_ENDINGS
+from elastane.options.table import TABLE, Option
 
 HIDDEN = "***"
 # Variables that belong to no option but change what a job does.

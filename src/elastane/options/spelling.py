@@ -10,18 +10,36 @@ the nearest option.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from elastane.errors import UsageError
-from elastane.options.elsewhere import advice
-from elastane.options.nearest import nearest
-from elastane.options.option import Option
+from elastane.options.table import Option
 
 # As in argparse, such a word is a value or the script.
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 HELP = "help"
 # Name and value of an option on the command line; a flag has the value 1.
 Written = tuple[str, str]
+# Options of other launchers that torchrun never had, and what to write instead. Those of
+# `bagua.distributed.run` only set variables that Bagua reads in the workers, which inherit the
+# agent's environment.
+_ADVICE = {
+    "use-env": "leave it out: workers always have LOCAL_RANK; only python -m elastane.launch "
+    "takes it",
+    "autotune-level": "set the variables BAGUA_AUTOTUNE and, above 0, AUTO_TUNE_SERVER_ADDR to "
+    "MASTER_ADDR:BAGUA_SERVICE_PORT, which is all that the option did",
+    "is-output-autotune-log": "set the variable BAGUA_IS_OUTPUT_AUTOTUNE_LOG to 1, which is all "
+    "that the option did; leave it unset for no",
+    "enable-bagua-net": "put the folder .data/bagua-net of bagua_core first in LD_LIBRARY_PATH, "
+    "which is all that the option did",
+}
+_VARIABLES = {
+    "bagua-service-port": "BAGUA_SERVICE_PORT",
+    "default-bucket-size": "BAGUA_DEFAULT_BUCKET_SIZE",
+    "autotune-max-samples": "BAGUA_AUTOTUNE_MAX_SAMPLES",
+    "autotune-sampling-confidence-time": "BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S",
+    "autotune-warmup-time": "BAGUA_AUTOTUNE_WARMUP_TIME_S",
+}
 
 
 class Names:
@@ -144,3 +162,19 @@ def _no_value(name: str, value: str) -> UsageError:
         slug="usage",
         expected=f"--{name}, or no --{name}",
     )
+
+
+def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str:
+    """Return the name most similar to `word`, or an empty string if none is similar."""
+    import difflib
+
+    near = difflib.get_close_matches(word, list(names), n=1, cutoff=likeness)
+    return near[0] if near else ""
+
+
+def advice(name: str) -> str:
+    """Return what to write instead of `--name`; empty if no launcher has this option."""
+    if name in _ADVICE:
+        return _ADVICE[name]
+    variable = _VARIABLES.get(name, "")
+    return f"set the variable {variable}, which is all that the option did" if variable else ""

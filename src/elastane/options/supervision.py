@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from elastane.errors import UsageError
 from elastane.observe.handlers import HANDLERS
 from elastane.options.config import Supervision
-from elastane.options.nearest import nearest
 from elastane.options.parser import Options
+from elastane.options.spelling import nearest
 from elastane.process.streams.plan import ChooseFiles
 from elastane.process.worker_environment import LOCAL_RANK_MACRO, only_device
 

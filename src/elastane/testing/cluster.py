@@ -29,10 +29,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from elastane.errors import ElastaneError, UsageError
-from elastane.functions.wish import as_text
+from elastane.functions.request import as_text
 from elastane.observe.events import EventReader
 from elastane.observe.records import LoggedEvent
-from elastane.options.options import BY_DEST
+from elastane.options.table import BY_DEST
 from elastane.process import environment
 from elastane.protocol.log_events import EventKind
 from elastane.testing import processes

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from coordinator_driver import job_spec, node_spec
 
-from elastane.agent.rules.agent import AgentCore
+from elastane.agent.rules import AgentCore
 from elastane.errors import ExitCode
 from elastane.protocol.effects import (
     AimGroup,

@@ -5,7 +5,7 @@ import pytest
 from coordinator_driver import Driver, job_spec, node_spec
 from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 
-from elastane.agent.rules.agent import AgentCore
+from elastane.agent.rules import AgentCore
 from elastane.protocol.effects import RegroupWorkers, Transmit
 from elastane.protocol.events import (
     GroupAble,

@@ -4,7 +4,7 @@ from coordinator_driver import Driver, job_spec
 from test_in_place_recovery import able
 from test_state_holders import unheard
 
-from elastane.agent.rules import contact
+from elastane.agent import rules
 from elastane.errors import ExitCode
 from elastane.protocol.events import Fenced
 from elastane.protocol.log_events import EventKind
@@ -26,7 +26,7 @@ def test_a_fenced_member_is_refused_and_the_next_world_lacks_it():
     job.handle(Fenced(("uid-c",)))
     [refused] = job.got("c", Refused)
     assert refused.slug == "node-fenced" and "uid-c.1" in refused.what
-    assert contact.refused(refused).exit_code == ExitCode.TRY_AGAIN, "it did nothing wrong"
+    assert rules.refused(refused).exit_code == ExitCode.TRY_AGAIN, "it did nothing wrong"
     assert "c" in job.hangups
     assert job.got("a", Stop) and not job.got("c", Stop)
     job.stops("a", "b")

@@ -7,8 +7,7 @@ import pytest
 from coordinator_driver import Driver, job_spec
 from test_agent_rules import Agent
 
-from elastane.agent.rules.contact import Contact
-from elastane.agent.rules.group import FULL_TEXTS_MAX, SHORT_TEXT_CHARS, Group
+from elastane.agent.rules import FULL_TEXTS_MAX, SHORT_TEXT_CHARS, Contact, Group
 from elastane.coordinator.rules import invariants, machine
 from elastane.errors import WireError
 from elastane.protocol.effects import Exit, Transmit

@@ -46,8 +46,8 @@ from elastane.errors import NodeUnfitError
 from elastane.functions.failure import error_of
 from elastane.functions.job import EndedJob, run_command, run_function
 from elastane.functions.payload import FunctionCall, pack
+from elastane.functions.request import RequestedOptions, as_text
 from elastane.functions.signals import raise_on
-from elastane.functions.wish import RequestedOptions, as_text
 from elastane.observe.report import FinalReport, ReportedFailure
 from elastane.options.backend import is_builtin
 from elastane.process import environment

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from elastane.errors import UsageError
-from elastane.options.nearest import nearest
-from elastane.options.option import Option
-from elastane.options.options import BY_DEST
 from elastane.options.parser import Options, OptionValues, read
 from elastane.options.settings import load
+from elastane.options.spelling import nearest
+from elastane.options.table import BY_DEST, Option
 
 FILE, REPORT = "request.json", "report.json"
 _MET_AT_AN_ADDRESS = ("static", "c10d", "elastane")

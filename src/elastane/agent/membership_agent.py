@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 from elastane.agent.dialing import Dialer, registry_here
 from elastane.agent.link import CoordinatorLink
-from elastane.agent.offers import OfferedPort
-from elastane.agent.rules.agent import AgentCore
+from elastane.agent.offered_port import OfferedPort
+from elastane.agent.rules import AgentCore
 from elastane.coordinator.host import CoordinatorHost, operator_bridge_of
 from elastane.coordinator.leadership import (
     EndpointLeadership,

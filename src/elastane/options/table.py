@@ -7,19 +7,62 @@ settings file are all made from this table. It reads nothing and decides nothing
 
 from __future__ import annotations
 
-from elastane.options.option import Option
+from dataclasses import dataclass
+from typing import Literal
+
 from elastane.process.zygote import DEFAULT_PRELOAD
 
+# How a value is written. A list has commas between its items; in needles two commas mean one comma
+# inside an item; pairs are KEY=VALUE,...
+Kind = Literal["text", "int", "float", "flag", "choice", "list", "needles", "pairs", "path"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: its name, how its value is written, and where it may be set.
+
+    `idle`: why the option has no effect here; it is accepted with a note. `setting`: whether a
+    settings file may contain it.
+    """
+
+    name: str
+    default: str
+    help: str
+    group: str
+    kind: Kind = "text"
+    short: str = ""
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    ours: bool = False
+    variable: bool = True
+    setting: bool = True
+    idle: str = ""
+
+    @property
+    def dest(self) -> str:
+        """The name as Python spells it."""
+        return self.name.replace("-", "_")
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Every way to write it on a command line."""
+        long = dict.fromkeys((f"--{self.name}", f"--{self.dest}"))
+        return ((f"-{self.short}",) if self.short else ()) + tuple(long)
+
+    @property
+    def env(self) -> str:
+        """The variable that sets it, or an empty string."""
+        prefix = "ELASTANE" if self.ours else "PET"
+        return f"{prefix}_{self.dest.upper()}" if self.variable else ""
+
+
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-
-
 NODES = "nodes and workers"
 RENDEZVOUS = "rendezvous"
 SCRIPT = "what is run"
 FAULTS = "faults and stopping"
 LOGS = "logs"
 OURS = "elastane's own (torchrun has none of these)"
-
 TABLE: tuple[Option, ...] = (
     Option(
         "nnodes",
@@ -378,5 +421,4 @@ TABLE: tuple[Option, ...] = (
         setting=False,
     ),
 )
-
 BY_DEST = {option.dest: option for option in TABLE}

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterable
 from functools import partial
 
-from elastane.agent.group_setup import GroupSetup
+from elastane.agent.worker import GroupSetup
 from elastane.errors import ElastaneError
 from elastane.process.streams import GroupStreams
 from elastane.process.worker_environment import WorkerFacts, worker_environment

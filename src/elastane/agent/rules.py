@@ -1,0 +1,891 @@
+"""The decisions of one agent, as pure code: events in, effects out, on the agent's monotonic clock.
+
+Theory of operation: `AgentCore` decides about the connection and the departure of the agent;
+`LocalWorkers` about the one `Group` of local workers that may exist. The coordinator orders what
+the workers do; the agent alone decides to stop them when it has lost contact to a coordinator with
+authority for too long. The agent keeps no queue of unacknowledged messages. After each break of the
+connection it registers again and reports what it has, so nothing is lost and nothing is reported
+twice. Healthy workers keep training while the coordinator is away.
+
+`Contact` holds when authority was last proved: as of the moment the agent asked, not of the moment
+the answer came. While this host stood still, an answer may have waited in a buffer. Messages of a
+session are ordered, so a message after the answer to a heartbeat was sent after that heartbeat.
+
+To the shell, a group is named by the fence of its start; to the coordinator, by the fence of its
+world.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from elastane.errors import ExitCode
+from elastane.protocol.diagnosis import failure_text
+from elastane.protocol.effects import (
+    AgentEffect,
+    AimGroup,
+    Decline,
+    Exit,
+    InterruptGroup,
+    MarkGroup,
+    RegroupWorkers,
+    StartGroup,
+    StartWorkers,
+    StopGroup,
+    Tell,
+    Transmit,
+)
+from elastane.protocol.events import (
+    AgentEvent,
+    GroupAble,
+    GroupDrained,
+    GroupGone,
+    GroupMarked,
+    GroupStarted,
+    Linked,
+    MessageReceived,
+    ReplicaDiffered,
+    Signalled,
+    Tick,
+    Unlinked,
+    Warm,
+    WorkerFailed,
+    WorkerLost,
+    WorkerSucceeded,
+)
+from elastane.protocol.limits import (
+    FAILURES_MAX,
+    ISOLATION_GRACE_S,
+    ISOLATION_LIMIT_S,
+    LEAVE_ALONE_S,
+    STANDSTILL_LIMIT_S,
+    STOP_MARGIN_S,
+    WAITING_MAX,
+)
+from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.messages import (
+    Able,
+    Alive,
+    Assign,
+    Close,
+    Drain,
+    Drained,
+    DrainTarget,
+    Failed,
+    GroupState,
+    Heartbeat,
+    Holding,
+    Interrupt,
+    Join,
+    Leave,
+    Lost,
+    Marked,
+    Prepare,
+    Ready,
+    Refused,
+    Release,
+    Report,
+    Stop,
+    Stopped,
+    Succeeded,
+    ToAgent,
+    ToCoordinator,
+    Welcome,
+)
+from elastane.protocol.model import (
+    Assignment,
+    Failure,
+    Fence,
+    JobSpec,
+    NodeSpec,
+    Outcome,
+    PortOffer,
+    WaitPoint,
+)
+from elastane.protocol.sharding import Sharding
+
+# All failures of a report must fit into one frame, in any alphabet. The first ones say the most.
+FULL_TEXTS_MAX = 32
+SHORT_TEXT_CHARS = 200
+# How much of the end of a worker's error text fits into an event's data.
+EVENT_TEXT_CHARS = 500
+ToGroup = Assign | Interrupt | Prepare | Stop | Drain | DrainTarget
+
+
+class AgentCore:
+    """Decides for one agent; `handle` takes an event and returns effects.
+
+    `self_fencing`: whether the agent must stop its workers after ISOLATION_LIMIT_S without contact
+    to a coordinator with authority. It is set for jobs with a store, where another coordinator may
+    be elected.
+    """
+
+    def __init__(
+        self, spec: JobSpec, node: NodeSpec, offer: PortOffer, now_s: float, *, self_fencing: bool
+    ) -> None:
+        self.spec, self.node = spec, node
+        self.self_fencing = self_fencing
+        self.ready = False
+        self.contact = Contact(now_s)
+        self.outcome: Outcome | None = None
+        self.progress: int | None = None
+        self.met = 0
+        self.slept_s = 0.0  # how long this host was suspended; the monotonic clock omits it
+        self.waiting: tuple[WaitPoint, ...] = ()
+        self.all_wait = False
+        self._now_s = now_s
+        self.welcomed = False
+        self._heartbeat_s = now_s
+        self._leaving = ""
+        self._leaving_s = 0.0
+        self._leave_by_s: float | None = None
+        self._exit: Exit | None = None
+        self._exited = False
+        self._outbox = Outbox(node.node_id, self.contact)
+        self._workers = LocalWorkers(node, offer, self.contact, self._outbox)
+
+    def handle(self, event: AgentEvent, now_s: float) -> list[AgentEffect]:
+        """Handle `event` at `now_s` (monotonic seconds) and return the effects."""
+        self._now_s = self._workers.now_s = now_s
+        self.contact.add_suspension(self.slept_s)
+        match event:
+            case Linked(offer=offer):
+                self._link(offer)
+            case Unlinked(reason=reason):
+                self._unlink(reason)
+            case MessageReceived(message=message):
+                self._receive(message)
+            case Warm():
+                self._warm()
+            case Signalled(name=name):
+                self._signalled(name)
+            case Tick():
+                pass
+            case _:
+                # If this agent itself stood still, workers that the orphan reaper killed did not
+                # fail.
+                self._check_isolation()
+                self._workers.observe(event)
+                if isinstance(event, GroupGone) and self.group is None:
+                    self._gone()
+        self._run_timers()
+        return self._outbox.pop()
+
+    @property
+    def group(self) -> Group | None:
+        """The local worker group, as long as any process of it may be alive."""
+        return self._workers.group
+
+    @property
+    def offer(self) -> PortOffer:
+        """Where the next process-group store would be."""
+        return self._workers.offer
+
+    @property
+    def wake_s(self) -> float:
+        """The latest time of the next Tick, in monotonic seconds."""
+        due = self._heartbeat_s
+        if self.self_fencing and self.group is not None and self.group.phase == "running":
+            due = min(due, self.contact.authority_s + ISOLATION_LIMIT_S)
+        if self._leave_by_s is not None:
+            due = min(due, self._leave_by_s)
+        return max(due, self._now_s)
+
+    @property
+    def train_until_s(self) -> float | None:
+        """Until when workers may train if this agent stands still, by CLOCK_BOOTTIME.
+
+        None: no bound, or no workers. The shell passes it on before each effect.
+        """
+        if not self.self_fencing or self.group is None or self.group.phase == "succeeded":
+            return None
+        return self.contact.authority_boot_s + STANDSTILL_LIMIT_S
+
+    @property
+    def linked(self) -> bool:
+        """Whether there is a session with a coordinator."""
+        return self.contact.linked
+
+    def _link(self, offer: PortOffer | None) -> None:
+        seen = self._workers.seen
+        if offer is not None:
+            self._workers.offer = offer
+        self.contact.session_started(self._now_s)
+        self._heartbeat_s = self._now_s + self.spec.timing.heartbeat_s
+        self._outbox.send(
+            Join(
+                spec=self.spec,
+                node=self.node,
+                offer=self.offer,
+                holding=self.group.holding(self._now_s) if self.group else None,
+                ready=self.ready,
+                welcomed=self.welcomed,
+                seen=seen.fence if seen else None,
+                restarts_seen=seen.restarts_used if seen else 0,
+            )
+        )
+        if self._leaving:
+            self._outbox.send(Leave(self._leaving))
+
+    def _unlink(self, reason: str) -> None:
+        if self.linked and self.outcome is None:  # A coordinator leaves once the job has ended.
+            self._log(EventKind.COORDINATOR_AWAY, reason)
+        self.contact.session_ended(reason, self._now_s)
+        if self._leaving and self.group is None:
+            self._leave_now("the coordinator is away")
+
+    def _warm(self) -> None:
+        if not self.ready:
+            self.ready = True
+            if self.linked:
+                self._outbox.send(Ready())
+
+    def _receive(self, message: ToAgent) -> None:
+        match message:
+            case Welcome(phase=phase, reason=reason):
+                self.welcomed = True
+                self._log(EventKind.COORDINATOR_FOUND, f"the job is {phase}: {reason}")
+            case Refused():
+                self._refused(message)
+            case Release() | Close():
+                self._dismissed(message)
+            case Alive(authority=authority):
+                self.contact.heartbeat_answered(authority)
+            case Report():
+                pass
+            case _:
+                self._workers.receive(message, leaving=self._exit is not None)
+
+    def _refused(self, message: Refused) -> None:
+        self.outcome = refused(message)
+        self._end(self.outcome.exit_code, message.what)
+
+    def _dismissed(self, message: Release | Close) -> None:
+        if isinstance(message, Release):
+            self._end(ExitCode.DRAINED, f"released: {message.reason}")
+            return
+        self.outcome = message.outcome
+        self._end(message.outcome.exit_code, message.outcome.reason)
+
+    def _signalled(self, name: str) -> None:
+        self._log(EventKind.SIGNAL, f"{name}: {'hurrying' if self._leaving else 'draining'}")
+        if self._leaving:
+            self._hurry(name)
+            return
+        self._leaving, self._leaving_s = name, self._now_s
+        timing = self.spec.timing
+        wait_s = timing.drain_timeout_s + timing.shutdown_timeout_s + STOP_MARGIN_S
+        self._leave_by_s = self._now_s + wait_s
+        if self.linked:
+            self._outbox.send(Leave(name))
+        elif self.group is None:
+            self._leave_now("no coordinator to tell")
+        else:
+            self._workers.stop(self.group, timing.shutdown_timeout_s, f"{name}, coordinator away")
+
+    def _gone(self) -> None:
+        if self._exit is not None:
+            self._leave_with(self._exit)
+        elif self._leaving and not self.linked:
+            self._leave_now("the coordinator is away")
+
+    def _hurry(self, name: str) -> None:
+        if self.group is not None:
+            self._workers.stop(self.group, 0.0, f"a second signal ({name})")
+        self._end(ExitCode.DRAINED, f"a second signal ({name})")
+
+    def _leave_now(self, why: str) -> None:
+        self._end(ExitCode.DRAINED, f"{self._leaving}: {why}")
+
+    def _end(self, code: int, reason: str) -> None:
+        """Exit with `code` once no worker is left."""
+        if self._exit is None:
+            self._exit = Exit(int(code), reason, self.outcome)
+        group = self.group
+        if group is None:
+            self._leave_with(self._exit)
+        elif group.phase != "stopping":
+            # After success no worker runs, and the shell answers at once.
+            self._workers.stop(group, self.spec.timing.shutdown_timeout_s, reason)
+
+    def _leave_with(self, exit_: Exit) -> None:
+        if not self._exited:
+            self._exited = True
+            self._log(EventKind.AGENT_STOPPED, exit_.reason, exit_code=exit_.code)
+            self._outbox.add(exit_)
+
+    def _run_timers(self) -> None:
+        if self._now_s >= self._heartbeat_s:
+            self._heartbeat_s = self._now_s + self.spec.timing.heartbeat_s
+            fence = self.group.fence if self.group else None
+            if self.linked:
+                self.contact.heartbeat_sent(self._now_s)
+            beat = Heartbeat(
+                fence=fence,
+                progress=self.progress,
+                met=self.met,
+                waiting=self.waiting[:WAITING_MAX],
+                all_wait=self.all_wait,
+            )
+            self._outbox.send(beat)
+        if self._leave_by_s is not None and self._now_s >= self._leave_by_s:
+            self._leave_by_s = None
+            if self.group is not None:
+                self._workers.stop(self.group, 0.0, "the drain took longer than it may")
+            self._end(ExitCode.DRAINED, "the drain took longer than it may")
+        self._check_release()
+        self._check_isolation()
+        self._check_absence()
+
+    def _check_release(self) -> None:
+        """Leave without goodbye when no coordinator with authority remains."""
+        if not self._leaving or self._exit is not None:
+            return
+        last_authority_s = self.contact.authority_s if self.self_fencing else self._now_s
+        last_authority_s = last_authority_s if self.linked else self.contact.away_s
+        silent_s = self._now_s - max(last_authority_s, self._leaving_s)
+        if silent_s >= LEAVE_ALONE_S:
+            self._leave_now(f"no coordinator with authority for {silent_s:.0f} s")
+
+    def _check_isolation(self) -> None:
+        away_s = self._now_s - self.contact.authority_s
+        group = self.group
+        if not self.self_fencing or group is None or away_s < ISOLATION_LIMIT_S:
+            return
+        if group.phase == "succeeded":
+            return  # No worker is left, and their success is still to be reported.
+        self._workers.stop(
+            group,
+            min(self.spec.timing.shutdown_timeout_s, ISOLATION_GRACE_S),
+            f"no coordinator with authority for {away_s:.0f} s: another side of the network may"
+            " have continued the job",
+            since_s=self.contact.authority_s + ISOLATION_LIMIT_S,
+        )
+
+    def _check_absence(self) -> None:
+        """Give up the search for a coordinator, unless there are workers to keep running."""
+        limit_s = self.spec.timing.join_timeout_s
+        if self.linked or self._exit is not None or self._now_s - self.contact.away_s < limit_s:
+            return
+        if self.group is not None and self.group.phase == "succeeded":
+            self._end(ExitCode.DONE, "all local workers succeeded, and the coordinator is gone")
+        elif self.group is None or self.group.phase == "failed" or self.group.draining:
+            self.outcome = not_found(limit_s, self.contact.reason)
+            self._end(self.outcome.exit_code, self.outcome.reason)
+
+    def _log(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
+        self._outbox.fence = self.group.fence if self.group else None
+        self._outbox.log(kind, reason, **data)
+
+
+class LocalWorkers:
+    """Decides for one local worker group at a time; set `now_s` before each call."""
+
+    def __init__(self, node: NodeSpec, offer: PortOffer, contact: Contact, outbox: Outbox) -> None:
+        self.node, self.offer = node, offer
+        self.group: Group | None = None
+        self.seen: Assignment | None = None
+        self.now_s = 0.0
+        self._contact, self._outbox = contact, outbox
+
+    def receive(self, message: ToGroup, *, leaving: bool) -> None:
+        """Do what the coordinator orders; `leaving`: this agent starts nothing any more."""
+        match message:
+            case Assign(assignment=assignment) if assignment.in_place:
+                self._regroup(assignment, leaving=leaving)
+            case Assign(assignment=assignment):
+                self._start(assignment, leaving=leaving)
+            case Prepare():
+                self._prepare(message, leaving=leaving)
+            case Interrupt(fence=fence, reason=reason):
+                self._interrupt(fence, reason)
+            case Stop():
+                self._stop(message)
+            case Drain(fence=fence):
+                self._drain(fence)
+            case _:
+                self._aim(message)
+
+    def observe(self, event: AgentEvent) -> None:
+        """Handle an event of the group or of one of its workers."""
+        group = self.group
+        match event:
+            case GroupStarted(fence=fence, pids=pids) if group and fence == group.start_fence:
+                self._log(EventKind.WORKERS_STARTED, f"{len(pids)} workers", pids=str(pids))
+            case WorkerSucceeded(fence=fence, local_rank=rank) if (
+                group and fence == group.start_fence
+            ):
+                self._succeeded(group, rank)
+            case WorkerFailed(fence=fence) if group and fence == group.start_fence:
+                self._failed(group, event.failure, event.ended_s)
+            case GroupAble(fence=fence) if group and fence == group.start_fence:
+                self._able(group, event)
+            case WorkerLost(fence=fence, world=world, reason=reason) if (
+                group and fence == group.start_fence and world == group.fence
+            ):
+                group.interrupted = reason
+                self._outbox.send(Lost(fence=world, reason=reason))
+            case ReplicaDiffered(fence=fence) if group and fence == group.start_fence:
+                self._differed(event)
+            case GroupMarked(fence=fence, calls=calls) if group and self._is_draining(fence):
+                self._outbox.send(Marked(fence=group.fence, calls=calls))
+            case GroupDrained(fence=fence, stops=stops) if group and self._is_draining(fence):
+                self._drained(group, stops=stops)
+            case GroupGone(fence=fence, offer=offer) if group is None or fence == group.start_fence:
+                self._gone(fence, offer)
+            case _:
+                pass  # From a group that no longer exists.
+
+    def stop(
+        self,
+        group: Group,
+        grace_s: float,
+        reason: str,
+        *,
+        asked: bool = False,
+        since_s: float | None = None,
+    ) -> None:
+        """Stop the workers; a later call may shorten the grace but never lengthens it.
+
+        A worker that ended after `since_s` (default: now) counts as stopped.
+        """
+        by_s = self.now_s + grace_s
+        if group.stop_by_s is not None and by_s >= group.stop_by_s:
+            return
+        group.stop_by_s = by_s
+        if group.stop_from_s is None:
+            group.stop_from_s = self.now_s if since_s is None else since_s
+        group.unasked = group.unasked or (group.phase != "stopping" and not asked)
+        group.phase = "stopping"
+        self._log(EventKind.WORKERS_STOPPING, reason, grace_s=grace_s)
+        self._outbox.add(StopGroup(group.start_fence, grace_s, reason))
+
+    def _start(self, assignment: Assignment, *, leaving: bool) -> None:
+        if leaving or self.group is not None:
+            # A repeated order, or one that came after the order to leave: the coordinator learns
+            # from this agent's registration which workers it has.
+            return
+        if not self._may_act() or self._has_other_port(assignment):
+            # Either the message waited in a buffer while this host stood still, and the others have
+            # a newer world by now. Or it crossed with a report of this agent, which has since
+            # closed the port.
+            self._outbox.add(Decline(assignment.fence))
+            return
+        self.group, self.seen = Group(assignment, assignment.fence), assignment
+        self._log(EventKind.WORKERS_STARTING, assignment.reason)
+        self._outbox.add(StartGroup(assignment))
+
+    def _has_other_port(self, assignment: Assignment) -> bool:
+        """Whether the world would meet at a port of this node that it no longer holds."""
+        return assignment.node_rank == 0 and assignment.master_port != self.offer.port
+
+    def _may_act(self) -> bool:
+        """Whether the deciding coordinator had authority recently enough."""
+        self._contact.decision_received()
+        return self.now_s - self._contact.authority_s < ISOLATION_LIMIT_S
+
+    def _regroup(self, assignment: Assignment, *, leaving: bool) -> None:
+        """Give the running workers their places in another world."""
+        group = self.group
+        if group is None:
+            if not leaving:
+                self._outbox.add(Decline(assignment.fence))  # The workers have ended since.
+            return
+        finished = group.has_finished(assignment.workers)
+        if finished or group.phase == "stopping" or not self._may_act():
+            self._stay_out(group, assignment.fence, finished=finished)
+            return
+        group.enter(assignment)
+        self.seen = assignment
+        self._log(EventKind.WORKERS_REGROUPED, assignment.reason, workers=len(assignment.workers))
+        able = tuple(i for i in assignment.workers if i in group.recoverable)
+        self._outbox.add(RegroupWorkers(group.start_fence, assignment, able))
+        if group.failures:
+            # No replacement was started for these: their report may have crossed with this
+            # assignment.
+            if not group.failures.keys().isdisjoint(assignment.workers):
+                group.phase = "failed"
+            failures = group.aged_failures(self.now_s)
+            self._outbox.send(Failed(fence=group.fence, failures=failures))
+
+    def _stay_out(self, group: Group, fence: Fence, *, finished: bool) -> None:
+        """Adopt the epoch of a world these workers will not join, and report why."""
+        group.move(fence)
+        if finished:
+            self._outbox.send(Succeeded(fence))
+        elif group.phase != "stopping":
+            # The order waited in a buffer while this host stood still, so the coordinator must
+            # decide again.
+            group.interrupted = "was given its place too late: its host stood still"
+            self._outbox.send(Lost(fence=fence, reason=group.interrupted))
+
+    def _prepare(self, message: Prepare, *, leaving: bool) -> None:
+        """Start the workers that are not running; they become standbys beside the current world."""
+        group = self.group
+        if leaving or (group is None and message.successors):
+            return
+        if group is None:
+            self.group = Group(message.assignment, message.assignment.fence)
+            self._log(EventKind.WORKERS_STARTING, message.assignment.reason)
+            self._outbox.add(StartGroup(message.assignment))
+            return
+        missing = group.ranks_to_replace()
+        if missing and group.phase not in ("stopping", "succeeded"):
+            self._log(EventKind.WORKERS_STARTING, message.assignment.reason, workers=len(missing))
+            self._outbox.add(
+                StartWorkers(group.start_fence, missing, message.assignment, message.delay_s)
+            )
+
+    def _interrupt(self, fence: Fence, reason: str) -> None:
+        group = self.group
+        if group is not None and group.fence == fence and group.phase != "stopping":
+            self._log(EventKind.WORKERS_INTERRUPTED, reason)
+            group.interrupted = reason
+            self._outbox.add(InterruptGroup(group.start_fence, reason))
+
+    def _stop(self, message: Stop) -> None:
+        group = self.group
+        if group is None:
+            self._outbox.send(Stopped(message.fence, self.offer))
+        elif group.fence <= message.fence:  # This agent may not have received its newest world yet.
+            group.move(message.fence)
+            self.stop(group, message.grace_s, message.reason, asked=True)
+
+    def _drain(self, fence: Fence) -> None:
+        group = self.group
+        if group is None or group.fence != fence:
+            return
+        if group.phase != "running":
+            self._outbox.send(Marked(fence=fence, calls=None))
+            self._outbox.send(Drained(fence))
+            return
+        if group.aimed:
+            # A new coordinator continues the drain of the previous one: the target stays.
+            calls = group.target - 1 if group.target is not None else None
+            self._outbox.send(Marked(fence=fence, calls=calls))
+            return
+        group.draining = True
+        self._log(EventKind.WORKERS_DRAINING, "asked to checkpoint before a planned change")
+        self._outbox.add(MarkGroup(fence))
+
+    def _aim(self, message: DrainTarget) -> None:
+        group, calls = self.group, message.calls
+        if group is None or not self._is_draining(message.fence):
+            return
+        if not group.aimed:
+            group.aimed, group.target, group.stops = True, calls, message.stops
+        elif message.stops and not group.stops and group.target == calls is not None:
+            group.stops, group.drained = True, False
+        else:
+            if group.drained:
+                self._outbox.send(Drained(group.fence))
+            return
+        self._outbox.add(AimGroup(group.fence, calls, group.stops))
+
+    def _able(self, group: Group, event: GroupAble) -> None:
+        workers, self.offer = event.workers, event.offer
+        group.update_recoverable(workers, self.node.local_world_size)
+        group.sharding = event.sharding or group.sharding
+        self._outbox.send(
+            Able(
+                workers=workers,
+                offer=event.offer,
+                fence=group.fence,
+                sharding=group.sharding,
+            )
+        )
+
+    def _drained(self, group: Group, *, stops: bool) -> None:
+        group.drained = stops or not group.stops
+        if group.drained:
+            self._outbox.send(Drained(group.fence))
+
+    def _is_draining(self, fence: Fence) -> bool:
+        group = self.group
+        return group is not None and group.fence == fence and group.draining
+
+    def _succeeded(self, group: Group, local_rank: int) -> None:
+        if group.phase == "stopping":
+            return
+        group.done.add(local_rank)
+        group.recoverable = tuple(i for i in group.recoverable if i != local_rank)
+        self._log(EventKind.WORKER_EXITED, "exit code 0", local_rank=local_rank)
+        if group.phase == "running" and group.is_done(self.node.local_world_size):
+            group.phase = "succeeded"
+            self._outbox.send(Succeeded(group.fence))
+
+    def _failed(self, group: Group, failure: Failure, ended_s: float) -> None:
+        stopped = group.was_stopped(ended_s)
+        data = failure_data(aged(failure, ended_s, self.now_s), stopped=stopped)
+        self._log(EventKind.WORKER_EXITED, failure_text(failure), **data)
+        if stopped:
+            return
+        # A worker that failed before the stop may be the first cause of the incident.
+        if group.phase != "stopping" and group.has_place(failure.local_rank):
+            group.phase = "failed"
+        group.add_failure(failure, ended_s)
+        failures = group.aged_failures(self.now_s)
+        self._outbox.send(Failed(fence=group.fence, failures=failures))
+
+    def _differed(self, event: ReplicaDiffered) -> None:
+        data = {"rank": event.rank, "local_rank": event.local_rank, "steps": event.steps}
+        self._log(EventKind.REPLICA_DIFFERED, event.reason, **data)
+
+    def _gone(self, fence: Fence, offer: PortOffer) -> None:
+        self.offer, unasked = offer, False
+        if self.group is not None:
+            unasked = self.group.unasked
+            fence, self.group = self.group.fence, None
+            text = "no process of the group is left"
+            self._log(EventKind.WORKERS_STOPPED, text, at=str(fence))
+        self._outbox.send(Stopped(fence, offer, unasked))
+
+    def _log(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
+        self._outbox.fence = self.group.fence if self.group else None
+        self._outbox.log(kind, reason, **data)
+
+
+@dataclass(slots=True)
+class Group:
+    """The local worker group that was started with the fence `start_fence`.
+
+    Workers that recover in place enter later worlds, so `fence` may be newer. `recoverable` holds
+    the local ranks that can enter another world as they are.
+    """
+
+    assignment: Assignment
+    start_fence: Fence
+    recoverable: tuple[int, ...] = ()
+    sharding: Sharding | None = None  # of the training state that the workers hold
+    in_place: bool = False  # every worker with a place could recover in place at some time
+    # local ranks that failed and have a replacement
+    replaced: set[int] = field(default_factory=set)
+    phase: GroupState = "running"
+    interrupted: str = ""  # why its workers were interrupted and wait for another world
+    done: set[int] = field(default_factory=set)
+    failures: dict[int, tuple[float, Failure]] = field(default_factory=dict)
+    draining: bool = False
+    aimed: bool = False
+    target: int | None = None
+    stops: bool = False  # the drain ends by stopping all workers of the job
+    drained: bool = False
+    unasked: bool = False  # the workers are being stopped without an order of the coordinator
+    stop_by_s: float | None = None
+    stop_from_s: float | None = None
+
+    @property
+    def fence(self) -> Fence:
+        """The fence of the current assignment."""
+        return self.assignment.fence
+
+    def holding(self, now_s: float) -> Holding:
+        """Return what a registering agent reports about this group."""
+        return Holding(
+            assignment=self.assignment,
+            state=self.phase,
+            failures=self.aged_failures(now_s),
+            draining=self.draining,
+            able=self.recoverable,
+            in_place=self.in_place,
+            sharding=self.sharding,
+            halted=self.interrupted,
+            renewed=tuple(sorted(self.replaced)),
+        )
+
+    def update_recoverable(self, workers: tuple[int, ...], local_world_size: int) -> None:
+        """Set which workers can enter another world; workers that finished their steps cannot."""
+        self.recoverable = workers
+        places = self.assignment.workers or range(local_world_size)
+        self.in_place = self.in_place or {*workers}.issuperset(places)
+
+    def move(self, fence: Fence) -> None:
+        """Adopt the epoch of a world these workers will not join, so later reports carry it."""
+        self.assignment = msgspec.structs.replace(self.assignment, fence=fence)
+
+    def enter(self, assignment: Assignment) -> None:
+        """Enter another world; keep only failures that no replacement has answered."""
+        self.assignment, self.phase, self.interrupted = assignment, "running", ""
+        self.in_place = True
+        self.draining = self.aimed = self.stops = self.drained = False
+        self.target = None
+        dead = {*assignment.workers} - {*self.recoverable}
+        self.failures = {
+            i: found
+            for i, found in self.failures.items()
+            if i in dead or (i not in assignment.workers and i not in self.replaced)
+        }
+        self.replaced &= {*self.failures}
+
+    def ranks_to_replace(self) -> tuple[int, ...]:
+        """Return the local ranks that need a replacement now, once for each failure."""
+        missing = sorted(set(self.failures) - self.replaced)
+        self.replaced.update(missing)
+        return tuple(missing)
+
+    def is_done(self, local_world_size: int) -> bool:
+        """Whether every worker with a place exited with code 0."""
+        places = self.assignment.workers or range(local_world_size)
+        return not self.assignment.waiting and self.done.issuperset(places)
+
+    def has_finished(self, workers: tuple[int, ...]) -> bool:
+        """Whether all workers succeeded, and no worker of `workers` was started after that."""
+        return self.phase == "succeeded" and not {*workers} & {*self.recoverable}
+
+    def has_place(self, local_rank: int) -> bool:
+        """Whether the worker belongs to the current world of this group."""
+        places = self.assignment.workers
+        return not self.assignment.waiting and (not places or local_rank in places)
+
+    def was_stopped(self, ended_s: float) -> bool:
+        """Whether a worker that ended at `ended_s` was stopped, not failed before that."""
+        return self.stop_from_s is not None and ended_s >= self.stop_from_s
+
+    def add_failure(self, failure: Failure, ended_s: float) -> None:
+        """Store `failure` with its time on the own clock, from which its age is computed."""
+        if len(self.failures) >= FULL_TEXTS_MAX:
+            failure = msgspec.structs.replace(failure, message=failure.message[-SHORT_TEXT_CHARS:])
+        self.replaced.discard(failure.local_rank)
+        self.recoverable = tuple(i for i in self.recoverable if i != failure.local_rank)
+        if len(self.failures) < FAILURES_MAX or failure.local_rank in self.failures:
+            self.failures[failure.local_rank] = (ended_s, failure)
+
+    def aged_failures(self, now_s: float) -> tuple[Failure, ...]:
+        """Return the failures with their ages as of `now_s`."""
+        return tuple(aged(failure, ended_s, now_s) for ended_s, failure in self.failures.values())
+
+
+class Contact:
+    """The history of the sessions with coordinators, on the agent's own monotonic clock."""
+
+    def __init__(self, now_s: float) -> None:
+        self.linked = False
+        self.away_s = now_s
+        self.reason = "no search has started yet"
+        self.authority_s = now_s
+        self._asked_s: deque[float] = deque()
+        self._sent_s = now_s
+        self._slept_s: float | None = None
+
+    def add_suspension(self, total_s: float) -> None:
+        """Age everything proved by the time this host was suspended; `total_s` is the sum so far.
+
+        The monotonic clock stands still during a suspension, while time passes for all other nodes.
+        """
+        known_s = total_s if self._slept_s is None else self._slept_s
+        self._slept_s = max(known_s, total_s)
+        suspended_s = self._slept_s - known_s
+        if suspended_s:
+            self.authority_s -= suspended_s
+            self._sent_s -= suspended_s
+            self._asked_s = deque(asked_s - suspended_s for asked_s in self._asked_s)
+
+    @property
+    def authority_boot_s(self) -> float:
+        """When authority was last proved, in seconds of this host's CLOCK_BOOTTIME."""
+        return self.authority_s + (self._slept_s or 0.0)
+
+    def session_started(self, now_s: float) -> None:
+        """Record a new session; every message on it is sent from now on."""
+        self.linked, self._sent_s = True, now_s
+        self._asked_s.clear()
+
+    def session_ended(self, reason: str, now_s: float) -> None:
+        """Record that there is no session, and why."""
+        if self.linked:
+            self.away_s = now_s
+        self.linked, self.reason = False, reason
+
+    def heartbeat_sent(self, now_s: float) -> None:
+        """Record that a heartbeat was sent."""
+        self._asked_s.append(now_s)
+
+    def heartbeat_answered(self, authority: bool) -> None:
+        """Record the answer to the oldest heartbeat, given with or without authority."""
+        if self._asked_s:
+            self._sent_s = self._asked_s.popleft()
+        if authority:
+            self.decision_received()
+
+    def decision_received(self) -> None:
+        """Record a decision: the coordinator had authority when it sent it."""
+        self.authority_s = max(self.authority_s, self._sent_s)
+
+
+class Outbox:
+    """The effects collected so far; `fence` is the fence that logged events carry."""
+
+    def __init__(self, node_id: str, contact: Contact) -> None:
+        self.fence: Fence | None = None
+        self._node_id, self._contact = node_id, contact
+        self._effects: list[AgentEffect] = []
+
+    def add(self, effect: AgentEffect) -> None:
+        """Add `effect`."""
+        self._effects.append(effect)
+
+    def send(self, message: ToCoordinator) -> None:
+        """Send `message` to the coordinator.
+
+        Dropped without a session: the agent reports its state when it registers again.
+        """
+        if self._contact.linked:
+            self._effects.append(Transmit(message))
+
+    def log(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
+        """Write an event to the event log."""
+        note = Note(kind=kind, reason=reason, node_id=self._node_id, fence=self.fence, data=data)
+        self._effects.append(Tell(note))
+
+    def pop(self) -> list[AgentEffect]:
+        """Return the collected effects and start a new collection."""
+        effects, self._effects = self._effects, []
+        return effects
+
+
+def refused(message: Refused) -> Outcome:
+    """Return the outcome for an agent that the coordinator refused.
+
+    A fenced node is not at fault, so its exit code asks the process that started it to try again.
+    """
+    return Outcome(
+        ok=False,
+        reason=message.what,
+        slug=message.slug,
+        exit_code=ExitCode.TRY_AGAIN if message.slug == "node-fenced" else ExitCode.CONFIGURATION,
+        next_step=message.next_step,
+    )
+
+
+def not_found(limit_s: float, reason: str) -> Outcome:
+    """Return the outcome for an agent that found no coordinator in time."""
+    return Outcome(
+        ok=False,
+        reason=f"no coordinator was found within {limit_s:g} s: {reason}",
+        slug="no-coordinator",
+        exit_code=ExitCode.TRY_AGAIN,
+        next_step="check --rdzv-endpoint, and that an agent runs on that host",
+    )
+
+
+def aged(failure: Failure, ended_s: float, now_s: float) -> Failure:
+    """Return `failure` with its age as of `now_s`."""
+    return msgspec.structs.replace(failure, age_s=max(0.0, now_s - ended_s))
+
+
+def failure_data(failure: Failure, *, stopped: bool) -> dict[str, str | int | float | bool]:
+    """Return the fields that the event log keeps about a worker's end."""
+    return {
+        "local_rank": failure.local_rank,
+        "rank": failure.rank,
+        "pid": failure.pid,
+        "exit_code": failure.exit_code,
+        "age_s": round(failure.age_s, 6),
+        "stopped": stopped,
+        "message": failure.message[-EVENT_TEXT_CHARS:],
+        "output": failure.output,
+        "error_file": failure.error_file,
+        "log_file": failure.log_file,
+    }
