@@ -39,10 +39,21 @@ _log = logging.getLogger("elastane.workers")
 _END_S = 1.0
 
 
+def _ignore(local_rank: int, message: object) -> None:
+    del local_rank, message
+
+
 class ControlSockets:
     """`changed` is called when other workers are recoverable, `lost` when one lost a peer."""
 
-    def __init__(self, changed: Callable[[], None], lost: Callable[[Fence, str], None]) -> None:
+    def __init__(
+        self,
+        changed: Callable[[], None],
+        lost: Callable[[Fence, str], None],
+        answered: Callable[[int, Doing], None] = _ignore,
+        differed: Callable[[int, Differed], None] = _ignore,
+    ) -> None:
+        """`answered` gets answers to a StatusQuery, `differed` workers whose replica differed."""
         self.recoverable: set[int] = set()
         self._shardings: dict[int, Sharding] = {}
         self.ready: set[int] = set()  # warm spares that wait in init(); their keys are negative
@@ -51,10 +62,7 @@ class ControlSockets:
         # soon.
         self._unreported: set[int] = set()
         self._changed, self._peer_lost = changed, lost
-        # Called with a worker's answer to a StatusQuery.
-        self.answered: Callable[[int, Doing], None] = lambda _local_rank, _doing: None
-        # Called with a worker whose replica differed from the others.
-        self.differed: Callable[[int, Differed], None] = lambda _local_rank, _differed: None
+        self._answered, self._differed = answered, differed
         self._ends: dict[int, socket.socket] = {}
 
     def open(self, local_rank: int) -> socket.socket:
@@ -163,9 +171,9 @@ class ControlSockets:
             case PeerLost(fence=fence, reason=reason):
                 self._peer_lost(fence, reason)
             case Doing():
-                self.answered(local_rank, message)
+                self._answered(local_rank, message)
             case Differed():
-                self.differed(local_rank, message)
+                self._differed(local_rank, message)
 
 
 def place_message(assignment: Assignment, local_rank: int) -> AssignedPlace | Wait:

@@ -57,8 +57,6 @@ class HangMonitor:
 
     def begin(self, workers: Iterable[LocalWorker]) -> None:
         """Watch the members for hangs from now on, and `workers` for uninterruptible sleep."""
-        sockets = self._sockets
-        sockets.answered = self._answered
         self._tasks.append(self._spawn(self._watch_hangs()))
         if self._stuck.limit_s > 0:
             self._tasks.append(self._spawn(self._watch_stuck(workers)))
@@ -110,7 +108,8 @@ class HangMonitor:
             for pid, worker in alive.items()
         }
 
-    def _answered(self, local_rank: int, doing: Doing) -> None:
+    def answered(self, local_rank: int, doing: Doing) -> None:
+        """Record a worker's answer to a StatusQuery."""
         for worker in self._members():
             if worker.local_rank == local_rank and worker.process is not None:
                 pid = worker.process.pid

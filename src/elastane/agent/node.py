@@ -124,13 +124,22 @@ async def node_services(
     spawner = _spawner(config, leash, events, node_id)
     port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner), host=config.reach)
     supervision = config.supervision
-    node = NodeServices(config, node_id, leash, events, reaper, spawner, port, snapshot_server)
-    snapshot_server.report(node.log_snapshot_event, node.log_snapshot_server_lost)
-    node.handle_event = event_handler(
-        supervision.event_handler,
-        EventOrigin(job=config.spec.job, node=node_id, host=host, pid=os.getpid()),
+    node = NodeServices(
+        config=config,
+        id=node_id,
+        leash=leash,
+        events=events,
+        reaper=reaper,
+        spawner=spawner,
+        port=port,
+        snapshot_server=snapshot_server,
+        timers=TimerWatch(supervision.timer_file) if supervision.watches_timers else None,
+        handle_event=event_handler(
+            supervision.event_handler,
+            EventOrigin(job=config.spec.job, node=node_id, host=host, pid=os.getpid()),
+        ),
     )
-    node.timers = TimerWatch(supervision.timer_file) if supervision.watches_timers else None
+    snapshot_server.report(node.log_snapshot_event, node.log_snapshot_server_lost)
     reaper_watch = asyncio.create_task(_restart_reaper(reaper))
     snapshot_server.start()
     await spawner.start()

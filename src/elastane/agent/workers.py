@@ -82,8 +82,9 @@ class LocalWorkerGroup:
     def __post_init__(self) -> None:
         self.world = self.assignment
         self._outputs = Outputs(self.setup)
-        self._sockets = ControlSockets(self._post_recoverable, self._post_lost)
-        self._sockets.differed = self._post_differed
+        self._sockets = ControlSockets(
+            self._post_recoverable, self._post_lost, self._answered, self._post_differed
+        )
         self._store_host = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
         self.drain = GroupDrain(self._members, self._sockets, self.post, self._spawn_task)
         self._spares = Spares(self.setup, self._sockets, self._spawn_task)
@@ -302,6 +303,9 @@ class LocalWorkerGroup:
     def _post_differed(self, local_rank: int, difference: control_socket.Differed) -> None:
         fence, rank = self.assignment.fence, difference.rank
         self.post(ReplicaDiffered(fence, rank, local_rank, difference.steps, difference.reason))
+
+    def _answered(self, local_rank: int, doing: control_socket.Doing) -> None:
+        self.hang_monitor.answered(local_rank, doing)
 
     def _expire(self, request: WorkerTimer) -> bool:
         return end_expired(self._workers, request)
