@@ -119,7 +119,7 @@ def test_prune_keeps_at_least_one(place, capsys, keep):
     assert steps(opened(where)) == [300, 200, 100]
 
 
-def test_a_place_without_checkpoints_is_told_as_such(tmp_path, capsys):
+def test_a_place_without_checkpoints_is_reported(tmp_path, capsys):
     missing = tmp_path / "missing"
     said = f"no checkpoints at {missing}: there is no such folder\n"
     assert told(capsys, "ls", missing)[:2] == (0, said)
@@ -130,13 +130,13 @@ def test_a_place_without_checkpoints_is_told_as_such(tmp_path, capsys):
     assert not missing.exists()
 
 
-def test_a_checkpoint_that_is_not_there_is_told_by_its_name(place, capsys):
+def test_a_missing_checkpoint_is_reported_by_its_name(place, capsys):
     where, _ = place
     code, _, err = told(capsys, "verify", where, "100", "7")
     assert code == 1 and "no checkpoint 7 at" in err
 
 
-def test_a_place_that_cannot_be_reached_is_told_with_what_to_do(tmp_path, capsys):
+def test_an_unreachable_place_is_reported_with_a_next_step(tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     code, _, err = told(capsys, "ls", tmp_path / "file")
     assert code == 75 and "[storage-unreachable]" in err and "next: name a folder" in err

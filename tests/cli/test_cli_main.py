@@ -158,7 +158,7 @@ def test_the_module_that_torchrun_users_type_is_the_verb():
 
 
 @pytest.mark.parametrize("words", ["--help", "run --help"])
-def test_a_reader_that_goes_away_is_no_error_of_ours(words):
+def test_a_closed_pipe_is_not_reported_as_an_error(words):
     """As in `elastane --help | head -1`: the pipe is closed before anything is written."""
     code = f"import sys; from elastane.cli.main import main; sys.exit(main({words.split()}))"
     process = subprocess.Popen(
@@ -179,7 +179,7 @@ def test_ctrl_c_is_an_exit_code_without_a_trace(monkeypatch):
     assert cli.main(["run"]) == 130
 
 
-def test_the_first_process_of_a_container_hears_sigterm_from_its_first_moment():
+def test_the_first_process_of_a_container_handles_sigterm_from_the_start():
     # The kernel spares process 1 each signal without a handler; this one gets it in its imports.
     slow = "import os, sys, time; os.getpid = lambda: 1\nfrom elastane.cli import main\n"
     slow += "main.run_verb = lambda *_: (print('in', flush=True), time.sleep(60))\n"

@@ -60,7 +60,7 @@ def test_the_local_address_is_the_one_that_workers_meet_at(here):
     assert told[0]["master"] == "127.0.0.9"
 
 
-def test_loglevel_decides_what_is_said(here):
+def test_loglevel_selects_the_messages(here):
     end_of(here, [*RUN, write(here, PLAIN)], LOGLEVEL="ERROR", **LIGHT)
     assert said(here) == ""
     end_of(here, [*RUN, write(here, PLAIN)], LOGLEVEL="INFO", **LIGHT)

@@ -220,7 +220,7 @@ def test_status_of_a_job_that_is_not_there_says_where_it_looked():
     play(scenario)
 
 
-def test_status_bears_a_job_that_nobody_has_kept_yet_and_events_that_may_not_be_read():
+def test_status_shows_a_job_without_operator_status_or_readable_events():
     async def scenario(kube):
         kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
         kube.inject("GET", "/events$", status=403, reason="Forbidden")
@@ -239,7 +239,7 @@ def test_the_operator_says_where_it_found_no_cluster(capsys, monkeypatch, tmp_pa
     assert "kubeconfig" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_said():
+def test_a_taken_metrics_port_is_reported():
     async def scenario(kube):
         server = await asyncio.start_server(lambda *_: None, None, 0)
         port = server.sockets[0].getsockname()[1]

@@ -171,7 +171,7 @@ def test_follow_shows_what_is_there_then_each_line_and_workers_that_start_later(
         process.communicate()
 
 
-def test_reader_of_a_pipe_that_has_enough_gets_no_trace(base):
+def test_a_closed_pipe_ends_without_a_trace(base):
     for number in range(3):
         Worker(base, "job", (3, number, 0), "host-a").say("x" * 60000, 1)
     read_end, write_end = os.pipe()

@@ -73,7 +73,7 @@ def test_pyproject_is_read_and_elastane_toml_comes_first(here):
 
 
 @pytest.mark.parametrize("text", ["[tool.other]\nx = 1\n", "not = toml = at all", "elastane = 1\n"])
-def test_a_pyproject_that_says_nothing_to_us_is_nothing_to_us(here, text):
+def test_a_pyproject_without_our_table_is_ignored(here, text):
     write(here, text, "pyproject.toml")
     assert options().given == frozenset()
 
@@ -108,7 +108,7 @@ def test_a_file_or_a_folder_can_be_named(here, monkeypatch, tmp_path_factory):
             options("--config", name)
 
 
-def test_what_a_stranger_left_where_anybody_may_write_is_not_taken(here, monkeypatch):
+def test_a_file_of_another_user_in_a_world_writable_folder_is_refused(here, monkeypatch):
     path = write(here, "[run]\npreload = ['evil']\n")
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     if path.stat().st_uid == 0:
@@ -173,7 +173,7 @@ def test_the_command_line_comes_first_then_the_variable_then_the_file(here):
     assert not options(PET_STANDALONE="0").flag("standalone")
 
 
-def test_settings_take_effect_and_are_told_even_where_they_are_refused(here, capsys):
+def test_settings_in_effect_are_named_even_before_an_error(here, capsys):
     path = write(here, "[run]\nnproc-per-node = 3\n")
     assert build(options(), {}).node.local_world_size == 3
     write(here, "[run]\nstandalone = true\n")
@@ -194,7 +194,7 @@ def test_settings_take_effect_and_are_told_even_where_they_are_refused(here, cap
         ("nnodes = 2\n", "nnodes below [run]"),
     ],
 )
-def test_a_key_that_means_nothing_is_refused_with_the_nearest(here, text, nearest):
+def test_an_unknown_key_is_refused_with_the_nearest(here, text, nearest):
     path = write(here, text)
     said = refused("settings-key")
     assert str(path) in said
@@ -330,7 +330,7 @@ def test_show_config_never_shows_a_secret(here, capsys, monkeypatch, form):
     assert "etcd:2379" in out
 
 
-def test_a_refused_value_that_nobody_typed_is_told_with_where_it_is_from(here, capsys, monkeypatch):
+def test_a_refused_value_that_was_not_typed_is_reported_with_its_origin(here, capsys, monkeypatch):
     path = write(here, "[run]\nnproc-per-node = 'gup'\n")
     assert cli.main(["run", "train.py"]) == 2
     assert f"where: file {path}" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def free_port():
         return sock.getsockname()[1]
 
 
-def test_a_coordinator_that_is_gone_is_said_beside_the_agents_that_live(capsys):
+def test_a_missing_coordinator_is_reported_with_the_living_agents(capsys):
     entry = JobEntry(
         job="left",
         node="a",
@@ -124,14 +124,14 @@ def test_a_dead_endpoint_is_an_error_that_names_it(capsys):
     assert endpoint in capsys.readouterr().err
 
 
-def test_nothing_here_is_said_and_is_no_error(capsys):
+def test_no_running_job_is_reported_without_an_error(capsys):
     assert main(["status"]) == 0
     assert "no job of this user runs" in capsys.readouterr().out
     assert main(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"jobs": []}
 
 
-def test_a_job_that_nobody_knows_is_an_error(capsys):
+def test_an_unknown_job_is_an_error(capsys):
     assert main(["status", "nobody"]) == ExitCode.USAGE
     assert "[no-such-job]" in capsys.readouterr().err
 

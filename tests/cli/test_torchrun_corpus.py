@@ -181,7 +181,7 @@ _SAID = {
 }
 
 
-def test_what_torchrun_takes_is_taken_and_what_it_refuses_is_refused(results):
+def test_accepts_and_refuses_the_same_command_lines_as_torchrun(results):
     seen, wrong = set(), []
     for case, theirs, ours in results:
         name = difference(case, theirs, ours)

@@ -68,7 +68,7 @@ def test_the_flag_exists_in_every_spelling(action):
         same([spelling, *value, "train.py"])
 
 
-def test_nothing_said_means_the_same():
+def test_defaults_mean_the_same():
     same(["train.py"])
 
 

@@ -137,7 +137,7 @@ def test_a_configuration_goes_to_elastic_launch(script, tmp_path):
     ("change", "slug"),
     [({"nnodes": "3:1"}, "bad-nnodes"), ({"nproc_per_node": "many"}, "bad-option-value")],
 )
-def test_a_namespace_that_cannot_be_is_refused_by_name(script, change, slug):
+def test_an_impossible_namespace_is_refused_by_name(script, change, slug):
     args = argparse.Namespace(**vars(ours.parse_args([script])) | change)
     with pytest.raises((UsageError, ConfigurationError)) as caught:
         ours.run(args)

@@ -25,7 +25,7 @@ def told(capsys, *words):
     return code, capsys.readouterr().out
 
 
-def test_runs_that_did_the_same_are_the_same_however_far_each_went(tmp_path, capsys):
+def test_equal_runs_compare_equal_over_their_common_steps(tmp_path, capsys):
     a, b = run_of(tmp_path / "a", 9, world=2), run_of(tmp_path / "b", 6)
     code, out = told(capsys, a, b)
     assert code == 0

@@ -44,7 +44,7 @@ def test_arguments_of_both_kinds_arrive(call):
     }
 
 
-def test_anything_that_can_be_called_is(call):
+def test_every_callable_can_be_launched(call):
     base = 40
     tries = {
         "closure": (lambda number: base + number, 42),
@@ -231,7 +231,7 @@ def test_options_of_variables_and_of_the_settings_file_count(call, tmp_path, mon
     assert call(facts, max_restarts=1) == {0: ("1", "1")}
 
 
-def test_variables_that_say_how_a_script_is_run_say_nothing_of_functions(call, monkeypatch):
+def test_script_variables_do_not_affect_functions(call, monkeypatch):
     names = ("PET_MODULE", "PET_NO_PYTHON", "PET_RUN_PATH", "ELASTANE_SHOW_CONFIG", "ELASTANE_JSON")
     for name in names:
         monkeypatch.setenv(name, "1" if name != "PET_MODULE" else "0")
@@ -298,7 +298,7 @@ def test_a_program_whose_event_loop_runs_can_call(call):
     assert asyncio.run(main()) == ({0: 0}, {0: 0})
 
 
-def test_a_program_that_ignores_the_ends_of_children_hears_of_this_one(tmp_path):
+def test_a_program_that_ignores_sigchld_still_gets_the_result(tmp_path):
     body = """
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         def boom(): raise KeyError("lost")
@@ -322,7 +322,7 @@ NODES = """
 """
 
 
-def test_each_of_two_nodes_calls_alike_and_gets_its_own_values(tmp_path):
+def test_two_nodes_make_the_same_call_and_get_their_own_values(tmp_path):
     meet = f"127.0.0.1:{free_port()}"
     with contextlib.ExitStack() as stack:
         nodes = []

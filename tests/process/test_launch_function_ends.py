@@ -167,7 +167,7 @@ def test_a_program_that_is_ended_while_a_thread_calls_leaves_no_process(tmp_path
         one.gone()
 
 
-def test_a_handler_of_the_program_has_its_say(tmp_path):
+def test_a_signal_handler_of_the_program_is_called(tmp_path):
     body = """
         def mine(*_):
             tell("mine")
@@ -189,9 +189,7 @@ def test_a_handler_of_the_program_has_its_say(tmp_path):
 @pytest.mark.parametrize(
     ("signum", "said"), [(signal.SIGKILL, "by SIGKILL"), (signal.SIGTERM, "drained: SIGTERM")]
 )
-def test_an_agent_that_somebody_ends_is_an_error_and_takes_its_workers_along(
-    tmp_path, signum, said
-):
+def test_an_agent_ended_from_outside_is_an_error_and_ends_its_workers(tmp_path, signum, said):
     body = """
         if __name__ == "__main__":
             try:

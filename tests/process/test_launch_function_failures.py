@@ -148,7 +148,7 @@ def test_no_room_for_a_result_is_an_error_of_the_folder(call):
 
 
 @pytest.mark.parametrize("fn", ["train", None, 3])
-def test_what_is_no_function_is_refused(fn):
+def test_an_object_that_is_not_callable_is_refused(fn):
     with pytest.raises(TypeError, match="is no function"):
         elastane.launch(fn)
 

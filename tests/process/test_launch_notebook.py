@@ -137,7 +137,7 @@ def test_interrupting_the_kernel_ends_the_workers_and_the_kernel_lives(notebook)
     assert not one.folders()
 
 
-def test_a_kernel_that_is_killed_takes_the_workers_along(notebook):
+def test_a_killed_kernel_leaves_no_worker(notebook):
     one = notebook(HELPER, WAITS)
 
     async def run():

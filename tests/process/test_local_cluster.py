@@ -113,7 +113,7 @@ def test_agents_end_with_the_program_that_started_them(tmp_path, script):
     until(lambda: not any(map(process_start, pids)), "its workers are gone too")
 
 
-def test_what_is_waited_for_in_vain_is_an_error_with_the_story(tmp_path, script):
+def test_a_wait_that_times_out_is_an_error_with_the_story(tmp_path, script):
     with LocalCluster(script, folder=tmp_path / "c", nnodes="2", **LIGHT) as cluster:
         node = cluster.start("only")
         with pytest.raises(UsageError, match=r"kill_worker\(0\): node only has 0 workers"):
@@ -124,7 +124,7 @@ def test_what_is_waited_for_in_vain_is_an_error_with_the_story(tmp_path, script)
 
 
 @pytest.mark.parametrize("options", [{"max_restart": 1}, {"nproc_per_node": object}])
-def test_options_that_cannot_be_are_refused_before_anything_starts(options):
+def test_impossible_cluster_options_are_refused_before_anything_starts(options):
     with pytest.raises(UsageError):
         LocalCluster(["x.py"], **options)
 
@@ -165,7 +165,7 @@ def test_a_plan_is_the_same_for_the_same_seed():
     ],
     ids=["disorder", "before", "kind", "pick"],
 )
-def test_a_plan_that_cannot_be_is_refused(faults):
+def test_an_impossible_plan_is_refused(faults):
     with pytest.raises(UsageError):
         FaultPlan(faults)
 
@@ -206,7 +206,7 @@ def test_the_fixture_makes_clusters_and_shows_their_story_where_a_test_fails(pyt
     )
 
 
-def test_the_fixture_costs_a_project_that_does_not_use_it_nothing():
+def test_the_fixture_imports_nothing_until_it_is_used():
     code = (
         "import sys, elastane.testing.pytest_plugin\n"
         "sys.exit('elastane.testing.cluster' in sys.modules)"

@@ -15,9 +15,7 @@ from supervise import Agent, agent, write_script
 
 
 @pytest.mark.parametrize("start", ["--no-zygote", "--preload"])
-def test_all_that_was_said_is_shown_before_the_box_and_not_a_byte_is_changed(
-    tmp_path: Path, start: str
-) -> None:
+def test_all_output_is_shown_unchanged_before_the_box(tmp_path: Path, start: str) -> None:
     body = """
     blob = b"".join(b"%05d \\x1b[1m bytes\\xff\\r\\n" % n for n in range(40_000))
     at = 0
@@ -38,7 +36,7 @@ def test_all_that_was_said_is_shown_before_the_box_and_not_a_byte_is_changed(
         assert "╔".encode() in rest, "the box comes last"
 
 
-def test_a_program_that_opens_dev_stderr_anew_harms_nobody(tmp_path: Path) -> None:
+def test_a_program_that_reopens_dev_stderr_does_no_harm(tmp_path: Path) -> None:
     body = """
     for n in range(50):
         os.system(f"echo anew {n} > /dev/stderr")
@@ -115,7 +113,7 @@ def test_a_killed_agent_leaves_nothing_of_it_behind(tmp_path: Path) -> None:
         one.gone()
 
 
-def test_a_hidden_workers_last_words_are_kept_all_the_same(tmp_path: Path) -> None:
+def test_a_hidden_workers_stderr_end_is_kept(tmp_path: Path) -> None:
     """And those of a worker whose stderr was never in a file are in the report of its failure."""
     from elastane.agent.failure_reports import read_last_words
     from elastane.process.streams import GroupStreams, LogPlan

@@ -37,7 +37,7 @@ CONTRACT = {
 
 @pytest.mark.parametrize("options", [("--no-zygote",), ("--preload", "json")], ids=["exec", "fork"])
 @pytest.mark.parametrize("kind", ["script", "module", "run-path"])
-def test_a_script_runs_as_main_with_its_arguments_and_its_exit_code_is_told(
+def test_a_script_runs_as_main_with_its_arguments_and_exit_code(
     tmp_path: Path, options: tuple[str, ...], kind: str
 ) -> None:
     write_script(tmp_path, SHOW)
@@ -81,7 +81,7 @@ def test_sys_exit_with_a_text_fails_and_shows_it(tmp_path: Path) -> None:
         (("--no-python", "-m", "script"), "exclude each other"),
     ],
 )
-def test_what_cannot_work_is_refused_at_the_door(
+def test_impossible_options_are_refused_before_anything_starts(
     tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
     write_script(tmp_path, "")
@@ -139,7 +139,7 @@ def test_the_secret_is_in_no_process_but_the_agent(tmp_path: Path) -> None:
         assert one.wait() == 0
 
 
-def test_pet_variables_stand_in_for_options_and_options_win(tmp_path: Path) -> None:
+def test_pet_variables_set_options_and_options_win(tmp_path: Path) -> None:
     body = 'tell("ran", os.environ["ROLE_NAME"])\n'
     env = {"PET_NPROC_PER_NODE": "2", "PET_ROLE": "from_env"}
     with agent(tmp_path, "--role", "from_flag", body=body, **env) as one:

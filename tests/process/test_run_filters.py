@@ -63,7 +63,7 @@ def test_matching_lines_of_all_ranks_are_in_one_file_of_the_attempt(tmp_path: Pa
             assert (folder / "filtered_stderr.log").read_text() == ""
 
 
-def test_a_class_of_the_users_decides_where_output_goes(tmp_path: Path) -> None:
+def test_a_logs_specs_class_decides_where_output_goes(tmp_path: Path) -> None:
     site = tmp_path / "site"
     (site / "flat-1.dist-info").mkdir(parents=True)
     (site / "flat_specs.py").write_text(SPECS)

@@ -80,7 +80,7 @@ def test_the_ranks_filter_bounds_the_console_and_not_the_files(tmp_path: Path) -
         assert len(files(one.job_dir())) == 4
 
 
-def test_a_flood_without_newlines_does_not_delay_the_news_of_a_failure(tmp_path: Path) -> None:
+def test_a_flood_without_newlines_does_not_delay_a_failure_report(tmp_path: Path) -> None:
     """Nor does the console then hold up the next attempt."""
     body = """
     if RANK == 0 and RESTARTS == 0:
@@ -157,7 +157,7 @@ def test_a_full_disk_costs_logs_and_not_the_job(tmp_path: Path, small_disk: Path
     assert small_disk.is_mount()
 
 
-def test_a_console_that_went_away_does_not_change_how_the_job_ends(tmp_path: Path) -> None:
+def test_a_closed_console_does_not_change_how_the_job_ends(tmp_path: Path) -> None:
     write_script(tmp_path, f'{TALK}\ntell("up")\nwait_for("go")\nraise SystemExit(1)\n')
     one = Agent(tmp_path)
     read, write = os.pipe()
@@ -175,7 +175,7 @@ def test_a_console_that_went_away_does_not_change_how_the_job_ends(tmp_path: Pat
         one.kill_all()
 
 
-def test_a_console_that_takes_nothing_does_not_hold_up_restarts(tmp_path: Path) -> None:
+def test_a_blocked_console_does_not_delay_restarts(tmp_path: Path) -> None:
     body = """
     print("x" * (1 << 20), flush=True)
     tell("up")
@@ -198,7 +198,7 @@ def test_a_console_that_takes_nothing_does_not_hold_up_restarts(tmp_path: Path) 
         os.close(read)
 
 
-def test_no_log_folder_at_all_is_a_choice(tmp_path: Path) -> None:
+def test_log_dir_dev_null_writes_no_files(tmp_path: Path) -> None:
     with agent(tmp_path, "--log-dir", "/dev/null", "--redirects", "3", body=TALK) as one:
         assert one.wait() == 0
         assert one.out == "out 0 0\n"

@@ -53,7 +53,7 @@ def test_the_message_of_the_failure_names_scope_and_deadline(tmp_path: Path) -> 
         assert not (tmp_path / "pipe").exists()
 
 
-def test_a_timer_of_somebody_elses_process_ends_nobody(tmp_path: Path) -> None:
+def test_a_timer_of_a_foreign_process_ends_no_worker(tmp_path: Path) -> None:
     body = """
     tell("file", os.environ["TORCHELASTIC_TIMER_FILE"])
     wait_for("sent")
@@ -114,7 +114,7 @@ def test_a_worker_in_uninterruptible_sleep_is_a_failure_after_the_time_that_is_s
         one.gone()
 
 
-def test_such_a_worker_is_waited_for_where_nothing_is_set(tmp_path: Path) -> None:
+def test_a_worker_in_uninterruptible_sleep_is_awaited_without_a_limit(tmp_path: Path) -> None:
     with agent(tmp_path, "--shutdown-timeout", "0.1", body=STUCK) as one:
         one.told("stuck.0.0")
         began_s = time.monotonic()
@@ -138,7 +138,7 @@ def test_the_agent_answers_health_checks(tmp_path: Path) -> None:
         assert one.wait() == 0
 
 
-def test_a_port_that_is_taken_costs_the_answers_and_not_the_job(tmp_path: Path) -> None:
+def test_a_taken_health_port_does_not_fail_the_job(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

@@ -84,9 +84,7 @@ def kill_zygote_and_agent(one: Agent) -> None:
 
 
 @pytest.mark.parametrize("kill", [kill_agent, kill_group, kill_zygote_and_agent])
-def test_a_killed_agent_takes_everything_along(
-    tmp_path: Path, kill: Callable[[Agent], None]
-) -> None:
+def test_a_killed_agent_leaves_no_process(tmp_path: Path, kill: Callable[[Agent], None]) -> None:
     options = ("--nproc-per-node", "2", "--preload", "json")
     with agent(tmp_path, *options, body=FAMILY) as one:
         family = family_of(one)
@@ -158,7 +156,7 @@ def test_an_agent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay_s:
         one.gone(2)
 
 
-def test_a_job_inside_a_worker_goes_with_the_outer_agent(tmp_path: Path) -> None:
+def test_a_job_inside_a_worker_ends_with_the_outer_agent(tmp_path: Path) -> None:
     (tmp_path / "inner.py").write_text("from tell import *\ntell('inner')\nhang()\n")
     body = """
     import subprocess, sys

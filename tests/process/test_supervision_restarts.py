@@ -75,7 +75,7 @@ def test_the_first_failure_is_the_cause_and_not_the_lowest_rank(tmp_path: Path) 
         assert codes == {0: 5, 1: 5, 2: 7}, "the followers' ends are in the log all the same"
 
 
-def test_the_error_file_speaks_for_the_worker_wherever_its_folder_is(tmp_path: Path) -> None:
+def test_the_error_file_explains_the_failure_wherever_its_folder_is(tmp_path: Path) -> None:
     """torch's `record` writes the file after the script has changed its folder."""
     body = """
     import json

@@ -124,7 +124,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) ->
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_script_that_fails_when_it_is_asked_to_go_was_drained_all_the_same(
+def test_a_script_that_fails_during_its_drain_counts_as_drained(
     tmp_path: Path,
 ) -> None:
     body = POLITE.replace("SystemExit(0)", "SystemExit(9)")
@@ -136,7 +136,7 @@ def test_a_script_that_fails_when_it_is_asked_to_go_was_drained_all_the_same(
         assert one.events("worker-exited")[-1]["data"]["exit_code"] == 9
 
 
-def test_a_worker_that_asks_no_more_does_not_outlast_the_drain_timeout(tmp_path: Path) -> None:
+def test_a_worker_that_stops_asking_does_not_outlast_the_drain_timeout(tmp_path: Path) -> None:
     body = "import elastane\nelastane.should_checkpoint()\ntell('up')\nhang()\n"
     with agent(tmp_path, "--drain-timeout", "0.5", body=body) as one:
         one.told("up.0.0")

@@ -34,9 +34,7 @@ line.next_place()
 
 
 @pytest.mark.parametrize("how", ["ignores", "handles"])
-def test_a_worker_that_is_parked_behind_its_checkpoint_is_ended_at_once(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_worker_parked_after_its_checkpoint_is_killed_at_once(tmp_path: Path, how: str) -> None:
     options = ("--shutdown-timeout", SHUTDOWN_S)
     with Job(tmp_path, nnodes="1:2", mode="park", options=options) as job:
         job.start("a", env={"SWALLOWS": how})
@@ -47,7 +45,7 @@ def test_a_worker_that_is_parked_behind_its_checkpoint_is_ended_at_once(
 
 
 @pytest.mark.parametrize("at", ["waits", "works"])
-def test_a_worker_that_waits_for_a_place_ends_at_its_agents_word(at: str) -> None:
+def test_a_standby_ends_when_its_agent_asks(at: str) -> None:
     agent, worker = control_socket.pair()
     agent.send(control_socket.encode(control_socket.Wait(local_rank=0)))
     with subprocess.Popen(

@@ -57,19 +57,19 @@ def reach(dialer):
     return asyncio.run(dialer("10.0.0.1", 29400))
 
 
-def test_a_coordinator_that_has_the_new_secret_is_not_shown_the_old_one(dial):
+def test_a_coordinator_with_the_new_secret_never_receives_the_old_one(dial):
     coordinator = Coordinator({NEW, OLD})
     assert reach(dial(coordinator)) == ("10.0.0.1", 29400, NEW)
     assert coordinator.tried == [NEW]
 
 
-def test_a_coordinator_that_has_not_heard_of_the_new_secret_gets_the_old_one(dial):
+def test_a_coordinator_without_the_new_secret_gets_the_old_one(dial):
     coordinator = Coordinator({OLD})
     assert reach(dial(coordinator)) == ("10.0.0.1", 29400, OLD)
     assert coordinator.tried == [NEW, OLD]
 
 
-def test_where_no_secret_opens_the_refusal_is_told(dial):
+def test_a_refusal_of_all_secrets_is_raised(dial):
     coordinator = Coordinator(set())
     with pytest.raises(RendezvousRefusedError) as caught:
         reach(dial(coordinator))
@@ -77,7 +77,7 @@ def test_where_no_secret_opens_the_refusal_is_told(dial):
     assert coordinator.tried == [NEW, OLD]
 
 
-def test_a_refusal_for_another_reason_is_not_answered_by_another_secret(dial):
+def test_a_refusal_for_another_reason_tries_no_other_secret(dial):
     coordinator = Coordinator(set(), otherwise="wrong-job")
     with pytest.raises(MembershipError) as caught:
         reach(dial(coordinator))
@@ -85,7 +85,7 @@ def test_a_refusal_for_another_reason_is_not_answered_by_another_secret(dial):
     assert coordinator.tried == [NEW]
 
 
-def test_status_finds_the_coordinator_that_was_reached_last_and_none_after_the_end(dial):
+def test_status_finds_the_last_reached_coordinator_until_the_agent_ends(dial):
     registry = Registry()
     dialer = dial(Coordinator({NEW}), registry=registry)
     dialer.close()
@@ -96,7 +96,7 @@ def test_status_finds_the_coordinator_that_was_reached_last_and_none_after_the_e
     assert registry.there is None
 
 
-def test_a_secret_that_changes_is_noted_for_status_at_the_same_place(dial):
+def test_a_changed_secret_is_registered_for_status(dial):
     registry, token = Registry(), ["before"]
     dialer = dial(Coordinator({NEW}), registry=registry, token=lambda: token[0])
     dialer.token_changed()
@@ -107,7 +107,7 @@ def test_a_secret_that_changes_is_noted_for_status_at_the_same_place(dial):
     assert (registry.there.endpoint, registry.there.token) == ("10.0.0.1:29400", "after")
 
 
-def test_a_session_is_there_whether_or_not_it_can_be_noted(dial, monkeypatch):
+def test_a_session_works_without_a_registry_entry(dial, monkeypatch):
     said = []
     monkeypatch.setattr(dialing._log, "warning", lambda *words: said.append(words[0]))
     dialer = dial(Coordinator({NEW}), registry=Registry(OSError(28, "No space left on device")))

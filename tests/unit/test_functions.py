@@ -62,11 +62,11 @@ def _no_settings(tmp_path, monkeypatch):
     ],
     ids=["function", "partial", "method", "object", "lambda"],
 )
-def test_a_function_is_called_by_the_name_a_person_knows(fn, name):
+def test_a_function_is_named_as_in_its_source(fn, name):
     assert name_of(fn) == name
 
 
-def test_what_is_packed_is_what_is_called(tmp_path, monkeypatch):
+def test_a_packed_function_is_called_with_its_arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["prog", "--flag"])
     monkeypatch.setattr(sys, "path", ["", "/there"])
     files = pack(FunctionCall(train, (1,), {"lr": 2}))
@@ -85,7 +85,7 @@ def test_what_is_packed_is_what_is_called(tmp_path, monkeypatch):
     ],
     ids=["function", "positional", "keyword"],
 )
-def test_what_cannot_be_pickled_is_named(parts, culprit):
+def test_an_argument_that_cannot_be_pickled_is_named(parts, culprit):
     with pytest.raises(ConfigurationError, match=f"^{culprit} cannot be sent") as caught:
         pack(FunctionCall(*parts(threading.Lock())))
     assert caught.value.slug == "unpicklable"
@@ -124,7 +124,7 @@ def test_a_node_without_workers_has_no_values(tmp_path):
     assert collect(tmp_path, "f", "1.0") == {}
 
 
-def test_ranks_that_left_no_value_are_named(tmp_path):
+def test_ranks_without_a_result_are_named(tmp_path):
     leave(tmp_path, "1.0", r0=pickle.dumps(0), r1=None, r3=None)
     with pytest.raises(ConfigurationError, match=r"f\(\) did not return on rank 1, 3:") as caught:
         collect(tmp_path, "f", "1.0")
@@ -196,7 +196,7 @@ line two
         ("Traceback (most recent call last):\n", "exit code 1"),
     ],
 )
-def test_a_failed_function_is_told_by_rank_and_by_the_line_of_its_exception(message, headline):
+def test_a_failed_function_is_reported_with_rank_and_exception_line(message, headline):
     error = error_of("f", report(root_cause=failure(message), round=2, attempt=1), 1)
     assert isinstance(error, FunctionFailedError)
     assert str(error).startswith(f"f() failed on rank 3: {headline}")
@@ -253,7 +253,7 @@ class Broken(io.StringIO):
         raise ValueError("closed")
 
 
-def test_a_pipe_is_read_on_where_its_target_fails():
+def test_a_pipe_is_still_read_after_its_target_failed():
     theirs, mine = os.pipe()
     os.write(mine, b"one")
     os.close(mine)
@@ -284,7 +284,7 @@ def test_only_a_plain_file_is_handed_to_the_agent(tmp_path):
     assert {relay.stdio() for relay in (closed, *map(Relay, in_memory))} == {-1}
 
 
-def test_signals_are_taken_for_a_while_and_given_back():
+def test_signal_handlers_are_set_for_a_call_and_restored():
     def mine(signum, frame):
         """Stand for a handler of the program's."""
 

@@ -35,7 +35,7 @@ def _no_settings(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("option", OURS, ids=lambda option: option.name)
-def test_an_option_says_what_its_flag_says(option, tmp_path):
+def test_a_keyword_option_means_the_same_as_its_flag(option, tmp_path):
     (tmp_path / "some").touch()  # a settings file has to be there
     value, typed = WRITTEN.get(option.kind) or (option.choices[-1], option.choices[-1])
     mine = RequestedOptions(as_text({option.dest: value}), "m").options({})
@@ -89,7 +89,7 @@ def test_a_typo_is_told_the_nearest_option(typo, near):
 
 
 @pytest.mark.parametrize("name", sorted(NOT_OF_FUNCTIONS))
-def test_what_says_how_a_script_is_run_is_no_option_of_a_function(name):
+def test_script_options_are_refused_for_functions(name):
     with pytest.raises(UsageError, match=f"no option {name}"):
         as_text({name: True})
 
@@ -126,7 +126,7 @@ def test_argument_beats_variable_beats_file(tmp_path):
     assert found == ["7", "2", "r"]
 
 
-def test_without_ambience_only_what_is_said_counts(tmp_path):
+def test_without_ambient_settings_only_arguments_count(tmp_path):
     (tmp_path / "elastane.toml").write_text("[run]\nrole = 'r'\n")
     (tmp_path / "mine.toml").write_text("[run]\nrole = 'mine'\n")
     quiet = RequestedOptions(as_text({"nproc_per_node": 7}), "m", ambient=False)
@@ -135,7 +135,7 @@ def test_without_ambience_only_what_is_said_counts(tmp_path):
     assert named_file.options({"PET_ROLE": "outer"}).text("role") == "mine"
 
 
-def test_the_agent_reads_the_wish_that_the_caller_wrote(tmp_path):
+def test_the_agent_reads_the_request_that_the_caller_wrote(tmp_path):
     wish = RequestedOptions({"nnodes": "2"}, "m", ("a", "b"), ambient=False)
     (tmp_path / "request.json").write_bytes(wish.to_json())
     assert read_request(tmp_path) == wish
@@ -149,13 +149,13 @@ def job(function="train", environ=None, **options):
     return with_defaults(wish, function, environ or {}).options(environ or {})
 
 
-def test_a_job_of_one_node_has_a_name_of_its_own_each_time():
+def test_each_job_of_one_node_gets_a_new_name():
     names = {job().text("rdzv_id") for _ in range(20)}
     assert len(names) == 20
     assert all(name.startswith("train-") for name in names)
 
 
-def test_a_job_of_one_node_meets_nobody():
+def test_a_job_of_one_node_gets_a_private_endpoint():
     options = job()
     assert (options.text("rdzv_backend"), options.text("rdzv_endpoint")) == (
         "elastane",
@@ -163,7 +163,7 @@ def test_a_job_of_one_node_meets_nobody():
     )
 
 
-def test_where_to_meet_is_left_as_it_was_said():
+def test_a_given_endpoint_is_kept():
     assert job(rdzv_endpoint="h:1").text("rdzv_endpoint") == "h:1"
     assert job(standalone=True).text("rdzv_endpoint") == ""
     assert job(environ={"PET_RDZV_ENDPOINT": "h:2"}).text("rdzv_endpoint") == "h:2"
@@ -183,20 +183,20 @@ def test_a_store_that_remembers_jobs_asks_for_a_name():
     assert job(nnodes=2, rdzv_backend="file", rdzv_endpoint="f").text("rdzv_id") == "none"
 
 
-def test_a_name_that_was_given_stays():
+def test_a_given_name_is_kept():
     options = job(rdzv_id="mine")
     assert (options.text("rdzv_id"), options.text("rdzv_endpoint")) == ("mine", "localhost:0")
     assert job(environ={"PET_RDZV_ID": "mine"}).text("rdzv_id") == "mine"
 
 
 @pytest.mark.parametrize("function", ["<lambda>", "a/b c", "..", "é", "x" * 300, ""])
-def test_any_function_makes_a_name_that_the_launcher_takes(function):
+def test_every_function_name_makes_a_valid_job_name(function):
     from elastane.options.identity import check_name
 
     check_name("--rdzv-id", job(function).text("rdzv_id"))
 
 
-def test_a_node_has_workers_for_all_its_devices_unless_somebody_says_how_many(tmp_path):
+def test_a_node_gets_a_worker_for_each_device_by_default(tmp_path):
     assert job().text("nproc_per_node") == "auto"
     assert job(nproc_per_node=3).text("nproc_per_node") == "3"
     assert job(environ={"PET_NPROC_PER_NODE": "4"}).text("nproc_per_node") == "4"

@@ -39,7 +39,7 @@ def test_both_stacks_of_the_thread_that_faulted_are_kept_and_the_name_comes_last
     ]
 
 
-def test_what_tells_of_no_crash_is_left_as_it_is():
+def test_text_without_a_crash_is_left_unchanged():
     assert crash_text("Traceback ...\nValueError: x\n") == ""
 
 
@@ -51,7 +51,7 @@ def streams(error_file="", tail=""):
     return WorkerStreams(1, 2, "", "", error_file, tail)
 
 
-def test_the_error_file_is_asked_first_and_its_time_is_the_failures(tmp_path):
+def test_the_error_file_comes_first_and_gives_the_time_of_failure(tmp_path):
     from elastane.process.errorfile import read_error_file, write_error_file
 
     path, tail = tmp_path / "error.json", tmp_path / "stderr"

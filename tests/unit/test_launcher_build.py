@@ -35,7 +35,7 @@ def refused(make, *argv, slug, error=ElastaneError, **environ):
 # Where the nodes meet
 
 
-def test_one_node_with_nothing_said_stands_alone(make):
+def test_one_node_without_options_is_a_standalone_job(make):
     for argv in (
         (),
         ("--standalone",),
@@ -60,7 +60,7 @@ def test_standalone_overrides_backend_and_endpoint_and_keeps_the_name(make):
     assert config.spec.job == "mine"
 
 
-def test_standalone_takes_a_name_that_cannot_be_used_and_makes_one_up(make):
+def test_standalone_replaces_an_unusable_name_by_a_random_one(make):
     job = make("--standalone", "--rdzv-id", "team/run 7").spec.job
     assert "/" not in job and job != "team/run 7"
 
@@ -70,7 +70,7 @@ def test_standalone_of_several_nodes_is_refused(make):
     assert make("--standalone", "--nnodes", "1:4").spec.max_nodes == 1
 
 
-def test_an_endpoint_means_our_coordinator_there(make):
+def test_an_endpoint_selects_the_elastane_backend(make):
     for argv in ((), ("--rdzv-backend", "c10d"), ("--rdzv-backend", "elastane")):
         config = make("--nnodes", "1:4", "--rdzv-endpoint", "10.1.2.3", *argv)
         found = config.rendezvous
@@ -117,7 +117,7 @@ def test_static_takes_a_bare_ipv6_address(make):
     assert (config.rendezvous.host, config.rendezvous.port) == ("::1", 29500)
 
 
-def test_several_nodes_without_a_place_to_meet_are_refused(make):
+def test_several_nodes_without_an_endpoint_are_refused(make):
     error = refused(make, "--nnodes", "2", slug="endpoint-missing", error=ConfigurationError)
     assert "--rdzv-endpoint" in error.next_step
 
@@ -143,7 +143,7 @@ current-context: c
 """
 
 
-def test_kubernetes_takes_the_endpoint_as_a_namespace_and_else_that_of_the_context(make, tmp_path):
+def test_kubernetes_uses_the_endpoint_or_the_contexts_namespace(make, tmp_path):
     argv = ("--rdzv-backend", "kubernetes", "--nnodes", "2", "--rdzv-id", "j")
     error = refused(make, *argv, slug="kube-no-cluster")
     assert "KUBECONFIG" in error.next_step
@@ -173,7 +173,7 @@ def test_an_unknown_backend_gets_the_nearest_name(make):
     assert "elastane" in error.expected
 
 
-def test_port_0_is_refused_where_others_must_find_it(make):
+def test_port_0_is_refused_for_jobs_of_several_nodes(make):
     refused(make, "--nnodes", "2", "--rdzv-endpoint", "host:0", slug="endpoint-syntax")
 
 
@@ -232,7 +232,7 @@ def test_the_secret_comes_from_flag_then_variable_and_is_never_shown(make, tmp_p
     assert "hush" not in repr(config)
 
 
-def test_a_job_without_a_secret_is_told_so(make):
+def test_a_job_without_a_secret_gets_a_note(make):
     far = ("--nnodes", "2", "--rdzv-endpoint", "h")
     assert any("no secret" in note for note in make(*far).notes)
     assert not any("no secret" in note for note in make(*far, ELASTANE_TOKEN="x").notes)
@@ -302,7 +302,7 @@ def test_max_restarts_is_not_negative(make):
     refused(make, "--max-restarts", "-1", slug="bad-option-value")
 
 
-def test_a_wished_rank_is_a_wish_only_when_given(make):
+def test_a_node_rank_is_requested_only_when_given(make):
     assert make().node.node_rank is None
     assert make("--node-rank", "0").node.node_rank == 0
 
@@ -354,7 +354,7 @@ def test_output_is_planned_for_each_local_rank(make):
     refused(make, "--local-ranks-filter", "0,a", slug="rank-list")
 
 
-def test_logs_go_to_a_folder_that_is_said_or_of_the_users_own(make):
+def test_logs_go_to_log_dir_or_to_a_folder_of_the_user(make):
     # Absolute, for a worker may change its folder before it writes there.
     assert make("--log-dir", "out").logs.base_dir == str(Path("out").absolute())
     assert make("--log-dir", "/dev/null").logs.has_files is False
@@ -372,7 +372,7 @@ def test_signals_are_names_that_can_be_handled(make):
 # What the user should be told
 
 
-def test_a_flag_with_nothing_left_to_do_is_noted(make):
+def test_a_flag_without_effect_gets_a_note(make):
     notes = make("--monitor-interval", "5", "--start-method", "fork").notes
     assert [note for note in notes if "--monitor-interval" in note]
     assert [note for note in notes if "--start-method" in note]

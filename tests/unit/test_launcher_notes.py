@@ -52,7 +52,7 @@ def test_a_variable_that_was_misspelt_is_noted_with_the_nearest(make):
     assert not make(PET_SHOP="dogs").notes
 
 
-def test_torch_is_asked_in_a_process_of_its_own(tmp_path):
+def test_devices_are_counted_by_torch_in_another_process(tmp_path):
     (tmp_path / "torch.py").write_text(
         "from types import SimpleNamespace\n"
         "print('a plugin greets')\n"
@@ -69,7 +69,7 @@ def test_torch_is_asked_in_a_process_of_its_own(tmp_path):
     ("built_for", "auto", "gpu"),
     [({"hip": "6.4"}, 4, 4), ({"xpu": "2025"}, 2, 0), ({"cuda": "13"}, 0, 0), ({}, 0, 0)],
 )
-def test_torch_is_asked_where_device_files_say_nothing(monkeypatch, built_for, auto, gpu):
+def test_torch_counts_devices_without_device_files(monkeypatch, built_for, auto, gpu):
     monkeypatch.setattr(facts, "torch_build", lambda: built_for)
     monkeypatch.setattr(facts, "device_count", lambda kind, environ: {"cuda": 4, "xpu": 2}[kind])
     none_visible = {"CUDA_VISIBLE_DEVICES": ""}

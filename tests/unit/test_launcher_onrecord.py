@@ -30,15 +30,15 @@ def judged(exit_=CLOSED, keys=None, was_welcomed=True):
     return asyncio.run(recorded_exit(exit_, keys or Keys(), was_welcomed=was_welcomed))
 
 
-def test_an_agent_of_the_job_ends_as_the_job_did():
+def test_an_agent_of_an_ended_job_exits_with_the_recorded_outcome():
     assert judged() == Exit(0, SUCCESS.reason, SUCCESS)
 
 
-def test_a_newcomer_to_an_ended_job_is_turned_away():
+def test_a_new_node_of_an_ended_job_is_refused():
     assert judged(was_welcomed=False) is CLOSED
 
 
-def test_any_other_end_stays_what_it_is():
+def test_any_other_exit_stays_unchanged():
     other = Exit(75, "no coordinator", None)
     assert judged(other) is other
     assert judged(keys=Keys(outcome=None)) is CLOSED

@@ -96,7 +96,7 @@ class Posted(list):
             self.ended.set()
 
 
-def test_it_is_given_up_after_the_time_that_is_set_and_the_node_leaves(caplog):
+def test_an_unkillable_worker_is_given_up_after_the_set_time_and_the_node_leaves(caplog):
     process, posted = Unkillable(), Posted()
 
     async def scenario():
@@ -115,7 +115,7 @@ def test_it_is_given_up_after_the_time_that_is_set_and_the_node_leaves(caplog):
     assert "unfit" in left.name
 
 
-def test_without_such_a_time_it_is_waited_for(caplog):
+def test_an_unkillable_worker_is_awaited_without_a_set_time(caplog):
     process, posted = Unkillable(), Posted()
 
     async def scenario():
@@ -142,7 +142,7 @@ def test_without_such_a_time_it_is_waited_for(caplog):
         ("workers [3] cannot be killed", Outcome(ok=True, reason="done"), 143),
     ],
 )
-def test_an_agent_that_lost_a_worker_exits_as_one_whose_node_is_unfit(lost, outcome, code):
+def test_an_agent_with_an_unkillable_worker_exits_as_unfit(lost, outcome, code):
     class Core:
         wake_s = 0.0
         train_until_s = None
@@ -166,7 +166,7 @@ def test_an_agent_that_lost_a_worker_exits_as_one_whose_node_is_unfit(lost, outc
     assert asyncio.run(scenario()).code == code
 
 
-def test_the_core_learns_what_the_pages_and_the_clocks_say_with_each_event(monkeypatch):
+def test_the_rules_get_progress_and_suspension_with_each_event(monkeypatch):
     monkeypatch.setattr(shell, "suspended_s", lambda: 7.5)
     group = group_of(Unkillable(), Posted(), stuck_s=0.0)
 

@@ -32,7 +32,7 @@ def test_a_kill_elsewhere_on_the_host_is_probable_evidence():
     )
 
 
-def test_counters_that_stood_still_say_that_it_came_from_outside():
+def test_unchanged_counters_mean_a_kill_from_outside():
     text = kill_evidence(OomCounters(2, 5), OomCounters(2, 5), 0, KILL)
     assert text == "from outside: neither the agent nor the kernel's out-of-memory killer"
 
@@ -114,6 +114,6 @@ def test_a_cgroup_without_a_limit_has_none(machine, text):
         (V1, {"memory/job/a/memory.oom_control": "under_oom 0\n"}),
     ],
 )
-def test_of_a_cgroup_that_tells_no_kills_nothing_is_claimed(machine, ours, files):
+def test_a_cgroup_without_a_kill_counter_claims_nothing(machine, ours, files):
     found = machine(ours, files)
     assert (found.cgroup_kills, found.limit_bytes) == (None, 0)

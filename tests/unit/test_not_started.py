@@ -38,7 +38,7 @@ def full(request, monkeypatch):
     monkeypatch.setattr(*request.param)
 
 
-def test_a_worker_for_which_nothing_can_be_opened_is_one_that_failed(full):
+def test_a_worker_whose_files_cannot_be_opened_is_a_failed_worker(full):
     posted = Posted()
 
     async def scenario():
@@ -54,9 +54,7 @@ def test_a_worker_for_which_nothing_can_be_opened_is_one_that_failed(full):
     assert failed.message == f"not started: {FULL}"
 
 
-def test_a_spare_for_which_nothing_can_be_opened_costs_its_head_start_alone(
-    full, monkeypatch, caplog
-):
+def test_a_spare_whose_files_cannot_be_opened_is_skipped(full, monkeypatch, caplog):
     monkeypatch.setattr(spares_room, "BACKOFF_FIRST_S", 0.0)
 
     async def scenario():

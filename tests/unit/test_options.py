@@ -62,7 +62,7 @@ def test_a_flag_variable_that_is_neither_is_refused_by_name():
     assert "PET_STANDALONE" in caught.value.where
 
 
-def test_what_follows_the_script_is_the_scripts_own():
+def test_words_after_the_script_belong_to_the_script():
     options = read("--nnodes", "2", "s.py", "--nnodes", "9", "-m", "--", "-x", "--no-such")
     assert options.text("nnodes") == "2"
     assert options.script_args == ("--nnodes", "9", "-m", "--", "-x", "--no-such")
@@ -81,7 +81,7 @@ def test_an_option_may_be_shortened_while_it_is_unique_among_torchruns():
     assert read("--no-p", "s.sh").flag("no_python")
 
 
-def test_ours_are_never_shortened():
+def test_options_of_elastane_are_never_shortened():
     with pytest.raises(UsageError) as caught:
         read("--prel", "torch", "s.py")
     assert caught.value.slug == "unknown-option"
@@ -128,7 +128,7 @@ def test_a_missing_script_or_value_is_a_usage_error():
         read("s.py", PET_START_METHOD="thread")
 
 
-def test_a_negative_number_is_a_value_and_an_option_is_none():
+def test_a_negative_number_is_a_value_and_an_option_is_not():
     assert read("--node-rank", "-1", "s.py").text("node_rank") == "-1"
     assert read("--role=-x", "s.py").text("role") == "-x"
     # A forgotten value never swallows the option after it.
@@ -147,13 +147,13 @@ def test_no_script_is_a_usage_error_unless_only_the_configuration_is_asked_for()
     assert read("--nnodes", "2", "--show-config").script == ""
 
 
-def test_a_choice_that_is_none_gets_the_nearest():
+def test_an_unknown_choice_gets_the_nearest():
     with pytest.raises(UsageError) as caught:
         read("--start-method", "forkservre", "s.py")
     assert "did you mean forkserver?" in caught.value.expected
 
 
-def test_each_value_knows_where_it_is_from():
+def test_each_value_knows_its_origin():
     settings = OptionValues("/p/elastane.toml", {"role": "f", "nnodes": "4", "tee": "3"})
     options = parse(["--tee", "1", "s.py"], {"PET_NNODES": "2"}, settings=settings)
     assert str(options.origin("tee")) == "command line"
@@ -163,7 +163,7 @@ def test_each_value_knows_where_it_is_from():
     assert [options.text(dest) for dest in ("tee", "nnodes", "role")] == ["1", "2", "f"]
 
 
-def test_a_bad_value_is_told_with_where_it_is_from():
+def test_a_bad_value_is_reported_with_its_origin():
     for argv, environ, where in (
         (["--max-restarts", "x"], {}, "command line"),
         ([], {"PET_MAX_RESTARTS": "x"}, "variable PET_MAX_RESTARTS"),
@@ -173,7 +173,7 @@ def test_a_bad_value_is_told_with_where_it_is_from():
         assert caught.value.where == where
 
 
-def test_a_number_that_is_none_is_refused_with_the_option():
+def test_a_text_for_a_number_is_refused_with_the_option():
     with pytest.raises(UsageError, match="--max-restarts = 'x'"):
         read("--max-restarts", "x", "s.py").whole("max_restarts")
     with pytest.raises(UsageError, match="--drain-timeout = 'x'"):

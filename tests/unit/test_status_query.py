@@ -55,7 +55,7 @@ def test_the_report_is_what_the_coordinator_says(monkeypatch):
     assert session.closed == ["asked"]
 
 
-def test_a_refusal_is_told_in_the_coordinators_words(monkeypatch):
+def test_a_refusal_keeps_the_coordinators_message(monkeypatch):
     answer = Refused(what="another job", slug="wrong-job", expected="job b", next_step="name it")
     error = refused(monkeypatch, Session(answer))
     assert isinstance(error, RendezvousRefusedError)
@@ -63,19 +63,19 @@ def test_a_refusal_is_told_in_the_coordinators_words(monkeypatch):
     assert error.exit_code == ExitCode.CONFIGURATION
 
 
-def test_a_session_that_closes_is_told_with_its_reason(monkeypatch):
+def test_a_closed_session_is_reported_with_its_reason(monkeypatch):
     error = refused(monkeypatch, Session(None))
     assert error.slug == "status-unanswered"
     assert error.what == "10.0.0.1:29400 closed the session: the job has ended"
 
 
-def test_silence_ends_with_the_time_that_was_allowed(monkeypatch):
+def test_a_silent_coordinator_times_out(monkeypatch):
     error = refused(monkeypatch, Session(None, ever=False), timeout_s=0.01)
     assert error.slug == "status-unanswered"
     assert error.what == "10.0.0.1:29400 did not answer within 0.01 s"
 
 
-def test_any_other_message_is_no_answer(monkeypatch):
+def test_any_other_message_is_not_an_answer(monkeypatch):
     error = refused(monkeypatch, Session(Query()))
     assert error.slug == "status-unanswered"
     assert error.what == "10.0.0.1:29400 answered with a Query"

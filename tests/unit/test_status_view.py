@@ -74,7 +74,7 @@ def test_a_running_job_in_full():
     ]
 
 
-def test_steps_that_a_script_does_not_show_are_said_not_to_be_seen():
+def test_a_script_that_reports_no_steps_gets_an_explanation():
     lines = report_lines(report([node("a", 0)]), "h:1")
     assert any(line.startswith("  steps         none seen: a script shows them") for line in lines)
     lines = report_lines(report([node("a", 0, progress=0)]), "h:1")
@@ -105,7 +105,7 @@ def test_a_job_that_ended_says_how_and_shows_its_last_events():
     assert lines[-1] == "  2026-01-02T03:04:30Z job-ended              done"
 
 
-def test_a_job_that_was_cut_off_is_not_said_to_have_ended():
+def test_a_job_without_an_end_event_is_shown_as_cut_off():
     lines = ended_lines("j", [event("round-settled")], "/logs/j")
     assert lines[0] == "j: no longer runs on this machine"
 

@@ -11,7 +11,7 @@ def test_a_process_is_given_up_after_the_whole_time_in_state_d():
     assert watch.look({1: "D", 2: "D"}, 20.0) == [1, 2]
 
 
-def test_any_other_state_starts_the_time_anew():
+def test_any_other_state_restarts_the_time():
     watch = StuckWatch(10.0)
     watch.look({1: "D"}, 0.0)
     watch.look({1: "R"}, 5.0)
@@ -20,7 +20,7 @@ def test_any_other_state_starts_the_time_anew():
     assert watch.look({1: "D"}, 20.0) == [], "a number that comes again is another process"
 
 
-def test_looks_are_several_for_each_bound_and_never_rare():
+def test_each_limit_has_several_looks_at_most_a_second_apart():
     assert StuckWatch(1.0).pause_s <= 0.2
     assert StuckWatch(1000.0).pause_s == 1.0
 

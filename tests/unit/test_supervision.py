@@ -25,7 +25,7 @@ def make(tmp_path, monkeypatch):
     return run
 
 
-def test_by_default_nothing_is_bound_watched_or_told(make):
+def test_by_default_no_supervision_is_set(make):
     found = make("--nproc-per-node", "2", TORCHELASTIC_ENABLE_FILE_TIMER="0").supervision
     assert (found.cpus, found.virtual_local_rank, found.watches_timers) == ((), False, False)
     assert (found.health_port, found.stuck_s, found.event_handler) == (None, 0.0, "null")
@@ -51,19 +51,19 @@ def test_numa_binding_gives_each_worker_cpus_that_this_process_may_use(make, mod
     ("cpus", "env", "fits"),
     [({1}, {}, False), ({1}, {"OMP_NUM_THREADS": "2"}, True), ((), {}, True)],
 )
-def test_a_bound_worker_whose_threads_would_be_miscounted_is_no_fork(cpus, env, fits):
+def test_a_bound_worker_with_miscounted_threads_is_not_forked(cpus, env, fits):
     command = WorkerCommand("script", "x", (), env, "/", 0, 1, 2, {}, frozenset(cpus))
     assert (unfit_binding(command) == "") == fits
 
 
-def test_an_event_handler_that_there_is_not_is_refused_with_the_nearest(make):
+def test_an_unknown_event_handler_is_refused_with_the_nearest(make):
     assert make("--event-log-handler", "console").supervision.event_handler == "console"
     with pytest.raises(UsageError, match="consle") as caught:
         make("--event-log-handler", "consle")
     assert "did you mean console?" in caught.value.expected
 
 
-def test_variables_without_sense_have_no_effect_and_a_note(make):
+def test_senseless_variables_have_no_effect_and_get_a_note(make):
     config = make(
         TORCHELASTIC_HEALTH_CHECK_PORT="http",
         TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="soon",
@@ -140,7 +140,7 @@ def test_torchs_own_class_decides_where_output_goes(make, installed, tmp_path):
     assert nowhere({0: env}).workers[0].error_file == ""
 
 
-def test_what_the_class_does_wrong_is_told_in_its_own_words(make, installed):
+def test_an_error_of_the_logs_specs_class_keeps_its_message(make, installed):
     class Fails:
         def __init__(self, **options):
             raise KeyError("no home")

@@ -88,13 +88,13 @@ def test_only_the_worker_that_failed_is_shown_as_failed():
     assert view.lines[-1].tone == "bad"
 
 
-def test_a_worker_that_ends_well_is_no_bad_news():
+def test_a_successful_worker_is_not_shown_as_a_failure():
     view = play(started("node-a", 10), event(EventKind.WORKER_EXITED, local_rank=0))
     assert view.node("node-a").workers[0].state == "done"
     assert view.lines[-1].tone == "plain"
 
 
-def test_a_worker_that_was_asked_to_go_is_no_bad_news():
+def test_a_stopped_worker_is_not_shown_as_a_failure():
     gone = event(EventKind.WORKER_EXITED, local_rank=0, exit_code=143)
     view = play(started("node-a", 10), event(EventKind.WORKERS_DRAINING), gone)
     assert view.lines[-1].tone == "plain"
@@ -266,7 +266,7 @@ def test_the_summary_says_accuracy_recovery_and_redone_steps_and_fails_below_the
     assert "not the 0.97" in bad.as_text()
 
 
-def test_of_a_loss_less_is_more():
+def test_a_lower_loss_counts_as_better():
     assert EXAMPLES["gpt"].is_reached(2.3) and not EXAMPLES["gpt"].is_reached(5.5)
 
 

@@ -67,7 +67,7 @@ def test_every_variable_that_torchrun_sets_is_set():
     )
 
 
-def test_ours_say_job_node_round_and_attempt():
+def test_elastane_variables_give_job_node_round_and_attempt():
     assert (
         env().items()
         >= {
@@ -112,13 +112,13 @@ def test_a_single_worker_keeps_all_threads():
     assert "OMP_NUM_THREADS" not in env(local_rank=0, local_world_size=1)
 
 
-def test_what_was_another_workers_own_is_not_inherited():
+def test_variables_of_an_outer_worker_are_not_inherited():
     base = {"TORCHELASTIC_ERROR_FILE": "/outer", "ELASTANE_PAGE_FD": "3", "ELASTANE_LEASH": "4"}
     found = worker_environment(base, ASSIGNMENT, RUN, WorkerFacts(local_rank=0))
     assert not found.keys() & base.keys()
 
 
-def test_a_store_in_a_worker_is_said_so():
+def test_a_process_group_store_in_a_worker_is_announced():
     plain = msgspec.structs.replace(ASSIGNMENT, agent_store=False)
     found = worker_environment({}, plain, RUN, WorkerFacts(local_rank=0))
     assert found["TORCHELASTIC_USE_AGENT_STORE"] == "False"
@@ -198,13 +198,13 @@ def test_a_worker_without_device_is_refused(devices):
     assert caught.value.slug == "no-device-for-worker"
 
 
-def test_the_timer_file_is_told_where_the_agent_watches_and_else_handed_on():
+def test_the_timer_file_is_the_agents_when_it_watches_and_inherited_otherwise():
     base = {"TORCHELASTIC_TIMER_FILE": "/users"}
     assert env(base)["TORCHELASTIC_TIMER_FILE"] == "/users"
     assert env(base, timer_file="/ours")["TORCHELASTIC_TIMER_FILE"] == "/ours"
 
 
-def test_the_signals_that_the_agent_handles_are_told_as_torchrun_tells_them():
+def test_the_handled_signals_are_passed_as_torchrun_passes_them():
     found = env({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP"}, signals=("SIGTERM", "SIGINT"))
     assert found["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGINT"
 

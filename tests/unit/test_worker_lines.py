@@ -37,7 +37,7 @@ class Heard:
                 await asyncio.sleep(0)
 
 
-def test_who_has_hung_up_counts_as_able_until_its_end_is_told():
+def test_a_closed_socket_counts_as_recoverable_until_the_workers_end_is_reported():
     async def scenario():
         heard = Heard()
         with heard.lines.open(0) as worker:
@@ -52,7 +52,7 @@ def test_who_has_hung_up_counts_as_able_until_its_end_is_told():
     asyncio.run(scenario())
 
 
-def test_who_has_hung_up_and_lives_on_has_left_its_steps_after_a_while(monkeypatch):
+def test_a_living_worker_with_a_closed_socket_has_left_its_loop_after_a_while(monkeypatch):
     monkeypatch.setattr(of_lines, "_END_S", 0.01)
 
     async def scenario():
@@ -66,7 +66,7 @@ def test_who_has_hung_up_and_lives_on_has_left_its_steps_after_a_while(monkeypat
 
 
 @pytest.mark.parametrize("says", [[CanRecoverInPlace(), WorkerFinished()], []])
-def test_who_was_not_able_when_it_hung_up_is_not_waited_for(says):
+def test_a_worker_that_could_not_recover_is_not_awaited_after_it_closed(says):
     async def scenario():
         heard = Heard()
         with heard.lines.open(0) as worker:
@@ -81,7 +81,7 @@ def test_who_was_not_able_when_it_hung_up_is_not_waited_for(says):
     asyncio.run(scenario())
 
 
-def test_what_nobody_else_holds_is_theirs_until_they_say_otherwise_or_hang_up():
+def test_sole_shards_are_known_until_a_worker_reports_otherwise_or_closes():
     async def scenario():
         heard = Heard()
         with heard.lines.open(0) as one, heard.lines.open(1) as other:
