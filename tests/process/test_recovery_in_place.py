@@ -215,10 +215,10 @@ def test_without_wait_for_place_the_others_train_while_a_replacement_builds(tmp_
         nodes[0].kill_worker()
 
         def begun() -> list[dict]:
-            found = [path for path in said.glob("*.before") if int(path.stem) not in first]
+            found = [path for path in said.glob("*.building") if int(path.stem) not in first]
             return [json.loads(path.read_text()) for path in found]
 
-        job.cluster.wait(begun, "the replacement has begun")
+        job.cluster.wait(begun, "the replacement builds, behind init()")
         job.wait_steps(5, 2)
         assert [{*before.values()} for before in begun()] == [{None}]
         (said / "hold").unlink()

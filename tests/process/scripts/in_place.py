@@ -105,6 +105,7 @@ def build(folder: Path, group) -> None:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
+    (folder / f"{os.getpid()}.building").write_text(json.dumps(variables()))
     DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
     while (folder / "hold").exists():
         time.sleep(0.01)
@@ -144,7 +145,6 @@ def main() -> None:
         )
 
     tell_of_waiting(folder / f"{os.getpid()}.spare")
-    (folder / f"{os.getpid()}.before").write_text(json.dumps(variables()))
     with elastane.init(wait_for_place=waits) as job:
         if waits:
             print("rank", os.environ["RANK"], "local rank", os.environ["LOCAL_RANK"], flush=True)
