@@ -8,7 +8,7 @@ committed, as positions, by epoch.
 import random
 
 from elastane.data.batch_sampler import ElasticBatchSampler
-from elastane.data.cursor import DataPosition
+from elastane.data.position import DataPosition
 
 WORLD_MAX = 5
 

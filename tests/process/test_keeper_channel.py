@@ -11,10 +11,9 @@ import pytest
 from process_harness import DEADLINE_S
 
 from elastane.snapshots import channel, shared_memory
-from elastane.snapshots.background import digests_of
 from elastane.snapshots.channel import SnapshotChannel
-from elastane.snapshots.shared_memory import make_slot, room_bytes, viewed
-from elastane.snapshots.writing import Source
+from elastane.snapshots.digests import digests_of
+from elastane.snapshots.shared_memory import Source, make_slot, room_bytes, viewed
 
 
 @pytest.fixture

@@ -13,8 +13,14 @@ from process_harness import DEADLINE_S, until
 
 from elastane.protocol.checkpoints import Key, folder_name
 from elastane.snapshots import connection
-from elastane.snapshots.messages import FINAL_FLUSH, Replica
-from elastane.snapshots.peers import TO_SENDER, PeerProof, ReplicaOffer, ReplicationSettings
+from elastane.snapshots.messages import (
+    FINAL_FLUSH,
+    TO_SENDER,
+    PeerProof,
+    Replica,
+    ReplicaOffer,
+    ReplicationSettings,
+)
 from elastane.storage.digest import digest_of
 
 ABOUT = ReplicationSettings("job", (b"secret" * 6,), "127.0.0.1")

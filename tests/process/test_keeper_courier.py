@@ -15,12 +15,19 @@ from rpc_support import make_papers
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots import connection, listener, replica_store, replicator
 from elastane.snapshots.listener import SnapshotListener
-from elastane.snapshots.messages import HeldPiece, Replica, SnapshotDescription
-from elastane.snapshots.peers import TO_SENDER, ReplicaOffer, ReplicaStored, ReplicationSettings
+from elastane.snapshots.messages import (
+    TO_SENDER,
+    HeldPiece,
+    Replica,
+    ReplicaOffer,
+    ReplicaStored,
+    ReplicationSettings,
+    SnapshotDescription,
+)
 from elastane.snapshots.replica_store import ReplicaStore
 from elastane.snapshots.replicator import Replicator, ReplicaTransfer
-from elastane.snapshots.rules.snapshots import Name
-from elastane.snapshots.writing import Source
+from elastane.snapshots.rules.slot_table import Name
+from elastane.snapshots.shared_memory import Source
 
 ABOUT = ReplicationSettings("job", (b"secret" * 6,), "127.0.0.1")
 

@@ -15,9 +15,9 @@ from elastane.errors import CheckpointError
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots import store, writer
 from elastane.snapshots.messages import LayoutFiles, Replica, Slots
-from elastane.snapshots.rules.snapshots import Name
+from elastane.snapshots.rules.slot_table import Name
 from elastane.snapshots.store import SnapshotStore
-from elastane.snapshots.writing import WriteFailure, Written
+from elastane.snapshots.writer import WriteFailure, Written
 
 WORKER = 1
 

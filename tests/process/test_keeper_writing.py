@@ -8,9 +8,9 @@ from small_saves import opened, save
 
 from elastane.protocol.checkpoints import Key, part_name
 from elastane.snapshots.messages import STREAMS_FILE
-from elastane.snapshots.rules.snapshots import Name
-from elastane.snapshots.shared_memory import close_all, make_slot
-from elastane.snapshots.writing import CheckpointWriter, Source, WriteFailure, WriteOrder, Written
+from elastane.snapshots.rules.slot_table import Name
+from elastane.snapshots.shared_memory import Source, close_all, make_slot
+from elastane.snapshots.writer import CheckpointWriter, WriteFailure, WriteOrder, Written
 
 
 @pytest.fixture

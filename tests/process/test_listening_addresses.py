@@ -17,7 +17,7 @@ from process_harness import worker_environment
 from elastane.agent.offered_port import OfferedPort
 from elastane.process.endpoint import bound, is_loopback, listen, local_addresses, meets_here, reach
 from elastane.snapshots.listener import SnapshotListener
-from elastane.snapshots.peers import ReplicationSettings
+from elastane.snapshots.messages import ReplicationSettings
 
 SCRIPT = """
 import json, os, sys, time

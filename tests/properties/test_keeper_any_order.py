@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from elastane.protocol.checkpoints import Key
-from elastane.snapshots.rules.snapshots import (
+from elastane.snapshots.rules.slot_table import (
     WHOLE_MAX,
     Drop,
     Forget,

@@ -11,7 +11,7 @@ import random
 import pytest
 
 from elastane.protocol.checkpoints import Key
-from elastane.snapshots.rules.snapshots import Name, SlotTable, SnapshotPiece
+from elastane.snapshots.rules.slot_table import Name, SlotTable, SnapshotPiece
 
 SLOTS = 3
 # A worker that asked so often in vain, while all others did too, waits for ever.

@@ -23,7 +23,7 @@ from elastane.snapshots.rules.replicas import (
     OutgoingReplicas,
     ReplicaName,
 )
-from elastane.snapshots.rules.snapshots import Name, SlotTable, SnapshotPiece, Whole, Write
+from elastane.snapshots.rules.slot_table import Name, SlotTable, SnapshotPiece, Whole, Write
 
 NODES = range(3)
 

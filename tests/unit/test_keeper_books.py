@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastane.protocol.checkpoints import Key
-from elastane.snapshots.rules.snapshots import (
+from elastane.snapshots.rules.slot_table import (
     Drop,
     Forget,
     Name,

@@ -2,7 +2,7 @@
 
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots.digests import Digests
-from elastane.snapshots.rules.snapshots import Name
+from elastane.snapshots.rules.slot_table import Name
 
 ONE, TWO = (Name(Key(0, 1, 0, step), "") for step in (1, 2))
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from elastane.options.config import AgentConfig
     from elastane.options.keyring import Keyring
     from elastane.snapshots.events import SnapshotEvent
-    from elastane.snapshots.peers import FromAgent, ReplicationSettings
+    from elastane.snapshots.messages import FromAgent, ReplicationSettings
 
 _log = logging.getLogger("elastane.agent")
 SLUG = "keeper-lost"
@@ -126,7 +126,7 @@ class SnapshotServerHandle:
             self._listener.close()
             unlink(self.path)
         if self._control is not None:
-            from elastane.snapshots.peers import AgentLeave
+            from elastane.snapshots.messages import AgentLeave
 
             self._send(AgentLeave())
         if self._process is not None:
@@ -230,7 +230,7 @@ def replica_peers(config: AgentConfig, keyring: Keyring) -> ReplicationSettings:
 
     The secret is derived from the job's: with it a server can only prove itself to the others.
     """
-    from elastane.snapshots.peers import ReplicationSettings
+    from elastane.snapshots.messages import ReplicationSettings
 
     tls = config.rendezvous.tls
     return ReplicationSettings(

@@ -310,6 +310,14 @@ def overlap(one: Box | TensorPiece | Chunk, other: Box | TensorPiece | Chunk) ->
     return Box(tuple(offsets), tuple(shape))
 
 
+def part_of(tensor: torch.Tensor, piece: TensorPiece, offsets: Sequence[int]) -> torch.Tensor:
+    """Return a piece of a tensor that itself begins at `offsets` of a larger one."""
+    for dim, (at, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, at - offsets[dim], length)
+    return tensor
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name such as float32; raises CheckpointError for any other."""
     dtype = getattr(torch, name, None)

@@ -1,21 +1,26 @@
-"""The plan of saves: a layout, this rank's share of it, and the messages of each save.
+"""The plan of saves: a layout, this rank's share of it, its slots, and the messages of each save.
 
 It is made once, and again when the tensors or the ranks change; slots are mapped and laid out then.
-It makes the small files of a save. Those that change seldom are sent to the snapshot server once.
+The bytes around each piece are written once into each slot, so that a save copies only data, at the
+speed of memory. Pages are touched when a slot is mapped: otherwise the first copy would take
+sixteen times as long. Small files that change seldom are sent to the snapshot server once.
 """
 
 from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import torch
 import xxhash
 
 import elastane
-from elastane.checkpoint.capture import Captured, SmallState
+from elastane.checkpoint.capture import Captured, SmallState, held_of
 from elastane.checkpoint.dcp import METADATA, PLAIN, PlainLeaves, metadata
-from elastane.checkpoint.layout import Layout
+from elastane.checkpoint.layout import Layout, dtype_of, part_of
 from elastane.checkpoint.shares import SaveShare
-from elastane.checkpoint.slots import CopySources, Slot
 from elastane.checkpoint.state_source import SavingWorld
 from elastane.checkpoint.stored import LAYOUT, STATE, StoredFiles, encoded
 from elastane.protocol.checkpoints import Key
@@ -152,3 +157,74 @@ class SavePlan:
             keep=order.keep,
             wait_s=TOGETHER_S,
         )
+
+
+class Slot:
+    """One slot, prepared for one share of one layout."""
+
+    def __init__(self, fd: int, layout: Layout, share: SaveShare) -> None:
+        self._memory = mmap.mmap(
+            fd, max(1, share.end - share.first), mmap.MAP_SHARED | mmap.MAP_POPULATE
+        )
+        os.close(fd)
+        image = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.places = []
+        for piece in layout.within(share.first, share.end):
+            frame, at = layout.frame(piece), piece.at - share.first
+            data = at + len(frame.head)
+            self._memory[at:data] = frame.head
+            behind = data + frame.data_bytes
+            self._memory[behind : behind + len(frame.tail)] = frame.tail
+            dtype = dtype_of(layout.tensors[piece.tensor].dtype)
+            self.places.append(image[data:behind].view(dtype).view(piece.shape))
+
+
+class CopySources:
+    """The parts of a state's tensors in one share, in the order of a slot's places."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        share: SaveShare,
+        captured: Captured,
+        optimizers: Iterable[torch.optim.Optimizer],
+    ) -> None:
+        pieces = layout.within(share.first, share.end)
+        self._numbers = [piece.tensor for piece in pieces]
+        offsets = {chunk.tensor: chunk.offsets for chunk in captured.chunks}
+        self._parts = [
+            (at, piece, offsets[piece.tensor])
+            for at, piece in enumerate(pieces)
+            if tuple(captured.tensors[piece.tensor].shape) != piece.shape
+        ]
+        stepped = _stepped(optimizers)
+        on_cpu = all(tensor.device.type == "cpu" for tensor in captured.tensors)
+        is_stepped = [tensor.data_ptr() in stepped for tensor in captured.tensors]
+        # Changed only by an optimizer's step.
+        self.late = [on_cpu and is_stepped[number] for number in self._numbers]
+        # Must be known to have their shapes and dtypes before they are copied or cut.
+        at_once = [n for n, late in zip(self._numbers, self.late, strict=True) if not late]
+        self.doubtful = sorted({*at_once, *(piece.tensor for _, piece, _ in self._parts)})
+
+    def views(
+        self, tensors: Sequence[torch.Tensor], others: Mapping[int, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the parts of `tensors`; `others`, by number, replace some of those."""
+        if others:
+            tensors = [others.get(number, own) for number, own in enumerate(tensors)]
+        found = [tensors[number] for number in self._numbers]
+        for at, piece, offsets in self._parts:
+            found[at] = part_of(found[at], piece, offsets)
+        return found
+
+
+def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """Return the addresses of the tensors that optimizers change in their steps."""
+    found = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {}).values()
+                tensors = [each for each in state if isinstance(each, torch.Tensor)]
+                found |= {held_of(each).data_ptr() for each in (parameter, *tensors)}
+    return found

@@ -16,18 +16,18 @@ import msgspec
 import torch
 
 from elastane.checkpoint.capture import Captured
-from elastane.checkpoint.choosing import (
+from elastane.checkpoint.copy_on_write import CopyOnWriteRestore, CopyOnWriteTensors
+from elastane.checkpoint.folder_identity import FolderIdentity
+from elastane.checkpoint.inventory import (
     Choice,
     Inventory,
+    InventoryExchange,
     SaveId,
     StatePart,
     choose,
     first_of_each_place,
+    without,
 )
-from elastane.checkpoint.copy_on_write import CopyOnWriteRestore, CopyOnWriteTensors
-from elastane.checkpoint.folder_identity import FolderIdentity
-from elastane.checkpoint.gathering import gather
-from elastane.checkpoint.inventory import InventoryExchange, without
 from elastane.checkpoint.layout import Layout, Tensor, dtype_of
 from elastane.checkpoint.members import Members
 from elastane.checkpoint.reading import (
@@ -38,6 +38,7 @@ from elastane.checkpoint.reading import (
     ReceivedBytes,
     broadcast,
     fill,
+    gather,
 )
 from elastane.checkpoint.registered import restore_streams
 from elastane.checkpoint.sending import CheckpointTransfer

@@ -2,7 +2,7 @@
 
 Turns shares of positions into lists of indices, for `DataLoader(batch_sampler=...)`;
 `elastane.data.feed` pairs the loader's batches with their shares. It does not use torch. How it
-fails: as `elastane.data.cursor` does.
+fails: as `elastane.data.position` does.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, tee
 
 from elastane.data.arrays import np
-from elastane.data.cursor import DataPosition
 from elastane.data.ledger import Ledger, LedgerShare
 from elastane.data.permutation import Permutation
+from elastane.data.position import DataPosition
 
 __all__ = ["ElasticBatchSampler"]
 

@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from elastane.data.checks import whole
-from elastane.data.cursor import DataPosition
 from elastane.data.ledger import LedgerShare
 from elastane.data.loaders import END, LoaderHandle, cursor_of
+from elastane.data.position import DataPosition
 from elastane.data.recall import Recall
 from elastane.errors import ConfigurationError
 

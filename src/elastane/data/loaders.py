@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sized
 from typing import Any
 
-from elastane.data.cursor import DataPosition
+from elastane.data.position import DataPosition
 from elastane.errors import ConfigurationError
 
 __all__ = ["END", "LoaderHandle", "cursor_of"]

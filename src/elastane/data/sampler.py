@@ -15,8 +15,8 @@ from typing import Any
 
 from elastane.data.arrays import np
 from elastane.data.checks import SEED_END, ceil_div, length_of, whole
-from elastane.data.cursor import matching, world_of_process
 from elastane.data.permutation import Permutation
+from elastane.data.position import matching, world_of_process
 
 __all__ = ["ElasticSampler"]
 

@@ -18,10 +18,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from elastane.data.checks import whole
-from elastane.data.cursor import DataPosition
 from elastane.data.lanes import LaneRun, Lanes
 from elastane.data.ledger import Ledger, LedgerShare
 from elastane.data.permutation import Permutation, mixed
+from elastane.data.position import DataPosition
 from elastane.data.recall import Recall
 from elastane.data.streams import begin_streams
 from elastane.errors import ConfigurationError

@@ -203,7 +203,7 @@ KEEPER_FRAME_BYTES_MAX = 128 << 20
 CHECKPOINT_SMALL_BYTES_MAX = KEEPER_FRAME_BYTES_MAX
 # ... and one answer to it: the small files of all whole snapshots together.
 KEEPER_ANSWER_BYTES_MAX = 1 << 30
-# Slots of one worker: three are enough, see snapshots/rules/snapshots.py.
+# Slots of one worker: three are enough, see snapshots/rules/slot_table.py.
 KEEPER_SLOTS_MAX = 16
 # Connections of one snapshot server; each is a sleeping thread.
 KEEPER_CONNECTIONS_MAX = 1024

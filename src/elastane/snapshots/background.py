@@ -12,11 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
-
-from elastane.protocol.checkpoints import CHUNK_BYTES, chunks_of
-from elastane.snapshots.shared_memory import viewed
-from elastane.snapshots.writing import Source
+from collections.abc import Callable
 
 _log = logging.getLogger("elastane.snapshots")
 # Leaves this work a tenth of a processor when the training needs all of them.
@@ -61,64 +57,3 @@ def lower_priority() -> None:
     """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
-def digests_of(
-    sources: Iterable[Source], wanted: Callable[[], bool], threads: int = 1
-) -> tuple[str, ...] | None:
-    """Return the digest of each source's bytes, or None once `wanted()` is false.
-
-    A GB takes 0.10 s of processor time; mapping the pages is two thirds of that.
-    """
-    found = []
-    for source in sources:
-        with viewed(source.slot, source.end - source.first) as view:
-            of_chunks = _Chunks(view, wanted).digests(threads)
-        if of_chunks is None:
-            return None
-        found.append(of_chunks)
-    return tuple(found)
-
-
-class _Chunks:
-    """The chunks of one view, which several threads digest."""
-
-    def __init__(self, view: memoryview, wanted: Callable[[], bool]) -> None:
-        self._view, self._wanted = view, wanted
-        self._left = iter(range(0, len(view), CHUNK_BYTES))
-        self._digests: dict[int, str] = {}
-        self._failure: BaseException | None = None
-
-    def digests(self, threads: int) -> str | None:
-        """Return the digest of all chunks' digests, or None if it is no longer wanted."""
-        # Imported late: a server without snapshots needs nothing of storage. Imported from the
-        # package, since two threads that import a package and its submodule at the same time,
-        # in opposite orders, can deadlock.
-        from elastane.storage import digest
-
-        digest_of = digest.digest_of
-
-        helpers = [
-            threading.Thread(target=self._digest_chunks, args=(digest_of,), daemon=True)
-            for _ in range(min(threads, chunks_of(len(self._view))) - 1)
-        ]
-        for helper in helpers:
-            helper.start()
-        self._digest_chunks(digest_of)
-        for helper in helpers:
-            helper.join()
-        if self._failure is not None:
-            raise self._failure
-        if len(self._digests) != chunks_of(len(self._view)):
-            return None
-        return digest_of([digest.encode() for _, digest in sorted(self._digests.items())])
-
-    def _digest_chunks(self, digest_of: Callable[[Iterable[memoryview]], str]) -> None:
-        try:
-            while self._failure is None and self._wanted():
-                at = next(self._left, None)
-                if at is None:
-                    return
-                self._digests[at] = digest_of([self._view[at : at + CHUNK_BYTES]])
-        except BaseException as error:  # Raised again in the calling thread.
-            self._failure = error

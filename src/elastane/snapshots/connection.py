@@ -33,7 +33,7 @@ from elastane.protocol.wire import (
     FrameCodec,
     ServerHandshake,
 )
-from elastane.snapshots.peers import ReplicationSettings
+from elastane.snapshots.messages import ReplicationSettings
 from elastane.storage import digest
 
 T = TypeVar("T")

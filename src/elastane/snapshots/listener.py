@@ -25,11 +25,11 @@ from elastane.protocol.limits import (
     UNPROVEN_TIMEOUT_S,
 )
 from elastane.snapshots.background import lower_priority
-from elastane.snapshots.peers import TO_RECEIVER, ReplicaOffer, ReplicationSettings
+from elastane.snapshots.messages import TO_RECEIVER, ReplicaOffer, ReplicationSettings
 
 if TYPE_CHECKING:
     from elastane.snapshots.connection import PeerConnection
-    from elastane.snapshots.peers import ToReceiver
+    from elastane.snapshots.messages import ToReceiver
 
 _log = logging.getLogger("elastane.snapshots")
 _PAUSE_S = 0.05

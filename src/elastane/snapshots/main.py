@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import resource
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,8 +24,7 @@ from elastane.process.kernel import show_program
 from elastane.protocol.limits import KEEPER_END_S, KEEPER_HELLO_BYTES_MAX, KEEPER_RETURN_S
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.snapshots.events import EventReporter
-from elastane.snapshots.logging import StderrHandler
-from elastane.snapshots.peers import FROM_AGENT, ReplicationSettings
+from elastane.snapshots.messages import FROM_AGENT, ReplicationSettings
 from elastane.snapshots.server import SnapshotServer
 from elastane.snapshots.startup import CONTROL_FD, LISTENER_FD, NODE, OWN_FD
 
@@ -150,3 +151,45 @@ def main(words: Sequence[str]) -> None:
     # Not by a normal exit: a thread may be blocked in storage and must not be waited for.
     handler.finish(_SAY_S)
     os._exit(0)
+
+
+_STDERR = 2
+_LINES_MAX = 256
+_PAUSE_S = 0.01
+
+
+class StderrHandler(logging.Handler):
+    """Writes records as lines `elastane[keeper PID] text`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.Queue[bytes] = queue.Queue(_LINES_MAX)
+        self._thread = threading.Thread(target=self._write, name="snapshot-log", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a record."""
+        try:
+            text = self.format(record).replace("\n", " | ")
+        except (TypeError, ValueError):  # The format string does not fit its arguments.
+            self.handleError(record)
+            return
+        line = f"elastane[keeper {os.getpid()}] {text}\n".encode(errors="replace")
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(line)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until every line is written, for at most `timeout_s`."""
+        until_s = time.monotonic() + timeout_s
+        while self._lines.unfinished_tasks and time.monotonic() < until_s:
+            time.sleep(_PAUSE_S)
+
+    def _write(self) -> None:
+        while True:
+            line = self._lines.get()
+            with contextlib.suppress(OSError):  # The reader is gone.
+                os.write(_STDERR, line)
+            self._lines.task_done()

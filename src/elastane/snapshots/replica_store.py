@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elastane.protocol.unreadable import UNREADABLE
-from elastane.snapshots.messages import SnapshotDescription
-from elastane.snapshots.peers import (
+from elastane.snapshots.messages import (
     WORDS,
     Declined,
     PeerProof,
     ReplicaOffer,
     ReplicaStored,
     ReplicaTaken,
+    SnapshotDescription,
     ToReceiver,
 )
 from elastane.snapshots.rules.replicas import IncomingReplicas, ReplicaName
-from elastane.snapshots.rules.snapshots import Name
+from elastane.snapshots.rules.slot_table import Name
 from elastane.snapshots.shared_memory import make_slot
 
 if TYPE_CHECKING:

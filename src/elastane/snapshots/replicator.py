@@ -14,24 +14,25 @@ from typing import TYPE_CHECKING
 
 from elastane.errors import ElastaneError
 from elastane.snapshots.background import lower_priority
-from elastane.snapshots.messages import Replica, SnapshotDescription, encode
-from elastane.snapshots.peers import (
+from elastane.snapshots.messages import (
     TO_SENDER,
     Declined,
     PeerProof,
+    Replica,
     ReplicaOffer,
     ReplicaStored,
     ReplicaTaken,
     ReplicationSettings,
+    SnapshotDescription,
+    encode,
 )
 from elastane.snapshots.rules.replicas import OutgoingReplicas
-from elastane.snapshots.rules.snapshots import Name
-from elastane.snapshots.shared_memory import close_all, viewed
-from elastane.snapshots.writing import Source
+from elastane.snapshots.rules.slot_table import Name
+from elastane.snapshots.shared_memory import Source, close_all, viewed
 
 if TYPE_CHECKING:
     from elastane.snapshots.connection import PeerConnection
-    from elastane.snapshots.peers import ToSender
+    from elastane.snapshots.messages import ToSender
 
 _log = logging.getLogger("elastane.snapshots")
 

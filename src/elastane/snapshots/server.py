@@ -28,8 +28,8 @@ from elastane.snapshots import messages
 from elastane.snapshots.channel import SnapshotChannel
 from elastane.snapshots.events import RestoredEvent, SnapshotEvent
 from elastane.snapshots.listener import SnapshotListener
-from elastane.snapshots.peers import ReplicaOffer, ReplicationSettings, ToReceiver
-from elastane.snapshots.rules.snapshots import Name
+from elastane.snapshots.messages import ReplicaOffer, ReplicationSettings, ToReceiver
+from elastane.snapshots.rules.slot_table import Name
 from elastane.snapshots.store import SnapshotStore
 
 if TYPE_CHECKING:

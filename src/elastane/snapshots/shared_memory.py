@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from elastane.protocol.limits import KEEPER_SPARE_BYTES
@@ -23,6 +24,15 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True)
+class Source:
+    """Bytes `first` to `end` of the serialized layout: the first ones of the slot `slot`."""
+
+    first: int
+    end: int
+    slot: int
 
 
 def make_slot(size_bytes: int) -> int:

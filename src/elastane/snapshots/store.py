@@ -24,15 +24,17 @@ from elastane.snapshots.events import SnapshotEvent
 from elastane.snapshots.messages import (
     LayoutFiles,
     Replica,
+    ReplicationSettings,
     Slots,
     Snapshot,
     SnapshotDescription,
     WriteProgress,
+    WriteStatus,
+    encode,
 )
-from elastane.snapshots.peers import ReplicationSettings
 from elastane.snapshots.replica_store import ReplicaStore
 from elastane.snapshots.replicator import Replicator, ReplicaTransfer
-from elastane.snapshots.rules.snapshots import (
+from elastane.snapshots.rules.slot_table import (
     Drop,
     Effect,
     Forget,
@@ -43,15 +45,18 @@ from elastane.snapshots.rules.snapshots import (
     Whole,
     Write,
 )
-from elastane.snapshots.shared_memory import close_all, duplicates, make_slots
-from elastane.snapshots.status import ServerStatus
+from elastane.snapshots.shared_memory import Source, close_all, duplicates, make_slots
+from elastane.snapshots.status_page import OwnStatusPage
 from elastane.snapshots.writer import (
     PeerWait,
     SnapshotWriter,
+    WriteFailure,
+    WriteOrder,
     WriterCallbacks,
+    final_flush,
     lacks_other_parts,
+    with_copies,
 )
-from elastane.snapshots.writing import Source, WriteFailure, WriteOrder, final_flush, with_copies
 
 _log = logging.getLogger("elastane.snapshots")
 # The worker number under which the server itself reads a snapshot to verify it.
@@ -409,3 +414,33 @@ class SnapshotStore:
             close_all(dropped)
         elif dropped:
             self._background.submit(functools.partial(close_all, dropped))
+
+
+class ServerStatus:
+    """The status of one store, under whose lock it is used; `page` holds it as `WriteStatus`."""
+
+    def __init__(self, table: SlotTable, writer: SnapshotWriter, replicator: Replicator) -> None:
+        self._table, self._writer, self._replicator = table, writer, replicator
+        self.page = OwnStatusPage()
+        self._last: WriteProgress | None = None
+        self.update()
+
+    def now(self) -> WriteProgress:
+        """Return the current status."""
+        return WriteProgress(
+            writing=self._table.writing.key if self._table.writing else None,
+            waiting=self._table.waiting.key if self._table.waiting else None,
+            published=self._table.published,
+            failures=self._writer.failures,
+            last_write_s=self._writer.last[0],
+            last_write_bytes=self._writer.last[1],
+            copying=self._replicator.table.copying is not None,
+            copied=self._replicator.copied,
+        )
+
+    def update(self) -> None:
+        """Update the page if the status has changed; called after anything that may change it."""
+        now = self.now()
+        if now != self._last:
+            self._last = now
+            self.page.write(encode(WriteStatus(now)))

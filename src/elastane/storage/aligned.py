@@ -9,6 +9,7 @@ nothing of names or records. How it fails: the OSError of the first fault.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -17,7 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from elastane.process.kernel import allocate
 from elastane.protocol.checkpoints import CHUNK_BYTES
-from elastane.storage.address import address_of
 from elastane.storage.digest import View, chunks, digest_of, new_digest
 from elastane.storage.protocol import Stop
 
@@ -30,6 +30,7 @@ _THREADS = 2
 # times as long, since no cache holds one until it is digested and sent (2026-11-21, two cores).
 _BLOCK_BYTES = 2 << 20
 
+_SIMPLE = 0  # PyBUF_SIMPLE: contiguous bytes
 _Chunk = tuple[int, list[memoryview]]
 
 
@@ -184,3 +185,33 @@ def pages(size_bytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # EINVAL: the kernel has no huge pages.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+class _BufferView(ctypes.Structure):
+    """Py_buffer, of the stable ABI."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of a contiguous view's first byte."""
+    buffer = _BufferView()
+    ctypes.pythonapi.PyObject_GetBuffer(
+        ctypes.py_object(view), ctypes.byref(buffer), ctypes.c_int(_SIMPLE)
+    )
+    try:
+        return int(buffer.buf or 0)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))

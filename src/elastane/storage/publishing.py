@@ -32,8 +32,8 @@ from elastane.protocol.checkpoints import (
 from elastane.protocol.limits import CHECKPOINT_POLL_MAX_S, CHECKPOINT_POLL_S
 from elastane.storage.digest import record_of
 from elastane.storage.protocol import Stop, Storage, never
-from elastane.storage.reading import file_fault
 from elastane.storage.records import RecordError, decode, encode, read_bounded, read_record
+from elastane.storage.verification import file_fault
 
 # Records that a writer reads at its second look; the number doubles at each further one.
 _RECORDS_FIRST = 8

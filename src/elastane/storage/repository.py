@@ -21,9 +21,9 @@ from elastane.protocol.checkpoints import MANIFEST, CheckpointPart, Key, Manifes
 from elastane.protocol.limits import CHECKPOINT_LITTER_S
 from elastane.storage import publishing, retention
 from elastane.storage.protocol import Progress, Stop, Storage, never
-from elastane.storage.reading import Inspection, file_fault, wrong_size
 from elastane.storage.records import NewerFormatError, RecordError, read_record
 from elastane.storage.retention import Removal, SeenCheckpoint
+from elastane.storage.verification import Inspection, file_fault, wrong_size
 
 _log = logging.getLogger(__name__)
 _NAMED_MAX = 8

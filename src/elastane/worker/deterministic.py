@@ -22,9 +22,9 @@ from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import WorldGroup
 from elastane.data.checks import SEED_END, whole
-from elastane.data.cursor import DataPosition
 from elastane.data.feed import Portion
 from elastane.data.permutation import mixed
+from elastane.data.position import DataPosition
 from elastane.data.streams import FOR_BUILD, FOR_SHARD, begin_streams
 from elastane.errors import JobError
 from elastane.worker.deterministic_pass import Means, Pass

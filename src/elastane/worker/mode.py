@@ -15,8 +15,8 @@ import torch
 
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.elastic import ElasticGroup
-from elastane.data.cursor import DataPosition
 from elastane.data.feed import Portion
+from elastane.data.position import DataPosition
 
 
 class Mode:

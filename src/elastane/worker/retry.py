@@ -26,7 +26,7 @@ import torch
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.state import flatten
-from elastane.data.cursor import DataPosition
+from elastane.data.position import DataPosition
 from elastane.errors import ConfigurationError, JobError, StateError
 from elastane.worker.healing import gathered
 from elastane.worker.undo import Undo

@@ -15,7 +15,7 @@ from elastane.checkpoint.members import GroupMembers, Members, SingleProcess
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.checkpoint.state_source import require_names
 from elastane.comms.elastic import ElasticGroup
-from elastane.data.cursor import DataPosition
+from elastane.data.position import DataPosition
 from elastane.errors import PeerLostError
 from elastane.worker import sharding
 from elastane.worker.healing import Health

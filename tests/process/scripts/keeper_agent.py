@@ -7,7 +7,7 @@ import sys
 from elastane.agent.snapshot_server import SnapshotServerHandle
 from elastane.process.kernel import become_subreaper
 from elastane.process.orphan_reaper import OrphanReaper
-from elastane.snapshots.peers import ReplicationSettings
+from elastane.snapshots.messages import ReplicationSettings
 
 
 async def main():

@@ -10,7 +10,7 @@ from elastane.checkpoint.saving import Saver
 from elastane.errors import CheckpointError
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots.messages import WriteProgress
-from elastane.snapshots.writing import _is_gone
+from elastane.snapshots.writer import _is_gone
 from elastane.storage import Repository, open_storage
 
 

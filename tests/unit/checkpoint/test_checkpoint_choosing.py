@@ -4,8 +4,14 @@ import random
 
 import pytest
 
-from elastane.checkpoint.choosing import Inventory, SaveId, StatePart, choose, first_of_each_place
-from elastane.checkpoint.inventory import without
+from elastane.checkpoint.inventory import (
+    Inventory,
+    SaveId,
+    StatePart,
+    choose,
+    first_of_each_place,
+    without,
+)
 from elastane.protocol.checkpoints import Key
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastane.checkpoint.doors import door_of, without_copies
 from elastane.checkpoint.layout import Chunk, Tensor, lay_out
-from elastane.checkpoint.saving import SaveProposal, Saver
+from elastane.checkpoint.saving import SaveProposal, Saver, door_of, without_copies
 from elastane.checkpoint.shares import RankStatus, ring, shares
 
 

@@ -9,9 +9,8 @@ import threading
 import pytest
 import torch
 
-from elastane.checkpoint.gathering import gather, parcels
 from elastane.checkpoint.layout import Chunk, Tensor, lay_out
-from elastane.checkpoint.reading import Destination, ReceivedBytes, memory_of
+from elastane.checkpoint.reading import Destination, ReceivedBytes, gather, memory_of, parcels
 from elastane.errors import CheckpointError
 
 

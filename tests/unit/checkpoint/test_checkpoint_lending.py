@@ -13,9 +13,9 @@ from elastane.checkpoint import copy_on_write
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.copy_on_write import CopyOnWriteTensors
 from elastane.checkpoint.layout import PAGE_BYTES, lay_out
+from elastane.checkpoint.plan import Slot
 from elastane.checkpoint.reading import MemoryPieces
 from elastane.checkpoint.shares import SaveShare
-from elastane.checkpoint.slots import Slot
 from elastane.process import kernel
 
 # Of one piece, of several, in one row of several, and of pieces that end within a page.

@@ -7,8 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastane.checkpoint.members import GroupMembers
-from elastane.checkpoint.patience import PeerTimeout
+from elastane.checkpoint.members import GroupMembers, PeerTimeout
 
 SAID = "this rank has waited"
 

@@ -2,7 +2,7 @@
 
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots.rules.replicas import IncomingReplicas, OutgoingReplicas, ReplicaName
-from elastane.snapshots.rules.snapshots import Name
+from elastane.snapshots.rules.slot_table import Name
 
 
 def name(step):

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from elastane.protocol.checkpoints import Fence
-from elastane.snapshots.rules.snapshots import Name
+from elastane.snapshots.rules.slot_table import Name
 
 # Replicas that a node holds for its peer: the safe one, and an arriving one.
 COPIES_MAX = 2
