@@ -13,8 +13,8 @@ import pytest
 from attackers import Insiders
 from hostile_support import Victim, dice, listening, processes_of
 from jobs import free_port
-from keeper_support import Node, Worker
 from process_harness import until
+from snapshot_server_support import Node, Worker
 
 import elastane
 from elastane.process import health

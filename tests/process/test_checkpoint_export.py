@@ -77,7 +77,7 @@ def test_a_safetensors_file_has_the_tensors_and_says_what_is_left_out(saved, tmp
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
-def test_the_file_is_for_whom_the_user_makes_files_and_replaces_an_older_one(
+def test_the_exported_file_has_the_users_mode_and_replaces_an_older_one(
     saved, tmp_path, name, capsys
 ):
     where, _, _ = saved
@@ -135,9 +135,7 @@ sys.exit(main({words!r}))
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_link_that_others_laid_into_the_folder_is_not_written_through(
-    saved, tmp_path, suffix, monkeypatch
-):
+def test_a_link_planted_in_the_folder_is_not_written_through(saved, tmp_path, suffix, monkeypatch):
     where, _, _ = saved
     victim, folder = tmp_path / "victim", tmp_path / "open"
     victim.write_bytes(b"precious")

@@ -243,7 +243,7 @@ def test_a_mount_that_vanishes_is_no_empty_place_and_nothing_is_written_below_it
 
 
 @pytest.mark.root
-def test_a_disk_that_cannot_write_costs_the_save_and_is_told(disk):
+def test_a_disk_that_cannot_write_costs_the_save_and_is_reported(disk):
     """The disk's own file finds no room, which a loop device tells as an error of the disk."""
     path, image = disk
     repository = opened(path)

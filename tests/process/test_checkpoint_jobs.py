@@ -16,7 +16,7 @@ import pytest
 import torch
 from growing import Growing
 from jobs import PRELOAD_OPTIMIZER
-from keeper_support import keepers
+from snapshot_server_support import keepers
 
 from elastane.cli.main import main
 from elastane.testing import LocalCluster
@@ -126,7 +126,7 @@ def published(where: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["objects", pytest.param("sharded", marks=pytest.mark.soak)])
-def test_restarted_workers_go_on_from_memory_and_lose_one_step_at_most(tmp_path, way):
+def test_restarted_workers_restore_from_memory_and_lose_one_step_at_most(tmp_path, way):
     job, rng = Saving(tmp_path, way), random.Random(7)
     with job.cluster:
         node = job.cluster.start("a")
@@ -150,7 +150,7 @@ def test_restarted_workers_go_on_from_memory_and_lose_one_step_at_most(tmp_path,
     exact(job, final)
 
 
-def test_steps_go_on_while_the_keeper_of_snapshots_stands_still(tmp_path):
+def test_steps_continue_while_the_snapshot_server_is_stopped(tmp_path):
     job = Saving(tmp_path, "objects")
     with job.cluster:
         node = job.cluster.start("a")
@@ -184,7 +184,7 @@ def test_all_workers_of_a_job_in_place_may_die_at_once(tmp_path):
     exact(job, final)
 
 
-def test_a_node_that_comes_new_gets_the_state_from_the_memory_of_one_that_stayed(tmp_path):
+def test_a_new_node_restores_from_a_surviving_nodes_memory(tmp_path):
     job = Saving(tmp_path, "objects", nnodes="2", nproc_per_node=1)
     with job.cluster:
         job.cluster.start("a")
@@ -199,7 +199,7 @@ def test_a_node_that_comes_new_gets_the_state_from_the_memory_of_one_that_stayed
     exact(job, final)
 
 
-def test_a_folder_of_a_nodes_own_is_brought_what_it_lacks(tmp_path):
+def test_a_node_local_folder_gets_the_checkpoint_it_lacks(tmp_path):
     where = str(tmp_path / "own" / "{node}")
     job = Saving(tmp_path, "objects", where, nnodes="2", nproc_per_node=1)
     with job.cluster:
@@ -229,7 +229,7 @@ def test_a_folder_of_a_nodes_own_is_brought_what_it_lacks(tmp_path):
     assert sizes
 
 
-def test_a_job_that_loses_all_its_agents_goes_on_from_storage_in_a_new_run(tmp_path):
+def test_a_job_that_loses_all_agents_is_restored_from_storage_in_a_new_run(tmp_path):
     job = Saving(tmp_path, "objects")
     with job.cluster:
         node = job.cluster.start("a")
@@ -300,7 +300,7 @@ def test_sharded_state_is_restored_in_worlds_of_other_sizes_and_exported_whole(t
     assert steps == sorted(set(steps))
 
 
-def test_training_goes_on_while_storage_is_away_and_the_user_is_told_once(tmp_path):
+def test_training_continues_without_storage_and_the_user_is_warned_once(tmp_path):
     job = Saving(tmp_path, "objects")
     with job.cluster:
         node = job.cluster.start("a")

@@ -73,7 +73,7 @@ def folders(where: Path) -> list[str]:
     return sorted(path.name for path in where.iterdir() if path.name.startswith("step-"))
 
 
-def test_what_is_restored_goes_on_as_if_it_had_never_stopped(tmp_path):
+def test_a_restored_run_continues_as_if_it_had_never_stopped(tmp_path):
     one = Trained()
     with Checkpointer(tmp_path / "ck") as ck:
         assert ck.restore(one.objects()) is None
@@ -153,7 +153,7 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_is_restored(tmp_path):
         Checkpointer(tmp_path / "ck", strict=True).restore(one.objects())
 
 
-def test_nobody_begins_anew_where_nothing_that_is_there_can_be_restored(tmp_path):
+def test_if_no_checkpoint_can_be_restored_it_is_an_error(tmp_path):
     one, ck = Trained(), Checkpointer(tmp_path / "ck")
     ck.restore(one.objects())
     one.step()
@@ -188,9 +188,7 @@ def test_a_run_that_restores_an_older_one_is_the_newest_from_then_on(tmp_path):
     ck.close()
 
 
-def test_parameters_that_change_behind_a_save_are_noticed_and_saved_at_once_from_then_on(
-    tmp_path, caplog
-):
+def test_parameters_changed_during_a_save_are_noticed_and_later_copied_at_once(tmp_path, caplog):
     one, ck = Trained(), Checkpointer(tmp_path / "ck")
     ck.restore(one.objects())
     one.step()
@@ -236,7 +234,7 @@ def test_one_call_saves_and_one_loads(tmp_path):
     wait_for(lambda: len(folders(tmp_path / "ck")) == 1)  # the older one goes behind the call
 
 
-def test_what_was_saved_last_is_the_newest_though_an_older_run_came_further(tmp_path):
+def test_the_last_save_is_the_newest_though_an_older_run_made_more_steps(tmp_path):
     """A new run in the folder of an old one, and one that goes back: their steps are smaller."""
     for step in (1000, 10, 20, 15, 15):
         elastane.save_checkpoint(tmp_path / "ck", {"step": step}, step=step, keep=2)
@@ -264,7 +262,7 @@ def test_other_objects_than_were_saved_are_named(tmp_path):
         ({"every_s": "often"}, "every_s is 'often'"),
     ],
 )
-def test_options_that_cannot_be_are_refused_by_name(tmp_path, options, named):
+def test_invalid_options_are_refused_by_name(tmp_path, options, named):
     with pytest.raises(ConfigurationError, match=named):
         Checkpointer(tmp_path, **options)
 
@@ -281,13 +279,15 @@ def test_a_save_before_restore_says_what_comes_first(tmp_path):
         Checkpointer(tmp_path, every_steps=1).maybe_save(1)
 
 
-def test_a_place_that_cannot_be_is_an_error_at_the_door(tmp_path):
+def test_an_unusable_place_is_an_error_in_restore(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="Not a directory"):
         Checkpointer(tmp_path / "file" / "ck").restore({"net": torch.nn.Linear(1, 1)})
 
 
-def test_a_keeper_that_is_killed_costs_one_save_and_not_the_training(tmp_path, caplog, monkeypatch):
+def test_a_killed_snapshot_server_costs_one_save_and_not_the_training(
+    tmp_path, caplog, monkeypatch
+):
     monkeypatch.setenv("TEST_MARK", str(tmp_path))
     one, ck = Trained(), Checkpointer(tmp_path / "ck", every_steps=1)
     ck.restore(one.objects())
@@ -310,7 +310,7 @@ def test_a_keeper_that_is_killed_costs_one_save_and_not_the_training(tmp_path, c
         assert ck.restore(one.objects()).step == 3
 
 
-def test_a_save_that_was_asked_for_and_missed_is_told_at_the_end(tmp_path, monkeypatch):
+def test_a_requested_save_that_was_missed_is_reported_at_the_end(tmp_path, monkeypatch):
     """As the last one is, for which a drain has asked."""
     monkeypatch.setenv("TEST_MARK", str(tmp_path))
     one, ck = Trained(), Checkpointer(tmp_path / "ck")
@@ -338,7 +338,7 @@ def test_a_save_that_was_asked_for_and_missed_is_told_at_the_end(tmp_path, monke
         ck.save(4)
 
 
-def test_a_save_for_which_storage_is_not_ready_in_time_is_told_as_well(tmp_path, monkeypatch):
+def test_a_requested_save_that_storage_had_no_time_for_is_reported(tmp_path, monkeypatch):
     one, ck = Trained(), Checkpointer(tmp_path / "ck")
     ck.restore(one.objects())
     one.step()

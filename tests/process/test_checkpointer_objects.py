@@ -184,24 +184,27 @@ def test_a_generator_is_saved_and_loaded_by_one_call_as_well(tmp_path):
         ([torch.nn.Linear(1, 1)], "a list has no names"),
         ({3: torch.nn.Linear(1, 1)}, "3 is no name"),
         ({"net": None}, "'net' is a NoneType, without state_dict"),
-        ({"elastane.checkpointer": torch.nn.Linear(1, 1)}, "what the Checkpointer itself"),
+        (
+            {"elastane.checkpointer": torch.nn.Linear(1, 1)},
+            "the name of the Checkpointer's own state",
+        ),
         ({"net": torch.nn.Linear(1, 1, device="meta")}, "meta device"),
         ({"kept": Kept({1, 2})}, "a builtins.set"),
     ],
     ids=["none", "module", "list", "number", "stateless", "ours", "meta", "set"],
 )
-def test_what_cannot_be_saved_is_refused_before_the_first_step(tmp_path, objects, said):
+def test_an_unsavable_state_is_refused_before_the_first_step(tmp_path, objects, said):
     with pytest.raises((CheckpointError, ConfigurationError), match=said):
         Checkpointer(tmp_path / "ck").restore(objects)
 
 
-def test_ranks_without_a_process_group_are_told_before_each_saves_for_itself(tmp_path, monkeypatch):
+def test_ranks_without_a_process_group_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(CheckpointError, match="WORLD_SIZE is 2, and there is no process group"):
         Checkpointer(tmp_path / "ck").restore({"net": torch.nn.Linear(1, 1)})
 
 
-def test_a_state_that_does_not_fit_is_told_by_the_name_of_its_object(tmp_path):
+def test_a_state_that_does_not_fit_names_its_object(tmp_path):
     saved = {"net": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 2)}
     elastane.save_checkpoint(tmp_path / "ck", saved, step=1)
     wide = {"net": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 9)}

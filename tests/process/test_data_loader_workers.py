@@ -34,7 +34,7 @@ def test_no_scenario_leaves_a_worker_process(found):
 
 
 @pytest.mark.parametrize("name", ["rewound", "rewound-persistent"])
-def test_what_was_prefetched_and_not_committed_is_dealt_again_to_the_new_world(found, name):
+def test_prefetched_uncommitted_steps_are_dealt_to_the_new_world(found, name):
     result = found[name]
     assert result["steps"] == [0, 1, 2]
     assert result["again"] == [2, 5, 1.0, result["was"][5:]]
@@ -53,7 +53,7 @@ def test_each_sample_is_committed_once_over_many_worlds(found, name):
 
 
 @pytest.mark.parametrize("name", ["shards-2-persistent", "shards-2-spawned"])
-def test_workers_of_shards_are_told_where_to_begin(found, name):
+def test_workers_of_shards_start_at_the_published_position(found, name):
     assert all(found[name]["once"])
 
 
@@ -64,7 +64,7 @@ def test_a_plain_loop_over_epochs_reads_each_sample_once(found, name):
 
 
 @pytest.mark.parametrize("name", ["killed", "killed-persistent"])
-def test_a_killed_loader_worker_is_told_and_replaced_at_the_rewind(found, name):
+def test_a_killed_loader_worker_is_reported_and_replaced_at_the_rewind(found, name):
     assert "DataLoader worker" in found[name]["raised"]
     assert found[name]["step"] == 1
     assert found[name]["alive"] == 2
@@ -75,7 +75,7 @@ def test_a_loader_worker_killed_unseen_is_replaced_at_the_rewind(found):
     assert found["killed-unseen"]["seconds"] < 4.0  # torch would look for it after 5 s
 
 
-def test_what_a_dataset_raises_comes_out_and_the_step_can_be_dealt_again(found):
+def test_a_datasets_exception_reaches_the_caller_and_the_step_can_be_retried(found):
     assert "is broken" in found["broken"]["raised"]
     assert found["broken"]["step"] == 1
 
@@ -88,7 +88,7 @@ def test_a_rewind_does_not_wait_for_samples_that_are_being_read(found, name):
     assert found[name]["next_s"] < 1.0
 
 
-def test_nor_do_workers_of_shards_read_on_what_is_void(found):
+def test_workers_of_shards_stop_reading_void_batches(found):
     """Two batches of 40 samples of 0.02 s are asked of each; of the new, 2 samples."""
     assert found["slow-shards"]["samples"] == 2
     assert found["slow-shards"]["next_s"] < 0.7

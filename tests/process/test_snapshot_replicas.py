@@ -59,7 +59,7 @@ def one_step(restored: list[dict]) -> int:
     return step
 
 
-def test_a_lost_nodes_part_comes_from_its_neighbours_memory(tmp_path):
+def test_a_lost_nodes_part_is_restored_from_its_replica(tmp_path):
     job = Apart(tmp_path, snapshot_replicas=1)
     with job.cluster:
         job.start()
@@ -77,7 +77,7 @@ def test_a_lost_nodes_part_comes_from_its_neighbours_memory(tmp_path):
 
 
 @pytest.mark.soak
-def test_without_copies_what_only_the_lost_node_held_is_gone_and_storage_is_older(tmp_path):
+def test_without_replicas_a_lost_nodes_part_is_lost_and_storage_is_older(tmp_path):
     job = Apart(tmp_path)
     with job.cluster:
         job.start()
@@ -162,7 +162,7 @@ def test_one_node_after_the_other_may_be_lost_while_storage_is_away(tmp_path, wo
 
 
 @pytest.mark.soak
-def test_the_nodes_that_are_left_restore_it_in_a_smaller_world(tmp_path):
+def test_the_remaining_nodes_restore_the_state_in_a_smaller_world(tmp_path):
     job = Apart(tmp_path, snapshot_replicas=1, nnodes="2:3")
     with job.cluster:
         job.start()

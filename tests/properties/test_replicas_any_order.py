@@ -218,7 +218,7 @@ def copy(step, origin="k", round_=1):
     return ReplicaName(origin, Name(Key(0, round_, 0, step), f"{step:08x}"))
 
 
-def test_a_copy_of_a_round_that_is_over_is_not_taken():
+def test_a_replica_of_an_earlier_round_is_declined():
     held = IncomingReplicas()
     held.offered(copy(5, round_=2), "")
     assert "later round" in held.offered(copy(9, origin="old"), "")
@@ -226,7 +226,7 @@ def test_a_copy_of_a_round_that_is_over_is_not_taken():
     assert "later round" in held.offered(copy(9, origin="old"), "")
 
 
-def test_two_neighbours_take_turns_and_one_that_begins_anew_does_not_wait_for_itself():
+def test_two_senders_take_turns_and_a_restarted_transfer_does_not_wait_for_itself():
     held = IncomingReplicas()
     assert held.offered(copy(1), "") == ""
     assert "another replica" in held.offered(copy(1, origin="other"), "")
@@ -236,7 +236,7 @@ def test_two_neighbours_take_turns_and_one_that_begins_anew_does_not_wait_for_it
     assert held.offered(copy(2), "") == "it is here already"
 
 
-def test_what_the_safe_save_has_of_a_lost_node_stays_while_its_successor_copies():
+def test_a_lost_nodes_safe_replica_stays_while_its_replacement_replicates():
     held = IncomingReplicas()
     held.offered(copy(1, origin="lost"), "")
     held.arrived(copy(1, origin="lost"))
@@ -247,7 +247,7 @@ def test_what_the_safe_save_has_of_a_lost_node_stays_while_its_successor_copies(
     assert held.held == [copy(1, origin="lost")]
 
 
-def test_nothing_is_held_once_no_copies_are_wanted():
+def test_nothing_is_held_once_replication_stops():
     held, out = IncomingReplicas(), OutgoingReplicas()
     held.offered(copy(1), "")
     held.arrived(copy(1))

@@ -83,7 +83,7 @@ def test_micro_batches_divide_the_share_of_a_step():
     assert sum(share.weight for share in shares[:3]) == pytest.approx(1.0)
 
 
-def test_what_was_handed_out_does_not_count_and_what_was_committed_does():
+def test_only_committed_steps_count():
     sampler = ElasticBatchSampler(30, 10, shuffle=False)
     assert len(list(sampler)) == 3
     assert sampler.place == (0, 0)
@@ -211,7 +211,7 @@ def test_a_state_whose_place_is_none_is_refused(spoilt):
 
 
 @pytest.mark.parametrize("state", [None, [], {}, {"format": 2}, "x"], ids=str)
-def test_what_is_no_state_is_refused(state):
+def test_an_invalid_state_is_refused(state):
     with refused("data-state"):
         ElasticBatchSampler(30, 10).load_state_dict(state)
 
@@ -232,7 +232,7 @@ def test_what_is_no_state_is_refused(state):
     ],
     ids=str,
 )
-def test_what_is_no_size_is_refused_by_name(name, arguments):
+def test_an_invalid_size_is_refused_by_name(name, arguments):
     with refused("data-size") as raised:
         ElasticBatchSampler(**{"n": 30, "global_batch_size": 10, **arguments})
     assert raised.value.what.startswith(f"{name} is ")
@@ -250,7 +250,7 @@ def test_a_world_that_cannot_be_is_refused(world):
         ElasticBatchSampler(30, 10).bind(*world)
 
 
-def test_the_world_is_that_of_torch_until_somebody_says_otherwise(monkeypatch):
+def test_the_world_is_that_of_torch_until_one_is_bound(monkeypatch):
     sampler = ElasticBatchSampler(30, 10, shuffle=False)
     assert sampler.world == (0, 1)
     dist = types.SimpleNamespace(

@@ -86,7 +86,7 @@ class Cut:
 
 
 @pytest.mark.parametrize(("change", "word"), [(-1, "fewer"), (0, "more")])
-def test_a_loader_that_does_not_yield_what_its_sampler_says_is_refused(change, word):
+def test_a_loader_with_other_batches_than_its_sampler_is_refused(change, word):
     feed = Feed(Cut(ElasticBatchSampler(23, 10), change))
     with refused("data-loader") as raised:
         list(feed)

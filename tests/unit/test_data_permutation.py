@@ -127,7 +127,7 @@ def test_a_position_out_of_range_is_refused(position):
     [(-1,), (1.5,), (True,), ("8",), (None,), (2**62 + 1,), (5, -1), (5, 2**64), (5, 0, -1)],
     ids=str,
 )
-def test_what_is_no_size_is_refused_by_name(arguments):
+def test_an_invalid_size_is_refused_by_name(arguments):
     with pytest.raises(ConfigurationError, match="data-size") as refused:
         Permutation(*arguments)
     name = ("n", "seed", "epoch")[len(arguments) - 1]

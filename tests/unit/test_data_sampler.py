@@ -108,7 +108,7 @@ def test_without_a_process_group_the_world_is_one():
     ],
     ids=str,
 )
-def test_what_is_out_of_range_is_refused_by_name(name, arguments):
+def test_a_value_out_of_range_is_refused_by_name(name, arguments):
     with refused("data-size") as raised:
         ElasticSampler(range(30), **arguments)
     assert raised.value.what.startswith(f"{name} is ")

@@ -82,7 +82,7 @@ def test_a_steady_world_opens_each_stretch_once():
 
 
 @pytest.mark.parametrize(("length", "word"), [(22, "ended after 22"), (24, "has more")])
-def test_a_shard_that_is_not_as_long_as_was_said_is_refused_by_name(length, word):
+def test_a_shard_of_another_length_is_refused_by_name(length, word):
     with refused("data-shard") as raised:
         list(make(opened=Opened({**SHARDS, "c": length})))
     assert raised.value.what == f"shard 'c' {word}"

@@ -118,7 +118,7 @@ def test_a_file_system_without_o_direct_is_written_by_way_of_its_cache(
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_what_cannot_be_written_whole_is_not_there(storage, code, at):
+def test_a_failed_write_leaves_no_file(storage, code, at):
     real, calls, lock = os.pwrite, [], threading.Lock()
 
     def failing(fd, data, offset):
@@ -198,7 +198,7 @@ def test_a_region_that_cannot_be_had_is_a_failed_write(storage):
     assert storage.names(FOLDER) == []
 
 
-def test_what_comes_bit_by_bit_is_asked_for_in_the_callers_thread(storage):
+def test_an_iterator_is_advanced_in_the_callers_thread(storage):
     threads = []
 
     def regions():

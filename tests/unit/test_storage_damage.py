@@ -120,7 +120,7 @@ def test_a_checkpoint_under_another_ones_name_is_found(place, tmp_path):
     assert "lies in another folder" in choice.skipped[0].reason
 
 
-def test_where_none_is_valid_nobody_begins_anew(place):
+def test_if_no_checkpoint_is_valid_it_is_an_error(place):
     repository, folder = place
     for file in folder.parent.rglob("*.distcp"):
         file.write_bytes(b"x")
@@ -130,7 +130,7 @@ def test_where_none_is_valid_nobody_begins_anew(place):
     assert "bytes" in str(refused.value)
 
 
-def test_strict_refuses_where_the_newest_is_not_valid(place):
+def test_strict_refuses_if_the_newest_is_invalid(place):
     repository, folder = place
     assert repository.newest_valid(strict=True).found.key.step == 2
     (folder / "__0_0.distcp").write_bytes(b"x")

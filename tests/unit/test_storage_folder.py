@@ -191,7 +191,7 @@ def test_a_linked_folder_is_no_save_and_is_not_removed_through(storage, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "socket"])
-def test_what_is_no_plain_file_is_refused_at_once(storage, kind):
+def test_a_path_that_is_no_plain_file_is_refused_at_once(storage, kind):
     storage.write(f"{FOLDER}/a", [b"ours"])
     path = storage._root / FOLDER / "odd"
     if kind == "fifo":
@@ -217,14 +217,14 @@ def test_a_folder_goes_manifest_first(storage, monkeypatch):
     storage.remove(FOLDER)
 
 
-def test_somebody_elses_folder_in_it_stays(storage):
+def test_a_foreign_folder_inside_stays(storage):
     storage.write(f"{FOLDER}/a", [b"x"])
     (storage._root / FOLDER / "mine").mkdir()
     storage.remove(FOLDER)
     assert storage.names(FOLDER) == ["mine"]
 
 
-def test_what_is_written_here_is_as_others_of_the_group_may_read_it(storage):
+def test_files_follow_the_umask(storage):
     before = os.umask(0o027)
     try:
         storage.write(f"{FOLDER}/a", [b"x"])
@@ -243,6 +243,6 @@ def test_a_path_and_its_url_are_the_same_place(tmp_path, where):
     assert open_storage(where.format(tmp_path)).place() == place
 
 
-def test_a_url_that_nobody_knows_is_refused_by_name():
+def test_an_unknown_url_is_refused_by_name():
     with pytest.raises(ConfigurationError, match="nosuch://bucket/x names no place"):
         open_storage("nosuch://bucket/x")

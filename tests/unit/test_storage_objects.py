@@ -148,7 +148,7 @@ def test_an_upload_that_fails_leaves_no_object(storage, client, fails):
     assert not client.exists(f"{storage._root}/{FOLDER}/a")
 
 
-def test_a_password_in_a_url_is_not_told():
+def test_a_password_in_a_url_is_not_shown():
     where = open_storage("memory://user:secret@host/x").where
     assert "secret" not in where and "user@host/x" in where
 

@@ -78,7 +78,7 @@ def test_writers_of_a_large_save_ask_little_before_it_is_whole(tmp_path, monkeyp
     assert repository.newest_valid().found.key.step == 7
 
 
-def test_a_writer_that_was_told_to_wait_sees_all_when_its_time_is_over(repository):
+def test_a_writer_sees_all_records_at_its_last_look(repository):
     """The last one died between its record and the manifest: another one makes it in time."""
     for number in range(20):
         part(repository, number, 20)
@@ -105,7 +105,7 @@ def test_looks_that_follow_the_first_are_of_few_records_and_then_of_more(reposit
     assert looks == [(100, False), (8, False), (16, False), (32, False), (64, False), (100, True)]
 
 
-def test_a_wait_ends_when_it_is_told_to(repository):
+def test_a_wait_can_be_stopped(repository):
     part(repository, 0)
     asked = []
     with refused("checkpoint-incomplete"):
@@ -139,7 +139,7 @@ def test_all_writers_learn_of_the_manifest_whichever_of_them_makes_it(tmp_path):
         assert newest.manifest.about == ABOUT and newest.key.step == turn
 
 
-def test_who_publishes_writes_the_same_bytes_so_it_does_not_matter_how_often(repository, tmp_path):
+def test_all_publishers_write_the_same_bytes(repository, tmp_path):
     """As on a store without a conditional put, where the second manifest replaces the first."""
     for number in range(2):
         part(repository, number)
@@ -154,7 +154,7 @@ def test_who_publishes_writes_the_same_bytes_so_it_does_not_matter_how_often(rep
     assert storage.read(f"{FOLDER}/{MANIFEST}") == contents[0]
 
 
-def test_a_part_may_be_vouched_for_twice_in_the_same_words_only(repository):
+def test_a_part_may_be_added_twice_only_with_the_same_record(repository):
     part(repository, 0)
     record = CheckpointPart(0, 2, (), key_of(7), "00c0ffee", ABOUT)
     with refused("checkpoint-conflict"):
@@ -205,7 +205,7 @@ def test_a_part_that_is_half_written_is_waited_for(repository, tmp_path):
 @pytest.mark.parametrize(
     "newer", [{"attempt": 1}, {"round": 2}, {"era": 1, "round": 1}], ids=["attempt", "round", "era"]
 )
-def test_who_is_behind_the_fence_publishes_nothing(repository, newer):
+def test_a_writer_behind_the_fence_publishes_nothing(repository, newer):
     save(repository, 3, **newer)
     with pytest.raises(FencedError, match=r"step 900 not published.*has published"):
         save(repository, 900)
@@ -213,7 +213,7 @@ def test_who_is_behind_the_fence_publishes_nothing(repository, newer):
     assert repository.newest_valid().found.key.step == 3
 
 
-def test_whose_part_a_later_round_has_removed_is_told_of_the_fence_not_of_missing_parts(repository):
+def test_a_part_removed_by_a_later_round_raises_fenced_error(repository):
     part(repository, 0)
     save(repository, 3, round=2)
     repository.prune(1)
@@ -238,7 +238,7 @@ def test_the_fence_is_that_of_a_damaged_checkpoint_too(repository, tmp_path):
         save(repository, 900)
 
 
-def test_saves_without_a_manifest_fence_nobody_off(repository):
+def test_saves_without_a_manifest_do_not_fence(repository):
     begin(repository, 3, round=2)
     save(repository, 900)
     assert steps(repository) == [900] and repository.newest_key().fence == (0, 1, 0)

@@ -53,7 +53,7 @@ def test_the_newest_is_by_key_and_not_by_time(repository, tmp_path):
     assert steps(repository) == [20, 10]
 
 
-def test_what_a_newer_elastane_wrote_is_named_and_passed_over(repository, tmp_path):
+def test_a_checkpoint_of_a_newer_elastane_is_named_and_skipped(repository, tmp_path):
     save(repository, 1)
     write_newer(tmp_path, 2)
     choice = repository.newest_valid()
@@ -64,7 +64,7 @@ def test_what_a_newer_elastane_wrote_is_named_and_passed_over(repository, tmp_pa
         repository.newest_valid(strict=True)
 
 
-def test_what_a_newer_elastane_wrote_stays(repository, tmp_path):
+def test_a_checkpoint_of_a_newer_elastane_is_not_pruned(repository, tmp_path):
     newer = write_newer(tmp_path, 0)
     for step in (1, 2):
         save(repository, step)
@@ -83,13 +83,13 @@ def test_the_last_valid_one_stays_though_a_damaged_one_is_newer(repository, tmp_
     assert removed(repository, 1) == [1, 2, 3]
 
 
-def test_where_all_are_damaged_nothing_goes(repository, tmp_path):
+def test_nothing_is_pruned_if_all_are_damaged(repository, tmp_path):
     for step in (1, 2, 3):
         damage(tmp_path, save(repository, step))
     assert removed(repository, 1) == []
 
 
-def test_nothing_is_read_where_nothing_may_go_and_each_is_read_once(repository, monkeypatch):
+def test_nothing_is_read_if_nothing_may_be_pruned(repository, monkeypatch):
     read = []
     run = Inspection.run
     monkeypatch.setattr(
@@ -117,7 +117,7 @@ def test_a_dry_run_removes_nothing(repository):
     assert steps(repository) == [3, 2, 1]
 
 
-def test_what_is_protected_stays(repository):
+def test_protected_checkpoints_stay(repository):
     folders = [save(repository, step) for step in (1, 2, 3)]
     assert removed(repository, 1, protect=folders[:1]) == [2]
 
@@ -147,7 +147,7 @@ def test_a_save_that_was_silent_for_long_goes_by_the_places_own_clock(repository
     assert repository.storage.folders() == []
 
 
-def test_what_cannot_be_removed_is_no_reason_to_fail(repository, monkeypatch, caplog):
+def test_a_failed_removal_is_no_error(repository, monkeypatch, caplog):
     for step in (1, 2, 3):
         save(repository, step)
 
@@ -234,7 +234,7 @@ def test_a_place_that_never_comes_to_rest_is_an_error_and_not_empty(repository, 
     assert told.value.errno == errno.EAGAIN
 
 
-def test_verifying_tells_how_far_it_is(repository):
+def test_verifying_reports_progress(repository):
     save(repository, 1, {"a": b"x" * 500, "b": b"y" * 500})
     (found,) = repository.published()
     told = []

@@ -1,4 +1,4 @@
-"""When to save: every so many steps, every so many seconds, or as often as it pays.
+"""When to save: every N steps, every N seconds, or as often as it pays.
 
 All ranks count steps alike. Of time only rank 0's clock counts. It is asked only at steps whose
 number all ranks know (`stride`), so that other steps exchange nothing. "auto" is Young's and Daly's

@@ -151,7 +151,7 @@ class CheckpointWriter:
         try:
             parts = [self._part(order, folder, nonce)]
         except BaseException:
-            # Without this part's record nobody can publish, but a stand-in for it may exist.
+            # Without this part's record no server can publish; another one may have written it.
             with contextlib.suppress(OSError):
                 if _is_gone(repository, own):
                     repository.abandon(folder)

@@ -263,7 +263,7 @@ class FolderStorage:
                 made = _link(at, temporary, name, descriptor) or _create_file(at, name, content)
             finally:
                 os.close(descriptor)
-                with contextlib.suppress(OSError):  # Otherwise it is litter that nobody reads.
+                with contextlib.suppress(OSError):  # Otherwise it is litter that is never read.
                     os.unlink(temporary, dir_fd=at)
             os.fsync(at)
             return made

@@ -19,7 +19,7 @@ def state(lr=0.1, size=3, **more):
     return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), **more}
 
 
-def test_the_next_save_has_the_values_of_its_own_time():
+def test_each_save_has_the_values_of_its_own_time():
     captured, now = Captured(state()), state(lr=0.7)
     names, identity = captured.names, captured.identity()
     assert captured.update(now)
@@ -49,7 +49,7 @@ def test_keys_that_make_one_name_are_not_torchs_to_read():
     assert captured.leaves() == ({}, {}) and captured.names == ["b"]
 
 
-def test_what_no_save_could_take_is_refused_with_its_place():
+def test_unsavable_tensors_are_refused_with_their_path():
     itself = []
     itself.append(itself)
     quantized = torch._empty_affine_quantized(2, scale=1, zero_point=0, dtype=torch.qint8)
@@ -67,7 +67,7 @@ def test_another_shape_kind_or_part_is_another_state():
     assert not Captured(state()).update(halved)
 
 
-def test_a_shape_or_type_that_changed_in_place_is_seen_where_it_is_looked_for():
+def test_a_shape_or_dtype_changed_in_place_is_found_when_checked():
     for change in (lambda t: t.resize_(5), lambda t: setattr(t, "data", t.data.double())):
         held = {"a": torch.ones(2), "b": torch.ones(3)}
         captured = Captured(held)

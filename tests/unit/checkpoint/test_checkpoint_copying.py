@@ -31,7 +31,7 @@ def test_shares_are_neighbours_of_some_equal_size(sizes_mb, count, shares):
     )
 
 
-def test_all_is_copied_whatever_is_copied_at_once_and_in_however_many_threads(monkeypatch):
+def test_everything_is_copied_with_any_number_of_threads(monkeypatch):
     sources = [torch.randn(size * MB // 4) for size in (1, 9, 3, 20, 5)]
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -46,7 +46,7 @@ def test_all_is_copied_whatever_is_copied_at_once_and_in_however_many_threads(mo
             assert all(map(torch.equal, places, sources)) and done == [any(late)]
 
 
-def test_what_cannot_be_copied_in_another_thread_is_told_in_this_one(monkeypatch):
+def test_a_failure_in_a_copying_thread_is_raised_in_the_caller(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     sources = [torch.randn(4 * MB), torch.randn(4 * MB)]
     places = [torch.zeros(4 * MB), torch.zeros(3)]
@@ -57,7 +57,7 @@ def test_what_cannot_be_copied_in_another_thread_is_told_in_this_one(monkeypatch
     assert done == []
 
 
-def test_tensors_that_are_not_as_they_were_are_not_copied_and_are_looked_at_before_from_then_on(
+def test_changed_tensors_drop_the_save_and_are_checked_before_later_ones(
     caplog,
 ):
     source, place, done = torch.ones(3), torch.zeros(1), []

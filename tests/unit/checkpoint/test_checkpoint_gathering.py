@@ -84,7 +84,7 @@ class State:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_lacks_whatever_gets_it(seed):
+def test_every_rank_gets_the_pieces_that_it_lacks(seed):
     rng = random.Random(seed)
     old, new, rows = rng.randint(2, 4), rng.randint(1, 4), rng.randint(8, 40)
     state, room = State(rows, old), Room(new)
@@ -103,7 +103,7 @@ def test_whoever_lacks_whatever_gets_it(seed):
     assert torch.equal(torch.cat([each.tensor for each in wanted]), state.whole)
 
 
-def test_nothing_is_sent_where_nobody_lacks_anything():
+def test_nothing_is_sent_if_no_rank_lacks_a_piece():
     state, room = State(8, 2), Room(2)
     cut = state.layout.bounds[1]
     spans = [[(0, cut)], [(cut, state.layout.image_bytes)]]
@@ -116,7 +116,7 @@ def test_nothing_is_sent_where_nobody_lacks_anything():
     assert torch.equal(torch.cat([each.tensor for each in wanted]), state.whole)
 
 
-def test_all_ranks_hear_what_one_of_them_cannot_use():
+def test_all_ranks_fail_if_one_cannot_use_the_layout():
     state, room = State(8, 2), Room(2)
     spans = [[(0, state.layout.image_bytes)], []]
     wanted = [state.wants(0, 4), state.wants(4, 12)]
@@ -130,7 +130,7 @@ def test_all_ranks_hear_what_one_of_them_cannot_use():
     assert "4 of its" in str(raised[0]) or "28 of its" in str(raised[0])
 
 
-def test_who_cannot_read_what_the_others_wait_for_says_so_afterwards():
+def test_an_unreadable_source_fails_after_the_collective():
     class Broken(ReceivedBytes):
         def read_into(self, at, memory):
             raise OSError("memory is gone")
@@ -148,7 +148,7 @@ def test_who_cannot_read_what_the_others_wait_for_says_so_afterwards():
     assert [type(error) for error in raised] == [OSError, type(None)]
 
 
-def test_what_nobody_has_is_told():
+def test_a_piece_without_a_holder_is_an_error():
     state = State(8, 2)
     at = state.layout.pieces[-1].at
     with pytest.raises(CheckpointError, match="in no node's memory"):

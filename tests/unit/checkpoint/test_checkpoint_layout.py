@@ -56,7 +56,7 @@ def test_a_replicated_state_is_cut_into_pieces_that_cover_it():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_sharded_state_is_written_once_and_by_one_who_holds_it(seed):
+def test_each_chunk_of_a_sharded_state_is_written_once_by_a_holder(seed):
     rng = random.Random(seed)
     ranks = rng.randint(2, 5)
     tensors, held = [], [[] for _ in range(ranks)]

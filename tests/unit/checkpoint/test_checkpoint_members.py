@@ -31,7 +31,7 @@ def until(condition) -> None:
         time.sleep(0.005)
 
 
-def test_a_rank_that_waits_alone_is_told_once_each_time(group, caplog, monkeypatch):
+def test_a_rank_that_waits_alone_warns_once_per_wait(group, caplog, monkeypatch):
     patience, looks = PeerTimeout(0.02), 0
     members = GroupMembers(group, patience)
 
@@ -54,7 +54,7 @@ def test_a_rank_that_waits_alone_is_told_once_each_time(group, caplog, monkeypat
     assert "[checkpoint-ranks]" in caplog.text
 
 
-def test_texts_are_long_to_make_and_nobody_is_told_of_waits_for_them(group, monkeypatch):
+def test_waits_for_texts_do_not_warn(group, monkeypatch):
     class Never(PeerTimeout):
         def __enter__(self) -> None:
             raise AssertionError("it is watched")

@@ -80,7 +80,7 @@ def brought(folders, storages=None):
         return [*pool.map(one, range(RANKS))], together, name
 
 
-def test_all_of_it_comes_to_all_that_lack_it(folders):
+def test_a_checkpoint_is_copied_to_every_folder_that_lacks_it(folders):
     found, together, name = brought(folders)
     assert found == [""] * RANKS
     assert together.spread >= 7, "several chunks, and small files"
@@ -96,7 +96,7 @@ def test_all_of_it_comes_to_all_that_lack_it(folders):
         assert repository.verify(published, fresh=True) == ""
 
 
-def test_a_folder_that_is_full_midway_holds_up_nobody_and_is_named(folders):
+def test_a_folder_that_fills_up_is_named_and_blocks_no_rank(folders):
     storages = [open_storage(str(folders / str(rank))) for rank in range(RANKS)]
     write = storages[1].write
 
@@ -114,7 +114,7 @@ def test_a_folder_that_is_full_midway_holds_up_nobody_and_is_named(folders):
     assert not (folders / "1" / name / MANIFEST).exists()
 
 
-def test_what_cannot_be_read_does_not_arrive_as_if_it_could(folders):
+def test_an_unreadable_part_does_not_arrive_as_valid(folders):
     file = next((folders / "0").glob("step-*/__0_0.distcp"))
     with file.open("r+b") as data:
         data.truncate(CHUNK_BYTES * 3)

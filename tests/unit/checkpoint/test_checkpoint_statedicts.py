@@ -104,7 +104,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
-def test_what_a_module_is_made_of_is_seen_when_it_changes(change):
+def test_a_modules_state_dict_is_rebuilt_when_its_contents_change(change):
     net = made()
     state = ModuleState(net)
     first = state()
@@ -116,7 +116,7 @@ def test_what_a_module_is_made_of_is_seen_when_it_changes(change):
 
 
 @pytest.mark.parametrize("kind", [Own, Spelled])
-def test_a_module_with_a_part_that_adds_to_its_state_is_asked_each_time(kind):
+def test_a_module_with_extra_state_is_asked_each_time(kind):
     net = nn.Sequential(nn.Linear(2, 2), kind(2, 2))
     state = ModuleState(net)
     first, second = state(), state()
@@ -204,7 +204,7 @@ OF_OPTIMIZERS = [
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.parametrize("change", OF_OPTIMIZERS, ids=[each.__name__ for each in OF_OPTIMIZERS])
-def test_what_an_optimizer_is_made_of_is_seen_when_it_changes(change, kind, steps):
+def test_an_optimizers_state_dict_is_rebuilt_when_its_contents_change(change, kind, steps):
     net, optimizer = trained(kind, steps)
     state = OptimizerState(optimizer)
     first = state()
@@ -215,7 +215,7 @@ def test_what_an_optimizer_is_made_of_is_seen_when_it_changes(change, kind, step
         insist_on_optimizers(state(), optimizer)
 
 
-def test_what_is_returned_says_what_a_group_said_then():
+def test_a_returned_state_dict_keeps_its_groups_options():
     _, optimizer = trained()
     state = OptimizerState(optimizer)
     state()

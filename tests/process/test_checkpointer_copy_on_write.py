@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from keeper_support import Node
+from snapshot_server_support import Node
 
 from elastane.checkpoint import copy_on_write
 from elastane.checkpoint.checkpointer import Checkpointer
@@ -65,14 +65,14 @@ def known(node, tmp_path):
 def save_others(where, times: int = 6) -> None:
     """Fill all slots that may be filled; what it restores is its own at once."""
     other = Trained()
-    with mock.patch.object(copy_on_write, "can_lend", lambda: False), Checkpointer(where) as ck:
+    with mock.patch.object(copy_on_write, "is_supported", lambda: False), Checkpointer(where) as ck:
         ck.restore(other.objects())
         for number in range(times):
             other.step()
             ck.save(100 + number)
 
 
-def test_training_goes_on_from_the_snapshot_as_if_it_had_never_stopped(known, tmp_path):
+def test_training_continues_from_the_snapshot_as_if_it_had_never_stopped(known, tmp_path):
     two = Trained()
     with Checkpointer(tmp_path / "ck") as ck:
         assert ck.restore(two.objects()).where == "memory"
@@ -99,7 +99,7 @@ def held_up(monkeypatch):
     go.set()
 
 
-def test_others_do_not_save_into_what_is_lent(known, tmp_path, held_up):
+def test_shared_memory_is_not_used_for_other_saves(known, tmp_path, held_up):
     two = Trained()
     ck = Checkpointer(tmp_path / "ck")
     assert ck.restore(two.objects()).where == "memory"
@@ -111,7 +111,7 @@ def test_others_do_not_save_into_what_is_lent(known, tmp_path, held_up):
     assert two.equals(known)
 
 
-def test_a_line_that_breaks_does_not_let_others_save_into_what_is_lent(known, tmp_path, held_up):
+def test_a_broken_connection_does_not_release_shared_memory(known, tmp_path, held_up):
     two = Trained()
     ck = Checkpointer(tmp_path / "ck")
     assert ck.restore(two.objects()).where == "memory"
@@ -124,7 +124,7 @@ def test_a_line_that_breaks_does_not_let_others_save_into_what_is_lent(known, tm
     assert two.equals(known)
 
 
-def test_memory_that_is_not_there_costs_a_slot_and_no_value(known, tmp_path, monkeypatch, caplog):
+def test_missing_memory_costs_a_slot_and_no_value(known, tmp_path, monkeypatch, caplog):
     def refuse(address: int, size: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -141,7 +141,7 @@ def test_memory_that_is_not_there_costs_a_slot_and_no_value(known, tmp_path, mon
             assert two.equals(known), step
 
 
-def test_what_could_not_be_loaded_whole_is_ones_own_as_well(known, tmp_path):
+def test_a_partly_loaded_state_gets_its_own_memory_too(known, tmp_path):
     class Unwilling(torch.nn.Linear):
         def load_state_dict(self, *_: object, **__: object) -> None:
             raise RuntimeError("it does not fit")

@@ -30,7 +30,7 @@ def test_a_value_that_stays_is_written_once(value):
 
 
 @pytest.mark.parametrize(("before", "after"), DIFFERENT, ids=repr)
-def test_another_value_is_written_anew_also_where_python_calls_them_equal(before, after):
+def test_a_different_value_is_written_again_though_python_calls_it_equal(before, after):
     plain = PlainLeaves()
     plain.written({"x": frozen(before)})
     read = torch.load(io.BytesIO(plain.written({"x": frozen(after)})["x"]))
@@ -46,7 +46,7 @@ def test_another_value_is_written_anew_also_where_python_calls_them_equal(before
     ],
     ids=["in a list", "in a dict", "in a dict of a list"],
 )
-def test_what_is_changed_in_place_is_written_as_it_was_and_then_anew(value, change, after):
+def test_a_leaf_changed_in_place_is_written_with_both_values(value, change, after):
     plain, before = PlainLeaves(), copy.deepcopy(value)
     then = frozen(value)
     change(value)
@@ -54,6 +54,6 @@ def test_what_is_changed_in_place_is_written_as_it_was_and_then_anew(value, chan
     assert torch.load(io.BytesIO(plain.written({"x": frozen(value)})["x"])) == after
 
 
-def test_what_cannot_be_pickled_is_left_out():
+def test_an_unpicklable_leaf_is_left_out():
     found = PlainLeaves().written({"x": frozen(1), "y": frozen(lambda: 1)})
     assert set(found) == {"x"}

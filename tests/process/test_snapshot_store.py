@@ -8,8 +8,8 @@ import os
 import threading
 
 import pytest
-from keeper_support import SLOT_BYTES, persist_to, snapshot
 from process_harness import DEADLINE_S, until
+from snapshot_server_support import SLOT_BYTES, persist_to, snapshot
 
 from elastane.errors import CheckpointError
 from elastane.protocol.checkpoints import Key
@@ -104,7 +104,7 @@ def test_a_storage_that_hangs_makes_no_worker_wait(one):
     assert one.storage.pruned
 
 
-def test_what_waits_for_storage_gives_way_to_what_is_newer(one):
+def test_a_waiting_write_is_superseded_by_a_newer_snapshot(one):
     for step in (1, 2, 3):
         one.save(step, persist=True)
     progress = one.store.progress()
@@ -116,7 +116,7 @@ def test_what_waits_for_storage_gives_way_to_what_is_newer(one):
     assert one.store.progress().failure_of(Key(0, 1, 0, 2)) is None, "a newer one is durable"
 
 
-def test_a_failure_is_told_and_the_next_save_tries_anew(one, caplog):
+def test_a_failure_is_reported_and_the_next_save_tries_again(one, caplog):
     one.storage.failure = WriteFailure("No space left on device", slug="checkpoint-write")
     for step in (1, 2):
         one.save(step, persist=True)
@@ -137,7 +137,7 @@ def test_an_error_of_another_kind_is_a_failure_too(one):
     assert "what nobody thought of" in one.store.progress().failed.reason
 
 
-def test_memory_that_is_short_is_not_kept_for_copies(one, monkeypatch):
+def test_short_memory_is_taken_from_replicas(one, monkeypatch):
     one.save(1)
     (name,) = one.store._table.whole()
     one.store._replicator.table.begin(name, [name], "peer")
@@ -158,7 +158,7 @@ def test_memory_that_is_short_is_not_kept_for_copies(one, monkeypatch):
     assert [step for step, _ in one.held(2)] == [4, 3], "what was pinned made room"
 
 
-def test_workers_that_wish_for_different_things_are_told(one):
+def test_workers_with_contradicting_requests_get_an_error(one):
     one.begin(2)
     slot = one.store.grant(2, overdue=False)
     other = persist_to("/elsewhere")
@@ -206,7 +206,7 @@ def test_the_newest_is_checked_when_the_last_worker_is_gone_and_not_again_when_a
     assert len(digested) == 2, "nobody comes any more"
 
 
-def test_a_snapshot_that_changed_is_no_last_gasp(one):
+def test_a_changed_snapshot_is_not_flushed(one):
     one.store.add_layout(LayoutFiles("L", {}, persist_to("/nowhere")))
     one.save(1, layout="L")
     until(lambda: one.store._digests._known, "its digest")
@@ -219,7 +219,7 @@ def test_a_snapshot_that_changed_is_no_last_gasp(one):
     assert one.store.progress().failed.slug == "snapshot-changed"
 
 
-def test_the_last_gasp_is_what_the_layout_says_and_once(one):
+def test_the_final_flush_follows_the_layout_and_happens_once(one):
     wish = persist_to("/nowhere", reason="none of its own", wait_s=500.0)
     one.store.add_layout(LayoutFiles("L", {"layout.json": b"{}"}, wish))
     one.save(1, layout="L", streams=b"s")
@@ -235,7 +235,7 @@ def test_the_last_gasp_is_what_the_layout_says_and_once(one):
     assert len(one.storage.gasps) == 1
 
 
-def test_without_a_place_there_is_no_last_gasp(one):
+def test_without_a_destination_there_is_no_final_flush(one):
     one.save(1)
     one.store.gone(WORKER)
     one.store.leave()
@@ -243,7 +243,7 @@ def test_without_a_place_there_is_no_last_gasp(one):
     assert one.store.progress().failures == ()
 
 
-def test_what_was_asked_for_of_one_writer_is_a_last_gasp_as_well(one):
+def test_a_sole_writers_request_serves_for_the_final_flush(one):
     one.storage.failure = WriteFailure("away", slug="checkpoint-write")
     one.save(1, persist=True)
     one.let_go()
@@ -254,7 +254,7 @@ def test_what_was_asked_for_of_one_writer_is_a_last_gasp_as_well(one):
     assert one.store.progress().published.step == 1
 
 
-def test_where_others_lack_the_newest_the_one_before_is_tried(one):
+def test_if_others_lack_the_newest_an_older_snapshot_is_flushed(one):
     error = CheckpointError("1 of 2 writers", slug="checkpoint-incomplete")
     one.storage.failure = WriteFailure(error.what, error.slug)
     one.store.add_layout(LayoutFiles("L", {}, persist_to("/nowhere", parts=2)))
@@ -282,7 +282,7 @@ def test_other_writers_are_waited_for_no_longer_once_a_later_round_saves(one, mo
     assert order.stop()
 
 
-def test_nor_once_a_worker_of_a_later_round_asks_how_the_writing_stands(one, monkeypatch):
+def test_other_writers_are_not_waited_for_once_a_later_round_asks_for_the_status(one, monkeypatch):
     monkeypatch.setattr(writer, "KEEPER_HURRY_S", 0.0)
     one.save(1, persist=True)
     until(lambda: one.storage.orders, "it is being written")

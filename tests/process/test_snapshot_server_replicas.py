@@ -8,8 +8,8 @@ import signal
 import socket
 
 import pytest
-from keeper_support import SLOT_BYTES, Node, Worker, keepers, persist_to, published
 from process_harness import DEADLINE_S, until
+from snapshot_server_support import SLOT_BYTES, Node, Worker, keepers, persist_to, published
 
 from elastane.protocol.checkpoints import Key, folder_name
 from elastane.snapshots import connection
@@ -71,7 +71,7 @@ def held(worker):
     return found
 
 
-def test_a_neighbours_part_is_given_out_together_with_what_is_held_here(pair):
+def test_replicas_are_read_together_with_the_nodes_own_part(pair):
     (_, a), (_, b) = pair
     for step in (1, 2, 3):
         safe = f"{step - 1:08x}" if step > 1 else ""
@@ -84,7 +84,7 @@ def test_a_neighbours_part_is_given_out_together_with_what_is_held_here(pair):
     assert held(b) == [(3, whole[::-1]), (2, whole[::-1])]
 
 
-def test_the_part_of_a_node_that_is_gone_is_given_to_who_has_kept_nothing(pair):
+def test_the_replica_of_a_lost_nodes_part_is_given_to_new_workers(pair):
     (gone, a), (_, b) = pair
     copied(a, save(a, 7, b))
     os.kill(gone.keeper, signal.SIGKILL)
@@ -106,7 +106,7 @@ def last_gasps(pair, store):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_the_last_gasp_of_who_is_left_has_the_part_of_a_node_that_is_lost(pair, tmp_path, lost):
+def test_the_final_flush_includes_a_lost_nodes_part_from_its_replica(pair, tmp_path, lost):
     store = tmp_path / "store"
     last_gasps(pair, store)
     os.kill(pair[lost][0].keeper, signal.SIGKILL)
@@ -120,7 +120,7 @@ def test_the_last_gasp_of_who_is_left_has_the_part_of_a_node_that_is_lost(pair, 
     assert (folder / "state.msgpack").read_bytes() == b"7"
 
 
-def test_nobody_stands_in_for_a_node_that_has_begun_to_write_its_part(pair, tmp_path):
+def test_a_part_begun_by_its_owner_is_not_written_from_a_replica(pair, tmp_path):
     store = tmp_path / "store"
     last_gasps(pair, store)
     os.kill(pair[0][0].keeper, signal.SIGKILL)
@@ -135,7 +135,7 @@ def test_nobody_stands_in_for_a_node_that_has_begun_to_write_its_part(pair, tmp_
     assert begun.read_bytes() == b"half of it"
 
 
-def test_a_peer_that_was_killed_costs_copies_and_no_save_and_its_successor_takes_them(pair):
+def test_a_killed_peer_costs_replicas_but_no_save_and_its_replacement_gets_them(pair):
     (_, a), (other, b) = pair
     copied(a, save(a, 1, b))
     old = b.keeper.door
@@ -151,7 +151,7 @@ def test_a_peer_that_was_killed_costs_copies_and_no_save_and_its_successor_takes
     assert next(step for step, _ in held(a)) == 3
 
 
-def test_a_peer_that_hangs_makes_nobody_wait(pair):
+def test_a_hanging_peer_blocks_nothing(pair):
     (_, a), (other, b) = pair
     os.kill(other.keeper, signal.SIGSTOP)
     try:
@@ -166,7 +166,7 @@ def test_a_peer_that_hangs_makes_nobody_wait(pair):
     assert held(b) == [(1, [(0, SLOT_BYTES)])]
 
 
-def test_a_keeper_without_neighbours_has_no_door_and_copies_nothing(tmp_path):
+def test_without_replication_a_snapshot_server_listens_on_no_port(tmp_path):
     with Node(tmp_path):
         worker = Worker()
         assert worker.keeper.door == ""
@@ -174,7 +174,7 @@ def test_a_keeper_without_neighbours_has_no_door_and_copies_nothing(tmp_path):
         assert not worker.keeper.progress().copying
 
 
-def test_whoever_does_not_know_the_secret_gets_nowhere(pair):
+def test_a_caller_without_the_secret_is_refused(pair):
     (_, a), (other, b) = pair
     host, _, port = b.keeper.door.rpartition(":")
     for said in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000)):
@@ -195,7 +195,7 @@ def test_whoever_does_not_know_the_secret_gets_nowhere(pair):
     assert "snapshot-replicas" in other.words
 
 
-def test_what_a_neighbour_sends_that_makes_no_sense_is_not_kept(pair):
+def test_an_inconsistent_replica_is_not_stored(pair):
     (_, a), (_, b) = pair
     known = ReplicationSettings("job", (b"s" * 32,), "")
     offer = ReplicaOffer("other", "g", Key(0, 1, 0, 9), "00000009", "", 3, (5,))
@@ -220,7 +220,7 @@ def test_what_a_neighbour_sends_that_makes_no_sense_is_not_kept(pair):
     assert held(b) == [(1, [(0, SLOT_BYTES)])]
 
 
-def test_keepers_end_with_their_agents_though_a_copy_is_on_its_way(pair):
+def test_snapshot_servers_end_with_their_agents_during_a_transfer(pair):
     (one, a), (other, b) = pair
     pids = one.keeper, other.keeper
     os.kill(other.keeper, signal.SIGSTOP)

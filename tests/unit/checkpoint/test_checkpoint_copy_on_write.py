@@ -73,7 +73,7 @@ def mapped():
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_what_lies_in_whole_pages_is_lent_and_is_what_was_saved(slots):
+def test_page_aligned_tensors_share_the_snapshots_memory(slots):
     state = {name: torch.randn(shape) for name, shape in SHAPES.items()} | {"few": torch.ones(9)}
     image = Image(state, slots)
     lender = image.lender()
@@ -87,7 +87,7 @@ def test_what_lies_in_whole_pages_is_lent_and_is_what_was_saved(slots):
         assert not tensor.data_ptr() % PAGE_BYTES
 
 
-def test_what_is_written_to_a_lent_tensor_stays_in_this_process():
+def test_writes_to_a_shared_tensor_stay_in_this_process():
     image = Image({"one": torch.ones(1000, 700)})
     tensor = image.lender().tensor(0)
     tensor += 1
@@ -97,7 +97,7 @@ def test_what_is_written_to_a_lent_tensor_stays_in_this_process():
     image.close()
 
 
-def test_a_tensor_that_is_settled_does_not_see_what_the_slot_is_filled_with():
+def test_a_copied_tensor_does_not_see_later_writes_to_the_slot():
     state = {"several": torch.randn(3000, 1000), "one": torch.randn(1000, 700)}
     image = Image(state, 2)
     lender = image.lender()
@@ -111,7 +111,7 @@ def test_a_tensor_that_is_settled_does_not_see_what_the_slot_is_filled_with():
     assert torch.equal(lent[0], state["several"]) and torch.equal(lent[1], state["one"])
 
 
-def test_what_nobody_has_any_more_is_unmapped_and_gets_no_memory(monkeypatch):
+def test_a_dead_tensor_is_unmapped_and_not_copied(monkeypatch):
     before = mapped()
     image = Image({"one": torch.ones(1000, 700), "two": torch.ones(1000, 700)})
     own = mapped()
@@ -134,7 +134,7 @@ def test_what_nobody_has_any_more_is_unmapped_and_gets_no_memory(monkeypatch):
     assert mapped() == before
 
 
-def test_nothing_is_lent_where_the_kernel_cannot_make_it_ones_own(monkeypatch):
+def test_nothing_is_shared_if_the_kernel_cannot_populate_pages(monkeypatch):
     def refuse(address, size):
         raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -146,7 +146,7 @@ def test_nothing_is_lent_where_the_kernel_cannot_make_it_ones_own(monkeypatch):
 
 
 @pytest.mark.parametrize("by", ["host", "torch"])
-def test_nothing_is_lent_where_new_memory_is_in_huge_pages(monkeypatch, tmp_path, by):
+def test_nothing_is_shared_if_new_memory_is_in_huge_pages(monkeypatch, tmp_path, by):
     copy_on_write.is_supported.cache_clear()
     if by == "host":
         (tmp_path / "enabled").write_text("[always] madvise never\n")
@@ -158,7 +158,7 @@ def test_nothing_is_lent_where_new_memory_is_in_huge_pages(monkeypatch, tmp_path
     image.close()
 
 
-def test_a_process_that_has_all_the_maps_it_may_have_reads(monkeypatch):
+def test_a_process_at_its_limit_of_maps_reads_instead(monkeypatch):
     def refuse(parts):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 

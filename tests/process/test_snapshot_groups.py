@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from keeper_support import Node
+from snapshot_server_support import Node
 
 import elastane
 

@@ -35,7 +35,7 @@ class Node:
     def __enter__(self) -> Node:
         with (self.folder / "words").open("ab") as words:
             self.agent = subprocess.Popen(
-                [sys.executable, SCRIPTS / "keeper_agent.py"],
+                [sys.executable, SCRIPTS / "snapshot_server_agent.py"],
                 env=self.environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

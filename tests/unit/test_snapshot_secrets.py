@@ -23,12 +23,12 @@ def test_two_nodes_of_a_job_have_one_secret_and_another_job_has_another():
     assert told(Keyring("a", "")).secrets != told(Keyring("b", "")).secrets
 
 
-def test_a_keeper_cannot_open_the_job_by_what_it_was_told():
+def test_a_snapshot_server_cannot_derive_the_jobs_secret():
     ring = Keyring("job", "t")
     assert not set(told(ring).secrets) & set(ring.secrets())
 
 
-def test_while_the_secret_changes_a_keeper_has_one_for_each(tmp_path):
+def test_during_a_change_of_secrets_a_snapshot_server_has_both(tmp_path):
     import asyncio
 
     path = tmp_path / "tokens"
@@ -41,7 +41,7 @@ def test_while_the_secret_changes_a_keeper_has_one_for_each(tmp_path):
     assert older in told(Keyring("job", "older-secret")).secrets
 
 
-def test_a_keeper_has_the_files_and_the_address_of_its_node():
+def test_a_snapshot_server_has_the_tls_files_and_the_address_of_its_node():
     found = told(Keyring("job", "t"), TlsConfig(cert="c", key="k", ca="a"))
     assert (found.tls, found.host, found.job) == (("c", "k", "a"), "10.0.0.2", "job")
     assert told(Keyring("job", "t")).tls == ("", "", "")

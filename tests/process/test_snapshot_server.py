@@ -19,8 +19,16 @@ from operator import le
 from pathlib import Path
 
 import pytest
-from keeper_support import SLOT_BYTES, Node, Worker, keepers, persist_to, published, snapshot
 from process_harness import DEADLINE_S, SCRIPTS, until
+from snapshot_server_support import (
+    SLOT_BYTES,
+    Node,
+    Worker,
+    keepers,
+    persist_to,
+    published,
+    snapshot,
+)
 from supervise import alive
 
 from elastane.protocol.checkpoints import Key
@@ -40,7 +48,7 @@ def crew(node, lives, locals_, seed=1, slot_bytes=4 << 20):
     """Run workers that are killed over and over; returns what they say."""
     words = [str(n) for n in (lives, locals_, slot_bytes, seed)]
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "keeper_crew.py", *words],
+        [sys.executable, SCRIPTS / "snapshot_server_workers.py", *words],
         env={**node.environment, "ELASTANE_KEEPER": str(node.path)},
         capture_output=True,
         timeout=DEADLINE_S * 20,
@@ -51,19 +59,19 @@ def crew(node, lives, locals_, seed=1, slot_bytes=4 << 20):
 
 
 @pytest.mark.parametrize("locals_", [1, 2])
-def test_what_was_kept_is_whole_after_a_sigkill_at_any_instant(node, locals_):
+def test_a_kept_snapshot_is_whole_after_a_sigkill_at_any_instant(node, locals_):
     told = crew(node, lives=40, locals_=locals_)
     assert told["copying"] > 0, "no worker was killed in the middle of a copy"
     assert told["steps"] >= 80
 
 
 @pytest.mark.soak
-def test_what_was_kept_is_whole_after_a_thousand_sigkills(node):
+def test_a_kept_snapshot_is_whole_after_a_thousand_sigkills(node):
     told = crew(node, lives=1000, locals_=3, seed=2)
     assert told["copying"] > 100
 
 
-def test_a_keeper_starts_with_the_first_worker_and_ends_with_the_agent(node):
+def test_a_snapshot_server_starts_with_the_first_worker_and_ends_with_the_agent(node):
     assert node.path.is_socket()
     assert node.path.parent.stat().st_mode & 0o077 == 0
     assert not keepers(node.agent.pid)
@@ -76,7 +84,7 @@ def test_a_keeper_starts_with_the_first_worker_and_ends_with_the_agent(node):
     assert not node.path.exists()
 
 
-def test_a_keeper_is_small_until_it_holds_something(node):
+def test_a_snapshot_server_is_small_until_it_holds_a_snapshot(node):
     keeper = SnapshotClient.connect()
     status = Path(f"/proc/{node.keeper}/status").read_text()
     held = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1])
@@ -84,7 +92,7 @@ def test_a_keeper_is_small_until_it_holds_something(node):
     keeper.close()
 
 
-def test_a_restarted_worker_gets_what_the_one_before_it_kept(node):
+def test_a_restarted_worker_reads_its_predecessors_snapshot(node):
     first = Worker()
     first.keeper.layout("L", {"layout.json": b"{}", ".metadata": b"m"})
     for step in range(1, 6):
@@ -127,7 +135,7 @@ def test_a_socket_may_have_a_long_path_and_one_that_was_left_is_removed(tmp_path
         assert [path.name for path in left.iterdir()] == ["somebody's"]
 
 
-def test_a_killed_keeper_is_told_and_another_takes_its_place(node):
+def test_a_killed_snapshot_server_is_reported_and_replaced(node):
     worker = Worker()
     worker.save(1)
     was, pid = worker.keeper.id, node.keeper
@@ -145,7 +153,7 @@ def test_a_killed_keeper_is_told_and_another_takes_its_place(node):
     assert "keeper-lost" in node.words
 
 
-def test_a_worker_waits_once_for_a_keeper_that_stands_still(node, monkeypatch):
+def test_a_worker_waits_once_for_a_stopped_snapshot_server(node, monkeypatch):
     worker, waited = Worker(patience_s=0.05), []
     channel, pid = worker.keeper._channel, node.keeper
     is_ready = channel.is_ready
@@ -172,7 +180,7 @@ def _saves(worker, step):
         return worker.save(step)
 
 
-def test_a_keeper_that_a_signal_has_stopped_is_replaced(node):
+def test_a_snapshot_server_stopped_by_a_signal_is_replaced(node):
     worker, pid = Worker(), node.keeper
     os.kill(pid, signal.SIGSTOP)
     until(lambda: not alive(pid), "it is killed")
@@ -180,7 +188,7 @@ def test_a_keeper_that_a_signal_has_stopped_is_replaced(node):
     assert "was stopped by a signal" in node.words
 
 
-def test_the_answer_to_a_keep_is_taken_later_and_names_the_next_slot(node):
+def test_the_answer_to_keep_is_received_later_and_names_the_next_slot(node):
     worker = Worker()
     worker.save(1)
     assert worker.keeper.grant(1.0) == worker.keeper.grant(1.0), "the same until it is kept"
@@ -190,7 +198,7 @@ def test_the_answer_to_a_keep_is_taken_later_and_names_the_next_slot(node):
     until(lambda: other.steps() == [2, 1], "what was said is heard")
 
 
-def test_what_a_worker_has_changed_in_its_last_moments_is_found_before_anybody_asks(node):
+def test_a_dying_workers_change_is_found_before_a_reader_asks(node):
     worker = Worker()
     worker.save(1)
 
@@ -207,7 +215,7 @@ def test_what_a_worker_has_changed_in_its_last_moments_is_found_before_anybody_a
     assert Worker().steps() == []
 
 
-def test_a_question_that_was_interrupted_has_no_answer_for_the_next(node, monkeypatch):
+def test_an_interrupted_request_leaves_no_answer_for_the_next(node, monkeypatch):
     worker = Worker()
     worker.save(1)
 
@@ -250,7 +258,7 @@ def test_slots_beyond_a_limit_of_the_process_are_refused(tmp_path):
         assert len(keeper.slots(2, limit // 2)) == 2
 
 
-def test_a_full_disk_is_told_and_the_training_goes_on(node, tmp_path):
+def test_a_full_disk_is_reported_and_training_continues(node, tmp_path):
     store = tmp_path / "store"
     store.mkdir()
     mounted = subprocess.run(
@@ -288,7 +296,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("noise", GARBAGE.values(), ids=GARBAGE)
-def test_garbage_ends_the_connection_that_it_came_by_and_nothing_else(node, noise):
+def test_garbage_ends_only_its_own_connection(node, noise):
     worker = Worker()
     worker.save(1)
     for hello in (b"", b"hello"):
@@ -307,7 +315,7 @@ def test_garbage_ends_the_connection_that_it_came_by_and_nothing_else(node, nois
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="to be another user needs root")
-def test_another_user_is_not_let_in_even_where_the_folder_is_open(node):
+def test_a_connection_of_another_user_is_closed(node):
     Worker().save(1)
     node.path.chmod(0o666)
     code = (
@@ -326,7 +334,7 @@ def test_another_user_is_not_let_in_even_where_the_folder_is_open(node):
     assert Worker().steps() == [1]
 
 
-def test_what_makes_no_sense_is_refused_and_the_worker_goes_on(node):
+def test_a_wrong_request_is_refused_and_the_worker_continues(node):
     worker = Worker()
     persist = persist_to("relative/folder")
     for wrong in (
@@ -348,7 +356,7 @@ def test_what_makes_no_sense_is_refused_and_the_worker_goes_on(node):
     assert worker.steps() == [1]
 
 
-def test_a_worker_is_gone_with_its_process_whoever_holds_its_connection(node):
+def test_a_worker_is_gone_with_its_process_though_a_child_holds_its_connection(node):
     code = (
         "import os, sys, time; from elastane.snapshots.client import SnapshotClient\n"
         "k = SnapshotClient.connect(); k.slots(3, 65536); k.grant(1.0)\n"

@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from keeper_support import SLOT_BYTES, Node, Worker, persist_to, snapshot
 from process_harness import DEADLINE_S, until
+from snapshot_server_support import SLOT_BYTES, Node, Worker, persist_to, snapshot
 from supervise import alive
 
 from elastane.protocol.checkpoints import Key
@@ -37,7 +37,7 @@ def worker(node):
     return worker
 
 
-def test_a_page_says_it_to_all_who_have_it_and_nobody_else_can_turn_it_or_cut_it_short():
+def test_a_status_page_is_readable_by_all_and_writable_only_by_its_owner():
     own = OwnStatusPage()
     pages = [SnapshotStatusPage(own.descriptor()) for _ in range(2)]
     assert [(page.number(), page.words(0)) for page in pages] == [(0, None)] * 2
@@ -55,7 +55,7 @@ def test_a_page_says_it_to_all_who_have_it_and_nobody_else_can_turn_it_or_cut_it
     assert pages[1].number() == 1
 
 
-def test_a_page_says_nothing_that_it_does_not_say_whole():
+def test_a_status_page_shows_no_partial_content():
     own = OwnStatusPage()
     page = SnapshotStatusPage(own.descriptor())
     own.write(b"before")
@@ -80,7 +80,7 @@ def test_a_page_that_cannot_be_mapped_leaves_no_descriptor(tmp_path):
         os.fstat(descriptor)
 
 
-def test_the_keeper_is_asked_once_in_a_round_and_says_by_itself_what_changes(worker, tmp_path):
+def test_the_server_is_asked_once_in_a_round_and_publishes_changes(worker, tmp_path):
     keeper, key = worker.keeper, Key(0, 1, 0, 1)
     for _ in range(3):
         assert not keeper.progress(FENCE).busy
@@ -103,7 +103,7 @@ def test_the_keeper_is_asked_once_in_a_round_and_says_by_itself_what_changes(wor
 
 
 @pytest.mark.parametrize("words", [None, b"?", encode(Done())], ids=["none", "odd", "another"])
-def test_what_the_page_does_not_say_is_asked_for(worker, monkeypatch, tmp_path, words):
+def test_a_status_missing_from_the_page_is_requested(worker, monkeypatch, tmp_path, words):
     assert not worker.keeper.progress(FENCE).busy
     monkeypatch.setattr(SnapshotStatusPage, "words", lambda page, number: words)
     worker.asked.clear()
@@ -112,14 +112,14 @@ def test_what_the_page_does_not_say_is_asked_for(worker, monkeypatch, tmp_path, 
     assert "WriteStatusQuery" in worker.asked
 
 
-def test_what_fails_is_seen_as_well(worker, tmp_path):
+def test_failures_show_on_the_page(worker, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     assert not worker.keeper.progress(FENCE).failures
     worker.save(1, persist_to(tmp_path / "file" / "store"))
     until(lambda: worker.keeper.progress(FENCE).failures, "the failure")
 
 
-def test_a_refusal_is_told_by_whatever_is_asked_next(worker):
+def test_a_refusal_is_raised_by_the_next_request(worker):
     slot = worker.keeper.grant(DEADLINE_S)
     worker.keeper.keep(slot, snapshot(2, SLOT_BYTES * 2, None))
     with pytest.raises(ValueError, match=r"slot \d+ does not hold"):
@@ -130,7 +130,7 @@ def test_a_refusal_is_told_by_whatever_is_asked_next(worker):
     assert not worker.keeper.progress(FENCE).busy
 
 
-def test_a_keeper_that_is_gone_does_not_stand_as_it_did(node, worker):
+def test_the_page_of_a_dead_server_is_not_believed(node, worker):
     worker.save(1)
     assert not worker.keeper.progress(FENCE).busy
     pid = node.keeper
@@ -141,7 +141,7 @@ def test_a_keeper_that_is_gone_does_not_stand_as_it_did(node, worker):
             worker.keeper.progress(FENCE)
 
 
-def test_a_worker_that_lets_go_leaves_no_page_behind(node):
+def test_a_closed_client_unmaps_its_page(node):
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("elastane-page")
 

@@ -18,14 +18,14 @@ def sharded(ranks):
     return lay_out([Tensor("x", "float32", (ranks, 2))], held)
 
 
-def test_each_keeper_has_the_next_one_as_its_peer_and_the_last_the_first():
+def test_snapshot_servers_form_a_ring():
     members = [standing(keeper) for keeper in ("a", "a", "b", "c", "c")]
     found = shares(sharded(5), members)
     assert [share.door for share in found] == ["b:1", "b:1", "c:1", "a:1", "a:1"]
     assert [share.group for share in found][::2] == ["group of b", "group of c", "group of a"]
 
 
-def test_what_every_node_has_is_not_copied_nor_what_has_nowhere_to_go():
+def test_replicated_state_is_not_replicated_again():
     replicated = lay_out([Tensor("x", "float32", (2, 2))], [[Chunk(0, (0, 0), (2, 2))]] * 2)
     assert {share.door for share in shares(replicated, [standing("a"), standing("b")])} == {""}
     assert {share.door for share in shares(sharded(2), [standing("a"), standing("a")])} == {""}
@@ -46,7 +46,7 @@ def test_nodes_without_the_option_are_left_out_of_the_ring():
         ([standing("a"), standing("b", door=False)], "1 of 2 nodes have none"),
     ],
 )
-def test_the_user_is_told_where_copies_are_wished_and_cannot_be(members, words):
+def test_impossible_replication_is_a_warning(members, words):
     said = without_copies(members)
     assert (words in said) if words else not said
 
@@ -119,14 +119,14 @@ def test_the_last_save_that_all_have_is_the_last_that_each_has_kept():
     assert together(9, 9) == 9
 
 
-def test_who_has_just_come_hears_from_the_others_what_is_to_stay():
+def test_a_joining_rank_adopts_the_safe_save_of_the_others():
     saver = Saver(None, Kept("x:1"), "/nowhere", None)
     saver._update_safe(heard({}, {"safe": 5, "together": 6}))
     assert (saver._safe, saver._together) == (5, 6)
 
 
 @pytest.mark.parametrize(("missed", "safe"), [(True, 255), (False, 0)])
-def test_what_was_restored_is_safe_where_a_node_had_nothing_of_it(missed, safe):
+def test_a_restored_save_is_safe_if_a_node_lacked_it(missed, safe):
     saver = Saver(None, Kept("x:1"), "/nowhere", None)
     saver.continue_from("000000ff", missed=missed)
     assert (saver._safe, saver._together) == (safe, 255)

@@ -18,5 +18,5 @@ def test_threads_that_need_storage_at_the_same_time_import_it_from_above():
         for node in ast.walk(function)
     ]
     found = [(n, node.module) for n, node in functions if isinstance(node, ast.ImportFrom)]
-    assert ("writing.py", "elastane.storage") in found
+    assert ("writer.py", "elastane.storage") in found
     assert not [each for each in found if each[1].startswith("elastane.storage.")]

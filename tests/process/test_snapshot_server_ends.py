@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from keeper_support import SLOT_BYTES, Node, Worker, persist_to, published
 from process_harness import DEADLINE_S, until, worker_environment
+from snapshot_server_support import SLOT_BYTES, Node, Worker, persist_to, published
 from supervise import alive
 
 from elastane.protocol.checkpoints import Key
@@ -23,7 +23,7 @@ def node(tmp_path):
         yield one
 
 
-def test_groups_share_a_keeper_and_nothing_else(node, tmp_path):
+def test_groups_share_a_snapshot_server_and_nothing_else(node, tmp_path):
     stores = {group: tmp_path / group for group in ("model", "ema")}
     workers = {group: Worker(group=group) for group in stores}
     assert len({worker.keeper.id for worker in workers.values()}) == 1
@@ -44,7 +44,7 @@ def test_groups_share_a_keeper_and_nothing_else(node, tmp_path):
     ]
 
 
-def test_a_killed_agent_leaves_a_keeper_that_writes_and_goes(node, tmp_path):
+def test_a_killed_agents_snapshot_server_flushes_and_ends(node, tmp_path):
     store = tmp_path / "store"
     worker = Worker()
     worker.keeper.layout("L", {"layout.json": b"{}"}, persist_to(store))
@@ -57,7 +57,7 @@ def test_a_killed_agent_leaves_a_keeper_that_writes_and_goes(node, tmp_path):
     until(lambda: not node.path.exists(), "the socket is gone")
 
 
-def test_an_agent_that_leaves_waits_for_what_is_not_durable(node, tmp_path):
+def test_a_leaving_agent_waits_for_the_final_flush(node, tmp_path):
     store = tmp_path / "store"
     worker = Worker()
     worker.keeper.layout("L", {"layout.json": b"{}"}, persist_to(store))
@@ -69,7 +69,7 @@ def test_an_agent_that_leaves_waits_for_what_is_not_durable(node, tmp_path):
     assert published(store) == [(2, "last gasp"), (1, "step")]
 
 
-def test_what_is_durable_is_not_written_again_at_the_end(node, tmp_path):
+def test_a_durable_snapshot_is_not_flushed_again(node, tmp_path):
     store = tmp_path / "store"
     worker = Worker()
     worker.save(1, persist_to(store))
@@ -78,7 +78,7 @@ def test_what_is_durable_is_not_written_again_at_the_end(node, tmp_path):
     assert published(store) == [(1, "step")]
 
 
-def test_workers_that_do_not_come_back_are_written_for(node, tmp_path):
+def test_the_snapshot_of_workers_that_stay_away_is_flushed(node, tmp_path):
     store = tmp_path / "store"
     worker = Worker()
     worker.save(1, persist_to(store))
@@ -91,7 +91,7 @@ def test_workers_that_do_not_come_back_are_written_for(node, tmp_path):
     assert Worker().steps() == [2, 1], "and what it holds is held on"
 
 
-def test_keepers_of_two_nodes_publish_one_checkpoint_and_one_last_gasp(tmp_path):
+def test_servers_of_two_nodes_publish_one_checkpoint_and_one_final_flush(tmp_path):
     store, half = tmp_path / "store", SLOT_BYTES
     folders = [tmp_path / "a", tmp_path / "b"]
     workers, nodes = [], []
@@ -120,7 +120,7 @@ def test_keepers_of_two_nodes_publish_one_checkpoint_and_one_last_gasp(tmp_path)
 
 
 @pytest.mark.soak
-def test_keepers_of_a_sharded_state_end_with_what_is_whole_on_all_nodes(tmp_path):
+def test_the_final_flush_of_a_sharded_state_is_the_newest_whole_on_all_nodes(tmp_path):
     """Twenty seconds: so long is the newest waited for, which only one of them has."""
     store, half = tmp_path / "store", SLOT_BYTES
     with contextlib.ExitStack() as stack:
@@ -144,11 +144,11 @@ def test_keepers_of_a_sharded_state_end_with_what_is_whole_on_all_nodes(tmp_path
         assert published(store) == [(1, "last gasp")]
 
 
-def test_a_worker_without_an_agent_has_a_keeper_that_outlives_it_and_then_goes(tmp_path):
+def test_a_worker_without_an_agent_has_a_server_that_outlives_it_briefly(tmp_path):
     store = tmp_path / "store"
     code = (
         "import os, signal, sys; sys.path.insert(0, sys.argv[1])\n"
-        "from keeper_support import Worker, persist_to, keepers\n"
+        "from snapshot_server_support import Worker, persist_to, keepers\n"
         "w = Worker(); assert not w.keeper.survives\n"
         "w.keeper.layout('L', {'layout.json': b''}, persist_to(sys.argv[2]))\n"
         "w.save(1, persist_to(sys.argv[2]), layout='L'); w.save(2, layout='L')\n"

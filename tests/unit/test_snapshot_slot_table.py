@@ -106,13 +106,13 @@ def test_a_late_older_snapshot_does_not_push_out_the_newer_one_that_waits():
     assert desk.table.waiting == name(9, round=2)
 
 
-def test_only_what_all_workers_wish_for_is_written():
+def test_only_snapshots_that_all_workers_ask_for_are_written():
     desk = Desk(1, 2)
     desk.keep(1, name(1), 0, 2, persist=True)
     assert desk.keep(2, name(1), 1, 2) == [Whole(name(1))]
 
 
-def test_the_dead_workers_slots_are_taken_over_and_those_of_another_size_go():
+def test_a_worker_inherits_a_dead_workers_slots_and_drops_other_sizes():
     desk = Desk(1)
     desk.keep(1, name(1))
     desk.table.grant(1)
@@ -125,7 +125,7 @@ def test_the_dead_workers_slots_are_taken_over_and_those_of_another_size_go():
     assert desk.keep(2, name(3)) == [Whole(name(3)), Forget(name(1)), Drop(10)]
 
 
-def test_what_is_read_stays_and_goes_when_it_was_read():
+def test_a_snapshot_stays_while_it_is_read():
     desk = Desk(1)
     desk.keep(1, name(1))
     assert desk.table.read(1) == [name(1)]
@@ -138,7 +138,7 @@ def test_what_is_read_stays_and_goes_when_it_was_read():
     assert desk.table.release(1, name(77)) == []
 
 
-def test_a_worker_that_waits_long_enough_gives_up_what_is_not_whole():
+def test_an_overdue_grant_drops_an_incomplete_snapshot():
     desk = Desk(1, 2)
     for step in (1, 2, 3):
         desk.keep(1, name(step), 0, 2)
@@ -146,14 +146,14 @@ def test_a_worker_that_waits_long_enough_gives_up_what_is_not_whole():
     assert desk.table.grant(1, overdue=True) == (10, [Forget(name(1))])
 
 
-def test_a_worker_that_has_kept_a_later_one_is_not_waited_for():
+def test_a_snapshot_lacking_the_piece_of_a_worker_with_a_later_one_is_dropped():
     desk = Desk(1, 2)
     desk.keep(1, name(1), 0, 2)
     assert desk.keep(2, name(2), 1, 2) == [Forget(name(1))]
     assert desk.keep(1, name(2), 0, 2) == [Whole(name(2))]
 
 
-def test_an_end_that_is_seen_late_does_not_touch_what_the_successors_keep():
+def test_a_late_seen_death_does_not_drop_snapshots_of_replacements():
     desk = Desk(1, 2)
     desk.keep(1, name(1), 0, 2)
     desk.keep(2, name(1), 1, 2)
@@ -165,7 +165,7 @@ def test_an_end_that_is_seen_late_does_not_touch_what_the_successors_keep():
     assert desk.keep(4, name(2, attempt=1), 0, 2)[0] == Whole(name(2, attempt=1))
 
 
-def test_workers_that_are_gone_leave_one_last_gasp():
+def test_the_final_flush_writes_the_newest_snapshot_once():
     desk = Desk(1)
     assert desk.table.flush() == []
     desk.table.joined(2)
@@ -182,7 +182,7 @@ def test_workers_that_are_gone_leave_one_last_gasp():
     assert desk.table.flush(leaving=True) == []
 
 
-def test_a_worker_that_comes_back_ends_the_last_gasps_of_the_others():
+def test_a_returning_worker_ends_the_final_flush():
     desk = Desk(1)
     desk.keep(1, name(1), persist=True)
     desk.keep(1, name(2))
@@ -192,7 +192,7 @@ def test_a_worker_that_comes_back_ends_the_last_gasps_of_the_others():
     assert desk.table.written(name(1)) == []
 
 
-def test_a_spoiled_snapshot_is_given_to_nobody_and_goes_when_it_was_written():
+def test_a_spoiled_snapshot_is_never_read_and_dropped_after_its_write():
     desk = Desk(1)
     for step in (1, 2):
         desk.keep(1, name(step), persist=True)
@@ -203,7 +203,7 @@ def test_a_spoiled_snapshot_is_given_to_nobody_and_goes_when_it_was_written():
     assert desk.table.spoil(name(1)) == []
 
 
-def test_an_order_that_has_ended_twice_is_our_bug():
+def test_ending_a_write_twice_is_an_assertion_error():
     with pytest.raises(AssertionError):
         Desk(1).table.written(name(1))
 
@@ -225,7 +225,7 @@ def test_a_slot_of_another_size_goes_also_while_it_is_filled():
         desk.table.keep(1, slot, SnapshotPiece(name(1), 0, 1, persist=False))
 
 
-def test_slots_that_nobody_took_over_go_with_the_next_snapshot():
+def test_slots_without_an_owner_are_dropped_with_the_next_snapshot():
     desk = Desk(1, 2)
     desk.keep(1, name(1), 0, 1)
     desk.table.gone(1)
@@ -234,7 +234,7 @@ def test_slots_that_nobody_took_over_go_with_the_next_snapshot():
     assert Drop(10) in desk.keep(2, name(3), 0, 1)
 
 
-def test_what_waits_to_be_written_gives_way_before_a_worker_has_to_wait():
+def test_a_waiting_write_is_superseded_before_a_worker_waits():
     desk = Desk(1)
     desk.keep(1, name(1), persist=True)
     desk.keep(1, name(2), persist=True)
@@ -245,7 +245,7 @@ def test_what_waits_to_be_written_gives_way_before_a_worker_has_to_wait():
     assert desk.table.whole() == [name(3), name(1)]
 
 
-def test_a_spare_slot_is_one_for_which_nothing_has_to_go():
+def test_a_spare_grant_never_drops_a_snapshot():
     desk = Desk(1)
     for step in (1, 2):
         desk.keep(1, name(step), persist=step == 1)
@@ -267,7 +267,7 @@ def test_the_last_save_that_all_nodes_have_stays_however_many_were_cut_short():
     assert name(1) not in desk.table.whole()
 
 
-def test_the_last_save_that_all_have_goes_last_where_a_slot_is_needed():
+def test_the_last_save_of_all_nodes_is_dropped_last():
     desk = Desk(1)
     desk.keep(1, name(1))
     first = name(1).nonce

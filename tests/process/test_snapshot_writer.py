@@ -3,8 +3,8 @@
 import os
 
 import pytest
-from keeper_support import SLOT_BYTES, persist_to, published
 from small_saves import opened, save
+from snapshot_server_support import SLOT_BYTES, persist_to, published
 
 from elastane.protocol.checkpoints import Key, part_name
 from elastane.snapshots.messages import STREAMS_FILE
@@ -41,20 +41,20 @@ def parts_in(folder):
     return sorted(path.name for path in folder.glob("step-*/*.distcp"))
 
 
-def test_who_has_a_copy_writes_the_part_that_has_not_come(order, tmp_path):
+def test_the_holder_of_a_replica_writes_the_missing_part(order, tmp_path):
     size = 2 * SLOT_BYTES + len(b"7")
     assert CheckpointWriter().flush(order(0, order(1))) == Written(size, (0, 1))
     assert published(tmp_path) == [(7, "step")]
 
 
-def test_nobody_stands_in_where_workers_have_gone_on_from_it(order, tmp_path):
+def test_no_missing_part_is_written_after_workers_continued(order, tmp_path):
     with pytest.raises(WriteFailure) as failed:
         CheckpointWriter().flush(order(0, order(1), past=True))
     assert failed.value.slug == "checkpoint-incomplete"
     assert parts_in(tmp_path) == ["__0_0.distcp"]
 
 
-def test_nobody_stands_in_for_one_that_has_come(order, tmp_path):
+def test_a_part_that_has_come_is_not_written_from_a_replica(order, tmp_path):
     with pytest.raises(WriteFailure):
         CheckpointWriter().flush(order(1))
     written = CheckpointWriter().flush(order(0, order(1)))
@@ -62,9 +62,7 @@ def test_nobody_stands_in_for_one_that_has_come(order, tmp_path):
 
 
 @pytest.mark.parametrize("during", ["mkdir", "stop", "hurry"])
-def test_what_a_later_round_removes_before_it_is_published_is_fenced_off(
-    order, tmp_path, monkeypatch, during
-):
+def test_a_save_removed_by_a_later_round_is_fenced(order, tmp_path, monkeypatch, during):
     """Not a file that is missing, nor a writer that did not finish: its round is over.
 
     It is removed as soon as its folder is made, while its files are written, and after that.

@@ -86,12 +86,12 @@ def check(seed, locals_):
 
 
 @pytest.mark.parametrize("locals_", [1, 2, 3])
-def test_what_all_workers_kept_survives_them_and_nobody_waits_for_the_dead(locals_):
+def test_whole_snapshots_survive_their_workers_and_grants_never_wait_for_the_dead(locals_):
     for seed in range(150):
         check(seed, locals_)
 
 
 @pytest.mark.soak
-def test_nobody_waits_for_the_dead_in_many_histories():
+def test_grants_never_wait_for_the_dead_in_many_histories():
     for seed in range(30_000):
         check(seed, 1 + seed % 4)

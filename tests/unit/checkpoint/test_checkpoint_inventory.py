@@ -32,7 +32,7 @@ def test_memory_is_preferred_to_the_same_in_storage_and_storage_to_what_is_older
     assert not choose([Inventory("k", "p", held=(a,), stored=(b, a))]).memory
 
 
-def test_a_last_gasp_of_what_is_in_memory_still_is_no_newer():
+def test_memory_is_preferred_to_its_own_final_flush():
     kept, gasp = save(5, nonce="00000001"), save(5, nonce="ffffffff")
     choice = choose([Inventory("k", "p", held=(kept,), stored=(gasp,))])
     assert (choice.save, choice.memory) == (kept, True)
@@ -40,7 +40,7 @@ def test_a_last_gasp_of_what_is_in_memory_still_is_no_newer():
     assert choose([Inventory("k", "p", parts=(part,), stored=(gasp,))]).memory
 
 
-def test_who_has_it_gives_it_to_those_who_have_not():
+def test_holders_give_the_state_to_ranks_that_lack_it():
     a = save(5)
     heard = [Inventory("k1", "p"), Inventory("k2", "p", held=(a,)), Inventory("k1", "p")]
     choice = choose(heard)
@@ -50,7 +50,7 @@ def test_who_has_it_gives_it_to_those_who_have_not():
     assert (choice.givers, choice.lacking) == ((0, 1), (2,))
 
 
-def test_parts_of_sharded_state_count_where_the_keepers_have_the_whole_together():
+def test_parts_of_sharded_state_count_if_the_servers_together_have_the_whole():
     a, b = save(5), save(6)
     one = Inventory("k1", "p", parts=(StatePart(b, 10, ((0, 6),)),), stored=(a,))
     rest = Inventory("k2", "p", parts=(StatePart(b, 10, ((6, 10),)),))
@@ -61,7 +61,7 @@ def test_parts_of_sharded_state_count_where_the_keepers_have_the_whole_together(
         assert choose([one, *others, Inventory("k3", "p")]).save == a, "bytes 6 to 7 are lost"
 
 
-def test_a_copy_of_a_lost_nodes_part_makes_the_state_whole_for_who_has_nothing():
+def test_a_replica_of_a_lost_nodes_part_makes_the_state_whole():
     a, b = save(5), save(6)
     first = Inventory("k1", "p", parts=(StatePart(b, 9, ((0, 3),)), StatePart(a, 9, ((0, 3),))))
     second = Inventory(
@@ -73,7 +73,7 @@ def test_a_copy_of_a_lost_nodes_part_makes_the_state_whole_for_who_has_nothing()
     assert choose([first, Inventory("new", "p"), second], {(a, True)}) is None
 
 
-def test_what_failed_is_not_chosen_again_and_nothing_is_none():
+def test_a_failed_choice_is_not_repeated_and_no_state_is_none():
     a, b = save(5), save(6)
     heard = [Inventory("k", "p", held=(b,), stored=(b, a))]
     assert choose(heard, {(b, True)}) == choose(heard, {(b, True)})
@@ -83,7 +83,7 @@ def test_what_failed_is_not_chosen_again_and_nothing_is_none():
     assert choose([Inventory("k", "p")]) is None
 
 
-def test_a_copy_that_is_damaged_in_one_place_is_brought_there_from_another():
+def test_a_checkpoint_damaged_in_one_place_is_copied_from_another():
     a = save(5)
     heard = [Inventory("k1", "p1", stored=(a,)), Inventory("k2", "p2", stored=(a,))]
     choice = choose(without(heard, a, {0: "damaged"}))
@@ -95,7 +95,7 @@ def test_one_rank_speaks_for_each_place():
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_every_choice_is_the_greatest_that_somebody_has_and_reaches_all(seed):
+def test_every_choice_is_the_greatest_that_exists_and_reaches_all_ranks(seed):
     rng = random.Random(seed)
     saves = [save(rng.randint(1, 5), number=rng.randint(1, 2), nonce=f"{n:08x}") for n in range(6)]
     heard = [

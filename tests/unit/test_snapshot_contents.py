@@ -48,7 +48,7 @@ def contents(*pieces):
         ({"replicated": False}, "disagree"),
     ],
 )
-def test_a_piece_that_cannot_be_one_is_refused(wrong, words):
+def test_an_inconsistent_piece_is_refused(wrong, words):
     made, layouts = contents(piece(0)), Layouts()
     made.check(piece(1), layouts)
     with pytest.raises(ValueError, match=words):
@@ -94,13 +94,13 @@ def test_the_ranges_of_all_workers_are_written_each_once():
         ({"ranges": (("a.distcp", 3, 9),)}, "different ranges into one file"),
     ],
 )
-def test_wishes_that_contradict_each_other_are_none(other, words):
+def test_contradicting_write_requests_are_refused(other, words):
     made = contents(piece(0, persist=persist()), piece(1, persist=persist(**other)))
     with pytest.raises(ValueError, match=words):
         made.persist()
 
 
-def test_a_last_gasp_is_what_a_layout_says_or_the_wish_of_a_lone_writer():
+def test_the_final_flush_is_given_by_the_layout_or_a_sole_writers_request():
     layouts = Layouts()
     asked = contents(piece(0, persist=persist()), piece(1, persist=persist()))
     assert asked.gasp(layouts) == persist()
@@ -117,7 +117,7 @@ def test_a_last_gasp_is_what_a_layout_says_or_the_wish_of_a_lone_writer():
     ("span", "is_enough"),
     [((0, 20), True), ((5, 15), True), ((20, 20), True), ((0, 21), False), ((19, 30), False)],
 )
-def test_a_last_gasp_needs_all_of_what_it_is_to_write(span, is_enough):
+def test_the_final_flush_needs_all_its_bytes(span, is_enough):
     layouts, wish = Layouts(), persist(ranges=(("a.distcp", *span),))
     layouts.add(LayoutFiles("L", {}, wish))
     found = contents(piece(0, layout="L"), piece(1)).gasp(layouts)
@@ -136,7 +136,7 @@ def test_layouts_are_kept_while_snapshots_refer_to_them_and_a_few_more():
     assert len(layouts._by_digest) == KEEPER_LAYOUTS_MAX + 2
 
 
-def test_progress_tells_what_became_of_a_step():
+def test_progress_reports_the_failure_of_a_step():
     one, two = Key(0, 1, 0, 1), Key(0, 1, 0, 2)
     assert WriteProgress().failed is None
     assert not WriteProgress().busy
@@ -168,12 +168,12 @@ def test_progress_tells_what_became_of_a_step():
     ],
     ids=lambda request: type(request).__name__,
 )
-def test_what_is_out_of_bounds_is_no_request(request_):
+def test_a_request_out_of_bounds_is_refused(request_):
     with pytest.raises(ValueError, match="no request of this version"):
         messages.request_of(messages.encode(request_))
 
 
-def test_requests_and_answers_come_out_as_they_went_in():
+def test_requests_and_answers_survive_encoding():
     for request in (messages.Hello(1), messages.Keep(3, piece(0, persist=persist()))):
         assert messages.request_of(messages.encode(request)) == request
     answer = messages.SnapshotRefused(12, "no room")

@@ -92,13 +92,13 @@ def between(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, (16 << 20) + 1, 40_000_001])
-def test_a_copy_of_any_size_is_what_was_sent(between, size):
+def test_a_replica_of_any_size_arrives_as_sent(between, size):
     data = os.urandom(size)
     assert between.bring(1, data)
     assert between.held() == {1: data}
 
 
-def test_the_safe_one_stays_and_the_rest_makes_room(between):
+def test_the_safe_replica_stays_and_others_make_room(between):
     assert between.bring(1, b"1" * 9000)
     assert between.bring(2, b"2" * 9000, safe="00000001")
     assert between.bring(3, b"3" * 9000, safe="00000001")
@@ -107,7 +107,7 @@ def test_the_safe_one_stays_and_the_rest_makes_room(between):
     assert sorted(between.held()) == [3, 4]
 
 
-def test_what_somebody_may_be_reading_is_not_written_over(between):
+def test_a_replica_that_was_given_out_is_not_overwritten(between):
     assert between.bring(1, b"1" * 9000)
     ((_, (fd,)),) = between.replicas.given()
     assert between.bring(2, b"2" * 9000)
@@ -116,7 +116,7 @@ def test_what_somebody_may_be_reading_is_not_written_over(between):
     assert between.held() == {2: b"2" * 9000}
 
 
-def test_memory_that_runs_short_is_told_once_and_costs_copies_alone(between, monkeypatch, caplog):
+def test_short_memory_is_logged_once_and_only_costs_replicas(between, monkeypatch, caplog):
     def short(size):
         raise OSError(
             errno.ENOMEM, f"a snapshot's slot of {size} bytes, with 7 bytes of memory left"
@@ -132,7 +132,7 @@ def test_memory_that_runs_short_is_told_once_and_costs_copies_alone(between, mon
     assert between.held() == {3: b"3" * 5000}
 
 
-def test_a_copy_of_what_has_changed_since_it_was_kept_is_no_copy(between, caplog):
+def test_a_snapshot_that_changed_in_memory_is_not_replicated(between, caplog):
     assert not between.bring(1, b"1" * 5000, known=("another digest",))
     assert "changed in memory" in caplog.text
     until(lambda: between.replicas._table.arriving is None, "it is given up")
@@ -140,9 +140,7 @@ def test_a_copy_of_what_has_changed_since_it_was_kept_is_no_copy(between, caplog
 
 
 @pytest.mark.parametrize("dies", ["before it has proved itself", "in the middle", "silently"])
-def test_a_peer_that_fails_in_the_middle_is_told_and_the_next_copy_comes(
-    between, dies, caplog, monkeypatch
-):
+def test_a_failing_peer_is_logged_and_the_next_replica_arrives(between, dies, caplog, monkeypatch):
     monkeypatch.setattr(connection, "KEEPER_COPY_STALL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         released = threading.Event()
@@ -169,7 +167,7 @@ def test_a_peer_that_fails_in_the_middle_is_told_and_the_next_copy_comes(
     assert between.held() == {2: b"2" * 5000}
 
 
-def test_a_sender_that_dies_in_the_middle_leaves_what_was_there(between):
+def test_a_dying_sender_leaves_earlier_replicas(between):
     assert between.bring(1, b"1" * 5000)
     offer = ReplicaOffer("me", "g", Key(0, 1, 0, 2), "00000002", "00000001", 3, (5000,))
     with contextlib.closing(connection.dial(between.at, ABOUT, TO_SENDER)) as one:
@@ -181,7 +179,7 @@ def test_a_sender_that_dies_in_the_middle_leaves_what_was_there(between):
     assert between.held() == {1: b"1" * 5000}
 
 
-def test_a_copy_stays_though_its_sender_does_not_hear_that_it_came(between):
+def test_a_replica_stays_though_its_acknowledgement_is_lost(between):
     def deaf(offer, way):
         say = way.send
 
@@ -212,7 +210,7 @@ def test_the_secret_may_change_while_both_count(between, monkeypatch):
     assert not between.bring(3, b"3" * 100)
 
 
-def test_with_tls_both_keepers_verify_each_other(between, tmp_path):
+def test_with_tls_both_servers_verify_each_other(between, tmp_path):
     papers = make_papers(tmp_path)
 
     def about(own, authority):
@@ -234,7 +232,7 @@ def test_with_tls_both_keepers_verify_each_other(between, tmp_path):
 
 
 @pytest.mark.parametrize("is_tls", [False, True], ids=["plain", "TLS"])
-def test_silent_connections_make_room_for_a_copy_and_leave_nothing_behind(
+def test_silent_connections_make_room_for_a_replica_and_leave_nothing_behind(
     tmp_path, monkeypatch, is_tls
 ):
     """Also those that stand in the handshake of TLS, which has taken their socket over."""
@@ -257,7 +255,7 @@ def test_silent_connections_make_room_for_a_copy_and_leave_nothing_behind(
     assert one.bring(2, b"2" * 100)
 
 
-def test_cycles_of_copies_leave_nothing_behind(between):
+def test_cycles_of_replication_leave_nothing_behind(between):
     def open_now():
         return len(os.listdir("/proc/self/fd"))
 

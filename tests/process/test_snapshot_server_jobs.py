@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from keeper_support import keepers, published
 from process_harness import until
+from snapshot_server_support import keepers, published
 from supervise import agent, alive, command_line, state
 
 # Two workers, each with half of the image; a snapshot a step, from where the last ones got to.
@@ -70,7 +70,7 @@ def sockets(folder):
     return [*folder.glob("elastane-*/keepers/*")]
 
 
-def test_restarted_workers_go_on_from_memory_and_the_end_is_durable(tmp_path):
+def test_restarted_workers_restore_from_memory_and_the_end_is_durable(tmp_path):
     body = BODY + "save_until('enough' if RESTARTS else 'never')\n"
     with agent(tmp_path, *CONF, body=body) as one:
         until(lambda: at(one) >= 5, "snapshots")
@@ -91,7 +91,7 @@ def test_restarted_workers_go_on_from_memory_and_the_end_is_durable(tmp_path):
         one.gone()
 
 
-def test_an_agent_that_is_told_to_leave_has_what_is_newest_written(tmp_path):
+def test_an_agent_asked_to_leave_flushes_the_newest_snapshot(tmp_path):
     with agent(tmp_path, *CONF, body=BODY + "save_until('never')\n") as one:
         until(lambda: at(one) >= 3, "snapshots")
         before = at(one)
@@ -117,7 +117,7 @@ def test_a_killed_agent_leaves_a_checkpoint_and_nothing_else(tmp_path):
         until(lambda: not sockets(tmp_path), "its socket is gone")
 
 
-def test_a_killed_keeper_costs_the_snapshots_and_not_the_job(tmp_path):
+def test_a_killed_snapshot_server_costs_its_snapshots_but_not_the_job(tmp_path):
     body = (
         BODY
         + """
@@ -142,7 +142,7 @@ keeper.wait(save(1000, durable=True), 60.0)
         assert "keeper-lost" in one.err
 
 
-def test_a_job_without_snapshots_has_no_keeper(tmp_path):
+def test_a_job_without_snapshots_has_no_snapshot_server(tmp_path):
     body = "tell('path', os.environ['ELASTANE_KEEPER'])\nwait_for('enough')\n"
     with agent(tmp_path, body=body) as one:
         path = Path(one.told("path.0.0"))
@@ -154,7 +154,7 @@ def test_a_job_without_snapshots_has_no_keeper(tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_keeper_outlives_the_signals_that_end_its_job(tmp_path, signum):
+def test_a_snapshot_server_outlives_the_signals_that_end_its_job(tmp_path, signum):
     with agent(tmp_path, *CONF, body=BODY + "save_until('never')\n") as one:
         until(lambda: at(one) >= 3, "snapshots")
         pid = max(keepers(one.pid))

@@ -15,7 +15,7 @@ def known(*names):
     return digests
 
 
-def test_the_newest_is_in_doubt_until_it_has_passed():
+def test_the_newest_snapshot_is_unverified_until_its_digest_matched():
     digests = known(ONE, TWO)
     doubt = digests.doubt()
     assert doubt is not None and (doubt.name, doubt.known) == (TWO, ("as it was",))
@@ -24,14 +24,14 @@ def test_the_newest_is_in_doubt_until_it_has_passed():
     assert digests.is_checked(TWO) and not digests.is_checked(ONE)
 
 
-def test_what_has_no_digest_cannot_be_in_doubt():
+def test_a_snapshot_without_a_digest_needs_no_verification():
     digests = Digests()
     assert digests.doubt() is None
     digests.newest = ONE
     assert digests.doubt() is None
 
 
-def test_after_a_worker_has_ended_what_had_passed_is_in_doubt_again():
+def test_a_workers_end_discards_verifications():
     digests = known(ONE)
     digests.passed(digests.doubt())
     digests.worker_ended()
@@ -39,7 +39,7 @@ def test_after_a_worker_has_ended_what_had_passed_is_in_doubt_again():
     assert digests.doubt() is not None
 
 
-def test_what_passes_while_a_worker_ends_may_have_been_changed_after_it_was_read():
+def test_a_verification_during_a_workers_end_does_not_count():
     digests = known(ONE)
     doubt = digests.doubt()
     digests.worker_ended()
@@ -48,7 +48,7 @@ def test_what_passes_while_a_worker_ends_may_have_been_changed_after_it_was_read
     assert digests.doubt() is not None
 
 
-def test_what_is_forgotten_comes_back_unknown():
+def test_a_removed_snapshot_has_no_digest():
     digests = known(ONE)
     digests.passed(digests.doubt())
     digests.forget(ONE)

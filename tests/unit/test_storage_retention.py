@@ -32,7 +32,7 @@ places = st.lists(
 
 
 @given(places, st.integers(1, 4))
-def test_where_there_is_a_sound_one_the_newest_stays(place, keep):
+def test_the_newest_sound_checkpoint_always_stays(place, keep):
     gone = {one.folder for one in to_remove(place, keep, litter_s=HOUR)}
     sound = sorted((one for one in place if one.state == "sound"), key=lambda one: one.order)
     assert not gone & {one.folder for one in sound[-keep:]}
@@ -47,13 +47,13 @@ def test_nothing_published_goes_before_one_that_stays_was_verified(place, keep):
 
 
 @given(places, st.integers(1, 4))
-def test_what_a_newer_elastane_wrote_is_never_removed(place, keep):
+def test_a_checkpoint_of_a_newer_elastane_is_never_removed(place, keep):
     gone = {one.folder for one in to_remove(place, keep, litter_s=HOUR)}
     assert not gone & {one.folder for one in place if one.state == "newer"}
 
 
 @given(places, st.integers(1, 4), st.data())
-def test_what_is_protected_stays(place, keep, data):
+def test_protected_checkpoints_stay(place, keep, data):
     names = [one.folder for one in place]
     protected = data.draw(st.sets(st.sampled_from(names))) if names else set()
     gone = {one.folder for one in to_remove(place, keep, protected, litter_s=HOUR)}

@@ -46,7 +46,7 @@ class Two:
 
 
 @pytest.mark.parametrize("other", [7, 8])
-def test_ranks_that_save_different_steps_are_told_so(other):
+def test_ranks_that_save_different_steps_get_an_error(other):
     saver = Saver(Two(other), Idle(), "/nowhere", Known())
     captured = Captured({"x": torch.ones(2)})
     if other == 7:
@@ -56,7 +56,7 @@ def test_ranks_that_save_different_steps_are_told_so(other):
         saver.agree(captured, SaveOrder(7, "asked", 3, ""), 1)
 
 
-def test_a_save_that_another_writer_has_given_up_is_seen_to_be_gone(tmp_path):
+def test_a_save_abandoned_by_another_writer_is_noticed(tmp_path):
     repository = Repository(open_storage(str(tmp_path)))
     (tmp_path / "save").mkdir()
     (tmp_path / "save" / "part").write_text("mine")
@@ -66,7 +66,7 @@ def test_a_save_that_another_writer_has_given_up_is_seen_to_be_gone(tmp_path):
 
 
 @pytest.mark.parametrize("survives", [True, False])
-def test_storage_rests_that_saves_outpace_but_not_from_what_was_asked_for(survives):
+def test_storage_rests_from_frequent_saves_but_not_from_requested_ones(survives):
     keeper, now_s = Idle(), [100.0]
     keeper.survives = survives
     saver, captured = Saver(Two(7), keeper, "/nowhere", Known()), Captured({"x": torch.ones(2)})

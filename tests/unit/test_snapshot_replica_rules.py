@@ -9,7 +9,7 @@ def name(step):
     return Name(Key(0, 1, 0, step), f"{step:08x}")
 
 
-def test_what_becomes_whole_while_another_is_being_copied_waits_for_its_turn():
+def test_a_snapshot_completed_during_a_transfer_is_not_sent():
     out = OutgoingReplicas()
     assert out.begin(name(1), [name(1)], "b")
     assert not out.begin(name(2), [name(1), name(2)], "b")
@@ -21,7 +21,7 @@ def test_what_becomes_whole_while_another_is_being_copied_waits_for_its_turn():
     assert out.pinned == {name(1), name(3)}
 
 
-def test_a_copy_that_fails_after_another_took_its_place_leaves_the_other():
+def test_a_failed_replica_does_not_remove_the_one_that_replaced_it():
     here = IncomingReplicas()
     first, again = ReplicaName("a", name(1)), ReplicaName("a", name(2))
     assert here.offered(first, "") == ""
@@ -33,7 +33,7 @@ def test_a_copy_that_fails_after_another_took_its_place_leaves_the_other():
     assert here.held == [again]
 
 
-def test_a_copy_that_fails_makes_room_for_the_next():
+def test_a_failed_replica_makes_room_for_the_next():
     here = IncomingReplicas()
     first, other = ReplicaName("a", name(1)), ReplicaName("b", name(1))
     assert here.offered(first, "") == ""
@@ -42,7 +42,7 @@ def test_a_copy_that_fails_makes_room_for_the_next():
     assert here.offered(other, "") == ""
 
 
-def test_who_does_not_know_which_save_is_safe_leaves_it_as_it_was():
+def test_an_unknown_safe_save_leaves_the_known_one():
     out, here = OutgoingReplicas(), IncomingReplicas()
     out.begin(name(1), [name(1)], "b")
     out.ended(name(1), arrived=True)

@@ -24,7 +24,7 @@ def ends():
         end.close()
 
 
-def test_frames_and_hundreds_of_descriptors_come_as_they_were_sent(ends):
+def test_frames_and_hundreds_of_descriptors_arrive_as_sent(ends):
     null = os.open(os.devnull, os.O_RDONLY)
     frame = os.urandom(3 << 20)
     sent = threading.Thread(target=ends[0].send, args=(frame, [null] * 450))
@@ -57,7 +57,7 @@ def test_an_end_between_frames_is_one_and_within_a_frame_is_a_fault(ends):
         ends[1].receive(1000, DEADLINE_S)
 
 
-def test_a_peer_that_stops_in_the_middle_is_not_waited_for(ends, monkeypatch):
+def test_a_peer_that_stops_within_a_frame_times_out(ends, monkeypatch):
     monkeypatch.setattr(channel, "KEEPER_STALL_S", 0.05)
     with pytest.raises(TimeoutError):
         ends[1].receive(1000, 0.05)
@@ -77,7 +77,7 @@ def test_descriptors_that_were_announced_and_do_not_come_are_a_fault(ends):
     assert len(os.listdir("/proc/self/fd")) <= before, "what came is closed again"
 
 
-def test_what_a_process_sent_before_its_death_is_heard_first():
+def test_data_sent_before_a_process_died_is_received():
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     read, write = os.pipe()
     heard = SnapshotChannel(mine, read)
@@ -92,7 +92,7 @@ def test_what_a_process_sent_before_its_death_is_heard_first():
     its.close()
 
 
-def test_a_view_of_a_slot_sees_what_is_in_it_and_leaves_no_mapping():
+def test_a_view_of_a_slot_shows_its_bytes_and_leaves_no_mapping():
     slot = make_slot(1 << 20)
     os.pwrite(slot, b"abc", 0)
     maps = Path("/proc/self/maps").read_text().count("elastane-slot")

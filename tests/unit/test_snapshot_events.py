@@ -40,7 +40,7 @@ def heard(mine):
             return found
 
 
-def test_of_checkpoints_that_follow_closely_the_first_and_the_last_are_told(line, monkeypatch):
+def test_of_saves_in_close_succession_the_first_and_the_last_are_reported(line, monkeypatch):
     now_s = [1000.0]
     monkeypatch.setattr(events.time, "monotonic", lambda: now_s[0])
     mine, its = line
@@ -60,7 +60,7 @@ def test_of_checkpoints_that_follow_closely_the_first_and_the_last_are_told(line
     assert [each.key.step for each in heard(mine)] == [6]
 
 
-def test_failures_and_restores_are_told_at_once(line):
+def test_failures_and_restores_are_reported_at_once(line):
     mine, its = line
     reporter = EventReporter(its)
     failed, restored = (
@@ -72,7 +72,7 @@ def test_failures_and_restores_are_told_at_once(line):
     assert heard(mine) == [failed, restored]
 
 
-def test_an_agent_that_does_not_read_or_is_gone_holds_up_nobody(line):
+def test_an_agent_that_does_not_read_blocks_nothing(line):
     mine, its = line
     reporter = EventReporter(its)
     for _ in range(10_000):

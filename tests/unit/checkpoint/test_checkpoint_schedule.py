@@ -32,18 +32,18 @@ def drive(clock, ranks, steps, step_s):
     return saved
 
 
-def test_each_so_many_steps():
+def test_a_save_is_due_every_n_steps():
     clock = Clock()
     assert drive(clock, [SaveSchedule(4, None, clock)], 13, 1.0) == [4, 8, 12]
 
 
-def test_nothing_is_due_where_nothing_was_asked_for():
+def test_nothing_is_due_without_an_interval():
     clock = Clock()
     assert drive(clock, [SaveSchedule(None, None, clock)], 50, 1.0) == []
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.05, 1.0, 20.0])
-def test_each_so_many_seconds_within_a_sixteenth_and_looked_for_seldom(step_s):
+def test_a_save_is_due_every_n_seconds_within_a_sixteenth(step_s):
     clock = Clock()
     ranks = [SaveSchedule(None, 60.0, clock), SaveSchedule(None, 60.0, Clock())]
     steps = int(700 / step_s)
@@ -56,7 +56,7 @@ def test_each_so_many_seconds_within_a_sixteenth_and_looked_for_seldom(step_s):
         assert ranks[0].stride == ranks[1].stride
 
 
-def test_a_rank_that_came_later_asks_at_the_same_steps():
+def test_a_joining_rank_asks_at_the_same_steps():
     clock = Clock()
     old = SaveSchedule(None, 30.0, clock)
     drive(clock, [old], 500, 0.1)
@@ -103,7 +103,7 @@ def given(pace, clock, writes_s, saves_s):
     return found
 
 
-def test_storage_that_saves_outpace_rests_fifteen_times_as_long_as_it_was_seen_to_write():
+def test_storage_rests_fifteen_times_as_long_as_it_wrote():
     clock = Clock()
     pace = WriteThrottle(clock)
     saves_s = [100 + 0.25 * number for number in range(160)]
@@ -132,7 +132,7 @@ def test_the_first_save_of_a_world_goes_to_storage_once_that_is_free():
     assert pace.rests((2, 0), busy=False)
 
 
-def test_storage_that_takes_each_save_is_given_each():
+def test_storage_that_keeps_up_gets_every_save():
     clock = Clock()
     pace = WriteThrottle(clock)
     assert given(pace, clock, 0.9, range(100, 120)) == [*range(100, 120)]
