@@ -128,3 +128,26 @@ def test_a_state_that_changed_while_it_was_made_is_made_again():
     last = registered.LastState()
     assert last.read(lambda: next(memory), lambda: "drawn meanwhile") == "drawn meanwhile"
     assert last.read(lambda: next(memory), lambda: "as it is") == "as it is"
+
+
+@pytest.fixture
+def asked_again():
+    known = (registered._python_is_known, registered._numpy_is_known)
+    for each in known:
+        each.cache_clear()
+    yield
+    for each in known:
+        each.cache_clear()
+
+
+@pytest.mark.parametrize("fields", [b"the same", b"a pointer %d"])
+def test_a_generator_that_keeps_its_words_elsewhere_is_read_in_full(
+    asked_again, monkeypatch, fields
+):
+    """As in a version whose objects hold a pointer, or nothing that changes with a draw."""
+    monkeypatch.setattr(
+        registered, "_fields", lambda thing, kind: fields % id(thing) if b"%" in fields else fields
+    )
+    assert registered._python_memory() is None
+    if b"%" not in fields:
+        assert registered._numpy_memory() is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _random
 import ctypes
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -189,7 +190,6 @@ class LastState:
 
 
 _of_python, _of_numpy = LastState(), LastState()
-_IS_CPYTHON = sys.implementation.name == "cpython"
 # Of the generator that numpy.random uses: 624 words of 32 bits, and a place in them.
 _MT19937_BYTES = 625 * 4
 
@@ -200,9 +200,35 @@ def _fields(thing: object, kind: type) -> bytes:
     return ctypes.string_at(id(thing) + head, kind.__basicsize__ - head)
 
 
+@functools.cache
+def _python_is_known() -> bool:
+    """Return whether the memory of a generator is all of its state, as in CPython 3.11 to 3.14.
+
+    A later version may keep the words elsewhere. Then two generators of one seed would differ.
+    """
+    if sys.implementation.name != "cpython":
+        return False
+    one, same, other = (_fields(random.Random(seed), _random.Random) for seed in (1, 1, 2))
+    drawn = random.Random(1)
+    drawn.random()
+    return one == same and one != other and one != _fields(drawn, _random.Random)
+
+
+@functools.cache
+def _numpy_is_known() -> bool:
+    """Return whether the memory beside NumPy's words tells of a number that was drawn ahead."""
+    if sys.implementation.name != "cpython":
+        return False
+    kind = sys.modules["numpy"].random.RandomState
+    drawn = kind(1)
+    before = _fields(drawn, kind)
+    drawn.standard_normal()
+    return before != _fields(drawn, kind)
+
+
 def _python_memory() -> object:
     owner = getattr(random.getstate, "__self__", None)
-    if type(owner) is not random.Random or not _IS_CPYTHON:
+    if type(owner) is not random.Random or not _python_is_known():
         return None
     return id(owner), vars(owner)["gauss_next"], _fields(owner, _random.Random)
 
@@ -213,7 +239,7 @@ def _numpy_memory() -> object:
     owner = getattr(source.get_state, "__self__", None)
     generator: Any = getattr(source, "get_bit_generator", lambda: None)()
     is_known = type(owner) is source.RandomState and type(generator) is source.MT19937
-    if not is_known or not _IS_CPYTHON:
+    if not is_known or not _numpy_is_known():
         return None
     words = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     return id(owner), _fields(owner, source.RandomState), words
