@@ -47,6 +47,13 @@ async def test_a_request_goes_to_the_path_of_the_object(server):
     assert json.loads(server.asked[2].body) == {"status": {"a": None}}
 
 
+@served(plain(201, thing()))
+async def test_a_creation_asks_the_server_to_refuse_unknown_fields(server):
+    async with api(server) as client:
+        await client.create(PODS, "ns", {"metadata": {"name": "x"}}, Thing)
+    assert server.asked[0].query == {"fieldValidation": "Strict"}
+
+
 @served(plain(200, {}))
 async def test_a_deletion_says_all_in_its_body(server):
     async with api(server) as client:

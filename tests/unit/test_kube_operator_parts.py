@@ -1,6 +1,7 @@
 """The parts of the operator that need no server: queue, election, metrics."""
 
 import asyncio
+import base64
 import contextlib
 import random
 from types import SimpleNamespace
@@ -13,7 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from elastane.errors import LeaseLostError
 from elastane.kubernetes.client import ApiConflictError
+from elastane.kubernetes.model import CreateToken
 from elastane.kubernetes.operator.bounds import RETRY_MAX_S
+from elastane.kubernetes.operator.executor import Executor
 from elastane.kubernetes.operator.metrics import Metrics
 from elastane.kubernetes.operator.probes import make_metrics
 from elastane.kubernetes.operator.queue import KeyedQueue
@@ -263,3 +266,42 @@ def test_metrics_are_as_prometheus_reads_them():
 def test_what_is_counted_is_declared():
     with pytest.raises(KeyError):
         make_metrics().count("elastane_no_such_total")
+
+
+# ---- the token of a job
+
+
+class Secrets:
+    """The part of the API that creates Secrets; `taken` are names that exist already."""
+
+    def __init__(self, taken=()):
+        self.taken, self.made = set(taken), []
+
+    async def create(self, resource, namespace, manifest, kind):
+        name = manifest["metadata"]["name"]
+        if name in self.taken:
+            error = ApiConflictError("exists")
+            error.reason = "AlreadyExists"
+            raise error
+        self.taken.add(name)
+        self.made.append(manifest)
+
+
+def create_token(api, name="t"):
+    job = SimpleNamespace(metadata=SimpleNamespace(namespace="ns"))
+    action = CreateToken(name=name, manifest={"metadata": {"name": name}})
+    executor = Executor(api, None, make_metrics(), lambda: True)
+    return asyncio.run(executor._create_token("ns/j", job, action))
+
+
+def test_each_job_gets_a_random_token():
+    api = Secrets()
+    assert not create_token(api, "a") and not create_token(api, "b")
+    first, second = (base64.b64decode(one["data"]["value"]) for one in api.made)
+    assert first != second and min(len(first), len(second)) >= 32
+
+
+def test_a_token_that_exists_already_stays_and_is_not_refused():
+    api = Secrets(taken={"t"})
+    assert not create_token(api)
+    assert not api.made
