@@ -29,7 +29,7 @@ from elastane.snapshots.messages import Replica
 LISTENERS = {
     "process/endpoint.py": "coordinator",
     "process/health.py": "health check",
-    "agent/offered_port.py": "process-group store",
+    "agent/process_group_store.py": "process-group store",
     "snapshots/listener.py": "snapshot server",
     "elastic/rendezvous/_one_machine.py": "store of an agent without a handler",
     # Other users and hosts do not get to these.

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from elastane.cli.explain import story_lines
 from elastane.errors import ElastaneError, WireError
-from elastane.observe.dashboard.view import decode_progress
-from elastane.observe.events import read_events
+from elastane.observe.dashboard import decode_progress
+from elastane.observe.events import LoggedEvent, decode_line, read_events
 from elastane.observe.merge import _read_worker
-from elastane.observe.records import LoggedEvent, decode_line
 from elastane.observe.report import FinalReport, read_report
 from elastane.observe.story import story_of
 from elastane.options.conf import read_conf

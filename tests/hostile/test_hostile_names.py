@@ -12,7 +12,7 @@ from supervise import words_agent, write_script
 from elastane.cli.main import main
 from elastane.coordinator.rules import Rendezvous
 from elastane.errors import ConfigurationError
-from elastane.observe.records import EventOrigin, encode_line, make_event
+from elastane.observe.events import EventOrigin, encode_line, make_event
 from elastane.options.build import build
 from elastane.options.parser import parse
 from elastane.process.files import JobEntry, JobRegistry, NodeSlot, runtime_folder, safe_name

@@ -19,7 +19,7 @@ from elastane.comms.pairing import MispairedError
 from elastane.comms.storeclient import GroupStoreClient
 from elastane.errors import JobError, PeerLostError
 from elastane.process.zygote import store
-from elastane.worker.alike import make_alike
+from elastane.worker.comparison import align_ddps
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
@@ -401,7 +401,7 @@ def ddp_joined(worker, size, kind):
             model(torch.ones(16, 32))
         model.require_backward_grad_sync = False  # as within no_sync()
     elastic.replace(build(worker, "together", rank, size))
-    make_alike(elastic, committed=3 if rank == 0 else -1)
+    align_ddps(elastic, committed=3 if rank == 0 else -1)
     assert not model.require_backward_grad_sync
     model.require_backward_grad_sync = True
     net.load_state_dict(new_net().state_dict())
@@ -436,7 +436,7 @@ def ddp_differs(worker, size, otherwise):
     model = DDP(net, process_group=elastic, **options)
     elastic.replace(build(worker, "together", rank, size))
     try:
-        make_alike(elastic, committed=0)
+        align_ddps(elastic, committed=0)
     except JobError as error:
         worker.say(str(error))
     del model

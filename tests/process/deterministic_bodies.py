@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from comms_bodies import build
 
-from elastane.worker.deterministic import Deterministic
 from elastane.worker.job import Job
+from elastane.worker.mode import Deterministic
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 

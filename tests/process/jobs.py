@@ -20,8 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from elastane.observe.events import read_events
-from elastane.observe.records import LoggedEvent
+from elastane.observe.events import LoggedEvent, read_events
 from elastane.process.files import process_start
 from elastane.protocol.log_events import EventKind
 

@@ -14,7 +14,7 @@ import pytest
 from jobs import free_port, until
 from process_harness import worker_environment
 
-from elastane.agent.offered_port import OfferedPort
+from elastane.agent.process_group_store import OfferedPort
 from elastane.process.endpoint import bound, is_loopback, listen, local_addresses, meets_here, reach
 from elastane.snapshots.listener import SnapshotListener
 from elastane.snapshots.messages import ReplicationSettings

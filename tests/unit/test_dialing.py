@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from elastane.agent import dialing
-from elastane.agent.dialing import Dialer
+from elastane.agent import link
+from elastane.agent.link import Dialer
 from elastane.errors import MembershipError, RendezvousRefusedError
 from elastane.process.rpc import Access
 
@@ -46,7 +46,7 @@ def dial(monkeypatch):
     """Make a dialer of an agent that has these secrets, before this coordinator."""
 
     def make(coordinator, secrets=(NEW, OLD), registry=None, token=lambda: "token"):
-        monkeypatch.setattr(dialing.rpc, "connect", coordinator.connect)
+        monkeypatch.setattr(link.rpc, "connect", coordinator.connect)
         access = Access("job", secrets[0], changing=lambda: secrets)
         return Dialer(access, token, "host-a", registry)
 
@@ -109,7 +109,7 @@ def test_a_changed_secret_is_registered_for_status(dial):
 
 def test_a_session_works_without_a_registry_entry(dial, monkeypatch):
     said = []
-    monkeypatch.setattr(dialing._log, "warning", lambda *words: said.append(words[0]))
+    monkeypatch.setattr(link._registry_log, "warning", lambda *words: said.append(words[0]))
     dialer = dial(Coordinator({NEW}), registry=Registry(OSError(28, "No space left on device")))
     assert reach(dialer) == ("10.0.0.1", 29400, NEW)
     assert said == ["elastane status will not find this job: %s"]

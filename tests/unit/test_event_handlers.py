@@ -2,8 +2,8 @@
 
 import pytest
 
-from elastane.observe.handlers import HANDLERS, discard, event_handler, event_line
-from elastane.observe.records import EventOrigin
+from elastane.observe.events import EventOrigin
+from elastane.observe.logging import HANDLERS, discard, event_handler, event_line
 from elastane.protocol.log_events import EventKind, Note
 from elastane.protocol.model import Fence
 

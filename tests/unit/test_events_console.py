@@ -8,6 +8,7 @@ import pytest
 
 from elastane.errors import UsageError
 from elastane.observe import logging as observe_logging
+from elastane.observe.box import render_box
 from elastane.observe.logging import ConsoleHandler, level_of, note_level, note_line, one_line
 from elastane.process.streams.console import Console
 from elastane.protocol.log_events import EventKind, Note
@@ -125,7 +126,7 @@ def outcome(message="Traceback\n  File 'train.py'\nValueError: no data", rank=3,
 
 
 def test_box_names_cause_evidence_place_consequences_next_step_and_logs():
-    box = observe_logging.render_box(outcome(), "/logs/job")
+    box = render_box(outcome(), "/logs/job")
     for part in (
         "3 of 3 restarts were used [restarts-used-up]",
         "the worker of rank 3 was killed",
@@ -141,14 +142,14 @@ def test_box_names_cause_evidence_place_consequences_next_step_and_logs():
 
 
 def test_box_tells_an_error_from_output_and_names_no_rank_that_a_worker_did_not_have():
-    said = " ".join(observe_logging.render_box(outcome()).split())
+    said = " ".join(render_box(outcome()).split())
     assert "it said" in said and "failed by the same error" not in said
     quiet = outcome("UserWarning: slow", rank=NO_RANK, output=True, alike=1)
-    said = " ".join(observe_logging.render_box(quiet).split())
+    said = " ".join(render_box(quiet).split())
     assert "last output" in said and "it said" not in said
     assert "no rank yet (local rank 1, pid 4711)" in said
     assert "1 other worker failed by the same error" in said
-    many = observe_logging.render_box(outcome(alike=2))
+    many = render_box(outcome(alike=2))
     assert "2 other workers failed by the same error" in many
 
 
@@ -157,7 +158,7 @@ def test_box_tells_an_error_from_output_and_names_no_rank_that_a_worker_did_not_
     ["x" * 5000, "\n".join(f"line {n}" for n in range(500)), "\x1b[2J\ttab", "a b " * 900],
 )
 def test_box_is_bounded_in_both_directions_for_any_worker_output(message):
-    lines = observe_logging.render_box(outcome(message), "/logs/" + "d" * 300).splitlines()
+    lines = render_box(outcome(message), "/logs/" + "d" * 300).splitlines()
     assert {len(line) for line in lines} == {100}
     assert len(lines) < 50
     assert all(line.isprintable() for line in lines)
@@ -167,15 +168,15 @@ def test_box_is_as_wide_as_its_frame_for_wide_characters_and_accents():
     def columns(char):
         return 2 if unicodedata.east_asian_width(char) in "WF" else not unicodedata.combining(char)
 
-    box = observe_logging.render_box(outcome("ValueError: 漢字 e\u0301 " + "漢" * 70))
+    box = render_box(outcome("ValueError: 漢字 e\u0301 " + "漢" * 70))
     assert {sum(map(columns, line)) for line in box.splitlines()} == {100}
 
 
 def test_box_shows_the_last_lines_of_a_long_message():
-    box = observe_logging.render_box(outcome("\n".join(f"line {n}" for n in range(500))))
+    box = render_box(outcome("\n".join(f"line {n}" for n in range(500))))
     assert "line 499" in box
     assert "line 400" not in box
 
 
 def test_job_that_ended_well_gets_one_line():
-    assert observe_logging.render_box(Outcome(ok=True, reason="all done")) == "elastane: all done"
+    assert render_box(Outcome(ok=True, reason="all done")) == "elastane: all done"

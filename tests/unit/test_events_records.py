@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastane.agent.rules import failure_data
 from elastane.coordinator.rules.ending import cause_data
-from elastane.observe.records import (
+from elastane.observe.events import (
     LINE_BYTES_MAX,
     EventOrigin,
     LoggedEvent,

@@ -6,7 +6,7 @@ import pytest
 
 from elastane.cli.explain import story_lines
 from elastane.cli.main import main
-from elastane.observe.records import LoggedEvent, encode_line, iso_time
+from elastane.observe.events import LoggedEvent, encode_line, iso_time
 from elastane.observe.story import story_of
 from elastane.protocol.log_events import EventKind
 

@@ -240,7 +240,7 @@ def test_a_sharded_model_trains_in_a_job_of_one(job):
 def test_a_committed_sharded_step_survives_a_new_world(job):
     from torch.distributed.fsdp import fully_shard
 
-    from elastane.worker.shards import Shards
+    from elastane.worker.shard_healing import Shards
 
     net = torch.nn.Linear(4, 1)
     fully_shard(net, mesh=job.device_mesh(shard=1))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastane.agent import shell, workers
-from elastane.agent.offered_port import OfferedPort
+from elastane.agent.process_group_store import OfferedPort
 from elastane.agent.shell import AgentShell
 from elastane.agent.worker import GroupSetup
 from elastane.process.status_page import StatusPage, WorkerPage

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from elastane.agent import out_of_memory
-from elastane.agent.out_of_memory import OomCounters, kill_evidence, read_memory, size
+from elastane.agent import failure_reports
+from elastane.agent.failure_reports import OomCounters, kill_evidence, read_memory, size
 
 KILL = -signal.SIGKILL
 
@@ -64,8 +64,8 @@ def machine(tmp_path, monkeypatch):
     """Make a machine whose kernel says this of our cgroup, and has these files of cgroups."""
 
     def make(ours, files):
-        monkeypatch.setattr(out_of_memory, "_CGROUPS", tmp_path)
-        monkeypatch.setattr(out_of_memory, "_OURS", tmp_path / "ours")
+        monkeypatch.setattr(failure_reports, "_CGROUPS", tmp_path)
+        monkeypatch.setattr(failure_reports, "_OURS", tmp_path / "ours")
         if ours is not None:
             (tmp_path / "ours").write_text(ours)
         for name, text in files.items():

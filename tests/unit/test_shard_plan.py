@@ -95,7 +95,7 @@ def test_a_state_goes_by_its_parts_and_comes_into_their_places():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from elastane.worker.shards import local, placed
+    from elastane.worker.shard_healing import local, placed
 
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     own = DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0)], run_check=False)

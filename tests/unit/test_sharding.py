@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastane.worker.sharding import _why_never, why_unhealed
+from elastane.worker.shard_support import _why_never, why_unhealed
 
 MADE = object()
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastane.worker.shards import Shards
+from elastane.worker.shard_healing import Shards
 
 ONE, TWO = object(), object()
 

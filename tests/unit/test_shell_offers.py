@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastane.agent.offered_port import OfferedPort
+from elastane.agent.process_group_store import OfferedPort
 from elastane.agent.shell import AgentShell
 from elastane.protocol.effects import Exit
 from elastane.protocol.events import GroupAble, Linked, Signalled

@@ -8,7 +8,7 @@ from elastane.cli._status_view import (
     unreachable_lines,
 )
 from elastane.errors import MembershipError
-from elastane.observe.records import LoggedEvent
+from elastane.observe.events import LoggedEvent
 from elastane.protocol.messages import NodeStatus, Report
 from elastane.protocol.model import Fence
 

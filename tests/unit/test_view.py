@@ -12,19 +12,21 @@ from elastane.cli._demo_example import EXAMPLES
 from elastane.cli._demo_progress import WorkerEnd
 from elastane.cli._demo_result import Comparison, DemoResult
 from elastane.cli._demo_story import STORY, TITLES, Cost, DemoDone, chaos, cost_of, next_act
-from elastane.observe.dashboard.terminal import LiveScreen, PlainLines, face_for
-from elastane.observe.dashboard.view import (
+from elastane.observe.dashboard import (
     HISTORY_MAX,
     LINES_MAX,
     JobView,
+    LiveScreen,
+    PlainLines,
     StepProgress,
     after_act,
     after_event,
     after_progress,
     decode_progress,
+    face_for,
     sparkline,
 )
-from elastane.observe.records import LoggedEvent
+from elastane.observe.events import LoggedEvent
 from elastane.protocol.log_events import EventKind
 
 

@@ -16,10 +16,9 @@ import signal
 import socket
 import time
 
-from elastane.agent.dialing import Dialer
 from elastane.agent.ending import report_end
 from elastane.agent.etcd_sidecar import sidecar
-from elastane.agent.link import CoordinatorLink
+from elastane.agent.link import CoordinatorLink, Dialer
 from elastane.agent.node import NodeServices, node_services, register_node
 from elastane.agent.rules import AgentCore
 from elastane.agent.shell import AgentShell

@@ -22,9 +22,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastane.agent.dialing import Dialer, registry_here
-from elastane.agent.link import CoordinatorLink
-from elastane.agent.offered_port import OfferedPort
+from elastane.agent.link import CoordinatorLink, Dialer, registry_here
+from elastane.agent.process_group_store import OfferedPort
 from elastane.agent.rules import AgentCore
 from elastane.coordinator.host import CoordinatorHost, operator_bridge_of
 from elastane.coordinator.leadership import (

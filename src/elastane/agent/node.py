@@ -18,13 +18,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elastane.agent.offered_port import OfferedPort
+from elastane.agent.process_group_store import OfferedPort
 from elastane.agent.snapshot_server import SnapshotServerHandle
 from elastane.agent.timer_watch import TimerWatch
 from elastane.observe import logging as console
-from elastane.observe.events import EventLog
-from elastane.observe.handlers import NoteHandler, discard, event_handler
-from elastane.observe.records import EventOrigin
+from elastane.observe.events import EventLog, EventOrigin
+from elastane.observe.logging import NoteHandler, discard, event_handler
 from elastane.options.config import AgentConfig
 from elastane.process.execspawn import ExecSpawner
 from elastane.process.files import JobRegistry, NodeSlot, runtime_folder, safe_name

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from elastane.agent.link import CoordinatorLink
-from elastane.agent.offered_port import OfferedPort
+from elastane.agent.process_group_store import OfferedPort
 from elastane.agent.rules import AgentCore
 from elastane.agent.worker import GroupSetup
 from elastane.agent.workers import LocalWorkerGroup

@@ -5,6 +5,9 @@ decides nothing: it reports events and carries out effects. A worker that cannot
 failed worker, with the error as its message. A worker that no signal ends is given up after
 TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT; `lost` then says why this node is unfit for more
 workers.
+
+`GroupDrain` brings the workers to one common call, or ends them by SIGTERM. `Outputs` holds their
+output streams, one set for each start under a fence.
 """
 
 from __future__ import annotations
@@ -14,28 +17,29 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from elastane.agent.control_sockets import ControlSockets, place_message
-from elastane.agent.group_drain import GroupDrain
+from elastane.agent.failure_reports import OomCounters, kill_evidence, read_memory
 from elastane.agent.hang_monitor import UNKILLABLE_SLUG, HangMonitor
-from elastane.agent.offered_port import OfferedPort
-from elastane.agent.out_of_memory import OomCounters, kill_evidence, read_memory
-from elastane.agent.outputs import Outputs
-from elastane.agent.process_group_store import StoreHost
+from elastane.agent.process_group_store import OfferedPort, StoreHost
 from elastane.agent.spares import Spares
-from elastane.agent.worker import EXIT_NOT_STARTED, GroupSetup, LocalWorker, end_expired
+from elastane.agent.worker import EXIT_NOT_STARTED, GroupSetup, LocalWorker, SpawnTask, end_expired
 from elastane.errors import ElastaneError
 from elastane.process import control_socket
 from elastane.process.process import WorkerProcess, kill_strays
 from elastane.process.status_page import StatusPage
 from elastane.process.streams import GroupStreams, process_console
 from elastane.process.timers import WorkerTimer
+from elastane.process.worker_environment import WorkerFacts, worker_environment
 from elastane.protocol.events import (
     AgentEvent,
     GroupAble,
+    GroupDrained,
     GroupGone,
+    GroupMarked,
     GroupStarted,
     ReplicaDiffered,
     Signalled,
@@ -46,10 +50,15 @@ from elastane.protocol.events import (
 from elastane.protocol.model import Assignment, Failure, Fence
 
 _log = logging.getLogger("elastane.workers")
+_streams_log = logging.getLogger("elastane.streams")
 # A SIGKILLed process in uninterruptible sleep may end late; after this time it is reported.
 _KILL_WAIT_S = 5.0
 # By then a worker has imported what it needs; a job that ends sooner gains nothing.
 _LEARN_AFTER_S = 20.0
+# How often a drain reads the pages of its workers; only while a drain lasts.
+_POLL_S = 0.002
+# A class may create folders on a slow network file system, which takes longer than a local look-up.
+_CHOOSE_S = 10.0
 
 
 @dataclass
@@ -427,3 +436,133 @@ async def _within(task: asyncio.Task[None], limit_s: float | None) -> bool:
     """Wait for `task` up to `limit_s` without cancelling it; return whether it is done."""
     await asyncio.wait({task}, timeout=limit_s)
     return task.done()
+
+
+class GroupDrain:
+    """A drain of one local worker group; it owns the gates of the status pages meanwhile.
+
+    `members` returns the workers of the current world; `spawn` starts a supervised task. A worker
+    that neither asks should_checkpoint() nor catches SIGTERM is not waited for.
+    """
+
+    def __init__(
+        self,
+        members: Callable[[], Sequence[LocalWorker]],
+        sockets: ControlSockets,
+        post: Callable[[AgentEvent], None],
+        spawn: SpawnTask,
+    ) -> None:
+        self._members, self._sockets, self._post, self._spawn = members, sockets, post, spawn
+        self._task: asyncio.Task[None] | None = None
+
+    def mark(self, world: Fence) -> None:
+        """Gate the workers that ask should_checkpoint(), and report the furthest call."""
+        members = self._members()
+        for worker in members:
+            worker.page.gate()
+        calls = max((w.page.calls for w in members if w.is_alive), default=0)
+        self._post(GroupMarked(world, calls or None))
+
+    def aim(self, world: Fence, calls: int | None, *, stops: bool) -> None:
+        """Have all workers checkpoint: at call number `calls`, or on SIGTERM if they catch it.
+
+        Workers that recover in place checkpoint only if the drain `stops` them all.
+        """
+        self.cancel()
+        self._task = self._spawn(self._drain(world, calls, self._members(), stops=stops))
+
+    def cancel(self) -> None:
+        """Report nothing more: the workers are stopped, or in another world."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def progress(self) -> int | None:
+        """Return the smallest call count of the workers that ask should_checkpoint()."""
+        counts = [w.page.calls for w in self._members() if w.is_alive]
+        return min(counts) if counts and all(counts) else None
+
+    def met(self) -> int:
+        """Return the smallest round in which a worker last met all others of its world."""
+        return min((w.page.round for w in self._members() if w.is_alive), default=0)
+
+    async def _drain(
+        self, world: Fence, calls: int | None, members: Sequence[LocalWorker], *, stops: bool
+    ) -> None:
+        for worker in members:
+            if calls is not None:
+                worker.page.aim(calls, stops=stops)
+            elif worker.process is not None and worker.process.catches(signal.SIGTERM):
+                worker.got_sigterm = True
+                worker.process.send_signal(signal.SIGTERM)
+        # A page of shared memory has no event to wait for.
+        while any(self._is_busy(w, calls, stops=stops) for w in members):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        self._post(GroupDrained(world, stops))
+
+    def _is_busy(self, worker: LocalWorker, calls: int | None, *, stops: bool) -> bool:
+        if not worker.is_alive or worker.local_rank in self._sockets.finished:
+            return False
+        if calls is None:
+            return worker.got_sigterm
+        return not (worker.page.has_saved if stops else worker.page.is_parked)
+
+
+class Outputs:
+    """The streams of one group; workers that start under one fence share them.
+
+    A LogsSpecs class that decides where output goes receives the environments of the workers, as in
+    torch. It is called off the event loop and within a bound. If it fails, hangs or omits a worker,
+    the plan of the options is used and one warning says why.
+    """
+
+    def __init__(self, setup: GroupSetup) -> None:
+        self._setup = setup
+        self._streams: dict[Fence, GroupStreams] = {}
+
+    async def begin(self, place: Assignment) -> GroupStreams:
+        """Return the streams for a start, created at its first call."""
+        if place.fence not in self._streams:
+            run, setup = self._setup.run, self._setup
+            created = GroupStreams(setup.logs, run.job, run.node_id, place.fence, setup.offload)
+            self._streams[place.fence] = created
+            await choose_files(setup, place, created)
+        return self._streams[place.fence]
+
+    def remove_unused(self, used: Iterable[GroupStreams]) -> list[GroupStreams]:
+        """Remove and return the streams that no worker uses; the caller finishes them."""
+        in_use = {id(streams) for streams in used}
+        ended = {f: streams for f, streams in self._streams.items() if id(streams) not in in_use}
+        for fence in ended:
+            del self._streams[fence]
+        return [*ended.values()]
+
+    async def finish(self) -> None:
+        """Print what the workers wrote last, after they have ended."""
+        await asyncio.gather(*(streams.finish() for streams in self._streams.values()))
+
+
+async def choose_files(setup: GroupSetup, assignment: Assignment, streams: GroupStreams) -> None:
+    """Ask the class that --logs-specs names, if any."""
+    if setup.choose_files is None:
+        return
+    envs = {
+        local_rank: worker_environment(
+            setup.environment,
+            assignment,
+            setup.run,
+            WorkerFacts(local_rank=local_rank, leash=setup.leash),
+        )
+        for local_rank in range(setup.run.local_world_size)
+    }
+    try:
+        streams.choose(await setup.offload.run(partial(setup.choose_files, envs), _CHOOSE_S))
+    except ElastaneError as error:
+        _streams_log.warning(
+            "%s; --log-dir and --redirects decide instead [%s]", error.what, error.slug
+        )
+    except TimeoutError:
+        _streams_log.warning(
+            "--logs-specs: no answer within %g s; --log-dir and --redirects decide instead"
+            " [logs-specs]",
+            _CHOOSE_S,
+        )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastane.observe.dashboard.view import StepProgress, decode_progress
+from elastane.observe.dashboard import StepProgress, decode_progress
 from elastane.protocol.unreadable import UNREADABLE
 
 

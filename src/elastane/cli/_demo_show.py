@@ -26,7 +26,7 @@ from elastane.cli._demo_story import (
     next_act,
 )
 from elastane.errors import WorkerFailedError
-from elastane.observe.dashboard.view import (
+from elastane.observe.dashboard import (
     JobView,
     StepProgress,
     after_act,

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from elastane.observe.dashboard.view import StepProgress
+from elastane.observe.dashboard import StepProgress
 
 Act = Literal["kill-worker", "stop-worker", "kill-node", "leave", "add-node"]
 TITLES: dict[Act, str] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastane.errors import ElastaneError
-from elastane.observe.records import LoggedEvent
+from elastane.observe.events import LoggedEvent
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import NodeStatus, Report
 

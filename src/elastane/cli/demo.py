@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     check_packages(example)
     from elastane.cli._demo_cluster import DemoCluster
     from elastane.cli._demo_show import Show
-    from elastane.observe.dashboard.terminal import face_for
+    from elastane.observe.dashboard import face_for
     from elastane.process import environment
 
     stream = sys.stderr if args.json else sys.stdout

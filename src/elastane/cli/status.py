@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from elastane.errors import ElastaneError, ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from elastane.observe.records import LoggedEvent
+    from elastane.observe.events import LoggedEvent
     from elastane.process.files import JobEntry
     from elastane.process.tls import TlsConfig
     from elastane.protocol.messages import Report

@@ -1,6 +1,10 @@
-"""How a job is observed: the event log and its readers, the console, worker output, and reports.
+"""What people and programs see of a job: the event log, the console, and the final report.
 
-`records` defines one line of the event log, `events` writes and reads it, `logging` and `box` print
-on stderr. `merge` reads worker output back by time, `story` reconstructs a job from its events,
-`report` writes the outcome for programs, and `dashboard` displays a job as it runs.
+`events` defines, writes and reads the event log; `merge` merges the workers' own logs. `logging`
+and `box` print to stderr, and `report` writes the final report. `story` tells the history of a job
+from its events, and `dashboard` draws its live view.
+
+The command line reads all of them; the agent uses `events`, `logging`, `box` and `report`. Nothing
+here decides anything about a job, and nothing here blocks its caller: a full disk or a stuck
+console loses lines, and their count is logged.
 """

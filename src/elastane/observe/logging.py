@@ -1,8 +1,13 @@
-"""The stderr log of agent and coordinator: one line for each note, and no repetitions.
+"""What agent and coordinator print on stderr: log lines for a person, or events in torch's form.
 
 This module owns the logger `elastane`, its level (LOGLEVEL, as torchrun reads it) and the choice of
 kinds that a person must see. A stuck or closed stderr loses lines and blocks no caller: the
 console's own thread writes them.
+
+`event_handler` is the handler of --event-log-handler: it discards events, or prints them as torch
+does, as JSON objects with name, source, timestamp and metadata. An event of elastane that means the
+same as one of torch's has its name; the others keep their own. The event log under --log-dir is
+written in any case.
 """
 
 from __future__ import annotations
@@ -10,23 +15,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
 
 from elastane.errors import UsageError
-from elastane.observe.box import render_box
+from elastane.observe.events import EventOrigin
 from elastane.process.streams.console import Console, process_console
 from elastane.protocol.log_events import EventKind, Note
-
-__all__ = [
-    "ConsoleHandler",
-    "flush",
-    "level_of",
-    "log_note",
-    "note_level",
-    "note_line",
-    "one_line",
-    "render_box",
-    "setup",
-]
 
 DEFAULT_LEVEL = "WARNING"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -36,6 +32,11 @@ LINE_CHARS_MAX = 1000
 REPEAT_S = 10.0
 _REMEMBERED_MAX = 64
 _STDERR = 2
+# The names that torch 2.13 knows; its dynamic_rendezvous writes nothing either.
+HANDLERS = ("null", "console", "dynamic_rendezvous")
+NoteHandler = Callable[[Note, str], None]
+_STATUS = "torchelastic.worker.status."
+_STATES = {EventKind.ROUND_SETTLED: "RENDEZVOUS", EventKind.WORKERS_STARTING: "START"}
 
 # Events that a person must see at the default level: a failure, or a job that waits for a person.
 _WARNINGS = frozenset(
@@ -150,3 +151,57 @@ def one_line(text: str) -> str:
     joined = " | ".join(filter(None, (part.strip() for part in text.splitlines())))
     safe = "".join(char if char.isprintable() else "?" for char in joined)
     return safe if len(safe) <= LINE_CHARS_MAX else safe[: LINE_CHARS_MAX - 4] + " ..."
+
+
+def event_handler(name: str, origin: EventOrigin) -> NoteHandler:
+    """Return the named handler; it is called with each note and its source.
+
+    The source is agent or coordinator.
+    """
+    assert name in HANDLERS, name
+    if name != "console":
+        return discard
+    console = process_console(_STDERR)
+
+    def handle(note: Note, source: str) -> None:
+        console.put(event_line(note, source, origin, time.time()))
+
+    return handle
+
+
+def discard(note: Note, source: str) -> None:
+    """Discard the note."""
+
+
+def event_line(note: Note, source: str, origin: EventOrigin, now_s: float) -> bytes:
+    """Return a note as one line in the form of torch's events."""
+    state = _state(note)
+    event = {
+        "name": _STATUS + state if state else f"elastane.{note.kind}",
+        "source": "WORKER" if note.kind is EventKind.WORKER_EXITED else "AGENT",
+        "timestamp": int(now_s),
+        "metadata": {
+            "run_id": origin.job,
+            "hostname": origin.host,
+            "state": state or str(note.kind),
+            "global_rank": note.data.get("rank"),
+            "worker_id": note.data.get("pid"),
+            "raw_error": note.reason if state == "FAILED" else None,
+            "told_by": source,
+            "reason": note.reason,
+            "node": note.node_id or origin.node,
+            "round": note.fence.round if note.fence else None,
+            "attempt": note.fence.attempt if note.fence else None,
+            **{f"data_{key}": value for key, value in note.data.items()},
+        },
+    }
+    return msgspec.json.encode(event) + b"\n"
+
+
+def _state(note: Note) -> str:
+    """Return torch's name for the event, or an empty string."""
+    if note.kind is EventKind.WORKER_EXITED:
+        return "FAILED" if note.data.get("exit_code", 0) else "SUCCEEDED"
+    if note.kind is EventKind.JOB_ENDED:
+        return "SUCCEEDED" if note.data.get("ok", True) else "FAILED"
+    return _STATES.get(note.kind, "")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from elastane.observe.records import LoggedEvent, iso_time
+from elastane.observe.events import LoggedEvent, iso_time
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_RANK
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from elastane.errors import UsageError
-from elastane.observe.handlers import HANDLERS
+from elastane.observe.logging import HANDLERS
 from elastane.options.config import Supervision
 from elastane.options.parser import Options
 from elastane.options.spelling import nearest

@@ -30,8 +30,7 @@ from typing import Any, Self
 
 from elastane.errors import ElastaneError, UsageError
 from elastane.functions.request import as_text
-from elastane.observe.events import EventReader
-from elastane.observe.records import LoggedEvent
+from elastane.observe.events import EventReader, LoggedEvent
 from elastane.options.table import BY_DEST
 from elastane.process import environment
 from elastane.protocol.log_events import EventKind

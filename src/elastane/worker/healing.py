@@ -42,7 +42,7 @@ class MemberProgress(Protocol):
 
 
 class ShardHealing(Protocol):
-    """Heals a state that is sharded over workers: `worker.shards` implements it."""
+    """Heals a state that is sharded over workers: `worker.shard_healing` implements it."""
 
     is_healing: bool
 

@@ -27,13 +27,12 @@ from elastane.data.feed import Feed, Portion
 from elastane.errors import ElastaneError, JobError, PeerLostError
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Fence
-from elastane.worker import alike, healing, sharding
+from elastane.worker import comparison, healing, shard_support
+from elastane.worker.comparison import Replicas
 from elastane.worker.control_socket import AgentLine
-from elastane.worker.deterministic import Deterministic
 from elastane.worker.digest_log import Trail, trail_of
 from elastane.worker.early_read import warn_of_early_read
-from elastane.worker.mode import Mode
-from elastane.worker.replicas import Replicas
+from elastane.worker.mode import Deterministic, Mode
 from elastane.worker.retry import Before, Calls, RetriedCall, RetryProgress, given_up
 from elastane.worker.saved import SavedJob
 from elastane.worker.step import Step, Updates, refuse_partitioned
@@ -149,7 +148,7 @@ class Job:
             )
         self._tracked.add(objects)
         refuse_partitioned(self._tracked)
-        sharding.refuse(self._tracked, self.mode, self._trail)
+        shard_support.refuse(self._tracked, self.mode, self._trail)
 
     def device_mesh(self, *, shard: int) -> Any:
         """Return a DeviceMesh of replicas of `shard` workers each, for `fully_shard`.
@@ -157,7 +156,7 @@ class Job:
         Its dimensions are "replicate" and "shard". Call it once, before the model is built, on all
         workers. A joining worker waits here for its place, and uses no collectives until `steps()`.
         """
-        return sharding.open_mesh(self._world, shard)
+        return shard_support.open_mesh(self._world, shard)
 
     def steps(
         self,
@@ -396,7 +395,7 @@ class Job:
     def _begin(self) -> None:
         """Enter the first world with steps, and the state of members that are further."""
         if self._tracked.sharded:
-            sharding.begin(self._world, self._health, self._undo, self._verify_every)
+            shard_support.begin(self._world, self._health, self._undo, self._verify_every)
         if self._world.came_later:
             self._health.prepare()
         self._updates.watch(self.mode, self._saved.settle)
@@ -448,7 +447,7 @@ class Job:
             if in_the_next:
                 self._world.enter()
             self.process_group.pairing.meet(updated=self._health.cut_short)
-            alike.make_alike(self.process_group, self.committed if self._health.holds else -1)
+            comparison.align_ddps(self.process_group, self.committed if self._health.holds else -1)
             self._calls.meet()
             self._health.compare(RetryProgress(self._open_feed.cursor, self._calls))
         except MispairedError:

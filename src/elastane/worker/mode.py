@@ -1,13 +1,21 @@
 """How a worker computes a step: what surrounds its micro-batches.
 
 `Mode` is the ordinary way: it computes a rank's micro-batches as they are dealt, and leaves
-gradients to DDP or to the body. `worker.deterministic` has the other way. It does not know
-membership.
+gradients to DDP or to the body. `Deterministic` computes the same bits in every world: it owns what
+`init(deterministic=True)` means for a worker. Each step is computed as virtual shards, each with
+random streams of its own. The result depends on the number of shards and the seed, and not on which
+worker computed which shard. Uses that would break this are refused: collectives inside a shard,
+different settings on another member, an optimizer that steps before all shards are done.
+
+Neither knows membership: a pass that a lost peer interrupted is discarded. Fails by JobError for a
+use that cannot work, and as the group does.
 """
 
 from __future__ import annotations
 
+import os
 import platform
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,8 +23,20 @@ import torch
 
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.elastic import ElasticGroup
+from elastane.comms.group import WorldGroup
+from elastane.data.checks import SEED_END, whole
 from elastane.data.feed import Portion
+from elastane.data.permutation import mixed
 from elastane.data.position import DataPosition
+from elastane.data.streams import FOR_BUILD, FOR_SHARD, begin_streams
+from elastane.errors import JobError
+from elastane.worker.deterministic_pass import Means, Pass
+from elastane.worker.healing import gathered
+from elastane.worker.undo import buffers_of
+
+# Without it cuBLAS may choose another algorithm for each stream. The value is NVIDIA's
+# recommendation.
+_CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 class Mode:
@@ -70,3 +90,188 @@ def _processor() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+class Deterministic(Mode):
+    """Computes a step's `portions` shard by shard, and reduces their gradients at the end."""
+
+    is_deterministic = True
+
+    def __init__(self, shards: int, seed: int) -> None:
+        super().__init__()
+        self.seed = whole("seed", seed, 0, SEED_END - 1)
+        self.shards = whole("shards", shards, 1)
+        self._virtual_shards = (
+            self.shards
+        )  # virtual shards of a step: `shards` times its micro-batches
+        self._means = Means()
+        self._compared_world: WorldGroup | None = None
+        self._step = 0
+        self._passes = 0
+        self._had_gradients = False
+        # How many shards of the current pass are done, and of how many; None between passes.
+        self._inside: tuple[int, int] | None = None
+        self._former: tuple[bool, bool, bool] | None = None
+
+    def apply(self, group: ElasticGroup, tracked: RegisteredObjects) -> None:
+        """Make torch deterministic, and seed what is built from here on with the job's seed."""
+        super().apply(group, tracked)
+        group.guard = self._refuse_collective
+        os.environ.setdefault(*_CUBLAS)
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        enabled = torch.are_deterministic_algorithms_enabled()
+        self._former = enabled, warns, torch.backends.cudnn.benchmark
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        begin_streams(FOR_BUILD, self.seed)
+
+    def close(self) -> None:
+        """Restore torch's settings."""
+        if self._former is not None:
+            enabled, warns, benchmark = self._former
+            torch.use_deterministic_algorithms(enabled, warn_only=warns)
+            torch.backends.cudnn.benchmark = benchmark
+            self._former = None
+
+    def open(self, cursor: DataPosition, accumulate: int) -> None:
+        """Deal the data in shards from here on; JobError for a model or batch that forbids it."""
+        batch, cut = cursor.ledger.global_batch_size, self.shards * accumulate
+        if batch < cut:
+            raise _refused(
+                f"global_batch_size is {batch}, and a step is cut into {cut} shards",
+                "a global batch with at least one sample for each shard of each micro-batch",
+                f"elastane.init(deterministic=True, shards={max(1, batch // accumulate)})",
+            )
+        if not any(True for _ in self.tracked.parameters()):
+            raise _refused(
+                "deterministic=True, and nothing is tracked that has parameters",
+                "all that is trained, for its gradients are reduced by the job",
+                "job.track(model=model, optimizer=optimizer)",
+            )
+        synced = [m for module in self.tracked.modules for m in module.modules() if _syncs(m)]
+        if synced:
+            raise _refused(
+                f"the model has {len(synced)} of {type(synced[0]).__name__}, which looks at all "
+                "ranks' samples at once",
+                "layers that look at the samples of one shard",
+                "leave out convert_sync_batchnorm(); BatchNorm's statistics are combined anyway",
+            )
+        self._virtual_shards = cut
+        cursor.cut_into(cut, self.seed)
+
+    def insist_on_world(self, size: int) -> None:
+        """Refuse a world in which some ranks would have no shard."""
+        if size > self.shards:
+            raise _refused(
+                f"the world has {size} workers, and there are {self.shards} shards",
+                f"at most {self.shards} workers",
+                f"elastane.init(deterministic=True, shards={size}), or a smaller --nnodes",
+            )
+
+    def begin(self, step: int) -> None:
+        """Begin a step, or retry it."""
+        self._step, self._passes, self._had_gradients, self._inside = step, 0, False, None
+        # Registered generators are part of the state, so all members have the same ones already.
+        begin_streams(*self._stream_key(0))
+
+    def portions(self, dealt: Sequence[Portion]) -> Iterator[Portion]:
+        """Yield this rank's shards in one pass over the step, then reduce their gradients."""
+        self._compare_settings()
+        self._passes += 1
+        self.group.hush()
+        parameters = self.tracked.parameters()
+        buffers = buffers_of(self.tracked.modules)
+        made = Pass(self.group, self._means, self._virtual_shards, parameters, buffers)
+        for done, portion in enumerate(dealt):
+            self._inside = done, len(dealt)
+            self._begin_streams(1 + portion.share.shard)
+            yield portion
+            is_last = done == len(dealt) - 1
+            made.collect(portion.weight, is_first=portion.share.shard == 0, is_last=is_last)
+        self._inside = None
+        self._had_gradients = made.finish() or self._had_gradients
+        self._begin_streams(0)
+
+    def leave(self) -> None:
+        """Discard an unfinished pass: the body has ended."""
+        self._inside = None
+
+    def insist_on_all(self) -> None:
+        """Refuse an optimizer step that lacks the gradients of some shards."""
+        if self._inside is not None:
+            done, count = self._inside
+            what = f"an optimizer steps after {done + 1} of this rank's {count} shards"
+        elif not self._passes:
+            what = "an optimizer steps, and the step's shards were not computed"
+        elif not self._had_gradients:
+            what = "an optimizer steps, and no shard has left a gradient"
+        else:
+            return
+        raise _refused(
+            what,
+            "forward and backward of each shard, then one step of the optimizer",
+            "for batch in step.batches: step.backward(loss_of(batch));  then optimizer.step()",
+            where=f"step {self._step}",
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return what results depend on, besides the script and its data."""
+        return {**super().settings(), "shards": self._virtual_shards, "seed": self.seed}
+
+    def _compare_settings(self) -> None:
+        """In the first pass of a world, refuse members whose settings would give other results."""
+        group, world = self.group, self.group.world
+        if self._compared_world is world:
+            return
+        own = self.settings()
+        received = gathered(group, [_number(value) for value in own.values()])
+        for (name, value), *others in zip(own.items(), *received, strict=True):
+            odd = [rank for rank, other in enumerate(others) if other != _number(value)]
+            if odd:
+                raise _refused(
+                    f"{name} is {value!r} here, and another on rank {', '.join(map(str, odd))}",
+                    "the same on all members: results depend on it",
+                    _SAME.get(name, "use the same on all nodes"),
+                    where=f"rank {group.rank()} of {group.size()}",
+                )
+        self._compared_world = world
+
+    def _refuse_collective(self, name: str) -> None:
+        if self._inside is not None:
+            raise _refused(
+                f"{name} was called inside a shard",
+                "collectives before or after the loop over step.batches: ranks have different"
+                " numbers of shards",
+                "move it behind the loop",
+                where=f"step {self._step}",
+            )
+
+    def _stream_key(self, place: int) -> tuple[int, ...]:
+        return FOR_SHARD, self.seed, self._step, self._passes, place
+
+    def _begin_streams(self, place: int) -> None:
+        words = self._stream_key(place)
+        begin_streams(*words)
+        for number, generator in enumerate(self.tracked.generators):
+            generator.manual_seed(mixed(*words, number) >> 1)
+
+
+_SAME = {
+    "threads": "OMP_NUM_THREADS=1 on all nodes",
+    "processor": "nodes of one kind",
+}
+
+
+def _number(value: object) -> int:
+    """Return 63 bits that represent a setting."""
+    return value % 2**63 if isinstance(value, int) else zlib.crc32(str(value).encode())
+
+
+def _syncs(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.SyncBatchNorm)
+
+
+def _refused(what: str, expected: str, next_step: str, where: str = "") -> JobError:
+    return JobError(
+        what, expected=expected, next_step=next_step, where=where, slug="deterministic-use"
+    )

@@ -17,7 +17,7 @@ from elastane.checkpoint.state_source import require_names
 from elastane.comms.elastic import ElasticGroup
 from elastane.data.position import DataPosition
 from elastane.errors import PeerLostError
-from elastane.worker import sharding
+from elastane.worker import shard_support
 from elastane.worker.healing import Health
 from elastane.worker.world import Worlds
 
@@ -84,7 +84,7 @@ class SavedJob:
     @property
     def why(self) -> str:
         """Why all workers restart from a checkpoint after a loss; "" if they recover in place."""
-        return sharding.why_unhealed(self._tracked, self._worlds.mesh)
+        return shard_support.why_unhealed(self._tracked, self._worlds.mesh)
 
     @property
     def fence(self) -> tuple[int, int]:

@@ -75,7 +75,7 @@ def undisturbed(steps: int) -> str:
 def watch(folder: Path, say) -> None:
     """Tell of handovers, and do what a file says in the middle of one."""
     from elastane.comms import transfer
-    from elastane.worker import healing, replicas
+    from elastane.worker import comparison, healing
 
     fold, plain = transfer.fold, healing.transfer.take
     now = {"taking": False}
@@ -102,7 +102,7 @@ def watch(folder: Path, say) -> None:
         return found
 
     transfer.fold, transfer.take = folding, taking
-    assert healing.transfer is transfer and replicas.take is healing.take
+    assert healing.transfer is transfer and comparison.take is healing.take
 
 
 def flip(folder: Path, net: Net) -> None:

@@ -109,7 +109,7 @@ def plain(mesh, steps: int) -> torch.Tensor:
 
 
 def cut_at(folder: Path, number: int, now: dict[str, object]) -> None:
-    from elastane.worker.shards import Shards
+    from elastane.worker.shard_healing import Shards
 
     agree = Shards.agree
 

@@ -50,7 +50,7 @@ def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None
     why = "" if worlds.came_later else why_unhealed(health.tracked, worlds.mesh)
     worlds.restarts = why and _why_never(health.tracked, worlds.mesh)
     if not worlds.restarts and worlds.mesh is not None:
-        from elastane.worker.shards import Shards  # heavy: torch.distributed.fsdp
+        from elastane.worker.shard_healing import Shards  # heavy: torch.distributed.fsdp
 
         came_later = worlds.came_later
         health.shards = Shards(worlds.group, worlds.mesh, health, undo, came_later=came_later)
