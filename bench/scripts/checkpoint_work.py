@@ -315,7 +315,7 @@ def bring(gb: float, folder: Path) -> dict:
         elastane.save_checkpoint(folder / "own0", {"x": torch.randn(int(gb * 1e9 / 4))}, step=1)
     dist.barrier()
     from elastane.checkpoint.members import GroupMembers
-    from elastane.checkpoint.sending import CheckpointTransfer
+    from elastane.checkpoint.reading import CheckpointTransfer
     from elastane.storage import open_storage
 
     for _ in range(TURNS):

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 import elastane
 from elastane.checkpoint.layout import Chunk, Tensor, lay_out, misfit
-from elastane.checkpoint.stored import LAYOUT, STATE, layout_from
+from elastane.checkpoint.small_files import LAYOUT, STATE, layout_from
 from elastane.errors import CheckpointError, ElastaneError
 from elastane.protocol.checkpoints import CHUNK_BYTES, FileRecord, Manifest, folder_name
 from elastane.protocol.limits import CHECKPOINT_SMALL_BYTES_MAX
 from elastane.storage import Repository, open_storage
 from elastane.storage.digest import digest_of, record_of
-from elastane.storage.records import encode
+from elastane.storage.publishing import encode
 
 SHAPES = {"w": (3, 4), "b": (5,), "scalar": (), "none": (0, 2)}
 # Ten times what the small files of this checkpoint take when they are read.

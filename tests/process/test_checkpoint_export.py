@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import elastane
-from elastane.checkpoint import export as exporting
+from elastane.checkpoint import simple as exporting
 from elastane.cli.main import main
 
 

@@ -16,8 +16,8 @@ from small_saves import begin, opened, save, steps
 
 from elastane.cli.main import main
 from elastane.errors import FencedError, StorageError
-from elastane.storage.errors import storage_errors
 from elastane.storage.folder import PLACE
+from elastane.storage.places import storage_errors
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MB = 1 << 20

@@ -1,7 +1,8 @@
 """The worker's side of checkpoints: what is saved, when, and how it is restored.
 
-`checkpointer.Checkpointer` is the user's object. A save captures the state (`capture`), lays it out
-(`layout`, `shares`), copies it into the snapshot server's memory (`copying`) and says what to write
-(`saving`, `plan`). A restore chooses a state on all ranks (`inventory`) and reads it (`restoring`,
-`reading`). `simple` and `export` are for single processes.
+`checkpointer.Checkpointer` is the user's object, `schedule` says when it saves. A save captures the
+state (`capture`), lays it out (`layout`), shares it out over the ranks (`plan`) and copies it into
+the snapshot server's memory (`copying`); `saving` makes it. A restore chooses a state on all ranks
+(`restoring`) and reads it (`reading`). `simple` is for single processes. A new kind of object or of
+optimizer state is added in `registered`, a new kind of tensor in `capture`.
 """

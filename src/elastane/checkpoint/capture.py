@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from elastane.checkpoint.dcp import frozen
 from elastane.checkpoint.layout import Chunk, Tensor, name_of
+from elastane.checkpoint.small_files import frozen
 from elastane.comms.state import DEPTH_MAX, Flattening, Path, spelled
 from elastane.errors import CheckpointError
 

@@ -17,11 +17,10 @@ from typing import Any, Literal, Self
 
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.copy_on_write import CopyOnWriteRestore
-from elastane.checkpoint.folder_identity import FolderIdentity, absolute_place
 from elastane.checkpoint.plan import SaveOrder
 from elastane.checkpoint.restoring import Restored, Restorer
-from elastane.checkpoint.save_schedule import SaveSchedule, at_least_one, not_a_step, steps_done
 from elastane.checkpoint.saving import WAIT_S, SaveProposal, Saver, not_saved, require_durable
+from elastane.checkpoint.schedule import SaveSchedule, at_least_one, not_a_step, steps_done
 from elastane.checkpoint.state_source import ScriptObjects, StateSource
 from elastane.errors import CheckpointError, ElastaneError
 from elastane.process import environment
@@ -31,6 +30,7 @@ from elastane.protocol.limits import KEEPER_PATIENCE_S
 from elastane.snapshots.client import SnapshotClient
 from elastane.snapshots.messages import SaveFailed
 from elastane.storage import open_storage
+from elastane.storage.places import FolderIdentity, absolute_place
 from elastane.storage.repository import Repository
 
 _log = logging.getLogger("elastane.checkpoint")
@@ -60,7 +60,7 @@ class Checkpointer:
         self.where = absolute_place(where)
         if every_steps is None and every_s is None:
             every_s = "auto"
-        self._schedule = SaveSchedule(every_steps, every_s)
+        self._schedule = SaveSchedule(every_steps, every_s, time.monotonic, _log.info)
         self._keep, self._strict = at_least_one(keep), strict
         self._source: StateSource | None = None
         self._saver: Saver | None = None

@@ -1,24 +1,37 @@
 """Where each piece of each tensor lies in the bytes of a state: pure, equal on all ranks.
 
-The serialized layout is a chain of blobs (`blobs`), one for each piece. A piece is contiguous in
-one tensor, and small enough to cut the layout into even shares between blobs. A replicated state
-makes one layout that each rank could write. Of a sharded state each rank writes what only it holds,
-and one of several holders writes the rest. A layout read from storage is not trusted: `misfit` says
-how its parts contradict each other.
+The serialized layout is a chain of blobs, one for each piece. A piece is contiguous in one tensor,
+and small enough to cut the layout into even shares between blobs. A replicated state makes one
+layout that each rank could write. Of a sharded state each rank writes what only it holds, and one
+of several holders writes the rest. A layout read from storage is not trusted: `misfit` says how its
+parts contradict each other.
+
+A blob is a zip file that `torch.load(weights_only=True)` and torch.distributed.checkpoint read. The
+bytes around its data depend only on dtype and shape. Hence they are made without the tensor, and
+written once around the memory into which each save copies the data. The checksum of the data is
+zero: torch does not check it (2.4 to 2.13), and elastane's digests cover the data. Format:
+torch/csrc/jit/serialization and caffe2/serialize/inline_container (archive of the records data.pkl,
+byteorder, data/0, version; data aligned to 64 bytes).
 """
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 import secrets
+import struct
+import sys
+import zlib
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Annotated, NamedTuple
+from functools import lru_cache
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
 
-from elastane.checkpoint.blobs import Frame, frame_of
 from elastane.errors import CheckpointError
 from elastane.protocol.checkpoints import Bytes
 from elastane.protocol.limits import (
@@ -37,6 +50,14 @@ PAGE_BYTES = 4096
 PAGED_BYTES = 1 << 18
 # A Mersenne prime, much greater than the number of values of any tensor: see `_is_tiled`.
 _PRIME = (1 << 127) - 1
+
+
+ALIGN_BYTES = 64
+_LOCAL = struct.Struct("<I5H3I2H")
+_CENTRAL = struct.Struct("<I6H3I5H2I")
+_END = struct.Struct("<I4H2IH")
+# An extra field without meaning, the same padding that torch uses.
+_PADDING_ID = b"FB"
 
 Dimensions = Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=CHECKPOINT_DIMENSIONS_MAX)]
 
@@ -139,6 +160,227 @@ def lay_out(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> Layou
     return layout
 
 
+class _LayoutBuilder:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._pieces: list[TensorPiece] = []
+        self.at = 0
+
+    def add(self, chunk: Chunk) -> None:
+        dtype = dtype_of(self._tensors[chunk.tensor].dtype)
+        for offsets, shape in _pieces(chunk, dtype.itemsize):
+            frame = frame_of(dtype, shape)
+            if frame.data_bytes >= PAGED_BYTES:
+                self.end_page()
+                self.at += -len(frame.head) % PAGE_BYTES
+            self._pieces.append(TensorPiece(chunk.tensor, offsets, shape, self.at))
+            self.at += frame.size_bytes
+
+    def end_page(self) -> None:
+        """Continue at the next page; the gap is zero."""
+        self.at += -self.at % PAGE_BYTES
+
+    def layout(self, bounds: tuple[int, ...]) -> Layout:
+        return Layout(self._tensors, tuple(self._pieces), self.at, bounds)
+
+
+def _nearest(edges: Sequence[int], at: int) -> int:
+    after = bisect_left(edges, at)
+    return min(edges[max(0, after - 1) : after + 1], key=lambda edge: abs(edge - at))
+
+
+class Box(NamedTuple):
+    """A part of a tensor: its offsets and shape."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def _pieces(chunk: Chunk, item_bytes: int) -> Iterator[Box]:
+    """Cut a chunk along its first dimension longer than 1, so that each piece is contiguous."""
+    whole = math.prod(chunk.shape) * item_bytes
+    along = next((d for d, length in enumerate(chunk.shape) if length > 1), None)
+    if whole <= PIECE_BYTES or along is None:
+        yield Box(chunk.offsets, chunk.shape)
+        return
+    length = chunk.shape[along]
+    step = max(1, length * PIECE_BYTES // whole)
+    # Whole pages if possible, so that the pieces can be mapped one after the other.
+    in_pages = PAGE_BYTES // math.gcd(whole // length, PAGE_BYTES)
+    step -= step % in_pages if step > in_pages else 0
+    for first in range(0, length, step):
+        offsets, shape = list(chunk.offsets), list(chunk.shape)
+        offsets[along] += first
+        shape[along] = min(step, length - first)
+        part = Chunk(chunk.tensor, tuple(offsets), tuple(shape))
+        if step == 1:
+            yield from _pieces(part, item_bytes)
+        else:
+            yield Box(part.offsets, part.shape)
+
+
+def _assign(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
+    """Assign each chunk to the one of its holders that has the fewest bytes so far."""
+    holders: dict[Chunk, list[int]] = {}
+    for rank, chunks in enumerate(held):
+        for chunk in chunks:
+            holders.setdefault(chunk, []).append(rank)
+    load, given = [0] * len(held), [list[Chunk]() for _ in held]
+    # Chunks with one holder first: the others even the load out.
+    for chunk, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
+        rank = min(ranks, key=lambda each: (load[each], each))
+        given[rank].append(chunk)
+        load[rank] += math.prod(chunk.shape) * dtype_of(tensors[chunk.tensor].dtype).itemsize
+    return given
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name such as float32; raises CheckpointError for any other."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"the layout of a checkpoint names the kind {name!r}",
+            expected="a dtype of the installed torch",
+            next_step="restore it with the version of torch that wrote it",
+            slug="checkpoint-layout",
+        )
+    return dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, for `dtype_of`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def part_of(tensor: torch.Tensor, piece: TensorPiece, offsets: Sequence[int]) -> torch.Tensor:
+    """Return a piece of a tensor that itself begins at `offsets` of a larger one."""
+    for dim, (at, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, at - offsets[dim], length)
+    return tensor
+
+
+def overlap(one: Box | TensorPiece | Chunk, other: Box | TensorPiece | Chunk) -> Box | None:
+    """Return the intersection of two parts of one tensor, or None."""
+    offsets, shape = [], []
+    places = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+    for at, length, other_at, other_length in places:
+        first, end = max(at, other_at), min(at + length, other_at + other_length)
+        if end <= first:
+            return None
+        offsets.append(first)
+        shape.append(end - first)
+    return Box(tuple(offsets), tuple(shape))
+
+
+class Frame(NamedTuple):
+    """The bytes around `data_bytes` of data, which is aligned if the blob is."""
+
+    head: bytes
+    data_bytes: int
+    tail: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the whole blob, a multiple of ALIGN_BYTES."""
+        return len(self.head) + self.data_bytes + len(self.tail)
+
+
+@lru_cache(maxsize=4096)
+def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+    """Return the frame of a contiguous CPU tensor."""
+    count = 1
+    for length in shape:
+        count *= length
+    data_bytes = count * dtype.itemsize
+    records = [
+        _Record("archive/data.pkl", _description(dtype, shape, count)),
+        _Record("archive/version", b"3\n"),
+        _Record("archive/byteorder", sys.byteorder.encode()),
+    ]
+    head = b""
+    for record in records:
+        record.at = len(head)
+        head += record.local(0) + record.data
+    data = _Record("archive/data/0", b"", data_bytes)
+    data.at = len(head)
+    bare = len(head) + len(data.local(0))
+    head += data.local(-bare % ALIGN_BYTES or ALIGN_BYTES)
+    tail = _directory([*records, data], len(head) + data_bytes)
+    return Frame(head, data_bytes, tail)
+
+
+class _Record:
+    def __init__(self, name: str, data: bytes, data_bytes: int | None = None) -> None:
+        self.name, self.data, self.at = name.encode(), data, 0
+        self.size = len(data) if data_bytes is None else data_bytes
+        self._crc = zlib.crc32(data) if data_bytes is None else 0
+
+    def local(self, padding: int) -> bytes:
+        """Return the header before the data, extended by about `padding` bytes."""
+        if 0 < padding < 4:
+            padding += ALIGN_BYTES
+        extra = b""
+        if padding:
+            extra = _PADDING_ID + struct.pack("<H", padding - 4) + bytes(padding - 4)
+        fields = (0x04034B50, 20, 0, 0, 0, 0, self._crc, self.size, self.size)
+        return _LOCAL.pack(*fields, len(self.name), len(extra)) + self.name + extra
+
+    def central(self) -> bytes:
+        """Return the entry in the directory."""
+        fields = (0x02014B50, 20, 20, 0, 0, 0, 0, self._crc, self.size, self.size)
+        return _CENTRAL.pack(*fields, len(self.name), 0, 0, 0, 0, 0, self.at) + self.name
+
+
+def _directory(records: Sequence[_Record], at: int) -> bytes:
+    """Return the end of the file; its comment pads it so that the next blob is aligned."""
+    entries = b"".join(record.central() for record in records)
+    comment = bytes(-(at + len(entries) + _END.size) % ALIGN_BYTES)
+    count = len(records)
+    return (
+        entries
+        + _END.pack(0x06054B50, 0, 0, count, count, len(entries), at, len(comment))
+        + comment
+    )
+
+
+class _Stored:
+    """A placeholder for the memory of the tensor, which is a record of its own."""
+
+
+class _Described:
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self._dtype, self._shape = dtype, shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        stride = torch.empty(self._shape, device="meta").stride()
+        rest: tuple[Any, ...] = (0, self._shape, stride, False, OrderedDict())
+        if self._dtype in _WITHOUT_STORAGE_CLASS:
+            return torch._utils._rebuild_tensor_v3, (_Stored(), *rest, self._dtype)
+        return torch._utils._rebuild_tensor_v2, (_Stored(), *rest)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, kind: Any, count: int) -> None:
+        super().__init__(file, protocol=2)
+        self._kind, self._count = kind, count
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _Stored):
+            return "storage", self._kind, "0", "cpu", self._count
+        return None
+
+
+def _description(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> bytes:
+    file = io.BytesIO()
+    if dtype in _WITHOUT_STORAGE_CLASS:
+        kind, count = torch.UntypedStorage, count * dtype.itemsize
+    else:
+        kind = getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
+    _Pickler(file, kind, count).dump(_Described(dtype, shape))
+    return file.getvalue()
+
+
 def misfit(layout: Layout) -> str:
     """Return how the parts of a layout contradict each other or exceed a bound; "" if they do not.
 
@@ -223,114 +465,9 @@ def _is_tiled(whole: Sequence[int], pieces: Sequence[TensorPiece]) -> bool:
     return total % _PRIME == area((0,) * len(whole), whole)
 
 
-class _LayoutBuilder:
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tuple(tensors)
-        self._pieces: list[TensorPiece] = []
-        self.at = 0
-
-    def add(self, chunk: Chunk) -> None:
-        dtype = dtype_of(self._tensors[chunk.tensor].dtype)
-        for offsets, shape in _pieces(chunk, dtype.itemsize):
-            frame = frame_of(dtype, shape)
-            if frame.data_bytes >= PAGED_BYTES:
-                self.end_page()
-                self.at += -len(frame.head) % PAGE_BYTES
-            self._pieces.append(TensorPiece(chunk.tensor, offsets, shape, self.at))
-            self.at += frame.size_bytes
-
-    def end_page(self) -> None:
-        """Continue at the next page; the gap is zero."""
-        self.at += -self.at % PAGE_BYTES
-
-    def layout(self, bounds: tuple[int, ...]) -> Layout:
-        return Layout(self._tensors, tuple(self._pieces), self.at, bounds)
-
-
-def _nearest(edges: Sequence[int], at: int) -> int:
-    after = bisect_left(edges, at)
-    return min(edges[max(0, after - 1) : after + 1], key=lambda edge: abs(edge - at))
-
-
-class Box(NamedTuple):
-    """A part of a tensor: its offsets and shape."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-def _pieces(chunk: Chunk, item_bytes: int) -> Iterator[Box]:
-    """Cut a chunk along its first dimension longer than 1, so that each piece is contiguous."""
-    whole = math.prod(chunk.shape) * item_bytes
-    along = next((d for d, length in enumerate(chunk.shape) if length > 1), None)
-    if whole <= PIECE_BYTES or along is None:
-        yield Box(chunk.offsets, chunk.shape)
-        return
-    length = chunk.shape[along]
-    step = max(1, length * PIECE_BYTES // whole)
-    # Whole pages if possible, so that the pieces can be mapped one after the other.
-    in_pages = PAGE_BYTES // math.gcd(whole // length, PAGE_BYTES)
-    step -= step % in_pages if step > in_pages else 0
-    for first in range(0, length, step):
-        offsets, shape = list(chunk.offsets), list(chunk.shape)
-        offsets[along] += first
-        shape[along] = min(step, length - first)
-        part = Chunk(chunk.tensor, tuple(offsets), tuple(shape))
-        if step == 1:
-            yield from _pieces(part, item_bytes)
-        else:
-            yield Box(part.offsets, part.shape)
-
-
-def _assign(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
-    """Assign each chunk to the one of its holders that has the fewest bytes so far."""
-    holders: dict[Chunk, list[int]] = {}
-    for rank, chunks in enumerate(held):
-        for chunk in chunks:
-            holders.setdefault(chunk, []).append(rank)
-    load, given = [0] * len(held), [list[Chunk]() for _ in held]
-    # Chunks with one holder first: the others even the load out.
-    for chunk, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
-        rank = min(ranks, key=lambda each: (load[each], each))
-        given[rank].append(chunk)
-        load[rank] += math.prod(chunk.shape) * dtype_of(tensors[chunk.tensor].dtype).itemsize
-    return given
-
-
-def overlap(one: Box | TensorPiece | Chunk, other: Box | TensorPiece | Chunk) -> Box | None:
-    """Return the intersection of two parts of one tensor, or None."""
-    offsets, shape = [], []
-    places = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
-    for at, length, other_at, other_length in places:
-        first, end = max(at, other_at), min(at + length, other_at + other_length)
-        if end <= first:
-            return None
-        offsets.append(first)
-        shape.append(end - first)
-    return Box(tuple(offsets), tuple(shape))
-
-
-def part_of(tensor: torch.Tensor, piece: TensorPiece, offsets: Sequence[int]) -> torch.Tensor:
-    """Return a piece of a tensor that itself begins at `offsets` of a larger one."""
-    for dim, (at, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
-        if length != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, at - offsets[dim], length)
-    return tensor
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name such as float32; raises CheckpointError for any other."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(
-            f"the layout of a checkpoint names the kind {name!r}",
-            expected="a dtype of the installed torch",
-            next_step="restore it with the version of torch that wrote it",
-            slug="checkpoint-layout",
-        )
-    return dtype
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, for `dtype_of`."""
-    return str(dtype).removeprefix("torch.")
+# dtypes added after torch stopped adding storage classes; torch.save treats them the same way.
+_WITHOUT_STORAGE_CLASS = frozenset(
+    kind
+    for kind in vars(torch).values()
+    if isinstance(kind, torch.dtype) and kind not in torch.storage._dtype_to_storage_type_map()
+)

@@ -1,28 +1,36 @@
-"""The plan of saves: a layout, this rank's share of it, its slots, and the messages of each save.
+"""The plan of saves: which rank keeps which part of a state, and the messages of each save.
 
-It is made once, and again when the tensors or the ranks change; slots are mapped and laid out then.
-The bytes around each piece are written once into each slot, so that a save copies only data, at the
-speed of memory. Pages are touched when a slot is mapped: otherwise the first copy would take
-sixteen times as long. Small files that change seldom are sent to the snapshot server once.
+`shares` is pure and equal on all ranks. Ranks with the same snapshot server share a node; servers
+with the same place share a folder. All servers of one place write one checkpoint together; each
+place has its own. A `SavePlan` is made once, and again when the tensors or the ranks change. Small
+files that change seldom are sent to the snapshot server once.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import torch
 import xxhash
 
 import elastane
-from elastane.checkpoint.capture import Captured, SmallState, held_of
-from elastane.checkpoint.dcp import METADATA, PLAIN, PlainLeaves, metadata
-from elastane.checkpoint.layout import Layout, dtype_of, part_of
-from elastane.checkpoint.shares import SaveShare
+from elastane.checkpoint.capture import Captured, SmallState
+from elastane.checkpoint.copying import CopySources, Slot
+from elastane.checkpoint.layout import Layout
+from elastane.checkpoint.small_files import (
+    LAYOUT,
+    METADATA,
+    PLAIN,
+    STATE,
+    ByteRange,
+    PlainLeaves,
+    StoredFiles,
+    encoded,
+    metadata,
+)
 from elastane.checkpoint.state_source import SavingWorld
-from elastane.checkpoint.stored import LAYOUT, STATE, StoredFiles, encoded
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots.client import SnapshotClient
 from elastane.snapshots.messages import PersistRequest, Replica, Snapshot
@@ -57,6 +65,122 @@ class SaveDetails(msgspec.Struct, frozen=True):
     together: str = ""
 
 
+class RankStatus(msgspec.Struct, frozen=True, array_like=True):
+    """The situation of one rank. `survives`: its snapshot server outlives it.
+
+    `door` is where that server accepts replicas for the workers of `group`; "" if it does not.
+    """
+
+    keeper: str
+    survives: bool
+    place: str
+    door: str = ""
+    group: str = ""
+
+
+class SaveShare(msgspec.Struct, frozen=True):
+    """One rank's share: it copies [first, end) into its slot, and its server writes `ranges`.
+
+    `local` of `locals` ranks fill the slots of their node. `part` of `parts` servers write the
+    checkpoint, which consists of `all_ranges`; `places` is the number of checkpoints of one save.
+    A sharded part is replicated to the server at `door`; "" without replication.
+    """
+
+    local: int
+    locals: int
+    first: int
+    end: int
+    part: int
+    parts: int
+    ranges: tuple[ByteRange, ...]
+    all_ranges: tuple[ByteRange, ...]
+    places: int = 1
+    door: str = ""
+    group: str = ""
+
+
+def shares(layout: Layout, members: Sequence[RankStatus]) -> list[SaveShare]:
+    """Return each rank's share."""
+    places: dict[str, dict[str, list[int]]] = {}
+    for rank, member in enumerate(members):
+        places.setdefault(member.place, {}).setdefault(member.keeper, []).append(rank)
+    found: dict[int, SaveShare] = {}
+    for keepers in places.values():
+        found |= _of_place(layout, [*keepers.values()], members)
+    count = len(places)
+    peers = {} if layout.replicated else ring(members)
+    return [
+        msgspec.structs.replace(
+            found[rank],
+            places=count,
+            door=peers[member.keeper].door if member.keeper in peers else "",
+            group=peers[member.keeper].group if member.keeper in peers else "",
+        )
+        for rank, member in enumerate(members)
+    ]
+
+
+def ring(members: Sequence[RankStatus]) -> dict[str, RankStatus]:
+    """Return the peer of each server: the next one that accepts replicas, in a ring."""
+    doors = list({member.keeper: member for member in members if member.door}.values())
+    if len(doors) < 2:
+        return {}
+    nexts = zip(doors, [*doors[1:], doors[0]], strict=True)
+    return {own.keeper: peer for own, peer in nexts}
+
+
+def _of_place(
+    layout: Layout, nodes: list[list[int]], members: Sequence[RankStatus]
+) -> dict[int, SaveShare]:
+    if layout.replicated:
+        cuts = layout.cut(len(nodes), 0, layout.image_bytes)
+        written = [[(cuts[n], cuts[n + 1])] for n in range(len(nodes))]
+    else:
+        bounds = layout.bounds
+        written = [_joined([(bounds[rank], bounds[rank + 1]) for rank in node]) for node in nodes]
+    named = [_named(node, spans) for node, spans in enumerate(written)]
+    everything = tuple(each for ranges in named for each in ranges)
+    found = {}
+    for part, node in enumerate(nodes):
+        kept = _kept(layout, node, written[part], members)
+        for local, rank in enumerate(node):
+            found[rank] = SaveShare(
+                *(local, len(node), *kept[local]), part, len(nodes), named[part], everything
+            )
+    return found
+
+
+def _kept(
+    layout: Layout,
+    node: list[int],
+    written: list[tuple[int, int]],
+    members: Sequence[RankStatus],
+) -> list[tuple[int, int]]:
+    """Return the range that each rank of a node copies into its slot."""
+    if not layout.replicated:
+        return [(layout.bounds[rank], layout.bounds[rank + 1]) for rank in node]
+    # A server that dies with its workers only needs what it writes.
+    first, end = (0, layout.image_bytes) if members[node[0]].survives else written[0]
+    return [*pairwise(layout.cut(len(node), first, end))]
+
+
+def _named(node: int, spans: Sequence[tuple[int, int]]) -> tuple[ByteRange, ...]:
+    """Return the files of one server, named as by torch.distributed.checkpoint."""
+    full = [span for span in spans if span[0] < span[1]]
+    return tuple(ByteRange(f"__{node}_{n}.distcp", *span) for n, span in enumerate(full))
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges with adjacent ones merged."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(spans):
+        if found and found[-1][1] == first:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((first, end))
+    return found
+
+
 class SavePlan:
     """One rank's plan for a layout and a set of ranks. `captured` is the first state of it."""
 
@@ -71,11 +195,12 @@ class SavePlan:
     ) -> None:
         self._keeper, self._where = keeper, where
         self.layout, self.share = layout, share
-        self.sources = CopySources(layout, share, captured, world.optimizers())
+        pieces = layout.within(share.first, share.end)
+        self.sources = CopySources(pieces, captured, world.optimizers())
         self._world = world.members().size
         slots = SLOTS_WITH_COPIES if share.door else SLOTS
         fds = keeper.slots(slots, max(1, share.end - share.first))
-        self._slots = [Slot(fd, layout, share) for fd in fds]
+        self._slots = [Slot(fd, layout, share.first, share.end) for fd in fds]
         self._plain = PlainLeaves()
         self._index: tuple[tuple[int, ...], str] | None = None
         self._layout = encoded(layout)
@@ -157,74 +282,3 @@ class SavePlan:
             keep=order.keep,
             wait_s=TOGETHER_S,
         )
-
-
-class Slot:
-    """One slot, prepared for one share of one layout."""
-
-    def __init__(self, fd: int, layout: Layout, share: SaveShare) -> None:
-        self._memory = mmap.mmap(
-            fd, max(1, share.end - share.first), mmap.MAP_SHARED | mmap.MAP_POPULATE
-        )
-        os.close(fd)
-        image = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.places = []
-        for piece in layout.within(share.first, share.end):
-            frame, at = layout.frame(piece), piece.at - share.first
-            data = at + len(frame.head)
-            self._memory[at:data] = frame.head
-            behind = data + frame.data_bytes
-            self._memory[behind : behind + len(frame.tail)] = frame.tail
-            dtype = dtype_of(layout.tensors[piece.tensor].dtype)
-            self.places.append(image[data:behind].view(dtype).view(piece.shape))
-
-
-class CopySources:
-    """The parts of a state's tensors in one share, in the order of a slot's places."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        share: SaveShare,
-        captured: Captured,
-        optimizers: Iterable[torch.optim.Optimizer],
-    ) -> None:
-        pieces = layout.within(share.first, share.end)
-        self._numbers = [piece.tensor for piece in pieces]
-        offsets = {chunk.tensor: chunk.offsets for chunk in captured.chunks}
-        self._parts = [
-            (at, piece, offsets[piece.tensor])
-            for at, piece in enumerate(pieces)
-            if tuple(captured.tensors[piece.tensor].shape) != piece.shape
-        ]
-        stepped = _stepped(optimizers)
-        on_cpu = all(tensor.device.type == "cpu" for tensor in captured.tensors)
-        is_stepped = [tensor.data_ptr() in stepped for tensor in captured.tensors]
-        # Changed only by an optimizer's step.
-        self.late = [on_cpu and is_stepped[number] for number in self._numbers]
-        # Must be known to have their shapes and dtypes before they are copied or cut.
-        at_once = [n for n, late in zip(self._numbers, self.late, strict=True) if not late]
-        self.doubtful = sorted({*at_once, *(piece.tensor for _, piece, _ in self._parts)})
-
-    def views(
-        self, tensors: Sequence[torch.Tensor], others: Mapping[int, torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Return the parts of `tensors`; `others`, by number, replace some of those."""
-        if others:
-            tensors = [others.get(number, own) for number, own in enumerate(tensors)]
-        found = [tensors[number] for number in self._numbers]
-        for at, piece, offsets in self._parts:
-            found[at] = part_of(found[at], piece, offsets)
-        return found
-
-
-def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    """Return the addresses of the tensors that optimizers change in their steps."""
-    found = set()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {}).values()
-                tensors = [each for each in state if isinstance(each, torch.Tensor)]
-                found |= {held_of(each).data_ptr() for each in (parameter, *tensors)}
-    return found

@@ -24,12 +24,10 @@ import xxhash
 
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.copying import StateCopier
-from elastane.checkpoint.folder_identity import FolderIdentity
 from elastane.checkpoint.layout import Chunk, Layout, lay_out
-from elastane.checkpoint.plan import SaveDetails, SaveOrder, SavePlan
+from elastane.checkpoint.plan import RankStatus, SaveDetails, SaveOrder, SavePlan, SaveShare, shares
 from elastane.checkpoint.registered import RandomStreams
-from elastane.checkpoint.save_schedule import WriteThrottle
-from elastane.checkpoint.shares import RankStatus, SaveShare, shares
+from elastane.checkpoint.schedule import WriteThrottle
 from elastane.checkpoint.state_source import SavingWorld
 from elastane.comms.digest import raw_bytes
 from elastane.errors import CheckpointError
@@ -38,6 +36,7 @@ from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_PATIENCE_S
 from elastane.snapshots.client import SnapshotClient, SnapshotServerSilentError
 from elastane.snapshots.messages import WriteProgress
+from elastane.storage.places import FolderIdentity
 
 _log = logging.getLogger("elastane.checkpoint")
 # The longest wait for a slot: the server answers at once unless its host holds it up.
@@ -82,7 +81,7 @@ class Saver:
         self._planned_for = 0
         self._shared: tuple[Layout, SaveShare] | None = None
         self._plan: SavePlan | None = None
-        self.copier, self._throttle = StateCopier(), WriteThrottle()
+        self.copier, self._throttle = StateCopier(), WriteThrottle(time.monotonic)
         self.blocked_s = self.write_s = 0.0
         self._kept = self._safe = self._together = 0
         self.progress = WriteProgress()  # The server's status as of the last save.

@@ -47,7 +47,7 @@ def _repository(args: argparse.Namespace) -> Repository:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from elastane.storage.errors import storage_errors
+    from elastane.storage.places import storage_errors
 
     repository = _repository(args)
     where = repository.storage.where
@@ -72,7 +72,7 @@ def _configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from elastane.storage.errors import storage_errors
+    from elastane.storage.places import storage_errors
 
     repository = _repository(args)
     where = repository.storage.where
@@ -99,7 +99,7 @@ def _configure_show(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from elastane.storage.errors import storage_errors
+    from elastane.storage.places import storage_errors
 
     repository = _repository(args)
     with storage_errors(repository.storage.where):
@@ -119,7 +119,7 @@ def _configure_prune(parser: argparse.ArgumentParser) -> None:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from elastane.storage.errors import storage_errors
+    from elastane.storage.places import storage_errors
 
     if args.keep < 1:
         raise UsageError(
@@ -150,8 +150,8 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from elastane.checkpoint.export import export, require_writable
-    from elastane.storage.errors import storage_errors
+    from elastane.checkpoint.simple import export, require_writable
+    from elastane.storage.places import storage_errors
 
     require_writable(Path(args.to))
     repository = _repository(args)

@@ -1,4 +1,4 @@
-"""The commit of a save, which does not depend on any single process.
+"""The commit of a save, which does not depend on any single process, and the records that make it.
 
 Each writer makes its files durable, and then its part's record. Any writer that sees all records
 creates the manifest. All create the same one, so that it does not matter which, or how often. The
@@ -7,15 +7,23 @@ death of a writer leaves a save without a manifest, which counts as nothing.
 A publisher behind the fence of what is published creates no manifest. If one does so in the same
 instant, the order of keys still prevents it from being the newest.
 
+A manifest, or one writer's record, is exactly these bytes, so that any change is detected:
+
+    {"digest":"<xxh3-128 of the body's bytes>","body":{ ... }}
+
 How it fails: FencedError; CheckpointError if parts are missing or contradict each other; OSError of
-the storage.
+the storage; RecordError, whose text is the reason, for bytes that are no record.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
 
 from elastane.errors import CheckpointError, FencedError
 from elastane.protocol.checkpoints import (
@@ -29,16 +37,79 @@ from elastane.protocol.checkpoints import (
     parse_folder,
     part_name,
 )
-from elastane.protocol.limits import CHECKPOINT_POLL_MAX_S, CHECKPOINT_POLL_S
-from elastane.storage.digest import record_of
+from elastane.protocol.limits import (
+    CHECKPOINT_POLL_MAX_S,
+    CHECKPOINT_POLL_S,
+    CHECKPOINT_RECORD_BYTES_MAX,
+)
+from elastane.protocol.unreadable import UNREADABLE
+from elastane.storage.digest import digest_of, record_of
+from elastane.storage.places import file_fault
 from elastane.storage.protocol import Stop, Storage, never
-from elastane.storage.records import RecordError, decode, encode, read_bounded, read_record
-from elastane.storage.verification import file_fault
 
 # Records that a writer reads at its second look; the number doubles at each further one.
 _RECORDS_FIRST = 8
 # Above this many writers each looks less often: an object store answers 5,500 requests a second.
 _WRITERS_AT_FULL_PACE = 64
+
+
+_ENVELOPE = re.compile(rb'\{"digest":"(?P<digest>[0-9a-f]{32})","body":(?P<body>\{.*\})\}', re.S)
+R = TypeVar("R", Manifest, CheckpointPart)
+
+
+class RecordError(Exception):
+    """The bytes are no record of elastane, or not the expected one."""
+
+
+class NewerFormatError(RecordError):
+    """A later elastane wrote this record; it may be valid, but cannot be judged here."""
+
+
+class _Head(msgspec.Struct):
+    format: int
+
+
+def encode(record: Manifest | CheckpointPart) -> bytes:
+    """Encode a record."""
+    body = msgspec.json.format(msgspec.json.encode(record, order="deterministic"), indent=1)
+    return b'{"digest":"%s","body":%s}' % (digest_of([body]).encode(), body)
+
+
+def decode(content: bytes, kind: type[R], folder: str) -> R:
+    """Decode and check a record that was found in `folder`."""
+    if len(content) > CHECKPOINT_RECORD_BYTES_MAX:
+        raise RecordError(f"more than {CHECKPOINT_RECORD_BYTES_MAX} bytes")
+    match = _ENVELOPE.fullmatch(content)
+    if match is None:
+        raise RecordError("cut short, or changed: it is not of the form of a record")
+    if digest_of([match["body"]]) != match["digest"].decode():
+        raise RecordError("changed: its digest does not match")
+    record = _parse(match["body"], kind)
+    if reason := fault(record, folder):
+        raise RecordError(reason)
+    return record
+
+
+def _parse(body: bytes, kind: type[R]) -> R:
+    try:
+        head = msgspec.json.decode(body, type=_Head)
+        if head.format > FORMAT:
+            raise NewerFormatError(
+                f"of format {head.format}, from a newer elastane; this one reads up to {FORMAT}"
+            )
+        return msgspec.json.decode(body, type=kind)
+    except UNREADABLE as error:
+        raise RecordError(f"not a record: {error}") from error
+
+
+def read_record(storage: Storage, folder: str, name: str, kind: type[R]) -> R:
+    """Read a record of a folder; raises FileNotFoundError if it is missing."""
+    return decode(read_bounded(storage, f"{folder}/{name}"), kind, folder)
+
+
+def read_bounded(storage: Storage, path: str) -> bytes:
+    """Read a record's file; one byte more than allowed shows that it is too large."""
+    return storage.read(path, 0, CHECKPOINT_RECORD_BYTES_MAX + 1)
 
 
 def is_published(storage: Storage, folder: str) -> bool:

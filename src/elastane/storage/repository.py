@@ -1,34 +1,61 @@
 """The checkpoints of one place: which exist, which are valid, which may be removed.
 
 Owns the order of checks: the record, then the existence and size of its files, then on request
-every byte by its digest. An invalid checkpoint is named with its reason and skipped. A fault of the
-place never counts as a fault of a checkpoint, because a job that cannot read must not start from
-zero. How it fails: OSError of the storage; CheckpointError if none of the published checkpoints can
-be restored, or the newest cannot and the caller is strict.
+every byte by its digest, with several threads. An invalid checkpoint is named with its reason and
+skipped; a damaged file with its name and the byte range. A fault of the place never counts as a
+fault of a checkpoint, because a job that cannot read must not start from zero. How it fails:
+OSError of the storage; CheckpointError if none of the published checkpoints can be restored, or the
+newest cannot and the caller is strict.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
-from collections.abc import Collection, Iterable, Sequence
+import mmap
+import os
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
 from elastane.errors import CheckpointError
-from elastane.protocol.checkpoints import MANIFEST, CheckpointPart, Key, Manifest, parse_folder
+from elastane.protocol.checkpoints import (
+    CHUNK_BYTES,
+    MANIFEST,
+    CheckpointPart,
+    FileRecord,
+    Key,
+    Manifest,
+    chunks_of,
+    parse_folder,
+)
 from elastane.protocol.limits import CHECKPOINT_LITTER_S
 from elastane.storage import publishing, retention
+from elastane.storage.aligned import ALIGNED_BYTES, pages
+from elastane.storage.digest import digest_of
+from elastane.storage.places import file_fault
 from elastane.storage.protocol import Progress, Stop, Storage, never
-from elastane.storage.records import NewerFormatError, RecordError, read_record
+from elastane.storage.publishing import NewerFormatError, RecordError, read_record
 from elastane.storage.retention import Removal, SeenCheckpoint
-from elastane.storage.verification import Inspection, file_fault, wrong_size
 
 _log = logging.getLogger(__name__)
 _NAMED_MAX = 8
 # Attempts to list a place in which others remove checkpoints meanwhile.
 _LOOKS_MAX = 100
+
+
+def wrong_size(storage: Storage, folder: str, files: Sequence[FileRecord]) -> str:
+    """Describe a file that is missing or has the wrong size; "" if there is none."""
+    sizes = storage.sizes(folder, [file.name for file in files])
+    for file in files:
+        if file.name not in sizes:
+            return f"{file.name} is missing, or not a plain file"
+        if sizes[file.name] != file.size_bytes:
+            return f"{file.name} has {sizes[file.name]} bytes, not {file.size_bytes}"
+    return ""
 
 
 class FoundCheckpoint(msgspec.Struct, frozen=True):
@@ -284,3 +311,131 @@ def invalid(
 def _newest_first(folders: Iterable[str]) -> list[str]:
     parsed = {name: key for name in folders if (key := parse_folder(name)) is not None}
     return sorted(parsed, key=lambda name: parsed[name], reverse=True)
+
+
+class Inspection:
+    """One verification of all files of a checkpoint. Call `run` once."""
+
+    def __init__(
+        self, storage: Storage, folder: str, files: Sequence[FileRecord], *, fresh: bool = False
+    ) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._files = files
+        self._fresh = fresh
+        self._work = self._chunks()
+        self._turn = threading.Lock()
+        self._faults: dict[tuple[int, int], str] = {}
+        self._failure: BaseException | None = None
+        self._done = 0
+        self._all = sum(file.size_bytes for file in files)
+
+    def run(self, progress: Progress | None = None, stop: Stop = never) -> str:
+        """Return the first fault, or "" if every byte is as it was written."""
+        # Local files are read at the speed of memory: an extra thread pays for each chunk of them.
+        each = 1 if self._storage.remote else CHUNK_BYTES
+        threads = min(self._storage.readers, 1 + self._all // each)
+        arguments = (progress or _ignore, stop)
+        helpers = [
+            threading.Thread(target=self._read, args=arguments, daemon=True)
+            for _ in range(threads - 1)
+        ]
+        for helper in helpers:
+            helper.start()
+        self._read(*arguments)
+        for helper in helpers:
+            helper.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._faults[min(self._faults)] if self._faults else ""
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        for index, file in enumerate(self._files):
+            for chunk in range(chunks_of(file.size_bytes)):
+                yield index, chunk
+
+    def _read(self, progress: Progress, stop: Stop) -> None:
+        buffer = pages(CHUNK_BYTES)
+        try:
+            while (place := self._next(stop)) is not None:
+                fault, size = self._verify(*place, buffer)
+                with self._turn:
+                    self._done += size
+                    if fault:
+                        self._faults[place] = fault
+                    progress(self._done, self._all)
+        except BaseException as error:  # Raised again in the caller's thread.
+            self._failure = self._failure or error
+
+    def _next(self, stop: Stop) -> tuple[int, int] | None:
+        with self._turn:
+            if self._failure is not None or self._faults:
+                return None
+            if stop():
+                raise OSError(errno.ECANCELED, "stopped", self._storage.where)
+            return next(self._work, None)
+
+    def _verify(self, index: int, chunk: int, buffer: mmap.mmap) -> tuple[str, int]:
+        file = self._files[index]
+        first = chunk * CHUNK_BYTES
+        size = min(CHUNK_BYTES, file.size_bytes - first)
+        try:
+            found = self._bytes(f"{self._folder}/{file.name}", first, size, buffer)
+        except OSError as error:
+            return file_fault(file.name, error), size
+        if len(found) < size:
+            return f"{file.name} ends at byte {first + len(found)} of {file.size_bytes}", size
+        if digest_of([found]) != file.digests[chunk]:
+            return (
+                f"{file.name}: bytes {first} to {first + size - 1} are not what was written",
+                size,
+            )
+        return "", size
+
+    def _bytes(self, path: str, first: int, size: int, buffer: mmap.mmap) -> bytes | memoryview:
+        descriptor = self._storage.open_local(path)
+        if descriptor is None:
+            return self._storage.read(path, first, size)
+        try:
+            if self._fresh:
+                _bypass_cache(descriptor)
+            return memoryview(buffer)[: _fill(descriptor, first, size, buffer)]
+        finally:
+            os.close(descriptor)
+
+
+def _bypass_cache(descriptor: int) -> None:
+    """Make a descriptor read from the disk, because the page cache does not prove what is there.
+
+    It costs a tenth more processor time, and leaves the cache to the training's data.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError:  # EINVAL: the file system has no O_DIRECT.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _fill(descriptor: int, first: int, size: int, buffer: mmap.mmap) -> int:
+    """Read into a buffer; return how many of `size` bytes exist."""
+    done = 0
+    # O_DIRECT reads whole blocks; a read at the end of a file is shorter.
+    end = -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+    while done < size:
+        try:
+            got = os.preadv(descriptor, [memoryview(buffer)[done:end]], first + done)
+        except OSError as error:
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            # This disk has larger blocks, or a read ended inside one.
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            continue
+        if got == 0:
+            break
+        done += got
+    return min(done, size)
+
+
+def _ignore(done: int, all_bytes: int) -> None:
+    """Report no progress."""

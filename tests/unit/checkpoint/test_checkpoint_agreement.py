@@ -5,8 +5,8 @@ import torch
 
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.plan import SaveOrder
-from elastane.checkpoint.save_schedule import WriteThrottle
 from elastane.checkpoint.saving import Saver
+from elastane.checkpoint.schedule import WriteThrottle
 from elastane.errors import CheckpointError
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots.messages import WriteProgress

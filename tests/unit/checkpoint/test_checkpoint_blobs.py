@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from elastane.checkpoint.blobs import ALIGN_BYTES, frame_of
+from elastane.checkpoint.layout import ALIGN_BYTES, frame_of
 
 DTYPES = sorted(
     {

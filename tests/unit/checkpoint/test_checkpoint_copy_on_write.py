@@ -12,10 +12,9 @@ import torch
 from elastane.checkpoint import copy_on_write
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.copy_on_write import CopyOnWriteTensors
+from elastane.checkpoint.copying import Slot
 from elastane.checkpoint.layout import PAGE_BYTES, lay_out
-from elastane.checkpoint.plan import Slot
 from elastane.checkpoint.reading import MemoryPieces
-from elastane.checkpoint.shares import SaveShare
 from elastane.process import kernel
 
 # Of one piece, of several, in one row of several, and of pieces that end within a page.
@@ -43,7 +42,7 @@ class Image:
         for first, end in itertools.pairwise(cuts):
             fd = os.memfd_create("elastane-test-slot")
             os.ftruncate(fd, end - first)
-            slot = Slot(os.dup(fd), self.layout, SaveShare(0, 1, first, end, 0, 1, (), ()))
+            slot = Slot(os.dup(fd), self.layout, first, end)
             within = self.layout.within(first, end)
             for place, piece in zip(slot.places, within, strict=True):
                 box = tuple(

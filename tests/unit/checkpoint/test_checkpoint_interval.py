@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.checkpoint.interval import interval, mtbf_s
+from elastane.checkpoint.schedule import interval, mtbf_s
 from elastane.protocol.limits import (
     CHECKPOINT_INTERVAL_MAX_S,
     CHECKPOINT_INTERVAL_MIN_S,

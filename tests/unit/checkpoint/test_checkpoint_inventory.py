@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from elastane.checkpoint.inventory import (
+from elastane.checkpoint.restoring import (
     Inventory,
     SaveId,
     StatePart,

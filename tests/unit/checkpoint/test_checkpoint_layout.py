@@ -8,7 +8,7 @@ import torch
 
 from elastane.checkpoint import layout as laying
 from elastane.checkpoint.layout import Chunk, Layout, Tensor, dtype_of, lay_out, overlap
-from elastane.checkpoint.shares import RankStatus, shares
+from elastane.checkpoint.plan import RankStatus, shares
 from elastane.errors import CheckpointError
 
 

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from elastane.checkpoint.dcp import PlainLeaves, frozen
+from elastane.checkpoint.small_files import PlainLeaves, frozen
 
 SAME = [0.1, "name", None, True, b"\0", (0.9, 0.999), [0, 1, 2], ([1], ("x", None)), [], ()]
 DIFFERENT = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastane.checkpoint.layout import Chunk, Tensor, lay_out
+from elastane.checkpoint.plan import RankStatus, ring, shares
 from elastane.checkpoint.saving import SaveProposal, Saver, door_of, without_copies
-from elastane.checkpoint.shares import RankStatus, ring, shares
 
 
 def standing(keeper, door=True):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import elastane
-from elastane.checkpoint.sending import CheckpointTransfer
+from elastane.checkpoint.reading import CheckpointTransfer
 from elastane.errors import CheckpointError
 from elastane.protocol.checkpoints import CHUNK_BYTES, MANIFEST
 from elastane.storage import open_storage

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastane.checkpoint.statedicts import ModuleState, OptimizerState
+from elastane.checkpoint.registered import ModuleState, OptimizerState
 
 
 class Own(nn.Linear):

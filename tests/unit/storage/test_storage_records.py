@@ -6,7 +6,7 @@ from small_saves import ABOUT, key_of
 
 from elastane.protocol.checkpoints import FORMAT, CheckpointPart, FileRecord, Manifest, folder_name
 from elastane.storage.digest import digest_of
-from elastane.storage.records import NewerFormatError, RecordError, decode, encode
+from elastane.storage.publishing import NewerFormatError, RecordError, decode, encode
 
 KEY = key_of(12)
 FOLDER = folder_name(KEY, "00c0ffee")

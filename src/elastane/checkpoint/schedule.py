@@ -1,42 +1,115 @@
 """When to save: every N steps, every N seconds, or as often as it pays.
 
 All ranks count steps alike. Of time only rank 0's clock counts. It is asked only at steps whose
-number all ranks know (`stride`), so that other steps exchange nothing. "auto" is Young's and Daly's
-interval, from the measured cost of a save and the job's failures. `WriteThrottle` decides which
-saves storage gets if they come faster than it can write.
+number all ranks know (`stride`), so that other steps exchange nothing. `WriteThrottle` decides
+which saves storage gets if they come faster than it can write. Pure: clocks are arguments.
+
+"auto" is Young's and Daly's interval, from the measured cost of a save and the job's failures:
+J. W. Young, "A first order approximation to the optimum checkpoint interval" (CACM 1974);
+J. T. Daly, "A higher order estimate of the optimum checkpoint interval" (FGCS 2006), equation 37.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
-import time
 from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from elastane.checkpoint.interval import interval, rest_s
 from elastane.errors import CheckpointError, ConfigurationError
+from elastane.protocol.limits import (
+    CHECKPOINT_INTERVAL_MAX_S,
+    CHECKPOINT_INTERVAL_MIN_S,
+    CHECKPOINT_MTBF_S,
+    CHECKPOINT_REST_MAX_S,
+    CHECKPOINT_WRITING_SHARE,
+)
 
-_log = logging.getLogger("elastane.checkpoint")
 # The number of times that rank 0 reads its clock in one interval.
 _LOOKS = 16
 _STRIDE_MAX = 1 << 20
 
 
+class Interval(NamedTuple):
+    """Seconds from one checkpoint to the next, and the reason in words."""
+
+    seconds: float
+    why: str
+
+
+def mtbf_s(lived_s: float, failures: int) -> float:
+    """Estimate the mean time between failures from this experience.
+
+    A prior of one failure in `CHECKPOINT_MTBF_S`, the rate of jobs in general, is included. It
+    matters less the longer the job lives.
+    """
+    return (lived_s + CHECKPOINT_MTBF_S) / (failures + 1)
+
+
+def interval(cost_s: float, failures: int, lived_s: float, write_s: float = 0.0) -> Interval:
+    """Return the interval with the least cost of saving and repeating work together.
+
+    Args:
+        cost_s: how long one checkpoint blocks the training, in seconds.
+        failures: the number of failures so far.
+        lived_s: the time in which they happened, in seconds.
+        write_s: how long one checkpoint is written in the background, in seconds. Writing takes at
+            most half of the time.
+
+    """
+    mtbf = mtbf_s(lived_s, failures)
+    best = _daly(max(cost_s, 1e-6), mtbf)
+    why = f"a save costs {_spell(cost_s)} of training, and something fails every {_spell(mtbf)}"
+    least = max(CHECKPOINT_INTERVAL_MIN_S, 2 * write_s)
+    if best < least and least > CHECKPOINT_INTERVAL_MIN_S:
+        return Interval(least, f"twice the {_spell(write_s)} that one takes to be written out")
+    if best < least:
+        return Interval(least, f"{why}; {_spell(least)} is the least")
+    most = max(CHECKPOINT_INTERVAL_MAX_S, least)
+    if best > most:
+        return Interval(most, f"{why}; {_spell(most)} is the most")
+    return Interval(best, why)
+
+
+def rest_s(write_s: float) -> float:
+    """Return how long storage rests after a write that took `write_s`, in seconds.
+
+    See docs/decisions/write-throttle.md.
+    """
+    return min(write_s * (1 / CHECKPOINT_WRITING_SHARE - 1), CHECKPOINT_REST_MAX_S)
+
+
+def _daly(cost_s: float, mtbf: float) -> float:
+    if cost_s >= 2 * mtbf:
+        return mtbf
+    ratio = cost_s / (2 * mtbf)
+    return math.sqrt(2 * cost_s * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+def _spell(seconds: float) -> str:
+    for unit, name in ((3600.0, "h"), (60.0, "min"), (1.0, "s")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1000:.3g} ms"
+
+
 class SaveSchedule:
-    """The save interval of one rank; `stride` is equal on all ranks after the same steps."""
+    """The save interval of one rank; `stride` is equal on all ranks after the same steps.
+
+    `report` gets the first interval that was computed from a measured cost, in words.
+    """
 
     def __init__(
         self,
         every_steps: int | None,
         every_s: float | Literal["auto"] | None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
+        report: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._every_steps = _positive("every_steps", every_steps, Integral)
         self._every_s = every_s if every_s == "auto" else _positive("every_s", every_s)
-        self._clock = clock
+        self._clock, self._report = clock, report
         self.stride = 1
         self.failures = 0
         self._lived_s = 0.0  # Before this process.
@@ -92,7 +165,7 @@ class SaveSchedule:
         seconds, why = interval(self._cost_s, self.failures, self.lived_s, self._write_s)
         spoken = f"a checkpoint each {seconds:.0f} s: {why}"
         if self._cost_s and not self._why:
-            _log.info("%s", spoken)
+            self._report(spoken)
         self._why = spoken if self._cost_s else ""
         return seconds
 
@@ -112,7 +185,7 @@ class WriteThrottle:
     Why: docs/decisions/write-throttle.md.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began_s = clock()
         self._until_s = 0.0

@@ -17,7 +17,7 @@ from elastane.protocol.checkpoints import CHUNK_BYTES, FORMAT, MANIFEST, folder_
 from elastane.protocol.limits import CHECKPOINT_LITTER_S
 from elastane.storage.digest import digest_of
 from elastane.storage.folder import FolderStorage
-from elastane.storage.verification import Inspection
+from elastane.storage.repository import Inspection
 
 
 @pytest.fixture

@@ -100,9 +100,9 @@ def test_a_file_that_is_something_else_now_is_found(place, kind):
 
 def test_two_chunks_that_changed_places_are_found(tmp_path, monkeypatch):
     from elastane.protocol import checkpoints
-    from elastane.storage import aligned, digest, verification
+    from elastane.storage import aligned, digest, repository
 
-    for module in (checkpoints, aligned, digest, verification):
+    for module in (checkpoints, aligned, digest, repository):
         monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
     repository = opened(tmp_path)
     folder = save(repository, 2, {"a": b"1" * 4096 + b"2" * 4096 + b"3" * 4096})

@@ -9,8 +9,7 @@ from small_saves import ABOUT, FILES, begin, key_of, opened, save, steps, write_
 
 from elastane.errors import CheckpointError, FencedError
 from elastane.protocol.checkpoints import MANIFEST, CheckpointPart, folder_name, part_name
-from elastane.storage.publishing import Publication
-from elastane.storage.records import encode
+from elastane.storage.publishing import Publication, encode
 
 FOLDER = folder_name(key_of(7), "00c0ffee")
 
