@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastane.coordinator.rules import Phase
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import Fence, JobRecord
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ class BudgetCheck:
             self._used_at[fence] = record.restarts_used
         return broken
 
-    def noted(self, note: Note) -> str:
+    def noted(self, event: LogEvent) -> str:
         """Check an event: a node departs only after a death, a hang or a loss of the network."""
-        node = self._cluster.nodes.get(note.node_id)
-        if note.kind is not EventKind.NODE_DEPARTED or self._cluster.upset or node is None:
+        node = self._cluster.nodes.get(event.node_id)
+        if event.kind is not EventKind.NODE_DEPARTED or self._cluster.upset or node is None:
             return ""
         if node.exit is not None and not node.signals > 1:
-            return f"{node.name} took its leave and was counted as departed: {note.reason}"
+            return f"{node.name} took its leave and was counted as departed: {event.reason}"
         return ""
 
     def _charge(self, record: JobRecord, fence: Fence | None, *, durable: bool) -> str:

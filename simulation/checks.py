@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from elastane.coordinator.rules import invariants
 from elastane.errors import ExitCode
 from elastane.protocol.effects import Exit
-from elastane.protocol.log_events import Note
+from elastane.protocol.log_events import LogEvent
 from elastane.protocol.messages import Assign, Close, ToAgent
 from elastane.protocol.model import Assignment, Fence, JobRecord, Member, Outcome, World
 from simulation.budget_checks import BudgetCheck, PerDeathBudgetCheck
@@ -66,9 +66,9 @@ class Checks:
         elif after.record is not None:
             self.wrote(before.record, after.record, durable=True)
 
-    def noted(self, note: Note) -> None:
+    def noted(self, event: LogEvent) -> None:
         """Check an event of the log."""
-        self._require(not (fault := self.ledger.noted(note)), fault)
+        self._require(not (fault := self.ledger.noted(event)), fault)
 
     def wrote(self, before: JobRecord | None, after: JobRecord, *, durable: bool) -> None:
         """Check a written record; without a store it only shows what was decided."""

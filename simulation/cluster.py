@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from elastane.protocol.effects import Exit
 from elastane.protocol.events import Fenced, Resized, Signalled
-from elastane.protocol.log_events import Note
+from elastane.protocol.log_events import LogEvent
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.model import JobSpec
 from elastane.protocol.sharding import world_bounds
@@ -255,11 +255,11 @@ class SimulatedCluster:
         if self.seats.get(seat.host) is seat:
             del self.seats[seat.host]
 
-    def note(self, host: str, note: Note) -> None:
+    def note(self, host: str, event: LogEvent) -> None:
         """Add an event to the story."""
-        self.checks.noted(note)
-        at = f" [{note.fence}]" if note.fence else ""
-        self.story.tell(f"{note.node_id or host}: {note.kind.value}{at}: {note.reason}")
+        self.checks.noted(event)
+        at = f" [{event.fence}]" if event.fence else ""
+        self.story.tell(f"{event.node_id or host}: {event.kind.value}{at}: {event.reason}")
 
     # Faults of a host.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from elastane.coordinator.rules import Phase, Rendezvous
-from elastane.protocol.effects import Finished, Hangup, Persist, RendezvousEffect, Send, Tell
+from elastane.protocol.effects import Finished, Hangup, Persist, RendezvousEffect, Send, WriteEvent
 from elastane.protocol.events import (
     AuthorityChanged,
     Broken,
@@ -175,8 +175,8 @@ class SimulatedCoordinator:
                 session = self.sessions.pop(number, None)
                 if session is not None:
                     self.cluster.close_from_seat(session, reason)
-            case Tell(note=note):
-                self.cluster.note(self.host, note)
+            case WriteEvent(event=event):
+                self.cluster.note(self.host, event)
             case Finished():
                 self.finished = True
                 self.end("the job has ended", clean=True)

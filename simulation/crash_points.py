@@ -25,8 +25,8 @@ from elastane.protocol.effects import (
     StartGroup,
     StartWorkers,
     StopGroup,
-    Tell,
     Transmit,
+    WriteEvent,
 )
 
 
@@ -89,6 +89,6 @@ def coordinator_step(done: RendezvousEffect | None, due: RendezvousEffect | None
 
 def agent_step(done: AgentEffect | None, due: AgentEffect | None) -> EffectGap:
     """Return the place after `done` and before `due`; None: the begin or the end of the list."""
-    if due is not None and not isinstance(due, Tell):
+    if due is not None and not isinstance(due, WriteEvent):
         return _BEFORE[type(due)]
     return _AFTER.get(type(done), EffectGap.NONE)

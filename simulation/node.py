@@ -21,8 +21,8 @@ from elastane.protocol.effects import (
     StartGroup,
     StartWorkers,
     StopGroup,
-    Tell,
     Transmit,
+    WriteEvent,
 )
 from elastane.protocol.events import (
     AgentEvent,
@@ -309,8 +309,8 @@ class SimulatedNode:
                 self._start(assignment)
             case Decline(fence=fence):
                 self._later(0.0, GroupGone(fence, self.new_offer()))
-            case Tell(note=note):
-                self.cluster.note(self.name, note)
+            case WriteEvent(event=event):
+                self.cluster.note(self.name, event)
             case Exit():
                 self.exit = effect
                 self.cluster.agent_exits(self, effect)

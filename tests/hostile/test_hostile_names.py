@@ -17,7 +17,7 @@ from elastane.options.build import build
 from elastane.options.parser import parse
 from elastane.process.files import JobEntry, JobRegistry, NodeSlot, runtime_folder, safe_name
 from elastane.protocol.events import Received
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.messages import Join, Refused, Welcome
 from elastane.protocol.model import Fence, JobSpec, NodeSpec, PortOffer, Versions
 from elastane.stores.jobs import JobKeys
@@ -168,7 +168,7 @@ def test_what_others_wrote_cannot_steer_a_terminal(tmp_path, capsys):
     """An event log is a file that others may have written."""
     folder = tmp_path / "job"
     folder.mkdir()
-    note = Note(
+    note = LogEvent(
         kind=EventKind.WORKER_EXITED,
         reason="SIGKILL\x1b[2J",
         node_id="a\x1b]0;x\x07",

@@ -12,9 +12,9 @@ from reports import report_of
 from elastane.coordinator import Coordinator
 from elastane.process import rpc
 from elastane.process.rpc import Access
-from elastane.protocol.effects import Finished, Hangup, Persist, Send, Tell
+from elastane.protocol.effects import Finished, Hangup, Persist, Send, WriteEvent
 from elastane.protocol.events import Broken, Received, Tick
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.messages import Leave, Query, Release
 from elastane.protocol.model import JobRecord, JobSpec, Outcome
 from elastane.protocol.wire import derive_secret
@@ -117,7 +117,7 @@ class Script:
             case "finish":
                 return [Send(session, Release("the end")), Finished(DONE)]
             case "tell":
-                return [Tell(Note(kind=EventKind.WAITING, reason=rest))]
+                return [WriteEvent(LogEvent(kind=EventKind.WAITING, reason=rest))]
             case "huge":
                 return [Send(session, Release("x" * (5 << 20)))]
         raise RuntimeError(f"a bug: {order}")
@@ -137,7 +137,7 @@ class Desk:
 
     def __init__(self, save=None, tls=None):
         self.machine = Script()
-        self.notes = []
+        self.events = []
         self.saved = []
         self.listener = listener()
         self.port = self.listener.getsockname()[1]
@@ -146,7 +146,7 @@ class Desk:
             self.listener,
             access=Access(JOB, SECRET, tls),
             save=save or self.remember,
-            tell=self.notes.append,
+            tell=self.events.append,
         )
 
     async def remember(self, record):
@@ -168,7 +168,7 @@ class Desk:
         return await rpc.connect("127.0.0.1", self.port, **options)
 
     def refusals(self):
-        return [note.reason for note in self.notes if note.kind == EventKind.NODE_REFUSED]
+        return [event.reason for event in self.events if event.kind == EventKind.NODE_REFUSED]
 
 
 async def ask(session, order):

@@ -329,7 +329,7 @@ def test_memory_returns_after_crowds_and_garbage():
                     session.close("done")
                 await until(lambda: len(desk.machine.broken()) == ends + 100, "ends")
                 desk.machine.events.clear()
-                desk.notes.clear()
+                desk.events.clear()
 
             await crowd()
             before_bytes = resident_bytes()

@@ -3,7 +3,7 @@
 import msgspec
 
 from elastane.coordinator.rules import Rendezvous
-from elastane.protocol.effects import Finished, Hangup, Persist, Send, Tell
+from elastane.protocol.effects import Finished, Hangup, Persist, Send, WriteEvent
 from elastane.protocol.events import AuthorityChanged, Broken, Received, Tick
 from elastane.protocol.limits import Timing
 from elastane.protocol.messages import (
@@ -47,7 +47,7 @@ class Driver:
         self.sessions = {}
         self.numbers = 0
         self.inbox = {}  # node id: messages of its latest session
-        self.persisted, self.notes, self.hangups, self.finished = [], [], [], None
+        self.persisted, self.events, self.hangups, self.finished = [], [], [], None
         self.assigned = {}  # node id: its latest assignment
 
     def handle(self, event):
@@ -63,8 +63,8 @@ class Driver:
                     self.persisted.append(record)
                 case Hangup(session=number):
                     self.hangups.append(self.by_number(number))
-                case Tell(note=note):
-                    self.notes.append(note)
+                case WriteEvent(event=event):
+                    self.events.append(event)
                 case Finished(outcome=outcome):
                     self.finished = outcome
         return effects

@@ -4,7 +4,7 @@ import pytest
 
 from elastane.observe.events import EventOrigin
 from elastane.observe.logging import HANDLERS, discard, event_handler, event_line
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import Fence
 
 TELLER = EventOrigin(job="digits", node="host-a", host="a.example", pid=3)
@@ -23,7 +23,7 @@ TELLER = EventOrigin(job="digits", node="host-a", host="a.example", pid=3)
 )  # fmt: skip
 def test_a_line_is_an_event_as_torch_reads_it(kind, data, name, source):
     events = pytest.importorskip("torch.distributed.elastic.events")
-    note = Note(kind=kind, reason="why", fence=Fence(2, 1), data=data)
+    note = LogEvent(kind=kind, reason="why", fence=Fence(2, 1), data=data)
     event = events.Event.deserialize(event_line(note, "agent", TELLER, 12.7).decode())
     assert (event.name, event.source, event.timestamp) == (name, events.EventSource[source], 12)
     assert event.metadata["run_id"] == "digits"

@@ -9,9 +9,9 @@ import pytest
 from elastane.errors import UsageError
 from elastane.observe import logging as observe_logging
 from elastane.observe.box import render_box
-from elastane.observe.logging import ConsoleHandler, level_of, note_level, note_line, one_line
+from elastane.observe.logging import ConsoleHandler, event_level, event_text, level_of, one_line
 from elastane.process.streams.console import Console
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import NO_RANK, Cause, Failure, Fence, Outcome
 
 
@@ -36,8 +36,8 @@ def record(text, *args, level=logging.WARNING):
 
 def test_note_is_one_line_with_node_kind_and_fence(said):
     handler, read = said
-    note = Note(kind=EventKind.INCIDENT, reason="worker died\nbadly\x1b[2J", fence=Fence(3, 1))
-    handler.emit(record("%s", note_line(note)))
+    note = LogEvent(kind=EventKind.INCIDENT, reason="worker died\nbadly\x1b[2J", fence=Fence(3, 1))
+    handler.emit(record("%s", event_text(note)))
     assert read() == "elastane[host-a] incident: worker died | badly?[2J (round 3 attempt 1)\n"
 
 
@@ -71,12 +71,12 @@ def test_unknown_loglevel_is_refused_with_the_choices():
 
 
 def test_default_level_shows_what_a_person_must_know_and_no_more():
-    shown = {kind for kind in EventKind if note_level(Note(kind=kind, reason="")) >= 30}
+    shown = {kind for kind in EventKind if event_level(LogEvent(kind=kind, reason="")) >= 30}
     assert EventKind.INCIDENT in shown
     assert EventKind.NODE_REFUSED in shown
     assert not shown & {EventKind.NODE_JOINED, EventKind.ROUND_SETTLED, EventKind.WORKERS_STARTED}
-    failed = Note(kind=EventKind.JOB_ENDED, reason="", data={"ok": False})
-    assert note_level(failed) == logging.INFO, "the closing box says it"
+    failed = LogEvent(kind=EventKind.JOB_ENDED, reason="", data={"ok": False})
+    assert event_level(failed) == logging.INFO, "the closing box says it"
 
 
 def test_setup_twice_prints_each_line_once():

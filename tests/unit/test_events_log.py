@@ -9,11 +9,11 @@ import pytest
 
 from elastane.observe import events as events_module
 from elastane.observe.events import EventLog, EventReader, follow, read_events
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 
 
 def note(reason, kind=EventKind.INCIDENT):
-    return Note(kind=kind, reason=reason)
+    return LogEvent(kind=kind, reason=reason)
 
 
 @pytest.fixture

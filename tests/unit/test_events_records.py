@@ -19,7 +19,7 @@ from elastane.observe.events import (
     iso_time,
     make_event,
 )
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import Cause, Failure, Fence
 
 TELLER = EventOrigin(job="job", node="host-a", host="host-a.example", pid=7)
@@ -31,7 +31,7 @@ def event(note, seq=0):
 
 
 def test_event_is_decoded_as_it_was_logged():
-    note = Note(
+    note = LogEvent(
         kind=EventKind.RESTART,
         reason="1 of 3 restarts used",
         node_id="host-b",
@@ -46,7 +46,7 @@ def test_event_is_decoded_as_it_was_logged():
 
 
 def test_event_without_a_node_has_its_origins_node():
-    assert event(Note(kind=EventKind.SIGNAL, reason="SIGTERM")).node == "host-a"
+    assert event(LogEvent(kind=EventKind.SIGNAL, reason="SIGTERM")).node == "host-a"
 
 
 texts = st.text(st.characters(codec=None), max_size=3000)
@@ -56,19 +56,19 @@ texts = st.text(st.characters(codec=None), max_size=3000)
     reason=texts, data=st.dictionaries(texts, texts | st.floats() | st.integers() | st.booleans())
 )
 def test_any_note_gives_one_readable_line_within_the_bound(reason, data):
-    line = encode_line(event(Note(kind=EventKind.INCIDENT, reason=reason, data=data)))
+    line = encode_line(event(LogEvent(kind=EventKind.INCIDENT, reason=reason, data=data)))
     assert len(line) <= LINE_BYTES_MAX
     assert line.count(b"\n") == 1
     assert decode_line(line).kind == "incident"
 
 
 def test_numbers_that_json_lacks_are_logged_as_text():
-    read = decode_line(encode_line(event(Note(kind="x", reason="", data={"loss": math.nan}))))
+    read = decode_line(encode_line(event(LogEvent(kind="x", reason="", data={"loss": math.nan}))))
     assert read.data == {"loss": "nan"}
 
 
 def test_torn_line_is_no_event_and_an_unknown_kind_with_unknown_fields_is_one():
-    line = encode_line(event(Note(kind=EventKind.SIGNAL, reason="r")))
+    line = encode_line(event(LogEvent(kind=EventKind.SIGNAL, reason="r")))
     assert decode_line(line[:40]) is None
     assert decode_line(b"\xff\n") is None
     newer = line.replace(b'"signal"', b'"from-the-future","extra":[1]')

@@ -10,7 +10,7 @@ from elastane.observe.events import EventLog
 from elastane.observe.report import FinalReport, write_report
 from elastane.process.errorfile import write_content
 from elastane.process.streams import files
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.storage.folder import FolderStorage
 
 
@@ -36,7 +36,7 @@ def test_modes_are_those_of_the_threat_model(tmp_path, monkeypatch, mask):
     write_content(str(tmp_path / "error.json"), {"message": "m"})
     assert mode(tmp_path / "error.json") == 0o666 & ~mask
     events = EventLog(str(tmp_path / "named"), "job", "node", "host")
-    events.log(Note(kind=EventKind.JOB_ENDED, reason="r"), "agent")
+    events.log(LogEvent(kind=EventKind.JOB_ENDED, reason="r"), "agent")
     events.close()
     assert mode(events.path) == 0o666 & ~mask
     write_report(str(tmp_path / "report"), FinalReport(job="j", ok=True, exit_code=0, reason=""))

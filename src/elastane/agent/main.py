@@ -42,7 +42,7 @@ from elastane.process.files import JobRegistry
 from elastane.process.tls import TlsConfig
 from elastane.process.worker_environment import RunFacts
 from elastane.protocol.effects import Exit
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import NodeSpec, Outcome
 from elastane.stores.jobs import JobKeys
 from elastane.stores.registry import make_store
@@ -125,7 +125,7 @@ class _Agent:
         shell.attach(link)
         shell.handle_signals(config.signals)
         node.log(
-            Note(
+            LogEvent(
                 kind=EventKind.AGENT_STARTED,
                 reason=f"job {config.spec.job}, pid {os.getpid()}",
                 node_id=node.id,

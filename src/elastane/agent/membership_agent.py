@@ -48,8 +48,8 @@ from elastane.protocol.effects import (
     MarkGroup,
     StartGroup,
     StopGroup,
-    Tell,
     Transmit,
+    WriteEvent,
 )
 from elastane.protocol.events import (
     AgentEvent,
@@ -260,7 +260,7 @@ class MembershipAgent:
         access = rpc.Access(config.spec.job, secret, config.tls)
         bridge = operator_bridge_of(keys, snapshot())
         leadership = self._leadership(
-            keys, CoordinatorHost(config.spec, access, console.log_note, bridge)
+            keys, CoordinatorHost(config.spec, access, console.log_event, bridge)
         )
 
         self._core = AgentCore(
@@ -352,8 +352,8 @@ class MembershipAgent:
                 self.post(GroupMarked(fence, None))  # The caller cannot be asked to checkpoint.
             case AimGroup(fence=fence, stops=stops):
                 self.post(GroupDrained(fence, stops))
-            case Tell(note=note):
-                console.log_note(note)
+            case WriteEvent(event=event):
+                console.log_event(event)
             case Exit():
                 raise AssertionError("_run_rules returns on Exit")
 

@@ -23,7 +23,7 @@ from elastane.agent.snapshot_server import SnapshotServerHandle
 from elastane.agent.timer_watch import TimerWatch
 from elastane.observe import logging as console
 from elastane.observe.events import EventLog, EventOrigin
-from elastane.observe.logging import NoteHandler, discard, event_handler
+from elastane.observe.logging import EventHandler, discard, event_handler
 from elastane.options.config import AgentConfig
 from elastane.process.execspawn import ExecSpawner
 from elastane.process.files import JobRegistry, NodeSlot, runtime_folder, safe_name
@@ -34,7 +34,7 @@ from elastane.process.process import Spawner, kill_strays
 from elastane.process.worker_environment import without_secrets
 from elastane.process.zygote.client import ZygoteSpawner
 from elastane.protocol.diagnosis import exit_text
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 
 if TYPE_CHECKING:
     from elastane.snapshots.events import SnapshotEvent
@@ -57,11 +57,11 @@ class NodeServices:
     port: OfferedPort
     snapshot_server: SnapshotServerHandle
     timers: TimerWatch | None = None
-    handle_event: NoteHandler = discard
+    handle_event: EventHandler = discard
 
-    def log(self, note: Note) -> None:
+    def log(self, event: LogEvent) -> None:
         """Log an event of this agent."""
-        self._log_from(note, "agent")
+        self._log_from(event, "agent")
 
     def log_snapshot_event(self, event: SnapshotEvent) -> None:
         """Log what the snapshot server reports."""
@@ -71,16 +71,17 @@ class NodeServices:
 
     def log_snapshot_server_lost(self, reason: str) -> None:
         """Log that the snapshot server ended before this agent."""
-        self.events.log(Note(kind=EventKind.KEEPER_LOST, reason=reason, node_id=self.id), "agent")
+        event = LogEvent(kind=EventKind.KEEPER_LOST, reason=reason, node_id=self.id)
+        self.events.log(event, "agent")
 
-    def log_as_coordinator(self, note: Note) -> None:
+    def log_as_coordinator(self, event: LogEvent) -> None:
         """Log an event of the coordinator, which runs in this agent."""
-        self._log_from(note, "coordinator")
+        self._log_from(event, "coordinator")
 
-    def _log_from(self, note: Note, source: str) -> None:
-        console.log_note(note)
-        self.events.log(note, source)
-        self.handle_event(note, source)
+    def _log_from(self, event: LogEvent, source: str) -> None:
+        console.log_event(event)
+        self.events.log(event, source)
+        self.handle_event(event, source)
 
 
 def register_node(
@@ -201,9 +202,9 @@ def _spawner(config: AgentConfig, leash: str, events: EventLog, node_id: str) ->
     }
 
     def log(kind: str, reason: str) -> None:
-        note = Note(kind=kinds[kind], reason=reason, node_id=node_id)
-        console.log_note(note)
-        events.log(note, "agent")
+        event = LogEvent(kind=kinds[kind], reason=reason, node_id=node_id)
+        console.log_event(event)
+        events.log(event, "agent")
 
     env = {**without_secrets(config.environment), LEASH_VARIABLE: leash}
     if config.node.local_world_size > 1:

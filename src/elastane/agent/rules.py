@@ -35,8 +35,8 @@ from elastane.protocol.effects import (
     StartGroup,
     StartWorkers,
     StopGroup,
-    Tell,
     Transmit,
+    WriteEvent,
 )
 from elastane.protocol.events import (
     AgentEvent,
@@ -65,7 +65,7 @@ from elastane.protocol.limits import (
     STOP_MARGIN_S,
     WAITING_MAX,
 )
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.messages import (
     Able,
     Alive,
@@ -836,8 +836,10 @@ class Outbox:
 
     def log(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
         """Write an event to the event log."""
-        note = Note(kind=kind, reason=reason, node_id=self._node_id, fence=self.fence, data=data)
-        self._effects.append(Tell(note))
+        event = LogEvent(
+            kind=kind, reason=reason, node_id=self._node_id, fence=self.fence, data=data
+        )
+        self._effects.append(WriteEvent(event))
 
     def pop(self) -> list[AgentEffect]:
         """Return the collected effects and start a new collection."""

@@ -34,11 +34,11 @@ from elastane.protocol.effects import (
     StartGroup,
     StartWorkers,
     StopGroup,
-    Tell,
     Transmit,
+    WriteEvent,
 )
 from elastane.protocol.events import AgentEvent, GroupAble, GroupGone, Linked, Signalled, Tick, Warm
-from elastane.protocol.log_events import Note
+from elastane.protocol.log_events import LogEvent
 from elastane.protocol.model import PortOffer
 
 _log = logging.getLogger("elastane.agent")
@@ -56,7 +56,7 @@ class AgentShell:
         core: AgentCore,
         setup: GroupSetup,
         port: OfferedPort,
-        log_event: Callable[[Note], None],
+        log_event: Callable[[LogEvent], None],
         set_deadline: Callable[[int], None],
     ) -> None:
         self._core = core
@@ -171,8 +171,8 @@ class AgentShell:
                 self._group = LocalWorkerGroup(self._setup, assignment, self._port, self.post)
                 self._bound_workers()
                 self._group.begin()
-            case Tell(note=note):
-                self._log_event(note)
+            case WriteEvent(event=event):
+                self._log_event(event)
             case Exit():
                 raise AssertionError("run() returns on Exit")
             case Decline(fence=fence):

@@ -40,7 +40,7 @@ from elastane.protocol.limits import (
     KEEPER_PAUSE_S,
     KEEPER_STOPPED_S,
 )
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.snapshots.startup import start_node_server
 
@@ -241,7 +241,7 @@ def replica_peers(config: AgentConfig, keyring: Keyring) -> ReplicationSettings:
     )
 
 
-def snapshot_event(event: SnapshotEvent, node_id: str) -> Note:
+def snapshot_event(event: SnapshotEvent, node_id: str) -> LogEvent:
     """Return a server's report as an event of the log."""
     from elastane.snapshots.events import PersistFailed, RestoredEvent, Saved
 
@@ -259,7 +259,7 @@ def snapshot_event(event: SnapshotEvent, node_id: str) -> Note:
         case RestoredEvent():
             kind, reason = EventKind.RESTORED, f"step {event.key.step} from {event.place}"
             reason += f": {event.why}" if event.why else ""
-    return Note(kind=kind, reason=reason, node_id=node_id, data=data)
+    return LogEvent(kind=kind, reason=reason, node_id=node_id, data=data)
 
 
 def _warn_slow_end() -> None:

@@ -20,7 +20,7 @@ from elastane.coordinator.rules import Rendezvous
 from elastane.errors import RendezvousRefusedError
 from elastane.kubernetes.store.settings import JOB_VARIABLE, POD_VARIABLE
 from elastane.process.rpc import Access, insist_on_room
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import JobRecord, JobSpec, Outcome
 from elastane.stores.jobs import JobKeys
 
@@ -64,7 +64,7 @@ class CoordinatorHost:
         self,
         spec: JobSpec,
         access: Access,
-        tell: Callable[[Note], None],
+        tell: Callable[[LogEvent], None],
         attending: OperatorBridge | None = None,
     ) -> None:
         """`attending` is the bridge to the operator, if this job is an ElasticJob."""
@@ -149,4 +149,4 @@ class CoordinatorHost:
                 _log.error("the operator was not served any more: %r", result)
 
     def _log_event(self, kind: EventKind, reason: str) -> None:
-        self._tell(Note(kind=kind, reason=reason))
+        self._tell(LogEvent(kind=kind, reason=reason))

@@ -20,7 +20,7 @@ from elastane.coordinator.clock import READ_S, SteadyClock
 from elastane.errors import LeaseLostError
 from elastane.process.rpc import Access, Listener
 from elastane.process.rpc.listener import ServerLink
-from elastane.protocol.effects import Finished, Hangup, Persist, RendezvousEffect, Send, Tell
+from elastane.protocol.effects import Finished, Hangup, Persist, RendezvousEffect, Send, WriteEvent
 from elastane.protocol.events import (
     AuthorityChanged,
     Broken,
@@ -36,7 +36,7 @@ from elastane.protocol.limits import (
     REFUSAL_NOTES_INTERVAL_S,
     REFUSAL_NOTES_MAX,
 )
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import JobRecord, Outcome
 
 _log = logging.getLogger("elastane.coordinator")
@@ -130,7 +130,7 @@ class Coordinator:
         *,
         access: Access,
         save: Callable[[JobRecord], Awaitable[None]],
-        tell: Callable[[Note], None],
+        tell: Callable[[LogEvent], None],
     ) -> None:
         self._machine = machine
         self._save = save
@@ -226,7 +226,7 @@ class Coordinator:
         more = f" (and {self._refusals_unlogged} more before)" if self._refusals_unlogged else ""
         self._refusals_unlogged = 0
         where = f"a connection from {peer_host}: " if peer_host else ""
-        self._tell(Note(kind=EventKind.NODE_REFUSED, reason=f"{where}{reason}{more}"))
+        self._tell(LogEvent(kind=EventKind.NODE_REFUSED, reason=f"{where}{reason}{more}"))
 
     def count_sessions(self) -> int:
         """Return how many authenticated links there are."""
@@ -293,8 +293,8 @@ class Coordinator:
                         peer.link.send(message)
                 case Hangup(session=session, reason=reason):
                     self._hang_up(session, reason)
-                case Tell(note=note):
-                    self._tell(note)
+                case WriteEvent(event=event):
+                    self._tell(event)
                 case Finished():
                     outcome = effect.outcome
         return outcome

@@ -26,7 +26,7 @@ from elastane.process.files import safe_name
 from elastane.process.streams.console import BackgroundWriter
 from elastane.process.streams.files import ensure_base_dir, open_append
 from elastane.process.streams.plan import NO_FILES
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.unreadable import UNREADABLE
 
 _log = logging.getLogger("elastane.events")
@@ -89,23 +89,23 @@ class EventOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_event(
-    note: Note, origin: EventOrigin, *, source: str, seq: int, now_ns: int
+    event: LogEvent, origin: EventOrigin, *, source: str, seq: int, now_ns: int
 ) -> LoggedEvent:
-    """Return the record of a note, with its texts bounded."""
+    """Return the record of an event, with its texts bounded."""
     return LoggedEvent(
         time=iso_time(now_ns),
         time_s=now_ns / _NS,
         mono_s=time.monotonic(),
         seq=seq,
         job=_text(origin.job, NAME_CHARS_MAX),
-        kind=note.kind,
-        reason=_text(note.reason, REASON_CHARS_MAX),
-        node=_text(note.node_id or origin.node, NAME_CHARS_MAX),
+        kind=event.kind,
+        reason=_text(event.reason, REASON_CHARS_MAX),
+        node=_text(event.node_id or origin.node, NAME_CHARS_MAX),
         host=_text(origin.host, NAME_CHARS_MAX),
         pid=origin.pid,
-        round=note.fence.round if note.fence else None,
-        attempt=note.fence.attempt if note.fence else None,
-        data={_text(key, NAME_CHARS_MAX): _bounded(value) for key, value in note.data.items()},
+        round=event.fence.round if event.fence else None,
+        attempt=event.fence.attempt if event.fence else None,
+        data={_text(key, NAME_CHARS_MAX): _bounded(value) for key, value in event.data.items()},
         source=source,
     )
 
@@ -160,10 +160,10 @@ class EventLog:
         self._lost = 0
         self._writer = BackgroundWriter(self._write, QUEUE_BYTES_MAX, "event-log")
 
-    def log(self, note: Note, source: str) -> None:
-        """Log a note of `source` (coordinator or agent); never raises, never waits."""
+    def log(self, event: LogEvent, source: str) -> None:
+        """Log an event of `source` (coordinator or agent); never raises, never waits."""
         if self._base_dir not in NO_FILES:
-            self._writer.put(self._line(note, source))
+            self._writer.put(self._line(event, source))
 
     def flush(self, timeout_s: float = CLOSE_S) -> bool:
         """Wait until every logged event is in the file, or lost; False after `timeout_s`."""
@@ -174,10 +174,10 @@ class EventLog:
         if self._writer.close(timeout_s):
             self._close_file()
 
-    def _line(self, note: Note, source: str) -> bytes:
+    def _line(self, event: LogEvent, source: str) -> bytes:
         seq = next(self._seq)
         now_ns = time.time_ns()
-        return encode_line(make_event(note, self._origin, source=source, seq=seq, now_ns=now_ns))
+        return encode_line(make_event(event, self._origin, source=source, seq=seq, now_ns=now_ns))
 
     def _write(self, line: bytes, dropped: int) -> None:
         """Write one line, in the writer's thread."""
@@ -185,7 +185,7 @@ class EventLog:
         try:
             self._open()
             if self._lost:
-                self._append(self._line(_lost_note(self._lost), "log"))
+                self._append(self._line(_lost_event(self._lost), "log"))
                 self._lost = 0
             self._append(line)
         except OSError as error:
@@ -226,8 +226,8 @@ class EventLog:
             self._fd = -1
 
 
-def _lost_note(lost: int) -> Note:
-    return Note(
+def _lost_event(lost: int) -> LogEvent:
+    return LogEvent(
         kind=EventKind.EVENTS_LOST,
         reason=f"{lost} events before this one could not be written",
         data={"events": lost},

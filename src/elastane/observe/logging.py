@@ -22,7 +22,7 @@ import msgspec
 from elastane.errors import UsageError
 from elastane.observe.events import EventOrigin
 from elastane.process.streams.console import Console, process_console
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 
 DEFAULT_LEVEL = "WARNING"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -34,7 +34,7 @@ _REMEMBERED_MAX = 64
 _STDERR = 2
 # The names that torch 2.13 knows; its dynamic_rendezvous writes nothing either.
 HANDLERS = ("null", "console", "dynamic_rendezvous")
-NoteHandler = Callable[[Note, str], None]
+EventHandler = Callable[[LogEvent, str], None]
 _STATUS = "torchelastic.worker.status."
 _STATES = {EventKind.ROUND_SETTLED: "RENDEZVOUS", EventKind.WORKERS_STARTING: "START"}
 
@@ -73,15 +73,15 @@ def level_of(text: str) -> int:
     )
 
 
-def note_level(note: Note) -> int:
-    """Return the log level of a note."""
-    return logging.WARNING if note.kind in _WARNINGS else logging.INFO
+def event_level(event: LogEvent) -> int:
+    """Return the log level of an event."""
+    return logging.WARNING if event.kind in _WARNINGS else logging.INFO
 
 
-def note_line(note: Note) -> str:
-    """Return a note as `kind: reason`, with its fence unless the reason names a round."""
-    where = f" ({note.fence})" if note.fence and "round" not in note.reason else ""
-    return f"{note.kind}: {note.reason}{where}"
+def event_text(event: LogEvent) -> str:
+    """Return an event as `kind: reason`, with its fence unless the reason names a round."""
+    where = f" ({event.fence})" if event.fence and "round" not in event.reason else ""
+    return f"{event.kind}: {event.reason}{where}"
 
 
 class ConsoleHandler(logging.Handler):
@@ -135,9 +135,9 @@ def setup(node: str, level: str = DEFAULT_LEVEL) -> logging.Logger:
     return logger
 
 
-def log_note(note: Note) -> None:
-    """Log a note on stderr at its level."""
-    logging.getLogger("elastane").log(note_level(note), "%s", note_line(note))
+def log_event(event: LogEvent) -> None:
+    """Log an event on stderr at its level."""
+    logging.getLogger("elastane").log(event_level(event), "%s", event_text(event))
 
 
 def flush(timeout_s: float = 1.0) -> bool:
@@ -153,8 +153,8 @@ def one_line(text: str) -> str:
     return safe if len(safe) <= LINE_CHARS_MAX else safe[: LINE_CHARS_MAX - 4] + " ..."
 
 
-def event_handler(name: str, origin: EventOrigin) -> NoteHandler:
-    """Return the named handler; it is called with each note and its source.
+def event_handler(name: str, origin: EventOrigin) -> EventHandler:
+    """Return the named handler; it is called with each event and its source.
 
     The source is agent or coordinator.
     """
@@ -163,45 +163,45 @@ def event_handler(name: str, origin: EventOrigin) -> NoteHandler:
         return discard
     console = process_console(_STDERR)
 
-    def handle(note: Note, source: str) -> None:
-        console.put(event_line(note, source, origin, time.time()))
+    def handle(event: LogEvent, source: str) -> None:
+        console.put(event_line(event, source, origin, time.time()))
 
     return handle
 
 
-def discard(note: Note, source: str) -> None:
-    """Discard the note."""
+def discard(event: LogEvent, source: str) -> None:
+    """Discard the event."""
 
 
-def event_line(note: Note, source: str, origin: EventOrigin, now_s: float) -> bytes:
-    """Return a note as one line in the form of torch's events."""
-    state = _state(note)
-    event = {
-        "name": _STATUS + state if state else f"elastane.{note.kind}",
-        "source": "WORKER" if note.kind is EventKind.WORKER_EXITED else "AGENT",
+def event_line(event: LogEvent, source: str, origin: EventOrigin, now_s: float) -> bytes:
+    """Return an event as one line in the form of torch's events."""
+    state = _state(event)
+    line = {
+        "name": _STATUS + state if state else f"elastane.{event.kind}",
+        "source": "WORKER" if event.kind is EventKind.WORKER_EXITED else "AGENT",
         "timestamp": int(now_s),
         "metadata": {
             "run_id": origin.job,
             "hostname": origin.host,
-            "state": state or str(note.kind),
-            "global_rank": note.data.get("rank"),
-            "worker_id": note.data.get("pid"),
-            "raw_error": note.reason if state == "FAILED" else None,
+            "state": state or str(event.kind),
+            "global_rank": event.data.get("rank"),
+            "worker_id": event.data.get("pid"),
+            "raw_error": event.reason if state == "FAILED" else None,
             "told_by": source,
-            "reason": note.reason,
-            "node": note.node_id or origin.node,
-            "round": note.fence.round if note.fence else None,
-            "attempt": note.fence.attempt if note.fence else None,
-            **{f"data_{key}": value for key, value in note.data.items()},
+            "reason": event.reason,
+            "node": event.node_id or origin.node,
+            "round": event.fence.round if event.fence else None,
+            "attempt": event.fence.attempt if event.fence else None,
+            **{f"data_{key}": value for key, value in event.data.items()},
         },
     }
-    return msgspec.json.encode(event) + b"\n"
+    return msgspec.json.encode(line) + b"\n"
 
 
-def _state(note: Note) -> str:
+def _state(event: LogEvent) -> str:
     """Return torch's name for the event, or an empty string."""
-    if note.kind is EventKind.WORKER_EXITED:
-        return "FAILED" if note.data.get("exit_code", 0) else "SUCCEEDED"
-    if note.kind is EventKind.JOB_ENDED:
-        return "SUCCEEDED" if note.data.get("ok", True) else "FAILED"
-    return _STATES.get(note.kind, "")
+    if event.kind is EventKind.WORKER_EXITED:
+        return "FAILED" if event.data.get("exit_code", 0) else "SUCCEEDED"
+    if event.kind is EventKind.JOB_ENDED:
+        return "SUCCEEDED" if event.data.get("ok", True) else "FAILED"
+    return _STATES.get(event.kind, "")

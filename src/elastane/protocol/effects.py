@@ -1,24 +1,24 @@
 """What rules ask their shells to do, in the order of the list.
 
-The rules of the coordinator return `Persist`, `Send`, `Hangup`, `Tell` and `Finished`. The rules of
-an agent return `Transmit`, `StartGroup`, `Decline`, `Tell`, `Exit`, and the effects on a running
-group. A group is named by the fence that it was started with, whatever world its workers enter
-later; a drain is named by the fence of its world.
+The rules of the coordinator return `Persist`, `Send`, `Hangup`, `WriteEvent` and `Finished`. The
+rules of an agent return `Transmit`, `StartGroup`, `Decline`, `WriteEvent`, `Exit`, and the effects
+on a running group. A group is named by the fence that it was started with, whatever world its
+workers enter later; a drain is named by the fence of its world.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from elastane.protocol.log_events import Note
+from elastane.protocol.log_events import LogEvent
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.model import Assignment, Fence, JobRecord, Outcome
 
 
-class Tell(msgspec.Struct, frozen=True):
+class WriteEvent(msgspec.Struct, frozen=True):
     """Write this event to the log. Obligation: none; its loss does no harm."""
 
-    note: Note
+    event: LogEvent
 
 
 class Persist(msgspec.Struct, frozen=True):
@@ -144,6 +144,6 @@ class Exit(msgspec.Struct, frozen=True):
     outcome: Outcome | None = None
 
 
-RendezvousEffect = Persist | Send | Hangup | Tell | Finished
+RendezvousEffect = Persist | Send | Hangup | WriteEvent | Finished
 GroupEffect = StopGroup | MarkGroup | AimGroup | StartWorkers | InterruptGroup | RegroupWorkers
-AgentEffect = Transmit | StartGroup | Decline | GroupEffect | Tell | Exit
+AgentEffect = Transmit | StartGroup | Decline | GroupEffect | WriteEvent | Exit

@@ -66,7 +66,7 @@ class EventKind(StrEnum):
     EVENTS_LOST = "events-lost"
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class LogEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One event as rules report it: what, why in words, and where.
 
     The shell that writes it adds time, host, pid and a sequence number.

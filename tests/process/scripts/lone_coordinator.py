@@ -17,7 +17,7 @@ from elastane.options.parser import parse
 from elastane.process import environment
 from elastane.process.endpoint import Endpoint
 from elastane.process.rpc import Access
-from elastane.protocol.log_events import Note
+from elastane.protocol.log_events import LogEvent
 from elastane.protocol.wire import derive_secret
 from elastane.stores.jobs import JobKeys
 from elastane.stores.registry import make_store
@@ -29,8 +29,8 @@ async def main() -> None:
     spec, meeting = config.spec, config.rendezvous
     events = EventLog(config.logs.base_dir, spec.job, "lone", "lone")
 
-    def tell(note: Note) -> None:
-        events.log(note, "coordinator")
+    def tell(event: LogEvent) -> None:
+        events.log(event, "coordinator")
 
     store = (
         make_store(meeting.backend, meeting.store, dict(meeting.store_conf))

@@ -3,7 +3,7 @@
 import pytest
 from test_agent_rules import FENCE, Agent
 
-from elastane.protocol.effects import Tell, Transmit
+from elastane.protocol.effects import Transmit, WriteEvent
 from elastane.protocol.events import ReplicaDiffered
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import Fence
@@ -18,9 +18,9 @@ def differed(fence):
 def test_it_is_told_with_its_rank_and_its_step_and_nobody_is_asked():
     agent = Agent().running()
     agent.does(differed(FENCE))
-    note = agent.effect(Tell).note
-    assert (note.kind, note.reason, note.fence) == (EventKind.REPLICA_DIFFERED, REASON, FENCE)
-    assert note.data == {"rank": 5, "local_rank": 1, "steps": 40}
+    event = agent.effect(WriteEvent).event
+    assert (event.kind, event.reason, event.fence) == (EventKind.REPLICA_DIFFERED, REASON, FENCE)
+    assert event.data == {"rank": 5, "local_rank": 1, "steps": 40}
     assert not agent.effect(Transmit)
 
 

@@ -190,7 +190,7 @@ def test_a_standby_that_dies_interrupts_nothing_and_is_charged():
 def replacements(job):
     """What the event log has of what the budget paid for, each with its data."""
     paid = (EventKind.REPLACEMENT, EventKind.RESTART)
-    return [(note.kind, note.data) for note in job.notes if note.kind in paid]
+    return [(event.kind, event.data) for event in job.events if event.kind in paid]
 
 
 def test_a_replacement_is_logged_as_one_and_a_joiner_has_no_rank_in_the_log():
@@ -260,7 +260,7 @@ def test_a_standby_without_budget_is_not_replaced_and_the_others_continue():
     job.inbox.clear()
     dies(job, "a", 0, 2)
     assert kinds(job, "a") == kinds(job, "b") == []
-    assert [n.kind for n in job.notes][-1] is EventKind.WAITING
+    assert [n.kind for n in job.events][-1] is EventKind.WAITING
     assert job.machine.phase == "running"
 
 
@@ -385,7 +385,7 @@ def test_a_stall_logs_where_each_rank_waits_once():
         for node_id, rank, at in (("a", 0, "all_reduce"), ("b", 1, "_sync_buffers")):
             fence = job.assigned[node_id].fence
             job.says(node_id, Heartbeat(fence=fence, waiting=(WaitPoint(rank, at),)))
-    [told] = [note for note in job.notes if note.kind is EventKind.STALL]
+    [told] = [event for event in job.events if event.kind is EventKind.STALL]
     assert told.reason == f"no progress for 10 s: {where}"
     assert kinds(job, "b") == []
 
@@ -398,7 +398,7 @@ def test_a_stall_in_a_drain_logs_where_each_rank_waits():
     job.passes(1.2, alive="abc")
     assert kinds(job, "b") == [Drain]
     beats(job, "a", "b")
-    [told] = [note for note in job.notes if note.kind is EventKind.STALL]
+    [told] = [event for event in job.events if event.kind is EventKind.STALL]
     assert "rank 0 in all_reduce of a, rank 1 in all_reduce of b" in told.reason
     assert kinds(job, "b") == [Drain], "the drain has a time limit of its own"
 

@@ -78,7 +78,7 @@ def test_a_repeated_fencing_list_changes_nothing():
     job = pods()
     for _ in range(3):
         job.handle(Fenced(("uid-c",)))
-    departed = [note for note in job.notes if note.kind is EventKind.NODE_DEPARTED]
+    departed = [event for event in job.events if event.kind is EventKind.NODE_DEPARTED]
     assert len(departed) == len(job.hangups) == 1
 
 

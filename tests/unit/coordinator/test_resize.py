@@ -15,7 +15,7 @@ def resize(job, minimum, maximum):
 
 
 def told(job, kind):
-    return [note for note in job.notes if note.kind is kind]
+    return [event for event in job.events if event.kind is kind]
 
 
 @pytest.fixture

@@ -214,7 +214,7 @@ def test_a_drain_has_a_bound(elastic):
     assert elastic.phase == "draining"
     elastic.passes(1.2, alive="ab")
     assert elastic.phase == "stopping"
-    assert "workers of a, b did not checkpoint" in elastic.notes[-1].reason
+    assert "workers of a, b did not checkpoint" in elastic.events[-1].reason
 
 
 def test_workers_that_exit_on_a_drain_are_no_success(elastic):

@@ -156,7 +156,7 @@ def test_a_node_that_leaves_is_drained_released_and_never_a_fault(elastic):
     assert elastic.got("a", Release)
     assert elastic.ranks() == ["b"] and elastic.phase == "running"
     assert elastic.machine.report().restarts_used == 0
-    assert not [n for n in elastic.notes if n.kind in ("incident", "node-departed")]
+    assert not [n for n in elastic.events if n.kind in ("incident", "node-departed")]
 
 
 def test_a_spare_that_leaves_disturbs_nobody(pair):

@@ -159,7 +159,7 @@ def test_authority_that_did_not_change_is_not_told_again(pair):
     pair.authority(True)
     pair.authority(False)
     pair.authority(False)
-    kinds = [note.kind for note in pair.notes]
+    kinds = [event.kind for event in pair.events]
     assert EventKind.AUTHORITY_REGAINED not in kinds
     assert kinds.count(EventKind.AUTHORITY_LOST) == 1
 

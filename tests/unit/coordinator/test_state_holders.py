@@ -38,7 +38,7 @@ def trains_on(job, seconds, *node_ids):
 
 
 def settled(job):
-    return [note.fence for note in job.notes if note.kind is EventKind.ROUND_SETTLED]
+    return [event.fence for event in job.events if event.kind is EventKind.ROUND_SETTLED]
 
 
 def unheard(store_backed=True, spec=None, incarnation="1"):
@@ -67,7 +67,7 @@ def test_joining_workers_wait_while_state_holders_may_train_out_of_sight():
     job.passes(FENCE_WAIT_S - 20.0, alive="cd")
     assert job.machine.phase is Phase.REGROUPING
     assert Assign not in kinds(job, "c") and Assign not in kinds(job, "d")
-    waits = [n.reason for n in job.notes if n.kind is EventKind.WAITING]
+    waits = [n.reason for n in job.events if n.kind is EventKind.WAITING]
     assert any("train where this coordinator cannot see it" in reason for reason in waits)
     job.passes(25.0, alive="cd")  # By now those out of sight have stopped themselves.
     assert regrouped(job, "c")[0] == regrouped(job, "d")[0] == Fence(3, 0)
@@ -297,7 +297,7 @@ def test_a_leaving_node_that_disconnects_counts_as_released():
     job.stops("a")
     job.breaks("a")
     job.passes(0.2, alive="bc")
-    said = [note.kind for note in job.notes if note.node_id == "a"]
+    said = [event.kind for event in job.events if event.node_id == "a"]
     assert EventKind.NODE_RELEASED in said and EventKind.NODE_DEPARTED not in said
 
 

@@ -24,7 +24,7 @@ def test_whole_nodes_wait_for_a_replacement_whatever_the_minimum():
     job = whole_nodes(low=1, min_workers=1)
     dies(job, "a", local_rank=1)
     assert kinds(job, "b") == [Interrupt] and kinds(job, "a") == [Interrupt, Prepare]
-    (waiting,) = [note.reason for note in job.notes if note.kind is EventKind.WAITING]
+    (waiting,) = [event.reason for event in job.events if event.kind is EventKind.WAITING]
     assert waiting.startswith("3 of at least 4 workers are left")
     able(job, "a", workers=(0,), sharding=WHOLE)
     assert kinds(job, "b") == [Interrupt]

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from elastane.coordinator.rules.incident import Incident, RestartBudget
-from elastane.protocol.effects import Persist, RendezvousEffect, Send, Tell
+from elastane.protocol.effects import Persist, RendezvousEffect, Send, WriteEvent
 from elastane.protocol.events import Received
-from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.messages import GroupState, Stop, ToAgent, ToCoordinator
 from elastane.protocol.model import (
     Cause,
@@ -307,8 +307,8 @@ class State:
     ) -> None:
         """Write an event that carries the current fence."""
         fence = self.world.fence if self.world else None
-        note = Note(kind=kind, reason=reason, node_id=node_id, fence=fence, data=data)
-        self.effects.append(Tell(note))
+        event = LogEvent(kind=kind, reason=reason, node_id=node_id, fence=fence, data=data)
+        self.effects.append(WriteEvent(event))
 
     def persist(self) -> None:
         """Make the record durable before anything that this call sends afterwards."""
