@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from elastane.version import __version__
+
 if TYPE_CHECKING:
     from elastane import errors
     from elastane.checkpoint.checkpointer import Checkpointer
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from elastane.worker.record import record
     from elastane.worker.step import Step
 
-__version__ = "0.1.0"
 __all__ = [
     "Checkpointer",
     "ElasticBatchSampler",

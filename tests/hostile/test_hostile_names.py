@@ -88,7 +88,7 @@ def test_whatever_a_job_is_called_its_files_and_keys_stay_below_their_folder(tmp
     with NodeSlot.acquire(tmp_path, name, name) as slot:
         assert slot._path.resolve().parent == (tmp_path / "slots").resolve()
     keys = JobKeys(MemoryStore(MemoryBackend()), name)
-    for key in (keys.coordinator, keys.token_key, keys.record, keys.seat_lease):
+    for key in (keys.coordinator, keys.token_key, keys.record, keys.leadership):
         assert check_key(key).split("/")[0] == keys.prefix
 
 

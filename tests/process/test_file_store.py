@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -19,7 +20,6 @@ from store_support import QUICK, asynchronous, elect, poll, take
 from elastane.errors import StoreError
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobRecord, JobSpec
-from elastane.stores import pages as pages_module
 from elastane.stores.file import FileStore
 from elastane.stores.pages import FolderPage, Hooks, PageReading, Pages, Root
 
@@ -262,18 +262,20 @@ def test_a_writer_that_slept_through_the_pruning_of_its_number_has_no_effect(tmp
 
 def test_a_writer_whose_flush_many_others_outrun_knows_that_it_won(tmp_path, monkeypatch) -> None:
     writing = pages_after(tmp_path, 3)[0]
-    flush = pages_module.sync_open
+    flush = os.fsync
 
-    def overtaken(at: int) -> None:
-        monkeypatch.setattr(pages_module, "sync_open", flush)
+    def overtaken(descriptor: int) -> None:
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            return flush(descriptor)
+        monkeypatch.setattr(os, "fsync", flush)
         for _ in range(30):
             page = others.append(others.latest(), "value", b"later")
             assert page
             others.tidy(page)
-        flush(at)
+        return flush(descriptor)
 
     others = Pages(Path(), Root(tmp_path), hooks())
-    monkeypatch.setattr(pages_module, "sync_open", overtaken)
+    monkeypatch.setattr(os, "fsync", overtaken)
     won = writing.append(writing.latest(), "value", b"first")
     assert won
     assert others.latest().top == won.number + 30

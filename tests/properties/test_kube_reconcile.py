@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kube_cluster import Cluster, spec_of
 
-from elastane.kubernetes.model import CreatePod, DeletePod, FreeSeat, as_wire, merge_patch
+from elastane.kubernetes.model import CreatePod, DeletePod, ReleaseLease, as_wire, merge_patch
 from elastane.kubernetes.reconcile import pods, reconcile
 
 SOME = st.integers(0, 11)
@@ -217,7 +217,7 @@ class ClusterMachine(RuleBasedStateMachine):
             self.check_deletion(action, known, seen.job.metadata.is_leaving)
             if isinstance(action, CreatePod):
                 self.check_creation()
-            if isinstance(action, FreeSeat):
+            if isinstance(action, ReleaseLease):
                 processes = {**cluster.pods, **cluster.zombies}
                 assert not [uid for uid in action.pods if uid in processes and processes[uid].alive]
         if is_done and asked is not None and cluster.job is not None:

@@ -146,7 +146,7 @@ async def test_a_silent_store_is_reported_the_moment_the_lease_ends() -> None:
     away = await node.told.get()
     assert not away.held
     assert "silent" in away.reason
-    assert backend.clock() < backend.seats["j/seat"].until, "told after others could take it"
+    assert backend.clock() < backend.leases["j/seat"].until, "told after others could take it"
     hanging.set()
     assert (await node.told.get()).held
     keeping.cancel()
@@ -176,7 +176,7 @@ async def test_a_save_retries_while_the_store_is_away() -> None:
     node.faults.unreachable = False
     await asyncio.gather(saving, publishing)
     assert await node.keys.load() == record(1)
-    assert (await node.keys.seat()).endpoint == HERE
+    assert (await node.keys.leader()).endpoint == HERE
 
 
 @asynchronous
@@ -221,7 +221,7 @@ async def test_a_record_of_another_term_deposes_whatever_the_lease_says() -> Non
     _, version = await node.keys.filed()
     between = msgspec.json.encode(Filed(term=2, record=record(7)))
     await node.keys.store.compare_and_set(node.keys.record, between, version)
-    node.election._lease._term = backend.seats["j/seat"].term = 3
+    node.election._lease._term = backend.leases["j/seat"].term = 3
     with pytest.raises(LeaseLostError, match="term 2"):
         await node.election.save(record(9))
     assert await node.keys.load() == record(7)
@@ -258,12 +258,12 @@ async def test_agents_find_the_coordinator_of_the_latest_term() -> None:
     assert await agent.locate() is None
     await a.election.campaign()
     await a.election.publish(HERE)
-    seat = await agent.seat()
-    assert (seat.endpoint, seat.node_id, seat.term) == (HERE, "a", a.election.term)
+    leader = await agent.leader()
+    assert (leader.endpoint, leader.node_id, leader.term) == (HERE, "a", a.election.term)
     await a.election.resign()
     await b.election.campaign()
     await b.election.publish(Endpoint("node1", 1))
-    assert (await agent.seat()).node_id == "b"
+    assert (await agent.leader()).node_id == "b"
     assert await agent.locate() == Endpoint("node1", 1)
 
 
@@ -303,7 +303,7 @@ async def test_a_finished_job_leaves_its_record_and_tells_late_agents() -> None:
         with pytest.raises(JobClosedError, match="closed: job j has ended: all workers"):
             await call
     assert await late.load() == record(outcome=outcome)
-    assert await late.store.holder(late.seat_lease) is None
+    assert await late.store.holder(late.leadership) is None
     await late.purge()
     assert backend.entries == {}
     await late.check_open()

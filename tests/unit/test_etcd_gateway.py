@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from elastane.errors import ConfigurationError, StoreError
-from elastane.stores.etcd.gateway import ANSWER_BYTES_MAX, Gateway, GatewaySession
+from elastane.stores.etcd.gateway import ANSWER_BYTES_MAX, Gateway
 from elastane.stores.etcd.settings import EtcdSettings
-from elastane.stores.etcd.wire import KeyRange, Token
+from elastane.stores.etcd.wire import GatewaySession, KeyRange, Token
 
 DEADLINE_S = 30.0
 

@@ -15,7 +15,6 @@ import msgspec
 import torch
 import xxhash
 
-import elastane
 from elastane.checkpoint.capture import Captured, SmallState
 from elastane.checkpoint.copying import CopySources, Slot
 from elastane.checkpoint.layout import Layout
@@ -34,6 +33,7 @@ from elastane.checkpoint.state_source import SavingWorld
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots.client import SnapshotClient
 from elastane.snapshots.messages import PersistRequest, Replica, Snapshot
+from elastane.version import __version__
 
 SLOTS = 3
 # Replication pins two snapshots for a while: see `snapshots.rules`.
@@ -273,7 +273,7 @@ class SavePlan:
             where=self._where,
             job=order.job,
             world=self._world,
-            versions={"elastane": elastane.__version__, "torch": str(torch.__version__)},
+            versions={"elastane": __version__, "torch": str(torch.__version__)},
             reason=order.reason,
             part=share.part,
             parts=share.parts,

@@ -16,8 +16,8 @@ from importlib import import_module
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
-from elastane import __version__
 from elastane.errors import ElastaneError, ExitCode, UsageError
+from elastane.version import __version__
 
 if TYPE_CHECKING:
     import argparse

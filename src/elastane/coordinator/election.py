@@ -116,13 +116,13 @@ class Election:
         async def once() -> None:
             for _ in range(_RACES_MAX):
                 await self._assure()
-                seat = LeaderRecord(term=self.term, node_id=self.node_id, endpoint=endpoint)
-                known, version = await self.keys.seated()
-                if known is not None and known.term > seat.term:
+                leader = LeaderRecord(term=self.term, node_id=self.node_id, endpoint=endpoint)
+                known, version = await self.keys.published()
+                if known is not None and known.term > leader.term:
                     raise self._deposed(known.term)
                 with contextlib.suppress(ConflictError):
                     await self.keys.store.compare_and_set(
-                        self.keys.coordinator, msgspec.json.encode(seat), version
+                        self.keys.coordinator, msgspec.json.encode(leader), version
                     )
                     return
             raise self._deposed(self.term)
@@ -179,7 +179,7 @@ class Election:
 
     async def _try_once(self) -> bool:
         ttl_s = self._timing.lease_ttl_s
-        lease = await self.keys.store.lease(self.keys.seat_lease, self.node_id.encode(), ttl_s)
+        lease = await self.keys.store.lease(self.keys.leadership, self.node_id.encode(), ttl_s)
         if lease is None:
             return False
         self._lease = lease

@@ -27,7 +27,7 @@ from elastane.stores.jobs import JobKeys
 if TYPE_CHECKING:
     from elastane.kubernetes.bridge.bridge import OperatorBridge
 
-_log = logging.getLogger("elastane.hosting")
+_log = logging.getLogger("elastane.coordinator")
 Save = Callable[[JobRecord], Awaitable[None]]
 
 

@@ -25,7 +25,7 @@ from elastane.protocol.model import JobRecord
 from elastane.stores.jobs import JobKeys
 from elastane.stores.protocol import Store
 
-_log = logging.getLogger("elastane.seat")
+_log = logging.getLogger("elastane.leadership")
 # Between losing leadership and seeking it again: the store has to answer another node first.
 _PAUSE_S = 0.2
 # After giving it up for others, which poll each STORE_POLL_S, or each second in a large job.
@@ -180,7 +180,7 @@ class StoreLeadership:
             try:
                 ended = await self._campaign()
             except StoreError as error:  # LeaseLostError among them
-                _log.warning("the seat was lost: %s", error.what)
+                _log.warning("the leadership was lost: %s", error.what)
             finally:
                 await self._election.resign()
             if ended:
@@ -211,7 +211,7 @@ class StoreLeadership:
     async def _hold(self, record: JobRecord | None) -> bool:
         """Serve under the lease; returns whether the job has ended."""
         self._hosting.check(record)
-        before = await self._election.keys.seat()
+        before = await self._election.keys.leader()
         # A linked host lives and only lost the store: its workers train, so the next coordinator
         # waits.
         ended = before.node_id if before and not self._linked else ""

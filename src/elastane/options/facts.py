@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from elastane import __version__
 from elastane.protocol.model import Versions
+from elastane.version import __version__
 
 _VERSION_LINE = re.compile(
     r"^(__version__|cuda|hip|xpu)\b[^=]*=\s*['\"]([^'\"]*)['\"]", re.MULTILINE

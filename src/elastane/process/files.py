@@ -87,6 +87,22 @@ def write_atomic(path: Path, content: bytes, mode: int = 0o600) -> None:
         raise
 
 
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write all of `content`."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def process_start(pid: int) -> str:
     """Return an identity that no later process with the same pid shares; "" if there is none.
 

@@ -21,11 +21,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from elastane.process.files import sync_folder, write_all
 from elastane.protocol.checkpoints import MANIFEST, FileRecord, is_file_name, parse_folder
 from elastane.storage.aligned import AlignedFile
 from elastane.storage.digest import View, digest_of
 from elastane.storage.protocol import Stop, never
-from elastane.stores.pages import sync_folder, write_all
 
 PLACE = ".elastane-place"
 _PLACE_BYTES_MAX = 4096

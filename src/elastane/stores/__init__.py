@@ -6,16 +6,18 @@ keeps. The stores are `file`, `etcd` (v3 and v2), `register` (one value with a f
 needs to bring a store (docs/custom-rendezvous.md).
 """
 
-from elastane.stores.common import HeldLease, boot_clock, watch_by_polling
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
+    HeldLease,
     Holder,
     Lease,
     Store,
+    boot_clock,
     check_key,
     check_ttl,
     check_value,
+    watch_by_polling,
 )
 from elastane.stores.registry import ConfKey, StoreBackend, StorePlace
 

@@ -24,6 +24,7 @@ operation's bound, never the event loop.
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import threading
@@ -32,11 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from elastane.errors import ConfigurationError, LeaseLostError
+from elastane.errors import ConfigurationError, LeaseLostError, StoreError
 from elastane.process.offload import Offload
 from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S
-from elastane.stores.common import HeldLease, boot_clock, watch_by_polling
-from elastane.stores.errors import folder_changed, hangs, trouble
 from elastane.stores.pages import (
     FolderPage,
     Hooks,
@@ -47,10 +46,13 @@ from elastane.stores.pages import (
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
+    HeldLease,
     Holder,
+    boot_clock,
     check_key,
     check_ttl,
     check_value,
+    watch_by_polling,
 )
 from elastane.stores.registry import StoreBackend, StorePlace
 
@@ -58,6 +60,20 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _SKIPS_NAMED_MAX = 1000
 _BEAT_BYTES = 20
+_NEXT_STEPS = {
+    errno.ENOSPC: "free space on that file system; the job continues by itself",
+    errno.EDQUOT: "free space within this user's quota; the job continues by itself",
+    errno.EROFS: "mount that file system for writing on this node",
+    errno.EACCES: "let this user read, write and search that folder",
+    errno.EPERM: "let this user write there, on a file system that has hard links",
+    errno.ENOTSUP: "choose a folder on a file system that has hard links",
+    errno.EMLINK: "choose a folder on a file system that has hard links",
+    errno.ENOENT: "restore the folder, or mount its file system on this node",
+    errno.ENOTDIR: "name a folder, not a file",
+    errno.ESTALE: "mount that file system again on this node",
+    errno.EIO: "look at the health of that file system and its server",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
 
 
 def _no_step(step: str) -> None:
@@ -150,9 +166,9 @@ class FileStore:
         try:
             return await self._offload.run(checked, self.timeout_s)
         except TimeoutError as error:
-            raise hangs(self.folder, self.timeout_s) from error
+            raise _hangs(self.folder, self.timeout_s) from error
         except OSError as error:
-            raise trouble(self.folder, error) from error
+            raise _trouble(self.folder, error) from error
 
     def entries(self, key: str) -> Pages:
         """Return the versions of a key."""
@@ -215,8 +231,8 @@ class FileStore:
                 if pages.read(self._identity.number) == self._identity:
                     return
             except (FileNotFoundError, NotADirectoryError) as error:
-                raise folder_changed(self.folder) from error
-            raise folder_changed(self.folder)
+                raise _folder_changed(self.folder) from error
+            raise _folder_changed(self.folder)
         if not self.folder.is_dir():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._root.check()
@@ -231,7 +247,7 @@ class FileStore:
 
         def guard() -> None:
             if self.clock() >= until_s:  # the caller already has its TimeoutError: do not write now
-                raise hangs(self.folder, self.timeout_s)
+                raise _hangs(self.folder, self.timeout_s)
 
         return Hooks(on_step=self.on_step, on_skip=self._skip, guard=guard)
 
@@ -321,6 +337,37 @@ def _read_beat(terms: Pages, page: FolderPage) -> bytes:
 def _entry(reading: PageReading) -> Entry | None:
     page = reading.page
     return Entry(page.value, page.number) if page is not None and page.kind == "value" else None
+
+
+def _trouble(folder: Path, error: OSError) -> StoreError:
+    """Return the StoreError for `error`, which was met below `folder`."""
+    path = error.filename or folder
+    return StoreError(
+        f"file store: {path}: {error.strerror or error}",
+        slug="store-unreachable",
+        where=f"folder {folder}",
+        expected="a folder that every node of the job can read and write",
+        next_step=_NEXT_STEPS.get(error.errno or 0, f"look at {folder} on this node"),
+    )
+
+
+def _folder_changed(folder: Path) -> StoreError:
+    """Return the StoreError for a folder that is no longer the one that was opened."""
+    return StoreError(
+        f"file store: {folder} is not the folder it was: deleted, replaced or unmounted",
+        slug="store-folder-gone",
+        expected="the folder with which this job began, for as long as it runs",
+        next_step=f"restore or mount {folder}; the job continues by itself",
+    )
+
+
+def _hangs(folder: Path, timeout_s: float) -> StoreError:
+    """Return the StoreError for a folder that does not answer."""
+    return StoreError(
+        f"file store: {folder} did not answer within {timeout_s:g} s",
+        slug="store-timeout",
+        next_step=f"look at the server of the file system that {folder} is on",
+    )
 
 
 def _check_folder(place: StorePlace, environ: Mapping[str, str]) -> StorePlace:

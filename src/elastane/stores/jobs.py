@@ -1,8 +1,8 @@
 """What one job keeps in a store, and how it is encoded.
 
 Owns the keys below `<job>/`: `coordinator` (its address and term), `token` (the job's secret),
-`record` (the durable state, under the term of its writer), and the lease `seat`. It knows nothing
-of elections.
+`record` (the durable state, under the term of its writer), and the lease of the
+leadership, whose key ends in `seat`. It knows nothing of elections.
 
 A finished job leaves its record, which holds the outcome, so that a late agent learns how the job
 ended. A store with a server removes the record after OUTCOME_KEPT_S.
@@ -63,7 +63,7 @@ class JobNames:
         self.coordinator = f"{self.prefix}/coordinator"
         self.token_key = f"{self.prefix}/{TOKEN_PART}"
         self.record = f"{self.prefix}/record"
-        self.seat_lease = f"{self.prefix}/seat"
+        self.leadership = f"{self.prefix}/seat"
 
 
 class JobKeys(JobNames):
@@ -117,12 +117,12 @@ class JobKeys(JobNames):
             return entry.value.decode()
         raise AssertionError("a token that appears and disappears for ever")
 
-    async def seat(self) -> LeaderRecord | None:
+    async def leader(self) -> LeaderRecord | None:
         """Return the address that the latest coordinator published; it may be dead by now."""
-        seat, _ = await self.seated()
-        return seat
+        leader, _ = await self.published()
+        return leader
 
-    async def seated(self) -> tuple[LeaderRecord | None, int]:
+    async def published(self) -> tuple[LeaderRecord | None, int]:
         """Return the coordinator's address, and the version that a write must expect."""
         entry = await self.store.get(self.coordinator)
         return (
@@ -134,8 +134,8 @@ class JobKeys(JobNames):
 
         Raises JobClosedError for a job that has ended.
         """
-        if (seat := await self.seat()) is not None:
-            return seat.endpoint
+        if (leader := await self.leader()) is not None:
+            return leader.endpoint
         await self.check_open()
         return None
 
@@ -154,7 +154,7 @@ class JobKeys(JobNames):
                     await self.store.delete(key, entry.version)
                 except ConflictError:
                     await asyncio.sleep(0)
-        await self.store.purge(self.seat_lease)
+        await self.store.purge(self.leadership)
 
     async def purge(self) -> None:
         """Remove everything of a job that has ended, its record included."""

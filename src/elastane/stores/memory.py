@@ -15,10 +15,10 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from elastane.errors import StoreError
-from elastane.stores.common import HeldLease
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
+    HeldLease,
     Holder,
     check_key,
     check_ttl,
@@ -27,7 +27,7 @@ from elastane.stores.protocol import (
 
 
 @dataclass
-class _Seat:
+class _MemoryHolding:
     """A lease in the backend: its latest holding; `value` is None while it is free."""
 
     term: int = 0
@@ -41,7 +41,7 @@ class MemoryBackend:
 
     clock: Callable[[], float] = time.monotonic
     entries: dict[str, Entry] = field(default_factory=dict)
-    seats: dict[str, _Seat] = field(default_factory=dict)
+    leases: dict[str, _MemoryHolding] = field(default_factory=dict)
     # The time at which the backend removes an entry.
     expiry: dict[str, float] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,9 +64,9 @@ class MemoryBackend:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def seat(self, key: str) -> _Seat:
+    def holding(self, key: str) -> _MemoryHolding:
         """Return the lease `key`, a free one where there is none yet."""
-        return self.seats.setdefault(key, _Seat())
+        return self.leases.setdefault(key, _MemoryHolding())
 
 
 @dataclass
@@ -121,21 +121,23 @@ class MemoryStore:
         check_value(key, value)
         check_ttl(key, ttl_s)
         await self.reach()
-        seat, now = self.backend.seat(key), self.backend.clock()
-        if seat.value is not None and now < seat.until:
+        found, now = self.backend.holding(key), self.backend.clock()
+        if found.value is not None and now < found.until:
             return None
-        seat.term, seat.value, seat.until = seat.term + 1, value, now + ttl_s
+        found.term += 1
+        found.value = value
+        found.until = now + ttl_s
         self._reply()
-        return MemoryLease(self, key, seat.term, ttl_s)
+        return MemoryLease(self, key, found.term, ttl_s)
 
     async def holder(self, key: str) -> Holder | None:
         """See Store.holder."""
         check_key(key)
         await self.reach()
-        seat = self.backend.seat(key)
-        if seat.value is None or self.backend.clock() >= seat.until:
+        found = self.backend.holding(key)
+        if found.value is None or self.backend.clock() >= found.until:
             return None
-        return Holder(seat.value, seat.term)
+        return Holder(found.value, found.term)
 
     async def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
@@ -158,7 +160,7 @@ class MemoryStore:
         """See Store.purge."""
         check_key(prefix)
         await self.reach()
-        for table in (self.backend.entries, self.backend.seats):
+        for table in (self.backend.entries, self.backend.leases):
             for key in [key for key in table if f"{key}/".startswith(f"{prefix}/")]:
                 del table[key]
         self.backend.announce()
@@ -196,17 +198,17 @@ class MemoryLease(HeldLease):
         """See Lease.renew."""
         begun = self._store.backend.clock()
         await self._store.reach()
-        seat = self._store.backend.seat(self._key)
-        if seat.term != self._term or seat.value is None:
-            raise self.deposed(f"term {seat.term}")
-        seat.until = self._store.backend.clock() + self._ttl_s
+        found = self._store.backend.holding(self._key)
+        if found.term != self._term or found.value is None:
+            raise self.deposed(f"term {found.term}")
+        found.until = self._store.backend.clock() + self._ttl_s
         self.count_from(begun)
 
     async def release(self) -> None:
         """See Lease.release."""
         self._lost = True
         await self._store.reach()
-        seat = self._store.backend.seat(self._key)
-        if seat.term == self._term:
-            seat.value = None
+        found = self._store.backend.holding(self._key)
+        if found.term == self._term:
+            found.value = None
             self._store.backend.announce()

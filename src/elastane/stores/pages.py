@@ -15,7 +15,7 @@ who may write to the folder of a store must not be able to plant pages.
 
 Folders are opened for each listing and files for each read, since an open makes an NFS client ask
 the server (close-to-open). Mounts with `nocto` or `actimeo` can delay what is seen, never decide
-which writer wins. It fails with OSError, which `trouble` turns into the store's error, and with
+which writer wins. It fails with OSError, which the store turns into its error, and with
 StoreError where the outcome of a write is unknown. Every call blocks: callers use a thread.
 """
 
@@ -34,9 +34,9 @@ from pathlib import Path
 
 import msgspec
 
-from elastane.errors import StoreError
+from elastane.errors import ConfigurationError, StoreError
+from elastane.process.files import write_all
 from elastane.protocol.limits import STORE_VALUE_BYTES_MAX
-from elastane.stores.errors import damaged, foreign, open_to_all
 
 _PAGE = re.compile(r"\d{18}")
 _OTHERS = re.compile(r"(?P<kind>tmp|beat)\.(?P<number>\d{18})(\.[0-9a-f]+)?")
@@ -103,10 +103,10 @@ class Root:
         with self.opened(Path()) as at:
             found = os.fstat(at)
             if found.st_mode & stat.S_IWOTH:
-                raise open_to_all(self.path, stat.S_IMODE(found.st_mode))
+                raise _open_to_all(self.path, stat.S_IMODE(found.st_mode))
             # A folder that a group shares may be an administrator's.
             if not found.st_mode & stat.S_IWGRP and not self._is_ours(found.st_uid, at):
-                raise foreign(self.path, found.st_uid, self.path)
+                raise _foreign(self.path, found.st_uid, self.path)
 
     @contextlib.contextmanager
     def opened(self, below: Path, *, make: bool = False) -> Iterator[int]:
@@ -131,13 +131,13 @@ class Root:
             if make:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, 0o700, dir_fd=at)
-                    sync_open(at)
+                    os.fsync(at)
             try:
                 return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
             except NotADirectoryError:
                 found = os.stat(part, dir_fd=at, follow_symlinks=False)
                 if stat.S_ISLNK(found.st_mode):
-                    raise foreign(where / part, found.st_uid, self.path) from None
+                    raise _foreign(where / part, found.st_uid, self.path) from None
                 raise
 
     def check_file(self, found: os.stat_result, at: int) -> None:
@@ -147,9 +147,9 @@ class Root:
 
     def _check_part(self, found: os.stat_result, where: Path, at: int) -> None:
         if found.st_mode & stat.S_IWOTH:
-            raise open_to_all(where, stat.S_IMODE(found.st_mode))
+            raise _open_to_all(where, stat.S_IMODE(found.st_mode))
         if not self._is_ours(found.st_uid, at):
-            raise foreign(where, found.st_uid, self.path)
+            raise _foreign(where, found.st_uid, self.path)
 
     def _is_ours(self, uid: int, at: int) -> bool:
         if uid in (os.geteuid(), _ROOT_UID, self._mapped):
@@ -210,7 +210,7 @@ class Pages:
             return _decode(content, number)
         except ValueError as error:
             if self._whole:
-                raise damaged(self.path / name, str(error)) from error
+                raise _damaged(self.path / name, str(error)) from error
             self._hooks.on_skip(self.path / name, str(error))
             return None
 
@@ -250,7 +250,7 @@ class Pages:
             # Immediately: during the flush, others may write more pages than are kept.
             if not self._took_effect(page):
                 return None
-            sync_open(at)
+            os.fsync(at)
         self._hooks.on_step("durable")
         return page
 
@@ -379,6 +379,43 @@ def _decode(content: bytes, number: int) -> FolderPage:
     return FolderPage(number=number, kind=kind, nonce=nonce, before=before, value=value)
 
 
+def _open_to_all(folder: Path, mode: int) -> ConfigurationError:
+    """Return the error for a folder in which every user may plant pages, the secret included."""
+    is_shared = bool(mode & stat.S_ISVTX)  # as /tmp is, which has to stay so
+    within = f"name a folder in it: --rdzv-endpoint {folder}/elastane"
+    return ConfigurationError(
+        f"file store: {folder} can be written by every user (mode {mode:o})",
+        slug="store-folder-mode",
+        expected="a folder of this user's own, or of a group. The sticky bit does not help: others"
+        " could put pages there before this job does",
+        next_step=within if is_shared else f"chmod o-w {folder}, or {within}",
+    )
+
+
+def _foreign(path: Path, uid: int, root: Path) -> ConfigurationError:
+    """Return the error for a file of another user where the pages of a job belong."""
+    return ConfigurationError(
+        f"file store: {path}{' is a link that' * path.is_symlink()} belongs to user {uid}, and this"
+        f" process is user {os.geteuid()}",
+        slug="store-owner",
+        where=f"folder {root}",
+        expected="folders and pages that this user made: what is in them commands the job",
+        next_step="name a folder of this user's own as --rdzv-endpoint; or, if no job uses it,"
+        f" rm -r {path}",
+    )
+
+
+def _damaged(path: Path, why: str) -> StoreError:
+    """Return the error for an unreadable newest page; older pages must not count."""
+    return StoreError(
+        f"file store: {path} cannot be read: {why}",
+        slug="store-page-damaged",
+        expected="the newest page of a key; an older one is of a state that the job has left",
+        next_step="look at the health of that file system; then end the job's agents and start it"
+        " with another --rdzv-id",
+    )
+
+
 def read_plain(
     name: str, bytes_max: int, at: int, check: Callable[[os.stat_result], None]
 ) -> bytes:
@@ -406,24 +443,3 @@ def read_plain(
         return bytes(content)
     finally:
         os.close(descriptor)
-
-
-def write_all(descriptor: int, content: bytes) -> None:
-    """Write all of `content`."""
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, _FOLDER)
-    try:
-        sync_open(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_open(at: int) -> None:
-    """Make the names in an open folder durable."""
-    os.fsync(at)

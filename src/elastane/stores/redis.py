@@ -30,14 +30,16 @@ from typing import Any
 from elastane.errors import ConfigurationError, StoreError
 from elastane.process.endpoint import parse_endpoint
 from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S
-from elastane.stores.common import HeldLease, boot_clock, watch_by_polling
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
+    HeldLease,
     Holder,
+    boot_clock,
     check_key,
     check_ttl,
     check_value,
+    watch_by_polling,
 )
 from elastane.stores.registry import ConfKey, StoreBackend, StorePlace
 

@@ -28,14 +28,16 @@ from elastane.errors import ConfigurationError, ElastaneError, LeaseLostError, S
 from elastane.process.offload import Offload
 from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S, STORE_VALUE_BYTES_MAX
 from elastane.protocol.unreadable import UNREADABLE
-from elastane.stores.common import HeldLease, boot_clock, watch_by_polling
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
+    HeldLease,
     Holder,
+    boot_clock,
     check_key,
     check_ttl,
     check_value,
+    watch_by_polling,
 )
 
 T = TypeVar("T")

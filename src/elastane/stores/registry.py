@@ -26,8 +26,8 @@ GROUP = "elastane.stores"
 RESERVED = frozenset({"", "elastane", "c10d", "static", "standalone"})
 _TIMING = Timing()
 _BUILTIN = (
-    EntryPoint("etcd", "elastane.stores.etcd.settings:ETCD", GROUP),
-    EntryPoint("etcd-v2", "elastane.stores.etcd.settings:ETCD_V2", GROUP),
+    EntryPoint("etcd", "elastane.stores.etcd:ETCD", GROUP),
+    EntryPoint("etcd-v2", "elastane.stores.etcd:ETCD_V2", GROUP),
     EntryPoint("file", "elastane.stores.file:BACKEND", GROUP),
     EntryPoint("kubernetes", "elastane.kubernetes.store.settings:BACKEND", GROUP),
     EntryPoint("redis", "elastane.stores.redis:BACKEND", GROUP),

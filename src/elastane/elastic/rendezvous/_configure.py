@@ -25,7 +25,7 @@ from elastane.process.tls import TlsConfig
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobSpec
 from elastane.stores import registry
-from elastane.stores.etcd.settings import CONF_KEYS, read_settings
+from elastane.stores.etcd import CONF_KEYS, read_settings
 from elastane.stores.protocol import Store
 
 PORT = 29400  # torchrun's port for c10d

@@ -42,7 +42,7 @@ from elastane.protocol.unreadable import UNREADABLE
 if TYPE_CHECKING:
     from elastane.kubernetes.store.store import KubernetesStore
 
-_log = logging.getLogger("elastane.attending")
+_log = logging.getLogger("elastane.bridge")
 # A new coordinator admits no node before it knows which pods are fenced, or after this long.
 FIRST_LOOK_S = 3.0
 # The pause between two attempts to reach an API server that is away.

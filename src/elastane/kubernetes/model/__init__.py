@@ -13,8 +13,8 @@ from elastane.kubernetes.model.actions import (
     DeleteJob,
     DeleteObject,
     DeletePod,
-    FreeSeat,
     PatchObject,
+    ReleaseLease,
     ReportedEvent,
 )
 from elastane.kubernetes.model.meta import Meta, Owner, as_time, since_epoch
@@ -48,7 +48,6 @@ __all__ = [
     "DeletePod",
     "ElasticJob",
     "ElasticJobSpec",
-    "FreeSeat",
     "JobStatus",
     "Meta",
     "Observed",
@@ -57,6 +56,7 @@ __all__ = [
     "PatchObject",
     "Pod",
     "Refusal",
+    "ReleaseLease",
     "ReportedEvent",
     "SeenNode",
     "SeenService",

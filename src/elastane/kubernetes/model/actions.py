@@ -76,7 +76,7 @@ class DeleteObject(_Action, frozen=True, kw_only=True):
     uid: str
 
 
-class FreeSeat(_Action, frozen=True, kw_only=True):
+class ReleaseLease(_Action, frozen=True, kw_only=True):
     """Give the Lease of the job's coordinator back, if it is held in one of these pods.
 
     `pods` are those that are known to be dead: of each uid the name. Where it is not done the
@@ -100,7 +100,7 @@ Action = (
     | CreateToken
     | PatchObject
     | DeleteObject
-    | FreeSeat
+    | ReleaseLease
     | DeleteJob
 )
 
@@ -125,7 +125,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     action is done unless that write has succeeded (it is a merge patch with the resourceVersion
     of the job that was observed: whoever decided on an old job is refused, and looks again).
     Without it, the status is written after the actions. The status is written only where it
-    differs (`status.merge_patch`). FreeSeat comes first. All actions on objects (CreateObject,
+    differs (`status.merge_patch`). ReleaseLease comes first. All actions on objects (CreateObject,
     CreateToken, PatchObject, DeleteObject) are done, in their order, before the first on a pod;
     those on pods may run side by side. The shell does not repeat an action that was refused: see
     Refusal. `again_in_s`: decide again after so long, without any event; None: no need.

@@ -37,9 +37,9 @@ from elastane.kubernetes.model import (
     DeleteObject,
     DeletePod,
     ElasticJob,
-    FreeSeat,
     PatchObject,
     Refusal,
+    ReleaseLease,
     as_wire,
     merge_patch,
 )
@@ -89,8 +89,8 @@ class Executor:
         refused = await self._objects(key, job, decision)
         # After the directive: the next coordinator reads there which pods are dead.
         for action in decision.actions:
-            if isinstance(action, FreeSeat):
-                await self._free_seat(job.metadata.namespace, action)
+            if isinstance(action, ReleaseLease):
+                await self._release_lease(job.metadata.namespace, action)
         on_pods = [one for one in decision.actions if isinstance(one, (CreatePod, *_ENDS))]
         creations = [one for one in on_pods if isinstance(one, CreatePod)]
         deletions = [one for one in on_pods if not isinstance(one, CreatePod)]
@@ -281,11 +281,11 @@ class Executor:
             raise StaleError(f"{kind} {action.name} is another one now") from None
         self._view.cache_of(kind).wrote(written)
 
-    async def _free_seat(self, namespace: str, action: FreeSeat) -> None:
+    async def _release_lease(self, namespace: str, action: ReleaseLease) -> None:
         """Do it once; what stands against it costs the job only the Lease's time."""
         place = LeasePlace(self._api, namespace, lambda: {"name": action.lease}, patches=True)
         try:
-            uid = await self._write("FreeSeat", lambda: free_of(place, action.pods))
+            uid = await self._write("ReleaseLease", lambda: free_of(place, action.pods))
         except (ApiError, StoreError) as error:
             _log.info("lease %s/%s: %s: it runs out by itself", namespace, action.lease, error.what)
             return

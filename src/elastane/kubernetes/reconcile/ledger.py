@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from elastane.errors import ExitCode
-from elastane.kubernetes.model import FreeSeat, as_time, since_epoch
+from elastane.kubernetes.model import ReleaseLease, as_time, since_epoch
 from elastane.kubernetes.model.spec import RuleAction
 from elastane.kubernetes.model.status import IncidentStatus, InPlace, NodeTrouble, PodTrouble
 from elastane.kubernetes.reconcile.bounds import (
@@ -48,7 +48,7 @@ def count(context: DecisionContext) -> None:
             _count_failure(context, pod, pod.ending)
         elif pod.is_leaving and pod.whose == "ours":
             _count_departure(context, pod)
-    _free_seat(context, known)
+    _release_lease(context, known)
     _heal(context)
     _check_limit(context)
     _forget(context)
@@ -90,12 +90,12 @@ def _count_failure(context: DecisionContext, pod: Judged, ending: PodEnd) -> Non
         note_early_end(context, pod, ending.cause, lived_s=ending.lived_s)
 
 
-def _free_seat(context: DecisionContext, known: set[str]) -> None:
-    """Have nobody wait for the Lease of a coordinator in a pod that was counted just now."""
+def _release_lease(context: DecisionContext, known: set[str]) -> None:
+    """Release the coordinator's Lease at once if its pod was counted just now as dead."""
     new = [pod for pod in context.own if pod.uid in context.counted and pod.uid not in known]
     dead = {pod.uid: pod.name for pod in new if pod.is_dead}
     if dead and backend(context.job, context.settings) == "kubernetes":
-        context.act(FreeSeat(lease=lease_of(rdzv_id(context.job, context.settings)), pods=dead))
+        context.act(ReleaseLease(lease=lease_of(rdzv_id(context.job, context.settings)), pods=dead))
 
 
 def action_of(ending: PodEnd, settings: JobSettings) -> RuleAction:

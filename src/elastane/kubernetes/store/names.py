@@ -64,7 +64,7 @@ def config_maps_of(job: str) -> tuple[str, ...]:
 
 def lease_of(job: str) -> str:
     """Return the name of the Lease by which a job elects its coordinator."""
-    return object_name(JobNames(job).seat_lease)
+    return object_name(JobNames(job).leadership)
 
 
 def _digest(text: str) -> str:

@@ -44,11 +44,11 @@ from elastane.kubernetes.store.objects import (
 from elastane.kubernetes.store.settings import KubernetesSettings
 from elastane.kubernetes.store.trouble import AllowedAccess
 from elastane.protocol.limits import STORE_TIMEOUT_S
-from elastane.stores.common import boot_clock
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
     Holder,
+    boot_clock,
     check_key,
     check_ttl,
     check_value,

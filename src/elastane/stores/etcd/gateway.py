@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ import msgspec
 from elastane.errors import ConfigurationError, StoreError
 from elastane.protocol.limits import STORE_TIMEOUT_S, STORE_VALUE_BYTES_MAX
 from elastane.protocol.unreadable import UNREADABLE
-from elastane.stores.etcd import wire
 from elastane.stores.etcd.server import short_path
 from elastane.stores.etcd.settings import EtcdSettings
 
@@ -34,6 +33,9 @@ _log = logging.getLogger(__name__)
 # A running member answers in milliseconds; a lease of 2 s survives one that does not.
 CONNECT_TIMEOUT_S = 0.5
 ATTEMPT_TIMEOUT_S = 1.5
+# After this long without an event a watch reads the key: its server may have been cut off from the
+# others without noticing.
+WATCH_SILENCE_S = 10.0
 # base64 of the largest value in a transaction's answer, and the names around it.
 ANSWER_BYTES_MAX = 2 * STORE_VALUE_BYTES_MAX
 # Errors of a server that did not accept a request: another member may be asked.
@@ -43,7 +45,14 @@ _MAY_BE_TAKEN = ("leader changed", "timed out", "unavailable")
 # The host of a request over a socket; no server looks at it.
 _BY_SOCKET = "http://etcd"
 _NOT_ALLOWED = ("auth", "permission denied", "user name is empty")
-_TOKEN_IS_OLD = ("invalid auth token", "auth: token", "revision of auth store is old")
+
+
+class _GatewayError(msgspec.Struct):
+    """An error of the gateway."""
+
+    error: str = ""
+    message: str = ""
+    code: int = 0
 
 
 class HttpAnswer:
@@ -93,7 +102,7 @@ class Gateway:
                             raise self.unsure(trouble) from error
                         continue
                     if answer.status in (500, 503) and self._goes_on(answer, write):
-                        trouble = f"{url}: {wire.trouble_of(answer.content)}"
+                        trouble = f"{url}: {trouble_of(answer.content)}"
                         self._next()
                         continue
                     return answer
@@ -190,7 +199,7 @@ class Gateway:
 
     def _goes_on(self, answer: HttpAnswer, write: bool) -> bool:
         """Whether another member is asked after an error of this one."""
-        text = wire.trouble_of(answer.content)
+        text = trouble_of(answer.content)
         if any(sign in text for sign in _NOT_TAKEN):
             return True
         # Any other 503 is gRPC's Unavailable: a connection broke between the server's own parts.
@@ -233,89 +242,21 @@ class Gateway:
         return self._client
 
 
-class GatewaySession:
-    """v3's JSON over a gateway: the paths of the server's version, and the login's token."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self.gateway = gateway
-        self.settings = gateway.settings
-        self._root = ""
-        self._token = ""
-
-    async def call(
-        self, path: str, request: Mapping[str, Any], kind: type[wire.T], *, write: bool = False
-    ) -> wire.T:
-        """Return the typed answer; StoreError for no answer or a refusal."""
-        for last in (False, True):
-            await self._begin()
-            answer = await self.gateway.ask(
-                "POST",
-                self._root + path,
-                write=write,
-                content=msgspec.json.encode(request),
-                headers=self.headers,
-            )
-            if answer.status == 200:
-                return self._decode(answer, kind)
-            text = wire.trouble_of(answer.content)
-            if last or not any(sign in text for sign in _TOKEN_IS_OLD):
-                raise self.gateway.refused(answer, text)
-            self._token = ""
-        raise AssertionError("the last turn returns or raises")
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """The headers that identify this user to the server."""
-        return {"Authorization": self._token} if self._token else {}
-
-    @property
-    def root(self) -> str:
-        """The beginning of every path, once a call was made."""
-        return self._root
-
-    async def _begin(self) -> None:
-        if not self._root:
-            self._root = await self._find_root()
-        if self.settings.user and not self._token:
-            name = {"name": self.settings.user, "password": self.settings.password}
-            answer = await self.gateway.ask(
-                "POST", f"{self._root}/auth/authenticate", content=msgspec.json.encode(name)
-            )
-            if answer.status != 200:
-                raise self.gateway.refused(answer, wire.trouble_of(answer.content))
-            self._token = self._decode(answer, wire.Token).token
-
-    async def _find_root(self) -> str:
-        """Return the root of the server's gateway: /v3 since etcd 3.4, /v3beta in 3.3."""
-        for root in ("/v3", "/v3beta"):
-            answer = await self.gateway.ask("POST", f"{root}/kv/range", content=b'{"key":"AA=="}')
-            if answer.status != 404:
-                return root
-        raise ConfigurationError(
-            f"the server at {self.gateway.settings.names} has no JSON gateway of etcd v3",
-            slug="etcd-version",
-            expected="etcd 3.3 or later, with --enable-grpc-gateway (its default)",
-            next_step="--rdzv-backend etcd-v2, where the server speaks v2",
-        )
-
-    def _decode(self, answer: HttpAnswer, kind: type[wire.T]) -> wire.T:
-        try:
-            return wire.decode(answer.content, kind)
-        except UNREADABLE as error:
-            raise StoreError(
-                f"etcd: {answer.url} answered what is no message of etcd: {error}",
-                slug="store-refused",
-                expected="an etcd server at --rdzv-endpoint",
-                next_step=f"curl {answer.url}",
-            ) from error
-
-
 class _Unanswered(Exception):
     """No answer came; with `sent`, the server may have the request all the same."""
 
     def __init__(self, why: str, *, sent: bool) -> None:
         super().__init__(why)
         self.sent = sent
+
+
+def trouble_of(content: bytes) -> str:
+    """Return the text of an error's body, or its beginning where it is no message."""
+    try:
+        found = msgspec.json.decode(content, type=_GatewayError, strict=False)
+    except UNREADABLE:
+        return content[:200].decode(errors="replace").strip()
+    return found.error or found.message
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:

@@ -7,21 +7,18 @@ its etcd-v2) and ours. It opens no file and no connection. It fails with Configu
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastane.errors import ConfigurationError
 from elastane.process.endpoint import parse_endpoint
-from elastane.stores.protocol import Store
-from elastane.stores.registry import ConfKey, StoreBackend, StorePlace
 
 PORT = 2379
 # Below it lies a folder for each job; torch's is /torchelastic/p2p, for the same keys of another
 # form, so the two never meet.
 PREFIX = "elastane"
 _UNIX = "unix://"
-_ENDPOINT = "the etcd servers, HOST:PORT,HOST:PORT,..."
+ENDPOINT = "the etcd servers, HOST:PORT,HOST:PORT,..."
 # Key of --rdzv-conf: the field it sets.
 CONF_KEYS = {
     "protocol": "protocol",
@@ -81,7 +78,7 @@ def read_settings(endpoint: str, conf: Mapping[str, str]) -> EtcdSettings:
         raise ConfigurationError(
             "--rdzv-backend etcd without --rdzv-endpoint",
             slug="endpoint-missing",
-            expected=_ENDPOINT,
+            expected=ENDPOINT,
             next_step=f"--rdzv-endpoint HOST:{PORT}; one machine alone needs none: --standalone",
         )
     _check_pairs(values, urls)
@@ -127,48 +124,3 @@ def _url(written: str, protocol: str) -> str:
     where = parse_endpoint(rest.rstrip("/"), default_port=PORT)
     host = f"[{where.host}]" if ":" in where.host else where.host
     return f"{scheme}://{host}:{where.port}"
-
-
-def _check(place: StorePlace, environ: Mapping[str, str]) -> StorePlace:
-    read_settings(place.endpoint, place.conf)
-    return place
-
-
-def _make_v3(place: StorePlace) -> Store:
-    from elastane.stores.etcd.v3 import EtcdStore
-
-    return EtcdStore(read_settings(place.endpoint, place.conf))
-
-
-def _make_v2(place: StorePlace) -> Store:
-    from elastane.stores.etcd.v2 import EtcdV2Store
-
-    return EtcdV2Store(read_settings(place.endpoint, place.conf))
-
-
-_KEYS = (
-    ConfKey("protocol", "for servers that are given without one", "http", "http, https"),
-    ConfKey("cacert", "the authority of etcd's certificates", unit="PEM file"),
-    ConfKey("ca_cert", "the same", unit="PEM file"),
-    ConfKey("cert", "our certificate as etcd's client", unit="PEM file"),
-    ConfKey("ssl_cert", "the same", unit="PEM file"),
-    ConfKey("key", "its private key", unit="PEM file"),
-    ConfKey("ssl_cert_key", "the same", unit="PEM file"),
-    ConfKey("etcd_prefix", "below it lies a folder for each job", PREFIX),
-    ConfKey("user", "name for etcd's login"),
-    ConfKey("password", "its password"),
-)
-ETCD = StoreBackend(
-    name="etcd",
-    make=_make_v3,
-    endpoint=_ENDPOINT,
-    example=f"HOST:{PORT}",
-    check=_check,
-    keys=_KEYS,
-    default_port=PORT,
-    tls=True,
-    login=True,
-    brings_server=True,
-    late_s=3.5,  # the server's leases take whole seconds, 2 at least
-)
-ETCD_V2 = dataclasses.replace(ETCD, name="etcd-v2", make=_make_v2)

@@ -24,15 +24,14 @@ import msgspec
 from elastane.errors import ConfigurationError, LeaseLostError, StoreError
 from elastane.protocol.limits import STORE_TIMEOUT_S
 from elastane.protocol.unreadable import UNREADABLE
-from elastane.stores.common import HeldLease, boot_clock
-from elastane.stores.etcd import wire
-from elastane.stores.etcd.gateway import Gateway, HttpAnswer
+from elastane.stores.etcd.gateway import WATCH_SILENCE_S, Gateway, HttpAnswer, trouble_of
 from elastane.stores.etcd.settings import EtcdSettings
-from elastane.stores.etcd.v3 import WATCH_SILENCE_S
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
+    HeldLease,
     Holder,
+    boot_clock,
     check_key,
     check_ttl,
     check_value,
@@ -191,7 +190,7 @@ class EtcdV2Store:
         )
 
     def _refused(self, answer: HttpAnswer, reply: Reply) -> StoreError | ConfigurationError:
-        text = f"{reply.message} {reply.cause}".strip() or wire.trouble_of(answer.content)
+        text = f"{reply.message} {reply.cause}".strip() or trouble_of(answer.content)
         return self.gateway.refused(answer, text)
 
 

@@ -25,22 +25,20 @@ import msgspec
 from elastane.errors import LeaseLostError, StoreError
 from elastane.protocol.limits import STORE_TIMEOUT_S
 from elastane.protocol.unreadable import UNREADABLE
-from elastane.stores.common import HeldLease, boot_clock
 from elastane.stores.etcd import wire
-from elastane.stores.etcd.gateway import Gateway, GatewaySession
+from elastane.stores.etcd.gateway import WATCH_SILENCE_S, Gateway
 from elastane.stores.etcd.settings import EtcdSettings
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
+    HeldLease,
     Holder,
+    boot_clock,
     check_key,
     check_ttl,
     check_value,
 )
 
-# After this long without an event a watch reads the key: its server may have been cut off from the
-# others without noticing.
-WATCH_SILENCE_S = 10.0
 # The pause between two watches of a server that ends each immediately.
 _WATCH_PAUSE_S = 0.1
 
@@ -50,7 +48,7 @@ class EtcdStore:
 
     def __init__(self, settings: EtcdSettings, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
         self.urls = settings.urls
-        self.session = GatewaySession(Gateway(settings, timeout_s=timeout_s))
+        self.session = wire.GatewaySession(Gateway(settings, timeout_s=timeout_s))
         self._prefix = f"/{settings.prefix}/"
 
     def name(self, key: str) -> bytes:

@@ -1,18 +1,24 @@
-"""etcd v3's messages as its JSON gateway writes them, typed and bounded.
+"""etcd v3's messages as its JSON gateway writes them, typed and bounded, and their session.
 
 Bytes are base64, 64-bit integers are strings, and false, zero and empty values are left out. So
-every field has a default, and numbers are decoded leniently. Knows no connection.
+every field has a default, and numbers are decoded leniently. `GatewaySession` adds what each
+request needs: the path of the server's version, and the token of the login. It fails as `gateway`
+does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
+from elastane.errors import ConfigurationError, StoreError
 from elastane.protocol.unreadable import UNREADABLE
+from elastane.stores.etcd.gateway import Gateway, HttpAnswer, trouble_of
 
 T = TypeVar("T")
+_TOKEN_IS_OLD = ("invalid auth token", "auth: token", "revision of auth store is old")
 
 
 class Header(msgspec.Struct):
@@ -105,26 +111,9 @@ class WatchLine(msgspec.Struct):
     result: WatchedKey = msgspec.field(default_factory=WatchedKey)
 
 
-class GatewayError(msgspec.Struct):
-    """An error of the gateway."""
-
-    error: str = ""
-    message: str = ""
-    code: int = 0
-
-
 def decode(content: bytes, kind: type[T]) -> T:
     """Return the message; one of UNREADABLE for anything else."""
     return msgspec.json.decode(content, type=kind, strict=False)
-
-
-def trouble_of(content: bytes) -> str:
-    """Return the text of an error's body, or its beginning where it is no message."""
-    try:
-        found = decode(content, GatewayError)
-    except UNREADABLE:
-        return content[:200].decode(errors="replace").strip()
-    return found.error or found.message
 
 
 def is_(key: bytes, target: str, number: int) -> dict[str, Any]:
@@ -155,3 +144,80 @@ def remove(key: bytes, end: bytes = b"") -> dict[str, Any]:
     """Return the deletion of a key, or of all from `key` until before `end`."""
     request = {"key": key, "range_end": end} if end else {"key": key}
     return {"request_delete_range": request}
+
+
+class GatewaySession:
+    """v3's JSON over a gateway: the paths of the server's version, and the login's token."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.settings = gateway.settings
+        self._root = ""
+        self._token = ""
+
+    async def call(
+        self, path: str, request: Mapping[str, Any], kind: type[T], *, write: bool = False
+    ) -> T:
+        """Return the typed answer; StoreError for no answer or a refusal."""
+        for last in (False, True):
+            await self._begin()
+            answer = await self.gateway.ask(
+                "POST",
+                self._root + path,
+                write=write,
+                content=msgspec.json.encode(request),
+                headers=self.headers,
+            )
+            if answer.status == 200:
+                return self._decode(answer, kind)
+            text = trouble_of(answer.content)
+            if last or not any(sign in text for sign in _TOKEN_IS_OLD):
+                raise self.gateway.refused(answer, text)
+            self._token = ""
+        raise AssertionError("the last turn returns or raises")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that identify this user to the server."""
+        return {"Authorization": self._token} if self._token else {}
+
+    @property
+    def root(self) -> str:
+        """The beginning of every path, once a call was made."""
+        return self._root
+
+    async def _begin(self) -> None:
+        if not self._root:
+            self._root = await self._find_root()
+        if self.settings.user and not self._token:
+            name = {"name": self.settings.user, "password": self.settings.password}
+            answer = await self.gateway.ask(
+                "POST", f"{self._root}/auth/authenticate", content=msgspec.json.encode(name)
+            )
+            if answer.status != 200:
+                raise self.gateway.refused(answer, trouble_of(answer.content))
+            self._token = self._decode(answer, Token).token
+
+    async def _find_root(self) -> str:
+        """Return the root of the server's gateway: /v3 since etcd 3.4, /v3beta in 3.3."""
+        for root in ("/v3", "/v3beta"):
+            answer = await self.gateway.ask("POST", f"{root}/kv/range", content=b'{"key":"AA=="}')
+            if answer.status != 404:
+                return root
+        raise ConfigurationError(
+            f"the server at {self.gateway.settings.names} has no JSON gateway of etcd v3",
+            slug="etcd-version",
+            expected="etcd 3.3 or later, with --enable-grpc-gateway (its default)",
+            next_step="--rdzv-backend etcd-v2, where the server speaks v2",
+        )
+
+    def _decode(self, answer: HttpAnswer, kind: type[T]) -> T:
+        try:
+            return decode(answer.content, kind)
+        except UNREADABLE as error:
+            raise StoreError(
+                f"etcd: {answer.url} answered what is no message of etcd: {error}",
+                slug="store-refused",
+                expected="an etcd server at --rdzv-endpoint",
+                next_step=f"curl {answer.url}",
+            ) from error
