@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import host_jobs
 import pytest
 from host_jobs import HostJob, job_on, let_pass, wait_world
-from jobs import SCRIPT, newest
+from jobs import SCRIPT, Step, newest
 
 from elastane.protocol.log_events import EventKind
 
@@ -24,6 +25,22 @@ class InPlaceJob(HostJob):
     def command(self, node: str, nproc: int, options: tuple[str, ...]) -> list[str]:
         words = super().command(node, nproc, options)
         return [str(IN_PLACE) if word == str(SCRIPT) else word for word in words]
+
+    def check_order(self, seen: list[Step]) -> None:
+        """Check that each step number was committed in one world, and in the order of the worlds.
+
+        A host that is cut off while it commits a step learns that all members made it once the
+        network is back. Its line then stands behind those of the next world, which begins with the
+        same step already made.
+        """
+        worlds: dict[tuple[int, int], set[int]] = {}
+        for step in seen:
+            worlds.setdefault((step.round, step.attempt), set()).add(step.step)
+        for (old, before), (new, after) in pairwise(sorted(worlds.items())):
+            assert max(before) < min(after), f"{new} repeats steps of {old}: {before & after}"
+        for pid in {(step.node, step.pid) for step in seen}:
+            fences = [(s.round, s.attempt) for s in seen if (s.node, s.pid) == pid]
+            assert fences == sorted(fences), f"worker {pid} went back to an older world: {fences}"
 
     def pids(self, nodes: str) -> set[tuple[str, int]]:
         """The newest world's workers that are of these nodes."""
