@@ -16,11 +16,11 @@ from pathlib import Path
 
 from etcd_server import shared_cluster
 from kube_bed import shared_control_plane
+from memory_store import MemoryBackend, MemoryStore
 from redis_server import shared_redis
 from registers import FileRegister, MemoryRegister
 
 from elastane.stores.file import FileStore
-from elastane.stores.memory import MemoryBackend, MemoryStore
 from elastane.stores.protocol import Store
 from elastane.stores.register import RegisterStore
 from elastane.stores.registry import backend, make_store

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from memory_store import MemoryBackend, MemoryStore
 
 from elastane.cli.explain import story_lines
 from elastane.errors import ElastaneError, WireError
@@ -31,7 +32,6 @@ from elastane.protocol.unreadable import UNREADABLE
 from elastane.protocol.wire import ClientHandshake, ServerHandshake, derive_secret
 from elastane.stores.etcd import wire as etcd_wire
 from elastane.stores.jobs import Filed, JobKeys, LeaderRecord
-from elastane.stores.memory import MemoryBackend, MemoryStore
 from elastane.stores.pages import Hooks, Pages, Root
 from elastane.stores.protocol import Entry
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from jobs import free_port
+from memory_store import MemoryBackend, MemoryStore
 from supervise import words_agent, write_script
 
 from elastane.cli.main import main
@@ -21,7 +22,6 @@ from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.messages import Join, Refused, Welcome
 from elastane.protocol.model import Fence, JobSpec, NodeSpec, PortOffer, Versions
 from elastane.stores.jobs import JobKeys
-from elastane.stores.memory import MemoryBackend, MemoryStore
 from elastane.stores.protocol import check_key
 
 ODD = {

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
+from memory_store import MemoryBackend, MemoryStore, StoreFaults
 
 from elastane.coordinator.election import Election
 from elastane.errors import (
@@ -22,7 +23,6 @@ from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobRecord, JobSpec, Outcome
 from elastane.stores.file import FileStore
 from elastane.stores.jobs import Filed, JobKeys
-from elastane.stores.memory import MemoryBackend, MemoryStore, StoreFaults
 
 PATIENCE_S = 0.6
 TIMING = Timing(lease_ttl_s=0.3, lease_renew_s=0.05)

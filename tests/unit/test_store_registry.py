@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from memory_store import MemoryStore
 
 from elastane.errors import ConfigurationError, UsageError
 from elastane.options import backend as options_backend
@@ -14,11 +15,10 @@ from elastane.options.conf import read_conf
 from elastane.options.parser import parse
 from elastane.stores import registry
 from elastane.stores.file import FileStore
-from elastane.stores.memory import MemoryStore
 
 MODULE = """
 from elastane.stores import ConfKey, StoreBackend
-from elastane.stores.memory import MemoryBackend, MemoryStore
+from memory_store import MemoryBackend, MemoryStore
 
 BACKEND = StoreBackend(
     name="shelf",

@@ -44,8 +44,7 @@ from elastane.process.worker_environment import RunFacts
 from elastane.protocol.effects import Exit
 from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import NodeSpec, Outcome
-from elastane.stores.jobs import JobKeys
-from elastane.stores.registry import make_store
+from elastane.stores import JobKeys, make_store
 
 _log = logging.getLogger("elastane.options")
 # Sessions of a large job on the coordinator's host; the administrator sets the hard limit.

@@ -44,8 +44,7 @@ from elastane.errors import (
 )
 from elastane.protocol.limits import CLOSE_S
 from elastane.protocol.model import Assignment, Outcome
-from elastane.stores.jobs import JobKeys
-from elastane.stores.protocol import Store
+from elastane.stores import JobKeys, Store
 
 __all__ = ["MemberConfig", "MemberPlace", "Membership"]
 

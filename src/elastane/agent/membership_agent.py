@@ -73,8 +73,7 @@ from elastane.protocol.model import (
     PortOffer,
 )
 from elastane.protocol.wire import derive_secret
-from elastane.stores.jobs import JobKeys
-from elastane.stores.protocol import Store
+from elastane.stores import JobKeys, Store
 
 _log = logging.getLogger("elastane.member")
 _REASON_CHARS_MAX = 1000

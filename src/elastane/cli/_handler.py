@@ -28,7 +28,7 @@ from elastane.options.parser import Options
 from elastane.options.spelling import nearest
 from elastane.process.execspawn import RUN_PATH_CODE
 from elastane.protocol.model import Outcome
-from elastane.stores.registry import GROUP
+from elastane.stores import GROUP
 
 if TYPE_CHECKING:
     from elastane.elastic.launcher.api import LaunchConfig

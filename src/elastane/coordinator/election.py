@@ -30,8 +30,7 @@ from elastane.process.endpoint import Endpoint
 from elastane.protocol.events import AuthorityChanged
 from elastane.protocol.limits import OUTCOME_KEPT_S, SAVE_TIMEOUT_S, STORE_POLL_S, look_s
 from elastane.protocol.model import JobRecord, JobSpec
-from elastane.stores.jobs import Filed, JobKeys, LeaderRecord
-from elastane.stores.protocol import ConflictError, Lease
+from elastane.stores import ConflictError, Filed, JobKeys, LeaderRecord, Lease
 
 _log = logging.getLogger(__name__)
 # Of two writers of one key one wins each time; more attempts than this are no race.

@@ -22,7 +22,7 @@ from elastane.kubernetes.store.settings import JOB_VARIABLE, POD_VARIABLE
 from elastane.process.rpc import Access, insist_on_room
 from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import JobRecord, JobSpec, Outcome
-from elastane.stores.jobs import JobKeys
+from elastane.stores import JobKeys
 
 if TYPE_CHECKING:
     from elastane.kubernetes.bridge.bridge import OperatorBridge

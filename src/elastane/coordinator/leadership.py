@@ -22,8 +22,7 @@ from elastane.process.endpoint import Endpoint, is_mine, listen, local_addresses
 from elastane.protocol.events import AuthorityChanged
 from elastane.protocol.limits import CLOSE_S, STEP_DOWN_S
 from elastane.protocol.model import JobRecord
-from elastane.stores.jobs import JobKeys
-from elastane.stores.protocol import Store
+from elastane.stores import JobKeys, Store
 
 _log = logging.getLogger("elastane.leadership")
 # Between losing leadership and seeking it again: the store has to answer another node first.

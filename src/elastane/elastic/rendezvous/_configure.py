@@ -24,9 +24,8 @@ from elastane.process.endpoint import STANDALONE, Endpoint, parse_endpoint
 from elastane.process.tls import TlsConfig
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobSpec
-from elastane.stores import registry
+from elastane.stores import Store, registry
 from elastane.stores.etcd import CONF_KEYS, read_settings
-from elastane.stores.protocol import Store
 
 PORT = 29400  # torchrun's port for c10d
 # The agent that runs the workers counts their restarts, so this budget must never limit it.

@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from elastane.stores.protocol import ConflictError, Entry, Store
-from elastane.stores.registry import make_store
+from elastane.stores import ConflictError, Entry, Store, make_store
 
 T = TypeVar("T")
 

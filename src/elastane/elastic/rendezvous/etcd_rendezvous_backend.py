@@ -16,7 +16,7 @@ from elastane.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, To
 from elastane.elastic.rendezvous.etcd_store import EtcdStore
 from elastane.errors import ElastaneError
 from elastane.process.files import safe_name
-from elastane.stores.protocol import ConflictError, Entry
+from elastane.stores import ConflictError, Entry
 
 _PREFIX = "torch/elastic/rendezvous"
 _STORE_PREFIX = "torch/elastic/store"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from elastane.elastic.rendezvous._store_client import StoreClient
-from elastane.stores.protocol import ConflictError, Entry
+from elastane.stores import ConflictError, Entry
 
 # A name has at most 200 characters; a longer key is replaced by its digest.
 _NAME_CHARS_MAX = 180

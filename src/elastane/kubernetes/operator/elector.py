@@ -19,7 +19,7 @@ from elastane.kubernetes.operator.bounds import (
     LEASE_S,
 )
 from elastane.kubernetes.store.lease import KubernetesLease, LeasePlace
-from elastane.stores.protocol import boot_clock
+from elastane.stores import boot_clock
 
 _log = logging.getLogger(__name__)
 _SILENT = "the API server does not answer"

@@ -49,7 +49,7 @@ from elastane.kubernetes.operator.metrics import Metrics
 from elastane.kubernetes.operator.view import ClusterView
 from elastane.kubernetes.reconcile.injection import TOKEN_KEY
 from elastane.kubernetes.store.lease import LeasePlace, free_of
-from elastane.stores.jobs import new_token
+from elastane.stores import new_token
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

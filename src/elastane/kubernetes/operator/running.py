@@ -33,7 +33,7 @@ from elastane.kubernetes.reconcile import reconcile
 from elastane.kubernetes.store.lease import LeasePlace
 from elastane.process import environment
 from elastane.process.health import AnswerServer
-from elastane.stores.protocol import boot_clock
+from elastane.stores import boot_clock
 
 _log = logging.getLogger(__name__)
 # Beside the writes: one watch for each kind, events, and lists.

@@ -28,7 +28,7 @@ from elastane.kubernetes.store.objects import (
     micro_time,
 )
 from elastane.protocol.limits import LEASE_MARGIN
-from elastane.stores.protocol import HeldLease, boot_clock
+from elastane.stores import HeldLease, boot_clock
 
 T = TypeVar("T")
 # Turns of a renewal that finds its own earlier write, whose answer was lost.

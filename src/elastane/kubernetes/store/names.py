@@ -12,7 +12,7 @@ import re
 
 from elastane.kubernetes.client import Resource
 from elastane.kubernetes.client.resource import CONFIGMAPS, SECRETS
-from elastane.stores.jobs import TOKEN_PART, JobNames
+from elastane.stores import TOKEN_PART, JobNames
 
 # A label of RFC 1123; an object's name is such labels joined by dots, 253 characters at most.
 _PART = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")

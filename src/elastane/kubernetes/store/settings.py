@@ -15,8 +15,7 @@ import msgspec
 from elastane.errors import ConfigurationError
 from elastane.process.environment import snapshot
 from elastane.protocol.limits import Timing
-from elastane.stores.protocol import Store
-from elastane.stores.registry import ConfKey, StoreBackend, StorePlace
+from elastane.stores import ConfKey, Store, StoreBackend, StorePlace
 
 if TYPE_CHECKING:
     from elastane.kubernetes.client import ClusterAccess

@@ -44,7 +44,7 @@ from elastane.kubernetes.store.objects import (
 from elastane.kubernetes.store.settings import KubernetesSettings
 from elastane.kubernetes.store.trouble import AllowedAccess
 from elastane.protocol.limits import STORE_TIMEOUT_S
-from elastane.stores.protocol import (
+from elastane.stores import (
     ConflictError,
     Entry,
     Holder,

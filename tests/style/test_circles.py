@@ -1,0 +1,51 @@
+"""No circle of imports between modules, those under TYPE_CHECKING and in functions included."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+
+from style_sources import SRC, package_files, tree_of
+
+
+def _name(path):
+    parts = path.relative_to(SRC.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {_name(path): path for path in package_files()}
+# Circles that are yet to be cut: a module, and the import of it that closes one.
+OPEN = {
+    "elastane.kubernetes.client.kubeconfig": "elastane.kubernetes.client.credentials",
+    "elastane.kubernetes.store.store": "elastane.kubernetes.store.settings",
+}
+
+
+def _imported(module):
+    """The modules that a module names in its import statements."""
+    for node in ast.walk(tree_of(MODULES[module])):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}:{node.lineno}: write the whole name of the module"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
+
+
+def _circle(imports):
+    """One circle as `a -> b -> a`, "" where there is none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return " -> ".join(reversed(error.args[1]))
+    return ""
+
+
+def test_modules_import_each_other_in_one_direction_only():
+    imports = {module: {*_imported(module)} & {*MODULES} - {module} for module in MODULES}
+    for module, other in OPEN.items():
+        imports.get(module, set()).discard(other)
+    assert not _circle(imports)
+
+
+def test_a_circle_of_three_modules_is_named():
+    assert _circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == "a -> b -> c -> a"
