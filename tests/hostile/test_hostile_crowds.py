@@ -30,7 +30,7 @@ LISTENERS = {
     "process/endpoint.py": "coordinator",
     "process/health.py": "health check",
     "agent/process_group_store.py": "process-group store",
-    "snapshots/listener.py": "snapshot server",
+    "snapshots/replication.py": "snapshot server",
     "elastic/rendezvous/_one_machine.py": "store of an agent without a handler",
     # Other users and hosts do not get to these.
     "agent/snapshot_server.py": "a socket of mode 0600 in a folder of mode 0700",

@@ -16,8 +16,8 @@ from process_harness import worker_environment
 
 from elastane.agent.process_group_store import OfferedPort
 from elastane.process.endpoint import bound, is_loopback, listen, local_addresses, meets_here, reach
-from elastane.snapshots.listener import SnapshotListener
 from elastane.snapshots.messages import ReplicationSettings
+from elastane.snapshots.replication import SnapshotListener
 
 SCRIPT = """
 import json, os, sys, time

@@ -13,8 +13,7 @@ from process_harness import DEADLINE_S, until
 from rpc_support import make_papers
 
 from elastane.protocol.checkpoints import Key
-from elastane.snapshots import connection, listener, replica_store, replicator
-from elastane.snapshots.listener import SnapshotListener
+from elastane.snapshots import connection, replication
 from elastane.snapshots.messages import (
     TO_SENDER,
     HeldPiece,
@@ -24,8 +23,12 @@ from elastane.snapshots.messages import (
     ReplicationSettings,
     SnapshotDescription,
 )
-from elastane.snapshots.replica_store import ReplicaStore
-from elastane.snapshots.replicator import Replicator, ReplicaTransfer
+from elastane.snapshots.replication import (
+    ReplicaStore,
+    Replicator,
+    ReplicaTransfer,
+    SnapshotListener,
+)
 from elastane.snapshots.rules.slot_table import Name
 from elastane.snapshots.shared_memory import Source
 
@@ -123,7 +126,7 @@ def test_short_memory_is_logged_once_and_only_costs_replicas(between, monkeypatc
         )
 
     with monkeypatch.context() as patch:
-        patch.setattr(replica_store, "make_slot", short)
+        patch.setattr(replication, "make_slot", short)
         for step in (1, 2):
             assert not between.bring(step, b"x" * 5000)
     assert caplog.text.count("replicas of another node are not stored here: a snapshot's slot") == 1
@@ -151,7 +154,7 @@ def test_a_failing_peer_is_logged_and_the_next_replica_arrives(between, dies, ca
                 if dies == "before it has proved itself":
                     end.recv(10)
                     return
-                way = connection.answer(end, ABOUT, replicator.TO_SENDER)
+                way = connection.answer(end, ABOUT, replication.TO_SENDER)
                 way._end.recv(1000)
                 if dies == "silently":
                     released.wait(DEADLINE_S)
@@ -236,8 +239,8 @@ def test_silent_connections_make_room_for_a_replica_and_leave_nothing_behind(
     tmp_path, monkeypatch, is_tls
 ):
     """Also those that stand in the handshake of TLS, which has taken their socket over."""
-    monkeypatch.setattr(listener, "KEEPER_UNPROVEN_MAX", 2)
-    monkeypatch.setattr(listener, "UNPROVEN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(replication, "KEEPER_UNPROVEN_MAX", 2)
+    monkeypatch.setattr(replication, "UNPROVEN_TIMEOUT_S", 0.05)
     one = Between(tmp_path)
     if is_tls:
         papers = make_papers(tmp_path)

@@ -13,8 +13,8 @@ from snapshot_server_support import SLOT_BYTES, Node, Worker, persist_to, snapsh
 from supervise import alive
 
 from elastane.protocol.checkpoints import Key
+from elastane.snapshots.channel import WORDS_BYTES_MAX, OwnStatusPage, SnapshotStatusPage
 from elastane.snapshots.messages import Done, encode
-from elastane.snapshots.status_page import WORDS_BYTES_MAX, OwnStatusPage, SnapshotStatusPage
 
 FENCE = (1, 0)
 

@@ -37,7 +37,7 @@ from elastane.protocol.diagnosis import exit_text
 from elastane.protocol.log_events import EventKind, LogEvent
 
 if TYPE_CHECKING:
-    from elastane.snapshots.events import SnapshotEvent
+    from elastane.snapshots.messages import SnapshotEvent
 
 _log = logging.getLogger("elastane.options")
 # Pause between two starts of the orphan reaper, so that one that always dies costs little.

@@ -47,8 +47,7 @@ from elastane.snapshots.startup import start_node_server
 if TYPE_CHECKING:
     from elastane.options.config import AgentConfig
     from elastane.options.keyring import Keyring
-    from elastane.snapshots.events import SnapshotEvent
-    from elastane.snapshots.messages import FromAgent, ReplicationSettings
+    from elastane.snapshots.messages import FromAgent, ReplicationSettings, SnapshotEvent
 
 _log = logging.getLogger("elastane.agent")
 SLUG = "keeper-lost"
@@ -203,7 +202,7 @@ class SnapshotServerHandle:
                 self._control.send(encode(message), socket.MSG_DONTWAIT)
 
     def _read(self, control: socket.socket) -> None:
-        from elastane.snapshots.events import SNAPSHOT_EVENTS
+        from elastane.snapshots.messages import SNAPSHOT_EVENTS
 
         try:
             event = SNAPSHOT_EVENTS.decode(
@@ -243,7 +242,7 @@ def replica_peers(config: AgentConfig, keyring: Keyring) -> ReplicationSettings:
 
 def snapshot_event(event: SnapshotEvent, node_id: str) -> LogEvent:
     """Return a server's report as an event of the log."""
-    from elastane.snapshots.events import PersistFailed, RestoredEvent, Saved
+    from elastane.snapshots.messages import PersistFailed, RestoredEvent, Saved
 
     data: dict[str, str | int | float | bool] = {"step": event.key.step, "place": event.place}
     match event:

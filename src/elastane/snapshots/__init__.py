@@ -2,6 +2,6 @@
 
 Workers copy their state into its shared memory, and the copy survives them. The server writes
 snapshots to storage and replicates them to other nodes. `SnapshotClient` is a worker's side,
-`startup` starts a server, `main` is its process, `store.SnapshotStore` its state for one group of
+`startup` starts a server, `server` is its process, `store.SnapshotStore` its state for one group of
 workers, and `rules` decides.
 """

@@ -1,17 +1,25 @@
-"""One end of the stream between a worker and its snapshot server: frames and file descriptors.
+"""What connects a worker and its snapshot server: frames, file descriptors, and a page of status.
 
 A frame is its length in four bytes, followed by its bytes. Descriptors follow the frame that
 announces their number, in batches of one byte each. Every call blocks, bounded in time and size.
 How it fails: EOFError if the peer ended between two frames, ConnectionError or TimeoutError if the
 connection broke within one, ValueError for a frame that is too long.
+
+The status page is shared memory in which the server publishes its status. A reader needs no round
+trip: a busy process takes some tenths of a millisecond to answer a question, sometimes several. A
+reader that finds the page in an update gets None, and asks the server.
 """
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import select
 import socket
+import struct
 import time
+import zlib
 from collections.abc import Sequence
 
 from elastane.protocol.limits import KEEPER_STALL_S
@@ -21,6 +29,13 @@ _LENGTH_BYTES = 4
 _DESCRIPTORS_AT_ONCE = 200
 _PIECE_BYTES = 1 << 20
 _JOINED_BYTES_MAX = 64 << 10
+
+
+# A number that changes with every update, the size of the content, and its checksum.
+_HEAD = struct.Struct("=QQQ")
+_BYTES = 4 * mmap.PAGESIZE
+WORDS_BYTES_MAX = _BYTES - _HEAD.size
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class SnapshotChannel:
@@ -113,3 +128,63 @@ class SnapshotChannel:
             raise TimeoutError("no message within the time that one may take")
         if list(ready) == [self._ends]:
             raise EOFError
+
+
+class OwnStatusPage:
+    """The owner's view of the page; its memory is freed with the last descriptor."""
+
+    def __init__(self) -> None:
+        self._page = os.memfd_create("elastane-page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._page, _BYTES)
+        fcntl.fcntl(self._page, fcntl.F_ADD_SEALS, _SEALS)
+        self._memory = mmap.mmap(self._page, _BYTES)
+        self._number = 0
+
+    def write(self, words: bytes) -> None:
+        """Replace the content."""
+        self._number += 1
+        size = len(words)
+        # The number first, without content: a reader then asks the owner.
+        _HEAD.pack_into(self._memory, 0, self._number, 0, 0)
+        if size <= WORDS_BYTES_MAX:
+            self._memory[_HEAD.size : _HEAD.size + size] = words
+            _HEAD.pack_into(self._memory, 0, self._number, size, _checksum(self._number, words))
+
+    def descriptor(self) -> int:
+        """Return a new descriptor, for a `SnapshotStatusPage`."""
+        return os.dup(self._page)
+
+
+class SnapshotStatusPage:
+    """Another process's view of the page; closes the descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        try:
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self._memory = mmap.mmap(descriptor, _BYTES, flags, mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+
+    def number(self) -> int:
+        """Return the current number."""
+        number: int = _HEAD.unpack_from(self._memory)[0]
+        return number
+
+    def words(self, number: int) -> bytes | None:
+        """Return the content under this number, or None if the page does not hold it.
+
+        It also holds none that are too long for it. Then the owner can be asked.
+        """
+        found, size, checksum = _HEAD.unpack_from(self._memory)
+        words = self._memory[_HEAD.size : _HEAD.size + size]
+        # Another processor may see the last writes partly.
+        is_whole = bool(words) and checksum == _checksum(number, words)
+        return words if found == number and is_whole else None
+
+    def close(self) -> None:
+        """Unmap the page. Idempotent."""
+        self._memory.close()
+
+
+def _checksum(number: int, words: bytes) -> int:
+    return zlib.crc32(words, number & 0xFFFFFFFF)

@@ -27,10 +27,9 @@ from elastane.protocol.limits import (
     KEEPER_SLOTS_S,
 )
 from elastane.snapshots import messages
-from elastane.snapshots.channel import SnapshotChannel
+from elastane.snapshots.channel import SnapshotChannel, SnapshotStatusPage
 from elastane.snapshots.messages import PersistRequest, Snapshot, SnapshotDescription, WriteProgress
 from elastane.snapshots.startup import KEEPER_VARIABLE, start_own_server
-from elastane.snapshots.status_page import SnapshotStatusPage
 
 # The first and the longest pause between two polls.
 _PAUSE_S = 0.001

@@ -1,13 +1,21 @@
-"""Digests of a group's snapshots, which detect a snapshot that changed after it was kept.
+"""Work of low priority: the digests that detect a snapshot that changed after it was kept.
 
 A dying worker may write anywhere. Therefore the newest snapshot is digested when the host is idle,
-and compared before it is given out. It owns no memory. All but `digest_and_close` run under the
-lock of the snapshot store. If digests cannot be computed, snapshots are given out unverified.
+and compared before it is given out. It owns no memory. The methods of `Digests` run under the lock
+of the snapshot store. If digests cannot be computed, snapshots are given out unverified.
+
+Threads of low priority do not slow the training down. A task of `Background` that raises is our
+bug: the exception is logged and the next task runs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -15,6 +23,10 @@ from elastane.errors import ElastaneError
 from elastane.protocol.checkpoints import CHUNK_BYTES, chunks_of
 from elastane.snapshots.rules.slot_table import Name
 from elastane.snapshots.shared_memory import Source, close_all, viewed
+
+_log = logging.getLogger("elastane.snapshots")
+# Leaves this work a tenth of a processor when the training needs all of them.
+_NICE = 10
 
 
 class Verification(NamedTuple):
@@ -141,3 +153,43 @@ class _Chunks:
                 self._digests[at] = digest_of([self._view[at : at + CHUNK_BYTES]])
         except BaseException as error:  # Raised again in the calling thread.
             self._failure = error
+
+
+class Background:
+    """Runs tasks in turn, in one thread that is busy for at most `share` of the time."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        self._share = share
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="snapshot-background", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queue a task; returns at once."""
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        lower_priority()
+        while True:
+            task = self._tasks.get()
+            began_s = time.monotonic()
+            try:
+                task()
+            except Exception:
+                _log.exception("a task in the background failed")
+            del task  # It may hold the owners of descriptors.
+            time.sleep((time.monotonic() - began_s) * (1 / self._share - 1))
+
+
+def lower_priority() -> None:
+    """Give the calling thread, and threads it starts, a low priority.
+
+    The process keeps its priority, because workers wait for the threads that answer them.
+    SCHED_IDLE would be too low: on a busy host, a thread suspended while it holds the
+    interpreter's lock would block the threads that answer.
+    """
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

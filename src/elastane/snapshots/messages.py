@@ -245,7 +245,7 @@ class RestoreReport(msgspec.Struct, frozen=True, tag="went-on"):
 class SnapshotWelcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Answers `Hello`. `id` names the server; `survives`: it outlives the worker.
 
-    Its descriptor is the status page (`snapshots.status_page`). `door` is where the server accepts
+    Its descriptor is the status page (`snapshots.channel`). `door` is where the server accepts
     replicas from other nodes: without a host if only the workers know this node's address, "" if it
     accepts none.
     """
@@ -305,6 +305,40 @@ Request = (
 Answer = (
     SnapshotWelcome | SlotNumbers | Granted | Done | WriteStatus | HeldSnapshots | SnapshotRefused
 )
+
+
+_Words = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """A checkpoint is durable: the last of `saves`. `reason` says why it was saved."""
+
+    key: Key
+    place: Where
+    reason: Text
+    size_bytes: int
+    seconds: float
+    saves: Count = 1
+
+
+class PersistFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """A snapshot did not become durable. `place` is "" if no place was given."""
+
+    key: Key
+    place: _Words
+    reason: _Words
+    slug: Text
+
+
+class RestoredEvent(msgspec.Struct, frozen=True, tag="restored"):
+    """This node's workers were restored from `place`: "memory", or a path or URL."""
+
+    key: Key
+    place: _Words
+    why: _Words = ""
+
+
+SnapshotEvent = Saved | PersistFailed | RestoredEvent
 encode = msgspec.msgpack.Encoder().encode
 _request = msgspec.msgpack.Decoder(Request).decode
 _answer = msgspec.msgpack.Decoder(Answer).decode
@@ -396,3 +430,4 @@ TO_RECEIVER: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToRec
 TO_SENDER: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 WORDS: msgspec.msgpack.Decoder[SnapshotDescription] = msgspec.msgpack.Decoder(SnapshotDescription)
+SNAPSHOT_EVENTS: msgspec.msgpack.Decoder[SnapshotEvent] = msgspec.msgpack.Decoder(SnapshotEvent)

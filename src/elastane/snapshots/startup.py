@@ -30,7 +30,7 @@ _CODE = (
     "import os, sys;"
     "sys.argv[2] == 'own' and os.fork() and os._exit(0);"
     "sys.path[:] = [path for path in sys.path if path] + [sys.argv[1]];"
-    "from elastane.snapshots.main import main; main(sys.argv[2:])"
+    "from elastane.snapshots.server import main; main(sys.argv[2:])"
 )
 
 

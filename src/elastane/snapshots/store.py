@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable
 
 from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_HURRY_S, KEEPER_RETURN_S
-from elastane.snapshots.background import Background
+from elastane.snapshots.channel import OwnStatusPage
 from elastane.snapshots.contents import Contents, Layouts, check_where, merged
-from elastane.snapshots.digests import Digests, digest_and_close
-from elastane.snapshots.events import SnapshotEvent
+from elastane.snapshots.digests import Background, Digests, digest_and_close
 from elastane.snapshots.messages import (
     LayoutFiles,
     Replica,
@@ -28,12 +27,12 @@ from elastane.snapshots.messages import (
     Slots,
     Snapshot,
     SnapshotDescription,
+    SnapshotEvent,
     WriteProgress,
     WriteStatus,
     encode,
 )
-from elastane.snapshots.replica_store import ReplicaStore
-from elastane.snapshots.replicator import Replicator, ReplicaTransfer
+from elastane.snapshots.replication import ReplicaStore, Replicator, ReplicaTransfer
 from elastane.snapshots.rules.slot_table import (
     Drop,
     Effect,
@@ -46,7 +45,6 @@ from elastane.snapshots.rules.slot_table import (
     Write,
 )
 from elastane.snapshots.shared_memory import Source, close_all, duplicates, make_slots
-from elastane.snapshots.status_page import OwnStatusPage
 from elastane.snapshots.writer import (
     PeerWait,
     SnapshotWriter,

@@ -38,12 +38,17 @@ from elastane.protocol.limits import (
     KEEPER_FAILURES_MAX,
     KEEPER_HURRY_S,
 )
-from elastane.snapshots import events
-from elastane.snapshots.background import lower_priority
 from elastane.snapshots.contents import OpenSnapshot, packed_streams
-from elastane.snapshots.digests import digests_of
-from elastane.snapshots.events import SnapshotEvent
-from elastane.snapshots.messages import FINAL_FLUSH, STREAMS_FILE, PersistRequest, SaveFailed
+from elastane.snapshots.digests import digests_of, lower_priority
+from elastane.snapshots.messages import (
+    FINAL_FLUSH,
+    STREAMS_FILE,
+    PersistFailed,
+    PersistRequest,
+    Saved,
+    SaveFailed,
+    SnapshotEvent,
+)
 from elastane.snapshots.rules.slot_table import Name
 from elastane.snapshots.shared_memory import Source, close_all, viewed
 
@@ -378,7 +383,7 @@ class SnapshotWriter:
         if is_new:  # A full disk fails every save.
             line = "the snapshot of step %d is not written to storage: %s [%s]"
             _log.error(line, key.step, failure.reason, failure.slug)
-            self._heard.news(events.PersistFailed(key, where, failure.reason[:4096], failure.slug))
+            self._heard.news(PersistFailed(key, where, failure.reason[:4096], failure.slug))
 
     def _write(self, order: WriteOrder, gasp: bool, known: tuple[str, ...] | None) -> None:
         lower_priority()
@@ -411,7 +416,7 @@ class SnapshotWriter:
         """Report a checkpoint once: only the writer of its first part does."""
         if 0 in written.parts:
             (seconds, size_bytes), persist = self.last, order.persist
-            saved = events.Saved(order.name.key, persist.where, persist.reason, size_bytes, seconds)
+            saved = Saved(order.name.key, persist.where, persist.reason, size_bytes, seconds)
             self._heard.news(saved)
 
 

@@ -9,14 +9,14 @@ import pytest
 from elastane.agent.snapshot_server import snapshot_event
 from elastane.protocol.checkpoints import Key
 from elastane.protocol.log_events import EventKind
-from elastane.snapshots import events
-from elastane.snapshots.events import (
+from elastane.snapshots import server
+from elastane.snapshots.messages import (
     SNAPSHOT_EVENTS,
-    EventReporter,
     PersistFailed,
     RestoredEvent,
     Saved,
 )
+from elastane.snapshots.server import EventReporter
 
 
 def saved(step):
@@ -42,15 +42,15 @@ def heard(mine):
 
 def test_of_saves_in_close_succession_the_first_and_the_last_are_reported(line, monkeypatch):
     now_s = [1000.0]
-    monkeypatch.setattr(events.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(server.time, "monotonic", lambda: now_s[0])
     mine, its = line
     reporter = EventReporter(its)
     assert reporter.left_s() is None
     for step in range(1, 6):
         reporter.report(saved(step))
     assert [(each.key.step, each.saves) for each in heard(mine)] == [(1, 1)]
-    assert reporter.left_s() == events.KEEPER_NEWS_S
-    now_s[0] += events.KEEPER_NEWS_S
+    assert reporter.left_s() == server.KEEPER_NEWS_S
+    now_s[0] += server.KEEPER_NEWS_S
     reporter.flush()
     assert [(each.key.step, each.saves) for each in heard(mine)] == [(5, 4)]
     reporter.report(saved(6))
