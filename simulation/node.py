@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from elastane.agent.rules import AgentCore
+from elastane.agent.rules import AgentCore, Readings
 from elastane.errors import ExitCode
 from elastane.protocol.effects import (
     AgentEffect,
@@ -40,7 +40,6 @@ from elastane.protocol.model import Assignment, Failure, NodeSpec, Outcome, Port
 from simulation.clock import HostClock, Timer
 from simulation.crash_points import agent_step
 from simulation.election import SimulatedElection
-from simulation.hang_monitor import SimulatedHangMonitor
 from simulation.network import SimulatedSession
 from simulation.places import InPlaceGroup
 from simulation.workers import LocalGroup
@@ -144,13 +143,8 @@ class SimulatedNode:
         if isinstance(event, GroupAble) and self.household is not None:
             # The offer as of now; another may have followed since the event was posted.
             event = msgspec.structs.replace(event, offer=self.household.offer)
-        self.core.progress = self.household.progress if self.household is not None else None
-        minding = self.household.minding if self.household is not None else SimulatedHangMonitor()
-        self.core.waiting, self.core.all_wait = minding.waiting, minding.all_wait
-        self.core.met = self.household.met if self.household is not None else 0
-        self.core.slept_s = self.clock.slept_s
         life, done = self.life, None
-        effects = self.core.handle(event, self.clock.now_s)
+        effects = self.core.handle(event, self.clock.now_s, self._readings())
         self.until_boot_s = self.core.train_until_s
         self._mind_deadline()
         for due in effects:
@@ -160,6 +154,19 @@ class SimulatedNode:
             done = due
         if self.life == life and not self.cluster.dies_at(self.name, agent_step(done, None)):
             self._schedule()
+
+    def _readings(self) -> Readings:
+        """Return what the workers here show, and how long this host was suspended."""
+        household = self.household
+        if household is None:
+            return Readings(slept_s=self.clock.slept_s)
+        return Readings(
+            progress=household.progress,
+            met=household.met,
+            waiting=household.minding.waiting,
+            all_wait=household.minding.all_wait,
+            slept_s=self.clock.slept_s,
+        )
 
     def resume(self) -> None:
         """Resume after a pause, with all events of that time."""

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from elastane.agent import shell, workers
+from elastane.agent.hang_monitor import Waits
 from elastane.agent.process_group_store import OfferedPort
-from elastane.agent.shell import AgentShell
+from elastane.agent.shell import AgentShell, Outlets
 from elastane.agent.worker import GroupSetup
 from elastane.process.status_page import StatusPage, WorkerPage
 from elastane.process.streams import LogPlan
@@ -146,18 +147,16 @@ def test_an_agent_with_an_unkillable_worker_exits_as_unfit(lost, outcome, code):
     class Core:
         wake_s = 0.0
         train_until_s = None
-        progress = None
 
-        def handle(self, event, now_s):
+        def handle(self, event, now_s, readings):
             return [Exit(143, "left", outcome)]
 
     async def scenario():
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
-        agent = AgentShell(
-            Core(), setup, OfferedPort(listening=False), lambda note: None, without_bound
-        )
+        outlets = Outlets(None, lambda note: None, without_bound)
+        agent = AgentShell(Core(), setup, OfferedPort(listening=False), asyncio.Queue(), outlets)
         drain = SimpleNamespace(progress=lambda: None, met=lambda: 0)
-        minder = SimpleNamespace(waiting=(), all_wait=False)
+        minder = SimpleNamespace(waits=Waits())
         agent._group = SimpleNamespace(
             lost=lost, drain=drain, hang_monitor=minder, allow_until=without_bound
         )
@@ -174,15 +173,14 @@ def test_the_rules_get_progress_and_suspension_with_each_event(monkeypatch):
         wake_s = 0.0
         train_until_s = 12.5
 
-        def handle(self, event, now_s):
-            told.append((self.progress, self.met, self.all_wait, self.slept_s))
+        def handle(self, event, now_s, readings):
+            told.append((readings.progress, readings.met, readings.all_wait, readings.slept_s))
             return [Exit(0, "left", None)]
 
     async def scenario():
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
-        agent = AgentShell(
-            Core(), setup, OfferedPort(listening=False), lambda note: None, bounds.append
-        )
+        outlets = Outlets(None, lambda note: None, bounds.append)
+        agent = AgentShell(Core(), setup, OfferedPort(listening=False), asyncio.Queue(), outlets)
         agent._group = group
         await agent.run()
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastane.agent.process_group_store import OfferedPort
-from elastane.agent.shell import AgentShell
+from elastane.agent.shell import AgentShell, Outlets
 from elastane.protocol.effects import Exit
 from elastane.protocol.events import GroupAble, Linked, Signalled
 from elastane.protocol.model import Fence, PortOffer
@@ -22,7 +22,7 @@ class Core:
     def __init__(self, group):
         self.group, self.heard = group, []
 
-    def handle(self, event, now_s):
+    def handle(self, event, now_s, readings):
         self.heard.append(event)
         return [Exit(0, "", None)] if isinstance(event, Signalled) else []
 
@@ -35,7 +35,8 @@ def test_each_session_offers_a_port_of_its_own(group):
     async def run():
         warm = asyncio.Event()
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=warm))
-        shell = AgentShell(core, setup, port, log_event=None, set_deadline=lambda until_ns: None)
+        outlets = Outlets(link=None, log_event=None, set_deadline=lambda until_ns: None)
+        shell = AgentShell(core, setup, port, asyncio.Queue(), outlets)
         # The port that workers speak of was given up while their word waited in the queue.
         late = GroupAble(Fence(1, 0), (0,), PortOffer(first.port, True), sharding=Sharding())
         for event in (Linked(), Linked(), late, Signalled("SIGTERM")):

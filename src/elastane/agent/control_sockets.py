@@ -61,8 +61,10 @@ class ControlSockets:
         # Could recover, and closed their socket. Most have ended, and their failure is reported
         # soon.
         self._unreported: set[int] = set()
-        self._changed, self._peer_lost = changed, lost
-        self._answered, self._differed = answered, differed
+        self._changed = changed
+        self._peer_lost = lost
+        self._answered = answered
+        self._differed = differed
         self._ends: dict[int, socket.socket] = {}
 
     def open(self, local_rank: int) -> socket.socket:

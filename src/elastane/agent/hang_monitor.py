@@ -13,6 +13,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from elastane.agent.control_sockets import ControlSockets
@@ -33,6 +34,17 @@ _LOOKS = 8
 _PAUSE_MAX_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Where the members of a world wait, once all have waited for others for a while.
+
+    `forever`: none of them will ever continue.
+    """
+
+    at: tuple[WaitPoint, ...] = ()
+    forever: bool = False
+
+
 class HangMonitor:
     """Watches the `members` of a world; `failed` receives a worker that is given up alive."""
 
@@ -44,16 +56,15 @@ class HangMonitor:
         spawn: SpawnTask,
         setup: GroupSetup,
     ) -> None:
-        self._members, self._sockets = members, sockets
-        self._failed, self._spawn = failed, spawn
+        self._members = members
+        self._sockets = sockets
+        self._failed = failed
+        self._spawn = spawn
         self._stuck = StuckWatch(setup.stuck_s)
         self._hangs = HangWatch(setup.hang_floor_s)
         self._progress_marks: dict[int, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        # Where the members wait, once all of them have waited for others for a while; and whether
-        # they will wait forever.
-        self.waiting: tuple[WaitPoint, ...] = ()
-        self.all_wait = False
+        self.waits = Waits()
 
     def begin(self, workers: Iterable[LocalWorker]) -> None:
         """Watch the members for hangs from now on, and `workers` for uninterruptible sleep."""
@@ -65,12 +76,12 @@ class HangMonitor:
         """Stop watching: the group is stopped."""
         for task in self._tasks:
             task.cancel()
-        self.waiting, self.all_wait = (), False
+        self.waits = Waits()
 
     def world_ended(self) -> None:
         """Forget what the members waited for: their world has ended."""
         self._hangs.world_ended()
-        self.waiting, self.all_wait = (), False
+        self.waits = Waits()
 
     async def _watch_hangs(self) -> None:
         while True:
@@ -79,16 +90,13 @@ class HangMonitor:
             alive = {w.process.pid: w for w in members if w.process and w.is_alive and w.page.mark}
             found = self._hangs.look(self._observations(alive), time.monotonic())
             are_all = len(alive) == len(members)
-            self.waiting, self.all_wait = (
-                found.waiting if are_all else (),
-                found.stalled and are_all,
-            )
+            self.waits = Waits(found.waiting, found.stalled) if are_all else Waits()
             for pid in found.ask:
                 self._sockets.send(alive[pid].local_rank, StatusQuery())
             for pid, reason in found.hung.items():
                 worker, process = alive[pid], alive[pid].process
                 if process is not None and not (worker.hung or worker.given_up):
-                    worker.hung = f"it hung: {reason} [{HUNG_SLUG}]"
+                    worker.find_hung(f"it hung: {reason} [{HUNG_SLUG}]")
                     _log.warning("worker of local rank %d: %s", worker.local_rank, worker.hung)
                     self._spawn(self._end(worker, process))
 
@@ -96,7 +104,8 @@ class HangMonitor:
         """Return what each worker shows; the kernel is asked only about those without progress."""
         marks = {pid: worker.page.mark for pid, worker in alive.items()}
         still = [pid for pid, mark in marks.items() if self._progress_marks.get(pid) == mark]
-        states, self._progress_marks = states_of(still), marks
+        states = states_of(still)
+        self._progress_marks = marks
         return {
             pid: Observation(
                 mark=marks[pid],
@@ -139,7 +148,7 @@ class HangMonitor:
                     self._give_up(alive[pid], pid, text)
 
     def _give_up(self, worker: LocalWorker, pid: int, text: str) -> None:
-        worker.given_up = True
+        worker.give_up()
         self._failed(worker.failure(pid, EXIT_UNKNOWN, LastWords(text)), time.monotonic())
 
 

@@ -15,13 +15,14 @@ import resource
 import signal
 import socket
 import time
+from dataclasses import dataclass
 
 from elastane.agent.ending import report_end
 from elastane.agent.etcd_sidecar import sidecar
 from elastane.agent.link import CoordinatorLink, Dialer
 from elastane.agent.node import NodeServices, node_services, register_node
 from elastane.agent.rules import AgentCore
-from elastane.agent.shell import AgentShell
+from elastane.agent.shell import AgentShell, Outlets
 from elastane.agent.worker import GroupSetup
 from elastane.coordinator.host import CoordinatorHost, operator_bridge_of
 from elastane.coordinator.leadership import (
@@ -42,6 +43,7 @@ from elastane.process.files import JobRegistry
 from elastane.process.tls import TlsConfig
 from elastane.process.worker_environment import RunFacts
 from elastane.protocol.effects import Exit
+from elastane.protocol.events import AgentEvent
 from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import NodeSpec, Outcome
 from elastane.stores import JobKeys, make_store
@@ -76,6 +78,18 @@ async def _launch(config: AgentConfig) -> int:
     return exit_.code
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What one run of an agent consists of; `keys` are None without a store."""
+
+    core: AgentCore
+    shell: AgentShell
+    dialer: Dialer
+    link: CoordinatorLink
+    leadership: Leadership
+    keys: JobKeys | None
+
+
 class _Agent:
     """The connection, the leadership and the loop of one agent."""
 
@@ -83,9 +97,6 @@ class _Agent:
         self._node = node
         self._config = node.config
         self._registry = registry
-        self._dialer: Dialer | None = None
-        self._core: AgentCore | None = None
-        self._keys: JobKeys | None = None
 
     async def run(self) -> Exit:
         """Take part in the job until it ends, or this agent leaves it."""
@@ -104,25 +115,8 @@ class _Agent:
             from elastane.agent.snapshot_server import replica_peers
 
             node.snapshot_server.replicate_with(lambda: replica_peers(config, keyring))
-        bridge = operator_bridge_of(keys, config.environment)
-        hosting = CoordinatorHost(config.spec, access, node.log_as_coordinator, bridge)
-        leadership = self._leadership(keys, hosting)
-
-        self._keys = keys
-        core = self._core = AgentCore(
-            config.spec,
-            self._node_spec(),
-            node.port.open(),
-            time.monotonic(),
-            self_fencing=keys is not None,
-        )
-        shell = AgentShell(core, self._group_setup(), node.port, node.log, node.reaper.allow_until)
-        self._dialer = dialer = Dialer(
-            access, lambda: keyring.token, node.id, self._registry, config.logs.base_dir
-        )
-        link = CoordinatorLink(leadership, dialer, shell.post, config.spec)
-        shell.attach(link)
-        shell.handle_signals(config.signals)
+        parts = self._parts(keys, keyring, access)
+        parts.shell.handle_signals(config.signals)
         node.log(
             LogEvent(
                 kind=EventKind.AGENT_STARTED,
@@ -132,19 +126,39 @@ class _Agent:
         )
 
         def changed() -> None:
-            dialer.token_changed()
+            parts.dialer.token_changed()
             node.snapshot_server.send_peers()
 
         watch = asyncio.create_task(keyring.watch(changed))
         try:
-            return await self._run_tasks(shell, link, leadership)
+            return await self._run_tasks(parts)
         finally:
             watch.cancel()
 
-    async def _run_tasks(
-        self, shell: AgentShell, link: CoordinatorLink, leadership: Leadership
-    ) -> Exit:
-        work = asyncio.create_task(shell.run())
+    def _parts(self, keys: JobKeys | None, keyring: Keyring, access: rpc.Access) -> _Parts:
+        config, node = self._config, self._node
+        bridge = operator_bridge_of(keys, config.environment)
+        hosting = CoordinatorHost(config.spec, access, node.log_as_coordinator, bridge)
+        leadership = self._leadership(keys, hosting)
+        core = AgentCore(
+            config.spec,
+            self._node_spec(),
+            node.port.open(),
+            time.monotonic(),
+            self_fencing=keys is not None,
+        )
+        dialer = Dialer(
+            access, lambda: keyring.token, node.id, self._registry, config.logs.base_dir
+        )
+        queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
+        link = CoordinatorLink(leadership, dialer, queue.put_nowait, config.spec)
+        outlets = Outlets(link, node.log, node.reaper.allow_until)
+        shell = AgentShell(core, self._group_setup(), node.port, queue, outlets)
+        return _Parts(core, shell, dialer, link, leadership, keys)
+
+    async def _run_tasks(self, parts: _Parts) -> Exit:
+        link, leadership = parts.link, parts.leadership
+        work = asyncio.create_task(parts.shell.run())
         linking, leading = asyncio.create_task(link.run()), asyncio.create_task(leadership.run())
         exit_: Exit | None = None
         try:
@@ -152,9 +166,12 @@ class _Agent:
             if not work.done() and leading.done() and leading.exception() is None:
                 # The coordinator here has finished; its agent still ends in order.
                 await asyncio.wait({work, linking}, return_when=asyncio.FIRST_COMPLETED)
-            exit_ = (
-                work.result() if work.done() else await self._final_exit(_failed(linking, leading))
-            )
+            if work.done():
+                exit_ = work.result()
+            else:
+                exit_ = await recorded_exit(
+                    _failed(linking, leading), parts.keys, was_welcomed=parts.core.welcomed
+                )
             return exit_
         finally:
             await link.flush()
@@ -162,13 +179,7 @@ class _Agent:
                 task.cancel()
             await asyncio.gather(work, linking, leading, return_exceptions=True)
             await leadership.close(ended=exit_ is not None and exit_.outcome is not None)
-            if self._dialer is not None:
-                self._dialer.close()
-
-    async def _final_exit(self, exit_: Exit) -> Exit:
-        """Return the exit of this agent after its connection or leadership ended."""
-        was_welcomed = self._core is not None and self._core.welcomed
-        return await recorded_exit(exit_, self._keys, was_welcomed=was_welcomed)
+            parts.dialer.close()
 
     async def _store_keys(self, stack: contextlib.AsyncExitStack) -> JobKeys | None:
         """Return the job's keys in its store; None without a store."""

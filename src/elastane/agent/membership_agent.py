@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from elastane.agent.link import CoordinatorLink, Dialer, registry_here
 from elastane.agent.process_group_store import OfferedPort
-from elastane.agent.rules import AgentCore
+from elastane.agent.rules import AgentCore, Readings
 from elastane.coordinator.host import CoordinatorHost, operator_bridge_of
 from elastane.coordinator.leadership import (
     EndpointLeadership,
@@ -268,8 +268,8 @@ class MembershipAgent:
             self._port.open(),
             time.monotonic(),
             self_fencing=keys is not None,
+            ready=True,  # It has no zygote that must warm up.
         )
-        self._core.ready = True  # It has no zygote that must warm up.
         dialer = Dialer(access, lambda: token, config.node_id, registry_here())
         self._link = CoordinatorLink(leadership, dialer, self.post, config.spec)
         try:
@@ -322,8 +322,8 @@ class MembershipAgent:
             event = await self._queue.get()
             if isinstance(event, Linked) and core.group is None:
                 event = Linked(self._new_port())
-            core.slept_s = suspended_s()
-            for effect in core.handle(event, time.monotonic()):
+            readings = Readings(slept_s=suspended_s())
+            for effect in core.handle(event, time.monotonic(), readings):
                 if core.outcome is not None:
                     self._announce_outcome(core.outcome)
                     link.retire()

@@ -44,11 +44,16 @@ class OfferedPort:
     SO_REUSEADDR as torch does, gets it.
     """
 
-    def __init__(self, *, listening: bool, host: str = "") -> None:
-        """`host` is where others reach this node; see `process.endpoint.bound`."""
+    def __init__(
+        self, *, listening: bool, host: str = "", held: socket.socket | None = None
+    ) -> None:
+        """`host` is where others reach this node; see `process.endpoint.bound`.
+
+        `held`: a bound socket to own; without it, `open` binds one.
+        """
         self.listening = listening
         self._host = host
-        self._socket: socket.socket | None = None
+        self._socket = held
 
     def open(self) -> PortOffer:
         """Bind a port of the kernel's choice.
@@ -78,8 +83,8 @@ class OfferedPort:
 
     def hand_over(self) -> OfferedPort:
         """Return a port object that owns the held socket; this one is free afterwards."""
-        owner = OfferedPort(listening=self.listening, host=self._host)
-        owner._socket, self._socket = self._socket, None
+        owner = OfferedPort(listening=self.listening, host=self._host, held=self._socket)
+        self._socket = None
         return owner
 
     def close(self) -> None:
@@ -147,7 +152,9 @@ class StoreHost:
     """
 
     def __init__(self, spawner: Spawner, failed: Callable[[str], None], spawn: SpawnTask) -> None:
-        self._spawner, self._failed, self._spawn = spawner, failed, spawn
+        self._spawner = spawner
+        self._failed = failed
+        self._spawn = spawn
         self._move_lock = asyncio.Lock()
         self._ending = False
         self._held: OfferedPort | None = None

@@ -1,11 +1,39 @@
 """The decisions of one agent, as pure code: events in, effects out, on the agent's monotonic clock.
 
-Theory of operation: `AgentCore` decides about the connection and the departure of the agent;
+Theory of operation. `AgentCore` decides about the connection and the departure of the agent;
 `LocalWorkers` about the one `Group` of local workers that may exist. The coordinator orders what
 the workers do; the agent alone decides to stop them when it has lost contact to a coordinator with
 authority for too long. The agent keeps no queue of unacknowledged messages. After each break of the
 connection it registers again and reports what it has, so nothing is lost and nothing is reported
 twice. Healthy workers keep training while the coordinator is away.
+
+The stages of the agent, and what moves it from one to another:
+
+    stage        condition                                                  next stage
+    -----------  ---------------------------------------------------------  ----------
+    taking part  Refused, Release or Close                                  ending
+                 a signal, and no coordinator; or a second signal           ending
+                 a signal, and the drain took longer than it may            ending
+                 no coordinator within join_timeout, and no worker trains   ending
+    ending       no process of the workers is left                          exited
+
+The states of the local workers. Every state but "none" is reported when the agent registers:
+
+    state      condition                                                    next state
+    ---------  -----------------------------------------------------------  ----------
+    none       an Assign or a Prepare is accepted                           running
+    running    every worker with a place exited with code 0                 succeeded
+               a worker with a place failed                                 failed
+               a Stop; or the agent ends, or is isolated                    stopping
+    succeeded  a place in another world, for a worker started since         running
+               a Stop; or the agent ends                                    stopping
+    failed     a place in another world, with replacements                  running
+               a Stop; or the agent ends, or is isolated                    stopping
+    stopping   no process is left                                           none
+
+A caller of `agent.membership` may leave at once: then its group ends from any state. A running
+group that drains passes the stages of `DrainStage` besides. Workers that are interrupted stay
+running, and wait for another world.
 
 `Contact` holds when authority was last proved: as of the moment the agent asked, not of the moment
 the answer came. While this host stood still, an answer may have waited in a buffer. Messages of a
@@ -18,7 +46,8 @@ world.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 import msgspec
 
@@ -115,6 +144,43 @@ EVENT_TEXT_CHARS = 500
 ToGroup = Assign | Interrupt | Prepare | Stop | Drain | DrainTarget
 
 
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """What the shell has read as it delivers an event.
+
+    `progress` and `met` come from the status pages: the smallest call count of the workers, and the
+    smallest round in which one last met all others. `waiting`: where all of them wait for others;
+    `all_wait`: they will wait forever. `slept_s`: how long this host was suspended so far, which
+    the monotonic clock omits.
+    """
+
+    progress: int | None = None
+    met: int = 0
+    waiting: tuple[WaitPoint, ...] = ()
+    all_wait: bool = False
+    slept_s: float = 0.0
+
+
+NOTHING_READ = Readings()
+
+
+class Stage(Enum):
+    """How far the agent is on its way out; the table is at the top."""
+
+    TAKING_PART = auto()
+    ENDING = auto()
+    EXITED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A signal asked the agent to leave; `by_s`: when its drain must be over, until that passed."""
+
+    signal: str
+    since_s: float
+    by_s: float | None
+
+
 class AgentCore:
     """Decides for one agent; `handle` takes an event and returns effects.
 
@@ -124,33 +190,38 @@ class AgentCore:
     """
 
     def __init__(
-        self, spec: JobSpec, node: NodeSpec, offer: PortOffer, now_s: float, *, self_fencing: bool
+        self,
+        spec: JobSpec,
+        node: NodeSpec,
+        offer: PortOffer,
+        now_s: float,
+        *,
+        self_fencing: bool,
+        ready: bool = False,
     ) -> None:
-        self.spec, self.node = spec, node
+        """`ready`: workers can be started at once, without an event `Warm`."""
+        self.spec = spec
+        self.node = node
         self.self_fencing = self_fencing
-        self.ready = False
+        self.ready = ready
         self.contact = Contact(now_s)
         self.outcome: Outcome | None = None
-        self.progress: int | None = None
-        self.met = 0
-        self.slept_s = 0.0  # how long this host was suspended; the monotonic clock omits it
-        self.waiting: tuple[WaitPoint, ...] = ()
-        self.all_wait = False
-        self._now_s = now_s
         self.welcomed = False
+        self._now_s = now_s
         self._heartbeat_s = now_s
-        self._leaving = ""
-        self._leaving_s = 0.0
-        self._leave_by_s: float | None = None
+        self._leaving: Leaving | None = None
+        self._stage = Stage.TAKING_PART
         self._exit: Exit | None = None
-        self._exited = False
         self._outbox = Outbox(node.node_id, self.contact)
         self._workers = LocalWorkers(node, offer, self.contact, self._outbox)
 
-    def handle(self, event: AgentEvent, now_s: float) -> list[AgentEffect]:
+    def handle(
+        self, event: AgentEvent, now_s: float, readings: Readings = NOTHING_READ
+    ) -> list[AgentEffect]:
         """Handle `event` at `now_s` (monotonic seconds) and return the effects."""
-        self._now_s = self._workers.now_s = now_s
-        self.contact.add_suspension(self.slept_s)
+        self._now_s = now_s
+        self._workers.advance(now_s)
+        self.contact.add_suspension(readings.slept_s)
         match event:
             case Linked(offer=offer):
                 self._link(offer)
@@ -171,7 +242,7 @@ class AgentCore:
                 self._workers.observe(event)
                 if isinstance(event, GroupGone) and self.group is None:
                     self._gone()
-        self._run_timers()
+        self._run_timers(readings)
         return self._outbox.pop()
 
     @property
@@ -190,8 +261,8 @@ class AgentCore:
         due = self._heartbeat_s
         if self.self_fencing and self.group is not None and self.group.phase == "running":
             due = min(due, self.contact.authority_s + ISOLATION_LIMIT_S)
-        if self._leave_by_s is not None:
-            due = min(due, self._leave_by_s)
+        if self._leaving is not None and self._leaving.by_s is not None:
+            due = min(due, self._leaving.by_s)
         return max(due, self._now_s)
 
     @property
@@ -212,7 +283,7 @@ class AgentCore:
     def _link(self, offer: PortOffer | None) -> None:
         seen = self._workers.seen
         if offer is not None:
-            self._workers.offer = offer
+            self._workers.offer_port(offer)
         self.contact.session_started(self._now_s)
         self._heartbeat_s = self._now_s + self.spec.timing.heartbeat_s
         self._outbox.send(
@@ -227,15 +298,15 @@ class AgentCore:
                 restarts_seen=seen.restarts_used if seen else 0,
             )
         )
-        if self._leaving:
-            self._outbox.send(Leave(self._leaving))
+        if self._leaving is not None:
+            self._outbox.send(Leave(self._leaving.signal))
 
     def _unlink(self, reason: str) -> None:
         if self.linked and self.outcome is None:  # A coordinator leaves once the job has ended.
             self._log(EventKind.COORDINATOR_AWAY, reason)
         self.contact.session_ended(reason, self._now_s)
-        if self._leaving and self.group is None:
-            self._leave_now("the coordinator is away")
+        if self._leaving is not None and self.group is None:
+            self._leave_now(self._leaving, "the coordinator is away")
 
     def _warm(self) -> None:
         if not self.ready:
@@ -257,7 +328,7 @@ class AgentCore:
             case Report():
                 pass
             case _:
-                self._workers.receive(message, leaving=self._exit is not None)
+                self._workers.receive(message, leaving=self._stage is not Stage.TAKING_PART)
 
     def _refused(self, message: Refused) -> None:
         self.outcome = refused(message)
@@ -271,39 +342,40 @@ class AgentCore:
         self._end(message.outcome.exit_code, message.outcome.reason)
 
     def _signalled(self, name: str) -> None:
-        self._log(EventKind.SIGNAL, f"{name}: {'hurrying' if self._leaving else 'draining'}")
-        if self._leaving:
+        hurries = self._leaving is not None
+        self._log(EventKind.SIGNAL, f"{name}: {'hurrying' if hurries else 'draining'}")
+        if hurries:
             self._hurry(name)
             return
-        self._leaving, self._leaving_s = name, self._now_s
         timing = self.spec.timing
         wait_s = timing.drain_timeout_s + timing.shutdown_timeout_s + STOP_MARGIN_S
-        self._leave_by_s = self._now_s + wait_s
+        self._leaving = Leaving(name, self._now_s, self._now_s + wait_s)
         if self.linked:
             self._outbox.send(Leave(name))
         elif self.group is None:
-            self._leave_now("no coordinator to tell")
+            self._leave_now(self._leaving, "no coordinator to tell")
         else:
             self._workers.stop(self.group, timing.shutdown_timeout_s, f"{name}, coordinator away")
 
     def _gone(self) -> None:
         if self._exit is not None:
             self._leave_with(self._exit)
-        elif self._leaving and not self.linked:
-            self._leave_now("the coordinator is away")
+        elif self._leaving is not None and not self.linked:
+            self._leave_now(self._leaving, "the coordinator is away")
 
     def _hurry(self, name: str) -> None:
         if self.group is not None:
             self._workers.stop(self.group, 0.0, f"a second signal ({name})")
         self._end(ExitCode.DRAINED, f"a second signal ({name})")
 
-    def _leave_now(self, why: str) -> None:
-        self._end(ExitCode.DRAINED, f"{self._leaving}: {why}")
+    def _leave_now(self, leaving: Leaving, why: str) -> None:
+        self._end(ExitCode.DRAINED, f"{leaving.signal}: {why}")
 
     def _end(self, code: int, reason: str) -> None:
         """Exit with `code` once no worker is left."""
         if self._exit is None:
             self._exit = Exit(int(code), reason, self.outcome)
+            self._enter(Stage.ENDING)
         group = self.group
         if group is None:
             self._leave_with(self._exit)
@@ -312,12 +384,15 @@ class AgentCore:
             self._workers.stop(group, self.spec.timing.shutdown_timeout_s, reason)
 
     def _leave_with(self, exit_: Exit) -> None:
-        if not self._exited:
-            self._exited = True
+        if self._stage is not Stage.EXITED:
+            self._enter(Stage.EXITED)
             self._log(EventKind.AGENT_STOPPED, exit_.reason, exit_code=exit_.code)
             self._outbox.add(exit_)
 
-    def _run_timers(self) -> None:
+    def _enter(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def _run_timers(self, readings: Readings) -> None:
         if self._now_s >= self._heartbeat_s:
             self._heartbeat_s = self._now_s + self.spec.timing.heartbeat_s
             fence = self.group.fence if self.group else None
@@ -325,14 +400,15 @@ class AgentCore:
                 self.contact.heartbeat_sent(self._now_s)
             beat = Heartbeat(
                 fence=fence,
-                progress=self.progress,
-                met=self.met,
-                waiting=self.waiting[:WAITING_MAX],
-                all_wait=self.all_wait,
+                progress=readings.progress,
+                met=readings.met,
+                waiting=readings.waiting[:WAITING_MAX],
+                all_wait=readings.all_wait,
             )
             self._outbox.send(beat)
-        if self._leave_by_s is not None and self._now_s >= self._leave_by_s:
-            self._leave_by_s = None
+        leaving = self._leaving
+        if leaving is not None and leaving.by_s is not None and self._now_s >= leaving.by_s:
+            self._leaving = replace(leaving, by_s=None)
             if self.group is not None:
                 self._workers.stop(self.group, 0.0, "the drain took longer than it may")
             self._end(ExitCode.DRAINED, "the drain took longer than it may")
@@ -342,13 +418,14 @@ class AgentCore:
 
     def _check_release(self) -> None:
         """Leave without goodbye when no coordinator with authority remains."""
-        if not self._leaving or self._exit is not None:
+        leaving = self._leaving
+        if leaving is None or self._stage is not Stage.TAKING_PART:
             return
         last_authority_s = self.contact.authority_s if self.self_fencing else self._now_s
         last_authority_s = last_authority_s if self.linked else self.contact.away_s
-        silent_s = self._now_s - max(last_authority_s, self._leaving_s)
+        silent_s = self._now_s - max(last_authority_s, leaving.since_s)
         if silent_s >= LEAVE_ALONE_S:
-            self._leave_now(f"no coordinator with authority for {silent_s:.0f} s")
+            self._leave_now(leaving, f"no coordinator with authority for {silent_s:.0f} s")
 
     def _check_isolation(self) -> None:
         away_s = self._now_s - self.contact.authority_s
@@ -368,7 +445,8 @@ class AgentCore:
     def _check_absence(self) -> None:
         """Give up the search for a coordinator, unless there are workers to keep running."""
         limit_s = self.spec.timing.join_timeout_s
-        if self.linked or self._exit is not None or self._now_s - self.contact.away_s < limit_s:
+        is_ending = self._stage is not Stage.TAKING_PART
+        if self.linked or is_ending or self._now_s - self.contact.away_s < limit_s:
             return
         if self.group is not None and self.group.phase == "succeeded":
             self._end(ExitCode.DONE, "all local workers succeeded, and the coordinator is gone")
@@ -377,19 +455,29 @@ class AgentCore:
             self._end(self.outcome.exit_code, self.outcome.reason)
 
     def _log(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
-        self._outbox.fence = self.group.fence if self.group else None
-        self._outbox.log(kind, reason, **data)
+        fence = self.group.fence if self.group else None
+        self._outbox.log(kind, fence, reason, **data)
 
 
 class LocalWorkers:
-    """Decides for one local worker group at a time; set `now_s` before each call."""
+    """Decides for one local worker group at a time; `advance` comes before each other call."""
 
     def __init__(self, node: NodeSpec, offer: PortOffer, contact: Contact, outbox: Outbox) -> None:
-        self.node, self.offer = node, offer
+        self.node = node
+        self.offer = offer
         self.group: Group | None = None
         self.seen: Assignment | None = None
         self.now_s = 0.0
-        self._contact, self._outbox = contact, outbox
+        self._contact = contact
+        self._outbox = outbox
+
+    def advance(self, now_s: float) -> None:
+        """Decide as of `now_s` from here on."""
+        self.now_s = now_s
+
+    def offer_port(self, offer: PortOffer) -> None:
+        """Offer another port for the next process-group store."""
+        self.offer = offer
 
     def receive(self, message: ToGroup, *, leaving: bool) -> None:
         """Do what the coordinator orders; `leaving`: this agent starts nothing any more."""
@@ -426,7 +514,7 @@ class LocalWorkers:
             case WorkerLost(fence=fence, world=world, reason=reason) if (
                 group and fence == group.start_fence and world == group.fence
             ):
-                group.interrupted = reason
+                group.interrupt(reason)
                 self._outbox.send(Lost(fence=world, reason=reason))
             case ReplicaDiffered(fence=fence) if group and fence == group.start_fence:
                 self._differed(event)
@@ -453,13 +541,8 @@ class LocalWorkers:
         A worker that ended after `since_s` (default: now) counts as stopped.
         """
         by_s = self.now_s + grace_s
-        if group.stop_by_s is not None and by_s >= group.stop_by_s:
+        if not group.stop(by_s, self.now_s if since_s is None else since_s, asked=asked):
             return
-        group.stop_by_s = by_s
-        if group.stop_from_s is None:
-            group.stop_from_s = self.now_s if since_s is None else since_s
-        group.unasked = group.unasked or (group.phase != "stopping" and not asked)
-        group.phase = "stopping"
         self._log(EventKind.WORKERS_STOPPING, reason, grace_s=grace_s)
         self._outbox.add(StopGroup(group.start_fence, grace_s, reason))
 
@@ -474,7 +557,8 @@ class LocalWorkers:
             # closed the port.
             self._outbox.add(Decline(assignment.fence))
             return
-        self.group, self.seen = Group(assignment, assignment.fence), assignment
+        self.seen = assignment
+        self._hold(Group(assignment, assignment.fence))
         self._log(EventKind.WORKERS_STARTING, assignment.reason)
         self._outbox.add(StartGroup(assignment))
 
@@ -507,7 +591,7 @@ class LocalWorkers:
             # No replacement was started for these: their report may have crossed with this
             # assignment.
             if not group.failures.keys().isdisjoint(assignment.workers):
-                group.phase = "failed"
+                group.become("failed")
             failures = group.aged_failures(self.now_s)
             self._outbox.send(Failed(fence=group.fence, failures=failures))
 
@@ -519,7 +603,7 @@ class LocalWorkers:
         elif group.phase != "stopping":
             # The order waited in a buffer while this host stood still, so the coordinator must
             # decide again.
-            group.interrupted = "was given its place too late: its host stood still"
+            group.interrupt("was given its place too late: its host stood still")
             self._outbox.send(Lost(fence=fence, reason=group.interrupted))
 
     def _prepare(self, message: Prepare, *, leaving: bool) -> None:
@@ -528,7 +612,7 @@ class LocalWorkers:
         if leaving or (group is None and message.successors):
             return
         if group is None:
-            self.group = Group(message.assignment, message.assignment.fence)
+            self._hold(Group(message.assignment, message.assignment.fence))
             self._log(EventKind.WORKERS_STARTING, message.assignment.reason)
             self._outbox.add(StartGroup(message.assignment))
             return
@@ -543,7 +627,7 @@ class LocalWorkers:
         group = self.group
         if group is not None and group.fence == fence and group.phase != "stopping":
             self._log(EventKind.WORKERS_INTERRUPTED, reason)
-            group.interrupted = reason
+            group.interrupt(reason)
             self._outbox.add(InterruptGroup(group.start_fence, reason))
 
     def _stop(self, message: Stop) -> None:
@@ -562,36 +646,30 @@ class LocalWorkers:
             self._outbox.send(Marked(fence=fence, calls=None))
             self._outbox.send(Drained(fence))
             return
-        if group.aimed:
+        if group.drain.has_target:
             # A new coordinator continues the drain of the previous one: the target stays.
-            calls = group.target - 1 if group.target is not None else None
+            calls = group.drain.calls - 1 if group.drain.calls is not None else None
             self._outbox.send(Marked(fence=fence, calls=calls))
             return
-        group.draining = True
+        group.begin_drain()
         self._log(EventKind.WORKERS_DRAINING, "asked to checkpoint before a planned change")
         self._outbox.add(MarkGroup(fence))
 
     def _aim(self, message: DrainTarget) -> None:
-        group, calls = self.group, message.calls
+        group = self.group
         if group is None or not self._is_draining(message.fence):
             return
-        if not group.aimed:
-            group.aimed, group.target, group.stops = True, calls, message.stops
-        elif message.stops and not group.stops and group.target == calls is not None:
-            group.stops, group.drained = True, False
-        else:
-            if group.drained:
-                self._outbox.send(Drained(group.fence))
-            return
-        self._outbox.add(AimGroup(group.fence, calls, group.stops))
+        if group.aim(message.calls, stops=message.stops):
+            self._outbox.add(AimGroup(group.fence, message.calls, group.drain.stops))
+        elif group.drain.stage is DrainStage.REACHED:
+            self._outbox.send(Drained(group.fence))
 
     def _able(self, group: Group, event: GroupAble) -> None:
-        workers, self.offer = event.workers, event.offer
-        group.update_recoverable(workers, self.node.local_world_size)
-        group.sharding = event.sharding or group.sharding
+        self.offer = event.offer
+        group.update_recoverable(event.workers, self.node.local_world_size, event.sharding)
         self._outbox.send(
             Able(
-                workers=workers,
+                workers=event.workers,
                 offer=event.offer,
                 fence=group.fence,
                 sharding=group.sharding,
@@ -599,8 +677,7 @@ class LocalWorkers:
         )
 
     def _drained(self, group: Group, *, stops: bool) -> None:
-        group.drained = stops or not group.stops
-        if group.drained:
+        if group.reach_target(stops=stops):
             self._outbox.send(Drained(group.fence))
 
     def _is_draining(self, fence: Fence) -> bool:
@@ -610,11 +687,10 @@ class LocalWorkers:
     def _succeeded(self, group: Group, local_rank: int) -> None:
         if group.phase == "stopping":
             return
-        group.done.add(local_rank)
-        group.recoverable = tuple(i for i in group.recoverable if i != local_rank)
+        group.add_done(local_rank)
         self._log(EventKind.WORKER_EXITED, "exit code 0", local_rank=local_rank)
         if group.phase == "running" and group.is_done(self.node.local_world_size):
-            group.phase = "succeeded"
+            group.become("succeeded")
             self._outbox.send(Succeeded(group.fence))
 
     def _failed(self, group: Group, failure: Failure, ended_s: float) -> None:
@@ -625,7 +701,7 @@ class LocalWorkers:
             return
         # A worker that failed before the stop may be the first cause of the incident.
         if group.phase != "stopping" and group.has_place(failure.local_rank):
-            group.phase = "failed"
+            group.become("failed")
         group.add_failure(failure, ended_s)
         failures = group.aged_failures(self.now_s)
         self._outbox.send(Failed(fence=group.fence, failures=failures))
@@ -635,17 +711,67 @@ class LocalWorkers:
         self._log(EventKind.REPLICA_DIFFERED, event.reason, **data)
 
     def _gone(self, fence: Fence, offer: PortOffer) -> None:
-        self.offer, unasked = offer, False
-        if self.group is not None:
-            unasked = self.group.unasked
-            fence, self.group = self.group.fence, None
-            text = "no process of the group is left"
-            self._log(EventKind.WORKERS_STOPPED, text, at=str(fence))
-        self._outbox.send(Stopped(fence, offer, unasked))
+        self.offer = offer
+        group = self.group
+        if group is None:
+            self._outbox.send(Stopped(fence, offer, False))
+            return
+        self._hold(None)
+        text = "no process of the group is left"
+        self._log(EventKind.WORKERS_STOPPED, text, at=str(group.fence))
+        unasked = group.stopping is not None and group.stopping.unasked
+        self._outbox.send(Stopped(group.fence, offer, unasked))
+
+    def _hold(self, group: Group | None) -> None:
+        """Hold a group that starts, or none: no process of the last one is left."""
+        self.group = group
 
     def _log(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
-        self._outbox.fence = self.group.fence if self.group else None
-        self._outbox.log(kind, reason, **data)
+        fence = self.group.fence if self.group else None
+        self._outbox.log(kind, fence, reason, **data)
+
+
+class DrainStage(Enum):
+    """How far a group's drain is.
+
+    COUNTED: its workers were asked how many calls they have made. AIMED: the coordinator has set
+    the target. REACHED: all workers are there.
+    """
+
+    NONE = auto()
+    COUNTED = auto()
+    AIMED = auto()
+    REACHED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class DrainState:
+    """A drain of a group in its current world.
+
+    `calls`: the call at which the workers checkpoint; None: they end by SIGTERM. `stops`: the drain
+    ends by stopping all workers of the job.
+    """
+
+    stage: DrainStage = DrainStage.NONE
+    calls: int | None = None
+    stops: bool = False
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a coordinator has chosen where the workers checkpoint."""
+        return self.stage in (DrainStage.AIMED, DrainStage.REACHED)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """A group is being stopped, since `since_s` and until `by_s`.
+
+    `unasked`: without an order of the coordinator.
+    """
+
+    since_s: float
+    by_s: float
+    unasked: bool
 
 
 @dataclass(slots=True)
@@ -653,7 +779,7 @@ class Group:
     """The local worker group that was started with the fence `start_fence`.
 
     Workers that recover in place enter later worlds, so `fence` may be newer. `recoverable` holds
-    the local ranks that can enter another world as they are.
+    the local ranks that can enter another world as they are. Only its own methods change it.
     """
 
     assignment: Assignment
@@ -667,14 +793,8 @@ class Group:
     interrupted: str = ""  # why its workers were interrupted and wait for another world
     done: set[int] = field(default_factory=set)
     failures: dict[int, tuple[float, Failure]] = field(default_factory=dict)
-    draining: bool = False
-    aimed: bool = False
-    target: int | None = None
-    stops: bool = False  # the drain ends by stopping all workers of the job
-    drained: bool = False
-    unasked: bool = False  # the workers are being stopped without an order of the coordinator
-    stop_by_s: float | None = None
-    stop_from_s: float | None = None
+    drain: DrainState = field(default_factory=DrainState)
+    stopping: Stopping | None = None  # set exactly while the phase is "stopping"
 
     @property
     def fence(self) -> Fence:
@@ -695,9 +815,62 @@ class Group:
             renewed=tuple(sorted(self.replaced)),
         )
 
-    def update_recoverable(self, workers: tuple[int, ...], local_world_size: int) -> None:
+    @property
+    def draining(self) -> bool:
+        """Whether the workers were asked to checkpoint in the current world."""
+        return self.drain.stage is not DrainStage.NONE
+
+    def become(self, phase: GroupState) -> None:
+        """Change the phase; every change passes here, but the begin and the end of the group."""
+        self.phase = phase
+
+    def interrupt(self, reason: str) -> None:
+        """Record that the workers wait for another world, and why."""
+        self.interrupted = reason
+
+    def stop(self, by_s: float, since_s: float, *, asked: bool) -> bool:
+        """Record an order to stop; False if an earlier one leaves no more time than this one."""
+        before = self.stopping
+        if before is not None and by_s >= before.by_s:
+            return False
+        if before is None:
+            self.stopping = Stopping(since_s, by_s, unasked=not asked)
+            self.become("stopping")
+        else:
+            self.stopping = replace(before, by_s=by_s)
+        return True
+
+    def begin_drain(self) -> None:
+        """Record that the workers are asked to checkpoint."""
+        if not self.draining:
+            self.drain = replace(self.drain, stage=DrainStage.COUNTED)
+
+    def aim(self, calls: int | None, *, stops: bool) -> bool:
+        """Set the target of the drain; False if it stays as it is.
+
+        A target that is set stays, but a drain may be ordered later to stop the workers there.
+        """
+        if not self.drain.has_target:
+            self.drain = DrainState(DrainStage.AIMED, calls, stops)
+            return True
+        if stops and not self.drain.stops and self.drain.calls == calls is not None:
+            self.drain = DrainState(DrainStage.AIMED, calls, stops=True)
+            return True
+        return False
+
+    def reach_target(self, *, stops: bool) -> bool:
+        """Record that all workers are where a drain wants them; False if it wants more by now."""
+        is_reached = stops or not self.drain.stops
+        stage = DrainStage.REACHED if is_reached else DrainStage.AIMED
+        self.drain = replace(self.drain, stage=stage)
+        return is_reached
+
+    def update_recoverable(
+        self, workers: tuple[int, ...], local_world_size: int, sharding: Sharding | None
+    ) -> None:
         """Set which workers can enter another world; workers that finished their steps cannot."""
         self.recoverable = workers
+        self.sharding = sharding or self.sharding
         places = self.assignment.workers or range(local_world_size)
         self.in_place = self.in_place or {*workers}.issuperset(places)
 
@@ -707,10 +880,11 @@ class Group:
 
     def enter(self, assignment: Assignment) -> None:
         """Enter another world; keep only failures that no replacement has answered."""
-        self.assignment, self.phase, self.interrupted = assignment, "running", ""
+        self.assignment = assignment
+        self.become("running")
+        self.interrupted = ""
         self.in_place = True
-        self.draining = self.aimed = self.stops = self.drained = False
-        self.target = None
+        self.drain = DrainState()
         dead = {*assignment.workers} - {*self.recoverable}
         self.failures = {
             i: found
@@ -724,6 +898,11 @@ class Group:
         missing = sorted(set(self.failures) - self.replaced)
         self.replaced.update(missing)
         return tuple(missing)
+
+    def add_done(self, local_rank: int) -> None:
+        """Record that a worker exited with code 0."""
+        self.done.add(local_rank)
+        self.recoverable = tuple(i for i in self.recoverable if i != local_rank)
 
     def is_done(self, local_world_size: int) -> bool:
         """Whether every worker with a place exited with code 0."""
@@ -741,7 +920,7 @@ class Group:
 
     def was_stopped(self, ended_s: float) -> bool:
         """Whether a worker that ended at `ended_s` was stopped, not failed before that."""
-        return self.stop_from_s is not None and ended_s >= self.stop_from_s
+        return self.stopping is not None and ended_s >= self.stopping.since_s
 
     def add_failure(self, failure: Failure, ended_s: float) -> None:
         """Store `failure` with its time on the own clock, from which its age is computed."""
@@ -789,14 +968,16 @@ class Contact:
 
     def session_started(self, now_s: float) -> None:
         """Record a new session; every message on it is sent from now on."""
-        self.linked, self._sent_s = True, now_s
+        self.linked = True
+        self._sent_s = now_s
         self._asked_s.clear()
 
     def session_ended(self, reason: str, now_s: float) -> None:
         """Record that there is no session, and why."""
         if self.linked:
             self.away_s = now_s
-        self.linked, self.reason = False, reason
+        self.linked = False
+        self.reason = reason
 
     def heartbeat_sent(self, now_s: float) -> None:
         """Record that a heartbeat was sent."""
@@ -815,11 +996,11 @@ class Contact:
 
 
 class Outbox:
-    """The effects collected so far; `fence` is the fence that logged events carry."""
+    """The effects collected so far."""
 
     def __init__(self, node_id: str, contact: Contact) -> None:
-        self.fence: Fence | None = None
-        self._node_id, self._contact = node_id, contact
+        self._node_id = node_id
+        self._contact = contact
         self._effects: list[AgentEffect] = []
 
     def add(self, effect: AgentEffect) -> None:
@@ -834,16 +1015,17 @@ class Outbox:
         if self._contact.linked:
             self._effects.append(Transmit(message))
 
-    def log(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
+    def log(
+        self, kind: EventKind, fence: Fence | None, reason: str, **data: str | int | float | bool
+    ) -> None:
         """Write an event to the event log."""
-        event = LogEvent(
-            kind=kind, reason=reason, node_id=self._node_id, fence=self.fence, data=data
-        )
+        event = LogEvent(kind=kind, reason=reason, node_id=self._node_id, fence=fence, data=data)
         self._effects.append(WriteEvent(event))
 
     def pop(self) -> list[AgentEffect]:
         """Return the collected effects and start a new collection."""
-        effects, self._effects = self._effects, []
+        effects = self._effects
+        self._effects = []
         return effects
 
 

@@ -11,12 +11,13 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from msgspec import structs
 
 from elastane.agent.link import CoordinatorLink
 from elastane.agent.process_group_store import OfferedPort
-from elastane.agent.rules import AgentCore
+from elastane.agent.rules import AgentCore, Readings
 from elastane.agent.worker import GroupSetup
 from elastane.agent.workers import LocalWorkerGroup
 from elastane.errors import ExitCode
@@ -44,37 +45,41 @@ from elastane.protocol.model import PortOffer
 _log = logging.getLogger("elastane.agent")
 
 
-class AgentShell:
-    """Carries out the decisions of `core` for one node.
+@dataclass(frozen=True)
+class Outlets:
+    """Where the effects go that are not for the workers.
 
     `set_deadline` passes on until when workers may live if this process stands still: nanoseconds
     of CLOCK_BOOTTIME, 0 without a bound.
     """
+
+    link: CoordinatorLink
+    log_event: Callable[[LogEvent], None]
+    set_deadline: Callable[[int], None]
+
+
+class AgentShell:
+    """Carries out the decisions of `core` for one node; `queue` holds the events for it."""
 
     def __init__(
         self,
         core: AgentCore,
         setup: GroupSetup,
         port: OfferedPort,
-        log_event: Callable[[LogEvent], None],
-        set_deadline: Callable[[int], None],
+        queue: asyncio.Queue[AgentEvent],
+        outlets: Outlets,
     ) -> None:
         self._core = core
         self._setup = setup
         self._port = port
-        self._log_event, self._set_deadline = log_event, set_deadline
-        self._queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
-        self._link: CoordinatorLink | None = None
+        self._queue = queue
+        self._outlets = outlets
         self._group: LocalWorkerGroup | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def post(self, event: AgentEvent) -> None:
         """Queue an event; call it from the loop's thread."""
         self._queue.put_nowait(event)
-
-    def attach(self, link: CoordinatorLink) -> None:
-        """Set the connection that sends messages."""
-        self._link = link
 
     def handle_signals(self, names: Sequence[str]) -> None:
         """Leave the job on these signals, except those that the parent process ignores.
@@ -97,35 +102,38 @@ class AgentShell:
                 # Orphans of workers that soon end are adopted and reaped here, so no zombies pile
                 # up.
                 reap_orphans()
-                self._read_group()
-                effects = self._core.handle(event, time.monotonic())
+                effects = self._core.handle(event, time.monotonic(), self._readings())
                 self._bound_workers()
                 for effect in effects:
                     if isinstance(effect, Exit):
                         return self._final_exit(effect)
                     self._perform(effect)
-                if self._core.outcome is not None and self._link is not None:
-                    self._link.retire()
+                if self._core.outcome is not None:
+                    self._outlets.link.retire()
                 self._set_timer()
         finally:
             warm.cancel()
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _read_group(self) -> None:
-        """Give the rules what the workers' status pages show, and how long this host slept."""
+    def _readings(self) -> Readings:
+        """Return what the workers' status pages show, and how long this host slept."""
         group = self._group
-        self._core.progress = group.drain.progress() if group else None
-        self._core.met = group.drain.met() if group else 0
-        self._core.slept_s = suspended_s()
-        self._core.waiting = group.hang_monitor.waiting if group else ()
-        self._core.all_wait = group.hang_monitor.all_wait if group else False
+        if group is None:
+            return Readings(slept_s=suspended_s())
+        return Readings(
+            progress=group.drain.progress(),
+            met=group.drain.met(),
+            waiting=group.hang_monitor.waits.at,
+            all_wait=group.hang_monitor.waits.forever,
+            slept_s=suspended_s(),
+        )
 
     def _bound_workers(self) -> None:
         """Pass the deadline on before any effect, so that a group starts under it."""
         until_s = self._core.train_until_s
         until_ns = 0 if until_s is None else int(until_s * 1e9)
-        self._set_deadline(until_ns)
+        self._outlets.set_deadline(until_ns)
         if self._group is not None:
             self._group.allow_until(until_ns)
 
@@ -165,14 +173,13 @@ class AgentShell:
     def _perform(self, effect: AgentEffect) -> None:
         match effect:
             case Transmit(message=message):
-                if self._link is not None:
-                    self._link.send(message)
+                self._outlets.link.send(message)
             case StartGroup(assignment=assignment):
                 self._group = LocalWorkerGroup(self._setup, assignment, self._port, self.post)
                 self._bound_workers()
                 self._group.begin()
             case WriteEvent(event=event):
-                self._log_event(event)
+                self._outlets.log_event(event)
             case Exit():
                 raise AssertionError("run() returns on Exit")
             case Decline(fence=fence):

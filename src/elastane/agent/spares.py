@@ -46,7 +46,9 @@ class Spares:
     """Keeps `setup.spares` spares alive from `begin` on."""
 
     def __init__(self, setup: GroupSetup, sockets: ControlSockets, spawn: SpawnTask) -> None:
-        self._setup, self._sockets, self._spawn = setup, sockets, spawn
+        self._setup = setup
+        self._sockets = sockets
+        self._spawn = spawn
         self._waiting: dict[int, LocalWorker] = {}
         self._supervisors: list[asyncio.Task[None]] = []
         self._files: set[GroupStreams] = set()
@@ -76,7 +78,7 @@ class Spares:
             return False
         del self._waiting[key]
         worker.page.close()
-        worker.page, worker.process = spare.page, spare.process
+        worker.run_as(spare.page, spare.process)
         self._bind(worker)
         return True
 
@@ -84,7 +86,8 @@ class Spares:
         """Kill all spares, and wait for their ends."""
         for supervisor in self._supervisors:
             supervisor.cancel()
-        waiting, self._waiting = [*self._waiting.values()], {}
+        waiting = [*self._waiting.values()]
+        self._waiting.clear()
         for spare in waiting:
             if spare.process is not None:
                 spare.process.kill_group(signal.SIGKILL)
@@ -125,7 +128,7 @@ class Spares:
                 self._sockets.send(key, control_socket.Spare())
                 waiting = msgspec.structs.replace(assignment, waiting=True)
                 command = spare.command(self._setup, waiting, line.fileno())
-                spare.process = await self._setup.spawner.spawn(command)
+                spare.run_as(spare.page, await self._setup.spawner.spawn(command))
         except (ElastaneError, OSError) as error:
             _log.warning("no spare worker could be started: %s", error)
             await self._forget(key, spare, files)

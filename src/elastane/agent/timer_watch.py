@@ -20,10 +20,10 @@ _LOOK_S = 1.0
 
 
 class TimerWatch:
-    """Reads timers and calls `expire` for each expired one; False: its process is no worker's."""
+    """Reads timers, and passes each expired one to the current worker group."""
 
     def __init__(self, requested_path: str) -> None:
-        self.expire: Callable[[WorkerTimer], bool] = lambda request: False
+        self._expire: Callable[[WorkerTimer], bool] = lambda request: False
         self._pipe = TimerPipe(requested_path)
         self._table = TimerTable()
         self._fd = -1
@@ -38,6 +38,10 @@ class TimerWatch:
         """Create the pipe and watch it; raises ConfigurationError if that fails."""
         self._fd = self._pipe.open()
         asyncio.get_running_loop().add_reader(self._fd, self._read)
+
+    def pass_to(self, expire: Callable[[WorkerTimer], bool]) -> None:
+        """Call `expire` for each expired timer from here on; False: its process is no worker's."""
+        self._expire = expire
 
     def forget(self, pid: int) -> None:
         """Drop the timers of a process that has ended."""
@@ -65,7 +69,7 @@ class TimerWatch:
     def _look(self) -> None:
         """Report expired timers, and schedule the next look."""
         for request in self._table.expired(time.time()):
-            if not self.expire(request):
+            if not self._expire(request):
                 _log.warning(
                     "timer %r of process %d expired, but no worker here owns that process",
                     request.scope_id,

@@ -105,6 +105,38 @@ class LocalWorker:
         """Whether its process runs."""
         return self.process is not None and self.process.exit_code is None
 
+    def run_as(self, page: StatusPage, process: WorkerProcess) -> None:
+        """Run as this process, which reports on `page`."""
+        self.page = page
+        self.process = process
+
+    def take_place(self, assignment: Assignment) -> None:
+        """Take its place in a world; its rank there is used when its failure is reported."""
+        self.is_standby = False
+        self.rank = assignment.rank_base + assignment.index_of(self.local_rank)
+        self.page.release()
+
+    def ask_to_checkpoint(self, process: WorkerProcess) -> None:
+        """Send SIGTERM, which it catches to checkpoint; it gets no second one."""
+        self.got_sigterm = True
+        process.send_signal(signal.SIGTERM)
+
+    def find_hung(self, reason: str) -> None:
+        """Record that it counts as hung, and why; it is ended from here on."""
+        self.hung = reason
+
+    def blame(self, reason: str) -> None:
+        """Record why the agent itself ends it."""
+        self.ended_because = reason
+
+    def give_up(self) -> None:
+        """Record that its failure is reported though its process may be alive."""
+        self.given_up = True
+
+    def keep_steps(self) -> None:
+        """Record how many steps it had shown when it ended; its page may be closed later."""
+        self.steps = max(self.page.calls, self.page.steps)
+
     def facts(self, setup: GroupSetup) -> WorkerFacts:
         """Return the values of this worker for its environment."""
         return WorkerFacts(
@@ -181,7 +213,7 @@ def end_expired(workers: Iterable[LocalWorker], request: WorkerTimer) -> bool:
         if worker is None:
             return False
         if request.signal > 0:
-            worker.ended_because = _reason(request)
+            worker.blame(_reason(request))
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, request.signal)
     finally:

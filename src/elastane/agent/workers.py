@@ -104,7 +104,7 @@ class LocalWorkerGroup:
     def begin(self) -> None:
         """Start the workers in the background; `GroupStarted` and their ends are posted."""
         if self.setup.timers is not None:
-            self.setup.timers.expire = self._expire
+            self.setup.timers.pass_to(self._expire)
         # Taken here, so that from now on another port is on offer.
         port = self._next_port(self.assignment) if self.assignment.node_rank == 0 else None
         self._start_task = self._spawn_task(self._start(port))
@@ -124,7 +124,8 @@ class LocalWorkerGroup:
             handle = asyncio.get_running_loop().call_later(grace_s, self._kill.set)
             _log.debug("grace of %.1f s ends at %s", grace_s, handle.when())
         if not self._stopping:
-            self._stopping, self._stopped_s = True, time.monotonic()
+            self._stopping = True
+            self._stopped_s = time.monotonic()
             self.drain.cancel()
             self._spawn_task(self._stop())
 
@@ -145,10 +146,7 @@ class LocalWorkerGroup:
             # A worker that has ended, or whose replacement is starting, is reported as failed by
             # the rules.
             if worker.local_rank in able and worker.local_rank in self._sockets.recoverable:
-                worker.is_standby = False
-                worker.page.release()
-                # used when its failure is reported
-                worker.rank = assignment.rank_base + assignment.index_of(worker.local_rank)
+                worker.take_place(assignment)
                 self._sockets.send(worker.local_rank, place_message(assignment, worker.local_rank))
         self._post_recoverable()
         self._post_started(self._members())
@@ -215,13 +213,13 @@ class LocalWorkerGroup:
         try:
             with self._sockets.open(worker.local_rank) as line:
                 command = worker.command(self.setup, place, line.fileno())
-                worker.process = await self.setup.spawner.spawn(command)
+                worker.run_as(worker.page, await self.setup.spawner.spawn(command))
         except (ElastaneError, OSError) as error:
             self._post_not_started(worker.local_rank, worker.rank, f"not started: {error}")
 
     async def _watch(self, worker: LocalWorker, process: WorkerProcess) -> None:
         code = await process.wait()
-        worker.steps = max(worker.page.calls, worker.page.steps)
+        worker.keep_steps()
         if any(known is worker for known in self._workers):
             self._sockets.close_one(worker.local_rank)  # Its children may hold the other end open.
         await self._report_end(worker, process, code)
@@ -452,7 +450,10 @@ class GroupDrain:
         post: Callable[[AgentEvent], None],
         spawn: SpawnTask,
     ) -> None:
-        self._members, self._sockets, self._post, self._spawn = members, sockets, post, spawn
+        self._members = members
+        self._sockets = sockets
+        self._post = post
+        self._spawn = spawn
         self._task: asyncio.Task[None] | None = None
 
     def mark(self, world: Fence) -> None:
@@ -492,8 +493,7 @@ class GroupDrain:
             if calls is not None:
                 worker.page.aim(calls, stops=stops)
             elif worker.process is not None and worker.process.catches(signal.SIGTERM):
-                worker.got_sigterm = True
-                worker.process.send_signal(signal.SIGTERM)
+                worker.ask_to_checkpoint(worker.process)
         # A page of shared memory has no event to wait for.
         while any(self._is_busy(w, calls, stops=stops) for w in members):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)

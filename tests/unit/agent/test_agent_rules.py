@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from coordinator_driver import job_spec, node_spec
 
-from elastane.agent.rules import AgentCore
+from elastane.agent.rules import AgentCore, Readings
 from elastane.errors import ExitCode
 from elastane.protocol.effects import (
     AimGroup,
@@ -62,7 +62,7 @@ def assignment(fence=FENCE):
 
 class Agent:
     def __init__(self, *, self_fencing=True, linked=True):
-        self.now_s = 0.0
+        self.now_s = self.slept_s = 0.0
         self.core = AgentCore(
             job_spec(), node_spec("a"), PortOffer(1, True), 0.0, self_fencing=self_fencing
         )
@@ -70,7 +70,7 @@ class Agent:
             self.does(Linked())
 
     def does(self, event):
-        self.effects = self.core.handle(event, self.now_s)
+        self.effects = self.core.handle(event, self.now_s, Readings(slept_s=self.slept_s))
         return self.effects
 
     def told(self, message):
@@ -172,7 +172,7 @@ def test_time_in_which_its_host_was_suspended_counts():
     """Its own clock stood still; those who wait for it to stop were not suspended."""
     agent = Agent().running()
     agent.passes(10.0, answer=True)
-    agent.core.slept_s = 30.0
+    agent.slept_s = 30.0
     agent.passes(ISOLATION_LIMIT_S - 32.0)
     assert not agent.effect(StopGroup)
     agent.passes(3.0)
@@ -184,14 +184,14 @@ def test_the_wardens_deadline_follows_proved_authority_and_counts_suspended_time
     assert agent.core.train_until_s is None, "there are no workers"
     agent.running()
     assert agent.core.train_until_s == STANDSTILL_LIMIT_S
-    agent.core.slept_s = 500.0  # Suspended before this agent's first look: it counts from there.
+    agent.slept_s = 500.0  # Suspended before this agent's first look: it counts from there.
     agent.does(Tick())
     agent.passes(10.0, answer=True)
     proved_s = agent.core.train_until_s - STANDSTILL_LIMIT_S
     assert 508.0 <= proved_s <= 510.0
     agent.passes(20.0, answer=False)
     assert agent.core.train_until_s == proved_s + STANDSTILL_LIMIT_S
-    agent.core.slept_s += 50.0  # The deadline stays where it is on the clock that counts sleep.
+    agent.slept_s += 50.0  # The deadline stays where it is on the clock that counts sleep.
     agent.does(Tick())
     assert agent.core.train_until_s == proved_s + STANDSTILL_LIMIT_S
 
@@ -226,7 +226,7 @@ def test_an_answer_to_what_was_asked_before_a_sleep_proves_no_more_than_then():
     agent = Agent().running()
     agent.passes(1.0)
     assert agent.sent(Heartbeat)
-    agent.core.slept_s = ISOLATION_LIMIT_S
+    agent.slept_s = ISOLATION_LIMIT_S
     agent.told(Alive(True))
     assert agent.effect(StopGroup)
 
@@ -441,3 +441,15 @@ def test_a_drain_that_the_job_does_not_answer_ends_without_workers_too():
     assert agent.effect(Exit).code == ExitCode.DRAINED
     assert "longer than it may" in agent.effect(Exit).reason
     assert agent.now_s < 120.0
+
+
+def test_a_group_that_succeeded_runs_again_when_a_later_worker_gets_a_place():
+    agent = Agent()
+    first = msgspec.structs.replace(assignment(), workers=(0,))
+    agent.told(Assign(first))
+    agent.does(GroupAble(FENCE, (0, 1), PortOffer(2, True)))
+    agent.does(WorkerSucceeded(FENCE, 0))
+    assert agent.core.group.phase == "succeeded"
+    after = msgspec.structs.replace(first, fence=Fence(4, 0), workers=(1,), in_place=True)
+    agent.told(Assign(after))
+    assert agent.core.group.phase == "running"
