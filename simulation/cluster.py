@@ -300,7 +300,7 @@ class SimulatedCluster:
             return
         how = "is suspended" if suspended else "stands still"
         self.story.tell(f"FAULT {name} {how} for {for_s:.1f} s")
-        self._stop(node, ("agent", "workers", "warden"), for_s)
+        self._stop(node, ("agent", "workers", "orphan reaper"), for_s)
         if suspended:
             node.clock.suspend()
 
@@ -314,7 +314,7 @@ class SimulatedCluster:
     def _stop(self, node: SimulatedNode, kinds: Sequence[str], for_s: float) -> None:
         name, life, from_s = node.name, node.life, node.clock.now_s
         node.paused = "agent" in kinds
-        node.workers_paused, node.warden_paused = "workers" in kinds, "warden" in kinds
+        node.workers_paused, node.reaper_paused = "workers" in kinds, "orphan reaper" in kinds
         self.paused += "workers" in kinds
 
         def resume() -> None:

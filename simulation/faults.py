@@ -212,16 +212,16 @@ class Faults:
         """Stop an agent; its workers continue, and the orphan reaper runs."""
         self._stop_processes("agent")
 
-    def _stop_agent_and_warden(self) -> None:
+    def _stop_agent_and_reaper(self) -> None:
         """Stop agent and orphan reaper, so that workers have to check their deadline themselves."""
         looks = self._setting.script.asks or self._setting.in_place
-        self._stop_processes("agent", *("warden",) * looks)
+        self._stop_processes("agent", *("orphan reaper",) * looks)
 
     def _stop_workers(self) -> None:
         self._stop_processes("workers")
 
-    def _stop_warden(self) -> None:
-        self._stop_processes("warden")
+    def _stop_reaper(self) -> None:
+        self._stop_processes("orphan reaper")
 
     def _stop_processes(self, *kinds: str) -> None:
         for_s = self._rng.choice(_STILL_S)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from elastane.protocol.hangs import Activity, HangWatch, Observation
+from elastane.protocol.hangs import Activity, HangRules, Observation
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import WaitPoint
 
@@ -21,7 +21,7 @@ class SimulatedHangMonitor:
     """The hang monitor of one node; `waiting` and `all_wait` go into its heartbeats."""
 
     def __init__(self) -> None:
-        self._watch = HangWatch(Timing().hang_floor_s)
+        self._watch = HangRules(Timing().hang_floor_s)
         self.waiting: tuple[WaitPoint, ...] = ()
         self.all_wait = False
 
@@ -37,5 +37,5 @@ class SimulatedHangMonitor:
 
     def world_ended(self) -> None:
         """Begin again, for the workers of another world."""
-        self._watch = HangWatch(Timing().hang_floor_s)
+        self._watch = HangRules(Timing().hang_floor_s)
         self.waiting, self.all_wait = (), False

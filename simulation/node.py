@@ -66,7 +66,7 @@ class SimulatedNode:
         self.alive = False
         # Which of its processes are stopped: its agent (with a coordinator in it), workers, orphan
         # reaper.
-        self.paused = self.workers_paused = self.warden_paused = False
+        self.paused = self.workers_paused = self.reaper_paused = False
         self.until_boot_s: float | None = None  # the deadline of its workers
         self.life = 0
         self.incarnation = ""  # of the present or last agent here
@@ -90,7 +90,7 @@ class SimulatedNode:
         assert not self.alive, self.name
         self.clock.wake()  # A stopped host runs again once an agent is started.
         self.alive, self.exit, self.signalled = True, None, False
-        self.paused = self.workers_paused = self.warden_paused = False
+        self.paused = self.workers_paused = self.reaper_paused = False
         self.welcomed, self.signals = False, 0
         self.life += 1
         self.incarnation = f"{self.name}.{self.life}"
@@ -115,7 +115,7 @@ class SimulatedNode:
     @property
     def stands_still(self) -> bool:
         """Whether any of its processes is stopped."""
-        return self.paused or self.workers_paused or self.warden_paused
+        return self.paused or self.workers_paused or self.reaper_paused
 
     @property
     def is_overdue(self) -> bool:
@@ -171,7 +171,7 @@ class SimulatedNode:
     def resume(self) -> None:
         """Resume after a pause, with all events of that time."""
         was_paused = self.paused
-        self.paused = self.workers_paused = self.warden_paused = False
+        self.paused = self.workers_paused = self.reaper_paused = False
         if was_paused:
             self._heard_s = self.clock.now_s
         backlog, self.backlog = self.backlog, []
@@ -188,7 +188,7 @@ class SimulatedNode:
 
         def look() -> None:
             self._deadline = None
-            if not self.alive or self.life != life or self.warden_paused:
+            if not self.alive or self.life != life or self.reaper_paused:
                 return  # An orphan reaper that resumes looks again.
             if self.until_boot_s is not None and self.clock.boot_s > self.until_boot_s:
                 self._kill_workers()
@@ -200,7 +200,7 @@ class SimulatedNode:
         )
 
     def _kill_workers(self) -> None:
-        self.cluster.story.tell(f"the warden of {self.name} kills its workers")
+        self.cluster.story.tell(f"the orphan reaper of {self.name} kills its workers")
         self.until_boot_s = None
         found = self.household or self.group
         if found is None:
@@ -219,7 +219,7 @@ class SimulatedNode:
     def die(self) -> None:
         """End the agent and its workers."""
         self.alive = False
-        self.paused = self.workers_paused = self.warden_paused = False
+        self.paused = self.workers_paused = self.reaper_paused = False
         self.until_boot_s = None
         if self._deadline is not None:
             self._deadline.cancel()

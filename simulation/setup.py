@@ -33,9 +33,9 @@ STILL_FIRST = 4 * FAULTS_MAX
 STILL = (
     "stop_agent",
     "stop_agent",
-    "stop_agent_and_warden",
+    "stop_agent_and_reaper",
     "stop_workers",
-    "stop_warden",
+    "stop_reaper",
     "stop_zygote",
     "stop_store_process",
     "stop_keeper",

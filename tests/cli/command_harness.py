@@ -48,7 +48,7 @@ def running(folder, argv, name, **environ):
             yield agent
         finally:
             if agent.poll() is None:
-                agent.send_signal(signal.SIGKILL)  # its warden ends the rest
+                agent.send_signal(signal.SIGKILL)  # its orphan reaper ends the rest
                 agent.wait(30)
 
 

@@ -5,14 +5,14 @@ import json
 import pytest
 
 from elastane.cli.main import main
-from elastane.worker.digest_log import Trail
+from elastane.worker.digest_log import DigestLog
 
 SETTINGS = {"shards": 8, "seed": 1, "threads": 1, "data": {"n": 10, "seed": 0}}
 
 
 def run_of(path, steps, *, every=1, world=3, other=(), **settings):
     """A trail; in the steps of `other` the optimizer has come to something else."""
-    trail = Trail(path, every)
+    trail = DigestLog(path, every)
     for committed in range(steps + 1):
         odd = "odd" if committed - 1 in other else ""
         digests = {"model": f"m{committed}", "optimizer": f"o{committed}{odd}"}

@@ -156,12 +156,12 @@ def test_the_store_of_the_process_group_bears_strangers(victim):
 
 
 def test_a_worker_holds_no_descriptor_by_which_an_agent_is_steered(victim):
-    """Neither the zygote's socket, nor the warden's pipe, nor a session, nor another's output."""
+    """No zygote's socket, no orphan reaper's pipe, no session, and no output of another."""
     workers = {step.pid: step.node for step in victim.job.seen()}
     living = {pid for pid in workers if alive(pid)}
     agents = {one.process.pid for one in (victim.a, victim.b)}
     control = agents.union(*(children(pid) for pid in agents)) - set(workers)
-    assert len(living) == 2 and len(control) == 7, "agents, wardens, zygotes, a store"
+    assert len(living) == 2 and len(control) == 7, "agents, orphan reapers, zygotes, a store"
     for pid in living:
         streams = {
             (match[1], match[2])

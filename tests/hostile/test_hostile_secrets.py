@@ -37,7 +37,7 @@ class Spill:
     def take(self, one: Agent) -> None:
         """Take what is to be seen of a job that runs."""
         family = descendants(one.pid)
-        assert len(family) >= 3, "a warden, a zygote, a worker"
+        assert len(family) >= 3, "an orphan reaper, a zygote, a worker"
         for pid in family | {one.pid}:
             with contextlib.suppress(
                 FileNotFoundError, ProcessLookupError

@@ -183,7 +183,7 @@ class Agent:
         return path.read_text()
 
     def family(self) -> set[int]:
-        """Return every process of this job, the agent and its warden among them."""
+        """Return every process of this job, the agent and its orphan reaper among them."""
         found = marked(self.mark) | ({self.pid} if alive(self.pid) else set())
         found |= descendants(self.pid) if alive(self.pid) else set()
         self._seen |= found

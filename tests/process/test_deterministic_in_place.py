@@ -18,7 +18,7 @@ from growing import Growing
 from jobs import PRELOAD_OPTIMIZER
 
 from elastane.testing import LocalCluster
-from elastane.worker.digest_log import read_trail
+from elastane.worker.digest_log import read_digest_log
 
 SCRIPT = Path(__file__).parent / "scripts" / "deterministic_train.py"
 DEADLINE_S = 120.0
@@ -87,7 +87,7 @@ class Changing:
     def same_as_undisturbed(self) -> None:
         found = self.ends()
         assert found == self.undisturbed(found["steps"])
-        trails = [read_trail(self.folder / each) for each in "ab"]
+        trails = [read_digest_log(self.folder / each) for each in "ab"]
         assert [*trails[0].lines] == [*trails[1].lines] == [*range(found["steps"])]
         command = [sys.executable, "-m", "elastane", "verify-run", *map(str, self._trails())]
         told = subprocess.check_output(command, text=True, timeout=DEADLINE_S)

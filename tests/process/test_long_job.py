@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Use:
-    """What a node that is never taken away holds: agent, zygote and warden together."""
+    """What a node that is never taken away holds: agent, zygote and orphan reaper together."""
 
     rss_bytes: int
     descriptors: int

@@ -175,4 +175,8 @@ def test_a_killed_agent_leaves_no_process_behind(tmp_path: Path) -> None:
         job.wait_step(world=1)
         agent.send(signal.SIGKILL)
         agent.wait()
-        until(lambda: not left_over(job.mark), "workers, zygote, store process and warden end", 10)
+        until(
+            lambda: not left_over(job.mark),
+            "workers, zygote, store process and orphan reaper end",
+            10,
+        )

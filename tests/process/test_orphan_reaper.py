@@ -30,7 +30,7 @@ def alive_of(found: set[int]) -> set[int]:
 
 
 @pytest.fixture
-def leash() -> str:
+def mark() -> str:
     return uuid.uuid4().hex
 
 
@@ -42,11 +42,9 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def start_agent(
-    leash: str, folder: Path, *options: str
-) -> tuple[subprocess.Popen[bytes], set[int]]:
+def start_agent(mark: str, folder: Path, *options: str) -> tuple[subprocess.Popen[bytes], set[int]]:
     agent = subprocess.Popen(
-        [sys.executable, SCRIPTS / "fake_agent.py", leash, folder, *options], cwd=folder
+        [sys.executable, SCRIPTS / "fake_agent.py", mark, folder, *options], cwd=folder
     )
     names = ("agent", "forked", "execed")
     until(lambda: all(pids(folder / name) for name in names), "the whole family runs")
@@ -56,20 +54,20 @@ def start_agent(
 
 
 def test_sigkill_of_the_agent_leaves_nothing(
-    leash: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
+    mark: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
-    agent, family = start_agent(leash, tmp_path, "--torch")
+    agent, family = start_agent(mark, tmp_path, "--torch")
     assert all(alive(pid) for pid in family)
     agent.kill()
     agent.wait()
-    until(lambda: not any(alive(pid) for pid in family), "all are gone, the warden too", 10)
+    until(lambda: not any(alive(pid) for pid in family), "all are gone, the orphan reaper too", 10)
     assert alive(stranger.pid)
 
 
 def test_a_stopped_zygote_and_a_stopped_worker_do_not_survive_either(
-    leash: str, tmp_path: Path
+    mark: str, tmp_path: Path
 ) -> None:
-    agent, family = start_agent(leash, tmp_path)
+    agent, family = start_agent(mark, tmp_path)
     for pid in (pids(tmp_path / "agent")[1], pids(tmp_path / "forked")[0]):
         os.kill(pid, signal.SIGSTOP)
     agent.kill()
@@ -78,32 +76,32 @@ def test_a_stopped_zygote_and_a_stopped_worker_do_not_survive_either(
 
 
 def test_the_workers_of_a_blocked_agent_are_killed_at_the_deadline(
-    leash: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
+    mark: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
-    server = subprocess.Popen(["sleep", "600"], env={"ELASTANE_SERVER_LEASH": leash})
-    agent, family = start_agent(leash, tmp_path, "--deadline")
-    warden = pids(tmp_path / "agent")[2]
+    server = subprocess.Popen(["sleep", "600"], env={"ELASTANE_SERVER_LEASH": mark})
+    agent, family = start_agent(mark, tmp_path, "--deadline")
+    reaper = pids(tmp_path / "agent")[2]
     os.kill(agent.pid, signal.SIGSTOP)
-    until(lambda: alive_of(family) == {agent.pid, warden}, "only agent and warden are left")
+    until(lambda: alive_of(family) == {agent.pid, reaper}, "only agent and orphan reaper are left")
     assert state(agent.pid) == "T" and alive(stranger.pid) and alive(server.pid)
     agent.kill()
     agent.wait()
     until(lambda: server.poll() is not None, "the agent's server ends with the agent")
 
 
-def test_a_second_orphan_reaper_keeps_the_deadline_of_the_first(leash: str) -> None:
+def test_a_second_orphan_reaper_keeps_the_deadline_of_the_first(mark: str) -> None:
     async def scenario() -> None:
-        warden = OrphanReaper(leash)
-        await warden.start()
-        assert warden.pid is not None
-        os.kill(warden.pid, signal.SIGKILL)
-        await warden.wait()
-        warden.allow_until(1)
-        await warden.start()
+        reaper = OrphanReaper(mark)
+        await reaper.start()
+        assert reaper.pid is not None
+        os.kill(reaper.pid, signal.SIGKILL)
+        await reaper.wait()
+        reaper.allow_until(1)
+        await reaper.start()
         await eventually(lambda: worker.poll() is not None, "the worker is killed")
-        await warden.close()
+        await reaper.close()
 
-    with subprocess.Popen(["sleep", "600"], env={"ELASTANE_LEASH": leash}) as worker:
+    with subprocess.Popen(["sleep", "600"], env={"ELASTANE_LEASH": mark}) as worker:
         asyncio.run(scenario())
 
 
@@ -111,56 +109,62 @@ def test_the_orphan_reaper_checks_as_often_as_the_bounds_say() -> None:
     assert LOOK_S == STANDSTILL_LOOK_S
 
 
-def test_an_orderly_end_leaves_nothing(leash: str, tmp_path: Path) -> None:
-    agent, family = start_agent(leash, tmp_path, "--close")
+def test_an_orderly_end_leaves_nothing(mark: str, tmp_path: Path) -> None:
+    agent, family = start_agent(mark, tmp_path, "--close")
     assert agent.wait(timeout=20) == 0
     assert not any(alive(pid) for pid in family)
 
 
-def test_the_orphan_reaper_ignores_polite_signals_and_can_be_started_again(leash: str) -> None:
+def test_the_orphan_reaper_ignores_polite_signals_and_can_be_started_again(
+    mark: str,
+) -> None:
     async def scenario() -> None:
-        warden = OrphanReaper(leash)
-        await warden.start()
-        first = warden.pid
+        reaper = OrphanReaper(mark)
+        await reaper.start()
+        first = reaper.pid
         assert first is not None
         await eventually(
             lambda: b"orphan_reaper" in Path(f"/proc/{first}/cmdline").read_bytes(), "exec"
         )
         os.kill(first, signal.SIGKILL)
-        assert await warden.wait() == -signal.SIGKILL
-        assert warden.pid is None
-        await warden.start()
-        assert warden.pid is not None
-        await warden.close()
-        assert warden.pid is None
+        assert await reaper.wait() == -signal.SIGKILL
+        assert reaper.pid is None
+        await reaper.start()
+        assert reaper.pid is not None
+        await reaper.close()
+        assert reaper.pid is None
 
     asyncio.run(scenario())
 
 
-def test_sweep_finds_a_grandchild_that_took_its_own_session(leash: str, tmp_path: Path) -> None:
+def test_sweep_finds_a_grandchild_that_took_its_own_session(mark: str, tmp_path: Path) -> None:
     become_subreaper()
     with (tmp_path / "pids").open("w") as out:
         worker = subprocess.Popen(
             [sys.executable, SCRIPTS / "family.py", "--leave"],
-            env=dict(os.environ, ELASTANE_LEASH=leash),
+            env=dict(os.environ, ELASTANE_LEASH=mark),
             stdout=out,
         )
     assert worker.wait(timeout=20) == 0
     left = pids(tmp_path / "pids")[1:]
     assert all(alive(pid) for pid in left)
     spared = left[0]
-    assert sorted(sweep(leash, excluded=(spared,))) == sorted(left[1:])
+    assert sorted(sweep(mark, excluded=(spared,))) == sorted(left[1:])
     assert alive(spared)
     until(lambda: not any(alive(pid) for pid in left[1:]), "what was swept is gone")
-    assert sweep(leash) == [spared]
+    assert sweep(mark) == [spared]
     until(lambda: not any(alive(pid) for pid in left), "gone")
     for pid in left:
         os.waitpid(pid, 0)
 
 
-def test_sweep_takes_only_the_whole_marker(leash: str) -> None:
-    for env in ({"ELASTANE_LEASH": leash + "0"}, {"XELASTANE_LEASH": leash}, {"A": leash}):
+def test_sweep_takes_only_the_whole_marker(mark: str) -> None:
+    for env in (
+        {"ELASTANE_LEASH": mark + "0"},
+        {"XELASTANE_LEASH": mark},
+        {"A": mark},
+    ):
         with subprocess.Popen(["sleep", "600"], env=env) as process:
-            assert sweep(leash) == []
+            assert sweep(mark) == []
             assert alive(process.pid)
             process.kill()

@@ -96,14 +96,14 @@ def test_a_killed_agent_leaves_no_process(tmp_path: Path, kill: Callable[[Agent]
 
 
 def test_a_killed_orphan_reaper_is_replaced(tmp_path: Path) -> None:
-    def wardens() -> set[int]:
+    def reapers() -> set[int]:
         return {pid for pid in children(one.pid) if "orphan_reaper.py" in command_line(pid)}
 
     with agent(tmp_path, "--nproc-per-node", "2", body=FAMILY) as one:
         family_of(one)
-        (first,) = wardens()
+        (first,) = reapers()
         os.kill(first, signal.SIGKILL)
-        until(lambda: wardens() - {first}, "another warden runs")
+        until(lambda: reapers() - {first}, "another orphan reaper runs")
         one.family()
         kill_agent(one)
         one.wait(5)
@@ -166,7 +166,7 @@ def test_a_job_inside_a_worker_ends_with_the_outer_agent(tmp_path: Path) -> None
     """
     with agent(tmp_path, body=body) as one:
         one.told("inner.0.0")
-        assert len(one.family()) == 6, "two agents, two wardens, two workers"
+        assert len(one.family()) == 6, "two agents, two orphan reapers, two workers"
         kill_agent(one)
         one.wait(5)
         one.gone(3)

@@ -19,8 +19,8 @@ SHUTDOWN_S = "600"
 WAITER = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-from elastane.worker.control_socket import AgentLine
-line = AgentLine.inherited()
+from elastane.worker.control_socket import ControlSocket
+line = ControlSocket.inherited()
 line.first()
 if sys.argv[1] == "waits":
     print("waits", end="")

@@ -341,7 +341,7 @@ def test_the_other_side_of_a_partition_forgotten_is_found(monkeypatch):
 
 def test_an_agent_that_never_isolates_itself_is_found(monkeypatch):
     monkeypatch.setattr(AgentCore, "_check_isolation", lambda self: None)
-    # Its warden would do it six seconds later.
+    # Its orphan reaper would do it six seconds later.
     monkeypatch.setattr(AgentCore, "train_until_s", property(lambda self: None))
     # Two sides at once, or one that outlives the job which ended without it.
     found = first_failure(200, first=5_300)

@@ -7,7 +7,7 @@ from elastane.coordinator.rules import admission, drain, forming, machine, recov
 from elastane.coordinator.rules.recovery import NodeWorkers
 from elastane.coordinator.rules.state import KnownNode, Phase
 from elastane.protocol.effects import RegroupWorkers
-from elastane.protocol.hangs import HangWatch
+from elastane.protocol.hangs import HangRules
 from elastane.protocol.limits import HANG_STEPS_FIRST
 from simulation import HistoryFailedError, in_place_workers, run_seed
 from simulation.node import SimulatedNode
@@ -62,7 +62,7 @@ def test_a_failure_of_the_last_world_dropped_at_a_commit_is_found(monkeypatch):
 
 
 def test_workers_that_do_not_look_at_their_deadline_are_found(monkeypatch):
-    """Agent and warden stand still, and nobody is left to kill them."""
+    """Agent and reaper stand still, and nobody is left to kill them."""
     monkeypatch.setattr(SimulatedNode, "is_overdue", property(lambda self: False))
     assert "two sides train" in first_failure(10, first=2_060)
 
@@ -229,12 +229,12 @@ def test_a_coordinator_that_forgets_that_nodes_are_whole_is_found(monkeypatch):
 
 
 def test_a_stall_that_is_not_believed_in_the_first_steps_of_a_process_is_found(monkeypatch):
-    original = HangWatch._is_stalled
+    original = HangRules._is_stalled
 
     def patient(self, worker):
         return worker.sight.steps >= HANG_STEPS_FIRST and original(self, worker)
 
-    monkeypatch.setattr(HangWatch, "_is_stalled", patient)
+    monkeypatch.setattr(HangRules, "_is_stalled", patient)
     assert "nothing was trained" in first_failure(60, first=20)
 
 

@@ -71,7 +71,7 @@ def test_every_variable_of_a_worker_has_a_row():
         max_restarts=0, reason="",
     )  # fmt: skip
     run = RunFacts(job="j", node_id="n", role="r", local_world_size=2)
-    facts = WorkerFacts(local_rank=0, error_file="e", page_fd=3, leash="l")
+    facts = WorkerFacts(local_rank=0, error_file="e", page_fd=3, process_mark="l")
     given = worker_environment({}, assignment, run, facts)
     told = rows(section("Variables"))
     missing = {n for n in given if n not in told and not n.startswith("ELASTANE_")}

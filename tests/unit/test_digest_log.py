@@ -8,7 +8,7 @@ import os
 import pytest
 
 from elastane.errors import ConfigurationError, JobError
-from elastane.worker.digest_log import Trail, read_trail, trail_of
+from elastane.worker.digest_log import DigestLog, digest_log_of, read_digest_log
 
 SETTINGS = {"shards": 8, "seed": 1, "data": {"n": 10}, "threads": 1}
 
@@ -30,35 +30,35 @@ def path(tmp_path):
 
 
 def test_each_step_is_written_once_by_rank_0_alone(path):
-    goes(Trail(path), [0, 1, 1, 2, 3])
-    goes(Trail(path.parent / "other"), [0, 1, 2], rank=1)
-    found = read_trail(path.parent)
+    goes(DigestLog(path), [0, 1, 1, 2, 3])
+    goes(DigestLog(path.parent / "other"), [0, 1, 2], rank=1)
+    found = read_digest_log(path.parent)
     assert [*found.lines] == steps_in(path) == [0, 1, 2]
     assert found.settings == SETTINGS and found.lines[2].digests == {"net": "x2"}
     assert not (path.parent / "other").exists()
 
 
 def test_of_every_third_step_the_third_is_written(path):
-    goes(Trail(path, every=3), range(10))
+    goes(DigestLog(path, every=3), range(10))
     assert steps_in(path) == [2, 5, 8]
 
 
 def test_a_successor_cuts_off_what_was_not_committed_and_adds_what_is_missing(path):
-    goes(Trail(path), range(6))
+    goes(DigestLog(path), range(6))
     # Step 4 was committed by nobody else: it is dealt again, and comes out otherwise.
-    goes(Trail(path), [4, 5, 6], said="again")
+    goes(DigestLog(path), [4, 5, 6], said="again")
     assert steps_in(path) == [0, 1, 2, 3, 4, 5]
-    assert read_trail(path).lines[4].digests == {"net": "again4"}
+    assert read_digest_log(path).lines[4].digests == {"net": "again4"}
     # Another was killed before it had written step 6.
-    goes(Trail(path), [7, 8])
+    goes(DigestLog(path), [7, 8])
     assert steps_in(path) == [*range(8)]
 
 
 def test_who_is_rank_0_again_goes_on_behind_the_other(path):
-    first = Trail(path)
+    first = DigestLog(path)
     goes(first, [0, 1, 2])
     goes(first, [2], rank=1)
-    goes(Trail(path), [2, 3, 4])
+    goes(DigestLog(path), [2, 3, 4])
     goes(first, [4, 5])
     assert steps_in(path) == [*range(5)]
 
@@ -66,44 +66,44 @@ def test_who_is_rank_0_again_goes_on_behind_the_other(path):
 @pytest.mark.parametrize("many", [3, 3000], ids=["few", "more-than-a-tail"])
 @pytest.mark.parametrize("back", [0, 1, 2000])
 def test_a_torn_end_is_cut_off_however_long_the_trail_is(path, many, back):
-    goes(Trail(path), range(many + 1))
+    goes(DigestLog(path), range(many + 1))
     with path.open("a") as file:
         file.write('{"step": 77, "wor')
-    assert [*read_trail(path).lines] == [*range(many)]
+    assert [*read_digest_log(path).lines] == [*range(many)]
     left = max(many - back, 1)
-    goes(Trail(path), [left, left + 1])
+    goes(DigestLog(path), [left, left + 1])
     assert steps_in(path) == [*range(left + 1)]
 
 
 def test_a_writer_that_was_stopped_and_comes_late_changes_nothing(path):
-    late = Trail(path)
+    late = DigestLog(path)
     goes(late, [0, 1, 2])
-    goes(Trail(path), [2, 3, 4, 5])
+    goes(DigestLog(path), [2, 3, 4, 5])
     goes(late, [3], said="late")
-    assert read_trail(path).lines[2].digests == {"net": "x2"}
-    assert [*read_trail(path).lines] == [*range(5)]
+    assert read_digest_log(path).lines[2].digests == {"net": "x2"}
+    assert [*read_digest_log(path).lines] == [*range(5)]
 
 
 def test_a_job_that_begins_anew_writes_over_its_own_trail_and_over_no_other(path):
-    goes(Trail(path, job="a"), range(5))
-    goes(Trail(path, job="a"), [0, 1])
+    goes(DigestLog(path, job="a"), range(5))
+    goes(DigestLog(path, job="a"), [0, 1])
     assert steps_in(path) == [0]
     with pytest.raises(JobError, match="of the job 'a'"):
-        goes(Trail(path, job="b"), [0])
+        goes(DigestLog(path, job="b"), [0])
     assert steps_in(path) == [0]
 
 
 def test_a_file_that_is_no_trail_is_left_alone(path):
     path.parent.mkdir()
     path.write_text("dear diary\n")
-    with pytest.raises(JobError, match="is no trail"):
-        goes(Trail(path), [0])
+    with pytest.raises(JobError, match="is no digest log"):
+        goes(DigestLog(path), [0])
     assert path.read_text() == "dear diary\n"
 
 
 def test_where_another_run_is_resumed_its_trail_is_not_gone_on_with(path, capsys):
-    goes(Trail(path), range(5))
-    goes(Trail(path), [5, 6], settings={**SETTINGS, "shards": 4})
+    goes(DigestLog(path), range(5))
+    goes(DigestLog(path), [5, 6], settings={**SETTINGS, "shards": 4})
     assert steps_in(path) == [*range(4)]
     assert "another shards" in capsys.readouterr().err
 
@@ -111,11 +111,11 @@ def test_where_another_run_is_resumed_its_trail_is_not_gone_on_with(path, capsys
 def test_a_trail_that_cannot_be_begun_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(JobError, match="cannot be written"):
-        goes(Trail(tmp_path / "file" / "trail"), [0])
+        goes(DigestLog(tmp_path / "file" / "trail"), [0])
 
 
 def test_a_full_disk_costs_lines_and_not_the_job(path, monkeypatch, capsys):
-    trail = Trail(path)
+    trail = DigestLog(path)
     goes(trail, [0, 1])
     with monkeypatch.context() as full:
         write = os.write
@@ -130,8 +130,8 @@ def test_a_full_disk_costs_lines_and_not_the_job(path, monkeypatch, capsys):
     ("content", "words"),
     [
         (b"", "is empty"),
-        (b"dear diary\n", "is no trail"),
-        (b"\xff\xfe\x00", "is no trail"),
+        (b"dear diary\n", "is no digest log"),
+        (b"\xff\xfe\x00", "is no digest log"),
         (b'{"kind": "elastane-trail", "settings": {}}\n', "has format None"),
         (b'{"kind": "elastane-trail", "format": 2, "settings": {}}\n', "has format 2"),
         (b'{"kind": "elastane-trail", "format": 1, "settings": {}}\n[]\n', "line 2"),
@@ -142,16 +142,16 @@ def test_a_full_disk_costs_lines_and_not_the_job(path, monkeypatch, capsys):
 def test_what_is_no_trail_is_refused_in_words(tmp_path, content, words):
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(ConfigurationError, match=words):
-        read_trail(tmp_path / "x")
+        read_digest_log(tmp_path / "x")
     with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
-        read_trail(tmp_path / "missing")
+        read_digest_log(tmp_path / "missing")
 
 
 def test_the_argument_comes_before_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("ELASTANE_TRAIL", raising=False)
-    assert trail_of(None, 1) is None
+    assert digest_log_of(None, 1) is None
     monkeypatch.setenv("ELASTANE_TRAIL", str(tmp_path / "env"))
-    assert trail_of(None, 1).path == tmp_path / "env"
-    assert trail_of(tmp_path / "arg", 2).path == tmp_path / "arg"
+    assert digest_log_of(None, 1).path == tmp_path / "env"
+    assert digest_log_of(tmp_path / "arg", 2).path == tmp_path / "arg"
     with pytest.raises(JobError, match="trail_every is 0"):
-        trail_of(None, 0)
+        digest_log_of(None, 0)

@@ -68,7 +68,7 @@ def group_of(process, posted, stuck_s):
         args=(),
         cwd="/",
         environment={},
-        leash="",
+        process_mark="",
         run=RunFacts("job", "host-a", "default", 1),
         logs=LogPlan("/dev/null"),
         spawner=SimpleNamespace(warm=warm, spawn=spawn),

@@ -36,7 +36,7 @@ RUN = RunFacts(job="digits-1", node_id="host-a", role="trainer", local_world_siz
 
 def env(base=None, local_rank=1, **changes):
     worker = WorkerFacts(
-        local_rank=local_rank, error_file="/logs/error.json", page_fd=7, leash="abc"
+        local_rank=local_rank, error_file="/logs/error.json", page_fd=7, process_mark="abc"
     )
     return worker_environment(base or {}, ASSIGNMENT, replace(RUN, **changes), worker)
 

@@ -18,7 +18,7 @@ from elastane.errors import StoreError
 from elastane.process.execspawn import launch
 from elastane.process.files import runtime_folder
 from elastane.process.offload import Offload
-from elastane.process.orphan_reaper import SERVER_LEASH_VARIABLE
+from elastane.process.orphan_reaper import SERVER_MARK_VARIABLE
 from elastane.process.process import WorkerProcess
 from elastane.process.streams import last_lines
 from elastane.process.worker_environment import without_secrets
@@ -34,13 +34,13 @@ _POLL_S = 0.05
 
 
 @contextlib.asynccontextmanager
-async def sidecar(environ: Mapping[str, str], leash: str) -> AsyncIterator[str]:
+async def sidecar(environ: Mapping[str, str], process_mark: str) -> AsyncIterator[str]:
     """Run a server and yield its endpoint; nothing of it is left afterwards."""
     binary, base = find_binary(environ), runtime_folder(environ)
     offload = Offload()
     for attempt in range(START_ATTEMPTS):
         server = prepare(binary, base, private=True)
-        process = await _start(server, environ, leash)
+        process = await _start(server, environ, process_mark)
         try:
             if await _is_up(server, process, offload):
                 yield server.endpoint
@@ -53,11 +53,13 @@ async def sidecar(environ: Mapping[str, str], leash: str) -> AsyncIterator[str]:
             shutil.rmtree(server.folder, ignore_errors=True)
 
 
-async def _start(server: LocalServer, environ: Mapping[str, str], leash: str) -> WorkerProcess:
+async def _start(
+    server: LocalServer, environ: Mapping[str, str], process_mark: str
+) -> WorkerProcess:
     # etcd reads ETCD_* variables, which here would describe another server.
     own = without_secrets(environ)
     env = {name: value for name, value in own.items() if not name.startswith("ETCD_")}
-    env[SERVER_LEASH_VARIABLE] = leash
+    env[SERVER_MARK_VARIABLE] = process_mark
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     log = os.open(
         server.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600

@@ -21,7 +21,7 @@ from elastane.agent.failure_reports import LastWords
 from elastane.agent.worker import GroupSetup, LocalWorker, SpawnTask
 from elastane.process.control_socket import Doing, StatusQuery
 from elastane.process.process import EXIT_UNKNOWN, WorkerProcess
-from elastane.protocol.hangs import Activity, HangWatch, Observation
+from elastane.protocol.hangs import Activity, HangRules, Observation
 from elastane.protocol.limits import HANG_LOOK_S, HANG_STACK_S
 from elastane.protocol.model import Failure, WaitPoint
 
@@ -61,7 +61,7 @@ class HangMonitor:
         self._failed = failed
         self._spawn = spawn
         self._stuck = StuckWatch(setup.stuck_s)
-        self._hangs = HangWatch(setup.hang_floor_s)
+        self._hangs = HangRules(setup.hang_floor_s)
         self._progress_marks: dict[int, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.waits = Waits()

@@ -186,7 +186,9 @@ class _Agent:
         rendezvous, config = self._config.rendezvous, self._config
         place, conf = rendezvous.store, dict(rendezvous.store_conf)
         if rendezvous.sidecar:
-            place = await stack.enter_async_context(sidecar(config.environment, self._node.leash))
+            place = await stack.enter_async_context(
+                sidecar(config.environment, self._node.process_mark)
+            )
         store = make_store(rendezvous.backend, place, conf) if place else None
         return JobKeys(store, config.spec.job) if store is not None else None
 
@@ -217,7 +219,7 @@ class _Agent:
             args=command.args,
             cwd=command.cwd,
             environment=config.environment,
-            leash=self._node.leash,
+            process_mark=self._node.process_mark,
             run=RunFacts(
                 job=config.spec.job,
                 node_id=self._node.id,

@@ -29,7 +29,7 @@ from elastane.process.execspawn import ExecSpawner
 from elastane.process.files import JobRegistry, NodeSlot, runtime_folder, safe_name
 from elastane.process.health import HealthServer
 from elastane.process.kernel import become_subreaper
-from elastane.process.orphan_reaper import LEASH_VARIABLE, OrphanReaper
+from elastane.process.orphan_reaper import MARK_VARIABLE, OrphanReaper
 from elastane.process.process import Spawner, kill_strays
 from elastane.process.worker_environment import without_secrets
 from elastane.process.zygote.client import ZygoteSpawner
@@ -50,7 +50,7 @@ class NodeServices:
 
     config: AgentConfig
     id: str
-    leash: str
+    process_mark: str
     events: EventLog
     reaper: OrphanReaper
     spawner: Spawner
@@ -114,20 +114,20 @@ async def node_services(
     config: AgentConfig, node_id: str, host: str
 ) -> AsyncIterator[NodeServices]:
     """Start the services of this agent on its machine, and stop them at the end."""
-    leash = uuid.uuid4().hex
+    process_mark = uuid.uuid4().hex
     become_subreaper()
     snapshot_server = SnapshotServerHandle(config.environment)
     snapshot_server.open()
-    reaper = OrphanReaper(leash, snapshot_server.path)
+    reaper = OrphanReaper(process_mark, snapshot_server.path)
     await reaper.start()
     events = EventLog(config.logs.base_dir, config.spec.job, node_id, host)
-    spawner = _spawner(config, leash, events, node_id)
+    spawner = _spawner(config, process_mark, events, node_id)
     port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner), host=config.reach)
     supervision = config.supervision
     node = NodeServices(
         config=config,
         id=node_id,
-        leash=leash,
+        process_mark=process_mark,
         events=events,
         reaper=reaper,
         spawner=spawner,
@@ -190,7 +190,7 @@ async def _restart_reaper(reaper: OrphanReaper) -> None:
         await asyncio.sleep(_REAPER_PAUSE_S)
 
 
-def _spawner(config: AgentConfig, leash: str, events: EventLog, node_id: str) -> Spawner:
+def _spawner(config: AgentConfig, process_mark: str, events: EventLog, node_id: str) -> Spawner:
     command = config.command
     if not command.zygote:
         return ExecSpawner(command.python)
@@ -206,7 +206,7 @@ def _spawner(config: AgentConfig, leash: str, events: EventLog, node_id: str) ->
         console.log_event(event)
         events.log(event, "agent")
 
-    env = {**without_secrets(config.environment), LEASH_VARIABLE: leash}
+    env = {**without_secrets(config.environment), MARK_VARIABLE: process_mark}
     if config.node.local_world_size > 1:
         # As in each worker: OpenMP reads it when torch is imported.
         env.setdefault("OMP_NUM_THREADS", "1")

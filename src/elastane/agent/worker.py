@@ -35,7 +35,7 @@ from elastane.protocol.model import NO_RANK, Assignment, Failure
 # The descriptors of the status page and the control socket in every worker, above those that
 # programs open themselves.
 PAGE_FD = 250
-LINE_FD = 251
+CONTROL_FD = 251
 # The exit code of a worker that could not be started: command cannot be executed.
 EXIT_NOT_STARTED = 126
 TIMER_SLUG = "timer-expired"
@@ -62,7 +62,7 @@ class GroupSetup:
     args: tuple[str, ...]
     cwd: str
     environment: Mapping[str, str]
-    leash: str
+    process_mark: str
     run: RunFacts
     logs: LogPlan
     spawner: Spawner
@@ -143,8 +143,8 @@ class LocalWorker:
             local_rank=self.local_rank,
             error_file=self.streams.error_file,
             page_fd=PAGE_FD,
-            line_fd=LINE_FD,
-            leash=setup.leash,
+            control_fd=CONTROL_FD,
+            process_mark=setup.process_mark,
         )
 
     def command(self, setup: GroupSetup, assignment: Assignment, control_fd: int) -> WorkerCommand:
@@ -159,7 +159,7 @@ class LocalWorker:
             stdin=0,
             stdout=self.streams.stdout,
             stderr=self.streams.stderr,
-            fds={PAGE_FD: self.page.fd, LINE_FD: control_fd},
+            fds={PAGE_FD: self.page.fd, CONTROL_FD: control_fd},
             cpus=setup.cpus[self.local_rank] if setup.cpus else frozenset(),
         )
 

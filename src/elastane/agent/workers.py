@@ -550,7 +550,7 @@ async def choose_files(setup: GroupSetup, assignment: Assignment, streams: Group
             setup.environment,
             assignment,
             setup.run,
-            WorkerFacts(local_rank=local_rank, leash=setup.leash),
+            WorkerFacts(local_rank=local_rank, process_mark=setup.process_mark),
         )
         for local_rank in range(setup.run.local_world_size)
     }

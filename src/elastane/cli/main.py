@@ -30,7 +30,7 @@ VERBS = {
     "explain": "say why a job failed or restarted, attempt by attempt",
     "checkpoint": "list, verify, show and prune the checkpoints of a job",
     "kubernetes": "keep jobs on Kubernetes: the operator, its manifests, a job in depth",
-    "verify-run": "compare the trails of two runs, and name the first step that differs",
+    "verify-run": "compare the digest logs of two runs, and name the first step that differs",
     "demo": "train a classifier while workers and nodes die, on this machine",
 }
 

@@ -22,19 +22,20 @@ SAME, DIFFERENT = 0, 1
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
-    add("a", metavar="A", help="the trail of one run: a file, or a folder with trail.jsonl")
-    add("b", metavar="B", help="the trail of the other")
+    add("a", metavar="A", help="the digest log of one run: a file, or a folder with trail.jsonl")
+    add("b", metavar="B", help="the digest log of the other")
     add("--json", action="store_true", help="the findings as JSON")
     parser.epilog = (
-        "exit status: 0 all steps that both have are the same; 1 one differs; 78 a file is no trail"
+        "exit status: 0 all steps that both have are the same; 1 one differs; 78 a file is no"
+        " digest log"
     )
 
 
 def main(args: argparse.Namespace) -> int:
     """Compare, and print the findings."""
-    from elastane.worker.digest_log import read_trail
+    from elastane.worker.digest_log import read_digest_log
 
-    found = compared(read_trail(args.a), read_trail(args.b))
+    found = compared(read_digest_log(args.a), read_digest_log(args.b))
     if args.json:
         print(json.dumps(found, indent=2))
     else:
@@ -54,7 +55,7 @@ def compared(one: Recorded, other: Recorded) -> dict[str, Any]:
             f"{one.path} and {other.path} have no step in common",
             where=f"{one.path} has {_steps(one.lines)}, {other.path} has {_steps(other.lines)}",
             expected="two runs from the same step on, with the same trail_every",
-            next_step="run both from their beginning, each with a trail of its own",
+            next_step="run both from their beginning, each with a digest log of its own",
             slug="trail-unreadable",
         )
     differences = list(differing(one, other))

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from elastane.process.process import WorkerProcess
 
-LEASH_VARIABLE = "ELASTANE_LEASH"
+MARK_VARIABLE = "ELASTANE_LEASH"
 # The mark of a server that the agent runs: it ends with the agent, but not at a deadline.
-SERVER_LEASH_VARIABLE = "ELASTANE_SERVER_LEASH"
+SERVER_MARK_VARIABLE = "ELASTANE_SERVER_LEASH"
 # During an exec a process shows no environment for a moment, so one empty scan proves nothing.
 QUIET_SCANS = 3
 SCAN_PAUSE_S = 0.03
@@ -161,7 +161,7 @@ def sweep(mark: str, excluded: Collection[int] = (), *, servers: bool = False) -
     `servers`: include the processes that carry it as one of the agent's servers.
     """
     assert mark, "an empty mark would match every process"
-    names = (LEASH_VARIABLE, SERVER_LEASH_VARIABLE) if servers else (LEASH_VARIABLE,)
+    names = (MARK_VARIABLE, SERVER_MARK_VARIABLE) if servers else (MARK_VARIABLE,)
     markers = {f"{name}={mark}".encode() for name in names}
     killed = []
     with os.scandir("/proc") as entries:

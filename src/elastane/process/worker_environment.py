@@ -65,14 +65,14 @@ class RunFacts:
 class WorkerFacts:
     """The facts about one worker; an empty or absent value sets no variable.
 
-    `leash`: the process mark of this agent, by which the orphan reaper finds its processes.
+    `process_mark`: the process mark of this agent, by which the orphan reaper finds its processes.
     """
 
     local_rank: int
     error_file: str = ""
     page_fd: int | None = None
-    line_fd: int | None = None
-    leash: str = ""
+    control_fd: int | None = None
+    process_mark: str = ""
 
 
 def worker_environment(
@@ -99,9 +99,9 @@ def worker_environment(
         env["TORCHELASTIC_ERROR_FILE"] = worker.error_file
     if worker.page_fd is not None:
         env["ELASTANE_PAGE_FD"] = str(worker.page_fd)
-    if worker.line_fd is not None:
-        env["ELASTANE_LINE_FD"] = str(worker.line_fd)
-    own = {"ELASTANE_KEEPER": run.keeper, "ELASTANE_LEASH": worker.leash}
+    if worker.control_fd is not None:
+        env["ELASTANE_LINE_FD"] = str(worker.control_fd)
+    own = {"ELASTANE_KEEPER": run.keeper, "ELASTANE_LEASH": worker.process_mark}
     env.update({name: value for name, value in own.items() if value})
     return {**_defaults(run), **env}
 

@@ -119,7 +119,7 @@ class _Longest:
         return max(self._now.get(kind, 0.0), self._before.get(kind, 0.0))
 
 
-class HangWatch:
+class HangRules:
     """Judges the workers of one node that have a place in a world; `now_s` is monotonic.
 
     No worker hangs before `floor_s`, except one that a signal has stopped. Workers are named by

@@ -40,10 +40,10 @@ from elastane.protocol.sharding import Sharding
 _FIRST_S = 60.0
 # Ending a world, the longest that the thread does, takes milliseconds.
 _JOIN_S = 5.0
-_lines: list[AgentLine] = []
+_lines: list[ControlSocket] = []
 
 
-class AgentLine:
+class ControlSocket:
     """The control socket of one worker; `begin` starts the thread, after `first` was read."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -58,12 +58,12 @@ class AgentLine:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def inherited(cls) -> AgentLine | None:
+    def inherited(cls) -> ControlSocket | None:
         """Return the control socket of this worker; None if no agent gave it one.
 
         Raises JobError if another launcher started several workers: each would train alone.
         """
-        number = os.environ.get(control_socket.LINE_FD_VARIABLE, "")
+        number = os.environ.get(control_socket.CONTROL_FD_VARIABLE, "")
         if not number.isdecimal():
             _refuse_launcher(os.environ.get("WORLD_SIZE", ""))
             return None
@@ -102,7 +102,7 @@ class AgentLine:
         self._thread.start()
 
     @property
-    def has_news(self) -> bool:
+    def world_has_ended(self) -> bool:
         """Whether the current world has ended, or this worker has a place in another."""
         return bool(self._interrupted) or self._place is not None or self._closed
 

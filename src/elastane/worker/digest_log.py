@@ -51,7 +51,7 @@ class Recorded:
     lines: Mapping[int, DigestLine]
 
 
-class Trail:
+class DigestLog:
     """The writer of one worker; the file is open only on rank 0."""
 
     def __init__(self, path: Path, every: int = 1, job: str = "") -> None:
@@ -112,14 +112,14 @@ class Trail:
             return
         found = _header(head)
         if found is None:
-            raise self._refused("is no trail")
+            raise self._refused("is no digest log")
         others = found["settings"]
         plain = json.loads(json.dumps(dict(settings)))
         differing_names = [name for name in _IDENTITY if others.get(name) != plain.get(name)]
         if committed and differing_names:
-            raise self._refused(f"is the trail of a run with another {differing_names[0]}")
+            raise self._refused(f"is the digest log of a run with another {differing_names[0]}")
         if not committed and found["job"] != self.job:
-            raise self._refused(f"is the trail of the job {found['job']!r}")
+            raise self._refused(f"is the digest log of the job {found['job']!r}")
 
     def _append(self, line: Mapping[str, Any]) -> None:
         raw = json.dumps(line).encode() + b"\n"
@@ -137,12 +137,14 @@ class Trail:
             raise self._refused(f"cannot be written: {error}") from error
         if not self._warned:
             self._warned = True
-            where = f"elastane: the trail {self.path} lacks step {committed - 1}, and maybe others"
+            where = (
+                f"elastane: the digest log {self.path} lacks step {committed - 1}, and maybe others"
+            )
             sys.stderr.write(f"{where}: {error}\n")
 
     def _refused(self, why: str) -> JobError:
         return JobError(
-            f"trail: {self.path} {why}",
+            f"digest log: {self.path} {why}",
             expected="a file of this job's own, in a folder that it can write to",
             next_step=f"elastane.init(trail=...) or {VARIABLE}=..., with another path",
             slug="trail-file",
@@ -179,7 +181,7 @@ def _committed_part(raw: bytes, committed: int, *, whole: bool) -> tuple[int, in
     return end, last
 
 
-def trail_of(path: str | Path | None, every: int) -> Trail | None:
+def digest_log_of(path: str | Path | None, every: int) -> DigestLog | None:
     """Return the writer for `path`, or for the path in the environment; None if neither is set.
 
     Raises JobError if `every` is not a number of steps.
@@ -194,10 +196,10 @@ def trail_of(path: str | Path | None, every: int) -> Trail | None:
             next_step="elastane.init(trail=..., trail_every=100)",
             slug="trail-file",
         )
-    return Trail(Path(where), every, os.environ.get("TORCHELASTIC_RUN_ID", ""))
+    return DigestLog(Path(where), every, os.environ.get("TORCHELASTIC_RUN_ID", ""))
 
 
-def read_trail(where: str | Path) -> Recorded:
+def read_digest_log(where: str | Path) -> Recorded:
     """Read a digest log; for a folder, its `trail.jsonl`.
 
     An incomplete last line comes from a writer that was killed, and is ignored. Raises
@@ -214,7 +216,7 @@ def read_trail(where: str | Path) -> Recorded:
         raise _unreadable(path, "is empty")
     header = _header(pieces[0])
     if header is None:
-        raise _unreadable(path, "is no trail: its first line is not a trail's")
+        raise _unreadable(path, "is no digest log: its first line is not that of one")
     if header["format"] != FORMAT:
         raise _unreadable(path, f"has format {header['format']}, and this version reads {FORMAT}")
     lines: dict[int, DigestLine] = {}

@@ -29,8 +29,8 @@ from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Fence
 from elastane.worker import comparison, healing, shard_support
 from elastane.worker.comparison import Replicas
-from elastane.worker.control_socket import AgentLine
-from elastane.worker.digest_log import Trail, trail_of
+from elastane.worker.control_socket import ControlSocket
+from elastane.worker.digest_log import DigestLog, digest_log_of
 from elastane.worker.early_read import warn_of_early_read
 from elastane.worker.mode import Deterministic, Mode
 from elastane.worker.retry import Before, Calls, RetriedCall, RetryProgress, given_up
@@ -66,21 +66,24 @@ def init(
     default is the path in ELASTANE_TRAIL.
     """
     mode = Deterministic(shards, seed) if deterministic else Mode()
-    line = AgentLine.inherited()
+    line = ControlSocket.inherited()
     if line is not None:
         warn_of_early_read(sys._getframe(1))
-    job = Job(line, mode, trail_of(trail, trail_every))
+    job = Job(line, mode, digest_log_of(trail, trail_every))
     return job.join(wait_for_place=wait_for_place)
 
 
 class Job:
     """A worker's view of its job. Not thread-safe."""
 
-    def __init__(self, line: AgentLine | None, mode: Mode, trail: Trail | None) -> None:
+    def __init__(
+        self, line: ControlSocket | None, mode: Mode, digest_log: DigestLog | None
+    ) -> None:
         self._world = Worlds(line)
         self.process_group = self._world.group
         self._tracked = RegisteredObjects()
-        self.mode, self._trail = mode, trail
+        self.mode = mode
+        self._digest_log = digest_log
         self._undo = Undo(self._tracked)
         self._health = healing.Health(self.process_group, self._tracked)
         self._updates = Updates(self.process_group, self._tracked, self._health, self._undo)
@@ -148,7 +151,7 @@ class Job:
             )
         self._tracked.add(objects)
         refuse_partitioned(self._tracked)
-        shard_support.refuse(self._tracked, self.mode, self._trail)
+        shard_support.refuse(self._tracked, self.mode, self._digest_log)
 
     def device_mesh(self, *, shard: int) -> Any:
         """Return a DeviceMesh of replicas of `shard` workers each, for `fully_shard`.
@@ -188,13 +191,13 @@ class Job:
                 self._log_digest()
                 if not self._boundary():
                     continue
-                self._world.pulse.at(Activity.LOADING)
+                self._world.progress.at(Activity.LOADING)
                 portions = _next_portions(feed, feed.cursor.portions_per_step)
                 if not portions:
                     continue  # The epoch has ended, and the feed continues with the next one.
                 step = Step(self, feed.cursor.next_step, portions)
                 self.mode.begin(step.number)
-                self._world.pulse.at(Activity.BETWEEN)
+                self._world.progress.at(Activity.BETWEEN)
                 self._calls.behind_step()
                 yield step, portions[0].batch
                 self._world.widen()
@@ -210,7 +213,7 @@ class Job:
         finally:  # Also after a break: it enters no other world.
             self._world.widen()
             self._calls.loop_ended()
-            self._world.pulse.at(Activity.APART)
+            self._world.progress.at(Activity.APART)
             self._world.finished()
 
     def retry(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -229,7 +232,7 @@ class Job:
             return cast(T, call.value)
         if call.is_between_loops:
             self._world.able()
-        self._world.pulse.at(Activity.BETWEEN)
+        self._world.progress.at(Activity.BETWEEN)
         call.before = Before(self._tracked, self.process_group)
         try:
             while not self._is_run(call, functools.partial(function, *args, **kwargs)):
@@ -237,7 +240,7 @@ class Job:
         finally:
             self._calls.end()
             if call.is_between_loops:
-                self._world.pulse.at(Activity.APART)
+                self._world.progress.at(Activity.APART)
                 self._world.finished()
         return cast(T, call.value)
 
@@ -262,7 +265,7 @@ class Job:
         """Enter the next world from within a call; return whether another member completed it."""
         while True:
             self._enter_next()
-            self._world.pulse.at(Activity.BETWEEN)
+            self._world.progress.at(Activity.BETWEEN)
             callers = self._calls.callers()
             if call.is_over or call.is_between_loops or len(callers) == self.process_group.size():
                 return call.is_over
@@ -278,11 +281,11 @@ class Job:
 
     def beat(self) -> None:
         """Report that a step makes progress: a long body reports nothing else."""
-        self._world.pulse.beat()
+        self._world.progress.beat()
 
     def begin_step(self, step: Step) -> None:
         """Begin the body of a step; `with step:` calls it."""
-        self._world.pulse.at(Activity.BODY)
+        self._world.progress.at(Activity.BODY)
         self._calls.in_step()
         self._undo.begin()
         self._updates.step_number = step.number
@@ -300,14 +303,14 @@ class Job:
                 self.process_group.pairing.agree(step.number)
             except PeerLostError as lost:
                 error = lost
-        elif not (self.process_group.failed or self._world.has_news):
+        elif not (self.process_group.failed or self._world.world_has_ended):
             return False
         if error is None or self._health.keeps(self._undo, is_cut=is_cut):
             step.committed, self._met = True, False
             self._health.forget()
             self._undo.committed()
             self._open_feed.commit(step.number)
-            self._world.pulse.step_made()
+            self._world.progress.step_made()
         else:
             self._health.put_back(self._undo)
             self._world.lose(error)
@@ -326,8 +329,8 @@ class Job:
         self._updates.close()
         if self._feed is not None:
             self._feed.close()
-        if self._trail is not None:
-            self._trail.close()
+        if self._digest_log is not None:
+            self._digest_log.close()
         self.mode.close()
         self._world.close()
 
@@ -400,7 +403,7 @@ class Job:
             self._health.prepare()
         self._updates.watch(self.mode, self._saved.settle)
         self._world.begin()
-        self._world.pulse.at(Activity.ENTERING)
+        self._world.progress.at(Activity.ENTERING)
         if self._world.restarts:
             self._met = True
         elif self._world.waits or not self._come_together():
@@ -415,7 +418,7 @@ class Job:
     def _boundary(self) -> bool:
         """Check for a change of the world between two steps; return False if there was one."""
         self._world.reach(self.committed + 1, self._saved.save_before_stop)
-        if not self._world.has_news and self._is_verified():
+        if not self._world.world_has_ended and self._is_verified():
             return True
         self._enter_next()
         return False
@@ -424,7 +427,7 @@ class Job:
         """Compare replicas, if it is time; return False if the world broke meanwhile."""
         if not self._verify_every or self.committed % self._verify_every or not self.committed:
             return True
-        self._world.pulse.at(Activity.ENTERING)
+        self._world.progress.at(Activity.ENTERING)
         self._saved.settle()
         try:
             self.process_group.pairing.insist()
@@ -478,10 +481,10 @@ class Job:
 
     def _log_digest(self) -> None:
         """Append the last step to the digest log, if this worker has to."""
-        if self._trail is None:
+        if self._digest_log is None:
             return
         cursor, tracked = self._open_feed.cursor, self._tracked
-        self._trail.at(
+        self._digest_log.at(
             *(self.committed, (self.rank, self.world_size)),
             lambda: {**self.mode.settings(), "data": cursor.described()},
             lambda: {name: state_digest(state) for name, state in tracked.state().items()},

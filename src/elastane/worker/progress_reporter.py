@@ -40,7 +40,7 @@ _BACKWARD = "torch.autograd"
 _FRAMES_MAX = 1000
 
 
-class Pulse:
+class ProgressReporter:
     """The progress reports of one worker; without a page it reports nothing."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.mesh import MeshGroups
 from elastane.data.checks import whole
 from elastane.errors import JobError
-from elastane.worker.digest_log import Trail
+from elastane.worker.digest_log import DigestLog
 from elastane.worker.healing import Health
 from elastane.worker.mode import Mode
 from elastane.worker.undo import Undo
@@ -61,10 +61,10 @@ def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None
         )
 
 
-def refuse(tracked: RegisteredObjects, mode: Mode, trail: Trail | None) -> None:
+def refuse(tracked: RegisteredObjects, mode: Mode, digest_log: DigestLog | None) -> None:
     """Raise JobError if sharded objects are registered in a job that needs whole replicas."""
-    if tracked.sharded and (mode.is_deterministic or trail is not None):
-        raise _refused("deterministic=True" if mode.is_deterministic else "a trail")
+    if tracked.sharded and (mode.is_deterministic or digest_log is not None):
+        raise _refused("deterministic=True" if mode.is_deterministic else "a digest log (trail=)")
 
 
 def open_mesh(worlds: Worlds, shards: int) -> Any:

@@ -28,9 +28,9 @@ from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Fence
 from elastane.protocol.sharding import NO_SLICE, Sharding
 from elastane.worker import drain, progress_reporter
-from elastane.worker.control_socket import AgentLine
+from elastane.worker.control_socket import ControlSocket
 from elastane.worker.healing import gathered
-from elastane.worker.progress_reporter import Pulse
+from elastane.worker.progress_reporter import ProgressReporter
 
 # How often a gated worker reads its status page.
 _POLL_S = 0.0005
@@ -39,7 +39,7 @@ _POLL_S = 0.0005
 class Worlds:
     """The worlds of one worker; its control socket's thread may end the current one at any time."""
 
-    def __init__(self, line: AgentLine | None) -> None:
+    def __init__(self, line: ControlSocket | None) -> None:
         self.group = ElasticGroup()
         # None: without an agent, or not in a world yet.
         self.place: AssignedPlace | None = None
@@ -60,8 +60,8 @@ class Worlds:
         self._sharding: Sharding | None = None  # as last reported to the agent
         # Whether this world has no whole replicas: its members only come to one step in it.
         self._is_uneven = False
-        self.pulse = Pulse()
-        self.group.when_begun = self.pulse.beat
+        self.progress = ProgressReporter()
+        self.group.when_begun = self.progress.beat
 
     def join(self, *, wait_for_place: bool) -> None:
         """Meet the other workers.
@@ -71,7 +71,7 @@ class Worlds:
         """
         if self._line is not None:
             self._page = drain.take_page()
-            self.pulse.show_on(self._page)
+            self.progress.show_on(self._page)
             word = self._line.first()
             self.local_rank = word.local_rank
             self.waits = self.came_later = isinstance(word, Wait)
@@ -114,9 +114,9 @@ class Worlds:
         return self._line is not None
 
     @property
-    def has_news(self) -> bool:
+    def world_has_ended(self) -> bool:
         """Whether the current world has ended, or this worker has a place in another."""
-        return self._line is not None and self._line.has_news
+        return self._line is not None and self._line.world_has_ended
 
     def able(self) -> None:
         """Report that this worker can recover in place."""
@@ -149,9 +149,9 @@ class Worlds:
         page = self._page
         if page is None or not page.reach(number):
             return
-        self.pulse.at(Activity.ENTERING)
+        self.progress.at(Activity.ENTERING)
         is_saved = False
-        while not self.has_news and (page.gated or not self.restarts):
+        while not self.world_has_ended and (page.gated or not self.restarts):
             target = page.target  # read once: it may change at any time
             if target > number:
                 break
@@ -161,7 +161,7 @@ class Worlds:
             page.park(target > 0, saved=is_saved)
             time.sleep(_POLL_S)
         page.park(False)
-        self.pulse.at(Activity.BETWEEN)
+        self.progress.at(Activity.BETWEEN)
 
     def met(self, number: int) -> None:
         """Report that all members are in this world, and hold the state of `number` steps.
@@ -180,14 +180,14 @@ class Worlds:
         """
         if not self._is_uneven:
             return False
-        while not self.has_news:
+        while not self.world_has_ended:
             time.sleep(_POLL_S)
         return True
 
     def enter(self) -> None:
         """Wait for a place in another world, and meet its members; raises PeerLostError."""
         assert self._line is not None, "lose() has refused"
-        self.pulse.at(Activity.ENTERING)
+        self.progress.at(Activity.ENTERING)
         self._set_place(self._line.next_place())
         self._close_whole()
         self._build(self.place)
@@ -201,7 +201,7 @@ class Worlds:
         """
         self.mesh = mesh
         for group in mesh.groups:
-            group.when_begun = self.pulse.beat
+            group.when_begun = self.progress.beat
         self._set_apart(False)
         if self.waits:
             self._wait_for_place()
@@ -241,7 +241,7 @@ class Worlds:
         )
         world = WorldGroup(wiring)
         self._building += (world,)
-        if self.has_news:
+        if self.world_has_ended:
             world.abort()
         world.build()
         self._whole = whole
@@ -260,7 +260,7 @@ class Worlds:
 
         Raises JobError if there is no other world to enter.
         """
-        if not (self.group.failed or self.has_news or isinstance(error, PeerLostError)):
+        if not (self.group.failed or self.world_has_ended or isinstance(error, PeerLostError)):
             raise error
         if self.restarts:
             self._restart(error)
@@ -271,14 +271,14 @@ class Worlds:
                 next_step="read the error above this one",
                 slug="job-alone",
             ) from error
-        if not self.has_news:
+        if not self.world_has_ended:
             self._line.lost(self.fence, f"lost a peer: {error}")
 
     def close(self) -> None:
         """Close the control socket and all groups. Idempotent."""
         if self._line is not None:
             self._line.close()
-        self.pulse.close()
+        self.progress.close()
         if self.mesh is not None:
             self.mesh.close()
         self.group.close()
@@ -311,7 +311,7 @@ class Worlds:
         for group in (self.group, *(self.mesh.groups if self.mesh is not None else ())):
             group.apart = apart
         if apart:
-            self.pulse.at(Activity.BUILDING)
+            self.progress.at(Activity.BUILDING)
 
     def _check_place(self, what: str) -> None:
         if self.waits:
@@ -365,13 +365,13 @@ class Worlds:
     def _connect(self, group: ElasticGroup, wiring: Wiring) -> None:
         world = WorldGroup(wiring)
         self._building += (world,)
-        if self.has_news:
+        if self.world_has_ended:
             world.abort()  # The thread may have checked before this world was listed.
         group.replace(world.build())
 
     def _end_world(self) -> None:
         """In the control socket's thread: abort the collectives that the main thread waits in."""
-        if self.has_news:
+        if self.world_has_ended:
             for world in self._building:
                 world.abort()
 

@@ -1,4 +1,4 @@
-"""An agent as far as supervision goes: a warden, a zygote, one worker forked and one exec'd."""
+"""An agent for supervision only: an orphan reaper, a zygote, a forked worker and an exec'd one."""
 
 import asyncio
 import os
@@ -13,11 +13,11 @@ from elastane.process.process import WorkerCommand
 from elastane.process.zygote.client import ZygoteSpawner
 
 
-async def main(leash, out):
+async def main(mark, out):
     become_subreaper()
-    env = dict(os.environ, ELASTANE_LEASH=leash)
-    warden = OrphanReaper(leash)
-    await warden.start()
+    env = dict(os.environ, ELASTANE_LEASH=mark)
+    reaper = OrphanReaper(mark)
+    await reaper.start()
     zygote = ZygoteSpawner(("torch",) if "--torch" in sys.argv else (), env, sys.executable)
     await zygote.start()
     family = str(Path(__file__).with_name("family.py"))
@@ -26,15 +26,15 @@ async def main(leash, out):
         command = WorkerCommand("script", family, (), env, out, 0, fd, 2, {})
         await spawner.spawn(command)
     if "--deadline" in sys.argv:
-        warden.allow_until(time.clock_gettime_ns(time.CLOCK_BOOTTIME) + 2 * 10**9)
-    (Path(out) / "agent").write_text(f"{os.getpid()} {zygote.pid} {warden.pid}\n")
+        reaper.allow_until(time.clock_gettime_ns(time.CLOCK_BOOTTIME) + 2 * 10**9)
+    (Path(out) / "agent").write_text(f"{os.getpid()} {zygote.pid} {reaper.pid}\n")
     if "--close" in sys.argv:
         while not all(  # noqa: ASYNC110 - a file has no event
             (Path(out) / name).read_text().endswith("\n") for name in ("forked", "execed")
         ):
             await asyncio.sleep(0.01)
         await zygote.close()
-        await warden.close()
+        await reaper.close()
         return
     await asyncio.sleep(600)
 

@@ -14,8 +14,8 @@ async def main():
     become_subreaper()
     keeping = SnapshotServerHandle(dict(os.environ))
     keeping.open()
-    warden = OrphanReaper("none", keeping.path)
-    await warden.start()
+    reaper = OrphanReaper("none", keeping.path)
+    await reaper.start()
     if secret := os.environ.get("TEST_NEIGHBOURS"):
         keeping.replicate_with(lambda: ReplicationSettings("job", (secret.encode(),), "127.0.0.1"))
     keeping.start()
@@ -24,7 +24,7 @@ async def main():
     asyncio.get_running_loop().add_reader(sys.stdin, told.set)
     await told.wait()
     await keeping.close()
-    await warden.close()
+    await reaper.close()
 
 
 asyncio.run(main())

@@ -179,7 +179,7 @@ def test_time_in_which_its_host_was_suspended_counts():
     assert agent.effect(StopGroup)
 
 
-def test_the_wardens_deadline_follows_proved_authority_and_counts_suspended_time():
+def test_the_orphan_reapers_deadline_follows_proved_authority_and_counts_suspended_time():
     agent = Agent()
     assert agent.core.train_until_s is None, "there are no workers"
     agent.running()
@@ -196,13 +196,13 @@ def test_the_wardens_deadline_follows_proved_authority_and_counts_suspended_time
     assert agent.core.train_until_s == proved_s + STANDSTILL_LIMIT_S
 
 
-def test_where_no_other_coordinator_can_be_elected_the_warden_has_no_deadline():
+def test_where_no_other_coordinator_can_be_elected_the_orphan_reaper_has_no_deadline():
     agent = Agent(self_fencing=False).running()
     agent.passes(5 * ISOLATION_LIMIT_S)
     assert agent.core.train_until_s is None and not agent.effect(StopGroup)
 
 
-def test_workers_that_the_warden_killed_while_this_agent_stood_still_did_not_fail():
+def test_workers_that_the_orphan_reaper_killed_while_this_agent_stood_still_did_not_fail():
     agent = Agent().running()
     agent.passes(5.0, answer=True)
     agent.now_s += 2 * ISOLATION_LIMIT_S

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastane.protocol.hangs import Activity, HangWatch, Observation, waiting_text
+from elastane.protocol.hangs import Activity, HangRules, Observation, waiting_text
 from elastane.protocol.limits import (
     HANG_ANSWER_S,
     HANG_ASK_S,
@@ -31,7 +31,7 @@ class Node:
     """Workers that a watch looks at: each answers what `waits` says, unless it is silent."""
 
     def __init__(self, *numbers, steps=100):
-        self.watch, self.now_s = HangWatch(FLOOR_S), 0.0
+        self.watch, self.now_s = HangRules(FLOOR_S), 0.0
         self.sights = {n: Observation(1, BODY, steps) for n in numbers or (1,)}
         self.waits, self.silent, self.held, self.asked = set(), set(), set(), 0
         self.hung, self.stalled_s, self.waiting = {}, None, ()
