@@ -193,25 +193,25 @@ def job_of(
     values = _run_options(config)
     alone = config.nproc_per_node if config.max_nodes == 1 else 0
     if isinstance(entrypoint, str):
-        wish = RequestedOptions(
+        requested = RequestedOptions(
             {**values, "no_python": "1"}, entrypoint, tuple(map(str, args)), ambient=False
         )
-        return CalledJob(wish, {}, environ, name, alone, config.role, config.max_restarts)
+        return CalledJob(requested, {}, environ, name, alone, config.role, config.max_restarts)
     try:
         files = pack(FunctionCall(entrypoint, tuple(args), macros=True))
     except errors.ConfigurationError as error:
         if config.start_method == "fork" or isinstance(error.__cause__, RuntimeError):
             return None
         raise
-    wish = RequestedOptions(values, MODULE, ambient=False)
-    return CalledJob(wish, files, environ, name, alone, config.role, config.max_restarts)
+    requested = RequestedOptions(values, MODULE, ambient=False)
+    return CalledJob(requested, files, environ, name, alone, config.role, config.max_restarts)
 
 
 @dataclass(frozen=True)
 class CalledJob:
     """A job that is ready to run; without files it runs a command."""
 
-    wish: RequestedOptions
+    requested: RequestedOptions
     files: Mapping[str, bytes]
     environ: Mapping[str, str]
     name: str
@@ -233,9 +233,9 @@ class CalledJob:
     def run(self) -> dict[int, Any]:
         """Run it; see launch_agent. A command returns None on each rank of a job of one node."""
         if self.files:
-            ended = run_function(self.wish, self.files, self.environ, self.name)
+            ended = run_function(self.requested, self.files, self.environ, self.name)
         else:
-            ended = run_command(self.wish, self.environ)
+            ended = run_command(self.requested, self.environ)
         self._put_metrics(ended)
         if ended.code != 0:
             _raise_failure(self.name, ended)
