@@ -25,7 +25,7 @@ _SPELLINGS = ("runPolicy", "RunPolicy")
 # Asked once: each answer evaluates every annotation anew, in half a millisecond.
 _FIELDS = msgspec.structs.fields(ElasticJobSpec)
 _POLICY = [field.encode_name for field in msgspec.structs.fields(RunPolicy)]
-_AT = re.compile(r" - at `\$(.*)`$", re.DOTALL)
+_PLACE = re.compile(r" - at `\$(.*)`$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _HOST = re.compile(r"(https?://)?(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?)")
 # How the original's samples are filled in.
@@ -113,14 +113,14 @@ def wrong_types(raw: dict[str, Any]) -> list[Wrong]:
 
 def _of_msgspec(path: str, value: Any, text: str) -> Wrong:
     """Translate `Expected `int` >= 1, got `str` - at `$.a[0]``."""
-    found = _AT.search(text)
+    found = _PLACE.search(text)
     for key, index in _STEP.findall(found[1] if found else ""):
         path += f".{key}" if key else f"[{index}]"
         try:
             value = value[key] if key else value[int(index)]
         except (KeyError, IndexError, TypeError):
             value = msgspec.UNSET
-    expected = _AT.sub("", text).replace("`", "")
+    expected = _PLACE.sub("", text).replace("`", "")
     missing = re.fullmatch(r"Object missing required field (\S+)", expected)
     if missing:
         return _wrong(f"{path}.{missing[1]}", msgspec.UNSET, "a value")
