@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elastane.errors import ConfigurationError
-from elastane.kubernetes.client import execplugin
-from elastane.kubernetes.client.kubeconfig import read_kubeconfig
+from elastane.kubernetes.client import identity
+from elastane.kubernetes.client.credentials import read_kubeconfig
 
 
 def plugin(tmp_path: Path, body: str, **more: object):
@@ -126,6 +126,6 @@ def test_a_plugin_that_is_not_there_is_named(tmp_path):
 
 
 def test_a_plugin_that_hangs_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(execplugin, "PLUGIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(identity, "PLUGIN_TIMEOUT_S", 0.5)
     with pytest.raises(ConfigurationError, match="timed out"):
         asyncio.run(plugin(tmp_path, "time.sleep(600)").proof())

@@ -13,8 +13,8 @@ from elastane.kubernetes.client import (
     ApiGoneError,
     ApiUnreachableError,
     transport,
-    watching,
 )
+from elastane.kubernetes.client import api as client_api
 from elastane.kubernetes.client.identity import Anybody
 from elastane.kubernetes.client.resource import CONFIGMAPS
 
@@ -97,7 +97,7 @@ def test_what_is_no_event_is_an_answer_error(name, monkeypatch):
     async def check(server):
         async with api(server) as client:
             request = transport.Request("GET", "/x", "list x", bytes_max=5000)
-            watch = watching.follow(client._http, request, Thing, "5", 30.0)
+            watch = client_api.follow(client._http, request, Thing, "5", 30.0)
             assert (await anext(watch)).change == "BOOKMARK"
             with pytest.raises(ApiAnswerError):
                 await anext(watch)
@@ -113,7 +113,7 @@ async def test_a_watch_whose_connection_breaks_says_so(server):
 
 
 def test_a_watch_over_which_nothing_comes_is_taken_for_broken(monkeypatch):
-    monkeypatch.setattr(watching, "SILENCE_MARGIN_S", 0.2)
+    monkeypatch.setattr(client_api, "SILENCE_MARGIN_S", 0.2)
 
     @served([STREAM, HANG])
     async def check(server):
@@ -151,7 +151,7 @@ def test_a_server_that_ends_each_watch_at_once_is_not_asked_without_pause(monkey
                 assert (await anext(watch)).change == "BOOKMARK"
             await watch.aclose()
 
-    monkeypatch.setattr(watching.asyncio, "sleep", sleep)
+    monkeypatch.setattr(client_api.asyncio, "sleep", sleep)
     check()
-    grown = [pause_s for pause_s in pauses if pause_s >= watching.PAUSE_S]
-    assert grown[:7] == sorted(grown[:7]) and grown[-1] == watching.PAUSE_MAX_S
+    grown = [pause_s for pause_s in pauses if pause_s >= client_api.PAUSE_S]
+    assert grown[:7] == sorted(grown[:7]) and grown[-1] == client_api.PAUSE_MAX_S

@@ -12,11 +12,15 @@ import pytest
 
 from elastane.errors import ConfigurationError
 from elastane.kubernetes.client import find_access, identity
-from elastane.kubernetes.client.credentials import ClusterAccess, Tls
-from elastane.kubernetes.client.execplugin import Credential
-from elastane.kubernetes.client.execplugin import _proof as read_credential
-from elastane.kubernetes.client.identity import Anybody, ClientProof, FileIdentity, ServiceToken
-from elastane.kubernetes.client.kubeconfig import read_kubeconfig
+from elastane.kubernetes.client.credentials import ClusterAccess, Tls, read_kubeconfig
+from elastane.kubernetes.client.identity import (
+    Anybody,
+    ClientProof,
+    Credential,
+    FileIdentity,
+    ServiceToken,
+)
+from elastane.kubernetes.client.identity import _proof as read_credential
 
 PLAIN = {
     "clusters": [{"name": "c", "cluster": {"server": "https://kube:6443/prefix/"}}],

@@ -32,8 +32,8 @@ from elastane.kubernetes.bridge.messages import (
     report_name,
 )
 from elastane.kubernetes.client import ApiUnreachableError
+from elastane.kubernetes.client.api import follow_one
 from elastane.kubernetes.client.resource import CONFIGMAPS
-from elastane.kubernetes.client.single import follow_one
 from elastane.protocol.limits import REASON_CHARS_MAX
 from elastane.protocol.messages import AgentPresence, Report
 from elastane.protocol.model import Fence

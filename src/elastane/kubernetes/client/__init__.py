@@ -1,13 +1,13 @@
 """A client of the Kubernetes API: requests, pages, watches, credentials; no object of ours.
 
-`credentials` finds out which server is meant and who we are to it, `kubeconfig` and `execplugin`
-read what people have for that, `resource` makes paths, `api` is the client, `watching` follows what
-changes, `errors` is what can go wrong. Only `transport` knows httpx, which is imported when a
+`credentials` finds the server and the identity, from a service account or a kubeconfig; `identity`
+keeps that identity valid. `resource` makes paths, `api` is the client with its watches, `errors`
+turns answers into objects or errors. Only `transport` knows httpx, which is imported when a
 connection is first made. Objects are whatever msgspec type the caller reads: only its fields cost
 anything.
 """
 
-from elastane.kubernetes.client.api import Api, Deletion, ListPage
+from elastane.kubernetes.client.api import Api, Deletion, ListPage, SeenObject
 from elastane.kubernetes.client.credentials import ClusterAccess, find_access
 from elastane.kubernetes.client.errors import (
     ApiAnswerError,
@@ -22,7 +22,6 @@ from elastane.kubernetes.client.errors import (
     ApiUnreachableError,
 )
 from elastane.kubernetes.client.resource import Resource, Selector
-from elastane.kubernetes.client.watching import SeenObject
 
 __all__ = [
     "Api",

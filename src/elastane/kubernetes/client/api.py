@@ -1,26 +1,114 @@
-"""The client: typed requests for objects, one method for each verb of the API.
+"""The client: typed requests for objects, one method for each verb of the API, and watches.
 
-Owns the requests and the types of their answers. `transport` owns connections, `resource` paths. It
-never repeats a request that could then be done twice. It fails with one of `errors`, each of which
-names the request, and with ConfigurationError without credentials.
+Owns the requests, the types of their answers, and the stream of a watch's events. `transport` owns
+connections, `resource` paths. It never repeats a request that could then be done twice. It fails
+with one of `errors`, each of which names the request, and with ConfigurationError without
+credentials.
+
+A server ends each watch after a while, which is normal: the next one resumes from the last version
+seen. A watch that is silent for longer than that, without even a bookmark, counts as a broken
+connection. A watch fails with ApiGoneError for a version that is too old (list again),
+ApiUnreachableError for a broken connection (resume from the version of the last event), and
+ApiAnswerError for anything that is no event.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import random
 from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
 from elastane.kubernetes.client.credentials import ClusterAccess
-from elastane.kubernetes.client.decode import decoded, pages
-from elastane.kubernetes.client.errors import ApiNotFoundError
-from elastane.kubernetes.client.resource import EVERYTHING, Resource, Selector
+from elastane.kubernetes.client.errors import (
+    ApiError,
+    ApiGoneError,
+    ApiNotFoundError,
+    Status,
+    Versioned,
+    decoded,
+    garbage,
+    pages,
+    refusal,
+)
+from elastane.kubernetes.client.resource import EVERYTHING, Resource, Selector, one
 from elastane.kubernetes.client.transport import PAGE_BYTES_MAX, Request, Transport
-from elastane.kubernetes.client.watching import WATCH_S, SeenObject, follow
 
 T = TypeVar("T")
+
+# A server ends a watch after about so long, and sends a bookmark each minute until then.
+WATCH_S = 60.0
+# ... and a connection over which nothing came for that long and this is dead.
+SILENCE_MARGIN_S = 5.0
+# Between two watches of a server that ends each at once: the first pause and the longest.
+PAUSE_S = 0.1
+PAUSE_MAX_S = 5.0
+Change = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
+
+
+class SeenObject(msgspec.Struct, Generic[T], frozen=True):
+    """One event. `object` is None for a BOOKMARK, which only says how far the watch is.
+
+    There is one at the beginning of each watch, too: the server answers.
+    """
+
+    change: Change
+    object: T | None
+    version: str
+
+
+class _Line(msgspec.Struct):
+    type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR"]
+    object: msgspec.Raw
+
+
+async def follow(
+    http: Transport, request: Request, kind: type[T], from_version: str, watch_s: float
+) -> AsyncGenerator[SeenObject[T], None]:
+    """Give every event after `from_version`, over as many watches as it takes."""
+    version, pause_s = from_version, PAUSE_S
+    while True:
+        # Not all watches of all clients at one moment.
+        asked_s = max(1, round(watch_s * random.uniform(0.9, 1.0)))
+        query = request.query | {
+            "watch": "1",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(asked_s),
+        }
+        began = msgspec.structs.replace(request, query=query, told="watch" + request.told[4:])
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        async with http.stream(began, silence_s=watch_s + SILENCE_MARGIN_S) as lines:
+            yield SeenObject("BOOKMARK", None, version)
+            async for line in lines:
+                if line.strip():
+                    seen = _seen(line, kind, began.told, http.access.where)
+                    version = seen.version or version
+                    yield seen
+        lived = loop.time() - begun_s >= min(1.0, asked_s / 2)
+        pause_s = PAUSE_S if lived else min(2 * pause_s, PAUSE_MAX_S)
+        if not lived:
+            await asyncio.sleep(pause_s)
+
+
+def _seen(line: bytes, kind: type[T], told: str, where: str) -> SeenObject[T]:
+    event = decoded(line, _Line, told, where)
+    if event.type == "ERROR":
+        status = decoded(event.object, Status, told, where)
+        if not 400 <= status.code < 600:
+            raise garbage(told, f"an error of code {status.code}", where=where)
+        raise refusal(told, status.code, status, where=where)
+    version = decoded(event.object, Versioned, told, where).metadata.resourceVersion
+    if event.type == "BOOKMARK":
+        return SeenObject(event.type, None, version)
+    return SeenObject(event.type, decoded(event.object, kind, told, where), version)
+
+
 PAGE_ITEMS = 500  # kubectl's
 # One request and its answer. A page of 500 pods takes an API server a quarter of a second; one
 # whose etcd elects a leader takes a few.
@@ -202,7 +290,7 @@ class Api:
         selector: Selector = EVERYTHING,
         watch_s: float = WATCH_S,
     ) -> AsyncGenerator[SeenObject[T], None]:
-        """Give what happens after `from_version`, without end; see watching.follow.
+        """Give what happens after `from_version`, without end; see `follow`.
 
         To be closed (`aclose`) by the task that iterates: it holds a connection.
         """
@@ -256,3 +344,52 @@ def _request(
         body=msgspec.json.encode(body) if body is not None else b"",
         content_type=_MERGE_PATCH if method == "PATCH" else _JSON,
     )
+
+
+# After this long without an event the object is read: the server may be cut off.
+LOOK_S = 10.0
+_PAUSE_S = 0.1
+# ... and after a watch that broke, or is not allowed.
+_BROKEN_PAUSE_S = 1.0
+
+
+async def follow_one(
+    api: Api, resource: Resource, namespace: str, name: str, kind: type[T]
+) -> AsyncGenerator[T | None, None]:
+    """Yield the current object, None while it does not exist, and again at each change and read.
+
+    A Role can allow the reading and watching of one name where a list of all is too much. It fails
+    with the ApiError of a read; a broken watch only leads to another read.
+    """
+    begin = ""
+    while True:
+        raw = await api.find(resource, namespace, name, msgspec.Raw)
+        version = ""
+        if raw is None:
+            yield None
+        else:
+            told, where = f"get {resource.told(namespace, name)}", api.access.where
+            version = decoded(raw, Versioned, told, where).metadata.resourceVersion
+            yield decoded(raw, kind, told, where)
+        # From the version that was read, or from now on where the server has dropped that version.
+        watch = api.watch(
+            resource, namespace, kind, "" if begin == "gone" else version, one(name), LOOK_S
+        )
+        begin = ""
+        pause_s = _PAUSE_S
+        until_s = asyncio.get_running_loop().time() + LOOK_S
+        async with contextlib.aclosing(watch):
+            try:
+                while True:
+                    # Not around the yield: it would cancel the iterating task there.
+                    async with asyncio.timeout_at(until_s):
+                        seen = await anext(watch)
+                    if seen.change != "BOOKMARK":
+                        yield None if seen.change == "DELETED" else seen.object
+            except TimeoutError:
+                pass
+            except ApiGoneError:
+                begin = "gone"
+            except ApiError:  # The next read shows whether the server is away.
+                pause_s = _BROKEN_PAUSE_S
+        await asyncio.sleep(pause_s)

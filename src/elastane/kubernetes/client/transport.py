@@ -29,11 +29,10 @@ from elastane.kubernetes.client.errors import (
     refusal,
     unreachable,
 )
+from elastane.kubernetes.client.identity import ClientProof
 
 if TYPE_CHECKING:
     import httpx
-
-    from elastane.kubernetes.client.identity import ClientProof
 
 # etcd takes objects of 1.5 MiB at most, and managed fields come on top.
 ANSWER_BYTES_MAX = 4 << 20

@@ -24,8 +24,8 @@ from elastane.kubernetes.client import (
     Resource,
     Selector,
 )
+from elastane.kubernetes.client.api import follow_one
 from elastane.kubernetes.client.resource import CONFIGMAPS, LEASES, SECRETS
-from elastane.kubernetes.client.single import follow_one
 from elastane.kubernetes.store.lease import KubernetesLease, LeasePlace
 from elastane.kubernetes.store.names import (
     JOB_LABEL,
