@@ -4,7 +4,7 @@ import pytest
 from kube_operators import GROUP_OF_JOBS, job, operator_over, play, pods
 
 from elastane.kubernetes.reconcile import reconcile
-from elastane.kubernetes.store.names import lease_of
+from elastane.kubernetes.store.objects import lease_of
 
 LEASES = "coordination.k8s.io"
 FAILED = {

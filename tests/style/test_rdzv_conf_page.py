@@ -15,8 +15,8 @@ import pytest
 from style_sources import ROOT
 
 from elastane.errors import ElastaneError
-from elastane.kubernetes.store.settings import TIMING
-from elastane.kubernetes.store.trouble import REFUSED_S
+from elastane.kubernetes.store.backend import TIMING
+from elastane.kubernetes.store.store import REFUSED_S
 from elastane.options import backend, conf
 from elastane.options.build import build
 from elastane.options.parser import parse

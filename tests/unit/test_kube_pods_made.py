@@ -14,7 +14,7 @@ from elastane.kubernetes.model import (
     Refusal,
 )
 from elastane.kubernetes.model.names import MADE_OF
-from elastane.kubernetes.store.names import token_of
+from elastane.kubernetes.store.objects import token_of
 
 
 def begun(spec=None):

@@ -9,24 +9,22 @@ import pytest
 
 from elastane.errors import ConfigurationError, StoreError
 from elastane.kubernetes.client.errors import Status, refusal, unreachable
-from elastane.kubernetes.store import trouble
-from elastane.kubernetes.store.names import (
-    config_maps_of,
-    job_label,
-    lease_of,
-    object_name,
-    resource_of,
-    token_of,
-)
+from elastane.kubernetes.store import store
 from elastane.kubernetes.store.objects import (
     ConfigMapObject,
     LeaseObject,
     SecretObject,
     StoredMeta,
+    config_maps_of,
+    job_label,
+    lease_of,
     manifest_of,
+    object_name,
+    resource_of,
+    token_of,
 )
 from elastane.kubernetes.store.settings import read_settings
-from elastane.kubernetes.store.trouble import AllowedAccess
+from elastane.kubernetes.store.store import AllowedAccess
 
 
 def test_a_plain_job_has_readable_names():
@@ -123,7 +121,7 @@ def test_a_refusal_is_for_good_only_after_a_moment(monkeypatch):
         with pytest.raises(StoreError) as caught:
             await told(memory, "get secrets", forbidden())
         assert caught.value.slug == "kube-forbidden"
-        monkeypatch.setattr(trouble, "REFUSED_S", 0.0)
+        monkeypatch.setattr(store, "REFUSED_S", 0.0)
         with pytest.raises(ConfigurationError) as caught:
             await told(memory, "get secrets", forbidden())
         error = str(caught.value)
@@ -134,7 +132,7 @@ def test_a_refusal_is_for_good_only_after_a_moment(monkeypatch):
 
 
 def test_what_was_allowed_once_is_never_forbidden_for_good(monkeypatch):
-    monkeypatch.setattr(trouble, "REFUSED_S", 0.0)
+    monkeypatch.setattr(store, "REFUSED_S", 0.0)
 
     async def fine():
         return 1

@@ -29,7 +29,7 @@ _BUILTIN = (
     EntryPoint("etcd", "elastane.stores.etcd:ETCD", GROUP),
     EntryPoint("etcd-v2", "elastane.stores.etcd:ETCD_V2", GROUP),
     EntryPoint("file", "elastane.stores.file:BACKEND", GROUP),
-    EntryPoint("kubernetes", "elastane.kubernetes.store.settings:BACKEND", GROUP),
+    EntryPoint("kubernetes", "elastane.kubernetes.store.backend:BACKEND", GROUP),
     EntryPoint("redis", "elastane.stores.redis:BACKEND", GROUP),
 )
 

@@ -21,7 +21,7 @@ from typing import Any
 from elastane.kubernetes.model import Meta
 from elastane.kubernetes.model.names import pod_name
 from elastane.kubernetes.reconcile.settings import JobSettings
-from elastane.kubernetes.store.names import token_of
+from elastane.kubernetes.store.objects import token_of
 
 C10D_PORT = 29400
 UID_CHARS = 8

@@ -30,7 +30,7 @@ from elastane.kubernetes.reconcile.injection import backend, rdzv_id
 from elastane.kubernetes.reconcile.pods import Judged, PodEnd, ending_text
 from elastane.kubernetes.reconcile.rules import documented, ruled
 from elastane.kubernetes.reconcile.settings import JobSettings
-from elastane.kubernetes.store.names import lease_of
+from elastane.kubernetes.store.objects import lease_of
 
 
 def count(context: DecisionContext) -> None:

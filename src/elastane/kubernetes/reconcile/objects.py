@@ -38,7 +38,7 @@ from elastane.kubernetes.reconcile.context import DecisionContext
 from elastane.kubernetes.reconcile.injection import backend, named_pods, needs_access, rdzv_id
 from elastane.kubernetes.reconcile.manifest import Manifest, owner
 from elastane.kubernetes.reconcile.waiting import waits_for_refusal
-from elastane.kubernetes.store.names import token_of
+from elastane.kubernetes.store.objects import token_of
 
 _RBAC = "rbac.authorization.k8s.io"
 

@@ -1,0 +1,56 @@
+"""Kubernetes as one of the stores that `--rdzv-backend` names: its keys, its timing, its making.
+
+Importing this module is cheap: the store and the client are imported when a job uses them. It fails
+with ConfigurationError where no cluster can be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from elastane.kubernetes.store.settings import read_settings
+from elastane.process.environment import snapshot
+from elastane.protocol.limits import Timing
+from elastane.stores.protocol import Store
+from elastane.stores.registry import ConfKey, StoreBackend, StorePlace
+
+# All jobs share the cluster's API server: one write a second for each job, not two. kubelets renew
+# theirs every 10 s, and there are at most some thousands of either.
+TIMING = msgspec.structs.replace(Timing(), lease_ttl_s=3.0, lease_renew_s=1.0)
+
+
+def _check(place: StorePlace, environ: Mapping[str, str]) -> StorePlace:
+    """Find the namespace; ConfigurationError where no cluster can be asked."""
+    namespace = read_settings(place.endpoint, place.conf, environ).access().namespace
+    return StorePlace(
+        namespace, {key: value for key, value in place.conf.items() if key != "namespace"}
+    )
+
+
+def _make(place: StorePlace) -> Store:
+    # Only a job that uses this store pays for the imports of a client.
+    from elastane.kubernetes.store.store import KubernetesStore
+
+    return KubernetesStore(read_settings(place.endpoint, place.conf, snapshot()))
+
+
+BACKEND = StoreBackend(
+    name="kubernetes",
+    make=_make,
+    endpoint="a namespace of the cluster, or nothing for that of the pod or the kubeconfig",
+    example="training",
+    needs_endpoint=False,
+    check=_check,
+    keys=(
+        ConfKey("kubeconfig", "where the API server is, and who we are to it", unit="file"),
+        ConfKey("context", "a context of the kubeconfig"),
+        ConfKey("namespace", "where the job's objects are"),
+    ),
+    tls=True,
+    login=True,
+    timing=TIMING,
+    forgets=False,
+    late_s=1.5,  # a Lease's duration is whole seconds
+)
