@@ -127,8 +127,8 @@ def settle(objects: Any, name: str, pods: int) -> None:
         SeenService,
         as_wire,
     )
-    from elastane.kubernetes.operator.kinds import BY_KIND, OwnedKind
-    from elastane.kubernetes.operator.kinds import JOBS as KIND
+    from elastane.kubernetes.operator.view import BY_KIND, OwnedKind
+    from elastane.kubernetes.operator.view import JOBS as KIND
     from elastane.kubernetes.reconcile import reconcile
 
     at = Where(KIND.group, KIND.plural, "default", name)
@@ -163,7 +163,7 @@ def settle(objects: Any, name: str, pods: int) -> None:
 def create(objects: Any, kind: str, manifest: dict[str, Any]) -> dict[str, Any]:
     from kube_fake_store import Where
 
-    from elastane.kubernetes.operator.kinds import BY_KIND
+    from elastane.kubernetes.operator.view import BY_KIND
 
     resource = BY_KIND[kind]
     made: dict[str, Any] = objects.create(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import msgspec
 from kube_pods import BEGIN_S, SimPod, spec_of
 
-from elastane.kubernetes.bridge.messages import JobReport, MemberReport
 from elastane.kubernetes.model import (
     CreateObject,
     CreatePod,
@@ -30,6 +29,7 @@ from elastane.kubernetes.model import (
     merge_patch,
     read_status,
 )
+from elastane.kubernetes.model.observed import JobReport, MemberReport
 from elastane.kubernetes.reconcile import reconcile
 
 __all__ = ["BEGIN_S", "Cluster", "SimPod", "spec_of"]

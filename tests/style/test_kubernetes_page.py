@@ -24,8 +24,8 @@ from elastane.kubernetes.model.spec import (
     WorkersSpec,
 )
 from elastane.kubernetes.operator.probes import _COUNTERS, _OF_A_JOB
-from elastane.kubernetes.reconcile import bounds, conditions
-from elastane.kubernetes.reconcile.rules import documented
+from elastane.kubernetes.reconcile import bounds, status
+from elastane.kubernetes.reconcile.exit_codes import documented
 from elastane.kubernetes.schema import schema_of
 
 PATHS = sorted((ROOT / "docs").glob("kubernetes*.md"))
@@ -123,7 +123,7 @@ def test_the_conditions_are_those_that_there_are():
         *("Created", "Suspended", "Restarting", "Stalled", "CrashLooping", "Degraded"),
         *("Running", "Succeeded", "Failed"),
     ]
-    assert set(conditions._ORDER) == {name for row in table("condition") for name in words(row[0])}
+    assert set(status._ORDER) == {name for row in table("condition") for name in words(row[0])}
 
 
 def told_reasons():

@@ -6,7 +6,7 @@ import pytest
 from kube_cluster import Cluster, spec_of
 
 from elastane.agent.ending import report_end
-from elastane.kubernetes.model.seen import ContainerEnd
+from elastane.kubernetes.model.observed import ContainerEnd
 from elastane.kubernetes.reconcile.bounds import FIRST_START_LIVED_S, FIRST_START_S
 from elastane.kubernetes.reconcile.pods import ending_text
 from elastane.protocol.effects import Exit

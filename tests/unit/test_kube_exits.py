@@ -8,8 +8,8 @@ from elastane.errors import ExitCode
 from elastane.kubernetes.model import ElasticJob, Meta, Pod
 from elastane.kubernetes.model.spec import ExitCodeRule
 from elastane.kubernetes.reconcile.bounds import BACKOFF_MAX_S
+from elastane.kubernetes.reconcile.exit_codes import documented, ruled
 from elastane.kubernetes.reconcile.pods import judge
-from elastane.kubernetes.reconcile.rules import documented, ruled
 from elastane.kubernetes.reconcile.settings import read
 
 

@@ -3,8 +3,8 @@
 import pytest
 from kube_cluster import Cluster, spec_of
 
-from elastane.kubernetes.bridge.messages import JobReport, MemberReport
 from elastane.kubernetes.model import CreatePod, DeletePod, PatchObject
+from elastane.kubernetes.model.observed import JobReport, MemberReport
 
 
 def running(replicas=2, **more):

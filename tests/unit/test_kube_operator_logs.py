@@ -9,7 +9,7 @@ import pytest
 
 from elastane.errors import UsageError
 from elastane.kubernetes.operator import set_up_logs
-from elastane.kubernetes.operator.logs import JsonHandler
+from elastane.kubernetes.operator.running import JsonHandler
 from elastane.observe.logging import ConsoleHandler
 
 SAID_S = 1_700_000_000.25

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from elastane.kubernetes.model import ElasticJob, Meta, Owner, Pod, Refusal
 from elastane.kubernetes.model.names import job_labels
-from elastane.kubernetes.model.seen import PodSpec
-from elastane.kubernetes.operator import cache as cache_module
+from elastane.kubernetes.model.observed import PodSpec
+from elastane.kubernetes.operator import informer as cache_module
 from elastane.kubernetes.operator import view as view_module
-from elastane.kubernetes.operator.cache import Cache
-from elastane.kubernetes.operator.kinds import KubernetesNode, OwnedKind, node_state
+from elastane.kubernetes.operator.informer import Cache
 from elastane.kubernetes.operator.probes import Probes, make_metrics
 from elastane.kubernetes.operator.queue import KeyedQueue
-from elastane.kubernetes.operator.view import ClusterView
+from elastane.kubernetes.operator.view import ClusterView, KubernetesNode, OwnedKind, node_state
 
 
 def pod(name="p", version=1, uid="u", namespace="n", **labels):

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 from kube_cluster import Cluster, spec_of
 
-from elastane.kubernetes.reconcile.validation import wrong_name
+from elastane.kubernetes.reconcile.settings import wrong_name
 from elastane.kubernetes.schema import definition
 
 # The original's own sample, as its README shows it; only the endpoint is filled in.

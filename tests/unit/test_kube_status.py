@@ -2,7 +2,7 @@
 
 from kube_cluster import Cluster, spec_of
 
-from elastane.kubernetes.bridge.messages import JobReport, MemberReport
+from elastane.kubernetes.model.observed import JobReport, MemberReport
 
 
 def running(replicas=2, least=1, most=4):

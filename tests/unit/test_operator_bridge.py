@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from elastane.errors import StoreError
-from elastane.kubernetes.bridge import bridge
-from elastane.kubernetes.bridge.bridge import OperatorBridge, Summary, is_due, read_directive
-from elastane.kubernetes.bridge.messages import Directive, JobReport
+from elastane.kubernetes import bridge
+from elastane.kubernetes.bridge import OperatorBridge, Summary, is_due, read_directive
 from elastane.kubernetes.client.errors import unreachable
+from elastane.kubernetes.model.observed import Directive, JobReport
 from elastane.protocol.messages import AgentPresence, NodeStatus, Report
 from elastane.protocol.model import Fence
 

@@ -25,8 +25,8 @@ from elastane.kubernetes.model import (
     since_epoch,
 )
 from elastane.kubernetes.model.names import CONTAINER, LABEL_INDEX, selector
-from elastane.kubernetes.model.seen import ContainerStatus
-from elastane.kubernetes.operator.kinds import JOBS
+from elastane.kubernetes.model.observed import ContainerStatus
+from elastane.kubernetes.operator.view import JOBS
 
 # More than fit on a screen are counted, not listed.
 PODS_SHOWN_MAX = 40

@@ -25,7 +25,7 @@ from elastane.protocol.model import JobRecord, JobSpec, Outcome
 from elastane.stores import JobKeys
 
 if TYPE_CHECKING:
-    from elastane.kubernetes.bridge.bridge import OperatorBridge
+    from elastane.kubernetes.bridge import OperatorBridge
 
 _log = logging.getLogger("elastane.coordinator")
 Save = Callable[[JobRecord], Awaitable[None]]
@@ -40,7 +40,7 @@ def operator_bridge_of(keys: JobKeys | None, environ: Mapping[str, str]) -> Oper
     job, pod = environ.get(JOB_VARIABLE, ""), environ.get(POD_VARIABLE, "")
     if not job or not pod or keys is None:
         return None
-    from elastane.kubernetes.bridge.bridge import OperatorBridge, OperatorMailbox
+    from elastane.kubernetes.bridge import OperatorBridge, OperatorMailbox
     from elastane.kubernetes.store.store import KubernetesStore
 
     if not isinstance(keys.store, KubernetesStore):

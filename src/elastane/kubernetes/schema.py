@@ -20,7 +20,7 @@ from elastane.kubernetes.model.status import JobStatus
 
 Schema = dict[str, Any]
 
-# What Kubernetes lets a definition say of metadata: the same bounds as `validation.wrong_name`.
+# What Kubernetes lets a definition say of metadata: the same bounds as `settings.wrong_name`.
 _NAME = {"type": "string", "maxLength": names.NAME_CHARS_MAX, "pattern": f"^{names.NAME_PATTERN}$"}
 # (expression, message), on spec. Fields that are not set are not compared.
 _RULES = (

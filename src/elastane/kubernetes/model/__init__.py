@@ -1,10 +1,10 @@
-"""Types of the ElasticJob, of what is seen of a cluster, and of what is decided.
+"""Types of the ElasticJob, of the observed cluster, and of a decision.
 
 Data only: no I/O, no clock, no decision. `names` holds the names that are a contract, `spec` and
-`status` the resource, `seen` what a decision rests upon, `deeds` what it asks for.
+`status` the resource, `observed` the input of a decision, `decision` its output.
 """
 
-from elastane.kubernetes.model.actions import (
+from elastane.kubernetes.model.decision import (
     Action,
     CreateObject,
     CreatePod,
@@ -17,15 +17,18 @@ from elastane.kubernetes.model.actions import (
     ReleaseLease,
     ReportedEvent,
 )
-from elastane.kubernetes.model.meta import Meta, Owner, as_time, since_epoch
-from elastane.kubernetes.model.seen import (
+from elastane.kubernetes.model.observed import (
     ElasticJob,
+    Meta,
     Observed,
     OwnedObjects,
+    Owner,
     Pod,
     Refusal,
     SeenNode,
     SeenService,
+    as_time,
+    since_epoch,
 )
 from elastane.kubernetes.model.spec import ElasticJobSpec
 from elastane.kubernetes.model.status import (

@@ -1,7 +1,7 @@
 """The ElasticJob's spec as types: what the definition's schema and the validation are made of.
 
 The original's fields come first; all of ours are optional. Bounds stand in the types, so that
-schema and operator cannot differ. What one field says about another is `reconcile.validation`'s.
+schema and operator cannot differ. What one field says about another is `reconcile.settings`'s.
 """
 
 from __future__ import annotations

@@ -44,10 +44,9 @@ from elastane.kubernetes.model import (
     merge_patch,
 )
 from elastane.kubernetes.operator.bounds import BATCH_FACTOR, BATCH_FIRST, WRITES_IN_FLIGHT_MAX
-from elastane.kubernetes.operator.kinds import BY_KIND, JOBS, OwnedKind, type_of
 from elastane.kubernetes.operator.metrics import Metrics
-from elastane.kubernetes.operator.view import ClusterView
-from elastane.kubernetes.reconcile.injection import TOKEN_KEY
+from elastane.kubernetes.operator.view import BY_KIND, JOBS, ClusterView, OwnedKind, type_of
+from elastane.kubernetes.reconcile.manifest import TOKEN_KEY
 from elastane.kubernetes.store.lease import LeasePlace, free_of
 from elastane.stores import new_token
 

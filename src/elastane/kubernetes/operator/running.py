@@ -3,7 +3,8 @@
 It ends in three ways. On SIGTERM it finishes the jobs under way and gives the lease back, so that
 the next operator acts immediately. On the loss of the lease it stops in the middle and ends with
 LeaseLostError; its Deployment starts it again. If it is killed nothing is lost: the next operator
-takes over once the lease has run out.
+takes over once the lease has run out. A failure to read or write the lease is logged once and
+retried.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from elastane.errors import ConfigurationError, ElastaneError, LeaseLostError
@@ -22,18 +25,23 @@ from elastane.kubernetes.client import Api, ClusterAccess
 from elastane.kubernetes.operator.bounds import (
     END_S,
     EVENTS_FLUSH_S,
+    LEASE_HOLD_S,
+    LEASE_LOOK_S,
+    LEASE_RENEW_S,
+    LEASE_REQUEST_S,
     LEASE_S,
     WRITES_IN_FLIGHT_MAX,
 )
-from elastane.kubernetes.operator.elector import Elector
 from elastane.kubernetes.operator.probes import Probes, make_metrics
 from elastane.kubernetes.operator.reporting import Recorder
 from elastane.kubernetes.operator.session import Decide, OperatorSession
 from elastane.kubernetes.reconcile import reconcile
-from elastane.kubernetes.store.lease import LeasePlace
+from elastane.kubernetes.store.lease import KubernetesLease, LeasePlace
+from elastane.observe.logging import ConsoleHandler, one_line, setup
 from elastane.process import environment
 from elastane.process.health import AnswerServer
-from elastane.stores import boot_clock
+from elastane.process.streams.console import process_console
+from elastane.stores.common import boot_clock
 
 _log = logging.getLogger(__name__)
 # Beside the writes: one watch for each kind, events, and lists.
@@ -208,3 +216,100 @@ async def run(access: ClusterAccess, settings: OperatorSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, operator.stop)
     await operator.run()
+
+
+_SILENT = "the API server does not answer"
+
+
+class Elector:
+    """Takes and keeps the lease of `place`, as `identity`."""
+
+    def __init__(self, place: LeasePlace, identity: str, lease_s: float = LEASE_S) -> None:
+        self._told = f"{place.namespace}/{place.metadata()['name']}"
+        self._identity = identity
+        self._pace = lease_s / LEASE_S
+        margin = 1 - LEASE_HOLD_S / LEASE_S
+        self._lease = KubernetesLease(place, self._told, identity.encode(), lease_s, margin)
+        # When the lease was last read or written; what stands against it, for a person.
+        self.looked_s = float("-inf")
+        self.trouble = ""
+
+    def held(self) -> bool:
+        """Return whether this operator may act at this moment."""
+        return self._lease.held()
+
+    async def campaign(self) -> None:
+        """Return once the lease is held. Cancel it to withdraw."""
+        while not self.held():
+            await self._try(self._lease.take(), LEASE_REQUEST_S)
+            if not self.held():
+                await asyncio.sleep(LEASE_LOOK_S * self._pace)
+        _log.info("lease %s is held by %s", self._told, self._identity)
+
+    async def keep(self) -> None:
+        """Renew until the lease is lost; then raise LeaseLostError, at that moment."""
+        while self.held():
+            left_s = self._lease.remaining_s()
+            await asyncio.sleep(min(LEASE_RENEW_S * self._pace, left_s))
+            left_s = max(0.0, self._lease.remaining_s())
+            await self._try(self._lease.renew(), min(left_s, LEASE_REQUEST_S))
+        raise LeaseLostError(
+            f"the lease {self._told} is not held any more",
+            slug="operator-lease-lost",
+            where=f"operator {self._identity}",
+            expected="an API server that grants renewals, and no other operator that takes over",
+            next_step="nothing: another operator acts, and the Deployment starts this one anew",
+        )
+
+    async def resign(self) -> None:
+        """Give the lease back, so that another may act at once."""
+        if self.held():
+            await self._try(self._lease.release(), LEASE_REQUEST_S)
+
+    async def _try(self, deed: Awaitable[object], patience_s: float) -> None:
+        """Look at the lease, or write it; what stands against that is told once."""
+        try:
+            async with asyncio.timeout(patience_s):
+                await deed
+        except (ElastaneError, TimeoutError) as error:
+            what = error.what if isinstance(error, ElastaneError) else _SILENT
+            if what != self.trouble:
+                _log.warning("lease %s: %s", self._told, what)
+            self.trouble = what
+            return
+        self.trouble, self.looked_s = "", boot_clock()
+
+
+_STDERR = 2
+# People who look at an operator's log want to know what it does.
+DEFAULT_LEVEL = "INFO"
+
+
+def set_up_logs(*, as_json: bool) -> None:
+    """Let the logger `elastane` write to stderr; UsageError where LOGLEVEL is no level."""
+    logger = setup("operator", environment.get("LOGLEVEL") or DEFAULT_LEVEL)
+    if as_json:
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+        logger.addHandler(JsonHandler(process_console(_STDERR), "operator"))
+
+
+class JsonHandler(ConsoleHandler):
+    """Writes records as JSON: time, level, logger, message."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record as one line."""
+        try:
+            text = one_line(record.getMessage())
+            if record.exc_info:
+                text += " | " + one_line(logging.Formatter().formatException(record.exc_info))
+        except (TypeError, ValueError):  # a format string that does not fit its arguments
+            self.handleError(record)
+            return
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": text,
+        }
+        self.console.put(json.dumps(line).encode() + b"\n")

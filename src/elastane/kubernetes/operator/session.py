@@ -22,11 +22,10 @@ from elastane.kubernetes.model import Decision, ElasticJob, Observed, ReportedEv
 from elastane.kubernetes.operator.bounds import RESYNC_S, WORKERS
 from elastane.kubernetes.operator.executor import Executor, StaleError, StatusRefusedError
 from elastane.kubernetes.operator.informer import Informer, WatchConnection, Watched
-from elastane.kubernetes.operator.kinds import BY_KIND, JOBS, OURS, RESOURCES, type_of
 from elastane.kubernetes.operator.metrics import Metrics
 from elastane.kubernetes.operator.queue import KeyedQueue
 from elastane.kubernetes.operator.reporting import EventSubject, Recorder
-from elastane.kubernetes.operator.view import ClusterView
+from elastane.kubernetes.operator.view import BY_KIND, JOBS, OURS, RESOURCES, ClusterView, type_of
 
 _log = logging.getLogger(__name__)
 _NODES = BY_KIND["Node"]

@@ -1,24 +1,31 @@
 """All that is known of each job, collected from the caches for `reconcile`.
 
-Owns the caches, the mapping of objects to jobs, and the refusals of the API server. Reads no wire
-and cannot fail: an unreadable report of another program counts as absent.
+Owns the kinds that the operator reads, their caches, the mapping of objects to jobs, and the
+refusals of the API server. An unreadable report of another program counts as absent.
+
+Pods on a lost node are fenced and deleted by force. So a node counts as lost only after a fresh
+read: nodes and pods come by separate watches, and a stalled one would make a new node look gone, or
+a healthy one unreachable. `Nodes` owns those reads. It fails with ApiError of a read, and then
+nothing is decided. Where nodes may not be read at all, all of them count as healthy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
-from elastane.kubernetes.bridge.messages import (
-    REPORT_KEY,
-    JobReport,
-    dead_in,
-    directive_name,
-    report_name,
+from elastane.kubernetes.client import Api, Resource, Selector
+from elastane.kubernetes.client.resource import (
+    CONFIGMAPS,
+    NODES,
+    PODS,
+    ROLE_BINDINGS,
+    SERVICE_ACCOUNTS,
+    SERVICES,
 )
-from elastane.kubernetes.client.resource import CONFIGMAPS
 from elastane.kubernetes.model import (
     ElasticJob,
     Meta,
@@ -26,15 +33,149 @@ from elastane.kubernetes.model import (
     OwnedObjects,
     Pod,
     Refusal,
+    SeenNode,
     SeenService,
+    since_epoch,
 )
-from elastane.kubernetes.model.names import LABEL_JOB
+from elastane.kubernetes.model.names import GROUP, KIND, LABEL_JOB, PLURAL, POD_SELECTOR, VERSION
+from elastane.kubernetes.model.observed import (
+    REPORT_KEY,
+    JobReport,
+    dead_in,
+    directive_name,
+    report_name,
+)
 from elastane.kubernetes.model.spec import REPLICAS_MAX
-from elastane.kubernetes.operator.bounds import PROGRESS_S
-from elastane.kubernetes.operator.cache import Cache, HasMeta, Index, key_of
-from elastane.kubernetes.operator.kinds import OWNED, OwnedKind
-from elastane.kubernetes.operator.nodes import Nodes
+from elastane.kubernetes.operator.bounds import NODE_LOOK_S, NODES_ABSENT_MAX, PROGRESS_S
+from elastane.kubernetes.operator.informer import Cache, HasMeta, Index, key_of
 from elastane.protocol.unreadable import UNREADABLE
+
+JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
+OURS = Selector(labels=POD_SELECTOR)
+# What a job owns beside its pods and services.
+OWNED = (SERVICE_ACCOUNTS, ROLE_BINDINGS, CONFIGMAPS)
+RESOURCES = (JOBS, PODS, SERVICES, *OWNED, NODES)
+BY_KIND = {one.kind: one for one in RESOURCES}
+
+
+class OwnedKind(msgspec.Struct, frozen=True):
+    """An object of a kind of OWNED; `data` is a ConfigMap's."""
+
+    metadata: Meta = Meta()
+    data: dict[str, str] | None = None
+
+
+class NodeCondition(msgspec.Struct, frozen=True, rename="camel"):
+    """One of a node's conditions."""
+
+    type: str = ""
+    status: str = ""
+    last_transition_time: str | None = None
+
+
+class KubernetesNodeSpec(msgspec.Struct, frozen=True):
+    """Of a node's spec: whether it takes new pods."""
+
+    unschedulable: bool = False
+
+
+class KubernetesNodeStatus(msgspec.Struct, frozen=True):
+    """Of a node's status: how it is."""
+
+    conditions: tuple[NodeCondition, ...] = ()
+
+
+class KubernetesNode(msgspec.Struct, frozen=True):
+    """A node."""
+
+    metadata: Meta = Meta()
+    spec: KubernetesNodeSpec = KubernetesNodeSpec()
+    status: KubernetesNodeStatus = KubernetesNodeStatus()
+
+
+def node_state(node: KubernetesNode) -> SeenNode:
+    """Return what a decision is to know of a node."""
+    found = next((one for one in node.status.conditions if one.type == "Ready"), NodeCondition())
+    since_s = since_epoch(found.last_transition_time) if found.status == "Unknown" else None
+    return SeenNode(
+        name=node.metadata.name,
+        # A node that has just registered has no condition yet, and nothing against it.
+        ready=found.status in ("True", ""),
+        unreachable_since_s=since_s,
+        cordoned=node.spec.unschedulable,
+    )
+
+
+_TYPES: dict[str, Any] = {
+    JOBS.kind: ElasticJob,
+    "Pod": Pod,
+    "Service": SeenService,
+    "Node": KubernetesNode,
+}
+
+
+def type_of(kind: str) -> Any:
+    """Return the type that objects of a kind are read as."""
+    return _TYPES.get(kind, OwnedKind)
+
+
+class Nodes:
+    """The nodes of the cluster; `changed(name)` is told of each whose state has changed."""
+
+    def __init__(self, changed: Callable[[str], None]) -> None:
+        self._tell = changed
+        self.cache: Cache[KubernetesNode] = Cache(self._changed)
+        # When each node in doubt was last looked at; whether it was there.
+        self._looked: dict[str, tuple[float, bool]] = {}
+
+    def states(self, names: Iterable[str]) -> dict[str, SeenNode]:
+        """Return the states of those nodes of which enough is known."""
+        if not self.cache.synced:
+            return {}
+        found = {}
+        for name in names:
+            node = self.cache.get(f"/{name}")
+            if node is not None:
+                found[name] = node_state(node)
+            elif self._looked.get(name, (0.0, True))[1] is False:
+                found[name] = SeenNode(name=name, exists=False)
+        return found
+
+    def in_doubt(self, names: Iterable[str]) -> list[str]:
+        """Return those that would count as lost, or may, and were not looked at just now."""
+        if not self.cache.synced:
+            return []
+        return [name for name in names if self._is_in_doubt(name)]
+
+    async def look(self, api: Api, names: Iterable[str]) -> None:
+        """Ask the API server about nodes."""
+        for name in names:
+            node = await api.find(NODES, "", name, KubernetesNode)
+            if node is not None:
+                self.cache.wrote(node)
+            elif (before := self.cache.get(f"/{name}")) is not None:
+                self.cache.lacks(f"/{name}", before.metadata.uid)
+            self._looked.pop(name, None)
+            self._looked[name] = (time.monotonic(), node is not None)
+            if len(self._looked) > NODES_ABSENT_MAX:
+                del self._looked[next(iter(self._looked))]
+
+    def _is_in_doubt(self, name: str) -> bool:
+        node = self.cache.get(f"/{name}")
+        if node is not None and node_state(node).unreachable_since_s is None:
+            return False
+        looked_s, was_there = self._looked.get(name, (float("-inf"), True))
+        # One that was there at the last look, and is not now, has gone since.
+        is_new = node is None and was_there
+        return is_new or time.monotonic() - looked_s > NODE_LOOK_S
+
+    def _changed(self, before: KubernetesNode | None, after: KubernetesNode | None) -> None:
+        if before is not None and after is not None and node_state(before) == node_state(after):
+            return  # a kubelet updates its node every few minutes, mostly without a change
+        one = after if after is not None else before
+        assert one is not None
+        self._tell(one.metadata.name)
+
 
 # Of one job; more are of names that it gave up.
 REFUSALS_MAX = 64

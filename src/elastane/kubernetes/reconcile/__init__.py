@@ -21,24 +21,22 @@ from elastane.kubernetes.model import (
     read_status,
 )
 from elastane.kubernetes.reconcile.bounds import LOOK_AGAIN_S
-from elastane.kubernetes.reconcile.context import DecisionContext, JobVerdict
+from elastane.kubernetes.reconcile.context import DecisionContext, JobVerdict, hold_refused
 from elastane.kubernetes.reconcile.ending import (
     begin_anew,
     clean_up,
     has_ended,
     judge_end,
     may_begin_anew,
+    refuse,
 )
-from elastane.kubernetes.reconcile.invalid import refuse
 from elastane.kubernetes.reconcile.ledger import count
 from elastane.kubernetes.reconcile.node_loss import fence
 from elastane.kubernetes.reconcile.objects import keep_directive
 from elastane.kubernetes.reconcile.pods import judge
-from elastane.kubernetes.reconcile.replacing import wanted_slots
-from elastane.kubernetes.reconcile.reporting import status_of
-from elastane.kubernetes.reconcile.running import finish, live, pause
+from elastane.kubernetes.reconcile.running import finish, live, pause, wanted_slots
 from elastane.kubernetes.reconcile.settings import JobSettings, read
-from elastane.kubernetes.reconcile.waiting import hold_refused
+from elastane.kubernetes.reconcile.status import status_of
 
 __all__ = ["reconcile"]
 

@@ -26,9 +26,9 @@ from elastane.kubernetes.reconcile.bounds import (
     QUICK_S,
 )
 from elastane.kubernetes.reconcile.context import DecisionContext
-from elastane.kubernetes.reconcile.injection import backend, rdzv_id
+from elastane.kubernetes.reconcile.exit_codes import documented, ruled
+from elastane.kubernetes.reconcile.manifest import backend, rdzv_id
 from elastane.kubernetes.reconcile.pods import Judged, PodEnd, ending_text
-from elastane.kubernetes.reconcile.rules import documented, ruled
 from elastane.kubernetes.reconcile.settings import JobSettings
 from elastane.kubernetes.store.objects import lease_of
 

@@ -1,21 +1,138 @@
-"""A pod of the job, made of the user's template.
+"""A pod of the job, made of the user's template, and what is injected into its worker container.
 
-The template is kept as it is but for what the operator owns: names, labels, owner, restart
-policy, host name, the injected arguments and variables, and the nodes that are to be avoided.
-Running pods are never changed in place: an edit of the template counts for pods that are made
-later (`replacing` says which pods an edit replaces).
+The template is kept as it is but for what the operator owns: names, labels, owner, restart policy,
+host name, the injected arguments and variables, and the nodes that are to be avoided. Running pods
+are never changed in place: an edit of the template counts for pods that are made later (`running`
+says which pods an edit replaces).
+
+Four arguments go into the worker container, and into no other, in the original's order and
+spelling, before the user's own: of two with the same name a launcher takes the last, so a user may
+overrule each. The rendezvous id is the job's name and the beginning of its uid. So a job made again
+under its old name never meets the remains of its predecessor, also in an etcd of the user's
+(pytorch/elastic #151).
+
+| rdzvEndpoint | launcher | backend | endpoint |
+|---|---|---|---|
+| not set | elastane | kubernetes | the namespace |
+| not set | torchrun | c10d | `{job}-worker-0.{job}:29400` |
+| a pod of the job | any | c10d | as given |
+| anything else | any | etcd (or rdzvBackend) | as given |
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 from elastane.kubernetes.model import Meta
 from elastane.kubernetes.model.names import API_VERSION, KIND, TEMPLATE_OF, pod_labels, pod_name
 from elastane.kubernetes.reconcile.bounds import GRACE_S
-from elastane.kubernetes.reconcile.injection import arguments, variables
 from elastane.kubernetes.reconcile.settings import JobSettings
+from elastane.kubernetes.store.objects import token_of
+
+C10D_PORT = 29400
+UID_CHARS = 8
+# As in a Secret that agents make by themselves.
+TOKEN_KEY = "value"
+_NAMES_ID = re.compile(r"--rdzv[_-]id(?:=(.*)|$)", re.DOTALL)
+
+
+def rdzv_id(job: Meta, settings: JobSettings) -> str:
+    """Return the rendezvous id of a job: the user's, where the arguments name one."""
+    given = settings.arguments
+    for place, word in enumerate(given):
+        found = _NAMES_ID.match(word)
+        if found:
+            value = found[1] if found[1] is not None else "".join(given[place + 1 : place + 2])
+            return value or _own_id(job)
+    return _own_id(job)
+
+
+def _own_id(job: Meta) -> str:
+    return f"{job.name}-{job.uid[:UID_CHARS]}"
+
+
+def backend(job: Meta, settings: JobSettings) -> str:
+    """Return the rendezvous backend; see the table above."""
+    spec = settings.spec
+    if spec.rdzv_backend:
+        return spec.rdzv_backend
+    if spec.rdzv_endpoint:
+        names_a_pod = re.match(rf"{re.escape(job.name)}-worker-\d+([.:]|$)", spec.rdzv_endpoint)
+        return "c10d" if names_a_pod else "etcd"
+    return "kubernetes" if spec.launcher == "elastane" else "c10d"
+
+
+def _endpoint(job: Meta, settings: JobSettings) -> str:
+    if settings.spec.rdzv_endpoint:
+        return settings.spec.rdzv_endpoint
+    if backend(job, settings) == "kubernetes":
+        return job.namespace
+    return f"{pod_name(job.name, 0)}.{job.name}:{C10D_PORT}"
+
+
+def arguments(job: Meta, settings: JobSettings) -> list[str]:
+    """Return what comes before the user's own arguments."""
+    made = [
+        f"--rdzv_backend={backend(job, settings)}",
+        f"--rdzv_endpoint={_endpoint(job, settings)}",
+    ]
+    if not any(_NAMES_ID.match(word) for word in settings.arguments):
+        made.append(f"--rdzv_id={_own_id(job)}")
+    made.append(f"--nnodes={settings.min}:{settings.max}")
+    if settings.spec.spares:
+        made.append(f"--spares-per-node={settings.spec.spares}")
+    return made
+
+
+def variables(job: Meta, settings: JobSettings) -> list[dict[str, Any]]:
+    """Return the environment that an agent of elastane finds itself by, and what torchrun needs.
+
+    Without the last one a pod that joins a running c10d job of torch 2.4 to 2.13 ends that job
+    after 60 s. An image of torchrun's may be behind any rdzvEndpoint; elastane does not read it.
+    """
+    made = [
+        _field("ELASTANE_POD_UID", "metadata.uid"),
+        _field("ELASTANE_POD_NAME", "metadata.name"),
+        {"name": "ELASTANE_ELASTICJOB", "value": job.name},
+        {"name": "ELASTANE_TERMINATION_LOG", "value": settings.termination_log},
+    ]
+    if backend(job, settings) == "kubernetes":
+        token = {"name": token_of(rdzv_id(job, settings)), "key": TOKEN_KEY}
+        made.append({"name": "ELASTANE_TOKEN", "valueFrom": {"secretKeyRef": token}})
+    if settings.spec.launcher == "torchrun" or settings.spec.rdzv_endpoint:
+        made.append({"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"})
+    return made
+
+
+def _field(name: str, path: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def needs_access(job: Meta, settings: JobSettings) -> bool:
+    """Whether the pods talk to the API server, and with a service account of ours."""
+    given = settings.template["spec"]
+    named = given.get("serviceAccountName") or given.get("serviceAccount")
+    return backend(job, settings) == "kubernetes" and not named
+
+
+def named_pods(job: Meta, settings: JobSettings) -> set[int] | None:
+    """Return the indices of pods that the manifest names by host; None: of all.
+
+    For these there is a Service each, as the original made one for every pod.
+    """
+    said = [settings.spec.rdzv_endpoint or ""]
+    for container in settings.template["spec"]["containers"]:
+        said += container.get("command") or []
+        said += container.get("args") or []
+        said += [one.get("value") or "" for one in container.get("env") or []]
+    text = "\n".join(said)
+    found = re.findall(rf"(?<![\w.-]){re.escape(job.name)}-worker-(\d*)", text)
+    if "" in found:
+        return None
+    return {int(index) for index in found if len(index) <= 6}
+
 
 # Same as the pod restart policy of Kubernetes, but for ExitCode, which is the operator's.
 _POD_POLICY = {"ExitCode": "Never"}

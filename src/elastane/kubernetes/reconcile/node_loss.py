@@ -15,7 +15,7 @@ waits for ALL_LOST_S.
 
 from __future__ import annotations
 
-from elastane.kubernetes.bridge.messages import JobReport, directive_name
+from elastane.kubernetes.model.observed import JobReport, directive_name
 from elastane.kubernetes.reconcile.bounds import ALL_LOST_S, FENCED_KEPT, REPORT_FRESH_S
 from elastane.kubernetes.reconcile.context import DecisionContext
 from elastane.kubernetes.reconcile.ledger import charge_node, note_early_end

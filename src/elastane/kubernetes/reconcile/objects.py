@@ -24,7 +24,6 @@ from typing import Any
 
 import msgspec
 
-from elastane.kubernetes.bridge.messages import dead_in, directive_name, report_name
 from elastane.kubernetes.model import CreateObject, CreateToken, DeleteObject, Meta, PatchObject
 from elastane.kubernetes.model.names import (
     JOB_ROLE,
@@ -33,11 +32,17 @@ from elastane.kubernetes.model.names import (
     pod_labels,
     pod_name,
 )
+from elastane.kubernetes.model.observed import dead_in, directive_name, report_name
 from elastane.kubernetes.reconcile.bounds import DEAD_KEPT
-from elastane.kubernetes.reconcile.context import DecisionContext
-from elastane.kubernetes.reconcile.injection import backend, named_pods, needs_access, rdzv_id
-from elastane.kubernetes.reconcile.manifest import Manifest, owner
-from elastane.kubernetes.reconcile.waiting import waits_for_refusal
+from elastane.kubernetes.reconcile.context import DecisionContext, waits_for_refusal
+from elastane.kubernetes.reconcile.manifest import (
+    Manifest,
+    backend,
+    named_pods,
+    needs_access,
+    owner,
+    rdzv_id,
+)
 from elastane.kubernetes.store.objects import token_of
 
 _RBAC = "rbac.authorization.k8s.io"

@@ -12,7 +12,7 @@ import msgspec
 
 from elastane.kubernetes.model import Meta, Pod, since_epoch
 from elastane.kubernetes.model.names import KIND, LABEL_INDEX, TEMPLATE_OF, index_in
-from elastane.kubernetes.model.seen import ContainerEnd, ContainerStatus
+from elastane.kubernetes.model.observed import ContainerEnd, ContainerStatus
 from elastane.kubernetes.reconcile.bounds import TEXT_CHARS_MAX
 from elastane.kubernetes.reconcile.settings import JobSettings
 

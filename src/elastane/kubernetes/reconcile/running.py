@@ -1,15 +1,35 @@
-"""The three ways of a job that has not ended: it runs, it is suspended, it finishes."""
+"""The three ways of a job that has not ended: it runs, it is suspended, it finishes.
+
+A job that runs gets pods made and deleted, so that each wanted index has one live pod and no other
+index has any. The wanted indices are index slices, as in the original: 0 to replicas - 1, so the
+highest leave first. With PendingFirst pods that do not run yet leave before those that do, so the
+indices may have gaps.
+
+An index never has two live pods that are not fenced: a replacement waits until its predecessor is
+gone, unless that one's node is lost (then it is fenced) or its processes have ended.
+"""
 
 from __future__ import annotations
 
-from elastane.kubernetes.model import DeletePod, since_epoch
+from elastane.kubernetes.model import CreatePod, DeletePod, PatchObject, since_epoch
+from elastane.kubernetes.model.names import pod_name
 from elastane.kubernetes.reconcile.bounds import HELD_S, TEXT_CHARS_MAX
-from elastane.kubernetes.reconcile.context import DecisionContext
-from elastane.kubernetes.reconcile.ledger import avoided, unfit
+from elastane.kubernetes.reconcile.context import (
+    DecisionContext,
+    refused_template,
+    waits_for_refusal,
+)
+from elastane.kubernetes.reconcile.ledger import avoided, pause_ends_s, unfit
+from elastane.kubernetes.reconcile.manifest import (
+    affinity,
+    backend,
+    needs_access,
+    owner,
+    pod_manifest,
+)
+from elastane.kubernetes.reconcile.node_loss import is_fenced_for_all
 from elastane.kubernetes.reconcile.objects import keep_directive, keep_objects
 from elastane.kubernetes.reconcile.pods import Judged
-from elastane.kubernetes.reconcile.replacing import adopt, keep_pods, update
-from elastane.kubernetes.reconcile.waiting import refused_template
 
 
 def live(context: DecisionContext) -> None:
@@ -108,3 +128,169 @@ def _tell_nodes(context: DecisionContext) -> None:
         was = known.get(name)
         if was is None or not was.unfit:
             context.tell("Warning", "NodeUnfit", f"an agent said that node {name} cannot take part")
+
+
+def keep_pods(context: DecisionContext, *, may_create: bool) -> None:
+    """Bring the pods to what is wanted."""
+    slots = set(context.slots)
+    by_index: dict[int, list[Judged]] = {}
+    for pod in context.pods:
+        by_index.setdefault(pod.index, []).append(pod)
+        if pod.index not in slots and pod.uid not in context.fenced:
+            _scale_away(context, pod)
+    for index in context.slots:
+        there = by_index.get(index, [])
+        if _needs_one(context, index, there) and may_create:
+            _create(context, index, there)
+
+
+def update(context: DecisionContext) -> None:
+    """Replace pods that were made of an older template, as far as that costs nothing or is wanted.
+
+    A pod of which no container ever started has nothing to lose, and may never start. Others are
+    drained under RollingUpdate, one at a time: the next one leaves once all wanted pods run and
+    the job has taken in the last one, so what workers hold in memory always has holders.
+    """
+    slots = set(context.slots)
+    staying = [p for p in context.own if p.index in slots and p.lives and not p.is_leaving]
+    outdated = [pod for pod in staying if pod.is_outdated]
+    for pod in outdated:
+        if not pod.has_begun:
+            context.dismiss(pod, "the template was edited before it started")
+            context.tell("Normal", "Outdated", f"{pod.name} never started: replaced by a newer one")
+    rolls = context.settings.spec.update_strategy == "RollingUpdate"
+    if not (rolls and outdated and _is_complete(context, staying)):
+        return
+    last = outdated[-1]
+    context.dismiss(last, "the template was edited, updateStrategy RollingUpdate")
+    text = f"{last.name} drains and is replaced by a newer one; {len(outdated) - 1} are left"
+    context.tell("Normal", "RollingUpdate", text)
+
+
+def _is_complete(context: DecisionContext, staying: list[Judged]) -> bool:
+    """Whether all wanted pods run, no other one is still leaving, and the job has them all."""
+    settled = all(pod.state == "running" for pod in staying) and len(staying) == len(context.slots)
+    if not settled or any(pod.lives and pod.is_leaving for pod in context.own):
+        return False
+    if backend(context.job, context.settings) != "kubernetes":
+        return True  # Nobody reports.
+    report = context.seen.report
+    members = report.members if report is not None else ()
+    inside = {one.pod for one in members if one.state == "joined" and one.rank >= 0}
+    return inside.issuperset(pod.uid for pod in staying)
+
+
+def adopt(context: DecisionContext) -> None:
+    """Take over pods that carry the job's labels and that nobody controls."""
+    for pod in context.pods:
+        if pod.whose == "orphan" and not pod.is_leaving:
+            meta = {"uid": pod.uid, "ownerReferences": [owner(context.job)]}
+            context.act(PatchObject(kind="Pod", name=pod.name, patch={"metadata": meta}))
+            context.tell("Normal", "Adopted", f"{pod.name} belongs to the job now")
+
+
+def _scale_away(context: DecisionContext, pod: Judged) -> None:
+    if pod.lives and not pod.is_leaving:
+        text = f"{pod.name} leaves: {context.settings.desired} pods are wanted"
+        context.tell("Normal", "ScaledDown", text)
+    # One that was asked to leave may have ended well before that was carried out.
+    if pod.state != "succeeded" or pod.uid in context.counted:
+        context.dismiss(pod, f"{context.settings.desired} pods are wanted")
+
+
+def _needs_one(context: DecisionContext, index: int, there: list[Judged]) -> bool:
+    """Whether a pod of the index is to be made; deletes what stands in its place."""
+    own = [pod for pod in there if pod.uid not in context.fenced]
+    living = [pod for pod in own if pod.lives]
+    staying = sorted(
+        (pod for pod in living if not pod.is_leaving),
+        key=lambda pod: (pod.state != "running", pod.meta.creation_timestamp or "", pod.name),
+    )
+    for pod in staying[1:]:
+        context.dismiss(pod, f"{staying[0].name} is of the same index")
+    if living:
+        return False
+    unfenced = [
+        p for p in there if p.uid in context.fenced and not is_fenced_for_all(context, p.uid)
+    ]
+    for pod in own:
+        if pod.state in ("failed", "succeeded") and pod.uid in context.counted:
+            context.dismiss(pod, "it has ended, and is replaced")
+    return not unfenced
+
+
+def _create(context: DecisionContext, index: int, there: list[Judged]) -> None:
+    name = _free_name(context, index, there)
+    pause_s = pause_ends_s(context, index)
+    if pause_s is not None:
+        trouble = context.troubles[index]
+        context.wake(pause_s)
+        text = f"{pod_name(context.job.name, index)} ended early {trouble.quick} times in a row"
+        context.wants.append(
+            ("BackOff", f"{text} ({trouble.why}): made again at {trouble.not_before}")
+        )
+        context.tell("Warning", "BackOff", text, count=1)
+    elif name is not None and not waits_for_refusal(context, "Pod", name):
+        manifest = pod_manifest(
+            context.job,
+            context.settings,
+            index,
+            name=name,
+            avoid=affinity(avoided(context), unfit(context)),
+            account=context.job.name if needs_access(context.job, context.settings) else "",
+        )
+        context.act(CreatePod(name=name, index=index, manifest=manifest))
+
+
+def _free_name(context: DecisionContext, index: int, there: list[Judged]) -> str | None:
+    """Return the name of the next pod of an index, or None: its name will be free soon.
+
+    A fenced pod keeps its name until its node comes back, a held one for as long as somebody
+    holds it: these are not waited for.
+    """
+    taken = {pod.name for pod in context.others}
+    name = pod_name(context.job.name, index)
+    if name in taken:
+        text = f"there is a pod {name} that is not the job's: it has to go"
+        context.wants.append(("NameTaken", text))
+        context.tell("Warning", "NameTaken", text, count=1)
+        return None
+    for pod in there:
+        if pod.uid not in context.fenced and not _is_held(context, pod):
+            return None
+    taken |= {pod.name for pod in there}
+    count = 0
+    while pod_name(context.job.name, index, count) in taken:
+        count += 1
+    return pod_name(context.job.name, index, count)
+
+
+def _is_held(context: DecisionContext, pod: Judged) -> bool:
+    due_s = since_epoch(pod.meta.deletion_timestamp)
+    if due_s is None:
+        return False
+    context.wake(due_s + HELD_S)
+    return context.now_s >= due_s + HELD_S
+
+
+def wanted_slots(context: DecisionContext) -> list[int]:
+    """Return the indices, in ascending order."""
+    settings = context.settings
+    if settings.spec.scale_down_policy == "HighestIndex":
+        return list(range(settings.desired))
+    places: dict[int, int] = dict.fromkeys(
+        (index for index, trouble in context.troubles.items() if trouble.waiting), 1
+    )
+    for pod in context.own:
+        if not pod.is_leaving and pod.whose in ("ours", "orphan"):
+            place = 1 if pod.state == "pending" else 0
+            places[pod.index] = min(place, places.get(pod.index, 1))
+    if backend(context.job, settings) == "c10d" and 0 in places:
+        places[0] = -1  # It holds the store: without it the others lose their world.
+    kept = sorted(places, key=lambda index: (places[index], index))[: settings.desired]
+    free = 0
+    while len(kept) < settings.desired:
+        if free not in kept:
+            kept.append(free)
+        free += 1
+    return sorted(kept)

@@ -22,7 +22,10 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from elastane.errors import ElastaneError
-from elastane.kubernetes.bridge.messages import (
+from elastane.kubernetes.client import ApiUnreachableError
+from elastane.kubernetes.client.api import follow_one
+from elastane.kubernetes.client.resource import CONFIGMAPS
+from elastane.kubernetes.model.observed import (
     REPORT_KEY,
     Directive,
     JobReport,
@@ -31,9 +34,6 @@ from elastane.kubernetes.bridge.messages import (
     directive_name,
     report_name,
 )
-from elastane.kubernetes.client import ApiUnreachableError
-from elastane.kubernetes.client.api import follow_one
-from elastane.kubernetes.client.resource import CONFIGMAPS
 from elastane.protocol.limits import REASON_CHARS_MAX
 from elastane.protocol.messages import AgentPresence, Report
 from elastane.protocol.model import Fence

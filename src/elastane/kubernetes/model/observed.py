@@ -1,18 +1,130 @@
 """The objects behind a decision: of each only the fields that count.
 
 Fields without a name here are skipped while decoding; at 20,000 pods that is most of the memory.
-Nothing here decides.
+Times are kept as the strings that the server sent, since an unreadable one must not make an object
+unreadable; `since_epoch` and `as_time` translate. Nothing here decides.
+
+Among them are the two messages between the operator and the coordinator of a job, each in a
+ConfigMap: the directive, which `reconcile` writes, and the report, which `kubernetes.bridge`
+writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
 
-from elastane.kubernetes.bridge.messages import JobReport
-from elastane.kubernetes.model.meta import Meta
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """One of an object's owner references."""
+
+    uid: str = ""
+    kind: str = ""
+    name: str = ""
+    controller: bool | None = None
+
+
+class Meta(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """An object's metadata. `edition` is what Kubernetes counts up with each change of the spec."""
+
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    edition: int = msgspec.field(default=0, name="generation")
+    creation_timestamp: str | None = None
+    deletion_timestamp: str | None = None
+    deletion_grace_period_seconds: int | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    finalizers: tuple[str, ...] = ()
+    owner_references: tuple[Owner, ...] = ()
+
+    @property
+    def controller(self) -> str:
+        """The uid of the object that controls this one, or the empty string."""
+        return next((owner.uid for owner in self.owner_references if owner.controller), "")
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether somebody has asked for its deletion."""
+        return self.deletion_timestamp is not None
+
+
+def since_epoch(time: str | None) -> float | None:
+    """Return seconds since the epoch of an RFC 3339 time; None for what is none."""
+    if not time:
+        return None
+    try:
+        at = datetime.fromisoformat(time)
+    except ValueError:
+        return None
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
+def as_time(seconds: float) -> str:
+    """Return the RFC 3339 time of seconds since the epoch, in whole seconds as the server's own."""
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# The key of the report in its ConfigMap; the value is JSON.
+REPORT_KEY = "report"
+
+
+def directive_name(job: str) -> str:
+    """Return the name of the ConfigMap from the operator to the job's coordinator."""
+    return f"{job}-directive"
+
+
+def report_name(job: str) -> str:
+    """Return the name of the ConfigMap from the job's coordinator to the operator."""
+    return f"{job}-report"
+
+
+def dead_in(data: dict[str, str]) -> list[str]:
+    """Return the uids of dead pods in the data of a directive's ConfigMap."""
+    return data.get("dead", "").split()
+
+
+class Directive(msgspec.Struct, frozen=True):
+    """The operator's orders: the range of nodes, and the pods that do not count any more.
+
+    `nodes` is None where the range is absent or unreadable. `fenced` are uids of pods that may
+    still run, `dead` those of pods that a kubelet saw end.
+    """
+
+    nodes: tuple[int, int] | None = None
+    fenced: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
+
+
+class MemberReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """One pod: `joined`, `away` for a moment, `departed` or `fenced`."""
+
+    pod: str = ""
+    state: str = ""
+    rank: int = -1
+
+
+class JobReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """The coordinator's report. Times are seconds since the epoch, by its host's clock."""
+
+    at_s: float = 0.0
+    phase: str = ""
+    reason: str = ""
+    round: int = 0
+    attempt: int = 0
+    world_size: int = 0
+    nodes: int = 0
+    step: int = 0
+    steps_per_s: float = 0.0
+    incident: str = ""
+    incident_at_s: float = 0.0
+    restarts: int = 0
+    members: tuple[MemberReport, ...] = ()
 
 
 class _Read(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
