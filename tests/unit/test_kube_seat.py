@@ -3,7 +3,7 @@
 import pytest
 from kube_cluster import Cluster, spec_of
 
-from elastane.kubernetes.model import FreeSeat
+from elastane.kubernetes.model import ReleaseLease
 from elastane.kubernetes.store.objects import lease_of
 
 
@@ -17,7 +17,7 @@ def freed(cluster):
     """What the next decisions give back, until nothing changes any more."""
     done_before = len(cluster.actions)
     cluster.settle()
-    return [one for one in cluster.actions[done_before:] if isinstance(one, FreeSeat)]
+    return [one for one in cluster.actions[done_before:] if isinstance(one, ReleaseLease)]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_pod_whose_container_was_seen_to_end_holds_nothing_any_more(policy, re
     cluster = ran(policy)
     pod = cluster.by_name("j-worker-1")
     cluster.exit(pod, 137, reason)
-    once = FreeSeat(lease=lease_of("j-job00000"), pods={pod.uid: "j-worker-1"})
+    once = ReleaseLease(lease=lease_of("j-job00000"), pods={pod.uid: "j-worker-1"})
     assert freed(cluster) == [once]
 
 

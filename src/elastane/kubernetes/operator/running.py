@@ -41,7 +41,7 @@ from elastane.observe.logging import ConsoleHandler, one_line, setup
 from elastane.process import environment
 from elastane.process.health import AnswerServer
 from elastane.process.streams.console import process_console
-from elastane.stores.common import boot_clock
+from elastane.stores import boot_clock
 
 _log = logging.getLogger(__name__)
 # Beside the writes: one watch for each kind, events, and lists.

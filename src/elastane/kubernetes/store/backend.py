@@ -13,8 +13,7 @@ import msgspec
 from elastane.kubernetes.store.settings import read_settings
 from elastane.process.environment import snapshot
 from elastane.protocol.limits import Timing
-from elastane.stores.protocol import Store
-from elastane.stores.registry import ConfKey, StoreBackend, StorePlace
+from elastane.stores import ConfKey, Store, StoreBackend, StorePlace
 
 # All jobs share the cluster's API server: one write a second for each job, not two. kubelets renew
 # theirs every 10 s, and there are at most some thousands of either.

@@ -22,7 +22,7 @@ import msgspec
 from elastane.errors import StoreError
 from elastane.kubernetes.client import Resource
 from elastane.kubernetes.client.resource import CONFIGMAPS, SECRETS
-from elastane.stores.jobs import TOKEN_PART, JobNames
+from elastane.stores import TOKEN_PART, JobNames
 
 # A label of RFC 1123; an object's name is such labels joined by dots, 253 characters at most.
 _PART = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -74,7 +74,7 @@ def config_maps_of(job: str) -> tuple[str, ...]:
 
 def lease_of(job: str) -> str:
     """Return the name of the Lease by which a job elects its coordinator."""
-    return object_name(JobNames(job).seat_lease)
+    return object_name(JobNames(job).leadership)
 
 
 def _digest(text: str) -> str:
