@@ -38,7 +38,7 @@ def rate(n: int, block: int) -> float:
 
 
 def ours(n: int, part: float) -> list[int]:
-    from elastane.data.batch_sampler import ElasticBatchSampler
+    from elastane.data.sampler import ElasticBatchSampler
 
     sampler = ElasticBatchSampler(n, BATCH, seed=1).bind(1, 8)
     samples = int(n * part) // BATCH * BATCH

@@ -34,8 +34,7 @@ def worker(rank: int, size: int, port: int, floats: int) -> None:
 
     from elastane.comms.elastic import ElasticGroup
     from elastane.comms.group import Wiring, WorldGroup
-    from elastane.comms.mean import Mean
-    from elastane.comms.reduction import shards_of
+    from elastane.comms.mean import Mean, shards_of
 
     torch.set_num_threads(1)
     group = ElasticGroup()

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from elastane import errors
     from elastane.checkpoint.checkpointer import Checkpointer
     from elastane.checkpoint.simple import load_checkpoint, save_checkpoint
-    from elastane.data.batch_sampler import ElasticBatchSampler
-    from elastane.data.sampler import ElasticSampler
+    from elastane.data.sampler import ElasticBatchSampler, ElasticSampler
     from elastane.functions.launch import launch
     from elastane.worker.drain import should_checkpoint
     from elastane.worker.job import Job, init
@@ -40,7 +39,7 @@ __all__ = [
 # Public name: the module it comes from; itself, where it is a module.
 _HOMES = {
     "Checkpointer": "elastane.checkpoint.checkpointer",
-    "ElasticBatchSampler": "elastane.data.batch_sampler",
+    "ElasticBatchSampler": "elastane.data.sampler",
     "ElasticSampler": "elastane.data.sampler",
     "Job": "elastane.worker.job",
     "Step": "elastane.worker.step",

@@ -7,8 +7,8 @@ committed, as positions, by epoch.
 
 import random
 
-from elastane.data.batch_sampler import ElasticBatchSampler
 from elastane.data.position import DataPosition
+from elastane.data.sampler import ElasticBatchSampler
 
 WORLD_MAX = 5
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from ledger_schedules import Schedule
 
-from elastane.data.batch_sampler import ElasticBatchSampler
+from elastane.data.sampler import ElasticBatchSampler
 
 N = 10_007
 SCHEDULES = 10_000

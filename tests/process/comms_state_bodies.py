@@ -13,8 +13,7 @@ from elastane.comms import near, transfer
 from elastane.comms.channel import GroupChannel
 from elastane.comms.digest import probe, raw_bytes, state_digest
 from elastane.comms.elastic import ElasticGroup
-from elastane.comms.mean import Mean
-from elastane.comms.reduction import shards_of
+from elastane.comms.mean import Mean, shards_of
 from elastane.errors import PeerLostError, StateError
 
 

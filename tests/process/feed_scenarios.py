@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from virtual_scenarios import virtual_files, virtual_index
 
-from elastane.data.batch_sampler import ElasticBatchSampler
 from elastane.data.feed import Feed
+from elastane.data.sampler import ElasticBatchSampler
 from elastane.data.shards import ElasticShards
 
 N, BATCH = 97, 10

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from elastane.data.batch_sampler import ElasticBatchSampler
 from elastane.data.feed import Feed
+from elastane.data.sampler import ElasticBatchSampler
 from elastane.data.shards import ElasticShards
 
 N, BATCH, SHARDS, STEPS = 53, 10, 5, 12

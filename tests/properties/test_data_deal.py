@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.data.batch_sampler import ElasticBatchSampler
-from elastane.data.lanes import Lanes
 from elastane.data.ledger import CommittedPosition, Ledger
+from elastane.data.sampler import ElasticBatchSampler
+from elastane.data.shards import Lanes
 
 sizes = st.tuples(st.integers(1, 90), st.integers(1, 100), st.booleans()).filter(
     lambda size: not (size[2] and size[0] < size[1])

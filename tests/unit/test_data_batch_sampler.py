@@ -14,9 +14,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 import elastane
-from elastane.data.batch_sampler import ElasticBatchSampler
 from elastane.data.feed import Feed
 from elastane.data.permutation import Permutation
+from elastane.data.sampler import ElasticBatchSampler
 from elastane.errors import ConfigurationError
 
 

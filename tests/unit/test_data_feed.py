@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from elastane.data.batch_sampler import ElasticBatchSampler
 from elastane.data.feed import Feed
+from elastane.data.sampler import ElasticBatchSampler
 from elastane.errors import ConfigurationError
 
 

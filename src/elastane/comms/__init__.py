@@ -4,6 +4,6 @@
 `elastic` is the group that a script sees: it stays the same object while worlds change beneath it.
 `pairing` and `works` detect a lost peer and members that call different collectives. `mesh` holds
 groups of replicas and shards. `state`, `state_plan` and `transfer` move training state from state
-holders to other members, over `channel` or `near`. `reduction` and `mean` compute a sum that is the
-same in every world.
+holders to other members, over `channel` or `near`. `mean` computes a mean that has the same
+bits in every world.
 """

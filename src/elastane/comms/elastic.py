@@ -16,11 +16,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import (
+    Store,
+    _register_process_group,
+    _unregister_process_group,
+)
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import GroupName
 from torch.nn.parallel import DistributedDataParallel
 
-from elastane.comms import ddp, tables
+from elastane.comms import ddp
 from elastane.comms.group import WorldGroup
 from elastane.comms.pairing import Pairing
 from elastane.comms.works import Completed, Together, Waited, WorkLog
@@ -85,15 +91,15 @@ class ElasticGroup(ProcessGroup):
     def register(self) -> None:
         """Register the group with torch.distributed, as the default group if there is none."""
         backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
-        tables.enter(self, self._label, backends)
-        tables.resize(self, _members(self._world))
+        _register(self, self._label, backends)
+        _set_members(self, _members(self._world))
         self._registered = True
 
     def unregister(self) -> None:
         """Remove the group from torch.distributed's tables."""
         if self._registered:
             self._registered = False
-            tables.leave(self)
+            _unregister(self)
 
     def replace(self, world: WorldGroup, *, keeps: bool = False) -> None:
         """Continue in `world`, which is built; forget the failure of the former world.
@@ -110,7 +116,7 @@ class ElasticGroup(ProcessGroup):
         if former is not None and former is not world and not keeps:
             former.close()
         if self._registered:
-            tables.resize(self, _members(world))
+            _set_members(self, _members(world))
         for module in self.ddps:
             ddp.renew(module)
 
@@ -283,7 +289,7 @@ class ElasticGroup(ProcessGroup):
 
     def split_group(self, *_args: Any, **_kwargs: Any) -> ProcessGroup | None:
         """Refuse: an elastic group has no subgroups."""
-        tables.NoSubgroups().check([])
+        _NoSubgroups().check([])
         return None
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work | None:  # type: ignore[override]
@@ -385,6 +391,61 @@ def _early(name: str) -> JobError:
         " elastane.init(wait_for_place=False), whose group has one member until the first step",
         slug="job-early",
     )
+
+
+# torch.distributed's functions find a group by these tables (private names of its
+# distributed_c10d, 2.13). With an entry there they work over a group that init_process_group did
+# not make.
+class _NoSubgroups(Store):
+    """The store that `new_group` finds: it refuses every call, since there are no subgroups."""
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise ConfigurationError(
+            "torch.distributed.new_group: an elastic group has no subgroups",
+            slug="subgroup",
+            expected="collectives over the whole world; its ranks change when it does",
+            next_step="use collectives over the whole group",
+        )
+
+    set = get = add = wait = check = delete_key = compare_set = _refuse
+
+
+def _register(group: ProcessGroup, name: str, backends: str) -> None:
+    """Register `group`; it becomes the default group if there is none."""
+    world = c10d._world
+    tag = f"ptd:{name}"
+    world.pg_map[group] = (backends.rpartition(":")[2], _NoSubgroups())
+    world.pg_names[group] = GroupName(name)
+    world.pg_backend_config[group] = backends
+    world.pg_to_tag[group] = tag
+    for each in ("", tag):
+        world.tags_to_pg.setdefault(each, []).append(group)
+    _register_process_group(GroupName(name), group)
+    if world.default_pg is None:
+        c10d._update_default_pg(group)
+
+
+def _set_members(group: ProcessGroup, members: Iterable[int]) -> None:
+    """Set the members of the group: ranks of the job, in the order of the group's ranks."""
+    c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(members)}
+
+
+def _unregister(group: ProcessGroup) -> None:
+    """Unregister `group`, also as the default group."""
+    world = c10d._world
+    if group not in world.pg_map:
+        return  # destroy_process_group() has removed it
+    if world.default_pg is group:
+        c10d._update_default_pg(None)
+    name = world.pg_names[group]
+    tag = world.pg_to_tag[group]
+    for table in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_group_ranks):
+        table.pop(group, None)
+    world.pg_to_tag.pop(group)
+    world.pg_coalesce_state.pop(group, None)
+    for each in ("", tag):
+        world.tags_to_pg[each].remove(group)
+    _unregister_process_group(name)
 
 
 def _members(world: WorldGroup | None) -> Iterable[int]:

@@ -1,9 +1,15 @@
 """The mean over virtual shards that all ranks compute, with the same bits in every world.
 
-Each rank sums its blocks of the tree (`comms.reduction`). Then each rank combines the blocks of all
-ranks for its own part of the vector, and sends that part to the others. If the world divides V into
-powers of two, each rank has one block, and the bytes moved are those of a ring all-reduce. Over
-gloo the parts travel as messages, from and into their final memory; on a device by two collectives.
+V virtual shards are the leaves of one fixed binary tree, and every pair is added left to right. A
+rank holds a contiguous range of shards and sums the largest aligned blocks of it as they arrive (a
+binary counter: at most log2 V + 1 vectors are held). The blocks of all ranks are combined by the
+same tree. So the bits do not depend on which rank computes which part, in any world of 1 to V
+workers.
+
+Each rank combines the blocks of all ranks for its own part of the vector, and sends that part to
+the others. If the world divides V into powers of two, each rank has one block, and the bytes moved
+are those of a ring all-reduce. Over gloo the parts travel as messages, from and into their final
+memory; on a device by two collectives.
 
 Memory is reused from step to step. After an interrupted mean it is abandoned, since late messages
 may still write to it. It does not know gradients. Fails as the group does.
@@ -12,17 +18,128 @@ may still write to it. It does not know gradients. Fails as the group does.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import torch
 
 from elastane.comms.elastic import ElasticGroup
-from elastane.comms.reduction import Buffers, Node, TreeSum, blocks_of, combine, shards_of
 
 # Message tags: block k of a rank's part has tag _TAG + k.
 _TAG = 0x7EE0000
 _TAG_WHOLE = 0x7EEFFFF
 # This many numbers are summed, divided and copied while they are in the processor's cache.
 _PIECE = 1 << 16
+# A node of the tree: its level (leaves are 0) and its index in the level.
+Node: TypeAlias = tuple[int, int]
+# Writes a shard's vector into a tensor: adds it if the flag is set, else overwrites.
+Write: TypeAlias = Callable[[torch.Tensor, bool], object]
+
+
+def shards_of(rank: int, world_size: int, shards: int) -> range:
+    """Return the shards that a rank holds: contiguous, and as even as possible."""
+    assert 0 <= rank < world_size <= shards, (rank, world_size, shards)
+    return range(rank * shards // world_size, (rank + 1) * shards // world_size)
+
+
+def raised(node: Node, shards: int) -> Node:
+    """Return the highest node with the same sum: a right sibling without shards adds nothing."""
+    level, place = node
+    while place % 2 == 0 and place << level > 0 and (place + 1) << level >= shards:
+        level, place = level + 1, place // 2
+    return level, place
+
+
+def blocks_of(held: range, shards: int) -> list[Node]:
+    """Return the blocks that a range of shards sums to without shards of others."""
+    stack: list[Node] = []
+    for shard in held:
+        stack.append(raised((0, shard), shards))
+        while len(stack) > 1 and _siblings(stack[-2], stack[-1]):
+            stack[-2:] = [_parent(stack[-1], shards)]
+    return stack
+
+
+def _siblings(left: Node, right: Node) -> bool:
+    return left[0] == right[0] and left[1] % 2 == 0 and right[1] == left[1] + 1
+
+
+def _parent(right: Node, shards: int) -> Node:
+    return raised((right[0] + 1, right[1] // 2), shards)
+
+
+class Buffers:
+    """Flat vectors of one size and dtype that are reused.
+
+    Fresh memory costs many times what is done with it here, since the kernel makes each page.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._count, self._dtype, self._device = count, dtype, device
+        self._free: list[torch.Tensor] = []
+        self.made = 0
+
+    def take(self) -> torch.Tensor:
+        """Return a vector with undefined content."""
+        if self._free:
+            return self._free.pop()
+        self.made += 1
+        return torch.empty(self._count, dtype=self._dtype, device=self._device)
+
+    def give(self, vector: torch.Tensor) -> None:
+        """Return a vector to the pool."""
+        self._free.append(vector)
+
+
+class TreeSum:
+    """The sums of one rank's shards, added in the order of the shards."""
+
+    def __init__(self, held: range, shards: int, buffers: Buffers) -> None:
+        self._coming = iter(held)
+        self._left = len(held)
+        self._shards = shards
+        self._buffers = buffers
+        self._stack: list[tuple[Node, torch.Tensor]] = []
+
+    def add(self, write: Write) -> None:
+        """Add the next shard's vector, which `write` writes."""
+        node = raised((0, next(self._coming)), self._shards)
+        self._left -= 1
+        if self._stack and _siblings(self._stack[-1][0], node):
+            _, left = self._stack.pop()
+            write(left, True)
+            self._push(_parent(node, self._shards), left)
+        else:
+            own = self._buffers.take()
+            write(own, False)
+            self._push(node, own)
+
+    def blocks(self) -> list[torch.Tensor]:
+        """Return the sums of the blocks, once all shards were added."""
+        assert self._left == 0, f"{self._left} shards are missing"
+        return [value for _, value in self._stack]
+
+    def _push(self, node: Node, value: torch.Tensor) -> None:
+        while self._stack and _siblings(self._stack[-1][0], node):
+            _, left = self._stack.pop()
+            left.add_(value)
+            self._buffers.give(value)
+            node, value = _parent(node, self._shards), left
+        self._stack.append((node, value))
+
+
+def combine(nodes: Iterable[Node], values: Iterable[torch.Tensor], shards: int) -> torch.Tensor:
+    """Return the sum of all shards from blocks that cover them, in order, in one of the values."""
+    stack: list[tuple[Node, torch.Tensor]] = []
+    for each in zip(nodes, values, strict=True):
+        node, value = each
+        while stack and _siblings(stack[-1][0], node):
+            _, left = stack.pop()
+            left.add_(value)
+            node, value = _parent(node, shards), left
+        stack.append((node, value))
+    ((_, total),) = stack
+    return total
 
 
 class Mean:

@@ -5,20 +5,26 @@ exactly one committed step of each epoch, as with indices, if each shard has its
 samples in the same order each time it is opened. A shard that does not is reported by name when its
 end is reached. The state is the cursor's: one integer for each epoch, for any number of shards.
 
+An epoch's stream is all its shards, in the epoch's order. It is cut into L lanes, equal runs (to
+one sample) that are read side by side: position p is sample p // L of lane p % L. A step's
+positions, ordered by lane, are dealt to the ranks. Hence a rank reads the same lanes in every step,
+from start to end, while the world is the same. The committed samples determine how far each lane
+has been read, so the position stays one integer.
+
 How it fails: ConfigurationError, and the exceptions of `open_shard`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any, Self, TypeAlias, TypeVar
+from itertools import accumulate, islice
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from elastane.data.checks import whole
-from elastane.data.lanes import LaneRun, Lanes
 from elastane.data.ledger import Ledger, LedgerShare
 from elastane.data.permutation import Permutation, mixed
 from elastane.data.position import DataPosition
@@ -26,13 +32,64 @@ from elastane.data.recall import Recall
 from elastane.data.streams import begin_streams
 from elastane.errors import ConfigurationError
 
-__all__ = ["ElasticShards"]
+__all__ = ["ElasticShards", "LaneRun", "Lanes"]
 Shard = TypeVar("Shard")
 # The parameters of an iteration: step, rank, world size, micro-batches, virtual shards.
 Begin: TypeAlias = tuple[int, int, int, int, int]
 _END = object()
 # Enough for 16 ranks to read their own shards each, and few enough for one rank to keep open.
 LANES = 16
+
+
+class LaneRun(NamedTuple):
+    """Consecutive samples of one shard: [start, stop) of shard number `shard`, for one lane."""
+
+    lane: int
+    shard: int
+    start: int
+    stop: int
+
+
+class Lanes:
+    """The map of one epoch. `order` are the shards' numbers in order, `lengths` their lengths."""
+
+    def __init__(self, order: Sequence[int], lengths: Sequence[int], lanes: int) -> None:
+        self.lanes = lanes
+        self._order = order
+        self._begins = [0, *accumulate(lengths[shard] for shard in order)]
+        self._lane_begins = [
+            0, *accumulate(self._before(lane, self._begins[-1]) for lane in range(lanes))
+        ]  # fmt: skip
+
+    def _before(self, lane: int, position: int) -> int:
+        """Return how many positions below this one belong to the lane."""
+        return (position - lane + self.lanes - 1) // self.lanes
+
+    def runs(self, batch: tuple[int, int], share: tuple[int, int]) -> Iterator[LaneRun]:
+        """Yield the runs that a share of a batch (both as positions) reads, in order.
+
+        A share's positions count along the batch ordered by lane, so that shares that partition the
+        batch read each of its samples once.
+        """
+        low, high = batch
+        slot = low
+        for lane in range(self.lanes):
+            first, end = self._before(lane, low), self._before(lane, high)
+            begin = max(share[0] - slot, 0)
+            stop = min(share[1] - slot, end - first)
+            if begin < stop:
+                yield from self._in_shards(lane, first + begin, first + stop)
+            slot += end - first
+
+    def _in_shards(self, lane: int, first: int, end: int) -> Iterator[LaneRun]:
+        here, stop = self._lane_begins[lane] + first, self._lane_begins[lane] + end
+        at = bisect_right(self._begins, here) - 1
+        while here < stop:
+            begins, ends = self._begins[at : at + 2]
+            until = min(stop, ends)
+            if here < until:
+                yield LaneRun(lane, self._order[at], here - begins, until - begins)
+            here, at = until, at + 1
 
 
 class ElasticShards(DataPosition, IterableDataset[list[Any]]):

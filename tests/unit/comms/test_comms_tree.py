@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elastane.comms.reduction import Buffers, TreeSum, blocks_of, combine, shards_of
+from elastane.comms.mean import Buffers, TreeSum, blocks_of, combine, shards_of
 
 
 def _reference(vectors):
