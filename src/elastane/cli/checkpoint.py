@@ -29,10 +29,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     acts = parser.add_subparsers(metavar="ACT", dest="act", required=True)
     for name, act in ACTS.items():
         one = acts.add_parser(name, help=act.what, description=act.what, allow_abbrev=False)
-        one.add_argument("where", metavar="WHERE", help="a folder, or a URL that fsspec knows")
+        one.add_argument("where", metavar="WHERE", help="folder, or a URL that fsspec supports")
         act.configure(one)
-        one.add_argument("--json", action="store_true", help="the findings as JSON")
-    parser.epilog = "elastane checkpoint ACT --help says more about one"
+        one.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.epilog = "elastane checkpoint ACT --help explains one act"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -63,10 +63,10 @@ def _ls(args: argparse.Namespace) -> int:
 
 def _configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "which", metavar="WHICH", nargs="*", help="a step or a folder's name; all without any"
+        "which", metavar="WHICH", nargs="*", help="step or folder name (default: all)"
     )
     parser.add_argument(
-        "--strict", action="store_true", help="what a newer elastane wrote is not valid either"
+        "--strict", action="store_true", help="treat checkpoints of a newer elastane as invalid"
     )
     parser.epilog = "exit status: 0 all that were read are valid; 1 one is not, or there are none"
 
@@ -94,7 +94,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _configure_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "which", metavar="WHICH", nargs="?", help="a step or a folder's name; the newest without"
+        "which", metavar="WHICH", nargs="?", help="step or folder name (default: the newest)"
     )
 
 
@@ -113,9 +113,15 @@ def _show(args: argparse.Namespace) -> int:
 
 def _configure_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--keep", type=int, required=True, metavar="N", help="how many valid ones stay, at least 1"
+        "--keep",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of valid checkpoints to keep, at least 1",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be removed, and remove nothing"
+    )
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -141,10 +147,17 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _configure_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("to", metavar="FILE", help="its suffix says what: .pt or .safetensors")
-    parser.add_argument("--step", default="", metavar="N", help="which one; the newest without")
     parser.add_argument(
-        "--only", default="", metavar="NAME", help="what was saved under this name, as: model"
+        "to", metavar="FILE", help="output file; its suffix sets the format: .pt or .safetensors"
+    )
+    parser.add_argument(
+        "--step", default="", metavar="N", help="step to export (default: the newest)"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="NAME",
+        help="export only the object of this name, such as model",
     )
     parser.epilog = "it is read whole into memory, and needs torch"
 
@@ -223,13 +236,15 @@ class Act:
 
 
 ACTS = {
-    "ls": Act("list the checkpoints of a place, and saves that did not end", _ls),
+    "ls": Act("list the checkpoints in a folder or URL, and incomplete saves", _ls),
     "verify": Act(
-        "read every byte of checkpoints, and name what is not valid", _verify, _configure_verify
+        "read every byte of checkpoints and report invalid ones", _verify, _configure_verify
     ),
-    "show": Act("show one checkpoint: what it is of, and its files", _show, _configure_show),
-    "export": Act("write one as a single file for other programs", _export, _configure_export),
+    "show": Act("show one checkpoint: what it contains, and its files", _show, _configure_show),
+    "export": Act(
+        "write a checkpoint as one file that other programs can read", _export, _configure_export
+    ),
     "prune": Act(
-        "remove all but the newest valid checkpoints, and dead saves", _prune, _configure_prune
+        "remove all but the newest valid checkpoints, and abandoned saves", _prune, _configure_prune
     ),
 }

@@ -42,23 +42,29 @@ SEEDS = 10_000
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
-    add("--example", choices=[*EXAMPLES], help="what is trained (default: digits)")
-    add("--chaos", action="store_true", help="faults at random instants; compares the weights")
-    add("--seed", type=int, metavar="N", help="of the instants of --chaos (default: another each)")
-    add("--fast", action="store_true", help="half the training")
+    add("--example", choices=[*EXAMPLES], help="model to train (default: digits)")
+    add(
+        "--chaos",
+        action="store_true",
+        help="inject faults at random times and compare the final weights",
+    )
+    add("--seed", type=int, metavar="N", help="seed for the times of --chaos (default: random)")
+    add("--fast", action="store_true", help="train half as long")
     add(
         "--restart",
         action="store_true",
-        help="with a script that knows nothing of elastane: all workers restart after a fault",
+        help="use a script without elastane: all workers restart after a fault",
     )
-    add("--json", action="store_true", help="the result as JSON; talk on stderr")
-    add("--keep", metavar="DIR", help="a new folder for data, logs and checkpoints")
+    add("--json", action="store_true", help="print the result as JSON, and progress on stderr")
+    add(
+        "--keep", metavar="DIR", help="create this folder and keep data, logs and checkpoints in it"
+    )
     add(
         "--timeout",
         type=float,
         default=TIMEOUT_S,
         metavar="SECONDS",
-        help="give up after this long (%(default)g)",
+        help="give up after this many seconds (%(default)g)",
     )
 
 

@@ -22,11 +22,11 @@ _DIFFERED_SHOWN_MAX = 8
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
-    add("job", metavar="JOB_OR_DIR", help="the job's name, or the folder of its logs")
-    add("--log-dir", metavar="DIR", default="", help="where elastane run --log-dir put the jobs")
+    add("job", metavar="JOB_OR_DIR", help="name of the job, or its log folder")
+    add("--log-dir", metavar="DIR", default="", help="the --log-dir of elastane run")
     add("--round", metavar="N", type=int, default=None, help="only this round")
     add("--attempt", metavar="N", type=int, default=None, help="only this attempt")
-    add("--json", action="store_true", help="all that is known, as JSON")
+    add("--json", action="store_true", help="print everything as JSON")
 
 
 def main(args: argparse.Namespace) -> int:

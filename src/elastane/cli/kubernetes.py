@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, act in ACTS.items():
         one = acts.add_parser(name, help=act.what, description=act.what, allow_abbrev=False)
         act.configure(one)
-    parser.epilog = "elastane kubernetes ACT --help says more about one"
+    parser.epilog = "elastane kubernetes ACT --help explains one act"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -36,8 +36,18 @@ def main(args: argparse.Namespace) -> int:
 
 def _configure_access(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--kubeconfig", metavar="FILE", default="", help="(default: KUBECONFIG, the pod's account)")
-    add("--context", metavar="NAME", default="", help="of the kubeconfig (default: its current)")
+    add(
+        "--kubeconfig",
+        metavar="FILE",
+        default="",
+        help="(default: KUBECONFIG, otherwise the service account of the pod)",
+    )
+    add(
+        "--context",
+        metavar="NAME",
+        default="",
+        help="context of the kubeconfig (default: the current one)",
+    )
 
 
 def _access(args: argparse.Namespace) -> ClusterAccess:
@@ -58,21 +68,31 @@ def _access(args: argparse.Namespace) -> ClusterAccess:
 def _configure_operator(parser: argparse.ArgumentParser) -> None:
     _configure_access(parser)
     add = parser.add_argument
-    add("--namespace", metavar="NAME", default="", help="keep the jobs of this one (default: all)")
+    add(
+        "--namespace",
+        metavar="NAME",
+        default="",
+        help="manage jobs in this namespace only (default: all)",
+    )
     add(
         "--lease-namespace",
         metavar="NAME",
         default="",
-        help="where the lease is by which one of several operators acts (default: its own)",
+        help="namespace of the operators' leader election lease (default: its own)",
     )
-    add("--lease-name", metavar="NAME", default="", help="(default: elastane-operator)")
+    add(
+        "--lease-name",
+        metavar="NAME",
+        default="",
+        help="name of that lease (default: elastane-operator)",
+    )
     add(
         "--metrics-port",
         type=int,
         metavar="PORT",
-        help="answer /healthz, /readyz and /metrics there (default: nowhere)",
+        help="serve /healthz, /readyz and /metrics here (default: off)",
     )
-    add("--json-logs", action="store_true", help="one JSON object a line on stderr")
+    add("--json-logs", action="store_true", help="log one JSON object per line on stderr")
     parser.epilog = "SIGTERM ends it; jobs do not notice"
 
 
@@ -105,7 +125,7 @@ def _configure_crd(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without-rules",
         action="store_true",
-        help="leave out the rules between fields (CEL), for Kubernetes before 1.25",
+        help="omit the CEL validation rules, for Kubernetes before 1.25",
     )
     parser.epilog = "elastane kubernetes crd | kubectl apply -f -"
 
@@ -119,15 +139,26 @@ def _crd(args: argparse.Namespace) -> int:
 
 def _configure_install(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--namespace", metavar="NAME", default=NAMESPACE, help=f"of the operator ({NAMESPACE})")
-    add("--image", required=True, help="an image with elastane[kubernetes]: deploy/Dockerfile")
+    add(
+        "--namespace",
+        metavar="NAME",
+        default=NAMESPACE,
+        help=f"namespace of the operator ({NAMESPACE})",
+    )
+    add("--image", required=True, help="image with elastane[kubernetes] (see deploy/Dockerfile)")
     add(
         "--watch-namespace",
         metavar="NAME",
         default="",
-        help="keep the jobs of this one, with rights to no other (default: all)",
+        help="manage jobs in this namespace only, without rights to others (default: all)",
     )
-    add("--replicas", type=int, default=1, metavar="N", help="operators; one of them acts")
+    add(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of operator pods; one is active",
+    )
     _configure_crd(parser)
     parser.epilog = "elastane kubernetes install --image IMAGE | kubectl apply -f -"
 
@@ -162,11 +193,17 @@ def print_yaml(documents: list[dict[str, Any]]) -> None:
 
 
 def _configure_status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB", help="the ElasticJob's name")
+    parser.add_argument("job", metavar="JOB", help="name of the ElasticJob")
     _configure_access(parser)
     add = parser.add_argument
-    add("-n", "--namespace", metavar="NAME", default="", help="(default: the context's)")
-    add("--json", action="store_true", help="everything that is known, as JSON")
+    add(
+        "-n",
+        "--namespace",
+        metavar="NAME",
+        default="",
+        help="namespace (default: that of the context)",
+    )
+    add("--json", action="store_true", help="print everything as JSON")
     parser.epilog = "exit status: 1 where the job has failed"
 
 
@@ -200,9 +237,13 @@ class _Act:
 
 
 ACTS = {
-    "operator": _Act("keep the ElasticJobs of a cluster", _configure_operator, _operator),
-    "status": _Act("show a job in depth: pods, round, step, events", _configure_status, _status),
-    "crd": _Act("print the definition of ElasticJob", _configure_crd, _crd),
-    "install": _Act("print all that the operator needs", _configure_install, _install),
-    "render": _Act("print an ElasticJob made of options", rendering.configure, _render),
+    "operator": _Act(
+        "run the operator, which manages the ElasticJobs of a cluster",
+        _configure_operator,
+        _operator,
+    ),
+    "status": _Act("show a job: pods, round, step, events", _configure_status, _status),
+    "crd": _Act("print the CustomResourceDefinition of ElasticJob", _configure_crd, _crd),
+    "install": _Act("print the manifests that install the operator", _configure_install, _install),
+    "render": _Act("print an ElasticJob made from options", rendering.configure, _render),
 }

@@ -25,20 +25,20 @@ _JOBS_NAMED_MAX = 10
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
-    add("job", metavar="JOB_OR_DIR", help="the job's name, or the folder of its logs")
-    add("--log-dir", metavar="DIR", default="", help="where elastane run --log-dir put the jobs")
+    add("job", metavar="JOB_OR_DIR", help="name of the job, or its log folder")
+    add("--log-dir", metavar="DIR", default="", help="the --log-dir of elastane run")
     add("--rank", metavar="LIST", default="", help="only these ranks: 0,2 or 0-3")
     add("--node", metavar="NAMES", default="", help="only these nodes or hosts")
     add("--round", metavar="LIST", default="", help="only these rounds")
     add("--attempt", metavar="LIST", default="", help="only these attempts")
-    add("--stdout", action="store_true", help="only what workers wrote to stdout")
-    add("--stderr", action="store_true", help="only what they wrote to stderr")
+    add("--stdout", action="store_true", help="only the stdout of workers")
+    add("--stderr", action="store_true", help="only the stderr of workers")
     add(
         "--merge-by-time",
         action="store_true",
-        help="all workers in the order of time, rather than one after the other",
+        help="order lines of all workers by time instead of one worker after another",
     )
-    add("-f", "--follow", action="store_true", help="go on as the job goes on, until interrupted")
+    add("-f", "--follow", action="store_true", help="keep printing new output until interrupted")
 
 
 def main(args: argparse.Namespace) -> int:

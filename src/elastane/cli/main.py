@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 # Verb: what it does. The module is elastane.cli.<verb>.
 VERBS = {
-    "run": "start a job, or join one, as torchrun does",
-    "status": "show a job: its nodes, its round, what it waits for",
+    "run": "start or join a job, like torchrun",
+    "status": "show the state of a job: nodes, round, and what it is waiting for",
     "logs": "show the output of a job's workers, merged by time",
-    "explain": "say why a job failed or restarted, attempt by attempt",
+    "explain": "explain why a job failed or restarted, attempt by attempt",
     "checkpoint": "list, verify, show and prune the checkpoints of a job",
-    "kubernetes": "keep jobs on Kubernetes: the operator, its manifests, a job in depth",
-    "verify-run": "compare the digest logs of two runs, and name the first step that differs",
-    "demo": "train a classifier while workers and nodes die, on this machine",
+    "kubernetes": "run jobs on Kubernetes: the operator, its manifests, the status of a job",
+    "verify-run": "compare the digest logs of two runs and find the first step that differs",
+    "demo": "train a model on this machine while workers and nodes are killed",
 }
 
 # Modules that run under their own name, as torch.distributed's do, and are not verbs.
@@ -125,7 +125,7 @@ def usage(prog: str) -> str:
         "",
     ]
     lines += [f"  {verb:<{width}}  {what}" for verb, what in VERBS.items()]
-    lines += ["", f"{prog} VERB --help says more about one; {prog} --version names the version."]
+    lines += ["", f"{prog} VERB --help explains one verb; {prog} --version prints the version."]
     return "\n".join(lines)
 
 

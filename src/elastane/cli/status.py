@@ -36,15 +36,41 @@ class _View:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
-    add("job", metavar="JOB", nargs="?", default="", help="the job's name (default: all here)")
-    add("--rdzv-endpoint", metavar="HOST[:PORT]", default="", help="ask the coordinator there")
-    add("--rdzv-id", metavar="NAME", default="", help="the job's name, as elastane run has it")
-    add("--log-dir", metavar="DIR", default="", help="where a job that ended left its event log")
-    add("--token-file", metavar="FILE", default="", help="the job's secret (or ELASTANE_TOKEN)")
+    add(
+        "job",
+        metavar="JOB",
+        nargs="?",
+        default="",
+        help="name of the job (default: all jobs on this machine)",
+    )
+    add(
+        "--rdzv-endpoint",
+        metavar="HOST[:PORT]",
+        default="",
+        help="address of the coordinator to ask",
+    )
+    add("--rdzv-id", metavar="NAME", default="", help="name of the job, as for elastane run")
+    add(
+        "--log-dir",
+        metavar="DIR",
+        default="",
+        help="the --log-dir of elastane run, for a job that has ended",
+    )
+    add(
+        "--token-file",
+        metavar="FILE",
+        default="",
+        help="file with the secret of the job (or set ELASTANE_TOKEN)",
+    )
     add("--tls-cert", metavar="FILE", default="", help="certificate of this node (PEM)")
-    add("--tls-key", metavar="FILE", default="", help="its private key (PEM)")
-    add("--tls-ca", metavar="FILE", default="", help="certificate of the authority (PEM)")
-    add("--json", action="store_true", help="everything that is known, as JSON")
+    add("--tls-key", metavar="FILE", default="", help="private key of --tls-cert (PEM)")
+    add(
+        "--tls-ca",
+        metavar="FILE",
+        default="",
+        help="certificate of the authority that all nodes trust (PEM)",
+    )
+    add("--json", action="store_true", help="print everything as JSON")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -22,12 +22,11 @@ SAME, DIFFERENT = 0, 1
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
-    add("a", metavar="A", help="the digest log of one run: a file, or a folder with trail.jsonl")
-    add("b", metavar="B", help="the digest log of the other")
-    add("--json", action="store_true", help="the findings as JSON")
+    add("a", metavar="A", help="digest log of one run: a file, or a folder with trail.jsonl")
+    add("b", metavar="B", help="digest log of the other run")
+    add("--json", action="store_true", help="print the result as JSON")
     parser.epilog = (
-        "exit status: 0 all steps that both have are the same; 1 one differs; 78 a file is no"
-        " digest log"
+        "exit status: 0 all common steps agree; 1 a step differs; 78 a file is not a digest log"
     )
 
 

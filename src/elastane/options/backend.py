@@ -197,7 +197,7 @@ def _static(options: Options, conf: Conf, nodes: tuple[int, int]) -> RendezvousC
 def _check_port(where: Endpoint, written: str) -> None:
     if where.port == 0:
         raise ConfigurationError(
-            f"port 0 in {written}: nobody else could find it",
+            f"port 0 in {written}: other nodes cannot find a port chosen at random",
             slug="endpoint-syntax",
             expected="HOST:PORT with a port from 1 to 65535",
             next_step="--standalone needs no port",

@@ -127,7 +127,7 @@ def _bad_nproc(text: str, expected: str) -> UsageError:
 def _check_monitor_interval(options: Options) -> None:
     interval_s = options.seconds("monitor_interval")
     if interval_s is not None and interval_s <= 0:
-        raise options.bad("monitor_interval", "backend_notes than 0")
+        raise options.bad("monitor_interval", "more than 0")
 
 
 def _min_workers(options: Options, most: int) -> int:
@@ -137,7 +137,7 @@ def _min_workers(options: Options, most: int) -> int:
             f"--min-workers = {count}",
             slug="bad-option-value",
             expected=f"at most {most}, which is what all nodes have",
-            next_step="allow backend_notes nodes with --nnodes MIN:MAX, or ask for fewer workers",
+            next_step="allow more nodes with --nnodes MIN:MAX, or ask for fewer workers",
         )
     return count
 

@@ -123,14 +123,14 @@ examples:
   {prog} --nproc-per-node 4 train.py --lr 0.1
       four workers on this machine
   {prog} --nnodes 2 --rdzv-endpoint HOST:29400 train.py
-      on both of two nodes, of which HOST is one
+      run on each of two nodes; HOST is one of them
   {prog} --nnodes 1:4 --max-restarts 3 --rdzv-id exp7 --rdzv-endpoint HOST train.py
-      on one to four nodes, which may come and go
+      one to four nodes, which may join and leave
 
-Options are written with dashes or under_scores; torchrun's may be shortened while they are
-unique. An option's variable is PET_<NAME> or, for elastane's own, ELASTANE_<NAME>, and its place
-the table [run] of elastane.toml. The command line comes first, then the variable, then the file.
-${{local_rank}} in an argument of the script becomes the local rank."""
+Options may be written with dashes or underscores. Those of torchrun may be shortened as long as
+they stay unique. Each option can also be set by a variable, PET_<NAME> or ELASTANE_<NAME> for
+elastane's own, or in the table [run] of elastane.toml. The command line overrides the variable,
+which overrides the file. ${{local_rank}} in an argument of SCRIPT is replaced by the local rank."""
 
 
 class RunParser(argparse.ArgumentParser):
@@ -164,7 +164,7 @@ class RunParser(argparse.ArgumentParser):
         option = self.names.find(name) if name else None
         took = option is not None and option.kind != "flag"
         return UsageError(
-            "no script: nothing says what the workers are to run",
+            "no script: the command line does not say what the workers run",
             slug="usage",
             where=f"--{name} took {value} as its value" if took else "",
             expected=f"{self.prog} [options] SCRIPT [arguments of SCRIPT]",
@@ -183,10 +183,10 @@ def add_options(parser: RunParser) -> None:
         "training_script",
         metavar="SCRIPT",
         nargs="?",
-        help="script (or module, with -m) that is run",
+        help="script to run, or with -m a module",
     )
     parser.add_argument(
-        "training_script_args", metavar="...", nargs="*", default=[], help="its own arguments"
+        "training_script_args", metavar="...", nargs="*", default=[], help="arguments of SCRIPT"
     )
     parser.usage = f"{parser.prog} [options] SCRIPT [arguments of SCRIPT]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

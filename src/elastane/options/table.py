@@ -59,10 +59,10 @@ class Option:
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 NODES = "nodes and workers"
 RENDEZVOUS = "rendezvous"
-SCRIPT = "what is run"
-FAULTS = "faults and stopping"
+SCRIPT = "script"
+FAULTS = "failures and shutdown"
 LOGS = "logs"
-OURS = "elastane's own (torchrun has none of these)"
+OURS = "elastane only (not in torchrun)"
 TABLE: tuple[Option, ...] = (
     Option(
         "nnodes",
@@ -74,17 +74,17 @@ TABLE: tuple[Option, ...] = (
     Option(
         "nproc-per-node",
         "1",
-        "workers on this node: a number, cpu (usable CPUs), gpu (devices that CUDA_VISIBLE_DEVICES "
-        "names, else /dev/nvidia*), another kind such as xpu, or auto (gpu where torch can use "
-        "one, else cpu)",
+        "number of workers on this node: a number, cpu (one per usable CPU), gpu (one per device "
+        "in CUDA_VISIBLE_DEVICES, or else in /dev/nvidia*), another device type such as xpu, or "
+        "auto (gpu if torch can use one, otherwise cpu)",
         NODES,
         metavar="N|auto|cpu|gpu",
     ),
-    Option("role", "default", "role of this node's workers", NODES, metavar="NAME"),
+    Option("role", "default", "role name of the workers on this node", NODES, metavar="NAME"),
     Option(
         "node-rank",
         "0",
-        "wished place of this node; for the static backend, 0 hosts the coordinator",
+        "requested rank of this node; with the static backend, node 0 runs the coordinator",
         NODES,
         kind="int",
         metavar="N",
@@ -92,41 +92,40 @@ TABLE: tuple[Option, ...] = (
     Option(
         "local-addr",
         "",
-        "address of this node as other nodes reach it (default: the one its connection shows); a "
-        "numeric one is also where this node listens",
+        "address at which other nodes reach this one (default: the source address of its "
+        "connection to the coordinator); a numeric address is also where this node listens",
         NODES,
         metavar="ADDR",
     ),
     Option(
         "rdzv-backend",
         "static",
-        "elastane (also named c10d), static, file (a folder that all nodes share), etcd, etcd-v2, "
-        "kubernetes, redis, or the name of an installed package's store or handler; the default is "
-        "standalone for one node, elastane where --rdzv-endpoint is given, else static",
+        "elastane (or c10d), static, file (a folder that all nodes share), etcd, etcd-v2, "
+        "kubernetes, redis, or a store or handler from an installed package; the default is "
+        "standalone for one node, elastane with --rdzv-endpoint, otherwise static",
         RENDEZVOUS,
         metavar="NAME",
     ),
     Option(
         "rdzv-endpoint",
         "",
-        "where the coordinator is: HOST[:PORT], port 29400 by default; for file, the "
-        "folder; for etcd, one or more HOST[:PORT] or URLs; for kubernetes, the namespace or "
-        "nothing",
+        "address of the coordinator: HOST[:PORT], port 29400 by default; for file, the folder; "
+        "for etcd, one or more HOST[:PORT] or URLs; for kubernetes, the namespace (optional)",
         RENDEZVOUS,
         metavar="HOST[:PORT]",
     ),
     Option(
         "rdzv-id",
         "none",
-        "name of the job (default: made up; see docs/errors.md, wrong-job)",
+        "name of the job, the same on all nodes (default: generated)",
         RENDEZVOUS,
         metavar="NAME",
     ),
     Option(
         "rdzv-conf",
         "",
-        "more of it as KEY=VALUE,...: join_timeout, last_call_timeout, keep_alive_interval, token "
-        "and every duration of elastane.protocol.limits.Timing, in seconds, fractions allowed",
+        "further rendezvous settings as KEY=VALUE,...: join_timeout, last_call_timeout, "
+        "keep_alive_interval, token, and every duration in docs/rdzv-conf.md, in seconds",
         RENDEZVOUS,
         metavar="K=V,...",
         kind="pairs",
@@ -134,35 +133,35 @@ TABLE: tuple[Option, ...] = (
     Option(
         "standalone",
         "0",
-        "a job of this machine alone; sets backend, endpoint and id by itself",
+        "run the job on this machine only; chooses the backend, endpoint and id",
         RENDEZVOUS,
         kind="flag",
     ),
     Option(
         "master-addr",
         "127.0.0.1",
-        "host of node rank 0, for the static backend",
+        "host of node 0, for the static backend",
         RENDEZVOUS,
         metavar="HOST",
     ),
     Option(
         "master-port",
         "29500",
-        "port at --master-addr, for the static backend",
+        "port on --master-addr, for the static backend",
         RENDEZVOUS,
         kind="int",
         metavar="PORT",
     ),
     Option(
-        "module", "0", "the script is a module, as in python -m", SCRIPT, kind="flag", short="m"
+        "module", "0", "SCRIPT is a module name, as in python -m", SCRIPT, kind="flag", short="m"
     ),
-    Option("no-python", "0", "execute the script itself, without python", SCRIPT, kind="flag"),
-    Option("run-path", "0", "run the script by runpy.run_path", SCRIPT, kind="flag"),
+    Option("no-python", "0", "execute SCRIPT directly, without python", SCRIPT, kind="flag"),
+    Option("run-path", "0", "run SCRIPT with runpy.run_path", SCRIPT, kind="flag"),
     Option(
         "start-method",
         "spawn",
-        "for --run-path only, as in torchrun: spawn starts a new interpreter for each worker, fork "
-        "and forkserver fork a warm one (default: as fork)",
+        "only with --run-path: spawn starts a new interpreter for each worker, fork and forkserver "
+        "fork one that has already imported torch (default: fork)",
         SCRIPT,
         kind="choice",
         choices=("spawn", "fork", "forkserver"),
@@ -170,15 +169,16 @@ TABLE: tuple[Option, ...] = (
     Option(
         "virtual-local-rank",
         "0",
-        "LOCAL_RANK=0 for each worker, and CUDA_VISIBLE_DEVICES with its one device",
+        "give each worker LOCAL_RANK=0 and only its own device in CUDA_VISIBLE_DEVICES",
         SCRIPT,
         kind="flag",
     ),
     Option(
         "numa-binding",
         "",
-        "bind each worker to CPUs near the GPU of its local rank: all of the NUMA node or socket, "
-        "a share of its cores, or those of one cache; without GPUs, spread over the NUMA nodes",
+        "bind each worker to CPUs near its GPU: the NUMA node (node), the socket (socket), a "
+        "separate share of the node's cores (exclusive), or the cores of one cache "
+        "(core-complex); without GPUs, workers are spread over the NUMA nodes",
         SCRIPT,
         kind="choice",
         choices=("node", "socket", "exclusive", "core-complex"),
@@ -187,7 +187,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "max-restarts",
         "0",
-        "restarts of the workers before the job fails, counted over the whole job",
+        "how often workers may be restarted after failures before the job fails, in total",
         FAULTS,
         kind="int",
         metavar="N",
@@ -195,7 +195,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "shutdown-timeout",
         "",
-        "seconds from SIGTERM to SIGKILL wherever workers are stopped (default 30, or "
+        "seconds between SIGTERM and SIGKILL when workers are stopped (default 30, or "
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
         FAULTS,
         kind="float",
@@ -204,7 +204,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "signals-to-handle",
         SIGNALS,
-        "signals at which the agent drains and leaves",
+        "signals that make the agent drain its workers and leave the job",
         FAULTS,
         metavar="SIG,...",
         kind="list",
@@ -212,16 +212,16 @@ TABLE: tuple[Option, ...] = (
     Option(
         "monitor-interval",
         "0.1",
-        "taken for torchrun's sake",
+        "accepted for compatibility with torchrun, without effect",
         FAULTS,
         kind="float",
         metavar="S",
-        idle="a worker's end is noticed at once, without polling",
+        idle="the end of a worker is detected at once, without polling",
     ),
     Option(
         "log-dir",
         "",
-        "folder under which each job makes one of its own; /dev/null for no files",
+        "folder for logs; each job creates a subfolder in it; /dev/null writes no files",
         LOGS,
         metavar="DIR",
         kind="path",
@@ -229,8 +229,8 @@ TABLE: tuple[Option, ...] = (
     Option(
         "redirects",
         "0",
-        "streams that go to files only: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, "
-        "0:3,1:2",
+        "streams that are written to files instead of the console: 0 none, 1 stdout, 2 stderr, "
+        "3 both; or per local rank, such as 0:3,1:2",
         LOGS,
         short="r",
         metavar="STD",
@@ -239,7 +239,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "tee",
         "0",
-        "streams that go to files and to the console, written as in --redirects",
+        "streams that are written to files and to the console, in the format of --redirects",
         LOGS,
         short="t",
         metavar="STD",
@@ -248,7 +248,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "local-ranks-filter",
         "",
-        "only these local ranks are shown on the console",
+        "show only these local ranks on the console",
         LOGS,
         metavar="N,...",
         kind="list",
@@ -256,9 +256,9 @@ TABLE: tuple[Option, ...] = (
     Option(
         "duplicate-stdout-filters",
         "",
-        "copy lines of teed stdout that hold one of these texts to filtered_stdout.log in the "
-        "attempt's folder (filtered_stdout.rank_N.log on a node whose first rank N is not 0); "
-        "two commas are one that belongs to a text",
+        "copy lines of teed stdout that contain one of these texts to filtered_stdout.log in the "
+        "folder of the attempt (filtered_stdout.rank_N.log on a node whose first rank N is not "
+        "0); write a comma inside a text as two commas",
         LOGS,
         metavar="TEXT,...",
         kind="needles",
@@ -266,9 +266,9 @@ TABLE: tuple[Option, ...] = (
     Option(
         "duplicate-stderr-filters",
         "",
-        "copy lines of teed stderr that hold one of these texts to filtered_stderr.log in the "
-        "attempt's folder (filtered_stderr.rank_N.log on a node whose first rank N is not 0); "
-        "two commas are one that belongs to a text",
+        "copy lines of teed stderr that contain one of these texts to filtered_stderr.log in the "
+        "folder of the attempt (filtered_stderr.rank_N.log on a node whose first rank N is not "
+        "0); write a comma inside a text as two commas",
         LOGS,
         metavar="TEXT,...",
         kind="needles",
@@ -276,15 +276,15 @@ TABLE: tuple[Option, ...] = (
     Option(
         "event-log-handler",
         "null",
-        "console: each event also on stderr, as a JSON line of torch's form; null: only in the "
-        "event log under --log-dir",
+        "console prints each event on stderr too, as a JSON line in torch's format; null writes "
+        "only to the event log under --log-dir",
         LOGS,
         metavar="NAME",
     ),
     Option(
         "logs-specs",
         "",
-        "entry point in torchrun.logs_specs: a class that decides where output goes",
+        "entry point in torchrun.logs_specs whose class decides where output is written",
         LOGS,
         metavar="NAME",
         variable=False,
@@ -292,8 +292,8 @@ TABLE: tuple[Option, ...] = (
     Option(
         "node-id",
         "",
-        "stable name of this node; an agent that comes back under it takes its old place "
-        "(default: made from the host's name)",
+        "stable name of this node; an agent that returns with the same name gets its previous "
+        "rank (default: derived from the host name)",
         OURS,
         metavar="NAME",
         ours=True,
@@ -301,8 +301,8 @@ TABLE: tuple[Option, ...] = (
     Option(
         "min-workers",
         "0",
-        "the fewest workers that train on after a fault, where the script recovers in place"
-        " (elastane.init; default: those of MIN whole nodes)",
+        "minimum number of workers that continue after a fault, if the script recovers in place "
+        "(elastane.init; default: the workers of MIN nodes)",
         OURS,
         metavar="N",
         ours=True,
@@ -311,7 +311,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "spares-per-node",
         "0",
-        "workers that wait in elastane.init() on each node, for the place of one that is lost",
+        "warm spare workers on each node, which wait in elastane.init() to replace a lost worker",
         OURS,
         metavar="N",
         ours=True,
@@ -320,8 +320,8 @@ TABLE: tuple[Option, ...] = (
     Option(
         "snapshot-replicas",
         "0",
-        "copies of a node's part of a sharded state in the memory of another, 0 or 1: with 1 the "
-        "loss of any one node is made good from memory (see docs/checkpoints.md)",
+        "copies of each node's shards in the memory of another node, 0 or 1; with 1 the job "
+        "recovers from the loss of one node from memory (see docs/checkpoints.md)",
         OURS,
         metavar="N",
         ours=True,
@@ -330,7 +330,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "preload",
         ",".join(DEFAULT_PRELOAD),
-        "modules that are imported once, before workers are forked",
+        "modules to import once, before workers are forked",
         OURS,
         metavar="MOD,...",
         ours=True,
@@ -339,7 +339,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "no-zygote",
         "0",
-        "start each worker as a new interpreter instead of forking it",
+        "start a new interpreter for each worker instead of forking",
         OURS,
         kind="flag",
         ours=True,
@@ -347,7 +347,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "drain-timeout",
         "",
-        "seconds that workers have to checkpoint before a planned change (default 30)",
+        "seconds that workers get to checkpoint before a planned change (default 30)",
         OURS,
         kind="float",
         metavar="S",
@@ -356,7 +356,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "report-file",
         "",
-        "where to write how the job ended, as JSON (see docs/report.md)",
+        "write the outcome of the job to this file, as JSON (see docs/report.md)",
         OURS,
         metavar="FILE",
         ours=True,
@@ -365,7 +365,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "token-file",
         "",
-        "file with the job's secret, the same on all nodes (or ELASTANE_TOKEN)",
+        "file with the secret of the job, the same on all nodes (or set ELASTANE_TOKEN)",
         OURS,
         metavar="FILE",
         ours=True,
@@ -380,7 +380,15 @@ TABLE: tuple[Option, ...] = (
         ours=True,
         kind="path",
     ),
-    Option("tls-key", "", "its private key (PEM)", OURS, metavar="FILE", ours=True, kind="path"),
+    Option(
+        "tls-key",
+        "",
+        "private key of --tls-cert (PEM)",
+        OURS,
+        metavar="FILE",
+        ours=True,
+        kind="path",
+    ),
     Option(
         "tls-ca",
         "",
@@ -393,8 +401,8 @@ TABLE: tuple[Option, ...] = (
     Option(
         "config",
         "",
-        "settings file, or its folder (default: elastane.toml, or [tool.elastane] of "
-        "pyproject.toml, in this folder or above it within the project)",
+        "settings file, or its folder (default: elastane.toml, or [tool.elastane] in "
+        "pyproject.toml, in this folder or a parent folder in the project)",
         OURS,
         metavar="FILE",
         ours=True,
@@ -403,7 +411,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "show-config",
         "0",
-        "print every option with its value and where it comes from, and start nothing",
+        "print every option with its value and origin, and exit",
         OURS,
         kind="flag",
         ours=True,
@@ -413,7 +421,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "json",
         "0",
-        "print that as JSON",
+        "with --show-config: print JSON",
         OURS,
         kind="flag",
         ours=True,
