@@ -18,7 +18,7 @@ from elastane.observe.events import LoggedEvent, decode_line, read_events
 from elastane.observe.merge import _read_worker
 from elastane.observe.report import FinalReport, read_report
 from elastane.observe.story import story_of
-from elastane.options.conf import read_conf
+from elastane.options.rendezvous import read_conf
 from elastane.options.secret import read_tokens
 from elastane.options.settings import load
 from elastane.process.endpoint import Endpoint, parse_endpoint

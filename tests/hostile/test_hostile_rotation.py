@@ -11,8 +11,7 @@ from hostile_support import TOKEN, Victim
 from jobs import until
 
 from elastane.errors import ConfigurationError, WireError
-from elastane.options.keyring import Keyring
-from elastane.options.secret import read_tokens
+from elastane.options.secret import Keyring, read_tokens
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.wire import ClientHandshake, ServerHandshake, derive_secret
 

@@ -17,7 +17,7 @@ from style_sources import ROOT
 from elastane.errors import ElastaneError
 from elastane.kubernetes.store.backend import TIMING
 from elastane.kubernetes.store.store import REFUSED_S
-from elastane.options import backend, conf
+from elastane.options import rendezvous
 from elastane.options.build import build
 from elastane.options.parser import parse
 from elastane.options.show import as_lines
@@ -82,27 +82,29 @@ def built(words):
 
 
 def test_every_key_has_a_row_and_every_row_is_a_key():
-    known = {*conf._TORCHRUN, "keep_alive_max_attempt", *DURATIONS}
+    known = {*rendezvous._TORCHRUN, "keep_alive_max_attempt", *DURATIONS}
     assert set(keyed("Durations")) == known
-    others = {*conf._OTHER, *conf._IDLE, *registry.known_keys()} - {"keep_alive_max_attempt"}
+    others = {*rendezvous._OTHER, *rendezvous._IDLE, *registry.known_keys()} - {
+        "keep_alive_max_attempt"
+    }
     assert set(keyed("Other keys")) == others
 
 
-@pytest.mark.parametrize("key", [*conf._TORCHRUN, *DURATIONS])
+@pytest.mark.parametrize("key", [*rendezvous._TORCHRUN, *DURATIONS])
 def test_a_duration_has_the_default_of_the_code_and_says_which_one_it_is(key):
     _, default, unit, meaning, *_ = keyed("Durations")[key]
-    field = conf._duration_name(key)
+    field = rendezvous._duration_name(key)
     assert (float(default), unit) == (getattr(Timing(), field), "s")
     if key not in DURATIONS:
         assert f"another name for `{field.removesuffix('_s')}`" in meaning
-    assert conf.read_conf(f"{key}=7.5").durations[field] == 7.5
+    assert rendezvous.read_conf(f"{key}=7.5").durations[field] == 7.5
 
 
 def test_keep_alive_attempts_are_told_in_heartbeats():
     _, default, unit, *_ = keyed("Durations")["keep_alive_max_attempt"]
     assert unit == "heartbeats"
     assert int(default) * Timing().heartbeat_s == Timing().silence_s
-    assert conf.read_conf("keep_alive_interval=4").durations["silence_s"] == 12
+    assert rendezvous.read_conf("keep_alive_interval=4").durations["silence_s"] == 12
 
 
 def test_what_contradicts_is_told_as_the_code_checks_it():
@@ -124,8 +126,8 @@ def test_a_key_of_a_store_is_described_as_its_backend_describes_it():
             assert cells[3] == described.unit, key
             if described.default != "-":
                 assert described.default in cells[2], key
-        assert ("with a note" in cells[4]) == (key in conf._IDLE), key
-        assert ("with a note" in cells[4]) == bool(conf.read_conf(f"{key}=1").notes), key
+        assert ("with a note" in cells[4]) == (key in rendezvous._IDLE), key
+        assert ("with a note" in cells[4]) == bool(rendezvous.read_conf(f"{key}=1").notes), key
     etcd = keyed("Other keys")
     assert read_settings("h", {}).urls[0].startswith(etcd["protocol"][2] + ":")
     assert read_settings("h", {"cacert": "ca.pem"}).urls[0].startswith("https:")
@@ -174,10 +176,10 @@ def test_every_backend_has_a_section_whose_line_means_it(here):
         config = build(parse(shlex.split(block.replace("\\\n", " "))[2:], {}), {})
         meant[title] = config.rendezvous
     names = {name for title in meant for name in re.findall("`([^`]+)`", title)}
-    assert names == {*backend.names(), "standalone"}
+    assert names == {*rendezvous.names(), "standalone"}
     assert meant.pop("The sidecar").sidecar
-    for title, rendezvous in meant.items():
-        assert rendezvous.backend == re.findall("`([^`]+)`", title)[0]
+    for title, requested in meant.items():
+        assert requested.backend == re.findall("`([^`]+)`", title)[0]
     rows = {name: row for row in table(PAGE, "backend") for name in re.findall("`([^`]+)`", row[0])}
     assert set(rows) == names
     for name in registry.names():
@@ -203,7 +205,7 @@ def test_a_handler_differs_as_told():
     assert float(told["close_timeout"][1]) == ours._CLOSE_GRACE_S
     assert set(re.findall("`([^`]+)`", told["store"][3])) >= set(registry.names())
     with pytest.raises(ElastaneError):
-        conf.read_conf("store=file")
+        rendezvous.read_conf("store=file")
 
 
 def test_every_link_leads_somewhere():

@@ -6,7 +6,7 @@ import re
 import pytest
 from style_sources import ROOT
 
-from elastane.options import keyring
+from elastane.options import secret
 from elastane.process import health
 from elastane.protocol.limits import (
     HANDSHAKE_BYTES_MAX,
@@ -44,7 +44,7 @@ def test_its_figures_are_those_of_the_code():
     assert f"beyond {HANDSHAKE_BYTES_MAX >> 10} KiB" in defended
     assert f"{MESSAGES_PER_S_MAX:g} messages a second" in defended
     assert f"{health._CONNECTIONS_MAX} at most" in defended
-    assert keyring._LOOK_S == 1.0 and "once a second" in section("Changing the secret")
+    assert secret._LOOK_S == 1.0 and "once a second" in section("Changing the secret")
 
 
 def test_what_is_not_defended_says_how_to_wall_it_off():

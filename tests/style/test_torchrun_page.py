@@ -13,9 +13,9 @@ import pytest
 from style_sources import ROOT
 
 from elastane.errors import UsageError
-from elastane.options import spelling
-from elastane.options.conf import read_conf
+from elastane.options import parser
 from elastane.options.parser import parse
+from elastane.options.rendezvous import read_conf
 from elastane.options.table import BY_DEST, TABLE
 
 PAGE = (ROOT / "docs" / "torchrun.md").read_text()
@@ -79,10 +79,12 @@ def test_every_variable_of_a_worker_has_a_row():
 
 
 def test_every_key_of_rdzv_conf_has_a_row():
-    from elastane.options import conf
+    from elastane.options import rendezvous
     from elastane.stores.etcd.settings import CONF_KEYS
 
-    keys = {*conf._TORCHRUN, *conf._IDLE, *conf._OTHER, *CONF_KEYS} - set(conf._TLS)
+    keys = {*rendezvous._TORCHRUN, *rendezvous._IDLE, *rendezvous._OTHER, *CONF_KEYS} - set(
+        rendezvous._TLS
+    )
     told = set(rows(section("rdzv-conf")))
     assert keys == told, keys ^ told
     for name, verdict in rows(section("rdzv-conf")).items():
@@ -129,7 +131,7 @@ TORCHELASTIC = [
 BAGUA = [*TORCHELASTIC, "--run_path"]
 BAGUA += [
     f"--{name.replace('-', '_')}"
-    for name in (*spelling._VARIABLES, *spelling._ADVICE)
+    for name in (*parser._VARIABLES, *parser._ADVICE)
     if name != "use-env"  # TorchElastic had it too
 ]
 
@@ -157,7 +159,7 @@ def test_every_option_of_an_older_launcher_has_a_row_that_is_true(title, options
         with pytest.raises(UsageError) as caught:
             taken(option)
         assert caught.value.slug == "unknown-option"
-        variable = spelling._VARIABLES.get(option.lstrip("-").replace("_", "-"), "")
+        variable = parser._VARIABLES.get(option.lstrip("-").replace("_", "-"), "")
         assert variable in verdict and variable in caught.value.next_step
 
 

@@ -191,7 +191,7 @@ def test_a_given_name_is_kept():
 
 @pytest.mark.parametrize("function", ["<lambda>", "a/b c", "..", "é", "x" * 300, ""])
 def test_every_function_name_makes_a_valid_job_name(function):
-    from elastane.options.identity import check_name
+    from elastane.options.rendezvous import check_name
 
     check_name("--rdzv-id", job(function).text("rdzv_id"))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from elastane.errors import ConfigurationError, UsageError
-from elastane.options.conf import read_conf, timing_of
+from elastane.options.rendezvous import read_conf, timing_of
 from elastane.protocol.limits import Timing, check
 
 

@@ -9,10 +9,10 @@ import pytest
 from memory_store import MemoryStore
 
 from elastane.errors import ConfigurationError, UsageError
-from elastane.options import backend as options_backend
+from elastane.options import rendezvous as options_backend
 from elastane.options.build import build
-from elastane.options.conf import read_conf
 from elastane.options.parser import parse
+from elastane.options.rendezvous import read_conf
 from elastane.stores import registry
 from elastane.stores.file import FileStore
 

@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from elastane.errors import ConfigurationError, UsageError
-from elastane.options import logspecs
+from elastane.options import workers
 from elastane.options.build import build
 from elastane.options.parser import parse
 from elastane.process.process import WorkerCommand
@@ -98,9 +98,9 @@ def installed(monkeypatch):
         vars(module).update(classes)
         monkeypatch.setitem(sys.modules, "made_up_specs", module)
         points = EntryPoints(
-            EntryPoint(name, f"made_up_specs:{name}", logspecs.GROUP) for name in classes
+            EntryPoint(name, f"made_up_specs:{name}", workers.GROUP) for name in classes
         )
-        monkeypatch.setattr(logspecs, "entry_points", lambda group: points)
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
 
     return install
 

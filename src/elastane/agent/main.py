@@ -35,8 +35,8 @@ from elastane.errors import ElastaneError, ExitCode, StoreError
 from elastane.observe import logging as console
 from elastane.options.config import AgentConfig
 from elastane.options.facts import versions
-from elastane.options.identity import new_incarnation
-from elastane.options.keyring import Keyring
+from elastane.options.rendezvous import new_incarnation
+from elastane.options.secret import Keyring
 from elastane.process import rpc
 from elastane.process.endpoint import Endpoint
 from elastane.process.files import JobRegistry

@@ -34,7 +34,7 @@ from elastane.coordinator.leadership import (
 )
 from elastane.observe import logging as console
 from elastane.options.facts import versions
-from elastane.options.identity import new_incarnation
+from elastane.options.rendezvous import new_incarnation
 from elastane.process import rpc
 from elastane.process.endpoint import STANDALONE, Endpoint, meets_here, reach
 from elastane.process.environment import snapshot

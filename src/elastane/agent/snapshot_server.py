@@ -46,7 +46,7 @@ from elastane.snapshots.startup import start_node_server
 
 if TYPE_CHECKING:
     from elastane.options.config import AgentConfig
-    from elastane.options.keyring import Keyring
+    from elastane.options.secret import Keyring
     from elastane.snapshots.messages import FromAgent, ReplicationSettings, SnapshotEvent
 
 _log = logging.getLogger("elastane.agent")

@@ -21,11 +21,10 @@ from elastane.agent.ending import show
 from elastane.errors import ConfigurationError, ExitCode, UsageError
 from elastane.observe import logging as console
 from elastane.observe.report import report_of, write_launcher_error, write_report
-from elastane.options.backend import is_builtin, names
 from elastane.options.build import read_nnodes, read_nproc
-from elastane.options.command import read_command, read_logs, read_signals
-from elastane.options.parser import Options
-from elastane.options.spelling import nearest
+from elastane.options.parser import Options, nearest
+from elastane.options.rendezvous import is_builtin, names
+from elastane.options.workers import read_command, read_logs, read_signals
 from elastane.process.execspawn import RUN_PATH_CODE
 from elastane.protocol.model import Outcome
 from elastane.stores import GROUP
@@ -186,7 +185,7 @@ def _numa(mode: str) -> Any | None:
 def _logs(options: Options, environ: Mapping[str, str], count: int) -> LogsSpecs:
     """Return where output goes, decided by the class of --logs-specs if given."""
     from elastane.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from elastane.options.logspecs import load_logs_specs
+    from elastane.options.workers import load_logs_specs
 
     plan = read_logs(options, environ, count)
     kind: Any = DefaultLogsSpecs

@@ -17,52 +17,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
     add("--name", required=True, help="name of the job")
-    add(
-        "-n",
-        "--namespace",
-        default="",
-        metavar="NAME",
-        help="namespace (default: that of the context)",
-    )
+    add("-n", "--namespace", default="", metavar="NAME", help="(default: that of the context)")
     add("--image", required=True, help="image of the pods; its entry point is a launcher")
     add("--replicas", type=int, default=1, metavar="N", help="desired number of pods (1)")
-    add(
-        "--min",
-        type=int,
-        metavar="N",
-        help="minimum number of pods; below it the job waits (--replicas)",
-    )
+    add("--min", type=int, metavar="N", help="pods without which the job waits (--replicas)")
     add("--max", type=int, metavar="N", help="maximum number of pods when scaling (--replicas)")
     add("--nproc-per-node", default="", metavar="N", help="workers in each pod")
     add("--max-restarts", type=int, metavar="N", help="worker failures before the job fails (0)")
     add("--launcher", choices=("elastane", "torchrun"), default="", help="launcher in the image")
-    add(
-        "--rdzv-endpoint",
-        default="",
-        metavar="HOST:PORT",
-        help="address of your own etcd (optional)",
-    )
+    add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="your own etcd (optional)")
     add("--gpus", type=int, default=0, metavar="N", help=f"{GPU} per pod")
     add("--cpu", default="", metavar="N", help="CPUs to request for each pod, such as 4 or 500m")
-    add(
-        "--memory",
-        default="",
-        metavar="SIZE",
-        help="memory request and limit of each pod, such as 16Gi",
-    )
-    add(
-        "--shm",
-        default="",
-        metavar="SIZE",
-        help="size of /dev/shm, which data loaders need, such as 8Gi",
-    )
-    add(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="variable for the workers; may be repeated",
-    )
+    add("--memory", default="", metavar="SIZE", help="request and limit, such as 16Gi")
+    add("--shm", default="", metavar="SIZE", help="size of /dev/shm, for data loaders")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
     add(
         "--volume",
         action="append",
@@ -75,11 +43,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR:PATH[:ro]",
-        help="mount a folder of the node; may be repeated",
+        help="mount a node's folder",
     )
     add("--restart-policy", choices=("ExitCode", "OnFailure", "Never", "Always"), default="")
     add("--backoff-limit", type=int, metavar="N", help="pod failures before the job fails")
-    add("--ttl", type=int, metavar="S", help="seconds after which a finished job is deleted")
+    add("--ttl", type=int, metavar="S", help="seconds until a finished job is deleted")
     add("--suspend", action="store_true", help="create no pods until resumed, as Kueue expects")
     add("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="script and its arguments")
     parser.epilog = "elastane kubernetes render --name x --image y train.py | kubectl apply -f -"

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from elastane.cli._handler import argv_of, config_of, is_wanted
 from elastane.errors import ConfigurationError
 from elastane.functions.request import RequestedOptions, as_text
-from elastane.options.backend import is_builtin
 from elastane.options.build import read_nnodes, read_nproc
+from elastane.options.rendezvous import is_builtin
 from elastane.options.table import BY_DEST, TABLE, Option
 from elastane.process import environment
 from elastane.process.streams.plan import parse_needles

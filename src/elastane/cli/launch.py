@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from elastane.cli.run import configure, read_options, start
 from elastane.errors import UsageError
-from elastane.options.parser import Options, RunParser
-from elastane.options.spelling import Names
+from elastane.options.parser import Names, Options, RunParser
 from elastane.options.table import SCRIPT, TABLE, Option
 
 __all__ = ["Parser", "configure", "legacy", "main"]

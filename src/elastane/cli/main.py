@@ -131,7 +131,7 @@ def usage(prog: str) -> str:
 
 def unknown_verb(verb: str, prog: str) -> UsageError:
     """Return the error for an unknown verb, with the nearest known one."""
-    from elastane.options.spelling import nearest
+    from elastane.options.parser import nearest
 
     near = nearest(verb, VERBS)
     return UsageError(

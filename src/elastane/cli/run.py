@@ -48,7 +48,7 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
             expected="--show-config --json; an option of the script comes after the script",
         )
     from elastane.options.build import build
-    from elastane.options.notes import origin_of, settings_notes
+    from elastane.options.show import origin_of, settings_notes
 
     _print_notes(settings_notes(options))
     try:
@@ -68,7 +68,7 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
 
 def _is_foreign_handler(options: Options) -> bool:
     """Whether the backend is a handler of another package; ours need no import."""
-    from elastane.options.backend import is_builtin
+    from elastane.options.rendezvous import is_builtin
 
     if is_builtin(options.text("rdzv_backend")):
         return False

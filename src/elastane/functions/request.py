@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from elastane.errors import UsageError
-from elastane.options.parser import Options, OptionValues, read
+from elastane.options.parser import Options, OptionValues, nearest, read
 from elastane.options.settings import load
-from elastane.options.spelling import nearest
 from elastane.options.table import BY_DEST, Option
 
 FILE, REPORT = "request.json", "report.json"

@@ -10,15 +10,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from elastane.errors import ConfigurationError, UsageError
-from elastane.options import backend, facts, identity
-from elastane.options.command import read_command, read_logs, read_signals
-from elastane.options.conf import Conf, read_conf, timing_of
+from elastane.options import facts
 from elastane.options.config import AgentConfig, RendezvousConfig, RequestedNode
-from elastane.options.notes import notes_of
-from elastane.options.parser import Options
+from elastane.options.parser import Options, nearest
+from elastane.options.rendezvous import (
+    Conf,
+    check_name,
+    job_id,
+    read_conf,
+    requested_rank,
+    resolve,
+    timing_of,
+)
 from elastane.options.secret import secured
-from elastane.options.spelling import nearest
-from elastane.options.supervision import read_supervision, variable_notes
+from elastane.options.show import notes_of
+from elastane.options.workers import (
+    read_command,
+    read_logs,
+    read_signals,
+    read_supervision,
+    variable_notes,
+)
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobSpec
 from elastane.stores import registry
@@ -31,14 +43,14 @@ def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
     conf = read_conf(options.text("rdzv_conf"))
     nodes = read_nnodes(options.text("nnodes"))
     command = read_command(options, environ)
-    rendezvous, backend_notes = backend.resolve(options, conf, nodes, environ)
+    rendezvous, backend_notes = resolve(options, conf, nodes, environ)
     if rendezvous.backend == "standalone" or rendezvous.sidecar:
         nodes = (1, 1)
     static = rendezvous.backend == "static"
     node = _node(options, conf, environ)
     if static:
         node = replace(node, node_rank=node.node_rank or 0)
-    job, alone = identity.job_id(options, rendezvous, nodes)
+    job, alone = job_id(options, rendezvous, nodes)
     rendezvous = secured(replace(rendezvous, alone=alone), options, conf, environ)
     notes += [
         *conf.notes,
@@ -177,13 +189,13 @@ def _timing(options: Options, conf: Conf, environ: Mapping[str, str], backend_na
 def _node(options: Options, conf: Conf, environ: Mapping[str, str]) -> RequestedNode:
     node_id = options.text("node_id")
     if node_id:
-        identity.check_name("--node-id", node_id)
-    identity.check_name("--role", options.text("role"))
+        check_name("--node-id", node_id)
+    check_name("--role", options.text("role"))
     return RequestedNode(
         node_id=node_id,
         local_world_size=read_nproc(options.text("nproc_per_node"), environ),
         role=options.text("role"),
-        node_rank=backend.requested_rank(options, conf),
+        node_rank=requested_rank(options, conf),
         local_addr=options.text("local_addr"),
     )
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from elastane.errors import ConfigurationError
-from elastane.options.parser import OptionValues
-from elastane.options.spelling import nearest
+from elastane.options.parser import OptionValues, nearest
 from elastane.options.table import BY_DEST, TABLE, Option
 from elastane.protocol.unreadable import UNREADABLE
 

@@ -1,7 +1,7 @@
-"""`--show-config`: every option with its value and its origin.
+"""What the user is shown about options: `--show-config`, and notes about options without effect.
 
-It only renders what was read; it starts nothing and checks nothing more. A secret is never shown,
-wherever it came from: only that there is one.
+It renders and compares what was read; it starts nothing. A secret is never shown, wherever it came
+from: only that there is one. A note is not an error: the job starts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from elastane.options.parser import Options
+from elastane.options.parser import Options, Origin, nearest
 from elastane.options.settings import SECRET_ENDINGS
-from elastane.options.table import TABLE, Option
+from elastane.options.table import BY_DEST, TABLE, Option
 
 HIDDEN = "***"
 # Variables that belong to no option but change what a job does.
@@ -31,6 +31,9 @@ _SECRET_PAIR = re.compile(
     rf"(?<![^,])(\s*[\w-]*(?:{'|'.join(SECRET_ENDINGS)})\s*=)[^,]*", re.IGNORECASE
 )
 _USER_INFO = re.compile(r"(?<=//)[^/@]*@|^[^/@]*:[^/@]*@")
+# A foreign variable is ignored unless it is this similar to one of ours.
+_LIKENESS = 0.8
+_OPTION = re.compile(r"--([a-z-]+)")
 
 
 def as_lines(options: Options, environ: Mapping[str, str]) -> list[str]:
@@ -102,3 +105,58 @@ def _without_secrets(option: Option, text: str) -> str:
 def _others(environ: Mapping[str, str]) -> dict[str, str]:
     found = {name: environ[name] for name in OTHER_VARIABLES if environ.get(name)}
     return {name: HIDDEN if name == "ELASTANE_TOKEN" else value for name, value in found.items()}
+
+
+def notes_of(options: Options, environ: Mapping[str, str]) -> list[str]:
+    """Return the notes, each one line."""
+    return [*_idle(options), *_start_method(options), *_variables(environ)]
+
+
+def settings_notes(options: Options) -> list[str]:
+    """Name the settings in effect: the user may not know of the file.
+
+    Separate from the other notes, since it must be printed before an error that a setting caused.
+    """
+    paths = {origin.name for origin in options.origins.values() if origin.kind == "file"}
+    names = [option.name for option in TABLE if options.origin(option.dest).kind == "file"]
+    return [f"from {path}: {', '.join(names)}" for path in paths]
+
+
+def origin_of(options: Options, what: str) -> str:
+    """Return the origin of an option that an error begins with; empty if it was typed.
+
+    A user who never typed `--nnodes` would look for `--nnodes = '0'` in the wrong place.
+    """
+    named = _OPTION.match(what)
+    option = BY_DEST.get(named[1].replace("-", "_")) if named else None
+    origin = options.origin(option.dest) if option else Origin("default")
+    return str(origin) if origin.kind in ("variable", "file") else ""
+
+
+def _idle(options: Options) -> list[str]:
+    return [
+        f"--{option.name} has no effect here: {option.idle}"
+        for option in TABLE
+        if option.idle and options.text(option.dest) != option.default
+    ]
+
+
+def _start_method(options: Options) -> list[str]:
+    if "start_method" not in options.given or options.flag("run_path"):
+        return []
+    return ["--start-method has no effect without --run-path, as in torchrun"]
+
+
+def _variables(environ: Mapping[str, str]) -> list[str]:
+    known = [option.env for option in TABLE if option.env]
+    without = {f"PET_{option.dest.upper()}": option.name for option in TABLE if not option.env}
+    notes = []
+    for name in environ:
+        if not name.startswith("PET_") or name in known:
+            continue
+        near = nearest(name, known, _LIKENESS)
+        if name in without:
+            notes.append(f"{name} is not read, as in torchrun: use --{without[name]}")
+        elif near:
+            notes.append(f"{name} is not read: did you mean {near}?")
+    return notes

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from elastane.agent.snapshot_server import replica_peers
-from elastane.options.keyring import Keyring
+from elastane.options.secret import Keyring
 from elastane.process.tls import TlsConfig
 
 

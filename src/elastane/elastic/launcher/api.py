@@ -49,7 +49,7 @@ from elastane.functions.payload import FunctionCall, pack
 from elastane.functions.request import RequestedOptions, as_text
 from elastane.functions.signals import raise_on
 from elastane.observe.report import FinalReport, ReportedFailure
-from elastane.options.backend import is_builtin
+from elastane.options.rendezvous import is_builtin
 from elastane.process import environment
 from elastane.protocol.diagnosis import headline
 from elastane.worker.call import MODULE

@@ -18,7 +18,7 @@ from elastane.agent.membership import MemberConfig, Membership
 from elastane.elastic.rendezvous._store_client import EtcdClient
 from elastane.elastic.rendezvous.api import RendezvousError, RendezvousParameters
 from elastane.errors import ConfigurationError, ElastaneError
-from elastane.options.conf import Conf, read_conf, timing_of
+from elastane.options.rendezvous import Conf, read_conf, timing_of
 from elastane.options.secret import read_tls
 from elastane.process.endpoint import STANDALONE, Endpoint, parse_endpoint
 from elastane.process.tls import TlsConfig

@@ -36,7 +36,7 @@ from elastane.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 from elastane.errors import ElastaneError
-from elastane.options.conf import timing_of
+from elastane.options.rendezvous import timing_of
 from elastane.stores.register import RegisterStore
 
 __all__ = [

@@ -16,7 +16,7 @@ from elastane.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
 )
-from elastane.options.conf import timing_of
+from elastane.options.rendezvous import timing_of
 
 __all__ = [
     "EtcdRendezvous",
