@@ -10,8 +10,9 @@ from elastane.agent.rules import AgentCore, Contact, LocalWorkers
 from elastane.coordinator.rules import admission, drain, ending, forming, liveness, machine, reports
 from elastane.coordinator.rules.incident import Incident, RestartBudget
 from elastane.coordinator.rules.machine import Rendezvous
+from elastane.coordinator.rules.nodes import Roster
 from elastane.coordinator.rules.ranks import WorldAssignment, assignments, member_of
-from elastane.coordinator.rules.state import State
+from elastane.coordinator.rules.worlds import WorldHistory
 from elastane.protocol.effects import Persist, Send
 from elastane.protocol.messages import Assign, Stopped
 from elastane.protocol.model import Fence, PortOffer
@@ -34,7 +35,7 @@ def first_failure(seeds, *, store_backed=True, first=0):
 
 
 def test_a_fence_that_starts_anew_is_found(monkeypatch):
-    monkeypatch.setattr(State, "note_fence", lambda self, fence: None)
+    monkeypatch.setattr(WorldHistory, "note_fence", lambda self, fence: None)
     assert "after it started" in first_failure(600, store_backed=False)
 
 
@@ -68,8 +69,8 @@ def test_a_budget_that_is_not_kept_is_found(monkeypatch):
 
 def test_a_disconnected_agent_that_is_not_replaced_is_found(monkeypatch):
     def turn_away(state, event, join):
-        if join.node.node_id in state.nodes:
-            old = state.nodes[join.node.node_id]
+        if join.node.node_id in state.roster.nodes:
+            old = state.roster.nodes[join.node.node_id]
             if old.spec.incarnation != join.node.incarnation:
                 admission._refuse(state, event.session, old.id, admission._duplicate(event, old))
                 return
@@ -85,9 +86,9 @@ def test_a_holder_that_is_forgotten_is_found(monkeypatch):
 
     def forget_one(state, reason):
         result = original(state, reason)
-        for node in [state.nodes[i] for i in sorted(state.with_workers)][:1]:
-            node.fence = None
-            state.reindex(node)
+        for node in state.roster.holders_of_workers()[:1]:
+            node.forget_workers()
+            state.roster.reindex(node)
         return result
 
     monkeypatch.setattr(machine, "_stop_world", forget_one)
@@ -157,7 +158,7 @@ def test_a_round_number_that_a_coordinator_restart_resets_is_found(monkeypatch):
         original(state, msgspec.structs.replace(record, world=None))
 
     monkeypatch.setattr(machine, "load_record", forgets_the_world)
-    monkeypatch.setattr(State, "note_fence", lambda self, fence: None)
+    monkeypatch.setattr(WorldHistory, "note_fence", lambda self, fence: None)
     assert "forgotten" in first_failure(100) or "was committed after" in first_failure(100)
 
 
@@ -195,8 +196,8 @@ def test_clocks_of_two_hosts_that_are_compared_are_found(monkeypatch):
 
     def by_the_senders_clock(state, session, message):
         result = take(state, session, message)
-        if (node_id := state.by_session.get(session)) in state.nodes:
-            state.nodes[node_id].heard_s = sent_s[session]
+        if (node_id := state.roster.by_session.get(session)) in state.roster.nodes:
+            state.roster.nodes[node_id].connection.heard_s = sent_s[session]
         return result
 
     monkeypatch.setattr(SimulatedCluster, "send_up", stamps)
@@ -215,10 +216,10 @@ def test_a_lease_that_is_judged_by_another_hosts_clock_is_found(monkeypatch):
 
 def test_a_late_message_of_a_dead_agent_that_refuses_its_replacement_is_found(monkeypatch):
     def at_once(state):
-        for node_id, contest in [*state.contests.items()]:
-            old = state.nodes.get(node_id)
-            if old is not None and old.heard_s > contest.began_s:
-                del state.contests[node_id]
+        for node_id, contest in [*state.roster.contests.items()]:
+            old = state.roster.nodes.get(node_id)
+            if old is not None and old.connection.heard_s > contest.began_s:
+                del state.roster.contests[node_id]
                 join = contest.join
                 admission._refuse(state, join.session, node_id, admission._duplicate(join, old))
         original(state)
@@ -268,12 +269,12 @@ def test_a_late_node_in_a_committed_round_is_found(monkeypatch):
 
     def lets_in(state, event):
         original(state, event)
-        node = state.nodes[event.message.node.node_id]
-        if state.phase is not machine.Phase.RUNNING or state.is_member(node):
+        node = state.roster.nodes[event.message.node.node_id]
+        if state.phase is not machine.Phase.RUNNING or node.is_member:
             return
         members = (*state.world.members, member_of(node.spec))
-        state.world = msgspec.structs.replace(state.world, members=members)
-        first = state.nodes.get(members[0].node_id, node)
+        state.worlds.current = msgspec.structs.replace(state.world, members=members)
+        first = state.roster.nodes.get(members[0].node_id, node)
         place = WorldAssignment(
             master_addr=forming.master_addr(state, first),
             offer=first.offer,
@@ -281,24 +282,25 @@ def test_a_late_node_in_a_committed_round_is_found(monkeypatch):
             max_restarts=state.budget.allowed,
             reason="late",
         )
-        node.fence = state.world.fence
-        state.reindex(node)
+        node.fence = node.agent_fence = state.world.fence
+        node.become_member(recorded=True)
+        state.roster.reindex(node)
         state.persist()
-        state.send(node, Assign(assignments(state.world, place)[-1]))
+        state.queue.send(node, Assign(assignments(state.world, place)[-1]))
 
     monkeypatch.setattr(admission, "_admit", lets_in)
     assert "was committed after" in first_failure(100)
 
 
 def test_a_drained_node_that_is_started_again_is_found(monkeypatch):
-    original = State.reindex
+    original = Roster.reindex
 
     def takes_leaving_too(self, node):
         original(self, node)
         if node.session is not None and node.fence is None:
             self.idle.add(node.id)
 
-    monkeypatch.setattr(State, "reindex", takes_leaving_too)
+    monkeypatch.setattr(Roster, "reindex", takes_leaving_too)
     monkeypatch.setattr(machine, "_release_leaving", lambda state: None)
     assert "is to leave" in first_failure(200)
 
@@ -308,8 +310,8 @@ def test_an_outcome_sent_before_it_is_durable_is_found(monkeypatch):
 
     def tells_first(state, outcome):
         original(state, outcome)
-        late = [e for e in state.effects if isinstance(e, Persist)][-1:]
-        state.effects = [e for e in state.effects if isinstance(e, Send)] + late
+        late = [e for e in state.queue.effects if isinstance(e, Persist)][-1:]
+        state.queue.effects = [e for e in state.queue.effects if isinstance(e, Send)] + late
         return True
 
     monkeypatch.setattr(ending, "_close", tells_first)
@@ -325,9 +327,9 @@ def test_a_world_committed_without_waiting_for_its_predecessor_is_found(monkeypa
     original = machine._stopping
 
     def impatient(state):
-        for node in [state.nodes[i] for i in sorted(state.with_workers)]:
-            node.fence = None
-            state.reindex(node)
+        for node in state.roster.holders_of_workers():
+            node.forget_workers()
+            state.roster.reindex(node)
         return original(state)
 
     monkeypatch.setitem(machine.RULES, machine.Phase.STOPPING, impatient)

@@ -3,9 +3,12 @@
 import pytest
 
 from elastane.agent.rules import Group, LocalWorkers
-from elastane.coordinator.rules import admission, drain, forming, machine, recovery, state_holders
+from elastane.coordinator.rules import admission, drain, forming, machine, recovery
+from elastane.coordinator.rules.changes import OwnerOrders
+from elastane.coordinator.rules.nodes import HeldWorkers, Place
 from elastane.coordinator.rules.recovery import NodeWorkers
-from elastane.coordinator.rules.state import KnownNode, Phase
+from elastane.coordinator.rules.state import Phase
+from elastane.coordinator.rules.state_holders import StateHolders
 from elastane.protocol.effects import RegroupWorkers
 from elastane.protocol.hangs import HangRules
 from elastane.protocol.limits import HANG_STEPS_FIRST
@@ -39,14 +42,14 @@ def test_nodes_of_survivors_that_are_put_in_another_order_are_found(monkeypatch)
 
 
 def test_a_worker_that_died_and_is_given_a_place_is_found(monkeypatch):
-    original = KnownNode.lose_workers
+    original = HeldWorkers.lose
 
     def stays_able(self, failures):
         able = {*self.recoverable}
         original(self, failures)
         self.recoverable, self.lost = able, set()
 
-    monkeypatch.setattr(KnownNode, "lose_workers", stays_able)
+    monkeypatch.setattr(HeldWorkers, "lose", stays_able)
     first_failure(300)
 
 
@@ -70,10 +73,10 @@ def test_workers_that_do_not_look_at_their_deadline_are_found(monkeypatch):
 def test_a_waiting_node_that_is_taken_for_a_member_is_found(monkeypatch):
     def at_once(state):
         look_after(state)
-        for node in state.nodes.values():
-            if node.standby and node.fence is not None and not node.recoverable:
-                node.recoverable = set(range(node.spec.local_world_size))
-                state.reindex(node)
+        for node in state.roster.nodes.values():
+            if node.place is Place.STANDBY and not node.workers.recoverable:
+                node.workers.recover(set(range(node.spec.local_world_size)))
+                state.roster.reindex(node)
 
     look_after = recovery.prepare_standbys
     monkeypatch.setattr(recovery, "prepare_standbys", at_once)
@@ -86,7 +89,7 @@ def test_a_regroup_that_meets_at_the_old_port_is_found(monkeypatch):
     def not_spent(*args):
         original(*args)
         state = args[0]
-        for node in state.nodes.values():
+        for node in state.roster.nodes.values():
             node.offer_used = False
 
     monkeypatch.setattr(forming, "commit_world", not_spent)
@@ -127,8 +130,8 @@ def test_a_drained_boundary_that_regroups_before_all_are_parked_is_found(monkeyp
     original = machine._draining
 
     def impatient(state):
-        if state.drain_target_sent and state.in_place and state.incident.planned:
-            state.undrained.clear()
+        if state.drain.target_sent and state.in_place.active and state.incidents.is_planned:
+            state.roster.unsaved.clear()
         return original(state)
 
     monkeypatch.setitem(machine.RULES, Phase.DRAINING, impatient)
@@ -160,12 +163,12 @@ def test_a_world_that_is_left_for_one_of_before_is_found(monkeypatch):
 
 
 def test_joining_workers_that_start_afresh_while_others_train_out_of_sight_are_found(monkeypatch):
-    monkeypatch.setattr(state_holders, "state_wait_until_s", lambda state: 0.0)
+    monkeypatch.setattr(StateHolders, "wait_until_s", lambda self, members, world: 0.0)
     assert "two sides train" in first_failure(100, first=20_002_500)
 
 
 def test_displaced_holders_stopped_though_needed_are_found(monkeypatch):
-    monkeypatch.setattr(state_holders, "is_displaced_holder", lambda state, node: False)
+    monkeypatch.setattr(StateHolders, "is_displaced_holder", lambda self, node: False)
     assert "was stopped" in first_failure(100, first=20_037_200)
 
 
@@ -189,20 +192,20 @@ def test_an_agent_that_was_given_up_and_is_let_in_again_is_found(monkeypatch):
 
 def test_an_agent_that_is_given_up_and_stays_in_its_world_is_found(monkeypatch):
     def at_the_door_alone(state, incarnations, dead):
-        state.fenced = frozenset(incarnations)
+        state.owner.fenced = frozenset(incarnations)
 
     monkeypatch.setattr(admission, "apply_fencing", at_the_door_alone)
     assert "whom the owner gave up" in first_failure(100, first=130_000_000)
 
 
 def test_a_live_agent_counted_as_dead_is_found(monkeypatch):
-    monkeypatch.setattr(state_holders, "is_dead", lambda state, incarnation: True)
+    monkeypatch.setattr(OwnerOrders, "is_dead", lambda self, incarnation: True)
     found = first_failure(100, first=20_002_500)
     assert "goes on from step" in found or "two sides train" in found
 
 
 def test_workers_that_are_stopped_with_steps_that_nobody_else_has_are_found(monkeypatch):
-    monkeypatch.setattr(drain, "nobody_continues", lambda state: not state.in_place)
+    monkeypatch.setattr(drain, "nobody_continues", lambda state: not state.in_place.active)
     assert "leaves with step" in first_failure(200)
 
 
@@ -222,7 +225,7 @@ def test_a_coordinator_that_forgets_that_nodes_are_whole_is_found(monkeypatch):
 
     def forgets(state, node, holding):
         take(state, node, holding)
-        node.sharding = None
+        node.workers.shard(None)
 
     monkeypatch.setattr(admission, "record_workers", forgets)
     assert "has a part of the workers of" in first_failure(100, span=1)

@@ -40,7 +40,8 @@ def test_survivors_that_make_no_whole_replica_and_are_left_out_at_once_are_found
 
 def test_a_world_that_ends_before_all_its_members_are_at_one_step_is_found(monkeypatch):
     def hasty(state):
-        state.incident = Incident(at_s=state.now_s, reason="leave the world", planned=True)
+        incident = Incident(at_s=state.now_s, reason="leave the world", planned=True)
+        state.incidents.open(incident)
         return recovery.interrupt_world(state, "leave the world")
 
     monkeypatch.setattr(recovery, "end_if_level", hasty)

@@ -61,8 +61,9 @@ def test_a_drained_node_that_is_counted_as_departed_is_found(monkeypatch):
     original = liveness.depart
 
     def releases_and_remembers(state):
-        for node in [state.nodes[i] for i in sorted(state.leaving - state.with_workers)]:
-            state.send(node, Release(node.leaving))
+        gone = sorted(state.roster.leaving - state.roster.with_workers)
+        for node in [state.roster.nodes[i] for i in gone]:
+            state.queue.send(node, Release(node.leaving))
 
     def forgets_that_it_left(state, node, why):
         node.leaving = ""

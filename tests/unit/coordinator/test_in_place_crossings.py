@@ -361,7 +361,7 @@ def test_a_node_that_stops_its_workers_as_it_comes_back_does_not_have_the_others
         job.join(node_id, holding=holding(before, node_id))
     job.join("c", holding=holding(before, "c", state="stopping", able=()))
     job.leaves("c")
-    assert job.machine._state.in_place
+    assert job.machine._state.in_place.active
     for node_id in "abc":
         job.marks(node_id, 3)
         job.drains(node_id)

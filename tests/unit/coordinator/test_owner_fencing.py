@@ -188,4 +188,4 @@ def test_a_connected_agent_reported_dead_departs_with_its_workers():
     job = pods()
     job.handle(Fenced((), ("uid-c",)))
     assert "c" in job.hangups and job.got("a", Stop)
-    assert not job.machine._state.intact
+    assert not job.machine._state.worlds.intact

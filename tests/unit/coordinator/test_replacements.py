@@ -63,7 +63,7 @@ def test_a_lost_request_for_a_replacement_is_repeated():
     dies(job, "a", local_rank=1)
     job.breaks("a")
     job.passes(0.5)
-    assert "a" not in job.machine._state.nodes and job.machine.phase == "forming"
+    assert "a" not in job.machine._state.roster.nodes and job.machine.phase == "forming"
     job.inbox.clear()
     lost = {"failures": (failure(1, 4242),), "state": "failed", "able": (0,)}
     job.join("a", holding=holding(job, "a", **lost))
@@ -84,7 +84,7 @@ def test_the_request_is_repeated_if_the_node_missed_its_assignment_too():
     after = Driver(job.spec, job.persisted[-1], store_backed=True)
     after.assigned = dict(job.assigned)
     # It had told of this end before it departed.
-    after.machine._state.departed_lost_pids["a"] = ("1", {1: 77})
+    after.machine._state.roster.departed_lost_pids["a"] = ("1", {1: 77})
     lost = {"failures": (failure(1, 77),), "state": "failed", "able": (0,)}
     after.join("a", holding=Holding(assignment=first, **lost))
     after.join("b", holding=holding(after, "b", able=(0,)))
@@ -98,7 +98,7 @@ def test_the_request_is_repeated_once_the_world_is_known_to_recover_in_place():
     job = Driver(job_spec(1, 3, 3))
     job.join("a")
     job.passes(4.0, alive="a")
-    job.machine._state.departed_lost_pids["c"] = ("1", {1: 77})
+    job.machine._state.roster.departed_lost_pids["c"] = ("1", {1: 77})
     lost = {"failures": (failure(1, 77),), "state": "failed", "able": (0,), "in_place": True}
     job.join("c", holding=Holding(assignment=beside, **lost))
     assert not kinds(job, "c").count(Prepare)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 from coordinator_driver import Driver, job_spec
-from test_agent_rules import Agent
 
 from elastane.agent.rules import FULL_TEXTS_MAX, SHORT_TEXT_CHARS, Contact, Group
 from elastane.coordinator.rules import invariants, machine
 from elastane.errors import WireError
-from elastane.protocol.effects import Exit, Transmit
-from elastane.protocol.events import Signalled, Unlinked, Warm
 from elastane.protocol.limits import FAILURES_MAX
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import Drained, Failed, Ready, Report, Succeeded
+from elastane.protocol.messages import Drained, Failed, Succeeded
 from elastane.protocol.model import Assignment, Failure, Fence, JobRecord, Member, Outcome, World
 from elastane.protocol.wire import NONCE_BYTES, ServerHandshake, SessionKeys, codec_for_agent
 
@@ -210,31 +207,6 @@ def test_the_master_is_reached_by_what_other_hosts_see():
 
 
 # The agent
-
-
-def test_an_agent_is_warm_once_and_says_so_once():
-    agent = Agent()
-    agent.does(Warm())
-    assert agent.sent(Ready)
-    agent.does(Warm())
-    assert not agent.sent(Ready)
-
-
-def test_a_status_report_that_an_agent_did_not_ask_for_is_passed_over():
-    agent = Agent().running()
-    report = Report(
-        job="j", phase="running", reason="", fence=None, min_nodes=1, max_nodes=1, world_size=1,
-        restarts_used=0, max_restarts=0, uptime_s=1.0, nodes=(),
-    )  # fmt: skip
-    assert not [e for e in agent.told(report) if isinstance(e, Transmit | Exit)]
-
-
-def test_an_agent_leaves_once():
-    agent = Agent(linked=False)
-    agent.does(Signalled("SIGTERM"))
-    ends = [e for e in agent.effects if isinstance(e, Exit)]
-    again = [e for e in agent.does(Unlinked("still away")) if isinstance(e, Exit)]
-    assert len(ends) == 1 and not again
 
 
 def test_an_answer_that_nobody_waits_for_proves_nothing_new():

@@ -157,10 +157,10 @@ def test_workers_that_wait_for_a_place_are_no_survivors():
     node = Driver(job_spec(1, 1))
     node.join("a")
     node.passes(0.1, alive="a")
-    found = node.machine._state.nodes["a"]
-    found.recoverable = {0, 1}
+    found = node.machine._state.roster.nodes["a"]
+    found.workers.recover({0, 1})
     assert found.survivors == (0, 1)
-    found.standby = True
+    found.become_standby()
     assert found.survivors == ()
 
 
@@ -171,7 +171,7 @@ def test_a_world_that_was_not_the_last_is_forgotten_though_its_holder_is_gone():
     job.breaks("x")
     job.passes(0.3)
     job.join("y", holding=Holding(assignment=later, state="running"))
-    assert job.machine._state.unrecorded_world.fence == Fence(2, 0)
+    assert job.machine._state.worlds.unrecorded.fence == Fence(2, 0)
 
 
 def test_workers_that_were_all_stopped_are_not_replaced():

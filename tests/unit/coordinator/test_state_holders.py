@@ -56,7 +56,7 @@ def unheard(store_backed=True, spec=None, incarnation="1"):
     assert regrouped(job, "c") == (Fence(2, 0), 2, (0, 1), 4)
     job.inbox.clear()
     job.passes(3.5, alive="c")
-    assert "a" not in job.machine._state.nodes
+    assert "a" not in job.machine._state.roster.nodes
     return job
 
 
@@ -104,7 +104,7 @@ def test_a_state_holder_in_the_current_world_rules_out_older_worlds():
     steps(job, "a", "b")
     trains_on(job, 4.0, "a")
     assert settled(job)[-1] == Fence(2, 0)
-    assert job.machine._state.possibly_training == {}
+    assert job.machine._state.holders.possibly_training == {}
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "its connection ended"])
@@ -114,7 +114,7 @@ def test_the_end_of_a_state_holder_ends_all_its_worlds(how):
     job.passes(4.0, alive="ab")
     able(job, "a", "b")
     steps(job, "a", "b")
-    job.machine._state.possibly_training["b"] = job.now_s
+    job.machine._state.holders.note_possibly_training("b", "1", job.now_s)
     if how == "killed":
         dies(job, "a", local_rank=0)
     elif how == "stopped":
@@ -122,7 +122,7 @@ def test_the_end_of_a_state_holder_ends_all_its_worlds(how):
     else:
         job.breaks("a")
         job.passes(0.2, alive="b")
-    assert job.machine._state.possibly_training == {}
+    assert job.machine._state.holders.possibly_training == {}
 
 
 def narrowed():
@@ -196,7 +196,7 @@ def test_a_displaced_node_does_not_rule_out_a_world_it_was_not_in():
     for _ in range(40):
         job.passes(0.5, alive="d")
         steps(job, "c", met=1)  # Round 3 does not meet without b.
-    assert "b" not in job.machine._state.nodes
+    assert "b" not in job.machine._state.roster.nodes
     assert settled(job)[-1] == Fence(3, 0)
     assert job.machine.phase is Phase.REGROUPING
     for _ in range(int(2 * FENCE_WAIT_S)):
@@ -211,7 +211,7 @@ def test_meeting_in_a_later_world_rules_out_the_earlier_ones():
     for _ in range(20):
         job.passes(0.5, alive="d")
         steps(job, "c", met=3)
-    assert "b" not in job.machine._state.nodes
+    assert "b" not in job.machine._state.roster.nodes
     assert settled(job)[-1] == Fence(4, 0)
 
 
@@ -240,7 +240,7 @@ def test_an_exhausted_budget_ends_the_job_only_if_no_member_may_train_unseen(b_i
     dies(job, "a", pid=99)  # Its successor; nobody follows it.
     trains_on(job, 1.0, "b")
     job.passes(2.5)
-    assert "a" not in job.machine._state.nodes and job.phase == "regrouping"
+    assert "a" not in job.machine._state.roster.nodes and job.phase == "regrouping"
     if b_is == "heard":  # Round 2 makes no step without it.
         steps(job, "b")
     elif b_is == "silent":
@@ -364,7 +364,7 @@ def test_the_last_holder_of_an_unrecorded_world_may_end_during_recovery():
     after.passes(after.spec.timing.reregister_s - 0.05, alive="bc")
     after.breaks("b")
     after.passes(0.06, alive="c")
-    assert after.phase == "forming" and "b" in after.machine._state.nodes
+    assert after.phase == "forming" and "b" in after.machine._state.roster.nodes
     after.passes(5.0, alive="c")
     assert after.assigned["c"].fence == Fence(2, 0)
 

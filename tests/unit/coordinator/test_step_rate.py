@@ -3,7 +3,7 @@
 import pytest
 from coordinator_driver import Driver
 
-from elastane.coordinator.rules.state import StepPace
+from elastane.coordinator.rules.nodes import StepPace
 from elastane.protocol.messages import Heartbeat
 
 

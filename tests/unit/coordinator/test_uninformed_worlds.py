@@ -38,7 +38,7 @@ def test_a_node_that_stopped_its_workers_before_its_assignment_has_none():
     dies(job, "b", local_rank=1)
     after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="x")
     after.join("a", holding=Holding(assignment=first["a"], state="running", able=(0, 1)))
-    assert after.machine._state.nodes["a"].workers == (0, 1)
+    assert after.machine._state.roster.nodes["a"].workers.ranks == (0, 1)
     after.says("a", Stopped(Fence(1, 0), PortOffer(9000, True)))
-    node = after.machine._state.nodes["a"]
-    assert node.fence is None and not node.workers and not node.recoverable
+    node = after.machine._state.roster.nodes["a"]
+    assert node.fence is None and not (node.workers.ranks or node.workers.recoverable)

@@ -1,13 +1,11 @@
 """Workers with sharded state take part by whole nodes: none is left out, and none joins alone."""
 
 from coordinator_driver import Driver, job_spec
-from test_agent_rules import FENCE, Agent
 from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 
-from elastane.protocol.events import GroupAble, Linked, Unlinked
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import Able, Assign, Drain, Interrupt, Join, Lost, Prepare, Stop
-from elastane.protocol.model import Fence, PortOffer
+from elastane.protocol.messages import Assign, Drain, Interrupt, Lost, Prepare, Stop
+from elastane.protocol.model import Fence
 from elastane.protocol.sharding import Sharding
 
 WHOLE, SOLE = Sharding(), Sharding(sole=True)
@@ -72,17 +70,6 @@ def test_a_new_coordinator_learns_of_sharding_from_the_agents():
     after.inbox.clear()
     dies(after, "a", local_rank=1)
     assert Assign not in kinds(after, "b")
-
-
-def test_an_agent_says_it_and_brings_it_along():
-    agent = Agent().running()
-    agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), sharding=WHOLE))
-    assert agent.sent(Able)[0].sharding == WHOLE
-    agent.does(GroupAble(FENCE, (0,), PortOffer(7200, True)))
-    assert agent.sent(Able)[0].sharding == WHOLE
-    agent.does(Unlinked("EOF"))
-    agent.does(Linked())
-    assert agent.sent(Join)[0].holding.sharding == WHOLE
 
 
 def sole(**more):
@@ -160,14 +147,3 @@ def test_a_new_coordinator_learns_of_sole_holders():
     after.inbox.clear()
     dies(after, "a", local_rank=1)
     assert kinds(after, "a") == [Stop]
-
-
-def test_an_agent_updates_whether_its_workers_are_sole_holders():
-    agent = Agent().running()
-    agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), SOLE))
-    assert agent.sent(Able)[0].sharding.sole
-    agent.does(Unlinked("EOF"))
-    agent.does(Linked())
-    assert agent.sent(Join)[0].holding.sharding.sole
-    agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), WHOLE))
-    assert not agent.sent(Able)[0].sharding.sole

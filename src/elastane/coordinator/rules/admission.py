@@ -9,14 +9,15 @@ other world are stopped.
 
 from __future__ import annotations
 
-from elastane.coordinator.rules import drain, liveness, recovery, reports, sizing, state_holders
-from elastane.coordinator.rules.state import Contest, KnownNode, Phase, State, UnrecordedWorld
-from elastane.protocol.effects import Hangup, Send
+from elastane.coordinator.rules import drain, liveness, recovery, reports, sizing
+from elastane.coordinator.rules.nodes import KnownNode, NodeConnection, Place
+from elastane.coordinator.rules.state import Phase, State
+from elastane.protocol.effects import Hangup
 from elastane.protocol.events import Received
 from elastane.protocol.limits import CONTEST_S, NAME_CHARS_MAX, ROUND_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Close, Holding, Interrupt, Join, Refused, Welcome
-from elastane.protocol.model import Assignment, Fence, JobSpec, Member, NodeSpec, Outcome
+from elastane.protocol.model import Assignment, JobSpec, Member, NodeSpec, Outcome
 
 # A name that becomes part of a path must not lead elsewhere.
 _NO_NAME = frozenset("/\\")
@@ -27,8 +28,8 @@ def handle_join(state: State, event: Received) -> None:
     assert isinstance(event.message, Join)
     join = event.message
     refusal = _refusal(state, join)
-    if state.outcome is not None and join.welcomed and _job_of(state, join) == state.spec:
-        _dismiss(state, event, state.outcome)
+    if state.ending.outcome is not None and join.welcomed and _job_of(state, join) == state.spec:
+        _dismiss(state, event, state.ending.outcome)
     elif refusal:
         _refuse(state, event.session, join.node.node_id, refusal)
     else:
@@ -36,7 +37,7 @@ def handle_join(state: State, event: Received) -> None:
 
 
 def _enter(state: State, event: Received, join: Join) -> None:
-    old = state.nodes.get(join.node.node_id)
+    old = state.roster.nodes.get(join.node.node_id)
     if old is None:
         _admit(state, event)
     elif old.spec.incarnation == join.node.incarnation:
@@ -51,10 +52,10 @@ def _enter(state: State, event: Received, join: Join) -> None:
 def _dismiss(state: State, event: Received, outcome: Outcome) -> None:
     """Send the outcome to an agent of this job that came back after the end."""
     assert isinstance(event.message, Join)
-    old = state.nodes.get(event.message.node.node_id)
+    old = state.roster.nodes.get(event.message.node.node_id)
     if old is not None:
-        state.forget(old)
-    state.effects += [Send(event.session, Close(outcome)), Hangup(event.session, outcome.reason)]
+        state.roster.forget(old)
+    state.queue.hang_up(event.session, Close(outcome), outcome.reason)
 
 
 def resolve_contests(state: State) -> None:
@@ -65,16 +66,16 @@ def resolve_contests(state: State) -> None:
     late.
     """
     timing = state.spec.timing
-    for node_id, contest in [*state.contests.items()]:
-        old = state.nodes.get(node_id)
+    for node_id, contest in [*state.roster.contests.items()]:
+        old = state.roster.nodes.get(node_id)
         gone = old is None or old.session is None
-        silent_s = max(contest.began_s, old.heard_s if old else contest.began_s)
+        silent_s = max(contest.began_s, old.connection.heard_s if old else contest.began_s)
         replaced_s = silent_s + max(CONTEST_S, 1.5 * timing.heartbeat_s)
         refused_s = contest.began_s + timing.silence_s
         if not gone and state.now_s < min(replaced_s, refused_s):
-            state.wait_until(min(replaced_s, refused_s))
+            state.queue.wait_until(min(replaced_s, refused_s))
             continue
-        del state.contests[node_id]
+        state.roster.end_contest(node_id)
         if not gone and state.now_s < replaced_s:
             _refuse(state, contest.join.session, node_id, _duplicate(contest.join, old))
             continue
@@ -88,16 +89,16 @@ def resolve_contests(state: State) -> None:
 def _contest(state: State, event: Received) -> None:
     assert isinstance(event.message, Join)
     node_id = event.message.node.node_id
-    waiting = state.contests.get(node_id)
+    waiting = state.roster.contests.get(node_id)
     if waiting is not None:
         _refuse(state, waiting.join.session, node_id, _duplicate(waiting.join, None))
-    state.contests[node_id] = Contest(join=event, began_s=state.now_s)
+    state.roster.begin_contest(node_id, event, state.now_s)
 
 
 def _duplicate(event: Received, old: KnownNode | None) -> Refused:
     assert isinstance(event.message, Join)
     node_id = event.message.node.node_id
-    holder = f" at {old.peer_host}" if old else ""
+    holder = f" at {old.connection.peer_host}" if old else ""
     return Refused(
         what=f"node id {node_id!r} is in use by another live agent{holder}, and was also asked"
         f" for by the agent at {event.peer_host}",
@@ -109,7 +110,7 @@ def _duplicate(event: Received, old: KnownNode | None) -> Refused:
 
 def _refuse(state: State, session: int, node_id: str, refusal: Refused) -> None:
     state.log(EventKind.NODE_REFUSED, f"{refusal.what} [{refusal.slug}]", node_id)
-    state.effects += [Send(session, refusal), Hangup(session, refusal.what)]
+    state.queue.hang_up(session, refusal, refusal.what)
 
 
 def _refusal(state: State, join: Join) -> Refused | None:
@@ -126,10 +127,10 @@ def _refusal(state: State, join: Join) -> Refused | None:
 
 
 def _closed(state: State) -> Refused | None:
-    if state.outcome is None:
+    if state.ending.outcome is None:
         return None
     return Refused(
-        what=f"job {state.spec.job!r} has ended: {state.outcome.reason}",
+        what=f"job {state.spec.job!r} has ended: {state.ending.outcome.reason}",
         slug="job-closed",
         expected="a job that still runs",
         next_step="start a new job under another id: elastane run --rdzv-id NAME ...",
@@ -138,7 +139,7 @@ def _closed(state: State) -> Refused | None:
 
 def refuse_if_fenced(state: State, node: NodeSpec) -> Refused | None:
     """Return a refusal for an agent that the owner has given up, otherwise None."""
-    if not state.fenced.intersection((node.incarnation, node.incarnation.partition(".")[0])):
+    if not state.owner.is_fenced(node.incarnation):
         return None
     return Refused(
         what=f"node {node.node_id} (incarnation {node.incarnation}) is fenced",
@@ -209,11 +210,11 @@ def _other_job(state: State, join: Join) -> Refused | None:
 
 def _job_of(state: State, join: Join) -> JobSpec:
     """Return the job that this agent was started for, with the job's current range of nodes."""
-    return join.spec.sized_as(state.spec) if state.resized else join.spec
+    return join.spec.sized_as(state.spec) if state.owner.resized else join.spec
 
 
 def _other_versions(state: State, join: Join) -> Refused | None:
-    ours, theirs = state.versions, join.node.versions
+    ours, theirs = state.roster.versions, join.node.versions
     if ours is None or ours == theirs:
         return None
     sides = "; ".join(
@@ -234,7 +235,7 @@ def _other_shape(state: State, join: Join) -> Refused | None:
     if not (state.spec.identical_workers or state.spec.static):
         return None  # Nothing is compared with the other nodes, of which there may be many.
     size = join.node.local_world_size
-    others = [n for n in state.nodes.values() if n.id != join.node.node_id]
+    others = [n for n in state.roster.nodes.values() if n.id != join.node.node_id]
     if state.spec.identical_workers and others and others[0].spec.local_world_size != size:
         return Refused(
             what=f"--nproc-per-node {size} on node {join.node.node_id}, but"
@@ -264,45 +265,27 @@ def _other_shape(state: State, join: Join) -> Refused | None:
 
 def apply_fencing(state: State, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
     """Record which agents are fenced or dead, and declare those that are here departed."""
-    state.fenced, state.dead = frozenset((*incarnations, *dead)), frozenset(dead)
-    if state_holders.dead_members(state):
-        state.intact = False
-    state_holders.drop_dead(state)
-    for node in [*state.nodes.values()]:
+    state.owner.fence(incarnations, dead)
+    if state.owner.dead_members(state.world):
+        state.worlds.record_loss()
+    state.holders.drop_dead(state.owner.is_dead)
+    for node in [*state.roster.nodes.values()]:
         refused = refuse_if_fenced(state, node.spec)
         if refused is None:
             continue
-        if node.session is not None:
-            state.effects.append(Send(node.session, refused))
+        state.queue.send(node, refused)
         liveness.depart(state, node, "it is fenced: the job's owner has given it up")
 
 
 def _admit(state: State, event: Received) -> None:
     assert isinstance(event.message, Join)
     join = event.message
-    state.arrivals_seen += 1
-    node = KnownNode(
-        session=event.session,
-        spec=join.node,
-        offer=join.offer,
-        peer_host=event.peer_host,
-        local_host=event.local_host,
-        order=state.arrivals_seen,
-        heard_s=state.now_s,
-        ready=join.ready,
-    )
-    incarnation, ends = state.departed_lost_pids.pop(node.id, ("", {}))
-    if incarnation == node.spec.incarnation:
-        node.lost_pids = ends  # Losses that were charged are not charged again.
     _learn_from(state, join)
-    state.nodes[node.id] = node
-    state.by_session[event.session] = node.id
-    state.liveness_due_s = min(state.liveness_due_s, state.now_s + state.spec.timing.silence_s)
-    if state.versions is None:
-        state.versions = join.node.versions
+    node = state.roster.admit(join.node, join.offer, _connection(state, event), ready=join.ready)
+    state.roster.look_by(state.now_s + state.spec.timing.silence_s)
     record_workers(state, node, join.holding)
-    state.reindex(node)
-    state.note_arrival()
+    state.roster.reindex(node)
+    state.gathering.note_arrival(state.now_s)
     kind = EventKind.NODE_REGISTERED_AGAIN if join.holding else EventKind.NODE_JOINED
     held = f", with the workers of {join.holding.assignment.fence}" if join.holding else ""
     state.log(
@@ -319,119 +302,121 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
     assert isinstance(event.message, Join)
     join = event.message
     if node.session is not None:
-        state.by_session.pop(node.session, None)
-        state.effects.append(Hangup(node.session, "the agent has a newer connection"))
+        state.roster.disconnect(node)
+        state.queue.add(Hangup(node.session, "the agent has a newer connection"))
     _learn_from(state, join)
-    node.session, node.heard_s, node.offer = event.session, state.now_s, join.offer
-    node.peer_host, node.local_host, node.ready = event.peer_host, event.local_host, join.ready
-    state.by_session[event.session] = node.id
-    node.offer_used = False
+    node.reconnect(_connection(state, event), join.offer, ready=join.ready)
+    state.roster.connect(node)
     held = join.holding.assignment.fence if join.holding else None
     _welcome(state, node)
-    member = state.is_member(node) and state.phase is not Phase.STOPPING
+    member = node.is_member and state.phase is not Phase.STOPPING
     untold = missed_place(state, node, join.holding) is not None
     if held != node.fence and member and not untold:
         why = f"it came back with {held or 'no workers'} instead of {node.fence}"
-        liveness.ensure_incident(state, f"node {node.id} lost its workers: {why}").departed.append(
-            node.id
-        )
+        incident = liveness.ensure_incident(state, f"node {node.id} lost its workers: {why}")
+        incident.blame_departure(node.id)
     record_workers(state, node, join.holding)
-    state.reindex(node)
-    if state.phase is Phase.DRAINING and state.is_member(node):
+    state.roster.reindex(node)
+    if state.phase is Phase.DRAINING and node.is_member:
         drain.send_drain_request(state, node)
     state.log(EventKind.NODE_REGISTERED_AGAIN, "over a new connection", node.id)
 
 
+def _connection(state: State, event: Received) -> NodeConnection:
+    return NodeConnection(
+        session=event.session,
+        peer_host=event.peer_host,
+        local_host=event.local_host,
+        heard_s=state.now_s,
+    )
+
+
 def _learn_from(state: State, join: Join) -> None:
     """Record what this agent knows of the job's past."""
-    state.note_fence(join.seen)
-    if not state.store_backed:
-        used = min(join.restarts_seen, state.budget.allowed)
-        state.budget.used = max(state.budget.used, used)
+    state.worlds.note_fence(join.seen)
+    if not state.term.store_backed:
+        state.budget.note_used(join.restarts_seen)
         if join.welcomed and state.world is None:
             # An earlier coordinator existed, so other agents may still come with their workers.
-            wait_s = state.spec.timing.reregister_s
-            state.not_before_s = max(state.not_before_s, state.started_s + wait_s)
+            state.gathering.postpone(state.term.started_s + state.spec.timing.reregister_s)
     world, held = state.world, join.holding
     holds = held is not None and world is not None and held.assignment.fence == world.fence
-    if not state.intact or world is None or holds:
+    if not state.worlds.intact or world is None or holds:
         return
-    if state.is_of_world(join.node.node_id):
-        state.intact = False  # A member of the current world has none of its workers.
+    if state.worlds.has_place(join.node.node_id):
+        state.worlds.record_loss()  # A member of the current world has none of its workers.
 
 
 def _welcome(state: State, node: KnownNode) -> None:
-    state.send(node, Welcome(phase=state.phase.value, reason=state.phase_reason))
+    state.queue.send(node, Welcome(phase=state.phase.value, reason=state.stage.reason))
 
 
 def record_workers(state: State, node: KnownNode, holding: Holding | None) -> None:
     """Record the workers that an agent brings, and stop them if they are stale."""
-    node.fence, ends = holding.assignment.fence if holding else None, node.lost_pids
-    node.forget_workers()
-    node.draining, node.stale = False, False
-    _take_workers(state, node, holding, ends)
-    if not node.stale:
-        state_holders.note_accounted(state, node)
+    node.bring_workers(holding)
+    if holding is not None:
+        sizing.record_sharding(state, node)
+        _find_place(state, node, holding)
+    if node.place is not Place.STALE:
+        state.holders.note_accounted(node)
 
 
-def _take_workers(
-    state: State, node: KnownNode, holding: Holding | None, ends: dict[int, int]
-) -> None:
-    if holding is None:
-        return
-    assignment = holding.assignment
-    fence = assignment.fence
-    node.enter_world(assignment.workers or tuple(range(node.spec.local_world_size)))
-    node.standby, node.recoverable, node.lost_pids = assignment.waiting, {*holding.able}, ends
-    node.recovers_in_place, node.sharding = holding.in_place, holding.sharding
-    sizing.record_sharding(state, node)
-    place = missed_place(state, node, holding)
-    if place is not None and state.world is not None:
-        node.fence, node.uninformed = state.world.fence, True
-        node.enter_world(place.local_ranks)
+def _find_place(state: State, node: KnownNode, holding: Holding) -> None:
+    """Determine whether the workers are members, standbys, or stale."""
+    missed = missed_place(state, node, holding)
+    if missed is not None and state.world is not None:
+        node.miss_assignment(state.world.fence, missed.local_ranks)
         _bring(state, node, holding)
-        return
-    if _is_kept(state, node, holding):
-        node.standby = True
+    elif _is_displaced(state, node, holding):
+        node.become_standby()
         _bring(state, node, holding)
-        return
-    if node.standby:
+    elif node.place is Place.STANDBY:
         _bring(state, node, holding)
-        _take_waiting(state, node, fence)
-        return
-    state.note_fence(fence)
-    node.draining = holding.draining
+        if state.phase in (Phase.FORMING, Phase.STOPPING):  # All workers start afresh.
+            _stop_stale(state, node)
+    else:
+        _find_place_in_world(state, node, holding)
+
+
+def _find_place_in_world(state: State, node: KnownNode, holding: Holding) -> None:
+    """Keep workers of the current world, or of one that may turn out to be it; stop others."""
+    assignment, fence = holding.assignment, holding.assignment.fence
+    state.worlds.note_fence(fence)
+    node.drain.note_earlier(was_draining=holding.draining)
     if state.world is None and state.phase in (Phase.FORMING, Phase.RECOVERING):
-        _claim(state, node, holding)
-    current = (
-        state.world.fence
-        if state.world
-        else (state.unrecorded_world.fence if state.unrecorded_world else None)
-    )
-    if state.store_backed and current is not None and fence > current:
+        _record_claim(state, node, holding)
+    current = state.worlds.fence
+    if state.term.store_backed and current is not None and fence > current:
         # Another coordinator committed it: this one is deposed, and its shell has to learn of it.
-        state.authority, node.stale = False, True
+        node.become_stale()
+        state.term.set_authority(held=False)
         state.log(EventKind.AUTHORITY_LOST, f"node {node.id} has workers of {fence}", node.id)
         return
-    node.stale = fence != current or not _in_world(state, node, assignment)
-    if node.stale or state.phase is Phase.STOPPING:
-        _stop(state, node, fence)
+    if fence != current or not _is_in_world(state, node, assignment):
+        _stop_stale(state, node)
         return
-    if holding.state == "succeeded":
-        node.state = "succeeded"
-        return
-    if holding.state == "stopping":
-        node.stopping, node.recoverable = True, set()
+    node.become_member(recorded=state.world is not None)
+    if state.phase is Phase.STOPPING:
+        _stop(state, node)
+    elif holding.state == "succeeded":
+        node.workers.succeed()
     else:
-        _interrupt_again(state, node, holding)
-    _bring(state, node, holding)
+        if holding.state == "stopping":
+            node.workers.stop()
+        else:
+            _interrupt_again(state, node, holding)
+        _bring(state, node, holding)
 
 
 def _interrupt_again(state: State, node: KnownNode, holding: Holding) -> None:
     """Interrupt workers again if the first request was lost: they may still make steps."""
-    if state.phase is Phase.REGROUPING and state.incident is not None and not holding.halted:
-        fence, reason = holding.assignment.fence, state.incident.reason
-        state.send(node, Interrupt(fence=fence, reason=reason))
+    if (
+        state.phase is Phase.REGROUPING
+        and state.incidents.current is not None
+        and not holding.halted
+    ):
+        fence, reason = holding.assignment.fence, state.incidents.current.reason
+        state.queue.send(node, Interrupt(fence=fence, reason=reason))
 
 
 def missed_place(state: State, node: KnownNode, holding: Holding | None) -> Member | None:
@@ -443,89 +428,65 @@ def missed_place(state: State, node: KnownNode, holding: Holding | None) -> Memb
     world = state.world
     if holding is None or world is None or not holding.able or holding.state == "stopping":
         return None
-    if holding.assignment.fence >= world.fence or not state.is_of_world(node.id):
+    if holding.assignment.fence >= world.fence or not state.worlds.has_place(node.id):
         return None
     member = next(m for m in world.members if m.node_id == node.id)
     known = member.incarnation == node.spec.incarnation
     return member if known and member.workers else None
 
 
-def _is_kept(state: State, node: KnownNode, holding: Holding) -> bool:
+def _is_displaced(state: State, node: KnownNode, holding: Holding) -> bool:
     """Whether the workers are displaced state holders that may be needed again."""
-    in_force = state.phase not in (Phase.FORMING, Phase.STOPPING)
-    if not in_force or state.world is None or node.id not in state.displaced:
+    has_world = state.phase not in (Phase.FORMING, Phase.STOPPING)
+    if not has_world or state.world is None or node.id not in state.holders.displaced:
         return False
-    older = holding.assignment.fence < state.world.fence and not node.standby
+    older = holding.assignment.fence < state.world.fence and node.place is not Place.STANDBY
     return older and bool(holding.able) and holding.state != "stopping"
 
 
 def _bring(state: State, node: KnownNode, holding: Holding) -> None:
     """Record failures that the agent reports; those whose replacements were charged are free."""
-    node.interrupted = holding.halted
-    state.reindex(node)
+    node.workers.interrupt(holding.halted)
+    state.roster.reindex(node)
     failures = recovery.drop_charged(state, node, holding.failures, {*holding.renewed})
     reports.record_failures(state, node, failures)
 
 
-def _take_waiting(state: State, node: KnownNode, fence: Fence) -> None:
-    """Keep standby workers, unless all workers start afresh."""
-    if state.phase in (Phase.FORMING, Phase.STOPPING):
-        node.standby = False
-        node.stale = True
-        _stop(state, node, fence)
-
-
-def _in_world(state: State, node: KnownNode, assignment: Assignment) -> bool:
+def _is_in_world(state: State, node: KnownNode, assignment: Assignment) -> bool:
     """Whether the current world has this very agent at that node rank."""
-    rank = assignment.node_rank
     if state.world is None:
-        claim = state.unrecorded_world
-        return (
-            claim is not None
-            and claim.identity == _world_of(assignment)
-            and (claim.node_ids.get(rank) == node.id)
-        )
+        reported = state.worlds.unrecorded
+        return reported is not None and reported.has(node.id, assignment)
+    rank = assignment.node_rank
     if assignment.fence != state.world.fence or rank >= len(state.world.members):
         return False
     member = state.world.members[rank]
     return (member.node_id, member.incarnation) == (node.id, node.spec.incarnation)
 
 
-def _world_of(assignment: Assignment) -> tuple[int, str, int]:
-    """What tells apart two worlds of one fence, if a coordinator had forgotten the first."""
-    return (assignment.nodes, assignment.master_addr, assignment.master_port)
-
-
-def _claim(state: State, node: KnownNode, holding: Holding) -> None:
+def _record_claim(state: State, node: KnownNode, holding: Holding) -> None:
     """Rebuild the last world from what agents report, if there is no record of it."""
-    assignment = holding.assignment
-    claim = state.unrecorded_world
-    if claim is None or assignment.fence > claim.fence:
-        for node_id in claim.node_ids.values() if claim is not None else ():
-            _turn_out(state, node_id)
-        claim = UnrecordedWorld(
-            fence=assignment.fence,
-            size=assignment.nodes,
-            identity=_world_of(assignment),
-            node_ids={},
-        )
-        state.unrecorded_world = claim
+    assignment, before = holding.assignment, state.worlds.unrecorded
+    if before is None or assignment.fence > before.fence:
+        for node_id in before.node_ids.values() if before is not None else ():
+            if node_id in state.roster.nodes:
+                _stop_stale(state, state.roster.nodes[node_id])  # Its world was not the last one.
+        state.worlds.claim(assignment)
         if state.phase is Phase.FORMING:
-            state.enter(
-                Phase.RECOVERING,
-                f"agents hold {claim.fence}: waiting for all {claim.size} of its nodes",
-            )
-    if (assignment.fence, _world_of(assignment)) == (claim.fence, claim.identity):
-        claim.node_ids[assignment.node_rank] = node.id
+            fence, nodes = assignment.fence, assignment.nodes
+            reason = f"agents hold {fence}: waiting for all {nodes} of its nodes"
+            state.enter(Phase.RECOVERING, reason)
+    assert state.worlds.unrecorded is not None, "a claim was recorded above"
+    state.worlds.unrecorded.add(node.id, assignment)
 
 
-def _turn_out(state: State, node_id: str) -> None:
-    """Stop workers whose world turned out not to be the last one."""
-    node = state.nodes.get(node_id)
-    if node is not None and node.fence is not None:
-        node.stale = True
-        _stop(state, node, node.fence)
+def _stop_stale(state: State, node: KnownNode) -> None:
+    """Stop the workers of a world that is not the current one, if the node still has them."""
+    if node.place is not Place.IDLE:
+        node.become_stale()
+        _stop(state, node)
 
 
-def _stop(state: State, node: KnownNode, fence: Fence) -> None:
-    state.stop(node, fence, f"{fence} is no longer the current world")
+def _stop(state: State, node: KnownNode) -> None:
+    assert node.fence is not None, "only workers are stopped"
+    state.stop(node, node.fence, f"{node.fence} is no longer the current world")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from elastane.coordinator.rules.incident import BudgetVerdict, Crash, Incident
-from elastane.coordinator.rules.state import Phase, State, named
+from elastane.coordinator.rules.nodes import named
+from elastane.coordinator.rules.state import Phase, State
 from elastane.errors import ExitCode
 from elastane.protocol.diagnosis import crash_site, failures_in_order, root_cause
 from elastane.protocol.limits import VERDICT_S
@@ -52,7 +53,7 @@ def verdict_pending(state: State, incident: Incident) -> bool:
     due_s = incident.at_s + VERDICT_S
     pending = state.budget.used >= state.budget.allowed and state.now_s < due_s
     if pending:
-        state.wait_until(due_s)
+        state.queue.wait_until(due_s)
     return pending
 
 
@@ -68,10 +69,10 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
         site = crash_site(cause.failure)
         nodes = tuple(sorted(member.node_id for member in state.world.members))
         crash = Crash(site, nodes) if site else None
-    lived_s = incident.at_s - state.world_began_s
+    lived_s = incident.at_s - state.worlds.began_s
     verdict = state.budget.charge(lived_s, state.spec.timing, crash)
     if verdict.restart:
-        incident.charged = True
+        incident.charge()
         budget, reason = state.budget, verdict.reason
         if kind is EventKind.REPLACEMENT:
             reason = (
@@ -113,8 +114,8 @@ def _advice(failure: Failure, allowed: int) -> str:
 
 def conclude(state: State, node_id: str, ok: bool, reason: str) -> None:
     """Record that the user of `node_id` ends the job; the first request counts."""
-    if state.conclusion is None:
-        state.conclusion = Outcome(
+    state.ending.request(
+        Outcome(
             ok=ok,
             reason=f"node {node_id} closed the job: {reason}",
             slug="rdzv-closed",
@@ -122,20 +123,21 @@ def conclude(state: State, node_id: str, ok: bool, reason: str) -> None:
             cause=Cause(kind="request", what=reason, node_id=node_id),
             next_step="start a new job under another id",
         )
+    )
 
 
 def concluded(state: State) -> bool:
     """End the job if an agent requested it and nothing else has ended it."""
-    if state.conclusion is None or state.outcome is not None:
+    if state.ending.requested is None or state.ending.outcome is not None:
         return False
-    return _close(state, state.conclusion)
+    return _close(state, state.ending.requested)
 
 
 def too_few(state: State, here: int, needed: int) -> bool:
     """End the job: not enough nodes came within join_timeout."""
     limit_s = state.spec.timing.join_timeout_s
-    present = named(state.idle) or "none"
-    lost = f"; before: {state.last_incident}" if state.last_incident else ""
+    present = named(state.roster.idle) or "none"
+    lost = f"; before: {state.incidents.last}" if state.incidents.last else ""
     what = (
         f"rendezvous: {here} of at least {needed} nodes joined within {limit_s:g} s"
         f" (present: {present}{lost})"
@@ -159,8 +161,8 @@ def too_few(state: State, here: int, needed: int) -> bool:
 def no_replica(state: State) -> bool:
     """End the job: one replica of its sharded state needs more nodes than the job may have."""
     what = (
-        f"a replica of the sharded state is of {state.nodes_per_replica} nodes, and the job has"
-        f" {state.spec.max_nodes} at most"
+        f"a replica of the sharded state is of {state.in_place.nodes_per_replica} nodes, and the"
+        f" job has {state.spec.max_nodes} at most"
     )
     return _close(
         state,
@@ -179,9 +181,10 @@ def no_replica(state: State) -> bool:
 
 def stalled(state: State) -> bool:
     """End the job: each of several worlds in a row stalled without a step."""
+    stalls = state.incidents.stalls
     what = (
-        f"{state.stalled_worlds} worlds in a row made no step: all their workers waited for one"
-        f" another: {state.stall_text}"
+        f"{stalls.in_a_row} worlds in a row made no step: all their workers waited for one"
+        f" another: {stalls.text}"
     )
     return _close(
         state,
@@ -203,12 +206,12 @@ def stalled(state: State) -> bool:
 
 def _close(state: State, outcome: Outcome) -> bool:
     outcome = msgspec.structs.replace(outcome, restarts_used=state.budget.used)
-    state.outcome, state.cause = outcome, outcome.cause
-    state.incident = None
+    state.ending.close(outcome)
+    state.incidents.drop()
     state.enter(Phase.CLOSING, outcome.reason)
     data = {"ok": outcome.ok, "exit_code": outcome.exit_code, **cause_data(outcome.cause)}
     state.log(EventKind.JOB_ENDED, outcome.reason, **data)
     state.persist()
-    for node in state.nodes.values():
-        state.send(node, Close(outcome))
+    for node in state.roster.nodes.values():
+        state.queue.send(node, Close(outcome))
     return True

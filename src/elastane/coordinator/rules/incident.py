@@ -52,6 +52,18 @@ class Incident:
         """The failures, in the order in which they were reported."""
         return tuple(self.seen.values())
 
+    def charge(self) -> None:
+        """Record that the budget was charged, or that no charge is due."""
+        self.charged = True
+
+    def blame_departure(self, node_id: str) -> None:
+        """Record that a node departed or lost its workers: the incident is not charged."""
+        self.departed.append(node_id)
+
+    def become_unplanned(self) -> None:
+        """Record that the planned change was not reached at one step of all members."""
+        self.planned = False
+
     @property
     def is_chargeable(self) -> bool:
         """Whether it uses the restart budget: failed workers do, departures and planned changes
@@ -86,6 +98,10 @@ class RestartBudget(msgspec.Struct, kw_only=True):
     quick_failures: int = 0
     crash: Crash | None = None
     crashes: int = 0
+
+    def note_used(self, used: int) -> None:
+        """Record that an earlier coordinator used that many restarts."""
+        self.used = max(self.used, min(used, self.allowed))
 
     def charge(self, lived_s: float, timing: Timing, crash: Crash | None = None) -> BudgetVerdict:
         """Use one restart for an attempt that failed after `lived_s` seconds.
@@ -136,3 +152,72 @@ class RestartBudget(msgspec.Struct, kw_only=True):
             else ""
         )
         return f"all {self.allowed} restarts of the job are used{loop}"
+
+
+@dataclass(slots=True)
+class Stalls:
+    """Worlds whose workers only wait for one another."""
+
+    text: str = ""  # where all workers of the current world wait, once they do
+    in_a_row: int = 0  # stalled worlds in a row, without a step between
+    _step: int = 0  # the step at the last of them
+
+    def note(self, text: str) -> None:
+        """Record where all workers wait; empty: some do not."""
+        self.text = text
+
+    def count(self, step: int) -> None:
+        """Record that a world stalled at `step`."""
+        self.in_a_row = 1 if step > self._step else self.in_a_row + 1
+        self._step = step
+
+
+@dataclass(slots=True)
+class Incidents:
+    """The current incident, and evidence of one that no report explains yet."""
+
+    current: Incident | None = None
+    last: str = ""  # the last unplanned one, in words
+    unpaid: Incident | None = None  # the one whose replacements exceed the budget
+    peer_lost_s: float | None = None  # when a worker lost a peer without a known reason
+    peer_lost_reason: str = ""
+    stalls: Stalls = field(default_factory=Stalls)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether all that happened was planned: then all members are at the same step."""
+        return self.current is None or self.current.planned
+
+    @property
+    def last_reason(self) -> str:
+        """The current unplanned incident in words, or the last one."""
+        current = self.current
+        return current.reason if current is not None and not current.planned else self.last
+
+    def open(self, incident: Incident) -> Incident:
+        """Record why the current world ends."""
+        self.current = incident
+        return incident
+
+    def drop(self) -> None:
+        """Forget the current incident: the world goes on, or the job has ended."""
+        self.current = None
+
+    def finish(self, why: str) -> None:
+        """Close the incident, since another world follows; only an unplanned one is remembered."""
+        if self.current is not None and not self.current.planned:
+            self.last = why
+        self.current = None
+
+    def commit_world(self) -> None:
+        """Forget the evidence against the world before."""
+        self.unpaid, self.peer_lost_s = None, None
+
+    def refuse_payment(self, incident: Incident) -> None:
+        """Record that the budget pays for no replacement of this incident."""
+        self.unpaid = incident
+
+    def note_lost_peer(self, now_s: float, reason: str) -> None:
+        """Record that a worker lost a peer; the first one counts."""
+        if self.peer_lost_s is None:
+            self.peer_lost_s, self.peer_lost_reason = now_s, reason

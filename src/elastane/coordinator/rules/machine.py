@@ -60,12 +60,13 @@ from elastane.coordinator.rules import (
     recovery,
     reports,
     sizing,
-    state_holders,
     status,
 )
 from elastane.coordinator.rules.incident import Incident, RestartBudget
+from elastane.coordinator.rules.nodes import KnownNode, Place, named
 from elastane.coordinator.rules.ranks import member_of
-from elastane.coordinator.rules.state import KnownNode, Phase, State, named
+from elastane.coordinator.rules.state import CoordinatorTerm, Phase, Stage, State
+from elastane.coordinator.rules.state_holders import StateHolders
 from elastane.protocol.effects import Finished, RendezvousEffect
 from elastane.protocol.events import (
     AuthorityChanged,
@@ -90,7 +91,7 @@ from elastane.protocol.messages import (
     Release,
     Report,
 )
-from elastane.protocol.model import Fence, JobRecord, JobSpec, World
+from elastane.protocol.model import JobRecord, JobSpec, World
 
 # The longest chain of phases in one call is recovering, stopping, forming, running. A longer one
 # means that two rules contradict each other.
@@ -119,10 +120,15 @@ class Rendezvous:
         )
         if record is not None and record.resized:
             spec = spec.sized_as(record.spec)
-        self._state = State(spec, budget, store_backed, now_s, now_s)
-        self._state.phase_s = now_s
-        self._state.previous_holder = previous_holder
-        self._state.wake_s = now_s
+        self._state = State(
+            spec,
+            now_s,
+            CoordinatorTerm(now_s, store_backed, previous_holder),
+            budget,
+            Stage(now_s),
+            StateHolders(store_backed),
+        )
+        self._state.queue.wait_until(now_s)
         if record is not None:
             load_record(self._state, record)
 
@@ -130,19 +136,17 @@ class Rendezvous:
         """Record `event` at `now_s` (monotonic seconds), and return the effects to perform."""
         state = self._state
         assert now_s >= state.now_s, f"time went back from {state.now_s} to {now_s}"
-        state.now_s = now_s
-        dirty = self._take(event)
-        due = state.wake_s is not None and now_s >= state.wake_s
-        if dirty or due:
-            state.wake_s = None
-            self._advance()
-        out, state.effects = state.effects, []
-        return out
+        state.advance(now_s)
+        may_decide = self._record(event)
+        if may_decide or state.queue.is_due(now_s):
+            state.queue.forget_wake()
+            self._run_rules()
+        return state.queue.pop()
 
     @property
     def wake_s(self) -> float | None:
         """When a Tick is needed at the latest, in monotonic seconds; None: never."""
-        return self._state.wake_s
+        return self._state.queue.wake_s
 
     @property
     def phase(self) -> Phase:
@@ -153,14 +157,14 @@ class Rendezvous:
     def short_of_nodes_s(self) -> float:
         """For how long there have been too few nodes for a world that follows another."""
         state = self._state
-        here = len(state.nodes) - len(state.unreachable)
+        here = len(state.roster.nodes) - len(state.roster.unreachable)
         if (
             state.phase != Phase.FORMING
             or state.world is None
             or here >= sizing.fewest_nodes(state)
         ):
             return 0.0
-        return state.now_s - state.phase_s
+        return state.now_s - state.stage.began_s
 
     def report(self) -> Report:
         """Return what `elastane status` shows."""
@@ -170,12 +174,12 @@ class Rendezvous:
         """Return the agents that are here, and the members of the current world that are not."""
         return status.presence(self._state)
 
-    def _take(self, event: RendezvousEvent) -> bool:
+    def _record(self, event: RendezvousEvent) -> bool:
         """Record what `event` says; return whether a rule may now decide otherwise."""
         state = self._state
         match event:
             case Received(message=Query()):
-                state.effects.append(status.answer(state, event.session))
+                state.queue.add(status.answer(state, event.session))
                 return False
             case Received(message=Join()):
                 admission.handle_join(state, event)
@@ -186,7 +190,7 @@ class Rendezvous:
                 liveness.record_broken_session(state, event)
                 return True
             case Resized(min_nodes=min_nodes, max_nodes=max_nodes):
-                self._state.requested_range = (min_nodes, max_nodes)
+                state.owner.request_range(min_nodes, max_nodes)
                 return True
             case Fenced(incarnations=incarnations, dead=dead):
                 admission.apply_fencing(state, incarnations, dead)
@@ -198,21 +202,21 @@ class Rendezvous:
                 return False  # A tick carries nothing but its time.
 
     def _set_authority(self, held: bool, reason: str) -> None:
-        if held == self._state.authority:
-            return
-        self._state.authority = held
-        kind = EventKind.AUTHORITY_REGAINED if held else EventKind.AUTHORITY_LOST
-        self._state.log(kind, reason)
+        if self._state.term.set_authority(held=held):
+            kind = EventKind.AUTHORITY_REGAINED if held else EventKind.AUTHORITY_LOST
+            self._state.log(kind, reason)
 
-    def _advance(self) -> None:
+    def _run_rules(self) -> None:
         state = self._state
         for _ in range(_STEPS_MAX):
             liveness.declare_departures(state)
             admission.resolve_contests(state)
-            if not state.authority:
+            if not state.term.has_authority:
                 return
             sizing.apply_range(state)
-            state_holders.persist_cleared_displaced(state)
+            if state.holders.is_record_outdated():
+                state.holders.note_recorded()
+                state.persist()
             if not ending.concluded(state) and not RULES[state.phase](state):
                 return
         raise AssertionError(f"rules contradict one another in phase {state.phase}")
@@ -220,18 +224,20 @@ class Rendezvous:
 
 def load_record(state: State, record: JobRecord) -> None:
     """Start a new coordinator from the job's durable record."""
-    state.versions, state.world, state.outcome = record.versions, record.world, record.outcome
-    state.resized = record.resized
-    state.displaced = {node_id: rank for rank, node_id in enumerate(record.kept)}
-    state.displaced_on_record = bool(record.kept)
+    state.roster.load(record.versions)
+    state.holders.load(record.kept)
+    if record.resized:
+        state.owner.note_resized()
+    ended = record.outcome is not None
+    state.worlds.load(record.world, may_train=not (record.over or ended))
     if record.outcome is not None:
-        state.ended_before = True
+        state.term.note_ended_before()
+        state.ending.close(record.outcome)
         state.enter(Phase.CLOSING, f"the job has ended: {record.outcome.reason}")
     elif record.world is not None and record.over:
-        state.all_released = True
-        state.phase_reason = f"all nodes of {record.world.fence} had been released"
+        state.worlds.release_all()
+        state.stage.explain(f"all nodes of {record.world.fence} had been released")
     elif record.world is not None:
-        state.intact = True
         state.enter(
             Phase.RECOVERING,
             f"a new coordinator waits for the {len(record.world.members)} nodes of"
@@ -240,51 +246,49 @@ def load_record(state: State, record: JobRecord) -> None:
 
 
 def _recovering(state: State) -> bool:
-    deadline_s = state.phase_s + state.spec.timing.reregister_s
-    size = (
-        len(state.world.members)
-        if state.world
-        else state.unrecorded_world.size
-        if state.unrecorded_world
-        else 0
-    )
-    if len(state.nodes) + len(state.dead) < size - 1 and state.now_s < deadline_s:
-        state.wait_until(deadline_s)  # Keeps the return of a large world linear in its size.
+    deadline_s = state.stage.began_s + state.spec.timing.reregister_s
+    if (
+        len(state.roster.nodes) + len(state.owner.dead) < state.worlds.size - 1
+        and state.now_s < deadline_s
+    ):
+        state.queue.wait_until(deadline_s)  # Keeps the return of a large world linear in its size.
         return False
-    expected, present = _last_world(state)
+    expected, present = state.worlds.node_ids, _present(state)
     here = {node.id for node in present}
     missing = [node_id for node_id in expected if node_id not in here]
-    dead = state_holders.dead_members(state)
+    dead = state.owner.dead_members(state.world)
     awaited = [node_id for node_id in missing if node_id not in dead]
-    if awaited == [state.previous_holder] and any(state.is_member(node) for node in present):
+    if awaited == [state.term.previous_node] and any(node.is_member for node in present):
         deadline_s = _await_holder(state, deadline_s)
     # Without any member, the displaced state holders are needed.
-    alone = not any(state.is_member(node) for node in present)
-    late = alone and any(node_id not in state.nodes for node_id in state.displaced)
+    alone = not any(node.is_member for node in present)
+    late = alone and any(node_id not in state.roster.nodes for node_id in state.holders.displaced)
     if (awaited or late) and state.now_s < deadline_s:
-        state.wait_until(deadline_s)
+        state.queue.wait_until(deadline_s)
         return False
     if state.world is None:
         _adopt_claim(state, present)
-    holders = [n for n in present if state.is_member(n)]
-    if state.intact and not missing and len(holders) == len(present):
+    holders = [n for n in present if n.is_member]
+    if state.worlds.intact and not missing and len(holders) == len(present):
         return _resume(state, present)
     if holders or any(
-        state_holders.is_displaced_holder(state, node) for node in state.nodes.values()
+        state.holders.is_displaced_holder(node) for node in state.roster.nodes.values()
     ):
-        without = [node.id for node in present if not state.is_member(node)]
+        without = [node.id for node in present if not node.is_member]
         lost = named(missing) or f"workers of {named(without) or 'other nodes'}"
         how = "did not come back to the coordinator within the time"
         how = how if awaited or not missing else "ended, as the job's owner says"
         reason = f"{lost} {how}"
         # Later failures on the members here follow from the broken world, and are not charged.
         gone = missing + without or ["others"]
-        state.incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=gone)
-        state.in_place, state.phase = recovery.is_in_place(state), Phase.RUNNING
+        incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=gone)
+        state.incidents.open(incident)
+        state.in_place.begin(active=recovery.is_in_place(state))
+        state.stage.assume_running()
         agents = {m.node_id: m.incarnation for m in state.world.members} if state.world else {}
         for node_id in missing:
-            state_holders.note_possibly_training(state, node_id, agents.get(node_id, ""))
-        state.resumed_without_s = state.now_s
+            liveness.note_possibly_training(state, node_id, agents.get(node_id, ""))
+        state.holders.note_resumed_without(state.now_s)
         _apply_reported_failures(state)
         return _end_world(state, reason)
     forming.begin_gathering(
@@ -299,132 +303,121 @@ def _await_holder(state: State, deadline_s: float) -> float:
     That node most likely ended with its coordinator, so the wait is short. If the store was away, a
     live coordinator lost its leadership, and its node comes back at the same time as the others.
     """
-    if state.holder_due_s is None:
-        state.holder_due_s = state.now_s + HOLDER_GRACE_S
-    return min(deadline_s, state.holder_due_s)
+    return min(deadline_s, state.term.await_previous(state.now_s + HOLDER_GRACE_S))
 
 
-def _last_world(state: State) -> tuple[list[str], list[KnownNode]]:
-    """Return the node ids of the last world, unknown ones made up, and its nodes that are here."""
-    if state.world is not None:
-        ids = [m.node_id for m in state.world.members]
-    else:
-        assert state.unrecorded_world is not None, "recovering needs a record or a claim"
-        seats = state.unrecorded_world.node_ids
-        ids = [
-            seats.get(rank, f"the node of rank {rank}")
-            for rank in range(state.unrecorded_world.size)
-        ]
-    nodes = [state.nodes[i] for i in ids if i in state.nodes and i not in state.unreachable]
-    return ids, nodes
+def _present(state: State) -> list[KnownNode]:
+    """Return the nodes of the last world that are here."""
+    roster = state.roster
+    here = [i for i in state.worlds.node_ids if i in roster.nodes and i not in roster.unreachable]
+    return [roster.nodes[node_id] for node_id in here]
 
 
 def _adopt_claim(state: State, present: list[KnownNode]) -> None:
-    assert state.unrecorded_world is not None, "recovering needs a record or a claim"
-    fence = state.unrecorded_world.fence
-    members = [member_of(n.spec, () if n.has_all_in_world else n.workers) for n in present]
-    state.world = World(fence=fence, members=tuple(members))
-    for node in [*state.nodes.values()]:
-        state.reindex(node)  # Their reports count from now on.
-    state.intact = sum(state.is_member(node) for node in present) == state.unrecorded_world.size
-    if not state.intact:
-        # This is not the membership of that round, so the next world gets another round.
-        state.note_fence(Fence(fence.round, fence.attempt + 1))
+    """Take the world that agents report as the current one."""
+    assert state.worlds.unrecorded is not None, "recovering needs a record or a claim"
+    fence = state.worlds.unrecorded.fence
+    members = [member_of(n.spec, () if n.has_all_in_world else n.workers.ranks) for n in present]
+    for node in state.roster.nodes.values():
+        if node.place is Place.REPORTED and node.fence == fence:
+            node.become_member(recorded=True)
+            state.roster.reindex(node)  # Its reports count from now on.
+    holders = sum(node.is_member for node in present)
+    state.worlds.adopt(World(fence=fence, members=tuple(members)), holders)
 
 
 def _resume(state: State, present: list[KnownNode]) -> bool:
-    state.unrecorded_world, state.world_began_s = None, state.now_s
-    state.in_place, state.partial_replicas = (
-        recovery.is_in_place(state),
-        sizing.has_partial_replicas(state),
-    )
+    state.worlds.resume(state.now_s)
+    state.in_place.begin(active=recovery.is_in_place(state))
+    state.in_place.note_partial(partial=sizing.has_partial_replicas(state))
     state.enter(Phase.RUNNING, "all nodes of the world are back; nothing restarts")
-    state.log(EventKind.ROUND_RESUMED, state.phase_reason, nodes=len(present))
+    state.log(EventKind.ROUND_RESUMED, state.stage.reason, nodes=len(present))
     state.persist()
-    if any(node.draining for node in present):
+    if any(node.drain.was_draining for node in present):
         # Before failures are counted: those may follow from the drain.
         drain.begin_drain(state, "continuing the drain that the last coordinator began")
-        state.drain_began_earlier = True
+        state.drain.note_earlier()
     _apply_reported_failures(state)
     return True
 
 
 def _apply_reported_failures(state: State) -> None:
     """Count the failures that happened while there was no coordinator."""
-    for node in [node for node in state.nodes.values() if not node.stale]:
-        failures, node.failures = node.failures, ()
-        node.state = "running" if node.state == "failed" else node.state
+    for node in [node for node in state.roster.nodes.values() if node.is_current]:
+        failures = node.pop_failures()
         recovery.end_if_broken(state, node)
         reports.record_failures(state, node, failures)
-        state.reindex(node)
+        state.roster.reindex(node)
     reports.record_earlier_stops(state)
 
 
 def _running(state: State) -> bool:
     assert state.world is not None
-    if state.in_place and state.incident is None:
+    if state.in_place.active and state.incidents.current is None:
         recovery.log_stall(state)
-        if recovery.end_if_stalled(state) and state.stalled_worlds > STALLS_MAX:
+        if recovery.end_if_stalled(state) and state.incidents.stalls.in_a_row > STALLS_MAX:
             return ending.stalled(state)
-    if state.incident is not None or recovery.has_unexplained_peer_loss(state):
-        assert state.incident is not None
-        return _end_world(state, state.incident.reason)
-    if len(state.succeeded) == len(state.world.members):
+    if state.incidents.current is not None or recovery.has_unexplained_peer_loss(state):
+        assert state.incidents.current is not None
+        return _end_world(state, state.incidents.current.reason)
+    if len(state.roster.succeeded) == len(state.world.members):
         return ending.success(state)
-    if state.partial_replicas:
+    if state.in_place.partial_replicas:
         return recovery.end_if_level(state)
     _release_leaving(state)
     recovery.stop_leaving(state)
     recovery.prepare_standbys(state)
-    goes_on = not state.in_place or recovery.is_stepping(state)
+    goes_on = not state.in_place.active or recovery.is_stepping(state)
     if goes_on and (parting := sizing.reason_to_shrink(state)):
         return drain.begin_drain(state, parting)
-    arrivals = recovery.standbys_due(state) if state.in_place else forming.arrivals_due(state)
+    arrivals = (
+        recovery.standbys_due(state) if state.in_place.active else forming.arrivals_due(state)
+    )
     if arrivals:
         return drain.begin_drain(state, f"taking in {named(arrivals)}")
     return False
 
 
 def _draining(state: State) -> bool:
-    assert state.world is not None and state.incident is not None
-    if not state.incident.planned:
-        return _end_world(state, state.incident.reason)
-    if state.in_place:
+    assert state.world is not None and state.incidents.current is not None
+    if not state.incidents.current.planned:
+        return _end_world(state, state.incidents.current.reason)
+    if state.in_place.active:
         recovery.log_stall(state)
     # After the request to checkpoint, an exit with 0 may only mean that a worker did that.
-    asked = state.drain_target_sent or state.drain_began_earlier
-    if not asked and len(state.succeeded) == len(state.world.members):
+    asked = state.drain.target_sent or state.drain.began_earlier
+    if not asked and len(state.roster.succeeded) == len(state.world.members):
         return ending.success(state)
-    if state.in_place and not recovery.is_stepping(state):
+    if state.in_place.active and not recovery.is_stepping(state):
         return _call_off(state)
-    if not state.drain_target_sent and not state.unmarked:
+    if not state.drain.target_sent and not state.roster.ungated:
         drain.set_target(state)
     elif (
-        state.drain_target_sent
-        and state.drain_target is not None
+        state.drain.target_sent
+        and state.drain.target is not None
         and drain.nobody_continues(state)
-        and not state.drain_stops_all
+        and not state.drain.stops_all
     ):
         drain.stop_at_target(state)
-    if state.drain_target_sent and not state.undrained:
-        took_s = state.now_s - state.phase_s
+    if state.drain.target_sent and not state.roster.unsaved:
+        took_s = state.now_s - state.stage.began_s
         state.log(EventKind.DRAIN_ENDED, f"all workers were asked, within {took_s:.2f} s")
-        return _end_world(state, state.incident.reason)
-    deadline_s = state.phase_s + state.spec.timing.drain_timeout_s
+        return _end_world(state, state.incidents.current.reason)
+    deadline_s = state.stage.began_s + state.spec.timing.drain_timeout_s
     if state.now_s < deadline_s:
-        state.wait_until(deadline_s)
+        state.queue.wait_until(deadline_s)
         return False
-    state.log(EventKind.DRAIN_ENDED, f"workers of {named(state.undrained)} did not checkpoint")
+    state.log(EventKind.DRAIN_ENDED, f"workers of {named(state.roster.unsaved)} did not checkpoint")
     if not drain.nobody_continues(state):
         drain.drained_late(state)
-    return _end_world(state, state.incident.reason)
+    return _end_world(state, state.incidents.current.reason)
 
 
 def _call_off(state: State) -> bool:
     """End a drain whose workers finished their steps: there is no world left to change."""
-    state.incident = None
+    state.incidents.drop()
     state.enter(Phase.RUNNING, "the workers have finished their steps")
-    state.log(EventKind.DRAIN_ENDED, state.phase_reason)
+    state.log(EventKind.DRAIN_ENDED, state.stage.reason)
     return True
 
 
@@ -432,7 +425,7 @@ def _end_world(state: State, reason: str) -> bool:
     """Move to the next world, with the same processes if workers recover in place."""
     if recovery.is_beyond_healing(state):
         return _stop_unhealed(state, reason)
-    if state.in_place and (recovery.has_survivors(state) or recovery.may_return(state)):
+    if state.in_place.active and (recovery.has_survivors(state) or recovery.may_return(state)):
         return recovery.interrupt_world(state, reason)
     return _stop_world(state, reason)
 
@@ -442,18 +435,20 @@ def _stop_unhealed(state: State, reason: str) -> bool:
 
 
 def _regrouping(state: State) -> bool:
-    assert state.incident is not None
+    assert state.incidents.current is not None
     if recovery.is_beyond_healing(state):
-        return _stop_unhealed(state, state.incident.reason)
+        return _stop_unhealed(state, state.incidents.current.reason)
     survive = recovery.has_survivors(state)
     if recovery.may_return(state) and (not survive or recovery.is_ending(state)):
         return _await_return(state)
-    if not survive and not state.unreachable:
-        return _stop_world(state, f"{state.incident.reason}; no survivor is left")
+    if not survive and not state.roster.unreachable:
+        return _stop_world(state, f"{state.incidents.current.reason}; no survivor is left")
     if recovery.is_ending(state):
-        return _stop_world(state, f"{state.incident.reason}; others have finished their steps")
+        return _stop_world(
+            state, f"{state.incidents.current.reason}; others have finished their steps"
+        )
     _release_leaving(state)
-    if state_holders.must_wait_for_state(state):
+    if recovery.must_wait_for_state(state):
         return _await_possibly_training(state)
     return recovery.commit_when_enough(state)
 
@@ -461,48 +456,49 @@ def _regrouping(state: State) -> bool:
 def _await_possibly_training(state: State) -> bool:
     """Wait for state holders out of sight: they come back, or stop themselves in time."""
     reason = (
-        f"{named(state.possibly_training)} may hold the state of the job and train where this"
-        f" coordinator cannot see it; the others wait, {FENCE_WAIT_S:g} s at most"
+        f"{named(state.holders.possibly_training)} may hold the state of the job and train where"
+        f" this coordinator cannot see it; the others wait, {FENCE_WAIT_S:g} s at most"
     )
-    if state.phase_reason != reason:
+    if state.stage.reason != reason:
         state.enter(Phase.REGROUPING, reason)
         state.log(EventKind.WAITING, reason)
     # The wait does not count against join_timeout, so nodes that come during it are in time.
     recovery.prepare_standbys(state)
-    state.phase_s = state.now_s
+    state.stage.restart(state.now_s)
     return False
 
 
 def _await_return(state: State) -> bool:
     """Wait for workers between two loops of steps, or after the last: they come back or exit."""
-    assert state.incident is not None
-    until_s = state.phase_s + state.spec.timing.join_timeout_s
+    assert state.incidents.current is not None
+    until_s = state.stage.began_s + state.spec.timing.join_timeout_s
     if state.now_s >= until_s:
-        reason = f"{state.incident.reason}; others have finished their steps, and do not exit"
+        reason = (
+            f"{state.incidents.current.reason}; others have finished their steps, and do not exit"
+        )
         return _stop_world(state, reason)
-    state.wait_until(until_s)
+    state.queue.wait_until(until_s)
     return False
 
 
 def _stop_world(state: State, reason: str) -> bool:
-    state.was_in_place = state.was_in_place or state.in_place
-    state.in_place = False
+    state.in_place.stop_world()
     state.enter(Phase.STOPPING, reason)
-    for node in [state.nodes[i] for i in sorted(state.with_workers)]:
+    for node in state.roster.holders_of_workers():
         assert node.fence is not None
         state.stop(node, node.fence, reason)
     return True
 
 
 def _stopping(state: State) -> bool:
-    if state.with_workers:
-        deadline_s = state.phase_s + state.spec.timing.shutdown_timeout_s + STOP_MARGIN_S
+    if state.roster.with_workers:
+        deadline_s = state.stage.began_s + state.spec.timing.shutdown_timeout_s + STOP_MARGIN_S
         if state.now_s < deadline_s:
-            state.wait_until(deadline_s)
+            state.queue.wait_until(deadline_s)
             return False
-        for node in [state.nodes[i] for i in sorted(state.with_workers)]:
+        for node in state.roster.holders_of_workers():
             liveness.depart(state, node, "did not report its workers stopped within the time")
-    incident = state.incident
+    incident = state.incidents.current
     assert incident is not None
     delay_s, reason = 0.0, incident.reason
     if incident.is_chargeable and not incident.charged:
@@ -512,7 +508,7 @@ def _stopping(state: State) -> bool:
         if not verdict.restart:
             return ending.failure(state, incident, verdict.reason)
         delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"
-    state.finish_incident(reason)
+    state.incidents.finish(reason)
     _release_leaving(state)
     forming.begin_gathering(state, reason, follow_up=True, delay_s=delay_s)
     return True
@@ -525,24 +521,39 @@ def _forming(state: State) -> bool:
 
 def _release_leaving(state: State) -> None:
     """Release the nodes that asked to leave and have no workers any more."""
-    released = [state.nodes[i] for i in sorted(state.leaving - state.with_workers)]
-    if released and len(released) == len(state.nodes):
-        state_holders.record_all_released(state)
+    released = [
+        state.roster.nodes[i] for i in sorted(state.roster.leaving - state.roster.with_workers)
+    ]
+    if released and len(released) == len(state.roster.nodes):
+        _record_all_released(state)
     for node in released:
-        state.send(node, Release(f"drained: {node.leaving}"))
+        state.queue.send(node, Release(f"drained: {node.leaving}"))
         state.log(EventKind.NODE_RELEASED, node.leaving, node.id)
-        state.forget(node)
+        state.roster.forget(node)
+
+
+def _record_all_released(state: State) -> None:
+    """Record that no worker of the current world is left, before the last node is released.
+
+    A later coordinator cannot know it otherwise: the nodes may never come back, for instance if a
+    suspended job is resumed with fewer pods.
+    """
+    worlds = state.worlds
+    if worlds.current is not None and not (
+        worlds.intact or state.holders.possibly_training or worlds.all_released
+    ):
+        worlds.release_all()
+        state.persist()
 
 
 def _closing(state: State) -> bool:
-    due_s = state.phase_s + CLOSE_S
-    if (state.nodes or state.ended_before) and state.now_s < due_s:
-        state.wait_until(due_s)
+    due_s = state.stage.began_s + CLOSE_S
+    if (state.roster.nodes or state.term.ended_before) and state.now_s < due_s:
+        state.queue.wait_until(due_s)
         return False
-    assert state.outcome is not None
-    state.enter(Phase.CLOSED, state.outcome.reason)
-    state.finished = True
-    state.effects.append(Finished(state.outcome))
+    assert state.ending.outcome is not None
+    state.enter(Phase.CLOSED, state.ending.outcome.reason)
+    state.queue.add(Finished(state.ending.outcome))
     return False
 
 

@@ -12,11 +12,12 @@ import msgspec
 
 from elastane.coordinator.rules import ending, forming, liveness, sizing, state_holders
 from elastane.coordinator.rules.incident import Incident
+from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.ranks import member_of
 from elastane.coordinator.rules.sizing import NodeWorkers
-from elastane.coordinator.rules.state import KnownNode, Phase, State
+from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.hangs import waiting_text
-from elastane.protocol.limits import HANG_STALL_S, LOST_PEER_S
+from elastane.protocol.limits import FENCE_WAIT_S, HANG_STALL_S, LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Interrupt, Prepare
 from elastane.protocol.model import NO_RANK, Assignment, Failure, Fence, World
@@ -26,92 +27,94 @@ _IN_FORCE = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
 
 def is_in_place(state: State) -> bool:
     """Whether the workers that came back recover in place; of lost ones nothing is known."""
-    return not state.unrecoverable and any(
-        node.recoverable or node.recovers_in_place for node in state.nodes.values()
+    return not state.roster.unrecoverable and any(
+        node.workers.recoverable or node.workers.recovers_in_place
+        for node in state.roster.nodes.values()
     )
 
 
 def record_recoverable(state: State, node: KnownNode, workers: tuple[int, ...]) -> None:
     """Record which workers of `node` can enter another world."""
     known = {i for i in workers if i < node.spec.local_world_size}
-    if known - node.recoverable and state.in_place:
-        state.note_arrival()
-    node.recoverable = known
-    state.reindex(node)
+    if known - node.workers.recoverable and state.in_place.active:
+        state.gathering.note_arrival(state.now_s)
+    node.workers.recover(known)
+    state.roster.reindex(node)
     sizing.record_sharding(state, node)
-    state.partial_replicas = state.partial_replicas or sizing.reports_level(state, node)
+    if sizing.reports_level(state, node):
+        state.in_place.note_partial(partial=True)
     if state.phase in (Phase.RUNNING, Phase.DRAINING) and not (
-        state.in_place or state.unrecoverable
+        state.in_place.active or state.roster.unrecoverable
     ):
-        state.in_place = True
+        state.in_place.begin(active=True)
         state.log(EventKind.IN_PLACE, "all workers recover in place from now on")
-        for standby in [each for each in state.nodes.values() if each.standby]:
+        for standby in [n for n in state.roster.nodes.values() if n.place is Place.STANDBY]:
             start_replacements(state, standby)  # Its failures came before this was known.
 
 
 def record_lost_peer(state: State, node: KnownNode, fence: Fence, reason: str) -> None:
     """Record that a worker lost a peer; a report of what became of that peer usually follows."""
-    if fence == node.fence and state.is_member(node) and state.peer_lost_s is None:
-        state.peer_lost_s, state.peer_lost_reason = (
-            state.now_s,
-            f"a worker of node {node.id} {reason}",
-        )
+    if fence == node.fence and node.is_member:
+        state.incidents.note_lost_peer(state.now_s, f"a worker of node {node.id} {reason}")
 
 
 def has_unexplained_peer_loss(state: State) -> bool:
     """Whether a worker lost a peer and no report explained it in time: the world makes no step."""
-    if state.peer_lost_s is None:
+    if state.incidents.peer_lost_s is None:
         return False
-    due_s = state.peer_lost_s + LOST_PEER_S
+    due_s = state.incidents.peer_lost_s + LOST_PEER_S
     if state.now_s < due_s:
-        state.wait_until(due_s)
+        state.queue.wait_until(due_s)
         return False
-    liveness.ensure_incident(state, state.peer_lost_reason)
+    liveness.ensure_incident(state, state.incidents.peer_lost_reason)
     return True
 
 
 def log_stall(state: State) -> None:
     """Log where each worker waits, once all workers of the world wait for one another."""
     assert state.world is not None
-    if len(state.blocked) < len(state.world.members):
-        state.stall_text = ""
-    elif not state.stall_text:
-        waiting = [each for node in state.members() for each in node.waits_at]
-        state.stall_text = waiting_text(waiting)
-        state.log(EventKind.STALL, f"no progress for {HANG_STALL_S:g} s: {state.stall_text}")
+    if len(state.roster.blocked) < len(state.world.members):
+        state.incidents.stalls.note("")
+    elif not state.incidents.stalls.text:
+        waiting = [each for node in state.roster.members() for each in node.progress.waits_at]
+        state.incidents.stalls.note(waiting_text(waiting))
+        state.log(
+            EventKind.STALL, f"no progress for {HANG_STALL_S:g} s: {state.incidents.stalls.text}"
+        )
 
 
 def end_if_stalled(state: State) -> bool:
     """End a world whose workers only wait for one another; no single worker is to blame."""
     assert state.world is not None
-    if len(state.stalled) < len(state.world.members):
+    if len(state.roster.stalled) < len(state.world.members):
         return False
-    reached = max((node.progress or 0 for node in state.members()), default=0)
-    state.stalled_worlds = 1 if reached > state.stalled_at_step else state.stalled_worlds + 1
-    state.stalled_at_step = reached
-    liveness.ensure_incident(state, f"all workers wait for one another: {state.stall_text}")
+    reached = max((node.progress.steps or 0 for node in state.roster.members()), default=0)
+    state.incidents.stalls.count(reached)
+    liveness.ensure_incident(
+        state, f"all workers wait for one another: {state.incidents.stalls.text}"
+    )
     return True
 
 
 def end_if_level(state: State) -> bool:
     """End a world with a partial replica once all its members are at one step."""
-    if not any(sizing.reports_level(state, node) for node in state.members()):
+    if not any(sizing.reports_level(state, node) for node in state.roster.members()):
         return False
     reason = "some of its nodes complete no replica and leave the world"
-    state.incident = Incident(at_s=state.now_s, reason=reason, planned=True)
+    state.incidents.open(Incident(at_s=state.now_s, reason=reason, planned=True))
     return interrupt_world(state, reason)
 
 
 def end_if_broken(state: State, node: KnownNode) -> None:
     """End a world that can make no step, for a reason that was charged before."""
-    if state.phase not in _IN_FORCE or not state.is_member(node):
+    if state.phase not in _IN_FORCE or not node.is_member:
         return
-    if node.uninformed:
+    if node.is_uninformed:
         _uncharged_incident(state, f"node {node.id} did not receive its assignment of {node.fence}")
-    elif node.lost & {*node.workers}:
+    elif node.workers.lost_ranks:
         _uncharged_incident(state, f"workers of node {node.id} were lost, and were charged before")
-    elif node.interrupted and node.fence is not None:
-        record_lost_peer(state, node, node.fence, node.interrupted)
+    elif node.workers.interrupted and node.fence is not None:
+        record_lost_peer(state, node, node.fence, node.workers.interrupted)
     # An earlier request may have been lost with the agent's session.
     start_replacements(state, node)
 
@@ -120,12 +123,10 @@ def drop_charged(
     state: State, node: KnownNode, failures: tuple[Failure, ...], renewed: set[int]
 ) -> tuple[Failure, ...]:
     """Record failures that were charged before; return the others."""
-    paid = tuple(f for f in failures if f.local_rank in renewed or node.is_known_loss(f))
-    able, lost = {*node.recoverable}, {f.local_rank for f in paid}
-    node.lose_workers(paid)
-    node.recoverable = able  # Replacements may have started since.
-    node.replacing |= renewed
-    state.reindex(node)
+    paid = tuple(f for f in failures if f.local_rank in renewed or node.workers.is_known_loss(f))
+    lost = {failure.local_rank for failure in paid}
+    node.workers.lose_charged(paid, renewed)
+    state.roster.reindex(node)
     end_if_broken(state, node)
     if lost - renewed:
         start_replacements(state, node)
@@ -134,26 +135,26 @@ def drop_charged(
 
 def _uncharged_incident(state: State, reason: str) -> None:
     """Open an incident that costs no restart."""
-    before = state.incident
+    before = state.incidents.current
     incident = liveness.ensure_incident(state, reason)
     if incident is not before:
-        incident.charged = True
+        incident.charge()
 
 
 def interrupt_world(state: State, reason: str) -> bool:
     """Interrupt the current step of all members; their workers keep their state and wait."""
     assert state.world is not None
     state.enter(Phase.REGROUPING, reason)
-    for node in state.members():
-        state.send(node, Interrupt(fence=state.world.fence, reason=reason))
+    for node in state.roster.members():
+        state.queue.send(node, Interrupt(fence=state.world.fence, reason=reason))
     return True
 
 
 def has_survivors(state: State) -> bool:
     """Whether workers here hold the whole state of the current world, or all that it began with."""
-    staying = [node for node in state.members() if node.survivors and not node.leaving]
-    outside = [state.nodes[i] for i in state.displaced if i in state.nodes]
-    kept = [n for n in outside if state_holders.is_displaced_holder(state, n) and not n.leaving]
+    staying = [node for node in state.roster.members() if node.survivors and not node.leaving]
+    outside = [state.roster.nodes[i] for i in state.holders.displaced if i in state.roster.nodes]
+    kept = [n for n in outside if state.holders.is_displaced_holder(n) and not n.leaving]
     return bool(staying or kept) and sizing.hold_whole_state(state, staying + kept)
 
 
@@ -163,54 +164,55 @@ def is_beyond_healing(state: State) -> bool:
     A node reports this of its own workers. A slice lost with its node shows in `sizing`.
     """
     return any(
-        node.sharding is not None and node.sharding.sole and node.lost & {*node.workers}
-        for node in state.members()
+        node.workers.sharding is not None and node.workers.sharding.sole and node.workers.lost_ranks
+        for node in state.roster.members()
     )
 
 
 def is_stepping(state: State) -> bool:
     """Whether any worker of the current world still makes steps, even if its node is leaving."""
-    return any(node.survivors for node in state.members())
+    return any(node.survivors for node in state.roster.members())
 
 
 def is_ending(state: State) -> bool:
     """Whether too few workers are left because others finished their steps and are not replaced."""
-    finished = any(_finished(node) for node in state.members())
+    finished = any(node.workers.finished for node in state.roster.members())
     found = _candidates(state)
-    return finished and not (state.unreachable or _are_enough(state, found))
+    return finished and not (state.roster.unreachable or _are_enough(state, found))
 
 
 def may_return(state: State) -> bool:
     """Whether workers that finished a loop of steps are alive: they may begin another loop."""
     return any(
-        _finished(node) and node.state == "running" and not node.leaving for node in state.members()
+        node.workers.finished and node.workers.state == "running" and not node.leaving
+        for node in state.roster.members()
     )
-
-
-def _finished(node: KnownNode) -> set[int]:
-    return set() if node.stopping else {*node.workers} - node.recoverable - node.lost
 
 
 def stop_leaving(state: State) -> None:
     """Stop the workers of leaving nodes that have no place in the world."""
-    for node in [state.nodes[i] for i in sorted(state.leaving & state.with_workers)]:
-        member = state.is_member(node)
-        if node.stopping or (member and state.phase is not Phase.REGROUPING):
+    for node in [
+        state.roster.nodes[i] for i in sorted(state.roster.leaving & state.roster.with_workers)
+    ]:
+        member = node.is_member
+        if node.workers.stopping or (member and state.phase is not Phase.REGROUPING):
             continue
         assert node.fence is not None
-        node.stopping = node.standby = True
-        state.reindex(node)
+        if node.is_current:
+            node.become_standby()
+        node.workers.stop(keep_recoverable=True)
+        state.roster.reindex(node)
         state.stop(node, node.fence, node.leaving)
 
 
 def commit_when_enough(state: State) -> bool:
     """Commit the next world as soon as enough workers can enter it; until then they wait."""
-    incident = state.incident
+    incident = state.incidents.current
     assert incident is not None and state.world is not None
     stop_leaving(state)
     if not sizing.replica_fits(state):
         return ending.no_replica(state)
-    if state.unreachable:
+    if state.roster.unreachable:
         return False  # The reconnect grace is short, and ends by itself.
     if not incident.charged and incident.is_chargeable:
         if ending.verdict_pending(state, incident):
@@ -223,13 +225,18 @@ def commit_when_enough(state: State) -> bool:
     if not _are_enough(state, found):
         return _wait(state, sum(len(one.workers) for one in found), _needed(state, found))
     port_due_s = (
-        state.world_began_s + 2 * state.spec.timing.silence_s + state.spec.timing.heartbeat_s
+        state.worlds.began_s + 2 * state.spec.timing.silence_s + state.spec.timing.heartbeat_s
     )
     if found[0].node.offer_used and state.now_s < port_due_s:
-        state.wait_until(port_due_s)  # The last world uses this port; the node will offer another.
+        state.queue.wait_until(
+            port_due_s
+        )  # The last world uses this port; the node will offer another.
         return False
     members = tuple(member_of(one.node.spec, one.workers) for one in found)
-    floor = max(state.highest_fence.round if state.highest_fence else 0, state.world.fence.round)
+    floor = max(
+        state.worlds.highest_fence.round if state.worlds.highest_fence else 0,
+        state.world.fence.round,
+    )
     _commit(state, World(fence=Fence(floor + 1, 0), members=members), incident.reason)
     return True
 
@@ -237,76 +244,98 @@ def commit_when_enough(state: State) -> bool:
 def _commit(state: State, world: World, why: str) -> None:
     """Commit the next world, and make standbys of the members that have no place in it."""
     assert state.world is not None
-    before = state.members()
-    holders = {*state.displaced}
-    state_holders.record_displaced(state, state.world, world)
-    state.finish_incident(why)
+    holders = {*state.holders.displaced}
+    state.holders.displace(state.world, world, state.roster.nodes)
+    state.incidents.finish(why)
     forming.commit_world(state, world, why, holders)
-    for node in before:
-        if node.fence == world.fence or node.fence is None:
-            continue
-        node.standby = True
-        state.reindex(node)
 
 
 def _wait(state: State, workers: int, needed: int) -> bool:
     limit_s = state.spec.timing.join_timeout_s
     # Workers out of sight may come back, and then there are enough. They may also train on while
     # the job ends.
-    if state.unpaid_incident is not None:
-        due_s = state_holders.returning_until_s(state)
+    if state.incidents.unpaid is not None:
+        due_s = _returning_until_s(state)
         if state.now_s >= due_s:
             return ending.failure(
-                state, state.unpaid_incident, "the restart budget pays for no replacement"
+                state, state.incidents.unpaid, "the restart budget pays for no replacement"
             )
-        state.wait_until(due_s)
-    if state.now_s >= state.phase_s + limit_s:
+        state.queue.wait_until(due_s)
+    if state.now_s >= state.stage.began_s + limit_s:
         return ending.too_few(state, len(_candidates(state)), sizing.fewest_nodes(state))
     prepare_standbys(state)
     reason = (
         f"{workers} of at least {needed} workers are left; they keep their state and wait"
         f" for others, {limit_s:g} s at most"
     )
-    if reason != state.phase_reason:
-        state.phase_reason = reason
+    if state.stage.explain(reason):
         state.log(EventKind.WAITING, reason, workers=workers, min_workers=needed)
-    state.wait_until(state.phase_s + limit_s)
+    state.queue.wait_until(state.stage.began_s + limit_s)
     return False
+
+
+def must_wait_for_state(state: State) -> bool:
+    """Whether to wait for workers out of sight; requests a tick at the end of the wait."""
+    due_s = state.holders.wait_until_s(state.roster.members(), state.world)
+    if state.now_s < due_s:
+        state.queue.wait_until(due_s)
+        return True
+    if due_s:
+        state.holders.clear_possibly_training()  # By now those workers have stopped themselves.
+    return False
+
+
+def _returning_until_s(state: State) -> float:
+    """Return until when nodes may come back with workers that can join; 0: none may.
+
+    That counts nodes out of sight, and members without which a new coordinator resumed the job.
+    """
+    since_s = state.holders.resumed_without_s
+    members = state.world.members if state.world is not None and since_s else ()
+    lacking = [m for m in members if m.node_id not in state.roster.nodes]
+    late_s = 0.0
+    if not all(state.owner.is_dead(member.incarnation) for member in lacking):
+        late_s = since_s + FENCE_WAIT_S
+    return max(state.holders.possibly_training_until_s(), late_s)
 
 
 def _candidates(state: State) -> list[NodeWorkers]:
     """Return the nodes that could be in the next world: survivors in their order, then arrivals."""
     assert state.world is not None
     order = {member.node_id: rank for rank, member in enumerate(state.world.members)}
-    order = {**{i: len(order) + rank for i, rank in state.displaced.items()}, **order}
+    order = {**{i: len(order) + rank for i, rank in state.holders.displaced.items()}, **order}
     go_on, is_sharded = is_stepping(state), _is_sharded(state)
     is_sure = go_on
-    if state.incident is not None and not state.incident.planned:
+    if state.incidents.current is not None and not state.incidents.current.planned:
         # The members left may have joined with this world, and made no step yet.
-        is_sure = any(state_holders.rules_out_older_worlds(state, node) for node in state.members())
+        is_sure = any(
+            state_holders.rules_out_older_worlds(node, state.world)
+            for node in state.roster.members()
+        )
     staying: list[NodeWorkers] = []
     coming: list[NodeWorkers] = []
-    for node in state.nodes.values():
-        if node.session is None or node.leaving or node.stale or not node.recoverable:
+    for node in state.roster.nodes.values():
+        able = node.is_current and node.workers.recoverable
+        if node.session is None or node.leaving or not able:
             continue
-        survivors = node.survivors if state.is_member(node) else ()
-        if not is_sure and state_holders.is_displaced_holder(state, node):
-            survivors = tuple(sorted(node.recoverable))
-        one = NodeWorkers(node, survivors, tuple(sorted(node.recoverable - set(survivors))))
+        survivors = node.survivors if node.is_member else ()
+        if not is_sure and state.holders.is_displaced_holder(node):
+            survivors = tuple(sorted(node.workers.recoverable))
+        one = NodeWorkers(node, survivors, tuple(sorted(node.workers.recoverable - set(survivors))))
         if is_sharded and not survivors and len(one.joining) < node.spec.local_world_size:
             continue
         (staying if survivors else coming).append(one)
     staying.sort(key=lambda one: order[one.node.id])
     coming.sort(key=lambda one: one.node.order)
     most = sizing.most_nodes(state)
-    if go_on and (state.incident is None or not state.incident.planned):
+    if go_on and (state.incidents.current is None or not state.incidents.current.planned):
         # A surplus leaves at a boundary, where all are level. Displaced nodes are level among
         # themselves: one of them is enough.
-        inside = sum(state.is_member(one.node) for one in staying)
+        inside = sum(one.node.is_member for one in staying)
         most = max(most, min(inside + 1, len(staying)))
     # Nodes that reached the boundary stay first: the others may lack the last step
     # (`drained_late`).
-    level = sorted(staying, key=lambda o: not (state.is_member(o.node) and o.node.drained))
+    level = sorted(staying, key=lambda o: not (o.node.is_member and o.node.drain.saved))
     chosen = {one.node.id for one in sizing.choose_nodes(state, level, coming, most)}
     return [one for one in staying + coming if one.node.id in chosen]
 
@@ -325,7 +354,7 @@ def _needed(state: State, found: list[NodeWorkers]) -> int:
     therefore needs all its workers, however they are spread over the nodes.
     """
     fewest = sizing.fewest_nodes(state)
-    largest = max((node.spec.local_world_size for node in state.nodes.values()), default=1)
+    largest = max((node.spec.local_world_size for node in state.roster.nodes.values()), default=1)
     sizes = sorted(one.node.spec.local_world_size for one in found) + [largest] * fewest
     least = state.spec.min_workers or sum(sizes[:fewest])
     # With shards no worker is left out: it may be the only one a step ahead.
@@ -338,75 +367,80 @@ def _is_sharded(state: State) -> bool:
 
     A joining worker has no mesh coordinate yet, and so reports no shards.
     """
-    return any(node.sharding is not None for node in state.nodes.values())
+    return any(node.workers.sharding is not None for node in state.roster.nodes.values())
 
 
 def prepare_standbys(state: State) -> None:
     """Start workers on nodes that arrived, as far as the next world has room for them."""
-    if not state.in_place or state.world is None:
+    if not state.in_place.active or state.world is None:
         return
     # The record of the world does not count: a departed node has freed its place.
-    here = {node.id for node in state.members()}
-    room = sizing.most_nodes(state) - len(here | state.with_standbys)
-    arrived = sorted(state.idle - state.unready)
+    here = {node.id for node in state.roster.members()}
+    room = sizing.most_nodes(state) - len(here | state.roster.with_standbys)
+    arrived = sorted(state.roster.idle - state.roster.unready)
     for node in sizing.nodes_to_start_afresh(state):
         assert node.fence is not None
-        node.stopping, node.recoverable = True, set()
-        state.reindex(node)
+        node.workers.stop()
+        state.roster.reindex(node)
         state.stop(node, node.fence, "restarts: what its workers hold completes no replica")
-    for node in [state.nodes[i] for i in arrived[: max(0, room)]]:
-        node.fence, node.standby = state.world.fence, True
-        state.reindex(node)
-        state.send(node, Prepare(assignment=standby_assignment(state, state.world, node)))
+    for node in [state.roster.nodes[i] for i in arrived[: max(0, room)]]:
+        node.become_standby(state.world.fence)
+        state.roster.reindex(node)
+        state.queue.send(node, Prepare(assignment=standby_assignment(state, state.world, node)))
 
 
 def standbys_due(state: State) -> list[str]:
     """Return the nodes with workers that join now; empty: there are none, or not yet."""
-    if state.unreachable or not state.with_standbys or not is_stepping(state):
+    if state.roster.unreachable or not state.roster.with_standbys or not is_stepping(state):
         return []  # Workers that have finished their steps do not admit others.
-    due_s = state.gathering_ends_s(incomplete=_is_incomplete(state))
+    timing, incomplete = state.spec.timing, _is_incomplete(state)
+    due_s = state.gathering.ends_s(state.now_s, timing, incomplete=incomplete)
     if state.now_s < due_s and _more_may_come(state):
-        state.wait_until(due_s)
+        state.queue.wait_until(due_s)
         return []
     return [one.node.id for one in _candidates(state) if one.joining]
 
 
 def _more_may_come(state: State) -> bool:
     """Whether to gather more: nodes arrive, or replacements are still starting."""
-    joining = (state.nodes[i] for i in state.with_standbys)
-    if not all(state.is_member(node) for node in joining):
+    joining = (state.roster.nodes[i] for i in state.roster.with_standbys)
+    if not all(node.is_member for node in joining):
         return True
-    return any(node.replacing - node.recoverable for node in state.members())
+    return any(node.workers.replacing - node.workers.recoverable for node in state.roster.members())
 
 
 def _is_incomplete(state: State) -> bool:
     """Whether some workers of a joining node are still starting."""
-    for node in (state.nodes[i] for i in state.with_standbys):
-        arriving = {*range(node.spec.local_world_size)} - node.lost
-        coming = node.replacing if state.is_member(node) else node.replacing | arriving
-        if coming - node.recoverable:
+    for node in (state.roster.nodes[i] for i in state.roster.with_standbys):
+        arriving = {*range(node.spec.local_world_size)} - node.workers.lost
+        coming = node.workers.replacing if node.is_member else node.workers.replacing | arriving
+        if coming - node.workers.recoverable:
             return True
     return False
 
 
 def start_replacements(state: State, node: KnownNode) -> None:
     """Start replacements for lost workers that were already charged, unless they are starting."""
-    is_due = state.in_place and state.unpaid_incident is None and node.lost - node.replacing
+    is_due = (
+        state.in_place.active
+        and state.incidents.unpaid is None
+        and node.workers.lost - node.workers.replacing
+    )
     if is_due and state.world is not None:
         _prepare_replacements(state, state.world, node, 0.0)
 
 
 def record_standby_failure(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
     """Record that standby workers ended; they are replaced as long as the budget pays for it."""
-    node.lose_workers(failures)
-    state.reindex(node)
+    node.workers.lose(failures)
+    state.roster.reindex(node)
     failures = tuple(msgspec.structs.replace(f, rank=NO_RANK) for f in failures)
     reason = f"a worker of node {node.id} ended before it had a place"
     incident = Incident(at_s=state.now_s, reason=reason, planned=False)
     incident.record(node.id, failures, state.now_s)
     why = charge_replacements(state, incident)
     if why:
-        state.unpaid_incident = incident
+        state.incidents.refuse_payment(incident)
         state.log(EventKind.WAITING, f"{reason}; it is not replaced: {why}", node.id)
 
 
@@ -423,16 +457,20 @@ def replace_lost(state: State, incident: Incident, delay_s: float) -> None:
     """Start replacements for the lost workers of an incident; they wait for a place as standbys."""
     assert state.world is not None
     for node_id in sorted({sighting.node_id for sighting in incident.sightings}):
-        node = state.nodes.get(node_id)
-        if node is not None and node.lost - node.replacing and node.fence is not None:
+        node = state.roster.nodes.get(node_id)
+        if (
+            node is not None
+            and node.workers.lost - node.workers.replacing
+            and node.fence is not None
+        ):
             _prepare_replacements(state, state.world, node, delay_s)
 
 
 def _prepare_replacements(state: State, world: World, node: KnownNode, delay_s: float) -> None:
     """Ask the node for replacements of its lost workers."""
-    node.replacing |= node.lost
+    node.workers.replace_lost()
     given = standby_assignment(state, world, node)
-    state.send(node, Prepare(assignment=given, delay_s=delay_s, successors=True))
+    state.queue.send(node, Prepare(assignment=given, delay_s=delay_s, successors=True))
 
 
 def standby_assignment(state: State, world: World, node: KnownNode) -> Assignment:

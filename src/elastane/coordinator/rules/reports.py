@@ -6,8 +6,9 @@ decides; the return value says whether a rule may now decide otherwise.
 
 from __future__ import annotations
 
-from elastane.coordinator.rules import ending, liveness, recovery, state_holders
-from elastane.coordinator.rules.state import KnownNode, Phase, State
+from elastane.coordinator.rules import ending, liveness, recovery
+from elastane.coordinator.rules.nodes import KnownNode, Place
+from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.diagnosis import end_text, exit_text, is_lost_peer, worker_text
 from elastane.protocol.effects import Send
 from elastane.protocol.limits import REASON_CHARS_MAX
@@ -27,79 +28,65 @@ from elastane.protocol.messages import (
     Succeeded,
     ToCoordinator,
 )
-from elastane.protocol.model import Failure, Fence
+from elastane.protocol.model import Failure
 
 
 def record_message(state: State, session: int, message: ToCoordinator) -> bool:
     """Record what `message` says; return whether a rule may now decide otherwise."""
-    node_id = state.by_session.get(session)
+    node_id = state.roster.by_session.get(session)
     if node_id is None:
         _at_the_door(state, session, message)
         return False
-    node = state.nodes[node_id]
-    node.heard_s = state.now_s
+    node = state.roster.nodes[node_id]
+    node.connection.hear(state.now_s)
     match message:
         case Heartbeat():
-            state.send(node, Alive(state.authority))
+            state.queue.send(node, Alive(state.term.has_authority))
             return _beat(state, node, message)
         case Ready():
             _ready(state, node)
         case Leave() | Conclude():
             _wish(state, node, message)
-        case Failed(fence=fence, failures=failures) if _is_of(node, fence) and not node.stale:
+        case Failed(fence=fence, failures=failures) if node.is_of(fence) and node.is_current:
             record_failures(state, node, failures)
-        case Succeeded(fence=fence) if fence == node.fence and node.state == "running":
-            node.state = "succeeded"
+        case Succeeded(fence=fence) if fence == node.fence and node.workers.state == "running":
+            node.workers.succeed()
         case Marked() | Drained() if message.fence == node.fence:
             _drained(node, message)
         case Able() | Lost():
             _in_place(state, node, message)
         case Stopped():
             _stopped(state, node, message)
-            node.offer, node.offer_used = message.offer, False
+            node.renew_offer(message.offer)
         case _:
             return False
-    state.reindex(node)
+    state.roster.reindex(node)
     return True
 
 
 def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     """Record a heartbeat; return whether a rule has to look at it."""
-    node.progress = message.progress
-    node.pace.note(state.now_s, message.progress)
-    news = state_holders.record_heartbeat(state, node, message)
-    is_of_now = message.fence == node.fence
-    waits_at = message.waiting if is_of_now else ()
-    all_wait = message.all_wait and is_of_now
-    if waits_at == node.waits_at and all_wait == node.is_stalled:
+    node.progress.record_steps(state.now_s, message.progress)
+    news = state.holders.record_heartbeat(node, message, state.world)
+    if not node.progress.record_waiting(message, is_of_now=message.fence == node.fence):
         return news
-    node.waits_at, node.is_stalled = waits_at, all_wait
-    state.reindex(node)
+    state.roster.reindex(node)
     return True
-
-
-def _is_of(node: KnownNode, fence: Fence) -> bool:
-    """Whether `fence` names the workers that the node has now.
-
-    An agent that has not received its assignment still reports under the world before.
-    """
-    older = node.fence is not None and fence < node.fence
-    return fence == node.fence or (node.uninformed and older)
 
 
 def _drained(node: KnownNode, message: Marked | Drained) -> None:
     if isinstance(message, Marked):
-        node.marked, node.calls = True, message.calls
+        node.drain.count(message.calls)
     else:
-        node.drained = True
+        node.drain.save()
 
 
 def _in_place(state: State, node: KnownNode, message: Able | Lost) -> None:
     if isinstance(message, Lost):
         recovery.record_lost_peer(state, node, message.fence, message.reason)
         return
-    node.offer_used = node.offer_used and message.fence != node.fence
-    node.offer, node.sharding = message.offer, message.sharding
+    node.renew_offer(message.offer, message.fence)
+    node.workers.shard(message.sharding)
     recovery.record_recoverable(state, node, message.workers)
 
 
@@ -108,11 +95,11 @@ def _at_the_door(state: State, session: int, message: ToCoordinator) -> None:
 
     Others have not joined, or their session was replaced by a newer one.
     """
-    for contest in state.contests.values():
-        if contest.join.session == session and isinstance(message, Heartbeat):
-            state.effects.append(Send(session, Alive(state.authority)))
-        elif contest.join.session == session and isinstance(message, Ready | Leave):
-            contest.messages[type(message)] = message
+    for contest in state.roster.contests_of(session):
+        if isinstance(message, Heartbeat):
+            state.queue.add(Send(session, Alive(state.term.has_authority)))
+        elif isinstance(message, Ready | Leave):
+            contest.keep(message)
 
 
 def _wish(state: State, node: KnownNode, message: Leave | Conclude) -> None:
@@ -121,36 +108,35 @@ def _wish(state: State, node: KnownNode, message: Leave | Conclude) -> None:
     if isinstance(message, Conclude):
         ending.conclude(state, node.id, message.ok, reason)
         return
-    node.leaving = reason
+    node.leave(reason)
     state.log(EventKind.NODE_LEAVING, reason, node.id)
 
 
 def _ready(state: State, node: KnownNode) -> None:
     """Record that the node's workers can start quickly."""
-    node.ready = True
+    node.become_ready()
     if state.phase is not Phase.FORMING:
         # The last call counts from the join; a running job gathers nodes once they are ready.
-        state.note_arrival()
+        state.gathering.note_arrival(state.now_s)
     state.log(EventKind.NODE_READY, "its workers can start quickly", node.id)
 
 
 def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
     """Put failures of `node` on the coordinator's time line."""
     if state.phase in (Phase.RECOVERING, Phase.FORMING):
-        failures = tuple(f for f in failures if not node.is_known_loss(f))
-        node.state = "failed" if failures else node.state
-        node.failures = failures  # Counted once this world is known to be the current one.
+        failures = tuple(f for f in failures if not node.workers.is_known_loss(f))
+        node.keep_failures(failures)  # Counted once this world is known to be the current one.
         return
-    if state.in_place or node.standby:
+    if state.in_place.active or node.place is Place.STANDBY:
         failures = _of_places(state, node, failures)
     if not failures:
         return
-    node.state = "failed"
-    if state.phase is Phase.DRAINING and not state.in_place:
+    node.workers.fail()
+    if state.phase is Phase.DRAINING and not state.in_place.active:
         _failed_in_drain(state, node, failures)
         return
     in_force = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING, Phase.STOPPING)
-    if state.phase not in in_force or not state.is_member(node):
+    if state.phase not in in_force or not node.is_member:
         return
     first = failures[0]
     incident = liveness.ensure_incident(
@@ -159,15 +145,16 @@ def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]
         + (" after it lost a peer" if is_lost_peer(first) else ""),
     )
     incident.record(node.id, failures, state.now_s)
-    state_holders.record_ended_workers(state, node, {f.local_rank for f in failures})
-    if state.in_place:
-        node.lose_workers(failures)
+    state.holders.record_ended_workers(node, {f.local_rank for f in failures}, state.world)
+    if state.in_place.active:
+        node.workers.lose(failures)
 
 
 def _of_places(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
     """Return the failures of workers with a place; failures of standbys are handled here."""
-    failures = tuple(f for f in failures if not node.is_known_loss(f))
-    places = () if node.standby else set(node.workers) - node.lost
+    failures = tuple(f for f in failures if not node.workers.is_known_loss(f))
+    standby = node.place is Place.STANDBY
+    places = () if standby else set(node.workers.ranks) - node.workers.lost
     inside = tuple(f for f in failures if f.local_rank in places)
     joiners = tuple(f for f in failures if f.local_rank not in places)
     if joiners and state.phase in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING):
@@ -180,13 +167,13 @@ def _failed_in_drain(state: State, node: KnownNode, failures: tuple[Failure, ...
 
     A peer lost to a finished drain is no fault, nor is a failure that SIGTERM caused.
     """
-    asked = not state.drain_target_sent or state.drain_target is not None
-    if asked and not node.drained and not all(is_lost_peer(f) for f in failures):
+    asked = not state.drain.target_sent or state.drain.target is not None
+    if asked and not node.drain.saved and not all(is_lost_peer(f) for f in failures):
         text = exit_text(failures[0].exit_code)
         liveness.ensure_incident(
             state, f"a worker of node {node.id} ended with {text} during a drain"
         )
-    node.marked = node.drained = True
+    node.drain.excuse()
 
 
 def record_earlier_stops(state: State) -> None:
@@ -194,28 +181,26 @@ def record_earlier_stops(state: State) -> None:
 
     Peers lost because of that are never charged; a failed worker is.
     """
-    sightings = state.incident.sightings if state.incident is not None else []
-    if state.in_place or not all(is_lost_peer(each.failure) for each in sightings):
+    sightings = state.incidents.current.sightings if state.incidents.current is not None else []
+    if state.in_place.active or not all(is_lost_peer(each.failure) for each in sightings):
         return
-    for node in [node for node in state.members() if node.stopping]:
+    for node in [node for node in state.roster.members() if node.workers.stopping]:
         why = f"node {node.id} came back while it was stopping its workers"
-        liveness.ensure_incident(state, why).departed.append(node.id)
+        liveness.ensure_incident(state, why).blame_departure(node.id)
 
 
 def _stopped(state: State, node: KnownNode, message: Stopped) -> None:
-    if not _is_of(node, message.fence):
+    if not node.is_of(message.fence):
         return
-    if state.is_member(node):
-        state.intact = False
-        state_holders.record_ended_workers(state, node, {*node.workers})
+    if node.is_member:
+        state.worlds.record_loss()
+        state.holders.record_ended_workers(node, {*node.workers.ranks}, state.world)
     in_force = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
     before_it_was_told = message.unasked and state.phase is Phase.STOPPING
-    if (state.phase in in_force or before_it_was_told) and state.is_member(node):
+    if (state.phase in in_force or before_it_was_told) and node.is_member:
         # Its agent was isolated for too long, or its user stopped it. Other failures follow from
         # that.
-        liveness.ensure_incident(
-            state, f"node {node.id} stopped its workers by itself"
-        ).departed.append(node.id)
-    node.fence = None
-    state_holders.note_accounted(state, node)
+        incident = liveness.ensure_incident(state, f"node {node.id} stopped its workers by itself")
+        incident.blame_departure(node.id)
+    state.holders.note_accounted(node)
     node.forget_workers()

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
-from elastane.coordinator.rules.state import KnownNode, Phase, State, named
+from elastane.coordinator.rules.nodes import KnownNode, named
+from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.sharding import NO_SLICE, whole_replicas, world_bounds
 
@@ -39,17 +38,17 @@ class NodeWorkers:
 
 def apply_range(state: State) -> None:
     """Apply the requested range of nodes and make it durable."""
-    wanted, state.requested_range = state.requested_range, None
-    if wanted is None or state.spec.static or state.outcome is not None:
+    wanted = state.owner.pop_range()
+    if wanted is None or state.spec.static or state.ending.outcome is not None:
         return
     before = (state.spec.min_nodes, state.spec.max_nodes)
-    if wanted == before and state.resized:
+    if wanted == before and state.owner.resized:
         return
-    state.resized = True
+    state.owner.note_resized()
     if wanted != before:
         minimum, maximum = wanted
-        state.spec = msgspec.structs.replace(state.spec, min_nodes=minimum, max_nodes=maximum)
-        state.resized_s = state.now_s
+        state.resize(minimum, maximum)
+        state.owner.note_change(state.now_s)
         reason = f"{minimum} to {maximum} nodes, in place of {before[0]} to {before[1]}"
         state.log(EventKind.RESIZED, reason, min_nodes=minimum, max_nodes=maximum)
     state.persist()
@@ -58,37 +57,45 @@ def apply_range(state: State) -> None:
 def reason_to_shrink(state: State) -> str:
     """Return why nodes are to leave the world now; empty: none are, or not yet."""
     assert state.world is not None
-    gone = sorted(i for i in state.leaving & state.with_workers if state.is_member(state.nodes[i]))
+    gone = sorted(
+        i
+        for i in state.roster.leaving & state.roster.with_workers
+        if state.roster.nodes[i].is_member
+    )
     if gone:
-        return f"{named(gone)} to leave ({named({state.nodes[i].leaving for i in gone})})"
+        return f"{named(gone)} to leave ({named({state.roster.nodes[i].leaving for i in gone})})"
     surplus = [m.node_id for m in state.world.members[most_nodes(state) :]]
     if not surplus:
         return ""
-    due_s = state.resized_s + state.spec.timing.gather_max_s
+    due_s = state.owner.resized_s + state.spec.timing.gather_max_s
     if state.now_s < due_s:
-        state.wait_until(due_s)
+        state.queue.wait_until(due_s)
         return ""
     limit = f"at most {state.spec.max_nodes} nodes"
-    if state.nodes_per_replica > 1:
-        limit += f", in whole replicas of {state.nodes_per_replica}"
+    if state.in_place.nodes_per_replica > 1:
+        limit += f", in whole replicas of {state.in_place.nodes_per_replica}"
     return f"{limit}: {named(surplus)} leave the world"
 
 
 def fewest_nodes(state: State) -> int:
     """Return the least number of nodes of a world, in whole replicas."""
-    return world_bounds(state.spec.min_nodes, state.spec.max_nodes, state.nodes_per_replica)[0]
+    return world_bounds(
+        state.spec.min_nodes, state.spec.max_nodes, state.in_place.nodes_per_replica
+    )[0]
 
 
 def most_nodes(state: State) -> int:
     """Return the greatest number of nodes of a world, in whole replicas."""
-    return world_bounds(state.spec.min_nodes, state.spec.max_nodes, state.nodes_per_replica)[1]
+    return world_bounds(
+        state.spec.min_nodes, state.spec.max_nodes, state.in_place.nodes_per_replica
+    )[1]
 
 
 def record_sharding(state: State, node: KnownNode) -> None:
     """Record the number of nodes per replica."""
     # While all workers start afresh, a late report is about the mesh before.
-    if node.sharding is not None and state.phase is not Phase.FORMING:
-        state.nodes_per_replica = max(state.nodes_per_replica, node.sharding.span)
+    if node.workers.sharding is not None and state.phase is not Phase.FORMING:
+        state.in_place.note_span(node.workers.sharding.span)
 
 
 def reset_nodes_per_replica(state: State) -> None:
@@ -96,21 +103,23 @@ def reset_nodes_per_replica(state: State) -> None:
 
     The mesh may have been sized by that world. Otherwise the next world has whole replicas at once.
     """
-    if state.world is None or len(state.world.members) == state.nodes_per_replica:
-        state.nodes_per_replica = 1
+    if state.world is None or len(state.world.members) == state.in_place.nodes_per_replica:
+        state.in_place.reset_span()
 
 
 def replica_fits(state: State) -> bool:
     """Whether the job's range allows one whole replica, or may yet, since its owner changes it."""
-    return state.nodes_per_replica <= state.spec.max_nodes or state.resized
+    return state.in_place.nodes_per_replica <= state.spec.max_nodes or state.owner.resized
 
 
 def hold_whole_state(state: State, nodes: Sequence[KnownNode]) -> bool:
     """Whether these nodes together hold all slices; a node that reported none may hold any."""
-    span = state.nodes_per_replica
+    span = state.in_place.nodes_per_replica
     if span == 1 or any(_slice_of(node) == NO_SLICE for node in nodes):
         return True
-    held = {(_slice_of(node), i) for node in nodes for i in node.survivors or node.recoverable}
+    held = {
+        (_slice_of(node), i) for node in nodes for i in node.survivors or node.workers.recoverable
+    }
     size = max(node.spec.local_world_size for node in nodes)
     return len(held) >= span * size
 
@@ -124,41 +133,43 @@ def choose_nodes(
     Otherwise only whole replicas are, and the rest wait with their state.
     """
     found = staying + coming
-    if state.nodes_per_replica == 1:
+    if state.in_place.nodes_per_replica == 1:
         return found[:most]
     whole = _whole_replicas(state, found)
     holders = [one for one in staying if _slice_of(one.node) != NO_SLICE]
     ids = {one.node.id for one in whole}
     if _is_level(state) or all(one.node.id in ids for one in holders):
         return whole
-    could = len(found) // state.nodes_per_replica * state.nodes_per_replica
+    could = len(found) // state.in_place.nodes_per_replica * state.in_place.nodes_per_replica
     return holders if could >= fewest_nodes(state) else whole
 
 
 def are_whole_replicas(state: State, found: Sequence[NodeWorkers]) -> bool:
     """Whether these nodes make whole replicas; otherwise their world only levels them."""
-    return state.nodes_per_replica == 1 or len(_whole_replicas(state, found)) == len(found)
+    return state.in_place.nodes_per_replica == 1 or len(_whole_replicas(state, found)) == len(found)
 
 
 def _whole_replicas(state: State, found: Sequence[NodeWorkers]) -> list[NodeWorkers]:
     parts = [_slice_of(one.node) for one in found]
-    return [found[i] for i in whole_replicas(parts, state.nodes_per_replica, most_nodes(state))]
+    return [
+        found[i] for i in whole_replicas(parts, state.in_place.nodes_per_replica, most_nodes(state))
+    ]
 
 
 def _is_level(state: State) -> bool:
     """Whether all members of the current world are at the same step."""
-    return state.incident is None or state.incident.planned
+    return state.incidents.is_planned
 
 
 def has_partial_replicas(state: State) -> bool:
     """Whether the current world has a partial replica: then it makes no steps."""
-    if state.nodes_per_replica == 1:
+    if state.in_place.nodes_per_replica == 1:
         return False
-    members = state.members()
+    members = state.roster.members()
     if any(_slice_of(node) == NO_SLICE for node in members):
         return False
     inside = whole_replicas(
-        [_slice_of(node) for node in members], state.nodes_per_replica, len(members)
+        [_slice_of(node) for node in members], state.in_place.nodes_per_replica, len(members)
     )
     return len(inside) < len(members)
 
@@ -166,8 +177,8 @@ def has_partial_replicas(state: State) -> bool:
 def reports_level(state: State, node: KnownNode) -> bool:
     """Whether this member reports that the current world makes no steps and is level."""
     fence = state.world.fence if state.world is not None else None
-    level = node.sharding.level if node.sharding is not None else None
-    return level is not None and level == fence and state.is_member(node)
+    level = node.workers.sharding.level if node.workers.sharding is not None else None
+    return level is not None and level == fence and node.is_member
 
 
 def nodes_to_start_afresh(state: State) -> list[KnownNode]:
@@ -176,17 +187,21 @@ def nodes_to_start_afresh(state: State) -> list[KnownNode]:
     They are nodes without a place. If the next world lacks nodes and its members are level, members
     are considered too.
     """
-    if state.nodes_per_replica == 1:
+    if state.in_place.nodes_per_replica == 1:
         return []
     waits = state.phase is Phase.REGROUPING and _is_level(state)
-    inside = [node for node in state.members() if node.survivors and not node.leaving]
-    outside = [state.nodes[i] for i in sorted(state.with_standbys) if i not in state.displaced]
-    outside = [node for node in outside if not (state.is_member(node) or node.stopping)]
+    inside = [node for node in state.roster.members() if node.survivors and not node.leaving]
+    outside = [
+        state.roster.nodes[i]
+        for i in sorted(state.roster.with_standbys)
+        if i not in state.holders.displaced
+    ]
+    outside = [node for node in outside if not (node.is_member or node.workers.stopping)]
     spares = [node for node in outside if _slice_of(node) != NO_SLICE]
     first = 0 if waits else len(inside)
     held = [_slice_of(node) for node in inside + spares]
     held += [NO_SLICE] * (len(outside) - len(spares))
-    span, most, found = state.nodes_per_replica, most_nodes(state), list[KnownNode]()
+    span, most, found = state.in_place.nodes_per_replica, most_nodes(state), list[KnownNode]()
     now = whole_replicas(held, span, most)
     could = whole_replicas(held[:first] + [NO_SLICE] * (len(held) - first), span, most)
     for i, node in reversed([*enumerate(inside + spares)][first:]):
@@ -197,4 +212,4 @@ def nodes_to_start_afresh(state: State) -> list[KnownNode]:
 
 
 def _slice_of(node: KnownNode) -> int:
-    return node.sharding.part if node.sharding is not None else NO_SLICE
+    return node.workers.sharding.part if node.workers.sharding is not None else NO_SLICE

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elastane.coordinator.rules.state import KnownNode, Phase, State
+from elastane.coordinator.rules.nodes import KnownNode, Place
+from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.effects import Send
 from elastane.protocol.messages import AgentPresence, NodeStatus, Report
 
@@ -23,7 +24,7 @@ def presence(state: State) -> list[AgentPresence]:
             "away" if node.session is None else "joined",
             ranks.pop((node.id, node.spec.incarnation), -1),
         )
-        for node in state.nodes.values()
+        for node in state.roster.nodes.values()
     ]
     if state.phase is not Phase.RECOVERING:
         called += [AgentPresence(who[1], "departed", rank) for who, rank in ranks.items()]
@@ -38,38 +39,34 @@ def answer(state: State, session: int) -> Send:
 def report(state: State) -> Report:
     """Return all that `elastane status` shows."""
     ranks = {m.node_id: i for i, m in enumerate(state.world.members)} if state.world else {}
-    listed = sorted(state.nodes.values(), key=lambda n: (ranks.get(n.id, 1 << 30), n.order))
+    listed = sorted(state.roster.nodes.values(), key=lambda n: (ranks.get(n.id, 1 << 30), n.order))
     return Report(
         job=state.spec.job,
         phase=state.phase.value,
-        reason=state.phase_reason,
+        reason=state.stage.reason,
         fence=state.world.fence if state.world else None,
         min_nodes=state.spec.min_nodes,
         max_nodes=state.spec.max_nodes,
         world_size=state.world.world_size if state.world else 0,
         restarts_used=state.budget.used,
         max_restarts=state.budget.allowed,
-        uptime_s=state.now_s - state.started_s,
+        uptime_s=state.now_s - state.term.started_s,
         nodes=tuple(_node(state, node, ranks) for node in listed[:_LISTED_MAX]),
-        last_incident=(
-            state.incident.reason
-            if state.incident is not None and not state.incident.planned
-            else state.last_incident
-        ),
+        last_incident=state.incidents.last_reason,
     )
 
 
 def _node(state: State, node: KnownNode, ranks: dict[str, int]) -> NodeStatus:
-    member = state.is_member(node)
+    member = node.is_member
     return NodeStatus(
         node_id=node.id,
-        host=node.spec.local_addr or node.peer_host,
+        host=node.spec.local_addr or node.connection.peer_host,
         state=_state_of(node, member),
         node_rank=ranks.get(node.id) if member else None,
         local_world_size=node.spec.local_world_size,
-        heard_s=max(0.0, state.now_s - node.heard_s),
-        progress=node.progress,
-        steps_per_s=node.pace.steps_per_s(state.now_s),
+        heard_s=max(0.0, state.now_s - node.connection.heard_s),
+        progress=node.progress.steps,
+        steps_per_s=node.progress.pace.steps_per_s(state.now_s),
     )
 
 
@@ -81,7 +78,7 @@ def _state_of(node: KnownNode, member: bool) -> str:
     if node.fence is None:
         return "candidate" if node.ready else "warming up"
     if member:
-        return node.state
-    if node.standby and not node.stopping:  # ready to join the current world
-        return "spare" if node.recoverable else "warming up"
+        return node.workers.state
+    if node.place is Place.STANDBY and not node.workers.stopping:  # ready to join the current world
+        return "spare" if node.workers.recoverable else "warming up"
     return "stopping"

@@ -1,0 +1,135 @@
+"""Planned changes of a world: the drain, the gathering of arrivals, and the owner's orders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastane.protocol.limits import Timing
+from elastane.protocol.model import World
+
+
+@dataclass(slots=True)
+class CurrentDrain:
+    """How far the drain of the current world is; `drain` has its rules."""
+
+    target_sent: bool = False
+    target: int | None = None  # the call at which all workers checkpoint; None: where they are
+    stops_all: bool = False  # all workers stop at the target
+    began_earlier: bool = False  # a previous coordinator may have asked the workers to drain
+
+    def begin(self) -> None:
+        """Begin a drain that has no target yet."""
+        self.target_sent, self.target = False, None
+        self.stops_all, self.began_earlier = False, False
+
+    def note_earlier(self) -> None:
+        """Record that this drain continues one of the previous coordinator."""
+        self.began_earlier = True
+
+    def aim(self, furthest: int, *, stops_all: bool) -> None:
+        """Set the target one call after the furthest; without any call there is none."""
+        self.target_sent, self.stops_all = True, stops_all
+        self.target = furthest + 1 if furthest else None
+
+    def stop_all(self) -> None:
+        """Have all workers stop where they wait."""
+        self.stops_all = True
+
+
+@dataclass(slots=True)
+class ArrivalGathering:
+    """The time in which nodes for the next world are gathered; `forming` has its rules."""
+
+    follow_up: bool = False  # the next world consists of the nodes of the last one
+    not_before_s: float = 0.0
+    first_arrival_s: float | None = None
+    last_arrival_s: float = 0.0
+
+    def begin(self, not_before_s: float, *, follow_up: bool) -> None:
+        """Begin to gather a world that is committed no earlier than `not_before_s`."""
+        self.follow_up, self.not_before_s = follow_up, not_before_s
+
+    def postpone(self, until_s: float) -> None:
+        """Commit no world before `until_s`."""
+        self.not_before_s = max(self.not_before_s, until_s)
+
+    def open_to_all(self) -> None:
+        """Wait for other nodes than those of the last world."""
+        self.follow_up = False
+
+    def note_arrival(self, now_s: float) -> None:
+        """Start or extend the time in which arrivals are gathered."""
+        self.first_arrival_s = self.begins_s(now_s)
+        self.last_arrival_s = now_s
+
+    def forget_arrivals(self) -> None:
+        """End the gathering of arrivals."""
+        self.first_arrival_s = None
+
+    def begins_s(self, now_s: float) -> float:
+        """Return when the first arrival came; now, if there is none."""
+        return now_s if self.first_arrival_s is None else self.first_arrival_s
+
+    def ends_s(self, now_s: float, timing: Timing, *, incomplete: bool = False) -> float:
+        """Return when a running job stops gathering arrivals.
+
+        `incomplete`: others are known to be on their way, so only the longest time counts.
+        """
+        last_s = self.begins_s(now_s) + timing.gather_max_s
+        return last_s if incomplete else min(self.last_arrival_s + timing.gather_s, last_s)
+
+    def last_call_ends_s(self, now_s: float, timing: Timing) -> float:
+        """Return when a job without a world stops gathering arrivals."""
+        last_s = self.begins_s(now_s) + timing.last_call_max_s
+        return min(self.last_arrival_s + timing.last_call_s, last_s)
+
+
+@dataclass(slots=True)
+class OwnerOrders:
+    """What the job's owner changed: the range of nodes, and which agents it has given up."""
+
+    resized: bool = False  # the range of nodes differs from the command line's
+    requested_range: tuple[int, int] | None = None  # asked for, and not yet applied
+    resized_s: float = 0.0
+    fenced: frozenset[str] = frozenset()  # incarnations that the owner has given up
+    dead: frozenset[str] = frozenset()  # those of them whose processes have all ended
+
+    def request_range(self, fewest: int, most: int) -> None:
+        """Record the range of nodes that the owner asks for."""
+        self.requested_range = (fewest, most)
+
+    def pop_range(self) -> tuple[int, int] | None:
+        """Return the requested range once."""
+        wanted, self.requested_range = self.requested_range, None
+        return wanted
+
+    def note_resized(self) -> None:
+        """Record that the owner decides on the range from now on."""
+        self.resized = True
+
+    def note_change(self, now_s: float) -> None:
+        """Let surplus nodes leave no sooner than some time after `now_s`."""
+        self.resized_s = now_s
+
+    def fence(self, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
+        """Record all agents that the owner has given up."""
+        self.fenced, self.dead = frozenset((*incarnations, *dead)), frozenset(dead)
+
+    def is_fenced(self, incarnation: str) -> bool:
+        """Whether the owner has given up an agent."""
+        return _names(self.fenced, incarnation)
+
+    def is_dead(self, incarnation: str) -> bool:
+        """Whether the owner knows that an agent and its workers have ended."""
+        return _names(self.dead, incarnation)
+
+    def dead_members(self, world: World | None) -> set[str]:
+        """Return the members of a world whose agents are known to be dead."""
+        if not self.dead or world is None:
+            return set()
+        return {m.node_id for m in world.members if self.is_dead(m.incarnation)}
+
+
+def _names(incarnations: frozenset[str], incarnation: str) -> bool:
+    """Whether the set has this incarnation, or the pod of which it is one start."""
+    return not incarnations.isdisjoint((incarnation, incarnation.partition(".")[0]))
