@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastane.coordinator.rules import Rendezvous
-from elastane.protocol.effects import Persist, Send
+from elastane.protocol.effects import Persist, Send, WriteEvent
 from elastane.protocol.events import Broken, Received, Tick
 from elastane.protocol.limits import COUNT_MAX, LOCAL_WORLD_SIZE_MAX, ROUND_MAX
 from elastane.protocol.log_events import EventKind
@@ -93,8 +93,8 @@ class Desk:
                 assert len(data) < 1 << 20
             elif isinstance(effect, Persist):
                 msgspec.json.decode(msgspec.json.encode(effect.record), type=JobRecord)
-            elif hasattr(effect, "note"):
-                self.told.append(effect.note)
+            elif isinstance(effect, WriteEvent):
+                self.told.append(effect.event)
 
     def say(self, session, message, after_s=0.01):
         received = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToCoordinator)

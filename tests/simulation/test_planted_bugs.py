@@ -367,8 +367,8 @@ def test_a_target_that_some_have_passed_is_found(monkeypatch):
     original = drain.set_target
 
     def aim_low(state):
-        for node in state.nodes.values():
-            node.calls = max(0, (node.calls or 0) - 1) or None
+        for node in state.roster.nodes.values():
+            node.drain.calls = max(0, (node.drain.calls or 0) - 1) or None
         original(state)
 
     monkeypatch.setattr(drain, "set_target", aim_low)
