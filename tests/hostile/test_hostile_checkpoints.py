@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 import elastane
 from elastane.checkpoint.layout import Chunk, Tensor, lay_out, misfit
-from elastane.checkpoint.small_files import LAYOUT, STATE, layout_from
+from elastane.checkpoint.small_files import LAYOUT, SMALL_BYTES_MAX, STATE, layout_from
 from elastane.errors import CheckpointError, ElastaneError
 from elastane.protocol.checkpoints import CHUNK_BYTES, FileRecord, Manifest, folder_name
-from elastane.protocol.limits import CHECKPOINT_SMALL_BYTES_MAX
 from elastane.storage import Repository, open_storage
 from elastane.storage.digest import digest_of, record_of
 from elastane.storage.publishing import encode
@@ -111,7 +110,7 @@ def test_a_file_of_one_gigabyte_without_content_costs_no_memory(forger):
     forger.forge(layout=FileRecord(LAYOUT, 1 << 30, (chunk,) * ((1 << 30) // CHUNK_BYTES)))
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match=str(CHECKPOINT_SMALL_BYTES_MAX)):
+        with pytest.raises(CheckpointError, match=str(SMALL_BYTES_MAX)):
             forger.load()
         assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES_MAX
     finally:

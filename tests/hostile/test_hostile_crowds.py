@@ -19,9 +19,10 @@ from snapshot_server_support import Node, Worker
 import elastane
 from elastane.process import health
 from elastane.process.unproven import Unproven
-from elastane.protocol.limits import KEEPER_UNPROVEN_MAX, UNPROVEN_MAX
+from elastane.protocol.limits import UNPROVEN_MAX
 from elastane.protocol.messages import Query, Report
 from elastane.protocol.model import Fence
+from elastane.snapshots.limits import PEERS_UNPROVEN_MAX
 from elastane.snapshots.messages import Replica
 
 # Every file of the package that listens, and the test of its port's crowd. A new one is added here
@@ -39,7 +40,7 @@ LISTENERS = {
 }
 _CALLS = {"listen", "create_server", "start_server", "start_unix_server", "serve_forever"}
 # More than any of the bounds, and fewer than a process may have open.
-_CROWD = 2 * max(UNPROVEN_MAX, KEEPER_UNPROVEN_MAX, health._CONNECTIONS_MAX)
+_CROWD = 2 * max(UNPROVEN_MAX, PEERS_UNPROVEN_MAX, health._CONNECTIONS_MAX)
 
 
 def test_every_file_that_listens_is_listed():
@@ -133,10 +134,10 @@ def test_the_snapshot_server_takes_copies(tmp_path):
         a, b = workers
         port = int(b.keeper.door.rpartition(":")[2])
         for step in range(1, 4):
-            stack.enter_context(crowd(port, KEEPER_UNPROVEN_MAX + 16))
+            stack.enter_context(crowd(port, PEERS_UNPROVEN_MAX + 16))
             a.save(step, replica=Replica(b.keeper.door, "g", ""), replicated=False)
             until(lambda nonce=f"{step:08x}": nonce in a.keeper.progress().copied, "it is copied")
-        assert len(os.listdir(f"/proc/{node.keeper}/task")) < KEEPER_UNPROVEN_MAX + 32
+        assert len(os.listdir(f"/proc/{node.keeper}/task")) < PEERS_UNPROVEN_MAX + 32
 
 
 # The rule that those ports share.

@@ -13,8 +13,8 @@ from process_harness import DEADLINE_S, SCRIPTS, until, worker_environment
 from supervise import alive, children, command_line
 
 from elastane.protocol.checkpoints import Key
-from elastane.protocol.limits import KEEPER_ANSWER_S
 from elastane.snapshots.client import SnapshotClient
+from elastane.snapshots.limits import ANSWER_S
 from elastane.snapshots.messages import PersistRequest, Snapshot
 from elastane.storage.places import open_storage
 from elastane.storage.repository import Repository
@@ -96,7 +96,7 @@ class Worker:
         slots: int = 3,
         slot_bytes: int = SLOT_BYTES,
         group: str = "",
-        patience_s: float = KEEPER_ANSWER_S,
+        patience_s: float = ANSWER_S,
     ) -> None:
         self.keeper = SnapshotClient.connect(group, patience_s=patience_s)
         self.size = slot_bytes

@@ -58,7 +58,7 @@ def test_an_end_between_frames_is_one_and_within_a_frame_is_a_fault(ends):
 
 
 def test_a_peer_that_stops_within_a_frame_times_out(ends, monkeypatch):
-    monkeypatch.setattr(channel, "KEEPER_STALL_S", 0.05)
+    monkeypatch.setattr(channel, "STALL_S", 0.05)
     with pytest.raises(TimeoutError):
         ends[1].receive(1000, 0.05)
     ends[0]._end.sendall((100).to_bytes(4, "little") + b"half")

@@ -144,7 +144,7 @@ def test_a_snapshot_that_changed_in_memory_is_not_replicated(between, caplog):
 
 @pytest.mark.parametrize("dies", ["before it has proved itself", "in the middle", "silently"])
 def test_a_failing_peer_is_logged_and_the_next_replica_arrives(between, dies, caplog, monkeypatch):
-    monkeypatch.setattr(connection, "KEEPER_COPY_STALL_S", 0.5)
+    monkeypatch.setattr(connection, "REPLICA_STALL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         released = threading.Event()
 
@@ -239,7 +239,7 @@ def test_silent_connections_make_room_for_a_replica_and_leave_nothing_behind(
     tmp_path, monkeypatch, is_tls
 ):
     """Also those that stand in the handshake of TLS, which has taken their socket over."""
-    monkeypatch.setattr(replication, "KEEPER_UNPROVEN_MAX", 2)
+    monkeypatch.setattr(replication, "PEERS_UNPROVEN_MAX", 2)
     monkeypatch.setattr(replication, "UNPROVEN_TIMEOUT_S", 0.05)
     one = Between(tmp_path)
     if is_tls:

@@ -268,7 +268,7 @@ def test_if_others_lack_the_newest_an_older_snapshot_is_flushed(one):
 
 
 def test_other_writers_are_waited_for_no_longer_once_a_later_round_saves(one, monkeypatch):
-    monkeypatch.setattr(writer, "KEEPER_HURRY_S", 0.0)
+    monkeypatch.setattr(writer, "HURRY_S", 0.0)
     one.save(1, persist=True)
     until(lambda: one.storage.orders, "it is being written")
     (order,) = one.storage.orders
@@ -283,7 +283,7 @@ def test_other_writers_are_waited_for_no_longer_once_a_later_round_saves(one, mo
 
 
 def test_other_writers_are_not_waited_for_once_a_later_round_asks_for_the_status(one, monkeypatch):
-    monkeypatch.setattr(writer, "KEEPER_HURRY_S", 0.0)
+    monkeypatch.setattr(writer, "HURRY_S", 0.0)
     one.save(1, persist=True)
     until(lambda: one.storage.orders, "it is being written")
     (order,) = one.storage.orders

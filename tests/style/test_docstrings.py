@@ -2,6 +2,7 @@
 
 import ast
 
+import pytest
 from style_sources import SRC, offenders, package_files, tree_of
 
 
@@ -46,8 +47,9 @@ def test_every_duration_that_a_user_may_set_says_why():
         assert lines[field.lineno - 2].lstrip().startswith("#"), f"{name} does not say why"
 
 
-def test_every_fixed_bound_says_why():
-    path = SRC / "protocol" / "limits.py"
+@pytest.mark.parametrize("room", ["protocol", "snapshots"])
+def test_every_fixed_bound_says_why(room):
+    path = SRC / room / "limits.py"
     lines = path.read_text().splitlines()
     for node in tree_of(path).body:
         if isinstance(node, ast.Assign):

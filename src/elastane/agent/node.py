@@ -71,7 +71,7 @@ class NodeServices:
 
     def log_snapshot_server_lost(self, reason: str) -> None:
         """Log that the snapshot server ended before this agent."""
-        event = LogEvent(kind=EventKind.KEEPER_LOST, reason=reason, node_id=self.id)
+        event = LogEvent(kind=EventKind.SNAPSHOT_SERVER_LOST, reason=reason, node_id=self.id)
         self.events.log(event, "agent")
 
     def log_as_coordinator(self, event: LogEvent) -> None:

@@ -32,16 +32,16 @@ from elastane.process.orphan_reaper import unlink
 from elastane.process.process import WorkerProcess, adopt, spawning
 from elastane.process.worker_environment import without_secrets
 from elastane.protocol.diagnosis import exit_text
-from elastane.protocol.limits import (
-    KEEPER_END_S,
-    KEEPER_HELLO_BYTES_MAX,
-    KEEPER_LOOK_S,
-    KEEPER_PAUSE_MAX_S,
-    KEEPER_PAUSE_S,
-    KEEPER_STOPPED_S,
-)
 from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.unreadable import UNREADABLE
+from elastane.snapshots.limits import (
+    CHECK_S,
+    END_S,
+    HELLO_BYTES_MAX,
+    RESTART_PAUSE_MAX_S,
+    RESTART_PAUSE_S,
+    STOPPED_S,
+)
 from elastane.snapshots.startup import start_node_server
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class SnapshotServerHandle:
     async def _await_end(self, process: WorkerProcess) -> None:
         warning = asyncio.get_running_loop().call_later(_WARN_S, _warn_slow_end)
         try:
-            async with asyncio.timeout(KEEPER_END_S + _MARGIN_S):
+            async with asyncio.timeout(END_S + _MARGIN_S):
                 await self._ended(process)
         except TimeoutError:
             _log.error("the snapshot server (pid %d) does not end", process.pid)
@@ -144,7 +144,7 @@ class SnapshotServerHandle:
 
     async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        pause_s = KEEPER_PAUSE_S
+        pause_s = RESTART_PAUSE_S
         while True:
             await _readable(listener)
             started_s = loop.time()
@@ -159,10 +159,10 @@ class SnapshotServerHandle:
             _log.error("%s [%s]", line, SLUG)
             if self._lost is not None:
                 self._lost(line)
-            if loop.time() - started_s > KEEPER_PAUSE_MAX_S:
-                pause_s = KEEPER_PAUSE_S
+            if loop.time() - started_s > RESTART_PAUSE_MAX_S:
+                pause_s = RESTART_PAUSE_S
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, KEEPER_PAUSE_MAX_S)
+            pause_s = min(2 * pause_s, RESTART_PAUSE_MAX_S)
 
     async def _ended(self, process: WorkerProcess) -> int:
         """Wait for the end of a server; one stopped by a signal is killed after a while."""
@@ -178,11 +178,11 @@ class SnapshotServerHandle:
         It counts looks, not time: this process may have been stopped together with the server.
         """
         looks = 0
-        while looks * KEEPER_LOOK_S < KEEPER_STOPPED_S:
-            await asyncio.sleep(KEEPER_LOOK_S)
+        while looks * CHECK_S < STOPPED_S:
+            await asyncio.sleep(CHECK_S)
             looks = looks + 1 if states_of([process.pid]).get(process.pid) == "T" else 0
         line = "the snapshot server (pid %d) was stopped by a signal for %g s: it is killed [%s]"
-        _log.error(line, process.pid, KEEPER_STOPPED_S, SLUG)
+        _log.error(line, process.pid, STOPPED_S, SLUG)
         process.send_signal(signal.SIGKILL)
 
     def _start_server(self, listener: socket.socket) -> WorkerProcess:
@@ -205,9 +205,7 @@ class SnapshotServerHandle:
         from elastane.snapshots.messages import SNAPSHOT_EVENTS
 
         try:
-            event = SNAPSHOT_EVENTS.decode(
-                control.recv(KEEPER_HELLO_BYTES_MAX, socket.MSG_DONTWAIT)
-            )
+            event = SNAPSHOT_EVENTS.decode(control.recv(HELLO_BYTES_MAX, socket.MSG_DONTWAIT))
         except BlockingIOError:
             return
         except (OSError, *UNREADABLE) as error:  # The server has ended, or is of another version.
@@ -263,7 +261,7 @@ def snapshot_event(event: SnapshotEvent, node_id: str) -> LogEvent:
 
 def _warn_slow_end() -> None:
     _log.warning(
-        "the last snapshot is being written to storage, which may take up to %.0f s", KEEPER_END_S
+        "the last snapshot is being written to storage, which may take up to %.0f s", END_S
     )
 
 

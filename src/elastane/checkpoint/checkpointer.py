@@ -26,8 +26,8 @@ from elastane.errors import CheckpointError, ElastaneError
 from elastane.process import environment
 from elastane.process.status_page import before_park
 from elastane.protocol.checkpoints import Key
-from elastane.protocol.limits import KEEPER_PATIENCE_S
 from elastane.snapshots.client import SnapshotClient
+from elastane.snapshots.limits import REQUEST_TIMEOUT_S
 from elastane.snapshots.messages import SaveFailed
 from elastane.storage import open_storage
 from elastane.storage.places import FolderIdentity, absolute_place
@@ -266,7 +266,7 @@ def _nothing() -> None:
 
 def _connect(where: str) -> SnapshotClient:
     try:
-        return SnapshotClient.connect(where, patience_s=KEEPER_PATIENCE_S)
+        return SnapshotClient.connect(where, patience_s=REQUEST_TIMEOUT_S)
     except OSError as error:
         raise CheckpointError(
             f"no snapshot server: {error}",

@@ -33,14 +33,13 @@ import msgspec
 import torch
 
 from elastane.errors import CheckpointError
-from elastane.protocol.checkpoints import Bytes
-from elastane.protocol.limits import (
-    CHECKPOINT_DIMENSIONS_MAX,
-    CHECKPOINT_FILE_BYTES_MAX,
-    CHECKPOINT_PARTS_MAX,
-    CHECKPOINT_PIECES_MAX,
-    CHECKPOINT_TENSORS_MAX,
-)
+from elastane.protocol.checkpoints import FILE_BYTES_MAX, PARTS_MAX, Bytes
+
+# Tensors of one state, the pieces into which they are cut (of 4 MiB, so 16 TiB), and dimensions of
+# one tensor, which is torch's own bound.
+TENSORS_MAX = 1 << 20
+PIECES_MAX = 1 << 22
+DIMENSIONS_MAX = 64
 
 # Small enough for even shares, large enough that a frame of a thousand bytes does not matter.
 PIECE_BYTES = 4 << 20
@@ -59,7 +58,7 @@ _END = struct.Struct("<I4H2IH")
 # An extra field without meaning, the same padding that torch uses.
 _PADDING_ID = b"FB"
 
-Dimensions = Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=CHECKPOINT_DIMENSIONS_MAX)]
+Dimensions = Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -90,10 +89,10 @@ class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
 class Layout(msgspec.Struct, frozen=True):
     """The layout. `bounds` are the start of each rank's part of a sharded state, and the end."""
 
-    tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=CHECKPOINT_TENSORS_MAX)]
-    pieces: Annotated[tuple[TensorPiece, ...], msgspec.Meta(max_length=CHECKPOINT_PIECES_MAX)]
+    tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=TENSORS_MAX)]
+    pieces: Annotated[tuple[TensorPiece, ...], msgspec.Meta(max_length=PIECES_MAX)]
     image_bytes: Bytes
-    bounds: Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=CHECKPOINT_PARTS_MAX)] = ()
+    bounds: Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=PARTS_MAX)] = ()
 
     @property
     def replicated(self) -> bool:
@@ -410,11 +409,8 @@ def misfit(layout: Layout) -> str:
 def _misfit_of_tensor(tensor: Tensor) -> str:
     item_bytes = dtype_of(tensor.dtype).itemsize
     # A length of 0 hides the others in the size, but torch multiplies them all.
-    if (
-        math.prod(max(1, length) for length in tensor.shape) * item_bytes
-        > CHECKPOINT_FILE_BYTES_MAX
-    ):
-        return f"its shape {list(tensor.shape)} has more than {CHECKPOINT_FILE_BYTES_MAX} bytes"
+    if math.prod(max(1, length) for length in tensor.shape) * item_bytes > FILE_BYTES_MAX:
+        return f"its shape {list(tensor.shape)} has more than {FILE_BYTES_MAX} bytes"
     return ""
 
 

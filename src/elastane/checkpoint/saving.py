@@ -33,8 +33,8 @@ from elastane.comms.digest import raw_bytes
 from elastane.errors import CheckpointError
 from elastane.process import environment
 from elastane.protocol.checkpoints import Key
-from elastane.protocol.limits import KEEPER_PATIENCE_S
 from elastane.snapshots.client import SnapshotClient, SnapshotServerSilentError
+from elastane.snapshots.limits import REQUEST_TIMEOUT_S
 from elastane.snapshots.messages import WriteProgress
 from elastane.storage.places import FolderIdentity
 
@@ -149,7 +149,7 @@ class Saver:
 
     def _is_busy(self) -> bool:
         """Whether the snapshot server cannot take a write; reconnects if it is lost."""
-        timeout_s = KEEPER_PATIENCE_S
+        timeout_s = REQUEST_TIMEOUT_S
         while self._coming is None or self._adopt(self._coming):
             try:
                 progress = self.keeper.progress(self._world.fence)
@@ -347,7 +347,7 @@ def connect_in_background(where: str) -> Future[SnapshotClient]:
 
     def connect() -> None:
         try:
-            coming.set_result(SnapshotClient.connect(where, patience_s=KEEPER_PATIENCE_S))
+            coming.set_result(SnapshotClient.connect(where, patience_s=REQUEST_TIMEOUT_S))
         except BaseException as error:
             coming.set_exception(error)
 

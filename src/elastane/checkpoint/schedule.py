@@ -18,13 +18,20 @@ from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 from elastane.errors import CheckpointError, ConfigurationError
-from elastane.protocol.limits import (
-    CHECKPOINT_INTERVAL_MAX_S,
-    CHECKPOINT_INTERVAL_MIN_S,
-    CHECKPOINT_MTBF_S,
-    CHECKPOINT_REST_MAX_S,
-    CHECKPOINT_WRITING_SHARE,
-)
+
+# Checkpoints by the clock are no more frequent than this, whatever they cost, ...
+INTERVAL_MIN_S = 10.0
+# ... and no rarer: estimates of rare events are poor, and an hour is much work to lose.
+INTERVAL_MAX_S = 1800.0
+# If saves are due more often than storage can take them, writing takes about this share of the
+# time. Writing slows the steps (an optimizer's, bound by memory, by an eighth), ...
+WRITING_SHARE = 0.0625
+# ... but a pause is no longer than this: saves to a slow storage become no rarer.
+REST_MAX_S = 10.0
+# Before any failure, the assumed time between failures is a day: between the 3 hours of Llama 3's
+# 16,384 GPUs and the weeks of one machine.
+PRIOR_MTBF_S = 86_400.0
+assert INTERVAL_MIN_S < INTERVAL_MAX_S < PRIOR_MTBF_S
 
 # The number of times that rank 0 reads its clock in one interval.
 _LOOKS = 16
@@ -41,10 +48,10 @@ class Interval(NamedTuple):
 def mtbf_s(lived_s: float, failures: int) -> float:
     """Estimate the mean time between failures from this experience.
 
-    A prior of one failure in `CHECKPOINT_MTBF_S`, the rate of jobs in general, is included. It
+    A prior of one failure in `PRIOR_MTBF_S`, the rate of jobs in general, is included. It
     matters less the longer the job lives.
     """
-    return (lived_s + CHECKPOINT_MTBF_S) / (failures + 1)
+    return (lived_s + PRIOR_MTBF_S) / (failures + 1)
 
 
 def interval(cost_s: float, failures: int, lived_s: float, write_s: float = 0.0) -> Interval:
@@ -61,12 +68,12 @@ def interval(cost_s: float, failures: int, lived_s: float, write_s: float = 0.0)
     mtbf = mtbf_s(lived_s, failures)
     best = _daly(max(cost_s, 1e-6), mtbf)
     why = f"a save costs {_spell(cost_s)} of training, and something fails every {_spell(mtbf)}"
-    least = max(CHECKPOINT_INTERVAL_MIN_S, 2 * write_s)
-    if best < least and least > CHECKPOINT_INTERVAL_MIN_S:
+    least = max(INTERVAL_MIN_S, 2 * write_s)
+    if best < least and least > INTERVAL_MIN_S:
         return Interval(least, f"twice the {_spell(write_s)} that one takes to be written out")
     if best < least:
         return Interval(least, f"{why}; {_spell(least)} is the least")
-    most = max(CHECKPOINT_INTERVAL_MAX_S, least)
+    most = max(INTERVAL_MAX_S, least)
     if best > most:
         return Interval(most, f"{why}; {_spell(most)} is the most")
     return Interval(best, why)
@@ -77,7 +84,7 @@ def rest_s(write_s: float) -> float:
 
     See docs/decisions/write-throttle.md.
     """
-    return min(write_s * (1 / CHECKPOINT_WRITING_SHARE - 1), CHECKPOINT_REST_MAX_S)
+    return min(write_s * (1 / WRITING_SHARE - 1), REST_MAX_S)
 
 
 def _daly(cost_s: float, mtbf: float) -> float:

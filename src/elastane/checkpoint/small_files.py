@@ -20,10 +20,14 @@ import torch
 
 from elastane.checkpoint.layout import Layout, dtype_of, misfit
 from elastane.errors import CheckpointError
-from elastane.protocol.checkpoints import Bytes, Count, FileName
-from elastane.protocol.limits import CHECKPOINT_FILES_MAX, CHECKPOINT_SMALL_BYTES_MAX
+from elastane.protocol.checkpoints import FILES_MAX, Bytes, Count, FileName
 from elastane.protocol.unreadable import UNREADABLE
+from elastane.snapshots.limits import REQUEST_BYTES_MAX
 from elastane.storage import Storage
+
+# A worker sends the small files in one request. A reader refuses a larger one before it reads any
+# of it.
+SMALL_BYTES_MAX = REQUEST_BYTES_MAX
 
 METADATA, PLAIN = ".metadata", "plain.distcp"
 
@@ -46,7 +50,7 @@ class StoredFiles(msgspec.Struct, frozen=True):
     """The state without its tensors. `ranges` says which file holds which range of the layout."""
 
     tree: bytes
-    ranges: Annotated[tuple[ByteRange, ...], msgspec.Meta(max_length=CHECKPOINT_FILES_MAX)]
+    ranges: Annotated[tuple[ByteRange, ...], msgspec.Meta(max_length=FILES_MAX)]
     step: Count
     world: Count
 
@@ -94,8 +98,8 @@ def _decoded(decode: Callable[[bytes], T], data: bytes, name: str) -> T:
 def small_file(storage: Storage, folder: str, name: str) -> bytes:
     """Read a small file; raises CheckpointError, without reading, if it is too large."""
     size_bytes = storage.size(f"{folder}/{name}")
-    if size_bytes > CHECKPOINT_SMALL_BYTES_MAX:
-        raise unreadable(name, f"{size_bytes} bytes, more than {CHECKPOINT_SMALL_BYTES_MAX}")
+    if size_bytes > SMALL_BYTES_MAX:
+        raise unreadable(name, f"{size_bytes} bytes, more than {SMALL_BYTES_MAX}")
     return storage.read(f"{folder}/{name}", 0, size_bytes)
 
 

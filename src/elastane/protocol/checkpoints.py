@@ -12,13 +12,15 @@ from typing import Annotated
 
 import msgspec
 
-from elastane.protocol.limits import (
-    CHECKPOINT_FILE_BYTES_MAX,
-    CHECKPOINT_FILES_MAX,
-    CHECKPOINT_PARTS_MAX,
-    COUNT_MAX,
-    NAME_CHARS_MAX,
-)
+from elastane.protocol.limits import COUNT_MAX, NAME_CHARS_MAX
+
+# A checkpoint's file: 1 PiB, far beyond any. A record with a larger number is garbage, and is
+# refused before anything is allocated for it.
+FILE_BYTES_MAX = 1 << 50
+# Files of one checkpoint: 16 for each of the 16,384 sessions that a coordinator takes.
+FILES_MAX = 1 << 18
+# Writers of one checkpoint, one a node; names of parts have five digits.
+PARTS_MAX = 100_000
 
 # The span of one digest: large enough for the full speed of a disk, small enough to locate faults.
 CHUNK_BYTES = 16 << 20
@@ -35,8 +37,8 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 FileName = Annotated[
     str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[A-Za-z0-9._-]+\Z", max_length=NAME_CHARS_MAX)
 ]
-Bytes = Annotated[int, msgspec.Meta(ge=0, le=CHECKPOINT_FILE_BYTES_MAX)]
-Number = Annotated[int, msgspec.Meta(ge=0, lt=CHECKPOINT_PARTS_MAX)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=FILE_BYTES_MAX)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=PARTS_MAX)]
 Text = Annotated[str, msgspec.Meta(max_length=4 * NAME_CHARS_MAX)]
 
 _FILE_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]+")
@@ -90,8 +92,8 @@ class CheckpointPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     part: Number
-    parts: Annotated[int, msgspec.Meta(ge=1, le=CHECKPOINT_PARTS_MAX)]
-    files: Annotated[tuple[FileRecord, ...], msgspec.Meta(max_length=CHECKPOINT_FILES_MAX)]
+    parts: Annotated[int, msgspec.Meta(ge=1, le=PARTS_MAX)]
+    files: Annotated[tuple[FileRecord, ...], msgspec.Meta(max_length=FILES_MAX)]
     key: Key
     nonce: Nonce
     about: About
@@ -105,7 +107,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: Key
     nonce: Nonce
     about: About
-    files: Annotated[tuple[FileRecord, ...], msgspec.Meta(max_length=CHECKPOINT_FILES_MAX)]
+    files: Annotated[tuple[FileRecord, ...], msgspec.Meta(max_length=FILES_MAX)]
 
     @property
     def size_bytes(self) -> int:

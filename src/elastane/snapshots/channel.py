@@ -22,7 +22,7 @@ import time
 import zlib
 from collections.abc import Sequence
 
-from elastane.protocol.limits import KEEPER_STALL_S
+from elastane.snapshots.limits import STALL_S
 
 _LENGTH_BYTES = 4
 # The kernel accepts at most 253 descriptors in one message (SCM_MAX_FD).
@@ -45,9 +45,7 @@ class SnapshotChannel:
     in a process that it forked. `say_s` bounds the sending of one message.
     """
 
-    def __init__(
-        self, end: socket.socket, ends: int = -1, *, say_s: float = KEEPER_STALL_S
-    ) -> None:
+    def __init__(self, end: socket.socket, ends: int = -1, *, say_s: float = STALL_S) -> None:
         self._end, self._say_s = end, say_s
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
@@ -74,14 +72,14 @@ class SnapshotChannel:
         length = int.from_bytes(head, "little")
         if length > bytes_max:
             raise ValueError(f"a frame of {length} bytes, of at most {bytes_max}")
-        return self._exactly(length, KEEPER_STALL_S)
+        return self._exactly(length, STALL_S)
 
     def receive_descriptors(self, count: int) -> list[int]:
         """Return the descriptors that the last frame announced."""
         found: list[int] = []
         try:
             while len(found) < count:
-                self._wait(time.monotonic() + KEEPER_STALL_S)
+                self._wait(time.monotonic() + STALL_S)
                 wanted = min(_DESCRIPTORS_AT_ONCE, count - len(found))
                 _, some, _, _ = socket.recv_fds(self._end, 1, wanted)
                 found += some

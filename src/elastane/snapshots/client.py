@@ -20,16 +20,11 @@ from typing import NamedTuple, TypeVar
 
 from elastane.process import environment
 from elastane.protocol.checkpoints import Key
-from elastane.protocol.limits import (
-    KEEPER_ANSWER_BYTES_MAX,
-    KEEPER_ANSWER_S,
-    KEEPER_SAY_S,
-    KEEPER_SLOTS_S,
-)
 from elastane.snapshots import messages
 from elastane.snapshots.channel import SnapshotChannel, SnapshotStatusPage
+from elastane.snapshots.limits import ANSWER_BYTES_MAX, ANSWER_S, SEND_S, SLOTS_S
 from elastane.snapshots.messages import PersistRequest, Snapshot, SnapshotDescription, WriteProgress
-from elastane.snapshots.startup import KEEPER_VARIABLE, start_own_server
+from elastane.snapshots.startup import SERVER_VARIABLE, start_own_server
 
 # The first and the longest pause between two polls.
 _PAUSE_S = 0.001
@@ -78,10 +73,10 @@ class SnapshotClient:
     server outlives this process for as long as an agent does. `door` is the address at which it
     accepts replicas from other nodes, as in `SnapshotWelcome`. A request waits `patience_s` for its
     answer and then raises SnapshotServerSilentError. Until that answer has arrived, further
-    requests raise it at once. After KEEPER_ANSWER_S of silence the connection is closed.
+    requests raise it at once. After ANSWER_S of silence the connection is closed.
     """
 
-    def __init__(self, channel: SnapshotChannel, patience_s: float = KEEPER_ANSWER_S) -> None:
+    def __init__(self, channel: SnapshotChannel, patience_s: float = ANSWER_S) -> None:
         self._channel, self._patience_s = channel, patience_s
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -97,21 +92,21 @@ class SnapshotClient:
 
     @classmethod
     def connect(
-        cls, group: str = "", *, own: bool = False, patience_s: float = KEEPER_ANSWER_S
+        cls, group: str = "", *, own: bool = False, patience_s: float = ANSWER_S
     ) -> SnapshotClient:
         """Connect to the agent's snapshot server if there is one, else start a server.
 
         Workers with the same `group` keep the pieces of one state, and see no snapshots of other
         groups; the checkpoint folder is a good name. With `own`, always start a server: for a state
-        that must not mix with the job's snapshots. Connecting may take KEEPER_ANSWER_S.
+        that must not mix with the job's snapshots. Connecting may take ANSWER_S.
         """
-        path = "" if own else environment.get(KEEPER_VARIABLE)
+        path = "" if own else environment.get(SERVER_VARIABLE)
         end = connected(path) if path else start_own_server(environment.snapshot())
-        keeper = cls(SnapshotChannel(end, say_s=KEEPER_SAY_S), patience_s)
+        keeper = cls(SnapshotChannel(end, say_s=SEND_S), patience_s)
         try:
             hello = messages.Hello(messages.VERSION, group)
             with keeper._lock:
-                answer, pages = keeper._exchange(hello, KEEPER_ANSWER_S)
+                answer, pages = keeper._exchange(hello, ANSWER_S)
             welcome = _as(answer, messages.SnapshotWelcome)
             if welcome.version != messages.VERSION:
                 raise ConnectionError(
@@ -145,7 +140,7 @@ class SnapshotClient:
         with self._lock:
             # Allocating may take long, so first detect a server that does not answer at all.
             self._request(messages.WriteStatusQuery())
-            answer, descriptors = self._exchange(request, KEEPER_SLOTS_S)
+            answer, descriptors = self._exchange(request, SLOTS_S)
             self._slots, self._spare = _as(answer, messages.SlotNumbers).slots, None
         return descriptors
 
@@ -238,7 +233,7 @@ class SnapshotClient:
         The newest was compared with its digest, and is left out if they differ.
         """
         with self._lock:
-            answer, descriptors = self._exchange(messages.Read(), KEEPER_ANSWER_S)
+            answer, descriptors = self._exchange(messages.Read(), ANSWER_S)
         found, rest = [], iter(descriptors)
         for words in _as(answer, messages.HeldSnapshots).held:
             pieces = [(piece.first, piece.end, next(rest)) for piece in words.pieces]
@@ -330,14 +325,14 @@ class SnapshotClient:
         with self._guarded():
             is_there = self._channel.is_ready(0.0 if self._silent_s else self._patience_s)
             self._silent_s = None if is_there else self._silent_s or began_s
-            if self._silent_s and time.monotonic() - self._silent_s >= KEEPER_ANSWER_S:
-                raise ConnectionError(f"it did not answer within {KEEPER_ANSWER_S:g} s")
+            if self._silent_s and time.monotonic() - self._silent_s >= ANSWER_S:
+                raise ConnectionError(f"it did not answer within {ANSWER_S:g} s")
         if not is_there:
             raise SnapshotServerSilentError(
                 "the snapshot server does not answer: it is stopped, or its host is swapping"
             )
         self._owed -= 1  # Also if the request is refused.
-        return self._receive(KEEPER_ANSWER_S)[0]
+        return self._receive(ANSWER_S)[0]
 
     def _send(self, request: messages.Request) -> None:
         assert os.getpid() == self._pid, "connections are not inherited by fork: connect() again"
@@ -349,7 +344,7 @@ class SnapshotClient:
     def _receive(self, timeout_s: float) -> tuple[messages.Answer, list[int]]:
         """Return the next answer and its descriptors; the caller holds the lock."""
         with self._guarded():
-            frame = self._channel.receive(KEEPER_ANSWER_BYTES_MAX, timeout_s)
+            frame = self._channel.receive(ANSWER_BYTES_MAX, timeout_s)
             answer = messages.answer_of(frame)
             descriptors = self._channel.receive_descriptors(_descriptor_count(answer))
         if isinstance(answer, messages.SnapshotRefused):
@@ -402,7 +397,7 @@ def connected(path: str) -> socket.socket:
     try:
         # sun_path holds 107 bytes. The path by way of a descriptor is short.
         folder = os.open(Path(path).parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        end.settimeout(KEEPER_ANSWER_S)
+        end.settimeout(ANSWER_S)
         end.connect(f"/proc/self/fd/{folder}/{Path(path).name}")
     except OSError as error:
         end.close()

@@ -18,14 +18,7 @@ import msgspec
 from elastane.errors import ElastaneError, WireError
 from elastane.process import tls
 from elastane.protocol.checkpoints import CHUNK_BYTES
-from elastane.protocol.limits import (
-    FRAME_BYTES_MAX,
-    HANDSHAKE_BYTES_MAX,
-    HANDSHAKE_TIMEOUT_S,
-    KEEPER_COPY_S,
-    KEEPER_COPY_STALL_S,
-    KEEPER_DIAL_S,
-)
+from elastane.protocol.limits import FRAME_BYTES_MAX, HANDSHAKE_BYTES_MAX, HANDSHAKE_TIMEOUT_S
 from elastane.protocol.wire import (
     HEAD_BYTES,
     NONCE_BYTES,
@@ -33,6 +26,7 @@ from elastane.protocol.wire import (
     FrameCodec,
     ServerHandshake,
 )
+from elastane.snapshots.limits import CONNECT_S, REPLICA_S, REPLICA_STALL_S
 from elastane.snapshots.messages import ReplicationSettings
 from elastane.storage import digest
 
@@ -49,8 +43,8 @@ class PeerConnection(Generic[T]):
 
     def __init__(self, end: socket.socket, codec: FrameCodec[T, object]) -> None:
         self._end, self._codec = end, codec
-        self._until_s = time.monotonic() + KEEPER_COPY_S
-        end.settimeout(KEEPER_COPY_STALL_S)
+        self._until_s = time.monotonic() + REPLICA_S
+        end.settimeout(REPLICA_STALL_S)
 
     def send(self, message: object) -> None:
         """Send one message."""
@@ -94,15 +88,15 @@ class PeerConnection(Generic[T]):
             move(chunk)
             digests.append(digest.digest_of([chunk]).encode())
             if time.monotonic() > self._until_s:
-                raise TimeoutError(f"it took longer than {KEEPER_COPY_S:g} s")
+                raise TimeoutError(f"it took longer than {REPLICA_S:g} s")
         return digest.digest_of(digests)
 
     def _fill(self, view: memoryview) -> None:
-        until_s = time.monotonic() + KEEPER_COPY_STALL_S
+        until_s = time.monotonic() + REPLICA_STALL_S
         done = 0
         while done < len(view):
             if time.monotonic() > until_s:
-                raise TimeoutError(f"it sent {done} bytes in {KEEPER_COPY_STALL_S:g} s")
+                raise TimeoutError(f"it sent {done} bytes in {REPLICA_STALL_S:g} s")
             count = self._end.recv_into(view[done:])
             if not count:
                 raise ConnectionResetError("the connection ended in the middle")
@@ -119,7 +113,7 @@ def dial(
 ) -> PeerConnection[T]:
     """Connect to the snapshot server at `door`."""
     host, _, port = door.rpartition(":")
-    end = socket.create_connection((host.strip("[]"), int(port)), KEEPER_DIAL_S)
+    end = socket.create_connection((host.strip("[]"), int(port)), CONNECT_S)
     handshake = ClientHandshake(about.job, about.secrets[0], os.urandom(NONCE_BYTES))
     try:
         until_s = _limited(end)

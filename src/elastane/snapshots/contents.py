@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from elastane.protocol.checkpoints import Key
-from elastane.protocol.limits import KEEPER_LAYOUTS_MAX
+from elastane.snapshots.limits import LAYOUTS_MAX
 from elastane.snapshots.messages import (
     HeldPiece,
     LayoutFiles,
@@ -41,7 +41,7 @@ class Layouts:
     def trim(self, used: set[str]) -> None:
         """Remove the oldest files that no snapshot uses."""
         unused = [digest for digest in self._by_digest if digest not in used]
-        for digest in unused[: max(0, len(unused) - KEEPER_LAYOUTS_MAX)]:
+        for digest in unused[: max(0, len(unused) - LAYOUTS_MAX)]:
             del self._by_digest[digest]
 
 

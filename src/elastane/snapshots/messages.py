@@ -13,16 +13,18 @@ from typing import Annotated
 
 import msgspec
 
-from elastane.protocol.checkpoints import Count, FileName, Key, Nonce, Text
-from elastane.protocol.limits import (
-    CHECKPOINT_FILE_BYTES_MAX,
-    CHECKPOINT_PARTS_MAX,
-    KEEPER_FAILURES_MAX,
-    KEEPER_FRAME_BYTES_MAX,
-    KEEPER_SLOTS_MAX,
-    LOCAL_WORLD_SIZE_MAX,
+from elastane.protocol.checkpoints import (
+    FILE_BYTES_MAX,
+    PARTS_MAX,
+    Count,
+    FileName,
+    Key,
+    Nonce,
+    Text,
 )
+from elastane.protocol.limits import LOCAL_WORLD_SIZE_MAX
 from elastane.protocol.unreadable import UNREADABLE
+from elastane.snapshots.limits import FAILURES_MAX, REQUEST_BYTES_MAX, SLOTS_MAX
 from elastane.snapshots.rules.replicas import COPIES_MAX
 
 # Both sides refuse another version: they may come from two installations.
@@ -31,12 +33,12 @@ FINAL_FLUSH = "last gasp"
 # Each part's file with the streams of its workers: a list of them, in msgpack.
 STREAMS_FILE = "streams-{:05d}.msgpack"
 
-Size = Annotated[int, msgspec.Meta(ge=0, le=CHECKPOINT_FILE_BYTES_MAX)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=FILE_BYTES_MAX)]
 Local = Annotated[int, msgspec.Meta(ge=0, lt=LOCAL_WORLD_SIZE_MAX)]
 Locals = Annotated[int, msgspec.Meta(ge=1, le=LOCAL_WORLD_SIZE_MAX)]
 SlotNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-Parts = Annotated[int, msgspec.Meta(ge=1, le=CHECKPOINT_PARTS_MAX)]
-PartNumber = Annotated[int, msgspec.Meta(ge=0, lt=CHECKPOINT_PARTS_MAX)]
+Parts = Annotated[int, msgspec.Meta(ge=1, le=PARTS_MAX)]
+PartNumber = Annotated[int, msgspec.Meta(ge=0, lt=PARTS_MAX)]
 Wait = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 Label = Annotated[str, msgspec.Meta(max_length=200)]
 Where = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
@@ -127,7 +129,7 @@ class WriteProgress(msgspec.Struct, frozen=True, kw_only=True):
     writing: Key | None = None
     waiting: Key | None = None
     published: Key | None = None
-    failures: Annotated[tuple[SaveFailed, ...], msgspec.Meta(max_length=KEEPER_FAILURES_MAX)] = ()
+    failures: Annotated[tuple[SaveFailed, ...], msgspec.Meta(max_length=FAILURES_MAX)] = ()
     last_write_s: float = 0.0
     last_write_bytes: int = 0
     copying: bool = False
@@ -188,7 +190,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Slots(msgspec.Struct, frozen=True, tag="slots"):
     """Asks for at least `count` slots of this size."""
 
-    count: Annotated[int, msgspec.Meta(ge=1, le=KEEPER_SLOTS_MAX)]
+    count: Annotated[int, msgspec.Meta(ge=1, le=SLOTS_MAX)]
     slot_bytes: Size
 
 
@@ -378,7 +380,7 @@ class ReplicaOffer(msgspec.Struct, frozen=True, tag="offer"):
     key: Key
     nonce: Nonce
     safe: Annotated[str, msgspec.Meta(max_length=32)]
-    words_bytes: Annotated[int, msgspec.Meta(ge=0, le=KEEPER_FRAME_BYTES_MAX)]
+    words_bytes: Annotated[int, msgspec.Meta(ge=0, le=REQUEST_BYTES_MAX)]
     sizes: Annotated[tuple[Size, ...], _Several]
 
 

@@ -26,14 +26,10 @@ from typing import TYPE_CHECKING
 from elastane.errors import ElastaneError
 from elastane.process.endpoint import bound
 from elastane.process.unproven import Unproven
-from elastane.protocol.limits import (
-    KEEPER_BACKLOG,
-    KEEPER_CALLERS_MAX,
-    KEEPER_UNPROVEN_MAX,
-    UNPROVEN_TIMEOUT_S,
-)
+from elastane.protocol.limits import UNPROVEN_TIMEOUT_S
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.snapshots.digests import lower_priority
+from elastane.snapshots.limits import PEERS_BACKLOG, PEERS_UNPROVEN_MAX, SENDERS_MAX
 from elastane.snapshots.messages import (
     TO_RECEIVER,
     TO_SENDER,
@@ -381,16 +377,16 @@ class SnapshotListener:
     ) -> None:
         self.about = about
         self._offered = accept
-        self._proven = threading.Semaphore(KEEPER_CALLERS_MAX)
+        self._proven = threading.Semaphore(SENDERS_MAX)
         self._lock = threading.Lock()
-        self._unproven = Unproven[socket.socket](KEEPER_UNPROVEN_MAX, UNPROVEN_TIMEOUT_S)
+        self._unproven = Unproven[socket.socket](PEERS_UNPROVEN_MAX, UNPROVEN_TIMEOUT_S)
         self._listener: socket.socket | None = None
         self._logged = ""
 
     def open(self) -> str:
         """Listen on this node's address; returns it as HOST:PORT. Raises OSError."""
         self._listener = bound(self.about.host, 0)
-        self._listener.listen(KEEPER_BACKLOG)
+        self._listener.listen(PEERS_BACKLOG)
         threading.Thread(target=self._accept, name="replica-listener", daemon=True).start()
         host = self.about.host
         return f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
@@ -457,7 +453,7 @@ class SnapshotListener:
     def _receive(self, line: PeerConnection[ToReceiver]) -> None:
         """Accept the offer of an authenticated caller, unless too many replicas are arriving."""
         if not self._proven.acquire(blocking=False):
-            raise ConnectionError(f"{KEEPER_CALLERS_MAX} other replicas are arriving")
+            raise ConnectionError(f"{SENDERS_MAX} other replicas are arriving")
         try:
             offer = line.receive()
             if not isinstance(offer, ReplicaOffer):

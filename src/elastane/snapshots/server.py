@@ -32,19 +32,19 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from elastane.process.kernel import show_program
-from elastane.protocol.limits import (
-    KEEPER_CONNECTIONS_MAX,
-    KEEPER_END_S,
-    KEEPER_FRAME_BYTES_MAX,
-    KEEPER_GROUPS_MAX,
-    KEEPER_HELLO_BYTES_MAX,
-    KEEPER_NEWS_S,
-    KEEPER_RETURN_S,
-    KEEPER_STALL_S,
-)
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.snapshots import messages
 from elastane.snapshots.channel import SnapshotChannel
+from elastane.snapshots.limits import (
+    CONNECTIONS_MAX,
+    END_S,
+    GROUPS_MAX,
+    HELLO_BYTES_MAX,
+    REQUEST_BYTES_MAX,
+    RETURN_S,
+    SAVED_EVENT_S,
+    STALL_S,
+)
 from elastane.snapshots.messages import (
     FROM_AGENT,
     ReplicaOffer,
@@ -135,7 +135,7 @@ class SnapshotServer:
         with self._lock:
             self._numbered += 1
             number = self._numbered
-            refused = uid != os.getuid() or len(self._connected) >= KEEPER_CONNECTIONS_MAX
+            refused = uid != os.getuid() or len(self._connected) >= CONNECTIONS_MAX
             if not refused:
                 self._connected.add(number)
         if refused:
@@ -155,7 +155,7 @@ class SnapshotServer:
         try:
             store = self._welcome(number, channel)
             while True:
-                request = messages.request_of(channel.receive(KEEPER_FRAME_BYTES_MAX, None))
+                request = messages.request_of(channel.receive(REQUEST_BYTES_MAX, None))
                 answer, descriptors = _answer(store, number, request)
                 try:
                     channel.send(messages.encode(answer), descriptors)
@@ -184,7 +184,7 @@ class SnapshotServer:
 
     def _welcome(self, number: int, channel: SnapshotChannel) -> SnapshotStore:
         """Receive a worker's first message, and admit it to its group."""
-        hello = messages.request_of(channel.receive(KEEPER_HELLO_BYTES_MAX, KEEPER_STALL_S))
+        hello = messages.request_of(channel.receive(HELLO_BYTES_MAX, STALL_S))
         if not isinstance(hello, messages.Hello):
             raise ValueError("its first message was no hello")
         store = self._store(hello.group)
@@ -205,8 +205,8 @@ class SnapshotServer:
         with self._lock:
             store = self._stores.get(group)
             if store is None:
-                if len(self._stores) >= KEEPER_GROUPS_MAX:
-                    raise ValueError(f"there are {KEEPER_GROUPS_MAX} groups already")
+                if len(self._stores) >= GROUPS_MAX:
+                    raise ValueError(f"there are {GROUPS_MAX} groups already")
                 store = self._stores[group] = SnapshotStore(
                     self._wake, self.id, self._neighbours, self._report
                 )
@@ -304,12 +304,12 @@ class ServerProcess:
 
     def _end(self) -> None:
         """Perform the final flush once the workers are gone, within a bounded time."""
-        until_s = time.monotonic() + KEEPER_END_S
+        until_s = time.monotonic() + END_S
         if self._listener is not None:
             self._listener.close()
             self._listener = None
         # The agent's workers are ending too; only they are waited for.
-        self._wait_until(lambda: not self._server.workers, time.monotonic() + KEEPER_RETURN_S)
+        self._wait_until(lambda: not self._server.workers, time.monotonic() + RETURN_S)
         stores = self._server.stores
         for store in stores:
             store.leave()
@@ -344,7 +344,7 @@ class ServerProcess:
         """Handle a message of the agent, or its end."""
         assert self._control is not None, "it was ready"
         try:
-            word = FROM_AGENT.decode(self._control.recv(KEEPER_HELLO_BYTES_MAX))
+            word = FROM_AGENT.decode(self._control.recv(HELLO_BYTES_MAX))
         except (OSError, *UNREADABLE) as error:
             _log.debug("the agent is gone: %r", error)
         else:
@@ -388,7 +388,7 @@ class EventReporter:
             if self._saved is None or (now_s < self._due_s and not last):
                 return
             news, self._saved = self._saved, None
-            self._due_s = now_s + KEEPER_NEWS_S
+            self._due_s = now_s + SAVED_EVENT_S
         self._send(news)
 
     def left_s(self) -> float | None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastane.protocol.limits import KEEPER_SPARE_BYTES
+from elastane.snapshots.limits import SPARE_BYTES
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -39,7 +39,7 @@ def make_slot(size_bytes: int) -> int:
     """Return the descriptor of a new slot; takes some tenths of a second per GB."""
     size = max(size_bytes, mmap.PAGESIZE)
     room = room_bytes()
-    if size + KEEPER_SPARE_BYTES > room:
+    if size + SPARE_BYTES > room:
         # Checked before the kernel is asked: at a cgroup's limit it kills instead of refusing.
         what = f"a snapshot's slot of {size} bytes, with {max(0, room)} bytes of memory left"
         raise OSError(errno.ENOMEM, what)

@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from elastane.protocol.checkpoints import Key
-from elastane.protocol.limits import KEEPER_HURRY_S, KEEPER_RETURN_S
 from elastane.snapshots.channel import OwnStatusPage
 from elastane.snapshots.contents import Contents, Layouts, check_where, merged
 from elastane.snapshots.digests import Background, Digests, digest_and_close
+from elastane.snapshots.limits import HURRY_S, RETURN_S
 from elastane.snapshots.messages import (
     LayoutFiles,
     Replica,
@@ -230,7 +230,7 @@ class SnapshotStore:
         with self._lock:
             if self._table.workers or self._is_flushed:
                 return None
-            if (left_s := self._alone_since_s + KEEPER_RETURN_S - time.monotonic()) > 0:
+            if (left_s := self._alone_since_s + RETURN_S - time.monotonic()) > 0:
                 return left_s
             self._is_flushed = True
             self._carry_out(self._table.flush())
@@ -292,7 +292,7 @@ class SnapshotStore:
         throttle = PeerWait(self._writer.stopping, functools.partial(self._hurries, name))
         order = WriteOrder(
             name=name,
-            persist=final_flush(persist, KEEPER_HURRY_S) if gasp else persist,
+            persist=final_flush(persist, HURRY_S) if gasp else persist,
             sources=self._sources(name),
             files=contents.files(self._layouts),
             streams=contents.streams(),

@@ -32,14 +32,9 @@ from elastane.protocol.checkpoints import (
     parse_folder,
     part_name,
 )
-from elastane.protocol.limits import (
-    KEEPER_CLAIM_POLL_S,
-    KEEPER_CLAIM_S,
-    KEEPER_FAILURES_MAX,
-    KEEPER_HURRY_S,
-)
 from elastane.snapshots.contents import OpenSnapshot, packed_streams
 from elastane.snapshots.digests import digests_of, lower_priority
+from elastane.snapshots.limits import CLAIM_POLL_S, CLAIM_S, FAILURES_MAX, HURRY_S
 from elastane.snapshots.messages import (
     FINAL_FLUSH,
     STREAMS_FILE,
@@ -248,11 +243,11 @@ class CheckpointWriter:
 
     def _wait_for_other(self, order: WriteOrder) -> bool:
         """Wait, for a bounded time, for another server's final flush."""
-        until_s = time.monotonic() + KEEPER_CLAIM_S
+        until_s = time.monotonic() + CLAIM_S
         while time.monotonic() < until_s and not order.stop():
             if self._has_newer(order):
                 return True
-            time.sleep(KEEPER_CLAIM_POLL_S)
+            time.sleep(CLAIM_POLL_S)
         return False
 
     def _repository(self, where: str) -> Repository:
@@ -356,7 +351,7 @@ class SnapshotWriter:
         self._heard = heard
         self._writer = CheckpointWriter()
         self._lock = threading.Lock()
-        self._failures: deque[SaveFailed] = deque(maxlen=KEEPER_FAILURES_MAX)
+        self._failures: deque[SaveFailed] = deque(maxlen=FAILURES_MAX)
         self._logged = ""
 
     @property
@@ -437,5 +432,5 @@ class PeerWait:
         if not self._has_reason():
             self._until_s = float("inf")
         else:
-            self._until_s = min(self._until_s, time.monotonic() + KEEPER_HURRY_S)
+            self._until_s = min(self._until_s, time.monotonic() + HURRY_S)
         return self._stopping.is_set() or time.monotonic() >= self._until_s

@@ -37,15 +37,17 @@ from elastane.protocol.checkpoints import (
     parse_folder,
     part_name,
 )
-from elastane.protocol.limits import (
-    CHECKPOINT_POLL_MAX_S,
-    CHECKPOINT_POLL_S,
-    CHECKPOINT_RECORD_BYTES_MAX,
-)
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.storage.digest import digest_of, record_of
 from elastane.storage.places import file_fault
 from elastane.storage.protocol import Stop, Storage, never
+
+# A manifest: 36 bytes for each 16 MiB, so this is of 28 TiB; an object store takes it in one put.
+RECORD_BYTES_MAX = 64 << 20
+# The first and the longest pause between two looks for the other writers' records. A look costs a
+# fraction of a millisecond on a disk, and a request on an object store.
+POLL_S = 0.01
+POLL_MAX_S = 0.5
 
 # Records that a writer reads at its second look; the number doubles at each further one.
 _RECORDS_FIRST = 8
@@ -77,8 +79,8 @@ def encode(record: Manifest | CheckpointPart) -> bytes:
 
 def decode(content: bytes, kind: type[R], folder: str) -> R:
     """Decode and check a record that was found in `folder`."""
-    if len(content) > CHECKPOINT_RECORD_BYTES_MAX:
-        raise RecordError(f"more than {CHECKPOINT_RECORD_BYTES_MAX} bytes")
+    if len(content) > RECORD_BYTES_MAX:
+        raise RecordError(f"more than {RECORD_BYTES_MAX} bytes")
     match = _ENVELOPE.fullmatch(content)
     if match is None:
         raise RecordError("cut short, or changed: it is not of the form of a record")
@@ -109,7 +111,7 @@ def read_record(storage: Storage, folder: str, name: str, kind: type[R]) -> R:
 
 def read_bounded(storage: Storage, path: str) -> bytes:
     """Read a record's file; one byte more than allowed shows that it is too large."""
-    return storage.read(path, 0, CHECKPOINT_RECORD_BYTES_MAX + 1)
+    return storage.read(path, 0, RECORD_BYTES_MAX + 1)
 
 
 def is_published(storage: Storage, folder: str) -> bool:
@@ -172,7 +174,7 @@ class Publication:
     ) -> Manifest:
         """Return the manifest once it is durable, created here or by another writer."""
         deadline_s = time.monotonic() + wait_s
-        pause_s, pause_max_s = CHECKPOINT_POLL_S, self._pause_max_s()
+        pause_s, pause_max_s = POLL_S, self._pause_max_s()
         records, over = self._count, False
         while True:
             self._look(records, past_gaps=over)
@@ -194,7 +196,7 @@ class Publication:
             )
 
     def _pause_max_s(self) -> float:
-        return CHECKPOINT_POLL_MAX_S * max(1.0, self._count / _WRITERS_AT_FULL_PACE)
+        return POLL_MAX_S * max(1.0, self._count / _WRITERS_AT_FULL_PACE)
 
     def _look(self, records: int, *, past_gaps: bool) -> None:
         """Read this many missing records, by name because listings may be stale.

@@ -32,17 +32,17 @@ from elastane.protocol.checkpoints import (
     chunks_of,
     parse_folder,
 )
-from elastane.protocol.limits import CHECKPOINT_LITTER_S
 from elastane.storage import publishing, retention
 from elastane.storage.aligned import ALIGNED_BYTES, pages
 from elastane.storage.digest import digest_of
 from elastane.storage.places import file_fault
 from elastane.storage.protocol import Progress, Stop, Storage, never
 from elastane.storage.publishing import NewerFormatError, RecordError, read_record
-from elastane.storage.retention import Removal, SeenCheckpoint
+from elastane.storage.retention import LITTER_S, Removal, SeenCheckpoint
 
 _log = logging.getLogger(__name__)
 _NAMED_MAX = 8
+assert publishing.POLL_S < publishing.POLL_MAX_S < LITTER_S
 # Attempts to list a place in which others remove checkpoints meanwhile.
 _LOOKS_MAX = 100
 
@@ -188,7 +188,7 @@ class Repository:
         keep: int,
         *,
         protect: Collection[str] = (),
-        litter_s: float = CHECKPOINT_LITTER_S,
+        litter_s: float = LITTER_S,
         read: bool = True,
         dry_run: bool = False,
     ) -> list[Removal]:

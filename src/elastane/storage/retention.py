@@ -13,6 +13,10 @@ import msgspec
 
 from elastane.protocol.checkpoints import Fence, Key, parse_folder
 
+# A save without a manifest whose files have not changed for this long belongs to writers that died.
+# One put to a slow store may take minutes, and shows nothing meanwhile.
+LITTER_S = 3600.0
+
 # sound: as its record says, as far as it was checked. newer: of a later format, which cannot be
 # judged here. pending: without a manifest, a save that is running or never finished.
 State = Literal["sound", "unsound", "newer", "pending"]

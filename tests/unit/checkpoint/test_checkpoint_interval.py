@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.checkpoint.schedule import interval, mtbf_s
-from elastane.protocol.limits import (
-    CHECKPOINT_INTERVAL_MAX_S,
-    CHECKPOINT_INTERVAL_MIN_S,
-    CHECKPOINT_MTBF_S,
+from elastane.checkpoint.schedule import (
+    INTERVAL_MAX_S,
+    INTERVAL_MIN_S,
+    PRIOR_MTBF_S,
+    interval,
+    mtbf_s,
 )
 
 
@@ -29,8 +30,8 @@ def test_no_other_interval_wastes_less(cost_s, failures, lived_s):
 
 
 def test_before_anything_failed_a_job_is_taken_to_fail_once_a_day():
-    assert mtbf_s(0.0, 0) == CHECKPOINT_MTBF_S
-    assert mtbf_s(9 * CHECKPOINT_MTBF_S, 9) == CHECKPOINT_MTBF_S
+    assert mtbf_s(0.0, 0) == PRIOR_MTBF_S
+    assert mtbf_s(9 * PRIOR_MTBF_S, 9) == PRIOR_MTBF_S
     assert mtbf_s(0.0, 3) < mtbf_s(0.0, 2)
 
 
@@ -39,8 +40,8 @@ def test_every_interval_is_within_its_bounds_and_leaves_half_the_time_for_writin
     cost_s, failures, lived_s, write_s
 ):
     found, why = interval(cost_s, failures, lived_s, write_s)
-    least = max(CHECKPOINT_INTERVAL_MIN_S, 2 * write_s)
-    assert least <= found <= max(CHECKPOINT_INTERVAL_MAX_S, least)
+    least = max(INTERVAL_MIN_S, 2 * write_s)
+    assert least <= found <= max(INTERVAL_MAX_S, least)
     assert why
 
 

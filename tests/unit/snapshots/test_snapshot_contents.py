@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from elastane.protocol.checkpoints import Key
-from elastane.protocol.limits import KEEPER_LAYOUTS_MAX
 from elastane.snapshots import messages
 from elastane.snapshots.contents import Contents, Layouts
+from elastane.snapshots.limits import LAYOUTS_MAX
 from elastane.snapshots.messages import (
     LayoutFiles,
     PersistRequest,
@@ -126,14 +126,14 @@ def test_the_final_flush_needs_all_its_bytes(span, is_enough):
 
 def test_layouts_are_kept_while_snapshots_refer_to_them_and_a_few_more():
     layouts = Layouts()
-    for number in range(3 * KEEPER_LAYOUTS_MAX):
+    for number in range(3 * LAYOUTS_MAX):
         layouts.add(LayoutFiles(str(number), {}))
         layouts.trim({"0", "1"})
     assert layouts.get("0") is not None
     assert layouts.get("1") is not None
     assert layouts.get("2") is None
-    assert layouts.get(str(3 * KEEPER_LAYOUTS_MAX - 1)) is not None
-    assert len(layouts._by_digest) == KEEPER_LAYOUTS_MAX + 2
+    assert layouts.get(str(3 * LAYOUTS_MAX - 1)) is not None
+    assert len(layouts._by_digest) == LAYOUTS_MAX + 2
 
 
 def test_progress_reports_the_failure_of_a_step():

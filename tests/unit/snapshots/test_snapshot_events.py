@@ -49,8 +49,8 @@ def test_of_saves_in_close_succession_the_first_and_the_last_are_reported(line, 
     for step in range(1, 6):
         reporter.report(saved(step))
     assert [(each.key.step, each.saves) for each in heard(mine)] == [(1, 1)]
-    assert reporter.left_s() == server.KEEPER_NEWS_S
-    now_s[0] += server.KEEPER_NEWS_S
+    assert reporter.left_s() == server.SAVED_EVENT_S
+    now_s[0] += server.SAVED_EVENT_S
     reporter.flush()
     assert [(each.key.step, each.saves) for each in heard(mine)] == [(5, 4)]
     reporter.report(saved(6))

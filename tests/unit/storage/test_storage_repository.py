@@ -14,10 +14,10 @@ from small_saves import begin, key_of, opened, save, steps
 
 from elastane.errors import CheckpointError
 from elastane.protocol.checkpoints import CHUNK_BYTES, FORMAT, MANIFEST, folder_name
-from elastane.protocol.limits import CHECKPOINT_LITTER_S
 from elastane.storage.digest import digest_of
 from elastane.storage.folder import FolderStorage
 from elastane.storage.repository import Inspection
+from elastane.storage.retention import LITTER_S
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_save_of_a_round_that_is_over_goes(repository):
 
 def test_a_save_that_was_silent_for_long_goes_by_the_places_own_clock(repository, tmp_path):
     folder = begin(repository, 9)
-    old = time.time() - CHECKPOINT_LITTER_S - 60
+    old = time.time() - LITTER_S - 60
     for path in (*(tmp_path / folder).iterdir(), tmp_path / folder):
         os.utime(path, (old, old))
     (one,) = repository.prune(1)
