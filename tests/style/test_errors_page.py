@@ -70,7 +70,13 @@ def test_slugs_are_words_with_dashes():
 
 
 @pytest.mark.parametrize("slug", _headings())
-def test_a_section_says_what_why_and_what_to_do(slug):
-    body = PAGE.read_text("utf-8").split(f"\n## {slug}\n")[1].split("\n## ")[0]
-    for label in ("**What.**", "**Why.**", "**Do.**"):
-        assert label in body, f"{slug} has no {label}"
+def test_a_section_starts_with_what_to_do_and_then_says_what_happened(slug):
+    body = PAGE.read_text("utf-8").split(f"\n## {slug}\n\n")[1].split("\n## ")[0]
+    assert body.startswith("**Do.** "), slug
+    assert body.count("\n\n**What happened.** ") == 1, slug
+
+
+def test_the_list_by_subject_links_every_section_once():
+    listed = re.findall(r"\[([a-z0-9-]+)\]\(#([a-z0-9-]+)\)", PAGE.read_text("utf-8"))
+    assert [name for name, _ in listed] == [anchor for _, anchor in listed]
+    assert sorted(name for name, _ in listed) == _headings()
