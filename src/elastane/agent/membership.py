@@ -248,7 +248,8 @@ class Membership:
             return member
 
     def _give_back(self, member: MembershipAgent, failure: str) -> None:
-        place, self._place = self._place, None
+        place = self._place
+        self._place = None
         if place is None:
             return
         if place.listener is not None:
@@ -262,9 +263,9 @@ class Membership:
             while True:
                 if shared.outcome is not None or shared.ended:
                     break
-                if shared.assignment is not None and not shared.claimed:
-                    shared.claimed = True
-                    self._place = MemberPlace(shared.assignment, shared.listener)
+                claimed = shared.claim()
+                if claimed is not None:
+                    self._place = MemberPlace(*claimed)
                     return self._place
                 shared.condition.wait()
         self._raise_end(member)
@@ -317,7 +318,9 @@ class Membership:
 
     def _abandon(self, reason: str) -> None:
         """Let the member leave on its own; the next `join` starts another one."""
-        member, self._member, self._place = self._member, None, None
+        member = self._member
+        self._member = None
+        self._place = None
         if member is not None and not member.shared.ended:
             member.call(lambda: member.leave(reason))
 

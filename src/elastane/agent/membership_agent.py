@@ -126,6 +126,55 @@ class SharedMembership:
     ended: bool = False
     error: BaseException | None = None
 
+    def announce(self, assignment: Assignment, listener: socket.socket | None) -> None:
+        """Hold a new assignment for the caller."""
+        with self.condition:
+            self.assignment = assignment
+            self.claimed = False
+            self.change = ""
+            if listener is not None:
+                self.listener = listener
+            self.condition.notify_all()
+
+    def claim(self) -> tuple[Assignment, socket.socket | None] | None:
+        """Return an assignment that the caller does not have yet; call it under the lock."""
+        if self.assignment is None or self.claimed:
+            return None
+        self.claimed = True
+        return self.assignment, self.listener
+
+    def withdraw(self) -> None:
+        """Hold no assignment: nothing runs in it any more."""
+        with self.condition:
+            self.assignment = None
+            self.change = ""
+            if self.listener is not None and not self.claimed:
+                self.listener.close()
+            self.listener = None
+            self.claimed = False
+
+    def announce_change(self, fence: Fence, reason: str) -> None:
+        """Say why the caller must call `join` again, unless its assignment is another by now."""
+        with self.condition:
+            if self.assignment is not None and self.assignment.fence == fence:
+                self.change = reason or "the job has another membership"
+                self.condition.notify_all()
+
+    def announce_outcome(self, outcome: Outcome) -> None:
+        """Say how the job ended; the first outcome counts."""
+        with self.condition:
+            if self.outcome is None:
+                self.outcome = outcome
+                self.condition.notify_all()
+
+    def end(self, error: BaseException | None) -> None:
+        """Say that the thread has ended, and with which error."""
+        with self.condition:
+            self.ended = True
+            self.error = error
+            self.change = self.change or "the membership has ended"
+            self.condition.notify_all()
+
 
 class MembershipAgent:
     """The thread's side; all methods but `run` and `call` belong to its own loop."""
@@ -160,11 +209,7 @@ class MembershipAgent:
         finally:
             self._port.close()
             self._ready.set()
-            with self.shared.condition:
-                self.shared.ended = True
-                self.shared.error = error
-                self.shared.change = self.shared.change or "the membership has ended"
-                self.shared.condition.notify_all()
+            self.shared.end(error)
 
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` in the member's loop soon, from any thread; dropped after its end."""
@@ -325,7 +370,7 @@ class MembershipAgent:
             readings = Readings(slept_s=suspended_s())
             for effect in core.handle(event, time.monotonic(), readings):
                 if core.outcome is not None:
-                    self._announce_outcome(core.outcome)
+                    self.shared.announce_outcome(core.outcome)
                     link.retire()
                 if isinstance(effect, Exit):
                     return
@@ -361,11 +406,8 @@ class MembershipAgent:
         if self._left:
             self._gone(assignment.fence)  # The caller left while the assignment was on its way.
             return
-        with self.shared.condition:
-            self.shared.assignment, self.shared.claimed, self.shared.change = assignment, False, ""
-            if assignment.node_rank == 0:
-                self.shared.listener = self._port.socket.dup()
-            self.shared.condition.notify_all()
+        listener = self._port.socket.dup() if assignment.node_rank == 0 else None
+        self.shared.announce(assignment, listener)
 
     def _stop(self, fence: Fence, reason: str) -> None:
         """End the group of `fence`: ask the caller, if it has work to stop."""
@@ -375,7 +417,9 @@ class MembershipAgent:
                 outcome = self._core.outcome if self._core is not None else None
                 # A node that closes a job without an error lets the others finish.
                 grace_s = self.config.close_grace_s if outcome is not None and outcome.ok else 0.0
-                asyncio.get_running_loop().call_later(grace_s, self._announce_change, fence, reason)
+                asyncio.get_running_loop().call_later(
+                    grace_s, self.shared.announce_change, fence, reason
+                )
                 return
         if self._left is _FINISHED and self._core is not None and self._core.outcome is None:
             self._cannot_start_again(reason)
@@ -391,11 +435,7 @@ class MembershipAgent:
 
     def _gone(self, fence: Fence) -> None:
         """Report that nothing runs in `fence` any more, and offer a new port."""
-        with self.shared.condition:
-            self.shared.assignment, self.shared.change = None, ""
-            if self.shared.listener is not None and not self.shared.claimed:
-                self.shared.listener.close()
-            self.shared.listener, self.shared.claimed = None, False
+        self.shared.withdraw()
         self._given_back = self._stopping = False
         self.post(GroupGone(fence, self._new_port()))
 
@@ -408,15 +448,3 @@ class MembershipAgent:
     def _send_conclusion(self) -> None:
         if self._conclusion is not None and self._link is not None:
             self._link.send(self._conclusion)
-
-    def _announce_change(self, fence: Fence, reason: str) -> None:
-        with self.shared.condition:
-            if self.shared.assignment is not None and self.shared.assignment.fence == fence:
-                self.shared.change = reason or "the job has another membership"
-                self.shared.condition.notify_all()
-
-    def _announce_outcome(self, outcome: Outcome) -> None:
-        with self.shared.condition:
-            if self.shared.outcome is None:
-                self.shared.outcome = outcome
-                self.shared.condition.notify_all()

@@ -109,7 +109,8 @@ class SnapshotServerHandle:
         self, log_event: Callable[[SnapshotEvent], None], lost: Callable[[str], None]
     ) -> None:
         """Pass the server's events to `log_event`, and the reason of its end to `lost`."""
-        self._log_event, self._lost = log_event, lost
+        self._log_event = log_event
+        self._lost = lost
 
     def send_peers(self) -> None:
         """Send the server the current secrets and address for other nodes' servers."""
@@ -187,7 +188,8 @@ class SnapshotServerHandle:
 
     def _start_server(self, listener: socket.socket) -> WorkerProcess:
         self._close_control()
-        self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = control
         asyncio.get_running_loop().add_reader(self._control, self._read, self._control)
         # Sent before the server accepts its first worker.
         self.send_peers()

@@ -70,7 +70,10 @@ _TRANSPORT = "/gloo/transport/"
 class ElasticGroup(ProcessGroup):
     """The group of the current world; `replace` changes the world beneath its users."""
 
-    def __init__(self, name: str = "elastane") -> None:
+    def __init__(
+        self, name: str = "elastane", when_begun: Callable[[], None] | None = None
+    ) -> None:
+        """`when_begun` is called at the beginning of each operation, by its thread."""
         super().__init__(0, 1)  # type: ignore[call-arg]  # as torch has it for subclasses
         self._label = name
         self._world: WorldGroup | None = None
@@ -78,15 +81,23 @@ class ElasticGroup(ProcessGroup):
         # By id, in the order of construction, which is the same on all members.
         self._ddps: dict[int, weakref.ref[DistributedDataParallel]] = {}
         self._registered = False
-        # Called at the beginning of each operation, by its thread.
-        self.when_begun: Callable[[], None] | None = None
-        # Called with the name of each of torch's operations before it; raises to refuse it.
-        self.guard: Callable[[str], None] | None = None
-        # Whether this member builds alone: the others take part in none of its operations.
+        self._when_begun = when_begun
+        self._guard: Callable[[str], None] | None = None
         self.apart = False
         self.pairing = Pairing(self)
-        # Groups of some of the members, whose failures and waits count here too.
         self.parts: tuple[ElasticGroup, ...] = ()
+
+    def guard_by(self, guard: Callable[[str], None]) -> None:
+        """Call `guard` with the name of each of torch's operations before it; it may refuse it."""
+        self._guard = guard
+
+    def build_apart(self, apart: bool) -> None:
+        """Set whether this member builds alone: the others take part in none of its operations."""
+        self.apart = apart
+
+    def consist_of(self, parts: tuple[ElasticGroup, ...]) -> None:
+        """Count the failures and waits of these groups of some of the members here too."""
+        self.parts = parts
 
     def register(self) -> None:
         """Register the group with torch.distributed, as the default group if there is none."""
@@ -318,8 +329,8 @@ class ElasticGroup(ProcessGroup):
                 raise _early(name)
             return _answered_apart(name, args)
         world = self._usable()
-        if self.guard is not None:
-            self.guard(name)
+        if self._guard is not None:
+            self._guard(name)
         tensors = _tensors(args)
         if name not in _MESSAGES:
             self.pairing.tally.note(name, tensors)
@@ -340,8 +351,8 @@ class ElasticGroup(ProcessGroup):
         world = self._world
         if world is None or world.aborted or self._works.failure is not None:
             raise self._peer_lost()
-        if self.when_begun is not None:
-            self.when_begun()
+        if self._when_begun is not None:
+            self._when_begun()
         return world
 
     def _raise_if_lost(self, error: Exception) -> None:

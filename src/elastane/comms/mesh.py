@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -87,15 +87,20 @@ class _Seating:
 class MeshGroups:
     """The groups of one worker; `wirings` and `replace` for each world, `device_mesh` once."""
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, shards: int, when_begun: Callable[[], None] | None = None) -> None:
+        """`when_begun` is called at the beginning of each operation of the groups."""
         self.shards = shards
         self.span = 1  # nodes per replica, if all nodes have the same number of workers
         self.size = 0  # world size of the current world
         self.seat = NO_SEAT
         self._ranks: list[int] = []  # world ranks, in the order of their coordinates
         self.made: DeviceMesh | None = None
-        self.replicate = ElasticGroup("elastane/replicate")
-        self.shard = ElasticGroup("elastane/shard")
+        self.replicate = ElasticGroup("elastane/replicate", when_begun)
+        self.shard = ElasticGroup("elastane/shard", when_begun)
+
+    def spread(self, span: int) -> None:
+        """Record how many nodes hold a replica of the current world."""
+        self.span = span
 
     @property
     def groups(self) -> tuple[ElasticGroup, ElasticGroup]:

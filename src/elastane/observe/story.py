@@ -62,6 +62,66 @@ class AttemptStory(msgspec.Struct, kw_only=True):
     differed: list[str] = []
     succeeded: int = 0
 
+    def add(self, event: LoggedEvent) -> None:
+        """Add an event of this attempt."""
+        match event.kind:
+            case EventKind.ROUND_SETTLED:
+                self.began = event.time
+                self.began_because = event.reason
+                self.world_size = _number(event, "world_size") or 0
+                self.nodes = _number(event, "nodes") or 0
+                self.members = str(event.data.get("members", ""))
+            case EventKind.WORKER_EXITED:
+                self._add_exit(event)
+            case EventKind.REPLICA_DIFFERED:
+                self.differed.append(f"{event.time}: {event.reason}")
+            case EventKind.INCIDENT | EventKind.DRAIN_STARTED:
+                self._record_reason(event)
+            case EventKind.REPLACEMENT if not self.ended:
+                pass  # For a worker without a rank: the world continues.
+            case EventKind.RESTART | EventKind.REPLACEMENT | EventKind.JOB_ENDED:
+                self._record_reason(event)
+                self.root_cause = str(event.data.get("cause", ""))
+                self.root_node = str(event.data.get("cause_node", ""))
+                self.root_rank = _number(event, "cause_rank")
+                self.consequences = _number(event, "consequences") or 0
+                self.alike = _number(event, "alike") or 0
+
+    def last(self, began_s: float, ended_s: float) -> None:
+        """Record how long it lasted, by the clock of the coordinator's host."""
+        self.lasted_s = round(max(0.0, ended_s - began_s), 3)
+
+    def _record_reason(self, event: LoggedEvent) -> None:
+        """Record the reason of its end; the first reason counts."""
+        if not self.ended:
+            self.ended = event.time
+            self.ended_because = event.reason
+
+    def _add_exit(self, event: LoggedEvent) -> None:
+        code = _number(event, "exit_code")
+        if code is None:
+            self.succeeded += 1
+            return
+        rank = _number(event, "rank")
+        age_s = event.data.get("age_s", 0.0)
+        time_s = event.time_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
+        self.failures.append(
+            SeenFailure(
+                node=event.node,
+                rank=None if rank == NO_RANK else rank,
+                local_rank=_number(event, "local_rank") or 0,
+                pid=_number(event, "pid") or 0,
+                exit=event.reason,
+                exit_code=code,
+                time=iso_time(int(min(max(time_s, 0.0), _TIME_MAX_S) * _NS)),
+                stopped=bool(event.data.get("stopped")),
+                output=bool(event.data.get("output")),
+                message=str(event.data.get("message", "")),
+                error_file=str(event.data.get("error_file", "")),
+                log_file=str(event.data.get("log_file", "")),
+            )
+        )
+
 
 class JobStory(msgspec.Struct, kw_only=True):
     """All attempts of a job in order, and how it ended; `ended` is empty until then.
@@ -86,6 +146,40 @@ class JobStory(msgspec.Struct, kw_only=True):
     last_event: str = ""
     version: int = 1
 
+    def add(self, event: LoggedEvent, here: set[tuple[str, int]]) -> None:
+        """Add an event of the job, whatever attempt it is of; `here`: the agents that run."""
+        self.job = event.job or self.job
+        self.last_event = f"{event.time} {event.kind}: {event.reason}"
+        self._add_to_job(event)
+        self._add_agent(here, event)
+
+    def complete(self, attempts: list[AttemptStory], agents_here: int) -> None:
+        """Record the attempts, once all events were added."""
+        self.attempts = attempts
+        self.agents_here = agents_here
+
+    def _add_to_job(self, event: LoggedEvent) -> None:
+        if event.kind == EventKind.JOB_ENDED:
+            self.ended = event.time
+            self.reason = event.reason
+            self.ok = bool(event.data.get("ok"))
+            self.exit_code = _number(event, "exit_code")
+        elif event.kind in (EventKind.RESTART, EventKind.REPLACEMENT):
+            self.restarts_used = _number(event, "used") or self.restarts_used
+            self.replacements += event.kind == EventKind.REPLACEMENT
+        elif event.kind == EventKind.NODE_DEPARTED:
+            self.departures.append(f"{event.time} {event.node}: {event.reason}")
+
+    def _add_agent(self, here: set[tuple[str, int]], event: LoggedEvent) -> None:
+        """Record the agents whose ends are in the log."""
+        agent = event.host, event.pid
+        if event.kind == EventKind.AGENT_STOPPED:
+            here.discard(agent)
+            code = _number(event, "exit_code")
+            self.agents_left.append(f"{event.time} {event.node}: exit code {code}: {event.reason}")
+        elif event.kind == EventKind.AGENT_STARTED:
+            here.add(agent)
+
 
 def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     """Return the story in the events, which may come in any order of hosts."""
@@ -94,101 +188,18 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     began_s: dict[tuple[int, int], float] = {}
     here: set[tuple[str, int]] = set()
     for event in events:
-        story.job = event.job or story.job
-        story.last_event = f"{event.time} {event.kind}: {event.reason}"
-        _add_to_job(story, event)
-        _add_agent(story, here, event)
+        story.add(event, here)
         if event.round is None or event.attempt is None:
             continue
         fence = event.round, event.attempt
         attempt = table.setdefault(fence, AttemptStory(round=fence[0], attempt=fence[1]))
-        _add_to_attempt(attempt, event)
+        attempt.add(event)
         if event.kind == EventKind.ROUND_SETTLED:
             began_s[fence] = event.time_s
         elif attempt.ended == event.time and fence in began_s:
-            attempt.lasted_s = round(max(0.0, event.time_s - began_s[fence]), 3)
-    story.agents_here = len(here)
-    story.attempts = [table[fence] for fence in sorted(table)]
+            attempt.last(began_s[fence], event.time_s)
+    story.complete([table[fence] for fence in sorted(table)], len(here))
     return story
-
-
-def _add_to_job(story: JobStory, event: LoggedEvent) -> None:
-    if event.kind == EventKind.JOB_ENDED:
-        story.ended, story.reason = event.time, event.reason
-        story.ok = bool(event.data.get("ok"))
-        story.exit_code = _number(event, "exit_code")
-    elif event.kind in (EventKind.RESTART, EventKind.REPLACEMENT):
-        story.restarts_used = _number(event, "used") or story.restarts_used
-        story.replacements += event.kind == EventKind.REPLACEMENT
-    elif event.kind == EventKind.NODE_DEPARTED:
-        story.departures.append(f"{event.time} {event.node}: {event.reason}")
-
-
-def _add_agent(story: JobStory, here: set[tuple[str, int]], event: LoggedEvent) -> None:
-    """Record the agents whose ends are in the log."""
-    agent = event.host, event.pid
-    if event.kind == EventKind.AGENT_STOPPED:
-        here.discard(agent)
-        code = _number(event, "exit_code")
-        story.agents_left.append(f"{event.time} {event.node}: exit code {code}: {event.reason}")
-    elif event.kind == EventKind.AGENT_STARTED:
-        here.add(agent)
-
-
-def _add_to_attempt(attempt: AttemptStory, event: LoggedEvent) -> None:
-    match event.kind:
-        case EventKind.ROUND_SETTLED:
-            attempt.began, attempt.began_because = event.time, event.reason
-            attempt.world_size = _number(event, "world_size") or 0
-            attempt.nodes = _number(event, "nodes") or 0
-            attempt.members = str(event.data.get("members", ""))
-        case EventKind.WORKER_EXITED:
-            _add_exit(attempt, event)
-        case EventKind.REPLICA_DIFFERED:
-            attempt.differed.append(f"{event.time}: {event.reason}")
-        case EventKind.INCIDENT | EventKind.DRAIN_STARTED:
-            _record_reason(attempt, event)
-        case EventKind.REPLACEMENT if not attempt.ended:
-            pass  # For a worker without a rank: the world continues.
-        case EventKind.RESTART | EventKind.REPLACEMENT | EventKind.JOB_ENDED:
-            _record_reason(attempt, event)
-            attempt.root_cause = str(event.data.get("cause", ""))
-            attempt.root_node = str(event.data.get("cause_node", ""))
-            attempt.root_rank = _number(event, "cause_rank")
-            attempt.consequences = _number(event, "consequences") or 0
-            attempt.alike = _number(event, "alike") or 0
-
-
-def _record_reason(attempt: AttemptStory, event: LoggedEvent) -> None:
-    """Record the reason of the attempt's end; the first reason counts."""
-    if not attempt.ended:
-        attempt.ended, attempt.ended_because = event.time, event.reason
-
-
-def _add_exit(attempt: AttemptStory, event: LoggedEvent) -> None:
-    code = _number(event, "exit_code")
-    if code is None:
-        attempt.succeeded += 1
-        return
-    rank = _number(event, "rank")
-    age_s = event.data.get("age_s", 0.0)
-    time_s = event.time_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
-    attempt.failures.append(
-        SeenFailure(
-            node=event.node,
-            rank=None if rank == NO_RANK else rank,
-            local_rank=_number(event, "local_rank") or 0,
-            pid=_number(event, "pid") or 0,
-            exit=event.reason,
-            exit_code=code,
-            time=iso_time(int(min(max(time_s, 0.0), _TIME_MAX_S) * _NS)),
-            stopped=bool(event.data.get("stopped")),
-            output=bool(event.data.get("output")),
-            message=str(event.data.get("message", "")),
-            error_file=str(event.data.get("error_file", "")),
-            log_file=str(event.data.get("log_file", "")),
-        )
-    )
 
 
 def _number(event: LoggedEvent, name: str) -> int | None:

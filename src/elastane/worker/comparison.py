@@ -53,7 +53,9 @@ class Replicas:
         health: Health,
         differed: Callable[[int, str], None],
     ) -> None:
-        self._group, self._tracked, self._health = group, tracked, health
+        self._group = group
+        self._tracked = tracked
+        self._health = health
         self._differed = differed
 
     def verify(self, committed: int) -> None:

@@ -97,7 +97,8 @@ class ControlSocket:
 
         The thread also calls `doing`, when the agent asks what this worker does.
         """
-        self._end_world, self._doing = end_world, doing
+        self._end_world = end_world
+        self._doing = doing
         self._thread = threading.Thread(target=self._read, name="elastane-line", daemon=True)
         self._thread.start()
 
@@ -113,7 +114,9 @@ class ControlSocket:
             self._end_if_waiting()
             self._news.wait_for(lambda: self._place is not None or self._closed)
             self._waits = False
-            place, self._place, self._interrupted = self._place, None, ""
+            place = self._place
+            self._place = None
+            self._interrupted = ""
         if place is None:
             raise _no_agent("it closed the control socket")
         return place
@@ -136,7 +139,9 @@ class ControlSocket:
 
     def close(self) -> None:
         """Close the socket and join the thread, so that it is not killed in the middle of torch."""
-        self._closed, self._end_world, self._doing = True, _nothing, _not_waiting
+        self._closed = True
+        self._end_world = _nothing
+        self._doing = _not_waiting
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
@@ -178,7 +183,8 @@ class ControlSocket:
                 if isinstance(word, AssignedPlace):
                     self._place = word
                 elif isinstance(word, InterruptWorker):
-                    self._place, self._interrupted = None, word.reason or "interrupted"
+                    self._place = None
+                    self._interrupted = word.reason or "interrupted"
                 elif isinstance(word, End):
                     self._ends = True
                     self._end_if_waiting()

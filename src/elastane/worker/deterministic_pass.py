@@ -51,7 +51,9 @@ class Pass:
         parameters: Iterable[torch.nn.Parameter],
         buffers: Iterable[BufferStatus],
     ) -> None:
-        self._group, self._means, self._shards = group, means, shards
+        self._group = group
+        self._means = means
+        self._shards = shards
         self._parameters = [each for each in parameters if each.requires_grad]
         self._before = [each.grad for each in self._parameters]
         registered: dict[int, list[BufferStatus]] = {}

@@ -55,7 +55,9 @@ class DigestLog:
     """The writer of one worker; the file is open only on rank 0."""
 
     def __init__(self, path: Path, every: int = 1, job: str = "") -> None:
-        self.path, self.every, self.job = path, every, job
+        self.path = path
+        self.every = every
+        self.job = job
         self._file = -1
         self._end = 0
         self._last = -1
@@ -98,7 +100,9 @@ class DigestLog:
         try:
             own = dict(settings())
             self._insist_on_own(file, committed, own)
-            self._end, self._last = _cut_uncommitted(file, committed)
+            end, last = _cut_uncommitted(file, committed)
+            self._end = end
+            self._last = last
         except BaseException:
             os.close(file)
             raise

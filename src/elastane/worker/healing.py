@@ -63,14 +63,18 @@ class Health:
     """Whether this member holds the job's state, and how it gets it."""
 
     def __init__(self, group: ElasticGroup, tracked: RegisteredObjects) -> None:
-        self._group, self.tracked = group, tracked
+        self._group = group
+        self.tracked = tracked
         self._reserved: list[torch.Tensor] = []
         self.holds = False
         self.torn = False
         # Whether the last step failed in its body after its update.
         self.cut_short = False
-        # Set for a state that is sharded over workers and has replicas.
         self.shards: ShardHealing | None = None
+
+    def heal_by(self, shards: ShardHealing) -> None:
+        """Heal a state that is sharded over workers and has replicas."""
+        self.shards = shards
 
     def prepare(self) -> None:
         """Allocate memory for a state that will arrive, before other members wait for this one."""
@@ -158,11 +162,14 @@ class Health:
 
     def half_written(self) -> None:
         """Record that this member's state is being overwritten."""
-        self.holds, self.torn = False, True
+        self.holds = False
+        self.torn = True
 
     def whole(self) -> None:
         """Record that this member holds a whole state."""
-        self.holds, self.torn, self.cut_short = True, False, False
+        self.holds = True
+        self.torn = False
+        self.cut_short = False
 
     def _state(self, progress: MemberProgress) -> dict[str, Any]:
         return {"tracked": self.tracked.state(), "data": progress.state_dict()}

@@ -104,7 +104,8 @@ class Job:
     def join(self, *, wait_for_place: bool = True) -> Self:
         """Meet the other workers; `init` calls it."""
         atexit.register(self.close)
-        self._former_hook, sys.excepthook = sys.excepthook, self._excepthook
+        self._former_hook = sys.excepthook
+        sys.excepthook = self._excepthook
         self._world.join(wait_for_place=wait_for_place)
         self.mode.apply(self.process_group, self._tracked)
         return self
@@ -233,7 +234,7 @@ class Job:
         if call.is_between_loops:
             self._world.able()
         self._world.progress.at(Activity.BETWEEN)
-        call.before = Before(self._tracked, self.process_group)
+        call.begin_run(Before(self._tracked, self.process_group))
         try:
             while not self._is_run(call, functools.partial(function, *args, **kwargs)):
                 pass
@@ -247,10 +248,7 @@ class Job:
     def _is_run(self, call: RetriedCall, function: Callable[[], Any]) -> bool:
         """Run the function of a call; False if a peer was lost and it has to run again."""
         try:
-            call.ran = False
-            self.process_group.pairing.insist()
-            call.value = function()
-            call.ran = True
+            call.run(functools.partial(self._run_paired, function))
             self.process_group.check()
             torch.distributed.barrier(group=self.process_group)
             self.process_group.check()
@@ -260,6 +258,11 @@ class Job:
         self._calls.complete(call)
         self.process_group.pairing.passed()
         return True
+
+    def _run_paired(self, function: Callable[[], Any]) -> Any:
+        """Run the function if the members have made the same collectives so far."""
+        self.process_group.pairing.insist()
+        return function()
 
     def _is_over_in_the_next(self, call: RetriedCall) -> bool:
         """Enter the next world from within a call; return whether another member completed it."""
@@ -288,12 +291,12 @@ class Job:
         self._world.progress.at(Activity.BODY)
         self._calls.in_step()
         self._undo.begin()
-        self._updates.step_number = step.number
+        self._updates.begin_step(step.number)
 
     def end_step(self, step: Step, error: Exception | None) -> bool:
         """End the body of a step; return whether `error` was that of a lost peer."""
         self._calls.behind_step()
-        self._updates.step_number = None
+        self._updates.end_step()
         self.mode.leave()
         is_cut = error is not None
         if error is None:
@@ -306,7 +309,8 @@ class Job:
         elif not (self.process_group.failed or self._world.world_has_ended):
             return False
         if error is None or self._health.keeps(self._undo, is_cut=is_cut):
-            step.committed, self._met = True, False
+            step.commit()
+            self._met = False
             self._health.forget()
             self._undo.committed()
             self._open_feed.commit(step.number)
@@ -385,7 +389,8 @@ class Job:
                 slug="job-steps",
             )
         if self._feed is None:
-            self._feed, self._loader = Feed(loader), loader
+            self._feed = Feed(loader)
+            self._loader = loader
             self._saved.opened(self._feed.cursor)
             self.mode.open(self._feed.cursor, accumulate)
             self._begin()

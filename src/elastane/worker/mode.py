@@ -50,7 +50,8 @@ class Mode:
 
     def apply(self, group: ElasticGroup, tracked: RegisteredObjects) -> None:
         """Begin with this group and the registered objects."""
-        self.group, self.tracked = group, tracked
+        self.group = group
+        self.tracked = tracked
 
     def close(self) -> None:
         """Leave nothing behind in this process."""
@@ -116,7 +117,7 @@ class Deterministic(Mode):
     def apply(self, group: ElasticGroup, tracked: RegisteredObjects) -> None:
         """Make torch deterministic, and seed what is built from here on with the job's seed."""
         super().apply(group, tracked)
-        group.guard = self._refuse_collective
+        group.guard_by(self._refuse_collective)
         os.environ.setdefault(*_CUBLAS)
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
         enabled = torch.are_deterministic_algorithms_enabled()
@@ -170,7 +171,10 @@ class Deterministic(Mode):
 
     def begin(self, step: int) -> None:
         """Begin a step, or retry it."""
-        self._step, self._passes, self._had_gradients, self._inside = step, 0, False, None
+        self._step = step
+        self._passes = 0
+        self._had_gradients = False
+        self._inside = None
         # Registered generators are part of the state, so all members have the same ones already.
         begin_streams(*self._stream_key(0))
 

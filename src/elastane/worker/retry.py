@@ -17,7 +17,7 @@ raised as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -72,6 +72,20 @@ class RetriedCall:
     value: Any = None
     is_over: bool = False
 
+    def begin_run(self, before: Before) -> None:
+        """Record what the function may change, before it runs."""
+        self.before = before
+
+    def run(self, function: Callable[[], Any]) -> None:
+        """Run the function in the current world, and keep its value."""
+        self.ran = False
+        self.value = function()
+        self.ran = True
+
+    def finish(self) -> None:
+        """Record that all members have run the function."""
+        self.is_over = True
+
     @property
     def is_between_loops(self) -> bool:
         """Whether a joining worker reaches this call itself."""
@@ -98,11 +112,13 @@ class Calls:
 
     def behind_step(self) -> None:
         """Record that a step is yielded, or that its body has ended."""
-        self._where, self._number = "behind", 0
+        self._where = "behind"
+        self._number = 0
 
     def loop_ended(self) -> None:
         """Record that the script leaves a loop of steps."""
-        self._where, self._number = "between", 0
+        self._where = "between"
+        self._number = 0
         self._loops += 1
 
     def begin(self, name: str, steps: int) -> RetriedCall:
@@ -120,12 +136,10 @@ class Calls:
             else (_BEHIND_A_STEP, steps, self._number)
         )
         self._number += 1
-        call = RetriedCall(place)
         if between and place <= self._completed:
-            call.is_over, call.value = True, self._value_of(name, place)
-            return call
-        self.call = call
-        return call
+            return RetriedCall(place, value=self._value_of(name, place), is_over=True)
+        self.call = RetriedCall(place)
+        return self.call
 
     def end(self) -> None:
         """End the current call, with a value or an exception."""
@@ -134,7 +148,8 @@ class Calls:
     def complete(self, call: RetriedCall) -> None:
         """Record that all members have run the function of this call to its end."""
         assert call.ran, "a barrier was passed that this member had not reached"
-        call.is_over, self._done = True, call.place
+        call.finish()
+        self._done = call.place
         if not call.is_between_loops:
             return
         self._completed = call.place
@@ -168,7 +183,8 @@ class Calls:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Accept another member's completed calls and their values."""
         kind, loops, number = state["completed"]
-        self._completed, self._values = (kind, loops, number), dict(state["values"])
+        self._completed = (kind, loops, number)
+        self._values = dict(state["values"])
 
     def _value_of(self, name: str, place: Place) -> Any:
         if _key(place) not in self._values:
@@ -186,7 +202,8 @@ class RetryProgress:
     """How far a member is: its position in the data and its calls, as one state."""
 
     def __init__(self, cursor: DataPosition, calls: Calls) -> None:
-        self._cursor, self._calls = cursor, calls
+        self._cursor = cursor
+        self._calls = calls
 
     @property
     def next_step(self) -> int:

@@ -44,7 +44,9 @@ class SavedJob:
     """The state source of one job, with or without a Checkpointer."""
 
     def __init__(self, worlds: Worlds, tracked: RegisteredObjects, health: Health) -> None:
-        self._worlds, self._tracked, self._health = worlds, tracked, health
+        self._worlds = worlds
+        self._tracked = tracked
+        self._health = health
         self._cursor: DataPosition | None = None
         self._place: dict[str, Any] = {}  # restored before there was a cursor
         self._waits: list[Callable[[], None]] = []

@@ -40,8 +40,12 @@ class Shards:
         *,
         came_later: bool,
     ) -> None:
-        self._group, self._mesh, self._tracked = group, mesh, health.tracked
-        self._health, self._undo, self._came_later = health, undo, came_later
+        self._group = group
+        self._mesh = mesh
+        self._tracked = health.tracked
+        self._health = health
+        self._undo = undo
+        self._came_later = came_later
         self.is_healing = False
         self._agreed = self._ready = False
         # The optimizer whose update was agreed on last, or is being agreed on; None: the body's
@@ -64,7 +68,9 @@ class Shards:
         is_known = self._undo.is_whole if optimizer is None else self._next is optimizer
         if self._agreed and is_known:
             return
-        self._ready, self._agreed, self._next = True, False, optimizer
+        self._ready = True
+        self._agreed = False
+        self._next = optimizer
         try:
             if not self._mesh.is_sole:
                 dist.all_reduce(torch.ones(1), group=self._group)

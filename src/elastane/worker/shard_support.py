@@ -48,12 +48,13 @@ def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None
         raise _refused("job.steps(verify_every=...)")
     # A joining worker enters a job that heals, even if one replica is left at the moment.
     why = "" if worlds.came_later else why_unhealed(health.tracked, worlds.mesh)
-    worlds.restarts = why and _why_never(health.tracked, worlds.mesh)
+    worlds.restart_because(why and _why_never(health.tracked, worlds.mesh))
     if not worlds.restarts and worlds.mesh is not None:
         from elastane.worker.shard_healing import Shards  # heavy: torch.distributed.fsdp
 
         came_later = worlds.came_later
-        health.shards = Shards(worlds.group, worlds.mesh, health, undo, came_later=came_later)
+        shards = Shards(worlds.group, worlds.mesh, health, undo, came_later=came_later)
+        health.heal_by(shards)
     if why and worlds.rank == 0 and worlds.has_agent:
         sys.stderr.write(
             f"elastane: {why}; when a worker is lost, all start again and go on from the"
@@ -76,7 +77,7 @@ def open_mesh(worlds: Worlds, shards: int) -> Any:
             next_step="mesh = job.device_mesh(shard=S), once, before the model is built",
             slug="job-mesh",
         )
-    mesh = MeshGroups(whole("shard", shards, 1))
+    mesh = MeshGroups(whole("shard", shards, 1), worlds.progress.beat)
     worlds.open_mesh(mesh)
     return mesh.device_mesh(worlds.device.type)
 

@@ -62,6 +62,10 @@ class Step:
         self._portions = portions
         self._job = job
 
+    def commit(self) -> None:
+        """Record that all members accepted the step's update."""
+        self.committed = True
+
     @property
     def batches(self) -> Iterator[Any]:
         """Yield this rank's micro-batches; each sets the weight that `backward` uses.
@@ -120,7 +124,10 @@ class Updates:
     def __init__(
         self, group: ElasticGroup, tracked: RegisteredObjects, health: Health, undo: Undo
     ) -> None:
-        self._group, self._tracked, self._health, self._undo = group, tracked, health, undo
+        self._group = group
+        self._tracked = tracked
+        self._health = health
+        self._undo = undo
         self._mode = Mode()
         self._settle: Callable[[], None] = lambda: None
         self._handles: list[Any] = []
@@ -130,12 +137,21 @@ class Updates:
 
     def watch(self, mode: Mode, settle: Callable[[], None]) -> None:
         """Check updates from here on; `settle` waits until registered objects may be changed."""
-        self._mode, self._settle = mode, settle
+        self._mode = mode
+        self._settle = settle
         for optimizer in self._tracked.optimizers:
             self._known.add(optimizer)
             self._handles.append(optimizer.register_step_pre_hook(self._before))
             self._handles.append(optimizer.register_step_post_hook(self._after))
         self._handles.append(register_optimizer_step_pre_hook(self._before_any))
+
+    def begin_step(self, number: int) -> None:
+        """Check the updates of this step's body."""
+        self.step_number = number
+
+    def end_step(self) -> None:
+        """Leave the body: optimizers are the script's own."""
+        self.step_number = None
 
     def close(self) -> None:
         """Remove all hooks from torch. Idempotent."""

@@ -194,10 +194,11 @@ class _Parameters:
         if count != self._count:
             self._count = count
             self._live = [each for each in tracked.parameters() if _is_plain(each)]
-            self._places, self._kept = [], []
+            self._places = []
+            self._kept = []
         places = [each.data_ptr() for each in self._live]
         if places != self._places:
-            self._places, (self._here, self._there) = places, _ends_of(self._live)
+            self._locate(places)
         self._sampled = self._sample()
         if self._is_copied and self._live:
             self._copy()
@@ -230,8 +231,14 @@ class _Parameters:
                     live.data = kept.clone()
                 else:
                     live.copy_(kept)
-            self._places = [each.data_ptr() for each in self._live]
-            self._here, self._there = _ends_of(self._live)
+            self._locate([each.data_ptr() for each in self._live])
+
+    def _locate(self, places: list[int]) -> None:
+        """Sample the parameters at these addresses from here on."""
+        here, there = _ends_of(self._live)
+        self._places = places
+        self._here = here
+        self._there = there
 
     def _sample(self) -> tuple[bytes, list[torch.Tensor]]:
         """Return the bytes of the sampled numbers; of a device, without waiting for it."""

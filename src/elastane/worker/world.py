@@ -40,7 +40,8 @@ class Worlds:
     """The worlds of one worker; its control socket's thread may end the current one at any time."""
 
     def __init__(self, line: ControlSocket | None) -> None:
-        self.group = ElasticGroup()
+        self.progress = ProgressReporter()
+        self.group = ElasticGroup(when_begun=self.progress.beat)
         # None: without an agent, or not in a world yet.
         self.place: AssignedPlace | None = None
         # Whether this worker is a standby: it has no place in a world yet.
@@ -60,8 +61,6 @@ class Worlds:
         self._sharding: Sharding | None = None  # as last reported to the agent
         # Whether this world has no whole replicas: its members only come to one step in it.
         self._is_uneven = False
-        self.progress = ProgressReporter()
-        self.group.when_begun = self.progress.beat
 
     def join(self, *, wait_for_place: bool) -> None:
         """Meet the other workers.
@@ -134,6 +133,10 @@ class Worlds:
         if self._line is not None and not self.restarts:
             self._line.finished()
 
+    def restart_because(self, why: str) -> None:
+        """Set why the loss of a worker restarts all workers; "": they recover in place."""
+        self.restarts = why
+
     def differed(self, steps: int, reason: str) -> None:
         """Report that this worker's replica differed from the majority after `steps` steps."""
         if self._line is not None:
@@ -200,8 +203,6 @@ class Worlds:
         A worker's modules depend on its coordinate. A standby waits for a place in a world here.
         """
         self.mesh = mesh
-        for group in mesh.groups:
-            group.when_begun = self.progress.beat
         self._set_apart(False)
         if self.waits:
             self._wait_for_place()
@@ -291,7 +292,8 @@ class Worlds:
 
     def _set_place(self, place: AssignedPlace) -> None:
         """Set the place of this worker, and the environment variables that describe it."""
-        self.place, self.waits = place, False
+        self.place = place
+        self.waits = False
         os.environ.update(place.env)
 
     def _wait_for_place(self) -> None:
@@ -309,7 +311,7 @@ class Worlds:
     def _set_apart(self, apart: bool) -> None:
         """Set whether this worker builds alone while the others wait for its first step."""
         for group in (self.group, *(self.mesh.groups if self.mesh is not None else ())):
-            group.apart = apart
+            group.build_apart(apart)
         if apart:
             self.progress.at(Activity.BUILDING)
 
@@ -335,10 +337,10 @@ class Worlds:
         claims, nodes, shards, sizes = ([each[part] for each in received] for part in range(4))
         if len(set(shards)) > 1:
             raise _not_alike(shards)
-        mesh.span = _nodes_per_replica(mesh.shards, *set(sizes))
+        mesh.spread(_nodes_per_replica(mesh.shards, *set(sizes)))
         spans = mesh.span > 1 and self._line is not None  # without an agent there is no other world
         self._is_uneven = spans and not is_whole(claims, mesh.shards)
-        self.group.parts = () if self._is_uneven else mesh.groups
+        self.group.consist_of(() if self._is_uneven else mesh.groups)
         if self._is_uneven:
             if NO_SEAT in claims:
                 what = f"{size} workers make no whole replicas of {mesh.shards}"
