@@ -117,7 +117,7 @@ class _Agent:
             node.snapshot_server.replicate_with(lambda: replica_peers(config, keyring))
         parts = self._parts(keys, keyring, access)
         parts.shell.handle_signals(config.signals)
-        node.log(
+        node.log.write(
             LogEvent(
                 kind=EventKind.AGENT_STARTED,
                 reason=f"job {config.spec.job}, pid {os.getpid()}",
@@ -138,7 +138,7 @@ class _Agent:
     def _parts(self, keys: JobKeys | None, keyring: Keyring, access: rpc.Access) -> _Parts:
         config, node = self._config, self._node
         bridge = operator_bridge_of(keys, config.environment)
-        hosting = CoordinatorHost(config.spec, access, node.log_as_coordinator, bridge)
+        hosting = CoordinatorHost(config.spec, access, node.log.write_as_coordinator, bridge)
         leadership = self._leadership(keys, hosting)
         core = AgentCore(
             config.spec,
@@ -152,7 +152,7 @@ class _Agent:
         )
         queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
         link = CoordinatorLink(leadership, dialer, queue.put_nowait, config.spec)
-        outlets = Outlets(link, node.log, node.reaper.allow_until)
+        outlets = Outlets(link, node.log.write, node.reaper.allow_until)
         shell = AgentShell(core, self._group_setup(), node.port, queue, outlets)
         return _Parts(core, shell, dialer, link, leadership, keys)
 

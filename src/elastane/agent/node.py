@@ -44,44 +44,52 @@ _log = logging.getLogger("elastane.options")
 _REAPER_PAUSE_S = 0.5
 
 
-@dataclass
+@dataclass(frozen=True)
+class NodeLog:
+    """Where the events of one agent, its coordinator and its snapshot server are logged."""
+
+    node_id: str
+    events: EventLog
+    handle_event: EventHandler = discard
+
+    def write(self, event: LogEvent) -> None:
+        """Log an event of this agent."""
+        self._write_from(event, "agent")
+
+    def write_as_coordinator(self, event: LogEvent) -> None:
+        """Log an event of the coordinator, which runs in this agent."""
+        self._write_from(event, "coordinator")
+
+    def write_snapshot_event(self, event: SnapshotEvent) -> None:
+        """Log what the snapshot server reports."""
+        from elastane.agent.snapshot_server import snapshot_event
+
+        self.write(snapshot_event(event, self.node_id))
+
+    def write_snapshot_server_lost(self, reason: str) -> None:
+        """Log that the snapshot server ended before this agent."""
+        event = LogEvent(kind=EventKind.SNAPSHOT_SERVER_LOST, reason=reason, node_id=self.node_id)
+        self.events.log(event, "agent")
+
+    def _write_from(self, event: LogEvent, source: str) -> None:
+        console.log_event(event)
+        self.events.log(event, source)
+        self.handle_event(event, source)
+
+
+@dataclass(frozen=True)
 class NodeServices:
     """What one agent has on its machine."""
 
     config: AgentConfig
     id: str
     process_mark: str
-    events: EventLog
+    log: NodeLog
     reaper: OrphanReaper
     spawner: Spawner
     port: OfferedPort
     snapshot_server: SnapshotServerHandle
     timers: TimerWatch | None = None
-    handle_event: EventHandler = discard
-
-    def log(self, event: LogEvent) -> None:
-        """Log an event of this agent."""
-        self._log_from(event, "agent")
-
-    def log_snapshot_event(self, event: SnapshotEvent) -> None:
-        """Log what the snapshot server reports."""
-        from elastane.agent.snapshot_server import snapshot_event
-
-        self.log(snapshot_event(event, self.id))
-
-    def log_snapshot_server_lost(self, reason: str) -> None:
-        """Log that the snapshot server ended before this agent."""
-        event = LogEvent(kind=EventKind.SNAPSHOT_SERVER_LOST, reason=reason, node_id=self.id)
-        self.events.log(event, "agent")
-
-    def log_as_coordinator(self, event: LogEvent) -> None:
-        """Log an event of the coordinator, which runs in this agent."""
-        self._log_from(event, "coordinator")
-
-    def _log_from(self, event: LogEvent, source: str) -> None:
-        console.log_event(event)
-        self.events.log(event, source)
-        self.handle_event(event, source)
 
 
 def register_node(
@@ -116,30 +124,29 @@ async def node_services(
     """Start the services of this agent on its machine, and stop them at the end."""
     process_mark = uuid.uuid4().hex
     become_subreaper()
-    snapshot_server = SnapshotServerHandle(config.environment)
+    supervision = config.supervision
+    events = EventLog(config.logs.base_dir, config.spec.job, node_id, host)
+    origin = EventOrigin(job=config.spec.job, node=node_id, host=host, pid=os.getpid())
+    log = NodeLog(node_id, events, event_handler(supervision.event_handler, origin))
+    snapshot_server = SnapshotServerHandle(
+        config.environment, log.write_snapshot_event, log.write_snapshot_server_lost
+    )
     snapshot_server.open()
     reaper = OrphanReaper(process_mark, snapshot_server.path)
     await reaper.start()
-    events = EventLog(config.logs.base_dir, config.spec.job, node_id, host)
     spawner = _spawner(config, process_mark, events, node_id)
     port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner), host=config.reach)
-    supervision = config.supervision
     node = NodeServices(
         config=config,
         id=node_id,
         process_mark=process_mark,
-        events=events,
+        log=log,
         reaper=reaper,
         spawner=spawner,
         port=port,
         snapshot_server=snapshot_server,
         timers=TimerWatch(supervision.timer_file) if supervision.watches_timers else None,
-        handle_event=event_handler(
-            supervision.event_handler,
-            EventOrigin(job=config.spec.job, node=node_id, host=host, pid=os.getpid()),
-        ),
     )
-    snapshot_server.report(node.log_snapshot_event, node.log_snapshot_server_lost)
     reaper_watch = asyncio.create_task(_restart_reaper(reaper))
     snapshot_server.start()
     await spawner.start()

@@ -62,7 +62,13 @@ _PURPOSE = b"elastane keepers"
 class SnapshotServerHandle:
     """The snapshot server of one agent; `path` is its socket, "" without one."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        log_event: Callable[[SnapshotEvent], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        """`log_event` gets the server's events, and `lost` the reason of its end."""
         self.path = ""
         self._environment = environment
         self._listener: socket.socket | None = None
@@ -70,8 +76,8 @@ class SnapshotServerHandle:
         self._control: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
         self._peers: Callable[[], ReplicationSettings] | None = None
-        self._log_event: Callable[[SnapshotEvent], None] | None = None
-        self._lost: Callable[[str], None] | None = None
+        self._log_event = log_event
+        self._lost = lost
 
     @property
     def pid(self) -> int | None:
@@ -104,13 +110,6 @@ class SnapshotServerHandle:
     def replicate_with(self, peers: Callable[[], ReplicationSettings]) -> None:
         """Let servers exchange copies with those of other nodes; `peers` returns how."""
         self._peers = peers
-
-    def report(
-        self, log_event: Callable[[SnapshotEvent], None], lost: Callable[[str], None]
-    ) -> None:
-        """Pass the server's events to `log_event`, and the reason of its end to `lost`."""
-        self._log_event = log_event
-        self._lost = lost
 
     def send_peers(self) -> None:
         """Send the server the current secrets and address for other nodes' servers."""
@@ -158,8 +157,7 @@ class SnapshotServerHandle:
                 f"the snapshot server ended ({ended}): its snapshots are lost; it is started again"
             )
             _log.error("%s [%s]", line, SLUG)
-            if self._lost is not None:
-                self._lost(line)
+            self._lost(line)
             if loop.time() - started_s > RESTART_PAUSE_MAX_S:
                 pause_s = RESTART_PAUSE_S
             await asyncio.sleep(pause_s)
@@ -214,8 +212,7 @@ class SnapshotServerHandle:
             _log.debug("the snapshot server reports nothing more: %r", error)
             asyncio.get_running_loop().remove_reader(control)
         else:
-            if self._log_event is not None:
-                self._log_event(event)
+            self._log_event(event)
 
     def _close_control(self) -> None:
         if self._control is not None:

@@ -27,6 +27,7 @@ from elastane.protocol.unreadable import UNREADABLE
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.live import Live
     from rich.table import Table
     from rich.text import Text
 
@@ -388,6 +389,7 @@ class LiveScreen:
         self._view = JobView()
         self._drawn_s = float("-inf")
         self._open = ExitStack()
+        self._live: Live | None = None
 
     def __enter__(self) -> Self:
         from rich.live import Live
@@ -410,6 +412,7 @@ class LiveScreen:
 
     def _draw(self) -> None:
         self._drawn_s = time.monotonic()
+        assert self._live is not None, "__enter__ comes first"
         self._live.update(render(self._view, self._title, self._console.width), refresh=True)
 
 

@@ -12,7 +12,7 @@ from elastane.snapshots.messages import ReplicationSettings
 
 async def main():
     become_subreaper()
-    keeping = SnapshotServerHandle(dict(os.environ))
+    keeping = SnapshotServerHandle(dict(os.environ), lambda event: None, lambda reason: None)
     keeping.open()
     reaper = OrphanReaper("none", keeping.path)
     await reaper.start()
