@@ -113,9 +113,10 @@ covered-1:
 covered-2:
 	$(COVERED) $(filter-out $(UNCOVERED), $(LANE_2)) $(ARGS) || [ $$? -eq $(TESTS_FAILED) ]
 
-format: env ## format the code and sort its imports
+format: env ## format the code, sort its imports, write what deploy/generate.py makes of it
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
+	$(BIN)/python deploy/generate.py
 
 clean: ## remove what was made, the virtual environment included
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

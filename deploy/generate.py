@@ -1,27 +1,34 @@
-"""Write the files of this folder that are made from `elastane kubernetes install`.
+"""Write the files that are made of the types of an ElasticJob and of the operator's rights.
 
     python deploy/generate.py
 
-Run it after a change of that command. It writes the Kustomize base, the definition and the rights
-of the operator's chart, and the schema of the jobs' chart's values. A test compares each file with
-the output of this script.
+Run it (`make format` does) after a change of either. It writes the Kustomize base, the definition
+and the rights of the operator's chart, the schema of the jobs' chart's values, and the tables of
+fields and rights in docs/kubernetes*.md. A test compares each file with the output of this script.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from elastane.cli.kubernetes import NAMESPACE
 from elastane.kubernetes.manifests import (
+    JOB_RIGHTS,
+    NODE_RIGHTS,
+    RIGHTS,
     Installation,
     Object,
+    Right,
     as_yaml,
     installation,
     roles_for_jobs,
 )
-from elastane.kubernetes.model.spec import ElasticJobSpec, WorkersSpec
+from elastane.kubernetes.model.spec import ElasticJobSpec, RunPolicy, WorkersSpec
 from elastane.kubernetes.schema import schema_of
 
 FOLDER = Path(__file__).parent
@@ -30,6 +37,9 @@ _NOTE = "# Made by deploy/generate.py.\n"
 IMAGE = "set-an-image.invalid/elastane"
 _OPERATOR = "elastane-operator"
 _RIGHTS = ("ServiceAccount", "ClusterRole", "ClusterRoleBinding")
+_DOCS = Path("../docs")
+_FIELDS_HEAD = "| field | type | default | meaning |\n|---|---|---|---|\n"
+_RIGHTS_HEAD = "| API group | resources | verbs | what for |\n|---|---|---|---|\n"
 
 
 def files() -> dict[Path, str]:
@@ -65,7 +75,77 @@ def files() -> dict[Path, str]:
     made[chart / "files/cluster-roles.yaml"] = _NOTE + as_yaml(roles_for_jobs())
     schema = json.dumps(job_values_schema(), indent=2)
     made[Path("helm/elastic-job/values.schema.json")] = schema + "\n"
+    return made | pages()
+
+
+def pages() -> dict[Path, str]:
+    """Return the pages of docs whose tables are made here, with these tables."""
+    rights = (rights_table(JOB_RIGHTS), rights_table((*RIGHTS, *NODE_RIGHTS)))
+    tables = {
+        _DOCS / "kubernetes-reference.md": (_FIELDS_HEAD, (fields_table(),)),
+        _DOCS / "kubernetes-operate.md": (_RIGHTS_HEAD, rights),
+    }
+    return {path: _with_tables(path, *parts) for path, parts in tables.items()}
+
+
+def _with_tables(path: Path, head: str, tables: tuple[str, ...]) -> str:
+    """Return the page with its tables of this head replaced, in their order."""
+    left = iter(tables)
+    text = (FOLDER / path).read_text("utf-8")
+    made = re.sub(rf"{re.escape(head)}(\|.*\n)*", lambda _: head + next(left), text)
+    assert next(left, None) is None, f"{path} has fewer tables than are made for it"
     return made
+
+
+def fields_table() -> str:
+    """Return the rows of all fields of a spec; a star marks those of runPolicy."""
+    rows = []
+    policy = {field.encode_name for field in msgspec.structs.fields(RunPolicy)}
+    properties = schema_of(ElasticJobSpec)["properties"]
+    for name in sorted(properties, key=policy.__contains__):
+        if name == "replicaSpecs":
+            rows += _fields_of(schema_of(WorkersSpec), "replicaSpecs.Worker.")
+            continue
+        schema = properties[name]
+        rows.append(_field_row(f"`{name}`" + (" *" if name in policy else ""), schema))
+        if "properties" in schema:
+            rows += _fields_of(schema, f"{name}.")
+        elif "properties" in schema.get("items", {}):
+            rows += _fields_of(schema["items"], f"{name}[].")
+    return "".join(rows)
+
+
+def _fields_of(schema: Object, prefix: str) -> list[str]:
+    return [_field_row(f"`{prefix}{name}`", part) for name, part in schema["properties"].items()]
+
+
+def _field_row(name: str, schema: Object) -> str:
+    default = schema.get("default", "")
+    shown = "" if default == "" or isinstance(default, list) else f"`{default}`"
+    meaning = schema.get("description", "").replace("|", "\\|")
+    return f"| {name} | {_type_of(schema)} | {shown} | {meaning} |\n"
+
+
+def _type_of(schema: Object) -> str:
+    if "enum" in schema:
+        return ", ".join(f"`{one}`" for one in schema["enum"])
+    if "x-kubernetes-int-or-string" in schema:
+        return "number or text"
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if schema["type"] == "integer":
+        top = f" to {high}" if high is not None and high < 1_000_000 else " and more"
+        return f"{low}{top}" if low is not None else "number"
+    kinds = {"string": "text", "boolean": "true, false", "array": "list", "object": "object"}
+    return kinds[schema["type"]]
+
+
+def rights_table(rights: tuple[Right, ...]) -> str:
+    """Return a row for each right."""
+    rows = []
+    for group, resources, verbs, why in rights:
+        shown = ", ".join(f"`{one}`" for one in resources)
+        rows.append(f"| {group or 'core'} | {shown} | {', '.join(verbs)} | {why} |\n")
+    return "".join(rows)
 
 
 def job_values_schema() -> dict[str, Any]:

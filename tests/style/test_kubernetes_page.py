@@ -1,7 +1,6 @@
-"""docs/kubernetes*.md say what the code does: its tables of fields, rights, codes, events, metrics.
+"""docs/kubernetes*.md say what the code does: the tables of codes, events, metrics, and the bounds.
 
-The tables of fields and rights are made of the code; `python tests/style/test_kubernetes_page.py`
-prints them as they are now.
+`deploy/generate.py` writes the tables of fields and rights, and test_kube_deploy.py compares them.
 """
 
 import ast
@@ -12,96 +11,18 @@ import msgspec
 import pytest
 from style_sources import ROOT, SRC
 
-from elastane.kubernetes.manifests import JOB_RIGHTS, NODE_RIGHTS, RIGHTS
 from elastane.kubernetes.model import JobStatus, names
-from elastane.kubernetes.model.spec import (
-    REPLICAS_MAX,
-    ElasticJobSpec,
-    ExitCodeRule,
-    NodeQuarantine,
-    RunPolicy,
-    SchedulingPolicy,
-    WorkersSpec,
-)
+from elastane.kubernetes.model.spec import REPLICAS_MAX
 from elastane.kubernetes.operator.probes import _COUNTERS, _OF_A_JOB
 from elastane.kubernetes.reconcile import bounds, status
 from elastane.kubernetes.reconcile.exit_codes import documented
-from elastane.kubernetes.schema import schema_of
 
 PATHS = sorted((ROOT / "docs").glob("kubernetes*.md"))
-NESTED = {
-    "schedulingPolicy": SchedulingPolicy,
-    "nodeQuarantine": NodeQuarantine,
-    "exitCodeRules[]": ExitCodeRule,
-}
 RECONCILE = sorted((SRC / "kubernetes" / "reconcile").glob("*.py"))
 
 
 def page():
     return "\n".join(path.read_text("utf-8") for path in PATHS)
-
-
-# ---- the tables that are made
-
-
-def fields_table():
-    rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
-    policy = {field.encode_name for field in msgspec.structs.fields(RunPolicy)}
-    ordered = sorted(msgspec.structs.fields(ElasticJobSpec), key=lambda f: f.encode_name in policy)
-    for field in ordered:
-        name = field.encode_name
-        if name == "replicaSpecs":
-            rows += _rows(WorkersSpec, "replicaSpecs.Worker.")
-            continue
-        shown = f"`{name}`" + (" *" if name in policy else "")
-        rows.append(_row(shown, schema_of(ElasticJobSpec)["properties"][name]))
-        for key, kind in NESTED.items():
-            if key.removesuffix("[]") == name:
-                rows += _rows(kind, f"{key}.")
-    return "\n".join(rows)
-
-
-def _rows(kind, prefix):
-    properties = schema_of(kind)["properties"]
-    return [_row(f"`{prefix}{name}`", schema) for name, schema in properties.items()]
-
-
-def _row(name, schema):
-    default = schema.get("default", "")
-    shown = "" if default == "" or isinstance(default, list) else f"`{default}`"
-    # Of a structure the field says more than its type does.
-    meaning = schema.get("description", "").replace("|", "\\|")
-    return f"| {name} | {_type(schema)} | {shown} | {meaning} |"
-
-
-def _type(schema):
-    if "enum" in schema:
-        return ", ".join(f"`{one}`" for one in schema["enum"])
-    if "x-kubernetes-int-or-string" in schema:
-        return "number or text"
-    low, high = schema.get("minimum"), schema.get("maximum")
-    if schema["type"] == "integer":
-        top = f" to {high}" if high is not None and high < 1_000_000 else " and more"
-        return f"{low}{top}" if low is not None else "number"
-    kinds = {"string": "text", "boolean": "true, false", "array": "list", "object": "object"}
-    return kinds[schema["type"]]
-
-
-def rights_table(rights=(*RIGHTS, *NODE_RIGHTS)):
-    rows = ["| API group | resources | verbs | what for |", "|---|---|---|---|"]
-    for group, resources, verbs, why in rights:
-        shown = ", ".join(f"`{one}`" for one in resources)
-        rows.append(f"| {group or 'core'} | {shown} | {', '.join(verbs)} | {why} |")
-    return "\n".join(rows)
-
-
-def jobs_rights_table():
-    return rights_table(JOB_RIGHTS)
-
-
-@pytest.mark.parametrize("made", [fields_table, rights_table, jobs_rights_table])
-def test_the_tables_are_those_of_the_code(made):
-    assert made() in page(), f"{made()}\n\npython tests/style/test_kubernetes_page.py"
 
 
 # ---- what is held together by names
@@ -205,7 +126,3 @@ def test_what_the_page_links_to_is_there():
 def test_what_shows_code_of_the_repository_names_what_exists():
     for name in re.findall(r"deploy/[\w./-]+", page()):
         assert (ROOT / name.rstrip(".")).exists(), name
-
-
-if __name__ == "__main__":
-    print(fields_table(), rights_table(), jobs_rights_table(), sep="\n\n")
