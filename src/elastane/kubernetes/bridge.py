@@ -223,7 +223,8 @@ class Summary:
     def update(self, report: Report, agents: list[AgentPresence], now_s: float) -> JobReport:
         """Return the report of this moment; `now_s` is in seconds since the epoch."""
         if report.last_incident and report.last_incident != self._incident:
-            self._incident, self._incident_at_s = report.last_incident, now_s
+            self._incident = report.last_incident
+            self._incident_at_s = now_s
         # After a change no worker has reported a step yet: the last one stays.
         steps = [node.progress for node in report.nodes if node.progress is not None]
         step = self._step = min(steps, default=self._step)

@@ -14,6 +14,7 @@ import base64
 import binascii
 import ssl
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,18 +46,20 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True):
     server_name: str = ""
 
 
+_DEFAULT_TLS = Tls()
+
+
+@dataclass(frozen=True)
 class ClusterAccess:
     """One server and one identity. `where` tells a person which; `namespace` is the default one."""
 
-    def __init__(
-        self, server: str, identity: Identity, *, namespace: str, where: str, tls: Tls | None = None
-    ) -> None:
-        self.server = server
-        self.identity = identity
-        self.namespace = namespace
-        self.where = where
-        self.tls = tls or Tls()
-        self.proxy = ""
+    server: str
+    identity: Identity
+    _: KW_ONLY
+    namespace: str
+    where: str
+    tls: Tls = _DEFAULT_TLS
+    proxy: str = ""
 
     async def proof(self) -> ClientProof:
         """Return who we are, read anew where that has changed."""
@@ -122,9 +125,7 @@ def find_access(
             next_step="export KUBECONFIG=PATH, or --kubeconfig PATH; of elastane run it is"
             " --rdzv-conf kubeconfig=PATH",
         )
-    if namespace:
-        access.namespace = namespace
-    return access
+    return replace(access, namespace=namespace) if namespace else access
 
 
 def in_cluster(environ: Mapping[str, str], folder: Path = SERVICE_ACCOUNT) -> ClusterAccess:
@@ -183,15 +184,14 @@ def read_kubeconfig(paths: str, environ: Mapping[str, str], context: str = "") -
     server = _text(cluster.content, "server").rstrip("/")
     if not _is_url(server):
         raise _wrong(str(cluster.path), f"server {server!r}", "https://HOST:PORT")
-    access = ClusterAccess(
+    return ClusterAccess(
         server,
         _identity(user, cluster, environ) if user else Anybody(),
         namespace=_text(meant.content, "namespace") or "default",
         where=f"kubeconfig {meant.path}, context {context}, server {server}",
         tls=_tls(cluster),
+        proxy=_text(cluster.content, "proxy-url"),
     )
-    access.proxy = _text(cluster.content, "proxy-url")
-    return access
 
 
 class _File:

@@ -1,9 +1,8 @@
 """What an answer of the API server is: an object of the expected type, or an error.
 
 Owns the classes of errors, which answer becomes which, and the decoding of objects and lists. Bytes
-that do not decode are an ApiAnswerError. `status` is the HTTP status (0: no answer),
-`reason` Kubernetes' own word (`AlreadyExists`, `Expired`), `causes` those of its details, `message`
-the server's sentence. Callers decide by the class and those words; the text is for people.
+that do not decode are an ApiAnswerError. Callers decide by the class of an error, and by the words
+of Kubernetes in it; the text is for people.
 """
 
 from __future__ import annotations
@@ -20,6 +19,24 @@ from elastane.protocol.unreadable import UNREADABLE
 MESSAGE_CHARS_MAX = 1000
 
 
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer behind an error; the defaults mean that none came.
+
+    `status` is the HTTP status, `reason` Kubernetes' own word (`AlreadyExists`, `Expired`),
+    `causes` those of its details, `message` the server's sentence. `retry_after_s` is the pause
+    that the server asks for; None where it asks for none.
+    """
+
+    status: int = 0
+    reason: str = ""
+    message: str = ""
+    causes: frozenset[str] = frozenset()
+    retry_after_s: float | None = None
+
+
+_NO_ANSWER = Answer()
+
+
 class ApiError(ElastaneError):
     """A request that was not answered with what it asked for."""
 
@@ -34,6 +51,7 @@ class ApiError(ElastaneError):
         where: str = "",
         expected: str = "",
         next_step: str = "",
+        answer: Answer = _NO_ANSWER,
     ) -> None:
         super().__init__(
             what,
@@ -42,12 +60,11 @@ class ApiError(ElastaneError):
             expected=expected,
             next_step=next_step,
         )
-        self.status = 0
-        self.reason = ""
-        self.message = ""
-        self.causes: frozenset[str] = frozenset()  # Kubernetes' words of the details
-        # Seconds after which the server wants to be asked again; None where it said nothing.
-        self.retry_after_s: float | None = None
+        self.status = answer.status
+        self.reason = answer.reason
+        self.message = answer.message
+        self.causes = answer.causes
+        self.retry_after_s = answer.retry_after_s
 
 
 class ApiConflictError(ApiError):
@@ -115,7 +132,15 @@ class ApiUnreachableError(ApiError):
     """No answer. `sent`: the server may have carried the request out all the same."""
 
     slug = "kube-unreachable"
-    sent: bool = False
+
+    def __init__(self, what: str, *, where: str, sent: bool) -> None:
+        super().__init__(
+            what,
+            where=where,
+            expected="an API server that answers",
+            next_step="kubectl get --raw /readyz",
+        )
+        self.sent = sent
 
 
 class StatusCause(msgspec.Struct):
@@ -172,28 +197,24 @@ def refusal(
     """Return the error for an answer: `asked` is the request as a person would say it."""
     kind = _KINDS.get(status, ApiBusyError if status >= 500 else ApiError)
     message = told.message[:MESSAGE_CHARS_MAX] or told.reason or "no reason was given"
-    error = kind(
+    causes = told.details.causes if told.details is not None else None
+    return kind(
         f"kubernetes: {asked}: {message} (HTTP {status})",
         where=where,
         next_step=_NEXT_STEPS.get(kind, ""),
+        answer=Answer(
+            status=status,
+            reason=told.reason,
+            message=message,
+            causes=frozenset(cause.reason for cause in causes or ()),
+            retry_after_s=retry_after_s,
+        ),
     )
-    error.status, error.reason, error.message = status, told.reason, message
-    if told.details is not None:
-        error.causes = frozenset(cause.reason for cause in told.details.causes or ())
-    error.retry_after_s = retry_after_s
-    return error
 
 
 def unreachable(asked: str, trouble: str, *, where: str, sent: bool) -> ApiUnreachableError:
     """Return the error for a request that got no answer."""
-    error = ApiUnreachableError(
-        f"kubernetes: {asked}: {trouble}",
-        where=where,
-        expected="an API server that answers",
-        next_step="kubectl get --raw /readyz",
-    )
-    error.sent = sent
-    return error
+    return ApiUnreachableError(f"kubernetes: {asked}: {trouble}", where=where, sent=sent)
 
 
 def garbage(asked: str, trouble: str, *, where: str) -> ApiAnswerError:

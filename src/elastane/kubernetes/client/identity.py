@@ -234,9 +234,10 @@ class PluginIdentity:
 
     async def _make(self) -> ClientProof:
         with spawning():  # its exit is awaited here, and not reaped as an orphan's
-            made, self._until_s = await self._offload.run(self._run, PLUGIN_TIMEOUT_S + 5.0)
-        self._proof = made
-        return made
+            proof, until_s = await self._offload.run(self._run, PLUGIN_TIMEOUT_S + 5.0)
+        self._until_s = until_s
+        self._proof = proof
+        return proof
 
     def _run(self) -> tuple[ClientProof, float]:
         spec: dict[str, object] = {"interactive": False}

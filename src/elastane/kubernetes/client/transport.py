@@ -160,8 +160,7 @@ class Transport:
             ):
                 yield response
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            # Certificates may have been renewed on disk: the next connection reads them again.
-            pool.stale = pool.stale or _is_tls(error)
+            pool.note_failure(error)
             raise self._unreachable(request, error, sent=False) from error
         except (httpx.HTTPError, httpx.StreamError, ssl.SSLError) as error:
             raise self._unreachable(request, error, sent=request.method != "GET") from error
@@ -263,6 +262,10 @@ class _Pool:
         finally:
             self._users -= 1
             await self._close_idle()
+
+    def note_failure(self, error: Exception) -> None:
+        """Become stale after a failure of TLS: certificates may have been renewed on disk."""
+        self.stale = self.stale or _is_tls(error)
 
     async def retire(self) -> None:
         self._retired = True

@@ -68,8 +68,19 @@ class _Entry:
 
 @dataclass
 class _Bucket:
+    """One job's allowance of events."""
+
     tokens: float
     at_s: float
+
+    def take(self, now_s: float) -> bool:
+        """Take one event from the allowance; False where nothing is left of it."""
+        self.tokens = min(EVENTS_BURST, self.tokens + (now_s - self.at_s) / EVENTS_REFILL_S)
+        self.at_s = now_s
+        if self.tokens < 1:
+            return False
+        self.tokens -= 1
+        return True
 
 
 class Recorder:
@@ -98,8 +109,8 @@ class Recorder:
             if len(self._queue) >= EVENTS_WAITING_MAX or not self._allowed(about.uid):
                 self._told("dropped")
                 return
-            entry = _Entry(about, told.type, told.reason, message, now_s, now_s)
-            entry.lasts = told.count is not None
+            lasts = told.count is not None
+            entry = _Entry(about, told.type, told.reason, message, now_s, now_s, lasts=lasts)
             self._entries[key] = entry
             self._queue.add(key)
         entry.count = entry.count + 1 if told.count is None else max(entry.count, told.count)
@@ -151,7 +162,8 @@ class Recorder:
         try:
             await self._api.patch(EVENTS, namespace, name, patch, EventCount)
         except ApiNotFoundError:  # the server keeps events for an hour
-            entry.first_s, entry.count = entry.last_s, max(1, count - entry.written)
+            entry.first_s = entry.last_s
+            entry.count = max(1, count - entry.written)
             await self._api.create(EVENTS, namespace, self._manifest(name, entry), EventCount)
             count = entry.count
         entry.written = count
@@ -163,12 +175,7 @@ class Recorder:
         self._buckets.move_to_end(uid)
         if len(self._buckets) > EVENTS_REMEMBERED_MAX:
             self._buckets.popitem(last=False)
-        gained = (now_s - bucket.at_s) / EVENTS_REFILL_S
-        bucket.tokens, bucket.at_s = min(EVENTS_BURST, bucket.tokens + gained), now_s
-        if bucket.tokens < 1:
-            return False
-        bucket.tokens -= 1
-        return True
+        return bucket.take(now_s)
 
     def _manifest(self, name: str, entry: _Entry) -> dict[str, Any]:
         about = entry.about

@@ -277,7 +277,8 @@ class Elector:
                 _log.warning("lease %s: %s", self._told, what)
             self.trouble = what
             return
-        self.trouble, self.looked_s = "", boot_clock()
+        self.trouble = ""
+        self.looked_s = boot_clock()
 
 
 _STDERR = 2

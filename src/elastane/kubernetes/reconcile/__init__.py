@@ -21,11 +21,10 @@ from elastane.kubernetes.model import (
     read_status,
 )
 from elastane.kubernetes.reconcile.bounds import LOOK_AGAIN_S
-from elastane.kubernetes.reconcile.context import DecisionContext, JobVerdict, hold_refused
+from elastane.kubernetes.reconcile.context import DecisionContext, hold_refused
 from elastane.kubernetes.reconcile.ending import (
     begin_anew,
     clean_up,
-    has_ended,
     judge_end,
     may_begin_anew,
     refuse,
@@ -33,9 +32,8 @@ from elastane.kubernetes.reconcile.ending import (
 from elastane.kubernetes.reconcile.ledger import count
 from elastane.kubernetes.reconcile.node_loss import fence
 from elastane.kubernetes.reconcile.objects import keep_directive
-from elastane.kubernetes.reconcile.pods import judge
 from elastane.kubernetes.reconcile.running import finish, live, pause, wanted_slots
-from elastane.kubernetes.reconcile.settings import JobSettings, read
+from elastane.kubernetes.reconcile.settings import read
 from elastane.kubernetes.reconcile.status import status_of
 
 __all__ = ["reconcile"]
@@ -56,9 +54,8 @@ def reconcile(seen: Observed, now_s: float) -> Decision:
     if may_begin_anew(before, seen.job.metadata.edition):
         before = begin_anew(before)
     context = DecisionContext(seen, before, reading.settings, now_s)
-    _sort(context, reading.settings)
-    verdict = _decided(context)
-    return _decision(context, status_of(context, verdict))
+    _apply_rules(context)
+    return _decision(context, status_of(context, context.verdict))
 
 
 def _leave(seen: Observed, before: JobStatus) -> Decision:
@@ -78,38 +75,17 @@ def _leave(seen: Observed, before: JobStatus) -> Decision:
     return Decision(status=before, actions=actions)
 
 
-def _sort(context: DecisionContext, settings: JobSettings) -> None:
-    for pod in context.seen.pods:
-        judged = judge(pod, context.job, settings)
-        if judged is None:
-            continue
-        if judged.whose in ("ours", "orphan"):
-            context.pods.append(judged)
-        else:
-            context.others.append(judged)
-    for pod in context.seen.gone:
-        judged = judge(pod, context.job, settings, is_gone=True)
-        if judged is not None and judged.whose == "ours":
-            context.gone.append(judged)
-    context.pods.sort(key=lambda pod: (pod.index, pod.name))
-
-
-def _decided(context: DecisionContext) -> JobVerdict | None:
-    """Apply the rules; return the verdict of a job that has ended, now or before."""
-    ended = has_ended(context.before)
-    fence(context, counting=not ended)
-    context.slots = wanted_slots(context)
-    if ended:
-        context.verdict = _standing(context.before)
-    else:
+def _apply_rules(context: DecisionContext) -> None:
+    has_ended = context.verdict is not None
+    fence(context, counting=not has_ended)
+    if not has_ended:
         context.start_time = None if context.settings.is_suspended else _active_since(context)
         count(context)
         judge_end(context)
-        context.slots = wanted_slots(context)
-    verdict = context.verdict
-    if verdict is not None:
+    context.slots = wanted_slots(context)
+    if context.verdict is not None:
         context.completion_time = context.completion_time or as_time(context.now_s)
-        clean_up(context, verdict.reason)
+        clean_up(context, context.verdict.reason)
         keep_directive(context)
     elif context.settings.is_suspended:
         pause(context)
@@ -118,22 +94,10 @@ def _decided(context: DecisionContext) -> JobVerdict | None:
     else:
         live(context)
     hold_refused(context)
-    return verdict
 
 
 def _active_since(context: DecisionContext) -> str:
     return context.start_time or as_time(context.now_s)
-
-
-def _standing(before: JobStatus) -> JobVerdict:
-    kind = "Failed" if before.is_("Failed") else "Succeeded"
-    condition = before.condition(kind)
-    assert condition is not None
-    return JobVerdict(
-        kind="Failed" if kind == "Failed" else "Succeeded",
-        reason=condition.reason,
-        message=condition.message,
-    )
 
 
 def _decision(context: DecisionContext, status: JobStatus) -> Decision:

@@ -35,8 +35,10 @@ from elastane.kubernetes.reconcile.bounds import (
     REFUSED_MAX_S,
     TEXT_CHARS_MAX,
 )
-from elastane.kubernetes.reconcile.pods import Judged
+from elastane.kubernetes.reconcile.pods import Judged, judge_all
 from elastane.kubernetes.reconcile.settings import JobSettings
+
+_ENDS: tuple[Literal["Failed", "Succeeded"], ...] = ("Failed", "Succeeded")
 
 
 class JobVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +47,15 @@ class JobVerdict(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["Succeeded", "Failed"]
     reason: str
     message: str
+
+
+def standing_verdict(status: JobStatus) -> JobVerdict | None:
+    """Return how a job ended before this decision, None where it has not."""
+    for kind in _ENDS:
+        condition = status.condition(kind)
+        if condition is not None and condition.status == "True":
+            return JobVerdict(kind=kind, reason=condition.reason, message=condition.message)
+    return None
 
 
 class DecisionContext:
@@ -62,13 +73,16 @@ class DecisionContext:
         self.before = before
         self.settings = settings
         self.now_s = now_s
-        self.pods: list[Judged] = []
-        self.others: list[Judged] = []
-        self.gone: list[Judged] = []
+        judged = judge_all(seen.pods, seen.job.metadata, settings)
+        own = (pod for pod in judged if pod.whose in ("ours", "orphan"))
+        self.pods = sorted(own, key=lambda pod: (pod.index, pod.name))
+        self.others = [pod for pod in judged if pod.whose not in ("ours", "orphan")]
+        gone = judge_all(seen.gone, seen.job.metadata, settings, are_gone=True)
+        self.gone = [pod for pod in gone if pod.whose == "ours"]
         self.actions: list[Action] = []
         self.events: list[ReportedEvent] = []
         self.wakes_s: list[float] = []
-        self.verdict: JobVerdict | None = None
+        self.verdict = standing_verdict(before)
         self.restarts = before.restarts - before.worker_restarts
         self.failures = before.failures
         self.disruptions = before.disruptions

@@ -80,14 +80,14 @@ def _count_failure(context: DecisionContext, pod: Judged, ending: PodEnd) -> Non
         context.last_failure = IncidentStatus(cause=text, time=as_time(context.now_s))
     if ending.cause in ("App", "OOM") and action != "Ignore":
         context.failures += 1
-        charge_node(context, pod.node, unfit=ending.code == ExitCode.NODE_UNFIT)
+        _charge_node(context, pod.node, unfit=ending.code == ExitCode.NODE_UNFIT)
     # An agent of elastane ends with 0 when the whole job has; torchrun's speaks for its own node.
     is_over = context.ended_well_time is not None and context.settings.spec.launcher == "elastane"
     if action == "Fail" and not is_over:
         context.end("Failed", "PodFailed", f"{pod.name} on {pod.node}: {ending.text}, permanent")
     elif context.ended_well_time is None:
         context.restarts += 1
-        note_early_end(context, pod, ending.cause, lived_s=ending.lived_s)
+        _note_early_end(context, pod, ending.cause, lived_s=ending.lived_s)
 
 
 def _release_lease(context: DecisionContext, known: set[str]) -> None:
@@ -131,7 +131,7 @@ def _count_departure(context: DecisionContext, pod: Judged) -> None:
     context.disruptions += 1
     if context.ended_well_time is None:
         context.restarts += 1
-        note_early_end(context, pod, "Deleted", lived_s=QUICK_S)
+        _note_early_end(context, pod, "Deleted", lived_s=QUICK_S)
     context.tell("Normal", "PodDeleted", f"{pod.name} is being deleted by somebody: replaced")
 
 
@@ -154,7 +154,18 @@ def _count_in_place(context: DecisionContext, pod: Judged) -> None:
     context.tell("Warning", "RestartedInPlace", text)
 
 
-def note_early_end(
+def count_lost(context: DecisionContext, pod: Judged) -> None:
+    """Count a pod whose node is lost as a disruption, if it is not counted yet."""
+    if pod.uid not in context.counted:
+        context.counted[pod.uid] = None
+        context.disruptions += 1
+        context.restarts += 1
+        _note_early_end(context, pod, "NodeLost", lived_s=None)
+        _charge_node(context, pod.node)
+    context.tell("Warning", "NodeLost", f"{pod.name} was on {pod.node}, which is lost: fenced")
+
+
+def _note_early_end(
     context: DecisionContext, pod: Judged, why: str, *, lived_s: float | None
 ) -> None:
     """Have the next pod of the index wait, if pods of it end quickly again and again."""
@@ -171,7 +182,7 @@ def note_early_end(
     )
 
 
-def charge_node(context: DecisionContext, name: str, *, unfit: bool = False) -> None:
+def _charge_node(context: DecisionContext, name: str, *, unfit: bool = False) -> None:
     """Remember a failure on a node."""
     if name:
         before = context.nodes.pop(name, NodeTrouble(name=name))

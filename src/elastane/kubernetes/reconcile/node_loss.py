@@ -18,7 +18,7 @@ from __future__ import annotations
 from elastane.kubernetes.model.observed import JobReport, directive_name
 from elastane.kubernetes.reconcile.bounds import ALL_LOST_S, FENCED_KEPT, REPORT_FRESH_S
 from elastane.kubernetes.reconcile.context import DecisionContext
-from elastane.kubernetes.reconcile.ledger import charge_node, note_early_end
+from elastane.kubernetes.reconcile.ledger import count_lost
 from elastane.kubernetes.reconcile.pods import Judged
 
 
@@ -33,7 +33,7 @@ def fence(context: DecisionContext, *, counting: bool) -> None:
     for pod in lost:
         context.fenced[pod.uid] = None
         if counting:
-            _count(context, pod)
+            count_lost(context, pod)
     # Of those that are gone from the API server the newest are kept: their processes may live.
     gone = [uid for uid in context.fenced if uid not in known]
     for uid in gone[:-FENCED_KEPT]:
@@ -86,13 +86,3 @@ def _said_of(report: JobReport | None, uid: str, since_s: float, now_s: float) -
     if report is None or report.at_s < since_s or report.at_s < now_s - REPORT_FRESH_S:
         return ""
     return next((member.state for member in report.members if member.pod == uid), "")
-
-
-def _count(context: DecisionContext, pod: Judged) -> None:
-    if pod.uid not in context.counted:
-        context.counted[pod.uid] = None
-        context.disruptions += 1
-        context.restarts += 1
-        note_early_end(context, pod, "NodeLost", lived_s=None)
-        charge_node(context, pod.node)
-    context.tell("Warning", "NodeLost", f"{pod.name} was on {pod.node}, which is lost: fenced")

@@ -6,6 +6,7 @@ about the job.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -133,6 +134,14 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     def lacks_configuration(self) -> bool:
         """Whether its kubelet waits for a Secret or ConfigMap that the pod refers to."""
         return self.hindrance is not None and self.hindrance.reason == _LACKS_CONFIGURATION
+
+
+def judge_all(
+    pods: Iterable[Pod], job: Meta, settings: JobSettings, *, are_gone: bool = False
+) -> list[Judged]:
+    """Return those pods that are replicas of the job, judged."""
+    judged = (judge(pod, job, settings, is_gone=are_gone) for pod in pods)
+    return [pod for pod in judged if pod is not None]
 
 
 def judge(pod: Pod, job: Meta, settings: JobSettings, *, is_gone: bool = False) -> Judged | None:

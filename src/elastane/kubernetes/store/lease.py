@@ -159,7 +159,8 @@ class KubernetesLease(HeldLease):
             written = await self._write(replaced, term=replaced)
         except (ApiConflictError, ApiNotFoundError):
             return False
-        self._version, self._term = written.metadata.version, replaced
+        self._version = written.metadata.version
+        self._term = replaced
         self.count_from(begun_s)
         return True
 
