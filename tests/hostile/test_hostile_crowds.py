@@ -32,10 +32,9 @@ LISTENERS = {
     "process/health.py": "health check",
     "agent/process_group_store.py": "process-group store",
     "snapshots/replication.py": "snapshot server",
-    "elastic/rendezvous/_one_machine.py": "store of an agent without a handler",
+    "elastic/rendezvous/static_tcp_rendezvous.py": "store of an agent without a handler",
     # Other users and hosts do not get to these.
     "agent/snapshot_server.py": "a socket of mode 0600 in a folder of mode 0700",
-    "elastic/utils/api.py": "holds a port for its caller, and serves nothing",
     "elastic/rendezvous/etcd_server.py": "finds a free port, and serves nothing",
 }
 _CALLS = {"listen", "create_server", "start_server", "start_unix_server", "serve_forever"}
@@ -112,7 +111,7 @@ def test_the_process_group_store_answers(victim):
 def test_the_store_of_an_agent_without_a_handler_answers():
     from torch.distributed import TCPStore
 
-    from elastane.elastic.rendezvous._one_machine import OneMachineRendezvous
+    from elastane.elastic.rendezvous.static_tcp_rendezvous import OneMachineRendezvous
 
     handler = OneMachineRendezvous()
     info = handler.next_rendezvous()

@@ -13,12 +13,15 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from elastane.agent.ending import show
-from elastane.errors import ConfigurationError, ExitCode, UsageError
+from elastane.errors import ConfigurationError, ElastaneError, ExitCode, UsageError
 from elastane.observe import logging as console
 from elastane.observe.report import report_of, write_launcher_error, write_report
 from elastane.options.build import read_nnodes, read_nproc
@@ -26,18 +29,27 @@ from elastane.options.parser import Options, nearest
 from elastane.options.rendezvous import is_builtin, names
 from elastane.options.workers import read_command, read_logs, read_signals
 from elastane.process.execspawn import RUN_PATH_CODE
-from elastane.protocol.model import Outcome
+from elastane.protocol.diagnosis import Sighting, failures_in_order, root_cause
+from elastane.protocol.model import Failure, Fence, Outcome
 from elastane.stores import GROUP
 
 if TYPE_CHECKING:
     from elastane.elastic.launcher.api import LaunchConfig
     from elastane.elastic.multiprocessing import LogsSpecs
+    from elastane.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 _GROUP, _LOGS_GROUP = "torchrun.handlers", "torchrun.logs_specs"
 _REGISTRY = "elastane.elastic.rendezvous.api"
 _TORCHS_REGISTRY = "torch.distributed.elastic.rendezvous.registry"
 _LEADS = {"script": [], "module": ["-m"], "run-path": ["-c", RUN_PATH_CODE]}
 _log = logging.getLogger(__name__)
+_NS = 1_000_000_000
+_EXIT_CODES = {
+    "RendezvousTimeoutError": ExitCode.TRY_AGAIN,
+    "RendezvousConnectionError": ExitCode.TRY_AGAIN,
+    "RendezvousClosedError": ExitCode.CONFIGURATION,
+    "RendezvousError": ExitCode.TRY_AGAIN,
+}
 
 
 def is_wanted(options: Options) -> bool:
@@ -61,7 +73,6 @@ def is_wanted(options: Options) -> bool:
 
 def run(options: Options, environ: Mapping[str, str]) -> int:
     """Launch, report how it ended, and return the exit code."""
-    from elastane.elastic.launcher._outcome import outcome_of
     from elastane.elastic.launcher.api import launch_agent
     from elastane.elastic.multiprocessing import SignalException
     from elastane.elastic.multiprocessing.errors import ChildFailedError
@@ -73,7 +84,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         launch_agent(config, argv[0], argv[1:])
         outcome = Outcome(ok=True, reason="all workers of this node succeeded")
     except ChildFailedError as error:
-        outcome = outcome_of(error, options.whole("max_restarts"))
+        outcome = _outcome_of_workers(error, options.whole("max_restarts"))
     except SignalException as error:
         outcome = Outcome(
             ok=False, reason=f"got {error.sigval.name}", exit_code=int(ExitCode.DRAINED)
@@ -85,13 +96,57 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
 
 
 def _outcome_of_handler(error: Exception) -> Outcome:
-    """Return the outcome for an error of the rendezvous; raise any other error again."""
-    from elastane.elastic.launcher._outcome import exit_code_of
+    """Return the outcome for an error of the rendezvous; raise any other error again.
 
-    code = exit_code_of(error)
-    if code is None:
-        raise error
-    return Outcome(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=code)
+    It is recognized by its class name, since a handler written for torch raises torch's.
+    """
+    known = [] if isinstance(error, ElastaneError) else type(error).__mro__
+    for kind in known:
+        if kind.__name__ in _EXIT_CODES:
+            code = int(_EXIT_CODES[kind.__name__])
+            return Outcome(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=code)
+    raise error
+
+
+def _outcome_of_workers(error: ChildFailedError, max_restarts: int) -> Outcome:
+    """Return the outcome of workers that failed for good, with their root cause on this node."""
+    now_s, host = time.time(), socket.gethostname()
+    sightings = [
+        Sighting(node_id=host, at_s=failure.time_ns / _NS, failure=_failure(rank, failure, now_s))
+        for rank, failure in error.failures.items()
+    ]
+    reason = "no restarts are allowed (--max-restarts 0)"
+    if max_restarts:
+        reason = f"all {max_restarts} restarts of this node are used (--max-restarts)"
+    return Outcome(
+        ok=False,
+        reason=reason,
+        slug="worker-failed",
+        exit_code=int(ExitCode.WORKER_FAILED),
+        # A handler does not expose the numbers of its rounds.
+        cause=msgspec.structs.replace(root_cause(sightings, Fence(0, 0)), fence=None),
+        failures=failures_in_order(sightings, now_s),
+    )
+
+
+def _failure(rank: int, failure: ProcessFailure, now_s: float) -> Failure:
+    has_file = bool(failure.error_file) and failure.error_file != "<N/A>"
+    return Failure(
+        local_rank=failure.local_rank,
+        rank=rank,
+        pid=failure.pid,
+        exit_code=failure.exitcode,
+        age_s=max(0.0, now_s - failure.time_ns / _NS),
+        message=_message(failure) if has_file else "",
+        error_file=failure.error_file if has_file else "",
+    )
+
+
+def _message(failure: ProcessFailure) -> str:
+    if not isinstance(failure.message, dict):
+        return str(failure.message)
+    extra = failure.message.get("extraInfo") or {}
+    return str(extra.get("py_callstack") or failure.message.get("message", ""))
 
 
 def _report_end(options: Options, environ: Mapping[str, str], outcome: Outcome) -> None:

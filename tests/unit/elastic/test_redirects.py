@@ -9,9 +9,9 @@ import sys
 import threading
 
 import pytest
+from elastane.elastic.multiprocessing.redirects import redirect
 
 from elastane.elastic.multiprocessing import DefaultLogsSpecs, Std, to_map
-from elastane.elastic.multiprocessing.redirects import redirect
 from elastane.elastic.multiprocessing.tail_log import TailLog, tail_logfile
 
 REDIRECTED = """

@@ -27,20 +27,23 @@ from typing import Any, Protocol, cast
 
 from elastane import errors
 from elastane.elastic import events, metrics
-from elastane.elastic.agent.server._recording import put_run_metrics
-from elastane.elastic.agent.server._spec import DEFAULT_ROLE
-from elastane.elastic.agent.server.api import RunResult, WorkerSpec
+from elastane.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    WorkerSpec,
+    put_run_metrics,
+)
 from elastane.elastic.agent.server.health_check_server import HealthCheckServer
 from elastane.elastic.agent.server.local_elastic_agent import (
     LocalElasticAgent,
     _AliveCallbackProxy,
 )
 from elastane.elastic.metrics import put_metric
-from elastane.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
+from elastane.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException, Std
 from elastane.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elastane.elastic.rendezvous import RendezvousParameters
 from elastane.elastic.rendezvous import registry as rdzv_registry
-from elastane.elastic.rendezvous._errors import raise_as_api
+from elastane.elastic.rendezvous.api import raise_as_api
 from elastane.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from elastane.errors import NodeUnfitError
 from elastane.functions.failure import error_of
@@ -49,6 +52,7 @@ from elastane.functions.payload import FunctionCall, pack
 from elastane.functions.request import RequestedOptions, as_text
 from elastane.functions.signals import raise_on
 from elastane.observe.report import FinalReport, ReportedFailure
+from elastane.options.build import read_nproc
 from elastane.options.rendezvous import is_builtin
 from elastane.process import environment
 from elastane.protocol.diagnosis import headline
@@ -174,6 +178,38 @@ def launch_agent(
                     health_check_server.stop()
         spec = _spec(config, entrypoint, args, parameters, master)
         return _run_here(config, spec, health_check_server, name)
+
+
+@dataclass(frozen=True)
+class FunctionRun:
+    """A function, or a command, to run on this machine.
+
+    `local_world_size` is the number of workers, or cpu, gpu or auto: one for each GPU, or without
+    GPUs one for each CPU. The output of workers is shown and, with `log_dir`, saved there.
+    `monitor_interval` (seconds) has no effect, since the end of a worker is noticed at once.
+    """
+
+    entrypoint: Callable[..., Any] | str
+    args: tuple[Any, ...] = ()
+    log_dir: str | None = None
+    monitor_interval: float = 0.1
+    max_restarts: int = 3
+    local_world_size: int | str = "auto"
+    role: str = "default"
+
+    def run(self) -> dict[int, Any]:
+        """Run to the end; return the workers' values, by rank. See elastic_launch."""
+        config = LaunchConfig(
+            1,
+            1,
+            read_nproc(str(self.local_world_size), os.environ),
+            logs_specs=DefaultLogsSpecs(self.log_dir, tee=Std.ALL if self.log_dir else Std.NONE),
+            rdzv_backend="elastane",
+            role=self.role,
+            monitor_interval=self.monitor_interval,
+            max_restarts=self.max_restarts,
+        )
+        return elastic_launch(config, self.entrypoint)(*self.args)
 
 
 def job_of(

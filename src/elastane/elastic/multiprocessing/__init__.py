@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from elastane.elastic import use_torchs
 from elastane.elastic.multiprocessing.api import (
     DefaultLogsSpecs,
     LogsDest,
@@ -41,6 +42,7 @@ __all__ = [
     "start_processes",
     "to_map",
 ]
+use_torchs(__name__, "redirects")
 
 
 def start_processes(  # noqa: PLR0913, PLR0917 - torch's signature

@@ -1,5 +1,7 @@
 """Shows log files as they grow, each line with a prefix that names its writer.
 
+Ours, because torch's splits a line that is still being written, and shows none without a filter.
+
 Owns one thread for all files of a TailLog. A file need not exist yet. A file that cannot be read,
 or a destination that cannot be written, is logged, and the other files are still shown.
 """

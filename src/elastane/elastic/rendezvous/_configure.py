@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from elastane.agent.membership import MemberConfig, Membership
-from elastane.elastic.rendezvous._store_client import EtcdClient
-from elastane.elastic.rendezvous.api import RendezvousError, RendezvousParameters
-from elastane.errors import ConfigurationError, ElastaneError
+from elastane.elastic.rendezvous.api import RendezvousParameters
+from elastane.errors import ConfigurationError
 from elastane.options.rendezvous import Conf, read_conf, timing_of
 from elastane.options.secret import read_tls
 from elastane.process.endpoint import STANDALONE, Endpoint, parse_endpoint
@@ -25,7 +24,6 @@ from elastane.process.tls import TlsConfig
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobSpec
 from elastane.stores import Store, registry
-from elastane.stores.etcd import CONF_KEYS, read_settings
 
 PORT = 29400  # torchrun's port for c10d
 # The agent that runs the workers counts their restarts, so this budget must never limit it.
@@ -166,16 +164,6 @@ def _timing(conf: Conf, defaults: Timing | None) -> Timing:
     if "shutdown_timeout_s" not in durations and text:
         durations["shutdown_timeout_s"] = max(0.0, float(text))
     return timing_of(durations, defaults)
-
-
-def etcd_client(params: RendezvousParameters, backend: str) -> EtcdClient:
-    """Return a client of the etcd in `params`; RendezvousError if they are invalid."""
-    conf = {key: str(params.config[key]) for key in CONF_KEYS if params.config.get(key)}
-    try:
-        read_settings(params.endpoint, conf)
-    except ElastaneError as error:
-        raise RendezvousError(str(error)) from error
-    return EtcdClient(params.endpoint, conf, backend)
 
 
 def _token() -> str:

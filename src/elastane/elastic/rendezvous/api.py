@@ -1,7 +1,10 @@
 """The interface of a rendezvous: handlers, their parameters, their results and errors.
 
-Owns the names that agents and authors of handlers share. Names, signatures and meaning are those of
-torch 2.13. It does not know any backend. Invalid parameters raise ValueError.
+Owns the names that agents and authors of handlers share, and the translation of elastane's errors
+to them. It does not know any backend. Invalid parameters raise ValueError.
+
+Ours, because importing torch.distributed.elastic.rendezvous loads every plug-in of the entry point
+group `torchrun.handlers`, elastane's own among them, and these import this module.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from elastane import errors
 
 __all__ = [
     "RendezvousClosedError",
@@ -34,6 +39,14 @@ _YES = ("1", "true", "t", "yes", "y")
 _NO = ("0", "false", "f", "no", "n")
 _SHORT_FORM = 3
 _LOOPBACK = "127.0.0.1"
+# The slugs of elastane's errors that mean an unreachable coordinator, or unreadable data.
+_CONNECTION_SLUGS = (
+    "no-coordinator",
+    "endpoint-unresolvable",
+    "not-a-coordinator",
+    "endpoint-closed",
+)
+_STATE_SLUGS = ("store-record", "membership-forked")
 
 
 class RendezvousError(Exception):
@@ -58,6 +71,24 @@ class RendezvousStateError(RendezvousError):
 
 class RendezvousGracefulExitError(RendezvousError):
     """The job succeeded while this node was a spare in it: nothing is left to do."""
+
+
+def raise_as_api(error: errors.ElastaneError) -> NoReturn:
+    """Raise the error of the rendezvous API that corresponds to `error`."""
+    raise kind_of(error)(str(error)) from error
+
+
+def kind_of(error: errors.ElastaneError) -> type[RendezvousError]:
+    """Return the class of the rendezvous API for `error`."""
+    if isinstance(error, errors.JoinTimeoutError):
+        return RendezvousTimeoutError
+    if isinstance(error, errors.JobClosedError) or error.slug == "job-closed":
+        return RendezvousClosedError
+    if isinstance(error, errors.StoreError) or error.slug in _CONNECTION_SLUGS:
+        return RendezvousConnectionError
+    if error.slug in _STATE_SLUGS:
+        return RendezvousStateError
+    return RendezvousError
 
 
 @dataclass

@@ -6,6 +6,7 @@ named c10d does not use it, and survives the loss of any host but the endpoint's
 
 from __future__ import annotations
 
+import asyncio
 import binascii
 import tempfile
 from base64 import b64decode, b64encode
@@ -23,10 +24,9 @@ from elastane.elastic.rendezvous.api import (
     RendezvousStateError,
 )
 from elastane.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
-from elastane.elastic.rendezvous.utils import (
-    _matches_machine_hostname,
-    parse_rendezvous_endpoint,
-)
+from elastane.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from elastane.errors import MembershipError
+from elastane.process.endpoint import is_mine, resolve
 
 DEFAULT_PORT = 29400
 # A store's get waits for its key, so the key is created at the start, with a value that is not
@@ -93,7 +93,7 @@ def _tcp_store(params: RendezvousParameters) -> Store:
         raise ValueError(
             f"rendezvous configuration read_timeout = {timeout_s}: expected 1 or more seconds"
         )
-    is_host = _matches_machine_hostname(host) if is_host_given is None else is_host_given
+    is_host = _is_this_machine(host) if is_host_given is None else is_host_given
     # Several nodes may share this machine: if the port is served already, be a client.
     tries = [True, False] if is_host and is_host_given is None else [is_host]
     for serves in tries:
@@ -124,3 +124,11 @@ def _decode(value: bytes) -> tuple[bytes, Token] | None:
         raise RendezvousStateError(
             f"the value in the torch store is not base64: {error}"
         ) from error
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether `host` is this machine, by any of its addresses."""
+    try:
+        return host == "localhost" or is_mine(asyncio.run(resolve(host)))
+    except MembershipError:
+        return False

@@ -1,10 +1,13 @@
 """The elastic rendezvous: a handler over a membership, and custom backends.
 
-Owns the result of `next_rendezvous`. A `RendezvousBackend` (one register with a fencing token) is
-used as a store of elastane's membership, so its nodes get the same elections, rounds and fences as
-any job. Differences from torch 2.13, all on purpose. `num_nodes_waiting` is also above 0 if a node
-failed or left. Each attempt has a new store. A node that is stopped by a signal, or dies, leaves
-the job at once. Data are never unpickled.
+Owns the result of `next_rendezvous`, and the store of an attempt. The handler of node rank 0 serves
+that store. Its socket listens before its port is announced, so no client is refused. A
+`RendezvousBackend` (one register with a fencing token) is used as a store of elastane's membership,
+so its nodes get the same elections, rounds and fences as any job.
+
+Ours, because torch's never reports a departure, and reuses one store for all attempts. Here
+`num_nodes_waiting` is also above 0 if a node failed or left, and each attempt has a new store. A
+node that is stopped by a signal, or dies, leaves the job at once. Data are never unpickled.
 """
 
 from __future__ import annotations
@@ -16,16 +19,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from elastane.agent.membership import MemberPlace, Membership
-from elastane.elastic.rendezvous._attempt_store import (
-    AgentStore,
-    agents_part,
-    open_attempt_store,
-)
 from elastane.elastic.rendezvous._configure import RendezvousOptions, membership_of, membership_over
-from elastane.elastic.rendezvous._errors import raise_as_api
 from elastane.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
@@ -34,6 +31,7 @@ from elastane.elastic.rendezvous.api import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    raise_as_api,
 )
 from elastane.errors import ElastaneError
 from elastane.options.rendezvous import timing_of
@@ -56,6 +54,10 @@ _STORE_TIMEOUT_S = 60
 _LOSS_MARGIN_S = 5.0
 
 _OPT_OUT = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_PREFIX = "elastane.agents"
+# torch's agents write keys below the first prefix, and the second once all workers succeeded.
+_AGENT_KEYS = "torchelastic/"
+_BARRIER_KEYS = "torchelastic/agent/terminal_state"
 
 
 class RendezvousTimeout:
@@ -162,6 +164,62 @@ class RendezvousBackend(ABC):
         Of several writers with the same token at most one may succeed. Returns the current value,
         its token, and whether it is `state`.
         """
+
+
+class AgentStore(PrefixStore):
+    """The agents' part of a store. Records which keys Python code writes, as agents do."""
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        super().__init__(prefix, store)
+        self.is_agents = False
+        self.has_succeeded = False
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a key."""
+        self._note(key)
+        super().set(key, value)  # type: ignore[arg-type]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return its value."""
+        self._note(key)
+        return int(super().add(key, amount))
+
+    def _note(self, key: str) -> None:
+        self.is_agents = self.is_agents or key.startswith(_AGENT_KEYS)
+        self.has_succeeded = self.has_succeeded or key.startswith(_BARRIER_KEYS)
+
+
+def open_attempt_store(place: MemberPlace, timeout: timedelta) -> Store:
+    """Serve the attempt's store on node rank 0; connect to it on any other node.
+
+    Raises RuntimeError (torch's DistError) if its server went away meanwhile.
+    """
+    where = place.assignment
+    if place.listener is None:
+        return TCPStore(
+            where.master_addr,
+            where.master_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timeout,
+        )
+    is_v6 = ":" in place.listener.getsockname()[0]
+    return TCPStore(
+        "::1" if is_v6 else "127.0.0.1",
+        where.master_port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=place.listener.detach(),
+    )
+
+
+def agents_part(store: Store, given: Store | None, run_id: str, place: MemberPlace) -> AgentStore:
+    """Return the agents' view of the attempt's store, or of the store that the user gave."""
+    if given is None:
+        return AgentStore(_PREFIX, store)
+    fence = place.assignment.fence
+    return AgentStore(f"{_PREFIX}.{run_id}.{fence.round}.{fence.attempt}", given)
 
 
 class DynamicRendezvousHandler(RendezvousHandler):

@@ -8,14 +8,14 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from elastane.elastic.rendezvous._configure import RendezvousOptions, etcd_client, membership_over
-from elastane.elastic.rendezvous._store_client import EtcdClient
+from elastane.elastic.rendezvous._configure import RendezvousOptions, membership_over
 from elastane.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 from elastane.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
     RendezvousTimeout,
 )
+from elastane.elastic.rendezvous.etcd_store import EtcdClient, etcd_client
 from elastane.options.rendezvous import timing_of
 
 __all__ = [

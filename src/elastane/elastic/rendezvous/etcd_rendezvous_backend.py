@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from elastane.elastic.rendezvous._configure import etcd_client
-from elastane.elastic.rendezvous._errors import raise_as_api
-from elastane.elastic.rendezvous._store_client import StoreClient
-from elastane.elastic.rendezvous.api import RendezvousParameters
+from elastane.elastic.rendezvous.api import RendezvousParameters, raise_as_api
 from elastane.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
-from elastane.elastic.rendezvous.etcd_store import EtcdStore
+from elastane.elastic.rendezvous.etcd_store import EtcdStore, StoreClient, etcd_client
 from elastane.errors import ElastaneError
 from elastane.process.files import safe_name
 from elastane.stores import ConflictError, Entry

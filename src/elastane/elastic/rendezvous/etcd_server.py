@@ -19,7 +19,7 @@ import weakref
 from pathlib import Path
 from typing import TextIO
 
-from elastane.elastic.rendezvous._store_client import EtcdClient
+from elastane.elastic.rendezvous.etcd_store import EtcdClient
 from elastane.stores.etcd.server import LocalServer, find_binary, prepare
 
 _log = logging.getLogger("elastane.etcd")

@@ -1,27 +1,153 @@
-"""A torch store in etcd (or in any store of elastane), for agents that share nothing else.
+"""A client of etcd for threads, and a torch store in etcd for agents that share nothing else.
 
-Each key of torch's, which may be any text, becomes one name below a prefix. Waiting uses a watch.
-How it fails: LookupError if a key did not come in time, StoreError if etcd is unreachable.
+The client owns an event loop in a daemon thread, which the first call starts; a forked child gets a
+new one. It fails as elastane's stores do, with StoreError or ConflictError, never TimeoutError. In
+the torch store each key, which may be any text, becomes one name below a prefix. Waiting uses a
+watch; LookupError if a key did not come in time.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import datetime
 import hashlib
+import os
+import threading
 import time
 from base64 import urlsafe_b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
-from elastane.elastic.rendezvous._store_client import StoreClient
-from elastane.stores import ConflictError, Entry
+from elastane.elastic.rendezvous.api import RendezvousError, RendezvousParameters
+from elastane.errors import ElastaneError
+from elastane.stores import ConflictError, Entry, Store, make_store
+from elastane.stores.etcd import CONF_KEYS, read_settings
 
+T = TypeVar("T")
 # A name has at most 200 characters; a longer key is replaced by its digest.
 _NAME_CHARS_MAX = 180
 
 
-class EtcdStore(Store):
+class StoreClient:
+    """A store for use from threads. `open_store` makes one for a loop, and may be called again."""
+
+    def __init__(self, open_store: Callable[[], Store]) -> None:
+        self.open_store = open_store
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._store: Store | None = None
+
+    def get(self, key: str) -> Entry | None:
+        """See Store.get."""
+        return self._run(lambda store: store.get(key))
+
+    def compare_and_set(self, key: str, value: bytes, expected_version: int) -> Entry:
+        """See Store.compare_and_set."""
+        return self._run(lambda store: store.compare_and_set(key, value, expected_version))
+
+    def delete(self, key: str, expected_version: int) -> None:
+        """See Store.delete."""
+        self._run(lambda store: store.delete(key, expected_version))
+
+    def await_entry(self, key: str, timeout_s: float) -> Entry | None:
+        """Return the key's entry as soon as it exists, None after `timeout_s`."""
+
+        async def wait(store: Store) -> Entry | None:
+            try:
+                async with (
+                    asyncio.timeout(timeout_s),
+                    contextlib.aclosing(store.watch(key, 0)) as watch,
+                ):
+                    async for entry in watch:
+                        if entry is not None:
+                            return entry
+            except TimeoutError:
+                return None
+            return None
+
+        return self._run(wait)
+
+    def close(self) -> None:
+        """Close the connection; the next call opens another."""
+        with self._lock:
+            loop, store = self._loop, self._store
+            self._loop = self._store = None
+        if loop is not None and store is not None and self._pid == os.getpid():
+            asyncio.run_coroutine_threadsafe(store.close(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _run(self, call: Callable[[Store], Coroutine[Any, Any, T]]) -> T:
+        loop, store = self._begin()
+        return asyncio.run_coroutine_threadsafe(call(store), loop).result()
+
+    def _begin(self) -> tuple[asyncio.AbstractEventLoop, Store]:
+        with self._lock:
+            if self._loop is None or self._store is None or self._pid != os.getpid():
+                self._loop, self._store = asyncio.new_event_loop(), self.open_store()
+                self._pid = os.getpid()
+                threading.Thread(
+                    target=self._loop.run_forever, name="elastane-store", daemon=True
+                ).start()
+            return self._loop, self._store
+
+
+class EtcdClient(StoreClient):
+    """A client of one etcd: `endpoint` and `conf` as in --rdzv-endpoint and --rdzv-conf."""
+
+    def __init__(self, endpoint: str, conf: dict[str, str], backend: str = "etcd") -> None:
+        self.endpoint = endpoint
+        self.conf = conf
+        self.backend = backend
+        super().__init__(self.opener())
+
+    def delete(
+        self,
+        key: str,
+        expected_version: int | None = None,
+        *,
+        recursive: bool = False,
+        dir: bool = False,
+    ) -> None:
+        """Remove a key, or with `recursive` all keys below it; see Store.delete.
+
+        Without a version it is removed whatever its value, as python-etcd's client does.
+        """
+        del dir  # etcd v3 has no folders: `recursive` removes the keys below a key.
+        if recursive:
+            self._run(lambda store: store.purge(key.strip("/")))
+            self._remove(key.strip("/"))
+        elif expected_version is not None:
+            super().delete(key, expected_version)
+        else:
+            self._remove(key.strip("/"))
+
+    def _remove(self, key: str) -> None:
+        while (found := self.get(key)) is not None:
+            with contextlib.suppress(ConflictError):
+                super().delete(key, found.version)
+                return
+
+    def opener(self, prefix: str = "") -> Callable[[], Store]:
+        """Return a function that opens this etcd, with all keys below `prefix` if one is given."""
+        conf = {**self.conf, "etcd_prefix": prefix} if prefix else self.conf
+        return lambda: make_store(self.backend, self.endpoint, conf)
+
+
+def etcd_client(params: RendezvousParameters, backend: str) -> EtcdClient:
+    """Return a client of the etcd in `params`; RendezvousError if they are invalid."""
+    conf = {key: str(params.config[key]) for key in CONF_KEYS if params.config.get(key)}
+    try:
+        read_settings(params.endpoint, conf)
+    except ElastaneError as error:
+        raise RendezvousError(str(error)) from error
+    return EtcdClient(params.endpoint, conf, backend)
+
+
+class EtcdStore(TorchStore):
     """A torch store. `etcd_client` is that of `EtcdServer.get_client()`, or of a handler."""
 
     timeout: datetime.timedelta  # torch's own property, which its stubs lack

@@ -1,11 +1,15 @@
-"""A rendezvous of fixed ranks: one TCPStore at a given address, served by the agent of rank 0.
+"""Rendezvous without a coordinator: of fixed ranks, and of a single machine.
 
-As in torch, nothing is elastic: every call of `next_rendezvous` returns the same store.
+For fixed ranks, as in torch, the agent of rank 0 serves one TCPStore at a given address, and every
+call of `next_rendezvous` returns that store. On a single machine each call serves a new store on
+the loopback, so no attempt reads the keys of an earlier one. OSError if no port is free.
 """
 
 from __future__ import annotations
 
 import datetime
+import socket
+import uuid
 from typing import cast
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -21,6 +25,10 @@ from elastane.elastic.rendezvous.utils import parse_rendezvous_endpoint
 __all__ = ["StaticTCPRendezvous", "create_rdzv_handler"]
 
 _TIMEOUT_S = 600
+_HOST = "127.0.0.1"
+# The most workers that connect at once; the kernel caps it at somaxconn.
+_BACKLOG = 4096
+_PREFIX = "elastane.agents"
 
 
 class StaticTCPRendezvous(RendezvousHandler):
@@ -110,3 +118,39 @@ def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
         params.run_id,
         int(params.get("timeout", _TIMEOUT_S)),
     )
+
+
+class OneMachineRendezvous(RendezvousHandler):
+    """A rendezvous of this machine only, for an agent that is given no handler: rank 0 of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._run_id = uuid.uuid4().hex
+        self._served: Store | None = None
+
+    def get_backend(self) -> str:
+        """See RendezvousHandler."""
+        return "one-machine"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Return True: this process serves the workers' store."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return rank 0 of 1, with a new store; the previous store ends."""
+        listener = socket.create_server((_HOST, 0), backlog=_BACKLOG)
+        port = listener.getsockname()[1]
+        self._served = TCPStore(
+            _HOST,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        agents = PrefixStore(_PREFIX, self._served)
+        return RendezvousInfo(agents, 0, 1, RendezvousStoreInfo(_HOST, port))
+
+    def get_run_id(self) -> str:
+        """Return a unique name."""
+        return self._run_id

@@ -1,4 +1,7 @@
-"""Endpoints and configuration strings of a rendezvous, parsed as torch parses them."""
+"""Endpoints and configuration strings of a rendezvous, parsed as torch parses them.
+
+Ours for the reason of `rendezvous.api`: importing torch's package loads all plug-ins.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +45,3 @@ def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
             raise ValueError(f"rendezvous configuration {pair!r}: expected KEY=VALUE")
         config[key] = value
     return config
-
-
-def _matches_machine_hostname(host: str) -> bool:
-    """Whether `host` is this machine, by any of its addresses."""
-    import asyncio
-
-    from elastane.errors import MembershipError
-    from elastane.process.endpoint import is_mine, resolve
-
-    try:
-        return host == "localhost" or is_mine(asyncio.run(resolve(host)))
-    except MembershipError:
-        return False

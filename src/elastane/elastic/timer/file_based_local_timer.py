@@ -1,107 +1,27 @@
-"""Timers over a named pipe: the client in a worker, the server in its supervisor.
+"""Timers over a named pipe: torch's client in a worker, and our server in its supervisor.
 
-A thin layer over `elastane.process.timers`, which the agent of `elastane run` uses too. How it
-fails: BrokenPipeError if no server reads; a line that is no valid request is skipped.
+torch's server kills the agent along with the worker, so a hang costs a node instead of a restart.
+Ours is a thin layer over `elastane.process.timers`, which the agent of `elastane run` uses too. A
+line that is no valid request is skipped.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
-import signal as signals
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elastane.elastic.timer.api import TimerClient, TimerRequest
-from elastane.elastic.timer.debug_info_logging import log_debug_info_for_expired_timers
+from torch.distributed.elastic.timer.debug_info_logging import log_debug_info_for_expired_timers
+from torch.distributed.elastic.timer.file_based_local_timer import FileTimerClient, FileTimerRequest
+
 from elastane.process import timers
 
 __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]
 _log = logging.getLogger(__name__)
-_OPEN_ATTEMPTS, _OPEN_PAUSE_S = 10, 0.1
-
-
-class FileTimerRequest(TimerRequest):
-    """A timer of a process; when it expires, `signal` is sent, unless that is 0 or less."""
-
-    __slots__ = ["signal", "version"]
-
-    def __init__(
-        self, worker_pid: int, scope_id: str, expiration_time: float, signal: int = 0
-    ) -> None:
-        super().__init__(worker_pid, scope_id, expiration_time)
-        self.version = 1
-        self.signal = signal
-
-    @property
-    def worker_pid(self) -> int:
-        """The pid of the process."""
-        pid: int = self.worker_id
-        return pid
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, FileTimerRequest):
-            return False
-        same = (self.version, self.signal) == (other.version, other.signal)
-        return same and super().__eq__(other)
-
-    def __hash__(self) -> int:
-        return hash((super().__hash__(), self.signal))
-
-    def to_json(self) -> str:
-        """Return the line for the pipe."""
-        return json.dumps(
-            {
-                "version": self.version,
-                "pid": self.worker_pid,
-                "scope_id": self.scope_id,
-                "expiration_time": self.expiration_time,
-                "signal": int(self.signal),
-            }
-        )
-
-
-class FileTimerClient(TimerClient):
-    """Sets timers of this process through the pipe at `file_path`, which a server has made."""
-
-    def __init__(self, file_path: str, signal: signals.Signals = signals.SIGKILL) -> None:
-        super().__init__()
-        self._file_path = file_path
-        self.signal = signal
-
-    def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """See TimerClient. RuntimeError for a scope that is too long for one write."""
-        self._send(FileTimerRequest(os.getpid(), scope_id, expiration_time, self.signal))
-
-    def release(self, scope_id: str) -> None:
-        """See TimerClient."""
-        self._send(FileTimerRequest(os.getpid(), scope_id, -1, 0))
-
-    def _send(self, request: FileTimerRequest) -> None:
-        line = request.to_json().encode() + b"\n"
-        if len(line) > select.PIPE_BUF:
-            raise RuntimeError(f"a timer request of more than {select.PIPE_BUF} bytes: {line!r}")
-        fd = self._open()
-        try:
-            os.write(fd, line)
-        finally:
-            os.close(fd)
-
-    def _open(self) -> int:
-        for attempt in range(_OPEN_ATTEMPTS):
-            try:
-                return os.open(self._file_path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError as error:
-                if attempt == _OPEN_ATTEMPTS - 1:
-                    raise BrokenPipeError(
-                        f"no FileTimerServer reads {self._file_path}: {error.strerror}"
-                    ) from error
-            time.sleep(_OPEN_PAUSE_S)
-        raise AssertionError("the last attempt returns or raises")
 
 
 class FileTimerServer:

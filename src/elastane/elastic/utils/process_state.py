@@ -1,4 +1,4 @@
-"""The state of a process, as the kernel reports it. Source: ...elastic.utils.process_state."""
+"""The state of a process, as the kernel reports it. Ours, since torch has it only from 2.13 on."""
 
 from __future__ import annotations
 

@@ -1,11 +1,16 @@
 """Agents: they supervise workers inside the user's own process, in torch's shape.
 
-Owns the loop: rendezvous, start, monitor, restart, exit barrier. Subclasses decide how workers are
-started, monitored and stopped. Hooks have torch's names, so subclasses written for torch work after
-renaming the import. Handlers are used only by their methods, so torch's handlers work too.
+Owns the loop: rendezvous, ranks, start, monitor, restart, exit barrier. Subclasses decide how
+workers are started, monitored and stopped. Hooks have torch's names, so subclasses written for
+torch work after renaming the import. Handlers are used only by their methods, so torch's handlers
+work too. A spec that cannot run raises AssertionError, as in torch.
 
-Differences from torch 2.13, on purpose. A store or a coordinator that is unreachable for a while
-stops no healthy workers. A world that lost a member before its ranks were agreed meets again. All
+Ranks: agents exchange the sizes of their nodes through the store of their world. Nodes may differ
+in their number of workers and in their role. Keys and values are those of torch 2.13. One more key
+holds the restart count of the world, the highest of its agents'.
+
+Ours, because torch's loop ends healthy workers. Here a store or a coordinator that is unreachable
+for a while stops none. A world that lost a member before its ranks were agreed meets again. All
 workers of a world receive one restart count. Workers that are unhealthy for good have failed. A
 node that was not needed gets a result instead of None. A failed exit barrier is only logged.
 `elastane run` does not use this module: see elastane.agent.
@@ -14,27 +19,30 @@ node that was not needed gets a result instead of None. A failed exit barrier is
 from __future__ import annotations
 
 import abc
+import json
 import logging
+import os
 import signal
+import socket
 import time
-from dataclasses import replace
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
-from elastane.elastic.agent.server._ranks import _RoleInstanceInfo, assign
-from elastane.elastic.agent.server._recording import EventRecorder, _get_fq_hostname
-from elastane.elastic.agent.server._spec import (
-    DEFAULT_ROLE,
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from elastane.elastic.events import EventSource
+from torch.distributed.elastic.utils.store import barrier
+
+from elastane.elastic.events import Event, EventSource, record
 from elastane.elastic.metrics import prof, put_metric
 from elastane.elastic.multiprocessing import SignalException
-from elastane.elastic.rendezvous.api import info_of
-from elastane.elastic.utils.store import barrier
+from elastane.elastic.multiprocessing.errors import ProcessFailure
+from elastane.elastic.rendezvous.api import RendezvousHandler, info_of
+from elastane.elastic.rendezvous.static_tcp_rendezvous import OneMachineRendezvous
 
 __all__ = [
     "DEFAULT_ROLE",
@@ -48,6 +56,11 @@ __all__ = [
     "_RoleInstanceInfo",
     "_get_fq_hostname",
 ]
+DEFAULT_ROLE = "default"
+_ROLE_INFO = "torchelastic/role_info/"
+_ASSIGNED = "torchelastic/assigned_ranks/"
+_RESTARTS = "torchelastic/restart_count"
+_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"
 _TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
 _log = logging.getLogger(__name__)
 # How long an unreachable rendezvous handler is tolerated while workers train. etcd can elect a
@@ -61,6 +74,373 @@ _FINAL = (
     *("RendezvousClosedError", "RendezvousGracefulExitError", "RendezvousStateError"),
     *("SignalException", "AssertionError", "AttributeError", "TypeError"),
 )
+
+
+@dataclass
+class WorkerSpec:
+    """What the workers of one role run: one spec for each role, the same on all nodes.
+
+    `entrypoint` is a callable, or a command as str. `args` are its arguments, in which
+    `${local_rank}` is replaced by the local rank. `fn` is a deprecated name of `entrypoint`.
+    `rdzv_handler` has the methods of RendezvousHandler, torch's or elastane's; the default is a job
+    on this machine only. `master_addr` and `master_port` override those of the rendezvous.
+    `monitor_interval` is in seconds.
+    """
+
+    role: str
+    local_world_size: int
+    rdzv_handler: RendezvousHandler = field(default_factory=OneMachineRendezvous)
+    fn: Callable[..., Any] | None = None
+    entrypoint: Callable[..., Any] | str | None = None
+    args: tuple[Any, ...] = ()
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    master_port: int | None = None
+    master_addr: str | None = None
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any | None = None
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+
+    def __post_init__(self) -> None:
+        if self.local_world_size <= 0:
+            raise AssertionError(f"local_world_size = {self.local_world_size}: expected 1 or more")
+        if self.monitor_interval <= 0:
+            raise AssertionError(f"monitor_interval = {self.monitor_interval}: expected above 0")
+        if self.fn:
+            warnings.warn(
+                "WorkerSpec.fn is deprecated: use WorkerSpec.entrypoint",
+                category=DeprecationWarning,
+                stacklevel=2,
+            )
+            self.entrypoint = self.fn
+        if not self.entrypoint:
+            raise AssertionError("entrypoint is missing: expected a callable or a command")
+
+    def get_entrypoint_name(self) -> str:
+        """Return the callable's qualified name, or the last part of the command's path."""
+        if isinstance(self.entrypoint, str):
+            return PurePath(self.entrypoint).name
+        assert self.entrypoint is not None
+        # A functools.partial has no name of its own.
+        return getattr(self.entrypoint, "__qualname__", type(self.entrypoint).__qualname__)
+
+
+class Worker:
+    """The ranks of one worker; `id` is set by the agent, a pid in LocalElasticAgent."""
+
+    __slots__ = ["global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size"]
+
+    def __init__(
+        self,
+        local_rank: int,
+        global_rank: int = -1,
+        role_rank: int = -1,
+        world_size: int = -1,
+        role_world_size: int = -1,
+    ) -> None:
+        self.id: Any = None
+        self.local_rank = local_rank
+        self.global_rank = global_rank
+        self.role_rank = role_rank
+        self.world_size = world_size
+        self.role_world_size = role_world_size
+
+    def __str__(self) -> str:
+        return (
+            f"local_rank={self.local_rank},global_rank={self.global_rank}"
+            f",role_rank={self.role_rank},world_size={self.world_size}"
+            f",role_world_size={self.role_world_size}"
+        )
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class WorkerState(str, Enum):  # noqa: UP042 - its text is torch's
+    """The state of a worker group, which all its workers share: one failure fails all.
+
+    INIT until the first start; HEALTHY or UNHEALTHY while they run; STOPPED by the agent, before a
+    restart; SUCCEEDED or FAILED at the end; UNKNOWN if the agent lost track of them.
+    """
+
+    UNKNOWN = "UNKNOWN"
+    INIT = "INIT"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+    @staticmethod
+    def is_running(state: WorkerState) -> bool:
+        """Return whether worker processes exist, healthy or not."""
+        return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
+
+
+class WorkerGroup:
+    """An agent's workers. The rendezvous sets the fields that are None at first."""
+
+    __slots__ = [
+        "group_rank",
+        "group_world_size",
+        "master_addr",
+        "master_port",
+        "spec",
+        "state",
+        "store",
+        "workers",
+    ]
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.workers = [Worker(local_rank=rank) for rank in range(spec.local_world_size)]
+        self.store: Any = None
+        self.group_rank: int | None = None
+        self.group_world_size: int | None = None
+        self.master_addr: str | None = None
+        self.master_port: int | None = None
+        self.state = WorkerState.INIT
+
+
+@dataclass
+class RunResult:
+    """How a run ended: all local workers succeeded, or it failed.
+
+    `return_values` (of callables; None for commands) and `failures` are by global rank. Workers
+    that the agent stopped are in neither.
+    """
+
+    state: WorkerState
+    return_values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+
+    def is_failed(self) -> bool:
+        """Whether it failed."""
+        return self.state == WorkerState.FAILED
+
+
+class _RoleInstanceInfo:
+    """What one agent publishes for the others of its world."""
+
+    __slots__ = ["local_world_size", "rank", "restarts", "role"]
+
+    def __init__(self, role: str, rank: int, local_world_size: int, restarts: int = 0) -> None:
+        self.role = role
+        self.rank = rank
+        self.local_world_size = local_world_size
+        self.restarts = restarts
+
+    def serialize(self) -> bytes:
+        return json.dumps({name: getattr(self, name) for name in sorted(self.__slots__)}).encode()
+
+    @staticmethod
+    def deserialize(data: bytes) -> _RoleInstanceInfo:
+        """Parse it; torch's agents publish no restart count."""
+        found = json.loads(data.decode())
+        return _RoleInstanceInfo(
+            found["role"], found["rank"], found["local_world_size"], found.get("restarts", 0)
+        )
+
+    @staticmethod
+    def compare(obj1: _RoleInstanceInfo, obj2: _RoleInstanceInfo) -> int:
+        if obj1.role == obj2.role:
+            return obj1.rank - obj2.rank
+        return 1 if obj1.role > obj2.role else -1
+
+    @staticmethod
+    def find_role_boundaries(roles_infos: list[_RoleInstanceInfo], role: str) -> tuple[int, int]:
+        found = [index for index, info in enumerate(roles_infos) if info.role == role]
+        return (found[0], found[-1]) if found else (-1, -1)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The workers of this agent, and the restart count of their world; None if unknown."""
+
+    workers: list[Worker]
+    restarts: int | None
+
+
+def assign(store: Any, place: tuple[int, int], spec: WorkerSpec, restarts: int) -> Ranks:
+    """Agree on ranks with the world's other agents; `place` is (rank, number) of agents.
+
+    Blocks until all have published; raises what the store raises. With
+    TORCH_ELASTIC_WORKER_IDENTICAL=1 nothing is exchanged, and all agents are assumed to be alike.
+    """
+    group_rank, group_world_size = place
+    if os.environ.get(_IDENTICAL, "0") == "1":
+        base, total = group_rank * spec.local_world_size, group_world_size * spec.local_world_size
+        return Ranks(_workers(spec, (base, total, base, total)), None)
+    mine = _RoleInstanceInfo(spec.role, group_rank, spec.local_world_size, restarts)
+    store.set(f"{_ROLE_INFO}{group_rank}", mine.serialize())
+    if group_rank == 0:
+        found = store.multi_get([f"{_ROLE_INFO}{index}" for index in range(group_world_size)])
+        _publish(store, [_RoleInstanceInfo.deserialize(data) for data in found])
+    assigned = json.loads(store.get(f"{_ASSIGNED}{group_rank}"))
+    count = int(store.get(_RESTARTS)) if store.check([_RESTARTS]) else None
+    return Ranks(_workers(spec, assigned), count)
+
+
+def _publish(store: Any, infos: list[_RoleInstanceInfo]) -> None:
+    """Publish each agent's first ranks, and the totals."""
+    role_sizes: dict[str, int] = defaultdict(int)
+    for info in infos:
+        role_sizes[info.role] += info.local_world_size
+    total = sum(role_sizes.values())
+    # First: an agent that finds its ranks must also find the count.
+    store.set(_RESTARTS, str(max(info.restarts for info in infos)))
+    keys, values, base = [], [], 0
+    role_bases: dict[str, int] = defaultdict(int)
+    for index, info in enumerate(infos):
+        keys.append(f"{_ASSIGNED}{index}")
+        values.append(json.dumps([base, total, role_bases[info.role], role_sizes[info.role]]))
+        base += info.local_world_size
+        role_bases[info.role] += info.local_world_size
+    store.multi_set(keys, values)
+
+
+def _workers(spec: WorkerSpec, assigned: tuple[int, int, int, int] | list[int]) -> list[Worker]:
+    base, total, role_base, role_total = assigned
+    return [
+        Worker(
+            local_rank=rank,
+            global_rank=base + rank,
+            role_rank=role_base + rank,
+            world_size=total,
+            role_world_size=role_total,
+        )
+        for rank in range(spec.local_world_size)
+    ]
+
+
+def _get_fq_hostname() -> str:
+    return socket.getfqdn(socket.gethostname())
+
+
+class EventRecorder:
+    """Records events and metrics of an agent."""
+
+    _worker_group: WorkerGroup
+    _remaining_restarts: int
+    _total_execution_time: int
+
+    def get_event_failed(self) -> Event:
+        """Return the event of a failed agent, with the exception that is being handled."""
+        return self._construct_event(
+            state="FAILED", source=EventSource.AGENT, raw_error=traceback.format_exc()
+        )
+
+    def get_event_succeeded(self) -> Event:
+        """Return the event of an agent that completed, whether or not its workers succeeded."""
+        return self._construct_event(state="SUCCEEDED", source=EventSource.AGENT)
+
+    @contextmanager
+    def record_duration(self, state: str) -> Generator[None, None, None]:
+        """Record how long the context took."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            took_ms = (time.perf_counter() - started_s) * 1000
+            self._record(
+                self._construct_event(state=state, source=EventSource.AGENT, duration_ms=took_ms)
+            )
+
+    def _record(self, event: Event) -> None:
+        record(event, self._worker_group.spec.event_log_handler)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        for worker in self._worker_group.workers:
+            failure = result.failures.get(worker.global_rank)
+            self._record(
+                self._construct_event(
+                    state=self._get_worker_state(worker, result),
+                    source=EventSource.WORKER,
+                    worker=worker,
+                    raw_error=json.dumps(failure.error_file_data) if failure else None,
+                    exit_code=failure.exitcode if failure else None,
+                    worker_pid=failure.pid if failure else None,
+                )
+            )
+
+    def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
+        failure = result.failures.get(worker.global_rank)
+        if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not failure:
+            return "TERMINATED"  # by the agent, since another worker failed
+        if failure or worker.global_rank in result.return_values:
+            return result.state.value
+        raise ValueError(f"Unknown worker: {worker.global_rank}")
+
+    def _construct_event(  # noqa: PLR0913, PLR0917 - torch's signature
+        self,
+        state: str,
+        source: EventSource,
+        worker: Worker | None = None,
+        raw_error: str | None = None,
+        duration_ms: float | None = None,
+        exit_code: int | None = None,
+        worker_pid: int | None = None,
+    ) -> Event:
+        group = self._worker_group
+        spec = group.spec
+        more: dict[str, Any] = {
+            "group_world_size": group.group_world_size,
+            "entry_point": spec.get_entrypoint_name(),
+        }
+        if worker:
+            # Tuples of one, as torch records them.
+            more["local_rank"] = (worker.local_rank,)
+            more["role_rank"] = (worker.role_rank,)
+            more["role_world_size"] = (worker.role_world_size,)
+            more["exit_code"] = (exit_code,)
+            more["worker_pid"] = (worker_pid,)
+        return Event(
+            f"torchelastic.worker.status.{state}",
+            source=source,
+            timestamp=int(time.time() * 1000),
+            metadata={
+                "run_id": spec.rdzv_handler.get_run_id(),
+                "global_rank": worker.global_rank if worker else None,
+                "group_rank": group.group_rank,
+                "worker_id": str(worker.id) if worker else None,
+                "role": spec.role,
+                "hostname": _get_fq_hostname(),
+                "state": state,
+                "total_run_time": self._total_execution_time,
+                "rdzv_backend": spec.rdzv_handler.get_backend(),
+                "raw_error": raw_error,
+                "metadata": json.dumps(more),
+                "agent_restarts": spec.max_restarts - self._remaining_restarts,
+                "duration_ms": duration_ms,
+            },
+        )
+
+    def _record_metrics(self, group_results: RunResult) -> None:
+        spec = self._worker_group.spec
+        put_run_metrics(
+            spec.role, group_results.is_failed(), self._remaining_restarts, spec.max_restarts
+        )
+
+
+def put_run_metrics(role: str, is_failed: bool, remaining: int, allowed: int) -> None:
+    """Publish the metrics of a run's end, under torch's names.
+
+    `remaining` of the `allowed` restarts were not used. `flakiness` is in percent.
+    """
+    retried = remaining != allowed
+    left = 0.0 if is_failed else (remaining + 1) / (allowed + 1)
+    for name, value in (
+        ("flakiness", int(100.0 - 100.0 * left)),
+        ("run_total", 1),
+        ("run_success_with_retries", int(not is_failed and retried)),
+        ("run_success_no_retries", int(not is_failed and not retried)),
+        ("run_failed_with_retries", int(is_failed and retried)),
+        ("run_failed_no_retries", int(is_failed and not retried)),
+    ):
+        put_metric(f"workers.{role}.{name}", value)
 
 
 class ElasticAgent(abc.ABC):

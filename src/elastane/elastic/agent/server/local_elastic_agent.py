@@ -3,9 +3,9 @@
 Owns their environment, which equals that of `elastane run`'s workers, and their supervision: exits,
 timers, uninterruptible sleep, health checks. `elastic.multiprocessing` owns how they run.
 
-Differences from torch 2.13, on purpose. `shutdown_timeout` holds whenever workers are stopped, not
-only at the end. The health check survives restarts. The report file and the secret of this process
-are not passed to its workers.
+Ours, because torch's agent ignores `shutdown_timeout` on a restart and leaves its workers running
+when it is killed. Here the health check survives restarts, too. The report file and the secret of
+this process are not passed to its workers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from elastane.elastic import events, timer
+from elastane.elastic import timer
 from elastane.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -36,6 +37,7 @@ from elastane.elastic.agent.server.health_check_server import (
     HealthCheckServer,
     create_healthcheck_server,
 )
+from elastane.elastic.events import EventSource
 from elastane.elastic.metrics import prof
 from elastane.elastic.multiprocessing import (
     DefaultLogsSpecs,
@@ -43,8 +45,8 @@ from elastane.elastic.multiprocessing import (
     PContext,
     start_processes,
 )
-from elastane.elastic.rendezvous._one_machine import OneMachineRendezvous
-from elastane.elastic.utils.api import macros
+from elastane.elastic.rendezvous.static_tcp_rendezvous import OneMachineRendezvous
+from elastane.elastic.utils import macros
 from elastane.elastic.utils.process_state import is_uninterruptible_state, read_proc_state
 from elastane.errors import ConfigurationError
 from elastane.process.worker_environment import (
@@ -342,7 +344,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             more["scope_id"] = request.scope_id
             more["expiration_time"] = str(request.expiration_time)
             more["signal"] = str(request.signal)
-        event = self._construct_event("RUNNING", events.EventSource.AGENT)
-        event.name = name
-        event.metadata["metadata"] = json.dumps(more)
-        self._record(event)
+        event = self._construct_event("RUNNING", EventSource.AGENT)
+        metadata = {**event.metadata, "metadata": json.dumps(more)}
+        self._record(replace(event, name=name, metadata=metadata))

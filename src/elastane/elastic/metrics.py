@@ -1,14 +1,14 @@
-"""Metrics that a program publishes, each to the handler of its group.
+"""Metrics that a program publishes, each to the handler of its group: torch's own.
 
     metrics.configure(metrics.ConsoleMetricHandler(), group="my_app")
     metrics.put_metric("samples", 128, "my_app")
 
-Source: torch.distributed.elastic.metrics.
+Only `initialize_metrics` is ours, because torch's does nothing: LaunchConfig.metrics_cfg uses it.
 """
 
 from __future__ import annotations
 
-from elastane.elastic.metrics.api import (
+from torch.distributed.elastic.metrics.api import (
     ConsoleMetricHandler,
     MetricData,
     MetricHandler,
@@ -22,6 +22,8 @@ from elastane.elastic.metrics.api import (
     publish_metric,
     put_metric,
 )
+
+from elastane.elastic import use_torchs
 
 __all__ = [
     "ConsoleMetricHandler",
@@ -38,15 +40,15 @@ __all__ = [
     "publish_metric",
     "put_metric",
 ]
+use_torchs(__name__, "api")
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
     """Configure the handler that `cfg.params` names: `handler` is console or null.
 
     `group` is its group. Without parameters nothing changes. ValueError for another handler.
-    (torch's function does nothing.)
     """
-    params = dict(cfg.params) if cfg is not None else {}
+    params = (cfg.params if cfg is not None else None) or {}
     if "handler" not in params:
         return
     handlers = {"console": ConsoleMetricHandler, "null": NullMetricHandler}

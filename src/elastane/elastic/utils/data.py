@@ -1,6 +1,6 @@
-"""A sampler that resumes in the middle of an epoch, in a world of any size.
+"""Iterators and samplers for elastic training; `CyclingIterator` is torch's own.
 
-Source: torch.distributed.elastic.utils.data. The order differs on purpose. torch shuffles the
+The order of ElasticDistributedSampler differs from torch's on purpose. torch shuffles the
 indices from `start_index` on, so a job that resumes within an epoch uses some samples twice and
 others never. Here an epoch has one permutation of all indices, whatever `start_index` is, and the
 rest of it is dealt. After a restart at a position, each sample is still used once.
@@ -13,11 +13,16 @@ from collections.abc import Iterator, Sized
 from typing import TypeVar
 
 import torch
+from torch.distributed.elastic.utils.data.cycling_iterator import CyclingIterator
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["ElasticDistributedSampler"]
+from elastane.elastic import use_itself, use_torchs
+
+__all__ = ["CyclingIterator", "ElasticDistributedSampler"]
 T = TypeVar("T")
+use_torchs(__name__, "cycling_iterator")
+use_itself(__name__, "elastic_distributed_sampler")
 
 
 class ElasticDistributedSampler(DistributedSampler[T]):

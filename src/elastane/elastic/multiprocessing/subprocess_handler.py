@@ -1,7 +1,7 @@
 """One child process that runs a command: its start, its files, its end.
 
-Owns the session of the child, and ends the child with this process if the kernel can do that. It
-does not know its siblings.
+Owns the session of the child, and ends the child with this process if the kernel can do that, which
+torch's does not. It does not know its siblings.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import signal
 import subprocess
 from typing import Any
 
-from elastane.elastic.multiprocessing._start import bind_child, death_with_parent
+from elastane.elastic import use_itself
+from elastane.elastic.multiprocessing._children import bind_child, death_with_parent
 
-__all__ = ["SubprocessHandler"]
+__all__ = ["SubprocessHandler", "get_subprocess_handler"]
+use_itself(__name__, "handlers", "subprocess_handler")
 
 
 class SubprocessHandler:
@@ -61,3 +63,16 @@ class SubprocessHandler:
             return None
         self._files.append(open(path, "wb"))  # noqa: SIM115, PTH123 - closed by the constructor
         return self._files[-1]
+
+
+def get_subprocess_handler(  # noqa: PLR0913, PLR0917 - torch's signature
+    entrypoint: str,
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    stdout: str,
+    stderr: str,
+    local_rank_id: int,
+    numa_options: Any | None = None,
+) -> SubprocessHandler:
+    """Start a command; see SubprocessHandler."""
+    return SubprocessHandler(entrypoint, args, env, stdout, stderr, local_rank_id, numa_options)
