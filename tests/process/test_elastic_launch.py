@@ -95,7 +95,7 @@ def test_a_partial_of_a_closure_gives_values_by_rank_after_a_restart_also_from_a
         return word, base + more, os.environ["TORCHELASTIC_RESTART_COUNT"]
 
     put = []
-    monkeypatch.setitem(metrics.api._handlers, "torchelastic", Numbers(put))
+    monkeypatch.setitem(metrics.api._metrics_map, "torchelastic", Numbers(put))
     launched = elastic_launch(config(max_restarts=1), functools.partial(fail_once, 2))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(launched, "word-${local_rank}")

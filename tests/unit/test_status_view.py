@@ -1,6 +1,6 @@
 """The screen of `elastane status`: what a person sees of a report or of a log."""
 
-from elastane.cli._status_view import (
+from elastane.cli.status import (
     NODES_SHOWN_MAX,
     duration,
     ended_lines,

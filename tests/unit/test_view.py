@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.cli._demo_example import EXAMPLES
-from elastane.cli._demo_progress import WorkerEnd
-from elastane.cli._demo_result import Comparison, DemoResult
-from elastane.cli._demo_story import STORY, TITLES, Cost, DemoDone, chaos, cost_of, next_act
+from elastane.cli._demo_story import (
+    EXAMPLES,
+    STORY,
+    TITLES,
+    Comparison,
+    Cost,
+    DemoDone,
+    DemoResult,
+    WorkerEnd,
+    chaos,
+    cost_of,
+    next_act,
+)
 from elastane.observe.dashboard import (
     HISTORY_MAX,
     LINES_MAX,

@@ -1,18 +1,71 @@
-"""What happens in the demo, when, and what it cost: pure functions of the training's progress.
+"""What the demo trains, what happens to it and when, and what that cost: pure functions.
 
-Nothing here knows a process or a clock. An act is due when training is far enough, and when all
-workers have trained for a while since the previous act, so that each recovery is seen whole.
+Nothing here knows a process, a file or a clock. An act is due when training is far enough, and when
+all workers have trained for a while since the previous act, so that each recovery is seen whole.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+import elastane
 from elastane.observe.dashboard import StepProgress
+
+
+@dataclass(frozen=True)
+class Example:
+    """One training script: its lengths, its delays after each step, and its promised result."""
+
+    script: str
+    length: str
+    lengths: tuple[int, int]
+    delays_s: tuple[float, float]
+    packages: tuple[str, ...]
+    metric: str
+    promised: float
+
+    def command(self, folder: Path, *, fast: bool) -> list[str]:
+        """Return the script and its arguments; `fast` is the shorter training."""
+        words = ["--dir", str(folder), f"--{self.length}", str(self.lengths[fast])]
+        words += ["--step-delay", str(self.delays_s[fast])]
+        return [str(Path(elastane.__file__).parent / "examples" / self.script), *words]
+
+    def exact(self, folder: Path, *, fast: bool, delays: bool) -> list[str]:
+        """Return the command for a training with the same bits in every world."""
+        words = [*self.command(folder, fast=fast), "--deterministic"]
+        return words if delays else [*words, "--step-delay", "0"]
+
+    def missing(self) -> list[str]:
+        """Return the packages that it needs but that are not installed."""
+        return [name for name in self.packages if find_spec(name) is None]
+
+    def is_reached(self, value: float) -> bool:
+        """Whether the result is as promised: at least an accuracy, at most a loss."""
+        return value <= self.promised if self.metric == "loss" else value >= self.promised
+
+    def spell(self, value: float) -> str:
+        """Return the result in words."""
+        if self.metric == "loss":
+            return f"{value:.3f} nats a byte on held-out text"
+        return f"accuracy on held-out digits: {value:.2%}"
+
+
+_DIGITS = ("epochs", (20, 10), (0.03, 0.05), ("torch", "numpy", "sklearn"), "accuracy", 0.97)
+RESTART = Example("digits.py", *_DIGITS)
+EXAMPLES = {
+    "digits": Example("digits_in_place.py", *_DIGITS),
+    # An untrained model has 5.5 nats a byte.
+    "gpt": Example("gpt.py", "steps", (400, 200), (0.0, 0.0), ("torch", "numpy"), "loss", 2.8),
+}
+
 
 Act = Literal["kill-worker", "stop-worker", "kill-node", "leave", "add-node"]
 TITLES: dict[Act, str] = {
@@ -157,3 +210,113 @@ def _first_after(steps: Sequence[StepProgress], done: DemoDone) -> int | None:
 def _world(point: StepProgress) -> tuple[int, int]:
     """What tells two worlds apart: rank 0's process, or the round that it reports."""
     return point.pid, point.round
+
+
+class WorkerEnd(msgspec.Struct, frozen=True):
+    """How one worker ended: after how many steps, and with which weights (SHA-256)."""
+
+    rank: int
+    steps: int
+    weights: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How the workers ended, beside those of an undisturbed run."""
+
+    seed: int
+    here: Sequence[WorkerEnd]
+    undisturbed: Sequence[WorkerEnd]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all workers ended after the same step with the same weights."""
+        ends = {(ending.steps, ending.weights) for ending in (*self.here, *self.undisturbed)}
+        return bool(self.here) and bool(self.undisturbed) and len(ends) == 1
+
+    def as_text(self) -> list[str]:
+        """Return the lines that a person reads."""
+        verdict = "equal, to the last bit" if self.ok else "NOT equal"
+        return [
+            f"weights of the workers at the end: {_weights(self.here)}",
+            f"weights of an undisturbed run:     {_weights(self.undisturbed)}: {verdict}",
+            f"the same again: elastane demo --chaos --seed {self.seed}",
+        ]
+
+    def as_fields(self) -> dict[str, object]:
+        """Return the fields of the JSON object."""
+        return {
+            "seed": self.seed,
+            "weights": sorted({ending.weights for ending in self.here}),
+            "undisturbed": sorted({ending.weights for ending in self.undisturbed}),
+        }
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """The outcome of a demo that ran to its end; `kept` is the folder to keep, or empty."""
+
+    example: Example
+    learned: float
+    steps: int
+    total_s: float
+    acts: list[Cost]
+    comparison: Comparison | None = None
+    kept: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the training reached its promise, and equals the undisturbed run if compared."""
+        equal = self.comparison is None or self.comparison.ok
+        return self.example.is_reached(self.learned) and equal
+
+    def as_json(self) -> str:
+        """Return everything as one JSON object."""
+        acts = [
+            {
+                "act": cost.act,
+                "what": cost.what,
+                "recovery_s": round(cost.recovery_s, 4),
+                "interrupted_s": round(cost.interrupted_s, 4),
+                "redone_steps": cost.redone_steps,
+                "world_size": cost.world_size,
+            }
+            for cost in self.acts
+        ]
+        fields = {
+            self.example.metric: self.learned,
+            "promised": self.example.promised,
+            "steps": self.steps,
+            "total_s": self.total_s,
+            "acts": acts,
+            "kept": self.kept,
+            **(self.comparison.as_fields() if self.comparison else {}),
+            "ok": self.ok,
+        }
+        return json.dumps(fields, indent=1)
+
+    def as_text(self) -> str:
+        """Return the table that a person reads."""
+        lines = [
+            "",
+            f"{'':16}{'to the next step':>17}{'training stood':>16}{'steps redone':>14}"
+            f"{'workers then':>14}",
+        ]
+        lines += [
+            f"{TITLES[cost.act]:16}{cost.recovery_s:>15.2f} s{cost.interrupted_s:>14.2f} s"
+            f"{cost.redone_steps:>14}{cost.world_size:>14}"
+            for cost in self.acts
+        ]
+        reached = self.example.is_reached(self.learned)
+        verdict = "" if reached else f": not the {self.example.promised:g} that it promises"
+        lines += ["", self.example.spell(self.learned) + verdict]
+        lines += self.comparison.as_text() if self.comparison else []
+        lines.append(f"{self.steps} steps in {self.total_s:.1f} s, all included")
+        if self.kept:
+            lines.append(f"data, logs, events and progress: {self.kept}")
+        return "\n".join(lines)
+
+
+def _weights(endings: Sequence[WorkerEnd]) -> str:
+    found = sorted({ending.weights[:16] for ending in endings})
+    return f"{' and '.join(found) or 'none'} ({len(endings)} workers)"

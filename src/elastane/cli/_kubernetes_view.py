@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastane.cli._status_view import duration
+from elastane.cli.status import duration
 from elastane.errors import UsageError
 from elastane.kubernetes.client import Api, ApiError, ClusterAccess, Selector
 from elastane.kubernetes.client.resource import EVENTS, PODS

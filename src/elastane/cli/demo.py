@@ -1,7 +1,7 @@
 """`elastane demo`: train a real model while workers and nodes die, and show what it cost.
 
-Two agents on this machine, with two workers each, run a script of examples/ that recovers in place.
-With --restart they run examples/digits.py, which does not use elastane. At set points of the
+Two agents on this machine, with two workers each, run a script of elastane.examples that recovers
+in place. With --restart they run its digits.py, which does not use elastane. At set points of the
 training a worker is killed, then a node with its agent, then a new node arrives. With --chaos these
 faults come at instants from a seed, and the final weights are compared with those of an undisturbed
 run.
@@ -23,10 +23,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from elastane.cli._demo_example import EXAMPLES, RESTART, Example
-from elastane.cli._demo_progress import endings
-from elastane.cli._demo_result import Comparison, DemoResult
-from elastane.cli._demo_story import STORY, DemoPlan, chaos
+from elastane.cli._demo_story import (
+    EXAMPLES,
+    RESTART,
+    STORY,
+    Comparison,
+    DemoPlan,
+    DemoResult,
+    Example,
+    chaos,
+)
 from elastane.errors import ConfigurationError, ElastaneError, ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -72,8 +78,7 @@ def main(args: argparse.Namespace) -> int:
     """Run the demo; return its exit code."""
     example, plan, seed = chosen(args)
     check_packages(example)
-    from elastane.cli._demo_cluster import DemoCluster
-    from elastane.cli._demo_show import Show
+    from elastane.cli._demo_show import DemoCluster, Show
     from elastane.observe.dashboard import face_for
     from elastane.process import environment
 
@@ -129,6 +134,8 @@ def compare(
     show: Show, example: Example, args: argparse.Namespace, stream: TextIO, seed: int
 ) -> Comparison:
     """Train once more undisturbed, and compare both ends."""
+    from elastane.cli._demo_show import endings
+
     cluster = show.cluster
     print("the same training once more, undisturbed, to compare:", file=stream, flush=True)
     folder = cluster.folder / "undisturbed"

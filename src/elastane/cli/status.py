@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,27 @@ if TYPE_CHECKING:
     from elastane.observe.events import LoggedEvent
     from elastane.process.files import JobEntry
     from elastane.process.tls import TlsConfig
-    from elastane.protocol.messages import Report
+    from elastane.protocol.messages import NodeStatus, Report
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+# The columns of a running job's table: title, and the cell of a node. A new column is a line here.
+_COLUMNS: dict[str, Callable[[NodeStatus], str]] = {
+    "node": lambda node: node.node_id,
+    "host": lambda node: node.host,
+    "state": lambda node: node.state,
+    "rank": lambda node: _or_dash(node.node_rank),
+    "workers": lambda node: str(node.local_world_size),
+    "step": lambda node: _or_dash(node.progress),
+    "steps/s": lambda node: "-" if node.steps_per_s is None else f"{node.steps_per_s:.3g}",
+    "heard": lambda node: f"{duration(node.heard_s)} ago",
+}
+# More nodes than fit on a screen are counted, not listed; those without a rank come first.
+NODES_SHOWN_MAX = 40
+EVENTS_SHOWN_MAX = 10
 
 
 @dataclass
@@ -190,14 +211,108 @@ def _tls(args: argparse.Namespace) -> TlsConfig | None:
 
 
 def _lines(view: _View) -> list[str]:
-    from elastane.cli._status_view import ended_lines, report_lines, unreachable_lines
-
     if view.report is not None:
         return report_lines(view.report, view.endpoint)
     if view.error is not None:
         agents = [f"{entry.node} (pid {entry.pid})" for entry in view.agents]
         return unreachable_lines(view.job, view.error, agents, view.events)
     return ended_lines(view.job, view.events, view.folder)
+
+
+def report_lines(report: Report, endpoint: str) -> list[str]:
+    """Return the screen of a running job."""
+    lines = [
+        f"{report.job}: {report.phase}, {_world(report)}",
+        f"  why           {report.reason}",
+        f"  coordinator   {endpoint}, up {duration(report.uptime_s)}",
+        f"  nodes         {_wanted(report)}",
+        f"  budget        {report.restarts_used} of {report.max_restarts} restarts used",
+    ]
+    if report.last_incident:
+        lines.append(f"  last incident {report.last_incident}")
+    return [*lines, *_missing_steps(report), "", *_table(report.nodes)]
+
+
+def _missing_steps(report: Report) -> list[str]:
+    """Explain why no steps are shown for a script that does not report any."""
+    training = [node for node in report.nodes if node.node_rank is not None]
+    if not training or any(node.progress is not None for node in training):
+        return []
+    return [
+        "  steps         none seen: a script shows them by calling elastane.should_checkpoint()",
+        "                in each step, or by job.steps(); no others can be seen",
+    ]
+
+
+def ended_lines(job: str, events: Sequence[LoggedEvent], folder: str) -> list[str]:
+    """Return how a job went at the end, from its event log."""
+    from elastane.protocol.log_events import EventKind
+
+    outcome = [event for event in events if event.kind == EventKind.JOB_ENDED]
+    state = f"ended: {outcome[-1].reason}" if outcome else "no longer runs on this machine"
+    return [f"{job}: {state}", f"  event log     {folder}", "", *_last_events(events)]
+
+
+def unreachable_lines(
+    job: str, error: ElastaneError, agents: Sequence[str], events: Sequence[LoggedEvent]
+) -> list[str]:
+    """Return what is known of a job whose agents live and whose coordinator does not answer."""
+    lines = [f"{job}: its coordinator does not answer", f"  why           {error.what}"]
+    lines += [f"  next          {error.next_step}"] if error.next_step else []
+    lines.append(f"  agents here   {', '.join(agents)}: alive")
+    return [*lines, "", *_last_events(events)]
+
+
+def _last_events(events: Sequence[LoggedEvent]) -> list[str]:
+    return [
+        f"  {event.time[:19]}Z {event.kind:<22} {event.reason}"
+        for event in events[-EVENTS_SHOWN_MAX:]
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the two units that matter."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _world(report: Report) -> str:
+    if report.fence is None:
+        return "no round settled yet"
+    return f"{report.fence}, {report.world_size} workers"
+
+
+def _wanted(report: Report) -> str:
+    wanted = f"{report.min_nodes}"
+    if report.max_nodes != report.min_nodes:
+        wanted += f" to {report.max_nodes}"
+    return f"{len(report.nodes)} here, {wanted} wanted"
+
+
+def _table(nodes: tuple[NodeStatus, ...]) -> list[str]:
+    if not nodes:
+        return []
+    ordered = sorted(nodes, key=_state_order)
+    shown = ordered[:NODES_SHOWN_MAX]
+    rows = [[*_COLUMNS], *([cell(node) for cell in _COLUMNS.values()] for node in shown)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    hidden = len(nodes) - NODES_SHOWN_MAX
+    return [*lines, f"  and {hidden} more; --json lists all"] if hidden > 0 else lines
+
+
+def _state_order(node: NodeStatus) -> tuple[bool, int, str]:
+    rank = node.node_rank
+    return (rank is not None, -1 if rank is None else rank, node.node_id)
 
 
 def _print_json(views: list[_View]) -> None:
