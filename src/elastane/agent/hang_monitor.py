@@ -124,7 +124,7 @@ class HangMonitor:
                 pid = worker.process.pid
                 at = WaitPoint(doing.rank, doing.where)
                 self._hangs.answered(
-                    *(pid,), waits=doing.waits, held=doing.held, at=at, traffic=doing.traffic
+                    pid, waits=doing.waits, held=doing.held, at=at, traffic=doing.traffic
                 )
 
     async def _end(self, worker: LocalWorker, process: WorkerProcess) -> None:

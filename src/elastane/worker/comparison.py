@@ -75,7 +75,9 @@ class Replicas:
         for handover in of_member(healing, rank):
             if handover.receiver == rank:
                 found = take(
-                    *(self._group, handover, self._tracked.replicas()),
+                    self._group,
+                    handover,
+                    self._tracked.replicas(),
                     when_writing=self._health.half_written,
                 )
                 self._tracked.load_replicas(found.state)

@@ -151,7 +151,9 @@ class Health:
 
     def _receive(self, handover: Handover, progress: MemberProgress) -> None:
         found = take(
-            *(self._group, handover, {"tracked": self.tracked.state()}),
+            self._group,
+            handover,
+            {"tracked": self.tracked.state()},
             room=self._reserved,
             when_writing=self.half_written,
         )

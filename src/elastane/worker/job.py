@@ -490,7 +490,8 @@ class Job:
             return
         cursor, tracked = self._open_feed.cursor, self._tracked
         self._digest_log.at(
-            *(self.committed, (self.rank, self.world_size)),
+            self.committed,
+            (self.rank, self.world_size),
             lambda: {**self.mode.settings(), "data": cursor.described()},
             lambda: {name: state_digest(state) for name, state in tracked.state().items()},
         )

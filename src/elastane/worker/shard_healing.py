@@ -163,7 +163,9 @@ class Shards:
         self._tracked.prepare()
         own = self._tracked.state()
         found = healing.take(
-            *(self._group, handover, {"tracked": local(own)}),
+            self._group,
+            handover,
+            {"tracked": local(own)},
             when_writing=self._health.half_written,
         )
         self._health.half_written()

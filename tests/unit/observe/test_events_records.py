@@ -23,7 +23,7 @@ from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import Cause, Failure, Fence
 
 TELLER = EventOrigin(job="job", node="host-a", host="host-a.example", pid=7)
-DOCS = Path(__file__).parents[2] / "docs" / "events.md"
+DOCS = Path(__file__).parents[3] / "docs" / "events.md"
 
 
 def event(note, seq=0):
@@ -103,7 +103,7 @@ def test_every_field_of_a_line_is_documented():
 
 def told_fields():
     """Yield kind and data fields of each call in the sources that logs an event."""
-    for path in (Path(__file__).parents[2] / "src" / "elastane").rglob("*.py"):
+    for path in (Path(__file__).parents[3] / "src" / "elastane").rglob("*.py"):
         for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
             named = {keyword.arg: keyword.value for keyword in call.keywords}
             kind = call.args[0] if call.args else named.get("kind")

@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from test_lost_worker import ASSIGNMENT, Posted, Unkillable, group_of
+from worker_group_support import ASSIGNMENT, Posted, Unkillable, group_of
 
 from elastane.agent import spares as spares_room
 from elastane.agent.control_sockets import ControlSockets

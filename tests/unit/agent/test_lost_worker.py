@@ -6,95 +6,25 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from worker_group_support import Posted, Unkillable, group_of
 
 from elastane.agent import shell, workers
 from elastane.agent.hang_monitor import Waits
 from elastane.agent.process_group_store import OfferedPort
 from elastane.agent.shell import AgentShell, Outlets
-from elastane.agent.worker import GroupSetup
 from elastane.process.status_page import StatusPage, WorkerPage
-from elastane.process.streams import LogPlan
-from elastane.process.worker_environment import RunFacts
 from elastane.protocol.effects import Exit
-from elastane.protocol.events import GroupGone, Signalled
-from elastane.protocol.model import Assignment, Fence, Outcome
-
-ASSIGNMENT = Assignment(
-    fence=Fence(1, 0),
-    node_rank=0,
-    nodes=1,
-    rank_base=0,
-    world_size=1,
-    role_rank_base=0,
-    role_world_size=1,
-    master_addr="127.0.0.1",
-    master_port=1,
-    agent_store=False,
-    restarts_used=0,
-    max_restarts=0,
-    reason="test",
-)
-
-
-class Unkillable:
-    pid = 1 << 30
-    exit_code = None
-
-    def __init__(self):
-        self.signals = []
-
-    async def wait(self):
-        await asyncio.Event().wait()
-
-    def send_signal(self, signum):
-        self.signals.append(signum)
-
-    kill_group = send_signal
+from elastane.protocol.events import Signalled
+from elastane.protocol.model import Outcome
 
 
 def without_bound(until_ns):
     """Take a deadline, which these tests do not look at."""
 
 
-def group_of(process, posted, stuck_s):
-    async def spawn(command):
-        return process
-
-    warm = asyncio.Event()
-    warm.set()
-    setup = GroupSetup(
-        kind="script",
-        target="x.py",
-        args=(),
-        cwd="/",
-        environment={},
-        process_mark="",
-        run=RunFacts("job", "host-a", "default", 1),
-        logs=LogPlan("/dev/null"),
-        spawner=SimpleNamespace(warm=warm, spawn=spawn),
-        stuck_s=stuck_s,
-    )
-    port = OfferedPort(listening=False)
-    port.open()
-    return workers.LocalWorkerGroup(setup, ASSIGNMENT, port, posted.append)
-
-
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(workers, "_KILL_WAIT_S", 0.02)
-
-
-class Posted(list):
-    """What a group posts, and the end of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.ended = asyncio.Event()
-
-    def append(self, event):
-        super().append(event)
-        if isinstance(event, GroupGone):
-            self.ended.set()
 
 
 def test_an_unkillable_worker_is_given_up_after_the_set_time_and_the_node_leaves(caplog):

@@ -317,7 +317,7 @@ def test_a_ddp_with_a_stateful_hook_is_refused(job):
 
 
 def test_every_attribute_of_a_job_and_of_a_step_is_documented(job):
-    page = (Path(__file__).parents[2] / "docs" / "in-place-reference.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "in-place-reference.md").read_text()
     step, _ = next(job.steps(loader_of(), until_step=1))
     for name, thing in (("job", job), ("step", step)):
         public = {each for each in dir(thing) if not each.startswith("_")}
