@@ -142,7 +142,7 @@ def test_watches_that_break_go_on_where_they_were():
             kube.cut_watches()
             # From the last version that was seen, so that nothing is told again.
             await kube.wait(lambda: int(version) in watched(kube))
-            await kube.wait(lambda: running.operator.session.troubles == [])
+            await kube.wait(lambda: running.operator.session.faults == [])
 
     play(scenario)
 
@@ -267,7 +267,7 @@ def test_without_the_definition_it_waits_and_says_so():
         kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
         async with operator_over(kube) as running:
             session = await kube.wait(lambda: running.operator.session)
-            await kube.wait(lambda: session.troubles)
+            await kube.wait(lambda: session.faults)
             assert "elasticjobs" in running.operator.not_ready()[0]
             fault.times = 0
             await settled(kube)

@@ -47,18 +47,18 @@ def test_the_conditions_are_those_that_there_are():
     assert set(status._ORDER) == {name for row in table("condition") for name in words(row[0])}
 
 
-def told_reasons():
-    """Every reason that is told by name somewhere in reconcile."""
+def reported_reasons():
+    """Every reason that is reported by name somewhere in reconcile."""
     for path in RECONCILE:
         for node in ast.walk(ast.parse(path.read_text())):
-            is_tell = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "tell"
-            if is_tell and isinstance(node.args[1], ast.Constant):
+            is_report = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "report"
+            if is_report and isinstance(node.args[1], ast.Constant):
                 yield node.args[1].value
 
 
 def test_every_event_has_its_row():
     shown = {name for row in table("event") for name in words(row[0])}
-    reasons = set(told_reasons())
+    reasons = set(reported_reasons())
     assert len(reasons) > 10
     assert reasons <= shown
     from elastane.kubernetes.reconcile.pods import Cause

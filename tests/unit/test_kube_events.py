@@ -60,7 +60,7 @@ async def tell(recorder, *told):
     """Tell these, each once what was told before was written, or could not be."""
     running = asyncio.create_task(recorder.run())
     for one in told:
-        recorder.tell(ABOUT, one)
+        recorder.record(ABOUT, one)
         recorder.tried.clear()
         if recorder.is_behind:
             await asyncio.wait_for(recorder.tried.wait(), 60.0)

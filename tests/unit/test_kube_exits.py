@@ -214,7 +214,7 @@ def test_no_limit_is_no_limit_but_pods_that_end_quickly_wait_longer_each_time():
     cluster.now_s += 700
     cluster.relist()
     cluster.operate()
-    assert not cluster.status.troubles
+    assert not cluster.status.early_ends
 
 
 def test_a_pause_is_told_with_its_end_and_its_cause():

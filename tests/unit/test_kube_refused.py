@@ -30,9 +30,9 @@ def objects_differ(cluster):
 
 
 def refused(what, cluster, code=403, times=1):
-    deed, kind, name = what
+    verb, kind, name = what
     return Refusal(
-        deed=deed,
+        verb=verb,
         kind=kind,
         name=name,
         code=code,

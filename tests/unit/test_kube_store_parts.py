@@ -105,7 +105,7 @@ async def failing(error):
 
 def told(memory, deed, error):
     async def ask():
-        await memory.told(deed, "ns", failing(error))
+        await memory.answer(deed, "ns", failing(error))
 
     return ask()
 
@@ -139,7 +139,7 @@ def test_what_was_allowed_once_is_never_forbidden_for_good(monkeypatch):
 
     async def check():
         memory = AllowedAccess()
-        assert await memory.told("get secrets", "ns", fine()) == 1
+        assert await memory.answer("get secrets", "ns", fine()) == 1
         for _ in range(3):
             with pytest.raises(StoreError):
                 await told(memory, "get secrets", forbidden())

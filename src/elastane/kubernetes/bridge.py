@@ -139,7 +139,7 @@ class OperatorBridge:
 
     def __init__(self, mailbox: OperatorMailbox) -> None:
         self._mailbox = mailbox
-        self._trouble: dict[str, str] = {}
+        self._faults: dict[str, str] = {}
 
     async def run(
         self, coordinator: OwnedCoordinator, state: CoordinatorView, begun: asyncio.Event
@@ -201,11 +201,11 @@ class OperatorBridge:
                 self._note("report", error.what)
             await asyncio.sleep(RETRY_S)
 
-    def _note(self, what: str, trouble: str) -> None:
+    def _note(self, what: str, fault: str) -> None:
         """Log once that the operator cannot be reached, and once that it can again."""
-        if trouble != self._trouble.get(what, ""):
-            _log.warning("the operator's %s: %s", what, trouble or "goes on")
-            self._trouble[what] = trouble
+        if fault != self._faults.get(what, ""):
+            _log.warning("the operator's %s: %s", what, fault or "goes on")
+            self._faults[what] = fault
 
 
 class Summary:

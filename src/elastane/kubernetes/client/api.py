@@ -80,14 +80,14 @@ async def follow(
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(asked_s),
         }
-        began = msgspec.structs.replace(request, query=query, told="watch" + request.told[4:])
+        began = msgspec.structs.replace(request, query=query, label="watch" + request.label[4:])
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         async with http.stream(began, silence_s=watch_s + SILENCE_MARGIN_S) as lines:
             yield SeenObject("BOOKMARK", None, version)
             async for line in lines:
                 if line.strip():
-                    seen = _seen(line, kind, began.told, http.access.where)
+                    seen = _seen(line, kind, began.label, http.access.where)
                     version = seen.version or version
                     yield seen
         lived = loop.time() - begun_s >= min(1.0, asked_s / 2)
@@ -96,17 +96,17 @@ async def follow(
             await asyncio.sleep(pause_s)
 
 
-def _seen(line: bytes, kind: type[T], told: str, where: str) -> SeenObject[T]:
-    event = decoded(line, _Line, told, where)
+def _seen(line: bytes, kind: type[T], label: str, where: str) -> SeenObject[T]:
+    event = decoded(line, _Line, label, where)
     if event.type == "ERROR":
-        status = decoded(event.object, Status, told, where)
+        status = decoded(event.object, Status, label, where)
         if not 400 <= status.code < 600:
-            raise garbage(told, f"an error of code {status.code}", where=where)
-        raise refusal(told, status.code, status, where=where)
-    version = decoded(event.object, Versioned, told, where).metadata.resourceVersion
+            raise garbage(label, f"an error of code {status.code}", where=where)
+        raise refusal(label, status.code, status, where=where)
+    version = decoded(event.object, Versioned, label, where).metadata.resourceVersion
     if event.type == "BOOKMARK":
         return SeenObject(event.type, None, version)
-    return SeenObject(event.type, decoded(event.object, kind, told, where), version)
+    return SeenObject(event.type, decoded(event.object, kind, label, where), version)
 
 
 PAGE_ITEMS = 500  # kubectl's
@@ -201,7 +201,7 @@ class Api:
                 _request("GET", resource, namespace), query=query, bytes_max=PAGE_BYTES_MAX
             )
             content = await self._http.ask(request)
-            found = pages(content, kind, request.told, self.access.where)
+            found = pages(content, kind, request.label, self.access.where)
             yield ListPage(tuple(found.items or ()), found.metadata.resourceVersion)
             going_on = found.metadata.going_on
             if not going_on:
@@ -315,7 +315,7 @@ class Api:
 
     async def _typed(self, request: Request, kind: type[T]) -> T:
         content = await self._http.ask(request)
-        return decoded(content, kind, request.told, self.access.where)
+        return decoded(content, kind, request.label, self.access.where)
 
 
 _VERBS = {
@@ -336,7 +336,7 @@ def _request(
     body: Mapping[str, Any] | None = None,
 ) -> Request:
     verb = "list" if method == "GET" and not name else _VERBS[method]
-    what = resource.told(namespace if resource.namespaced else "", name)
+    what = resource.label(namespace if resource.namespaced else "", name)
     return Request(
         method,
         resource.path(namespace, name, subresource),
@@ -368,9 +368,9 @@ async def follow_one(
         if raw is None:
             yield None
         else:
-            told, where = f"get {resource.told(namespace, name)}", api.access.where
-            version = decoded(raw, Versioned, told, where).metadata.resourceVersion
-            yield decoded(raw, kind, told, where)
+            label, where = f"get {resource.label(namespace, name)}", api.access.where
+            version = decoded(raw, Versioned, label, where).metadata.resourceVersion
+            yield decoded(raw, kind, label, where)
         # From the version that was read, or from now on where the server has dropped that version.
         watch = api.watch(
             resource, namespace, kind, "" if begin == "gone" else version, one(name), LOOK_S

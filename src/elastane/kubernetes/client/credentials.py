@@ -51,7 +51,7 @@ _DEFAULT_TLS = Tls()
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """One server and one identity. `where` tells a person which; `namespace` is the default one."""
+    """One server and one identity, which messages call `where`; `namespace` is the default one."""
 
     server: str
     identity: Identity
@@ -70,7 +70,7 @@ class ClusterAccess:
         return self.identity.renew()
 
     def extensions(self) -> dict[str, str]:
-        """Return what the connection is told beside the address."""
+        """Return the parameters of a connection beside its address."""
         return {"sni_hostname": self.tls.server_name} if self.tls.server_name else {}
 
     def context(self, proof: ClientProof) -> ssl.SSLContext | bool:
@@ -301,7 +301,7 @@ def _plugin(user: _File, cluster: _File, environ: Mapping[str, str]) -> Plugin:
         raise _wrong(str(user.path), "exec that needs a terminal", "interactiveMode: IfAvailable")
     command = _text(spec, "command")
     pairs = [pair for pair in spec.get("env") or [] if isinstance(pair, dict)]
-    told = {
+    described = {
         "server": _text(cluster.content, "server"),
         "certificate-authority-data": _text(cluster.content, "certificate-authority-data"),
         "insecure-skip-tls-verify": bool(cluster.content.get("insecure-skip-tls-verify")),
@@ -311,7 +311,7 @@ def _plugin(user: _File, cluster: _File, environ: Mapping[str, str]) -> Plugin:
         args=tuple(str(arg) for arg in spec.get("args") or []),
         environ={**environ, **{_text(pair, "name"): _text(pair, "value") for pair in pairs}},
         api_version=_text(spec, "apiVersion") or "client.authentication.k8s.io/v1",
-        cluster=told if spec.get("provideClusterInfo") else None,
+        cluster=described if spec.get("provideClusterInfo") else None,
         hint=_text(spec, "installHint"),
     )
 

@@ -15,7 +15,7 @@ import msgspec
 from elastane.errors import ElastaneError, ExitCode
 from elastane.protocol.unreadable import UNREADABLE
 
-# Of a server's sentence, as it is told: an admission webhook may say anything at any length.
+# Of a server's sentence in an error: an admission webhook may say anything at any length.
 MESSAGE_CHARS_MAX = 1000
 
 
@@ -192,19 +192,19 @@ def read_status(content: bytes) -> Status:
 
 
 def refusal(
-    asked: str, status: int, told: Status, *, where: str, retry_after_s: float | None = None
+    asked: str, status: int, said: Status, *, where: str, retry_after_s: float | None = None
 ) -> ApiError:
-    """Return the error for an answer: `asked` is the request as a person would say it."""
+    """Return the error for an answer: `asked` is the label of the request."""
     kind = _KINDS.get(status, ApiBusyError if status >= 500 else ApiError)
-    message = told.message[:MESSAGE_CHARS_MAX] or told.reason or "no reason was given"
-    causes = told.details.causes if told.details is not None else None
+    message = said.message[:MESSAGE_CHARS_MAX] or said.reason or "no reason was given"
+    causes = said.details.causes if said.details is not None else None
     return kind(
         f"kubernetes: {asked}: {message} (HTTP {status})",
         where=where,
         next_step=_NEXT_STEPS.get(kind, ""),
         answer=Answer(
             status=status,
-            reason=told.reason,
+            reason=said.reason,
             message=message,
             causes=frozenset(cause.reason for cause in causes or ()),
             retry_after_s=retry_after_s,
@@ -212,15 +212,15 @@ def refusal(
     )
 
 
-def unreachable(asked: str, trouble: str, *, where: str, sent: bool) -> ApiUnreachableError:
+def unreachable(asked: str, fault: str, *, where: str, sent: bool) -> ApiUnreachableError:
     """Return the error for a request that got no answer."""
-    return ApiUnreachableError(f"kubernetes: {asked}: {trouble}", where=where, sent=sent)
+    return ApiUnreachableError(f"kubernetes: {asked}: {fault}", where=where, sent=sent)
 
 
-def garbage(asked: str, trouble: str, *, where: str) -> ApiAnswerError:
+def garbage(asked: str, fault: str, *, where: str) -> ApiAnswerError:
     """Return the error for an answer that cannot be what was asked for."""
     return ApiAnswerError(
-        f"kubernetes: {asked}: answered what is no answer to it: {trouble}",
+        f"kubernetes: {asked}: answered what is no answer to it: {fault}",
         where=where,
         expected="a Kubernetes API server at that address, and no proxy that answers for it",
         next_step="kubectl get --raw /version",
@@ -256,18 +256,18 @@ class Versioned(msgspec.Struct):
     metadata: VersionMeta
 
 
-def decoded(content: bytes | msgspec.Raw, kind: type[T], told: str, where: str) -> T:
+def decoded(content: bytes | msgspec.Raw, kind: type[T], label: str, where: str) -> T:
     """Return the object; ApiAnswerError for what is none of `kind`."""
     try:
         found: T = _decoder(kind).decode(content)
     except UNREADABLE as error:
-        raise garbage(told, str(error)[:300], where=where) from error
+        raise garbage(label, str(error)[:300], where=where) from error
     return found
 
 
-def pages(content: bytes, kind: type[T], told: str, where: str) -> Items[T]:
+def pages(content: bytes, kind: type[T], label: str, where: str) -> Items[T]:
     """Return the page of a list of `kind`; ApiAnswerError for what is none."""
-    return decoded(content, Items[kind], told, where)  # type: ignore[valid-type]
+    return decoded(content, Items[kind], label, where)  # type: ignore[valid-type]
 
 
 @functools.lru_cache(maxsize=256)

@@ -200,7 +200,7 @@ class PluginAnswer(msgspec.Struct):
 
 
 class Plugin(msgspec.Struct, frozen=True, kw_only=True):
-    """How it is run. `api_version` is the one in which it is spoken to; `told` for a person."""
+    """How it is run: `api_version` is that of its input, `hint` is shown where it fails."""
 
     command: str
     args: tuple[str, ...] = ()
@@ -263,9 +263,9 @@ class PluginIdentity:
         except UNREADABLE as error:
             raise self._failed(f"printed no ExecCredential: {error}") from error
 
-    def _failed(self, trouble: str) -> ConfigurationError:
+    def _failed(self, fault: str) -> ConfigurationError:
         return ConfigurationError(
-            f"kubernetes: credential plugin {self._plugin.command}: {trouble}",
+            f"kubernetes: credential plugin {self._plugin.command}: {fault}",
             slug="kube-exec",
             expected="a program that prints an ExecCredential with a token or a certificate",
             next_step=self._plugin.hint or f"run {self._plugin.command} by hand, or log in anew",

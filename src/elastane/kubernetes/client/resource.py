@@ -47,8 +47,8 @@ class Resource(msgspec.Struct, frozen=True):
             parts.append(subresource)
         return "/".join(parts)
 
-    def told(self, namespace: str = "", name: str = "") -> str:
-        """Return the object as a person would say it: `pods/x in namespace y`."""
+    def label(self, namespace: str = "", name: str = "") -> str:
+        """Return the object as a message names it: `pods/x in namespace y`."""
         what = f"{self.plural}/{name}" if name else self.plural
         return f"{what} in namespace {namespace}" if namespace else what
 

@@ -44,11 +44,11 @@ PUT_OFF_MIN_S = 0.2
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What goes over the wire. `told` is the request as a person would say it."""
+    """What goes over the wire. `label` names the request in messages."""
 
     method: str
     path: str
-    told: str
+    label: str
     query: dict[str, str] = {}
     body: bytes = b""
     content_type: str = "application/json"
@@ -66,21 +66,21 @@ class Transport:
 
     async def ask(self, request: Request) -> bytes:
         """Return the body of the answer; one of `errors` where it is a refusal, or none came."""
-        trouble: ApiUnreachableError | None = None
+        failed: ApiUnreachableError | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
                     try:
                         return await self._ask(request)
                     except ApiUnreachableError as error:
-                        again = request.method == "GET" and trouble is None
+                        again = request.method == "GET" and failed is None
                         if not again:
                             raise
-                        trouble = error
+                        failed = error
                     await asyncio.sleep(PUT_OFF_MIN_S)
         except TimeoutError:
-            raise trouble or unreachable(
-                request.told,
+            raise failed or unreachable(
+                request.label,
                 f"no answer within {self._timeout_s:g} s",
                 where=self.access.where,
                 sent=request.method != "GET",
@@ -198,14 +198,14 @@ class Transport:
         )
 
     def _refused(self, request: Request, response: httpx.Response, content: bytes) -> ApiError:
-        told = read_status(content)
+        said = read_status(content)
         if response.status_code < 400:
-            trouble = f"HTTP {response.status_code}: {told.message[:200]}"
-            return garbage(request.told, trouble, where=self.access.where)
+            fault = f"HTTP {response.status_code}: {said.message[:200]}"
+            return garbage(request.label, fault, where=self.access.where)
         return refusal(
-            request.told,
+            request.label,
             response.status_code,
-            told,
+            said,
             where=self.access.where,
             retry_after_s=_seconds(response.headers.get("Retry-After", "")),
         )
@@ -213,8 +213,8 @@ class Transport:
     def _unreachable(
         self, request: Request, error: Exception, *, sent: bool
     ) -> ApiUnreachableError:
-        trouble = f"{self.access.server}: {str(error) or type(error).__name__}"
-        return unreachable(request.told, trouble, where=self.access.where, sent=sent)
+        fault = f"{self.access.server}: {str(error) or type(error).__name__}"
+        return unreachable(request.label, fault, where=self.access.where, sent=sent)
 
     async def _whole(self, response: httpx.Response, request: Request) -> bytes:
         content = bytearray()
@@ -240,8 +240,8 @@ class Transport:
                     raise self._too_large(request)
 
     def _too_large(self, request: Request) -> ApiError:
-        trouble = f"more than {request.bytes_max} bytes"
-        return garbage(request.told, trouble, where=self.access.where)
+        fault = f"more than {request.bytes_max} bytes"
+        return garbage(request.label, fault, where=self.access.where)
 
 
 class _Pool:

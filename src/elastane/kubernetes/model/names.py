@@ -45,7 +45,7 @@ def pod_name(job: str, index: int, replacement: int = 0) -> str:
 
 
 def index_in(name: str) -> int | None:
-    """Return the index that the name of a pod tells, or None."""
+    """Return the index that the name of a pod ends with, or None."""
     found = _POD.search(name)
     return int(found[1]) if found else None
 
@@ -61,5 +61,5 @@ def pod_labels(job: str, index: int) -> dict[str, str]:
 
 
 def selector(job: str) -> str:
-    """Return the selector of a job's pods, as the scale subresource tells it."""
+    """Return the selector of a job's pods, as the scale subresource reports it."""
     return f"{LABEL_GROUP}={GROUP},{LABEL_JOB}={job}"

@@ -243,7 +243,7 @@ class OwnedObjects(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """The API server's answer to a deed that it refused.
+    """The API server's answer to a write that it refused.
 
     To a creation: 400, 403, 404, 409, 422. The shell keeps the newest one of each name, and
     forgets it when the job's `metadata.edition` changes, when the object appears, and when the
@@ -260,7 +260,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     times: int = 1
     at_s: float = 0.0
-    deed: Literal["create", "patch", "delete"] = "create"
+    verb: Literal["create", "patch", "delete"] = "create"
 
 
 class ElasticJob(_Read, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-# Pods of one job. The status of one with so many, all in trouble, is 0.8 MB, and an object may
+# Pods of one job. The status of one with so many, all failing, is 0.8 MB, and an object may
 # hold 1.5 MB; the largest training jobs of the field have about 3,000 nodes.
 REPLICAS_MAX = 4096
 INT32_MAX = (1 << 31) - 1
@@ -30,8 +30,8 @@ Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Codes = Annotated[tuple[int | str, ...], Meta(min_length=1, max_length=64)]
 
 
-def _told(what: str) -> Meta:
-    return Meta(description=what)
+def _meaning(text: str) -> Meta:
+    return Meta(description=text)
 
 
 class SchedulingPolicy(
@@ -39,7 +39,7 @@ class SchedulingPolicy(
 ):
     """For whoever makes a pod group of the job; the operator makes none."""
 
-    min_available: Annotated[Count | None, _told("Pods that must be scheduled together.")] = None
+    min_available: Annotated[Count | None, _meaning("Pods that must be scheduled together.")] = None
 
 
 class RunPolicy(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -47,35 +47,37 @@ class RunPolicy(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
 
     clean_pod_policy: Annotated[
         CleanPodPolicy | None,
-        _told(
+        _meaning(
             "What becomes of pods when the job has ended. All: all are deleted. Running: those"
             " that still run. None: no pod is touched. Not set: as Running."
         ),
     ] = None
     ttl_seconds_after_finished: Annotated[
-        Count | None, _told("The job is deleted so long after its end. Not set: never.")
+        Count | None, _meaning("The job is deleted so long after its end. Not set: never.")
     ] = None
     active_deadline_seconds: Annotated[
         Annotated[int, Meta(ge=1, le=INT32_MAX)] | None,
-        _told("The job fails when it has been active for so long; a suspended job is not active."),
+        _meaning(
+            "The job fails when it has been active for so long; a suspended job is not active."
+        ),
     ] = None
     backoff_limit: Annotated[
         Count | None,
-        _told("Failures that are borne; one more fails the job. Not set: any number."),
+        _meaning("Failures that are borne; one more fails the job. Not set: any number."),
     ] = None
     scheduling_policy: SchedulingPolicy | None = None
     suspend: Annotated[
-        bool | None, _told("True: pods are drained and none is made, until it is false again.")
+        bool | None, _meaning("True: pods are drained and none is made, until it is false again.")
     ] = None
 
 
 class ExitCodeRule(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """What to do about a pod that ended with one of the codes. The first rule that fits counts."""
 
-    codes: Annotated[Codes, _told('Exit codes 1 to 255, or ranges such as "64-78".')]
+    codes: Annotated[Codes, _meaning('Exit codes 1 to 255, or ranges such as "64-78".')]
     action: Annotated[
         RuleAction,
-        _told(
+        _meaning(
             "Retry: a new pod, counted towards backoffLimit. Ignore: a new pod, not counted."
             " Fail: the job fails."
         ),
@@ -86,7 +88,7 @@ class NodeQuarantine(msgspec.Struct, frozen=True, kw_only=True, rename="camel", 
     """Nodes on which pods of the job failed too often are avoided."""
 
     failures: Annotated[
-        Annotated[int, Meta(ge=1, le=1000)], _told("So many failures of pods on one node.")
+        Annotated[int, Meta(ge=1, le=1000)], _meaning("So many failures of pods on one node.")
     ] = 3
 
 
@@ -95,11 +97,11 @@ class WorkersSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
 
     replicas: Annotated[
         Count,
-        _told("Pods that are wanted; held between minReplicas and maxReplicas. kubectl scale."),
+        _meaning("Pods that are wanted; held between minReplicas and maxReplicas. kubectl scale."),
     ] = 1
     restart_policy: Annotated[
         RestartPolicy,
-        _told(
+        _meaning(
             "ExitCode: a new pod for exit codes 128 to 255, 69 and 75; others fail the job."
             " OnFailure, Always: the container is restarted in its pod. Never: any failure fails"
             " the job. What the cluster takes away is replaced under each of them."
@@ -107,7 +109,7 @@ class WorkersSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
     ] = "ExitCode"
     template: Annotated[
         dict[str, Any],
-        _told("The pod. Arguments are injected into its container elasticjob-worker."),
+        _meaning("The pod. Arguments are injected into its container elasticjob-worker."),
     ]
 
 
@@ -122,36 +124,38 @@ class ElasticJobSpec(RunPolicy, frozen=True, kw_only=True):
 
     rdzv_endpoint: Annotated[
         Annotated[str, Meta(max_length=1024)] | None,
-        _told("Rendezvous of the user's, as host:port. Not set: none is needed."),
+        _meaning("Rendezvous of the user's, as host:port. Not set: none is needed."),
     ] = None
     rdzv_backend: Annotated[
         Backend | None,
-        _told("What is at rdzvEndpoint. Not set: etcd, or c10d where it names a pod of the job."),
+        _meaning(
+            "What is at rdzvEndpoint. Not set: etcd, or c10d where it names a pod of the job."
+        ),
     ] = None
     min_replicas: Annotated[
-        Replicas | None, _told("Fewest pods that can train. Not set: replicas.")
+        Replicas | None, _meaning("Fewest pods that can train. Not set: replicas.")
     ] = None
     max_replicas: Annotated[
-        Replicas | None, _told("Most pods that may train. Not set: replicas.")
+        Replicas | None, _meaning("Most pods that may train. Not set: replicas.")
     ] = None
     replica_specs: ReplicaSpecs
     launcher: Annotated[
-        Launcher, _told("The image's ENTRYPOINT: elastane run, or a torchrun of PyTorch's own.")
+        Launcher, _meaning("The image's ENTRYPOINT: elastane run, or a torchrun of PyTorch's own.")
     ] = "elastane"
     spares: Annotated[
         Annotated[int, Meta(ge=0, le=64)],
-        _told("Workers in waiting on each pod, for the place of one that is lost."),
+        _meaning("Workers in waiting on each pod, for the place of one that is lost."),
     ] = 0
     scale_down_policy: Annotated[
         ScaleDownPolicy,
-        _told(
+        _meaning(
             "Which pods leave first. HighestIndex: those of the highest index."
             " PendingFirst: those that do not run yet, then those."
         ),
     ] = "HighestIndex"
     update_strategy: Annotated[
         UpdateStrategy,
-        _told(
+        _meaning(
             "What an edit of the template does to pods that have started. OnDelete: nothing, until"
             " a pod is replaced for another reason. RollingUpdate: they are drained and replaced,"
             " one at a time."
@@ -159,19 +163,19 @@ class ElasticJobSpec(RunPolicy, frozen=True, kw_only=True):
     ] = "OnDelete"
     exit_code_rules: Annotated[
         Annotated[tuple[ExitCodeRule, ...], Meta(max_length=64)],
-        _told("Rules that come before restartPolicy ExitCode's own."),
+        _meaning("Rules that come before restartPolicy ExitCode's own."),
     ] = ()
     node_quarantine: NodeQuarantine | None = None
     stalled_seconds: Annotated[
         Annotated[int, Meta(ge=0, le=7 * 86_400)],
-        _told(
+        _meaning(
             "The job is Stalled when enough pods run and its step has not risen for so long."
             " 0: never."
         ),
     ] = 600
     node_lost_seconds: Annotated[
         Annotated[int, Meta(ge=0, le=86_400)],
-        _told(
+        _meaning(
             "A pod is replaced when its node has been unreachable for so long; at once when the"
             " job has lost it too, or when the node is deleted."
         ),

@@ -16,11 +16,11 @@ _Time = Annotated[
 ]
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class _StatusPart(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """Base of the parts of a status."""
 
 
-class Condition(_Told, frozen=True, kw_only=True):
+class Condition(_StatusPart, frozen=True, kw_only=True):
     """One condition, as of Kubernetes' own objects, with the original's two times."""
 
     type: str
@@ -40,7 +40,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     failed: int = 0
 
 
-class WorkerStatus(_Told, frozen=True, kw_only=True):
+class WorkerStatus(_StatusPart, frozen=True, kw_only=True):
     """One pod, for a person: of at most WORKERS_TOLD_MAX pods, those in trouble first."""
 
     index: int
@@ -53,7 +53,7 @@ class WorkerStatus(_Told, frozen=True, kw_only=True):
     rank: int | None = None
 
 
-class PodTrouble(_Told, frozen=True, kw_only=True):
+class EarlyEnd(_StatusPart, frozen=True, kw_only=True):
     """An index whose pod ended early: how often in a row, and when the next may be made.
 
     `waiting`: its replacement does not run yet.
@@ -67,7 +67,7 @@ class PodTrouble(_Told, frozen=True, kw_only=True):
     why: str = ""
 
 
-class NodeTrouble(_Told, frozen=True, kw_only=True):
+class NodeFailures(_StatusPart, frozen=True, kw_only=True):
     """A node on which pods of the job failed. `unfit`: an agent said so itself (exit code 69)."""
 
     name: str
@@ -75,14 +75,14 @@ class NodeTrouble(_Told, frozen=True, kw_only=True):
     unfit: bool = False
 
 
-class InPlace(_Told, frozen=True, kw_only=True):
+class InPlace(_StatusPart, frozen=True, kw_only=True):
     """Restarts of a pod's containers by its kubelet, as far as they are counted."""
 
     uid: str
     restarts: int = 0
 
 
-class Crashes(_Told, frozen=True, kw_only=True):
+class Crashes(_StatusPart, frozen=True, kw_only=True):
     """Failures in a row without a step above `step`, the highest; `time`: of the last failure."""
 
     count: int = 0
@@ -90,21 +90,21 @@ class Crashes(_Told, frozen=True, kw_only=True):
     time: _Time = None
 
 
-class IncidentStatus(_Told, frozen=True, kw_only=True):
+class IncidentStatus(_StatusPart, frozen=True, kw_only=True):
     """The last incident or failure, and its cause."""
 
     cause: str
     time: _Time = None
 
 
-class JobStatus(_Told, frozen=True, kw_only=True):
+class JobStatus(_StatusPart, frozen=True, kw_only=True):
     """The whole status. Counters never go back while the job lives.
 
     `restarts`: pods that were replaced, containers that were restarted, and workers that were
     restarted by their agents, these last also alone as `worker_restarts`. `failures`: pods and
     containers that count towards backoffLimit. `disruptions`: pods that the cluster took away.
     `last_failure`: of a pod or container, as it ended; `last_incident`: as the job's coordinator
-    reports it. `replicas` is what the scale subresource tells: pods that live. `outdated`: those
+    reports it. `replicas` is what the scale subresource reports: pods that live. `outdated`: those
     of them that were made of an older template. `counted`: uids of pods whose end is accounted
     for, which is so before they are deleted. `fenced`: uids of pods on lost nodes, which may
     neither rejoin nor publish. `first_start_time`: when a pod of the job was first seen to have
@@ -143,8 +143,8 @@ class JobStatus(_Told, frozen=True, kw_only=True):
     counted: tuple[str, ...] = ()
     fenced: tuple[str, ...] = ()
     in_place: tuple[InPlace, ...] = ()
-    troubles: tuple[PodTrouble, ...] = ()
-    nodes: tuple[NodeTrouble, ...] = ()
+    early_ends: tuple[EarlyEnd, ...] = msgspec.field(default=(), name="troubles")
+    nodes: tuple[NodeFailures, ...] = ()
 
     def condition(self, kind: str) -> Condition | None:
         """Return the condition of type `kind`, if there is one."""

@@ -17,7 +17,7 @@ RETRY_FIRST_S = 0.2
 RETRY_MAX_S = 120.0
 # All jobs are looked at again this often, whatever was not seen.
 RESYNC_S = 300.0
-# A report of a job that tells only of more steps is looked at no more often than this.
+# A report of a job in which only the step has changed is looked at no more often than this.
 PROGRESS_S = 5.0
 # A node that seems lost is asked about unless that was done so recently.
 NODE_LOOK_S = 2.0

@@ -53,7 +53,7 @@ from elastane.stores import new_token
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Creation = CreatePod | CreateObject
-Deed = Literal["create", "patch", "delete"]
+Verb = Literal["create", "patch", "delete"]
 _ENDS = (DeletePod, DeleteJob)
 
 
@@ -196,7 +196,7 @@ class Executor:
     async def _occupied(
         self, key: str, job: ElasticJob, kind: str, name: str, error: ApiError
     ) -> bool:
-        """Look at who has the name: what is the job's is taken in, what is not is told."""
+        """Read the object that has the name: store one of the job, keep a refusal for any other."""
         namespace = job.metadata.namespace
         found: Any = await self._api.find(BY_KIND[kind], namespace, name, type_of(kind))
         if found is None:
@@ -210,7 +210,7 @@ class Executor:
         return True
 
     def _refuse(
-        self, key: str, kind: str, name: str, error: ApiError, deed: Deed = "create"
+        self, key: str, kind: str, name: str, error: ApiError, verb: Verb = "create"
     ) -> None:
         _log.warning("job %s: %s", key, error)
         self._metrics.count("elastane_refusals_total", code=str(error.status))
@@ -222,7 +222,7 @@ class Executor:
                 code=error.status,
                 message=error.message,
                 at_s=time.time(),
-                deed=deed,
+                verb=verb,
             ),
         )
 
@@ -232,9 +232,9 @@ class Executor:
     async def _one(self, key: str, job: ElasticJob, action: Any) -> None:
         """Do what is no creation; a refusal of it is kept for the next decision, and raised."""
         namespace = job.metadata.namespace
-        deed: Deed = "delete"
+        verb: Verb = "delete"
         if isinstance(action, PatchObject):
-            deed, kind, name = "patch", action.kind, action.name
+            verb, kind, name = "patch", action.kind, action.name
             work = self._patch(namespace, action)
         elif isinstance(action, DeleteJob):
             kind, name = JOBS.kind, job.metadata.name
@@ -251,9 +251,9 @@ class Executor:
         try:
             await work
         except (ApiForbiddenError, ApiInvalidError) as error:
-            self._refuse(key, kind, name, error, deed)
+            self._refuse(key, kind, name, error, verb)
             raise
-        self._view.granted(key, deed, kind, name)
+        self._view.granted(key, verb, kind, name)
 
     async def _delete(self, namespace: str, kind: str, name: str, how: Deletion) -> None:
         """Delete an object; what is gone already is as it should be."""

@@ -87,9 +87,9 @@ class Index(Generic[T]):
 
 
 class Cache(Generic[T]):
-    """All objects of one kind that were asked for; `changed(before, after)` is told each change.
+    """All selected objects of one kind; `changed(before, after)` is called at each change.
 
-    `deleted(last)` is called with the state of each object at its deletion, as the watch tells it.
+    `deleted(last)` is called with the last state of each deleted object, as the watch reports it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Cache(Generic[T]):
         return made
 
     def saw(self, one: T) -> None:
-        """Take in what the watch told."""
+        """Store the object of a watch event."""
         before = self._objects.get(key_of(one.metadata))
         if before is not None and (_is_newer(before, one) or _is_same(before, one)):
             return  # we wrote it
@@ -130,7 +130,7 @@ class Cache(Generic[T]):
             self._put(before, one)
 
     def saw_gone(self, one: T) -> None:
-        """Take in that the watch told of a deletion."""
+        """Remove the object of a deletion that the watch reported."""
         self._deleted(one)
         self._remember_gone(one.metadata.uid)
         before = self._objects.get(key_of(one.metadata))
@@ -260,7 +260,7 @@ class Informer(Generic[T]):
         self.resource = watched.resource
         self.optional = watched.optional
         # The fault that keeps it from reading, for a person; empty while there is none.
-        self.trouble = ""
+        self.fault = ""
         self.ready = asyncio.Event()
 
     async def run(self) -> None:
@@ -317,15 +317,15 @@ class Informer(Generic[T]):
             # Any load balancer cuts watches; one that comes back immediately is not logged.
             if self._failures:
                 self._connection.lost(self.resource.kind, error)
-        elif error.what != self.trouble:
+        elif error.what != self.fault:
             (_log.info if is_tolerated else _log.warning)("%s", error)
-        self.trouble = error.what
+        self.fault = error.what
         if is_tolerated:
             self.ready.set()
 
     def _succeeded(self) -> None:
         self._failures = 0
         self._connection.back(self.resource.kind)
-        if self.trouble:
-            _log.info("%s: seen again", self.resource.told(self._namespace))
-            self.trouble = ""
+        if self.fault:
+            _log.info("%s: seen again", self.resource.label(self._namespace))
+            self.fault = ""

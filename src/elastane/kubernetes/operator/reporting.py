@@ -63,7 +63,7 @@ class _Entry:
     last_s: float
     count: int = 0
     written: int = 0  # of that count; 0: the event was not made yet
-    lasts: bool = False  # its count is told whole, and is not added to that of another operator
+    lasts: bool = False  # its count is the whole one, and is not added to that of another operator
 
 
 @dataclass
@@ -86,34 +86,34 @@ class _Bucket:
 class Recorder:
     """Takes events at any rate and writes what is worth writing. `write` is whoever may write now.
 
-    `told(outcome)` is called with `written` or `dropped` for each.
+    `count(outcome)` is called with `written` or `dropped` for each.
     """
 
-    def __init__(self, api: Api, instance: str, told: Callable[[str], None]) -> None:
+    def __init__(self, api: Api, instance: str, count: Callable[[str], None]) -> None:
         self._api = api
         self._instance = instance
-        self._told = told
+        self._count = count
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
         self._queue = KeyedQueue()
 
-    def tell(self, about: EventSubject, told: ReportedEvent) -> None:
-        """Publish an event, or count it where it is there; see Told for its count."""
-        message = told.message[:EVENT_MESSAGE_CHARS_MAX]
-        key = _key(about, told.type, told.reason, message)
+    def record(self, about: EventSubject, event: ReportedEvent) -> None:
+        """Publish an event, or count it where it is there; see ReportedEvent for its count."""
+        message = event.message[:EVENT_MESSAGE_CHARS_MAX]
+        key = _key(about, event.type, event.reason, message)
         now_s = time.time()
         entry = self._entries.get(key)
         if entry is not None and now_s - entry.last_s > EVENT_KEPT_S:
             entry = None  # The server has dropped it since: this is another occurrence.
         if entry is None:
             if len(self._queue) >= EVENTS_WAITING_MAX or not self._allowed(about.uid):
-                self._told("dropped")
+                self._count("dropped")
                 return
-            lasts = told.count is not None
-            entry = _Entry(about, told.type, told.reason, message, now_s, now_s, lasts=lasts)
+            lasts = event.count is not None
+            entry = _Entry(about, event.type, event.reason, message, now_s, now_s, lasts=lasts)
             self._entries[key] = entry
             self._queue.add(key)
-        entry.count = entry.count + 1 if told.count is None else max(entry.count, told.count)
+        entry.count = entry.count + 1 if event.count is None else max(entry.count, event.count)
         entry.last_s = now_s
         if entry.count > entry.written:
             self._queue.add_in(key, EVENT_COUNT_S)  # Sooner where it was added just now.
@@ -123,16 +123,16 @@ class Recorder:
             self._queue.forget(oldest)
 
     async def run(self) -> None:
-        """Write what is told, until cancelled."""
+        """Write the recorded events, until cancelled."""
         while True:
             key = await self._queue.take()
             entry = self._entries.get(key)
             try:
                 if entry is not None and entry.count > entry.written:
                     await self._write(key, entry)
-                    self._told("written")
+                    self._count("written")
             except ApiError as error:
-                self._told("dropped")
+                self._count("dropped")
                 _log.info("event %s of %s: %s", entry and entry.reason, key, error.what)
             finally:
                 self._queue.done(key)

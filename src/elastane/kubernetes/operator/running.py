@@ -58,7 +58,7 @@ def identity() -> str:
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """What an operator is told: which namespace it keeps ("": all), and where its lease is."""
+    """The settings of an operator: which namespace it keeps ("": all), and where its lease is."""
 
     namespace: str = ""
     lease_namespace: str = "default"
@@ -105,10 +105,10 @@ class Operator:
         """Return what stands against being ready: able to act, or to take over."""
         if self.session is None:
             looked = boot_clock() - self.elector.looked_s < 2 * self.settings.lease_s
-            return [] if looked else [self.elector.trouble or "the lease was not read yet"]
+            return [] if looked else [self.elector.fault or "the lease was not read yet"]
         if self.session.synced.is_set():
             return []
-        return self.session.troubles or ["the lists are being read"]
+        return self.session.faults or ["the lists are being read"]
 
     async def run(self) -> None:
         """Live until stopped; LeaseLostError where the lease was lost."""
@@ -167,7 +167,7 @@ class Operator:
                 await end()
             return self._stop.is_set()
         except BaseExceptionGroup as group:
-            # What a person is told of is one of ours; anything else is a bug, and shown whole.
+            # A person sees an error of ours; anything else is a bug, and is shown whole.
             ours = group.subgroup(LeaseLostError) or group.subgroup(ElastaneError)
             if ours is None:
                 raise
@@ -225,14 +225,14 @@ class Elector:
     """Takes and keeps the lease of `place`, as `identity`."""
 
     def __init__(self, place: LeasePlace, identity: str, lease_s: float = LEASE_S) -> None:
-        self._told = f"{place.namespace}/{place.metadata()['name']}"
+        self._name = f"{place.namespace}/{place.metadata()['name']}"
         self._identity = identity
         self._pace = lease_s / LEASE_S
         margin = 1 - LEASE_HOLD_S / LEASE_S
-        self._lease = KubernetesLease(place, self._told, identity.encode(), lease_s, margin)
+        self._lease = KubernetesLease(place, self._name, identity.encode(), lease_s, margin)
         # When the lease was last read or written; what stands against it, for a person.
         self.looked_s = float("-inf")
-        self.trouble = ""
+        self.fault = ""
 
     def held(self) -> bool:
         """Return whether this operator may act at this moment."""
@@ -244,7 +244,7 @@ class Elector:
             await self._try(self._lease.take(), LEASE_REQUEST_S)
             if not self.held():
                 await asyncio.sleep(LEASE_LOOK_S * self._pace)
-        _log.info("lease %s is held by %s", self._told, self._identity)
+        _log.info("lease %s is held by %s", self._name, self._identity)
 
     async def keep(self) -> None:
         """Renew until the lease is lost; then raise LeaseLostError, at that moment."""
@@ -254,7 +254,7 @@ class Elector:
             left_s = max(0.0, self._lease.remaining_s())
             await self._try(self._lease.renew(), min(left_s, LEASE_REQUEST_S))
         raise LeaseLostError(
-            f"the lease {self._told} is not held any more",
+            f"the lease {self._name} is not held any more",
             slug="operator-lease-lost",
             where=f"operator {self._identity}",
             expected="an API server that grants renewals, and no other operator that takes over",
@@ -266,18 +266,18 @@ class Elector:
         if self.held():
             await self._try(self._lease.release(), LEASE_REQUEST_S)
 
-    async def _try(self, deed: Awaitable[object], patience_s: float) -> None:
-        """Look at the lease, or write it; what stands against that is told once."""
+    async def _try(self, request: Awaitable[object], patience_s: float) -> None:
+        """Read or write the lease; a failure is logged once."""
         try:
             async with asyncio.timeout(patience_s):
-                await deed
+                await request
         except (ElastaneError, TimeoutError) as error:
             what = error.what if isinstance(error, ElastaneError) else _SILENT
-            if what != self.trouble:
-                _log.warning("lease %s: %s", self._told, what)
-            self.trouble = what
+            if what != self.fault:
+                _log.warning("lease %s: %s", self._name, what)
+            self.fault = what
             return
-        self.trouble = ""
+        self.fault = ""
         self.looked_s = boot_clock()
 
 

@@ -33,7 +33,7 @@ Decide = Callable[[Observed, float], Decision]
 
 
 class OperatorSession:
-    """The work from the first lists to the last write. `may_act` tells whether the lease is held.
+    """The work from the first lists to the last write. `may_act` says whether the lease is held.
 
     `decide` is `reconcile`: from the observed objects and the time since 1970 to a decision.
     """
@@ -82,9 +82,9 @@ class OperatorSession:
         )
 
     @property
-    def troubles(self) -> list[str]:
+    def faults(self) -> list[str]:
         """The faults that keep it from seeing the cluster, a line each."""
-        return [one.trouble for one in self._informers if one.trouble and not one.optional]
+        return [one.fault for one in self._informers if one.fault and not one.optional]
 
     async def run(self) -> None:
         """Work until cancelled; raises what ends an operator."""
@@ -148,8 +148,8 @@ class OperatorSession:
         else:
             self._count("done")
             self.queue.succeeded(key)
-            for told in decision.events:
-                self._recorder.tell(_about(job), told)
+            for event in decision.events:
+                self._recorder.record(_about(job), event)
             if decision.again_in_s is not None:
                 self.queue.add_in(key, decision.again_in_s)
 
@@ -158,8 +158,8 @@ class OperatorSession:
         self._count("refused")
         self.queue.succeeded(key)
         _log.warning("job %s: %s", key, error)
-        told = ReportedEvent(type="Warning", reason="StatusRefused", message=error.message)
-        self._recorder.tell(_about(job), told)
+        event = ReportedEvent(type="Warning", reason="StatusRefused", message=error.message)
+        self._recorder.record(_about(job), event)
 
     def _failed(self, key: str, job: ElasticJob, error: ApiError | StatusRefusedError) -> None:
         if isinstance(error, StatusRefusedError):
@@ -171,8 +171,8 @@ class OperatorSession:
             if error.namespace_ends:  # and the job with it
                 _log.info("job %s: its namespace is being deleted: nothing can be created", key)
                 return
-            told = ReportedEvent(type="Warning", reason="Forbidden", message=error.message)
-            self._recorder.tell(_about(job), told)
+            event = ReportedEvent(type="Warning", reason="Forbidden", message=error.message)
+            self._recorder.record(_about(job), event)
         _log.warning("job %s: %s (again in %.1f s)", key, error, wait_s)
 
     def _count(self, result: str) -> None:

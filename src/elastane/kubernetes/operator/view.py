@@ -120,10 +120,10 @@ def type_of(kind: str) -> Any:
 
 
 class Nodes:
-    """The nodes of the cluster; `changed(name)` is told of each whose state has changed."""
+    """The nodes of the cluster; `changed(name)` is called for each whose state has changed."""
 
     def __init__(self, changed: Callable[[str], None]) -> None:
-        self._tell = changed
+        self._report_change = changed
         self.cache: Cache[KubernetesNode] = Cache(self._changed)
         # When each node in doubt was last looked at; whether it was there.
         self._looked: dict[str, tuple[float, bool]] = {}
@@ -174,7 +174,7 @@ class Nodes:
             return  # a kubelet updates its node every few minutes, mostly without a change
         one = after if after is not None else before
         assert one is not None
-        self._tell(one.metadata.name)
+        self._report_change(one.metadata.name)
 
 
 # Of one job; more are of names that it gave up.
@@ -193,7 +193,7 @@ def job_key(one: HasMeta) -> str:
 class ClusterView:
     """The caches, and what they say of one job.
 
-    `concerns(key)` is told of each change, `later(key, delay_s)` of one that can wait.
+    `concerns(key)` is called at each change, `later(key, delay_s)` at one that can wait.
     """
 
     def __init__(
@@ -254,9 +254,9 @@ class ClusterView:
         return self.nodes.in_doubt(_nodes_of(self._pods_of[key]))
 
     def refuse(self, key: str, refusal: Refusal) -> None:
-        """Keep what the server answered to a deed."""
+        """Keep the refusal of a write for the next decision."""
         of_job = self._refused.setdefault(key, {})
-        name = (refusal.deed, refusal.kind, refusal.name)
+        name = (refusal.verb, refusal.kind, refusal.name)
         before = of_job.pop(name, None)
         if before is not None and before.code == refusal.code:
             refusal = msgspec.structs.replace(refusal, times=before.times + 1)
@@ -264,9 +264,9 @@ class ClusterView:
         if len(of_job) > REFUSALS_MAX:
             del of_job[next(iter(of_job))]
 
-    def granted(self, key: str, deed: str, kind: str, name: str) -> None:
-        """Drop what was kept of a deed: it is done."""
-        self._refused.get(key, {}).pop((deed, kind, name), None)
+    def granted(self, key: str, verb: str, kind: str, name: str) -> None:
+        """Drop the kept refusal of a write that succeeded."""
+        self._refused.get(key, {}).pop((verb, kind, name), None)
 
     def forget(self, key: str) -> None:
         """Drop what was kept of a job that is gone."""
@@ -366,7 +366,7 @@ def _read_report(one: OwnedKind) -> JobReport | None:
 
 
 def _is_progress(before: JobReport | None, after: JobReport | None) -> bool:
-    """Whether a report tells of nothing but more steps."""
+    """Whether a report differs in nothing but its step."""
     if before is None or after is None:
         return False
     same = ("round", "world_size", "incident", "incident_at_s", "restarts")

@@ -11,7 +11,7 @@ FIRST_START_S = 300.0
 FIRST_START_LIVED_S = 60.0
 # Failures of workers, containers and pods in a row, without a new step, that are a crash loop. One
 # failure is none, and a second may have the same cause as the first.
-CRASHES_TOLD_MIN = 3
+CRASH_LOOP_MIN = 3
 # Pause before the replacement of a pod that ended quickly twice in a row, doubled each further
 # time; the first is replaced at once. As kubelets do with containers, up to their bound.
 BACKOFF_FIRST_S = 10.0
@@ -36,7 +36,7 @@ ALL_LOST_S = 300.0
 GRACE_S = 120
 # Looked at again without any event; every other time is computed.
 LOOK_AGAIN_S = 30.0
-# Pods that the status tells about; 200 bytes each.
+# Pods in the status; 200 bytes each.
 WORKERS_TOLD_MAX = 64
 # Uids of pods that are gone, kept in case that an old list of pods is served once more.
 COUNTED_KEPT = 32
@@ -45,12 +45,12 @@ FENCED_KEPT = 256
 # Uids of dead pods that are gone, in the directive, or maxReplicas where that is more. The next
 # coordinator needs those of the last world.
 DEAD_KEPT = 64
-# Nodes with failures that are remembered, and of these such as a pod is told to avoid.
+# Nodes with failures that are remembered, and of these the ones that a pod avoids.
 NODES_KEPT = 128
 # Text of a container, a server or a report, as a condition repeats it.
 TEXT_CHARS_MAX = 400
-# Events of one decision; of a thousand pods that fail at once the first few tell the story, and
+# Events of one decision; of a thousand pods that fail at once the first few are enough, and
 # the counters the rest.
 EVENTS_MAX = 64
-# Mistakes of one manifest that are told at once.
-WRONGS_TOLD_MAX = 8
+# Mistakes of one manifest in one message.
+FAULTS_SHOWN_MAX = 8

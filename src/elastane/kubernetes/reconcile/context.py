@@ -90,7 +90,7 @@ class DecisionContext:
         self.counted = dict.fromkeys(before.counted)
         self.fenced = dict.fromkeys(before.fenced)
         self.in_place = {one.uid: one for one in before.in_place}
-        self.troubles = {one.index: one for one in before.troubles}
+        self.early_ends = {one.index: one for one in before.early_ends}
         self.nodes = {one.name: one for one in before.nodes}
         self.last_failure = before.last_failure
         self.ended_well_time = before.ended_well_time
@@ -116,17 +116,17 @@ class DecisionContext:
         """Have the shell do something."""
         self.actions.append(action)
 
-    def tell(
+    def report(
         self,
         kind: Literal["Normal", "Warning"],
         reason: str,
         message: str,
         count: int | None = None,
     ) -> None:
-        """Have the shell publish an Event, of which there are at most EVENTS_MAX; see Told."""
-        told = ReportedEvent(type=kind, reason=reason, message=message, count=count)
-        if told not in self.events and len(self.events) < EVENTS_MAX:
-            self.events.append(told)
+        """Have the shell publish an Event, one of at most EVENTS_MAX; see ReportedEvent."""
+        event = ReportedEvent(type=kind, reason=reason, message=message, count=count)
+        if event not in self.events and len(self.events) < EVENTS_MAX:
+            self.events.append(event)
 
     def wake(self, at_s: float | None) -> None:
         """Decide again at that time, if it is not past."""
@@ -147,7 +147,7 @@ class DecisionContext:
     def refusal(self, kind: str, name: str) -> Refusal | None:
         """Return what the API server said to the last try to create something."""
         what = ("create", kind, name)
-        found = (no for no in self.seen.refused if (no.deed, no.kind, no.name) == what)
+        found = (no for no in self.seen.refused if (no.verb, no.kind, no.name) == what)
         return next(found, None)
 
     def node(self, name: str) -> SeenNode:
@@ -161,7 +161,7 @@ _NEVER = (400, 422)
 def refused_template(context: DecisionContext) -> Refusal | None:
     """Return a final refusal of the pod template, if there is one."""
     for refusal in context.seen.refused:
-        if (refusal.deed, refusal.kind) == ("create", "Pod") and refusal.code in _NEVER:
+        if (refusal.verb, refusal.kind) == ("create", "Pod") and refusal.code in _NEVER:
             return refusal
     return None
 
@@ -172,8 +172,10 @@ def waits_for_refusal(context: DecisionContext, kind: str, name: str) -> bool:
     if refusal is None:
         return False
     reason = _reason(refusal)
-    context.wants.append((reason, f"{kind} {name} was refused: {told(refusal)}"))
-    context.tell("Warning", f"FailedCreate{kind}", f"{name}: {told(refusal)}", refusal.times)
+    context.wants.append((reason, f"{kind} {name} was refused: {refusal_text(refusal)}"))
+    context.report(
+        "Warning", f"FailedCreate{kind}", f"{name}: {refusal_text(refusal)}", refusal.times
+    )
     return _is_too_soon(context, refusal)
 
 
@@ -181,22 +183,24 @@ def hold_refused(context: DecisionContext) -> None:
     """Say which patches and deletions were refused, and leave out those that are not due again."""
     refused: dict[tuple[str, str, str], Refusal] = {}
     for one in context.seen.refused:
-        refused[one.deed, one.kind, one.name] = one
+        refused[one.verb, one.kind, one.name] = one
     kept: list[Action] = []
     for action in context.actions:
-        refusal = refused.get(_deed(context, action))
+        refusal = refused.get(_target(context, action))
         if refusal is None:
             kept.append(action)
             continue
-        text = f"to {refusal.deed} {refusal.kind} {refusal.name} was refused: {told(refusal)}"
+        text = (
+            f"to {refusal.verb} {refusal.kind} {refusal.name} was refused: {refusal_text(refusal)}"
+        )
         context.wants.append((_reason(refusal), text))
-        context.tell("Warning", _reason(refusal), text, refusal.times)
+        context.report("Warning", _reason(refusal), text, refusal.times)
         if not _is_too_soon(context, refusal):
             kept.append(action)
     context.actions = kept
 
 
-def _deed(context: DecisionContext, action: Action) -> tuple[str, str, str]:
+def _target(context: DecisionContext, action: Action) -> tuple[str, str, str]:
     if isinstance(action, PatchObject):
         return "patch", action.kind, action.name
     if isinstance(action, DeletePod):
@@ -214,7 +218,7 @@ def _is_too_soon(context: DecisionContext, refusal: Refusal) -> bool:
     return refusal.at_s + pause_s > context.now_s
 
 
-def told(refusal: Refusal) -> str:
+def refusal_text(refusal: Refusal) -> str:
     """Return a refusal as a condition repeats it."""
     text = " ".join(refusal.message.split())
     return text[:TEXT_CHARS_MAX] or f"HTTP {refusal.code}"

@@ -24,8 +24,8 @@ from elastane.kubernetes.model import (
     since_epoch,
 )
 from elastane.kubernetes.model.names import selector
-from elastane.kubernetes.reconcile.bounds import STARTLESS_S, WRONGS_TOLD_MAX
-from elastane.kubernetes.reconcile.context import DecisionContext, refused_template, told
+from elastane.kubernetes.reconcile.bounds import FAULTS_SHOWN_MAX, STARTLESS_S
+from elastane.kubernetes.reconcile.context import DecisionContext, refusal_text, refused_template
 from elastane.kubernetes.reconcile.pods import CANNOT_START, NEVER_STARTS
 from elastane.kubernetes.reconcile.settings import Wrong
 from elastane.kubernetes.reconcile.status import last_is, merged
@@ -95,14 +95,14 @@ def _check_deadline(context: DecisionContext) -> None:
 
 
 def _check_template(context: DecisionContext) -> None:
-    """A pod that the API server will never take ends a job that has none; else it is told."""
+    """Act on a template that the API server rejects: a job without pods ends, others report it."""
     refusal = refused_template(context)
     if refusal is None:
         return
-    text = f"{_TEMPLATE}: the API server refused pod {refusal.name}: {told(refusal)}"
+    text = f"{_TEMPLATE}: the API server refused pod {refusal.name}: {refusal_text(refusal)}"
     if any(pod.lives for pod in context.own):
         context.wants.insert(0, ("InvalidTemplate", text))
-        context.tell("Warning", "InvalidTemplate", text, count=1)
+        context.report("Warning", "InvalidTemplate", text, count=1)
     else:
         context.end("Failed", "InvalidTemplate", text)
 
@@ -159,7 +159,7 @@ def _live_out(context: DecisionContext) -> None:
         context.wake(ended_s + ttl_s)
         return
     text = f"ttlSecondsAfterFinished, {ttl_s}, is over: the job is deleted"
-    context.tell("Normal", "TimeToLiveOver", text)
+    context.report("Normal", "TimeToLiveOver", text)
     context.act(DeleteJob(uid=context.job.uid))
 
 
@@ -170,9 +170,9 @@ def refuse(seen: Observed, before: JobStatus, wrong: tuple[Wrong, ...], now_s: f
         before = begin_anew(before)
     if has_ended(before):
         return Decision(status=before)
-    text = "; ".join(str(one) for one in wrong[:WRONGS_TOLD_MAX])
-    if len(wrong) > WRONGS_TOLD_MAX:
-        text += f"; and {len(wrong) - WRONGS_TOLD_MAX} more"
+    text = "; ".join(str(one) for one in wrong[:FAULTS_SHOWN_MAX])
+    if len(wrong) > FAULTS_SHOWN_MAX:
+        text += f"; and {len(wrong) - FAULTS_SHOWN_MAX} more"
     has_begun = before.start_time is not None or any(
         pod.metadata.controller == meta.uid for pod in seen.pods
     )
@@ -191,8 +191,8 @@ def refuse(seen: Observed, before: JobStatus, wrong: tuple[Wrong, ...], now_s: f
     )
     if before.condition(kind) == status.condition(kind):
         return Decision(status=before)
-    told = ReportedEvent(type="Warning", reason=wrong[0].reason, message=text)
-    return Decision(status=status, events=(told,))
+    event = ReportedEvent(type="Warning", reason=wrong[0].reason, message=text)
+    return Decision(status=status, events=(event,))
 
 
 def _said(kind: str, reason: str, message: str) -> Condition:

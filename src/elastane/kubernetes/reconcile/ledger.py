@@ -15,7 +15,7 @@ import msgspec
 from elastane.errors import ExitCode
 from elastane.kubernetes.model import ReleaseLease, as_time, since_epoch
 from elastane.kubernetes.model.spec import RuleAction
-from elastane.kubernetes.model.status import IncidentStatus, InPlace, NodeTrouble, PodTrouble
+from elastane.kubernetes.model.status import EarlyEnd, IncidentStatus, InPlace, NodeFailures
 from elastane.kubernetes.reconcile.bounds import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
@@ -58,7 +58,9 @@ def _count_success(context: DecisionContext, pod: Judged) -> None:
     """Remember that the job ended well, even if the pod is deleted; the pod itself may stay."""
     if context.ended_well_time is None:
         context.ended_well_time = as_time(context.now_s)
-        context.tell("Normal", "WorkerSucceeded", f"{pod.name} succeeded: no pod is made any more")
+        context.report(
+            "Normal", "WorkerSucceeded", f"{pod.name} succeeded: no pod is made any more"
+        )
 
 
 def _count_failure(context: DecisionContext, pod: Judged, ending: PodEnd) -> None:
@@ -66,15 +68,15 @@ def _count_failure(context: DecisionContext, pod: Judged, ending: PodEnd) -> Non
     if action == "Fail" and _may_lack_rendezvous(context, ending):
         action = "Ignore"
         text = f"{pod.name}: {ending.text}; its rendezvous may not be up yet: started again"
-        context.tell("Warning", "FirstStart", text)
+        context.report("Warning", "FirstStart", text)
     context.counted[pod.uid] = None
     if ending.cause == "OOM":
-        context.tell("Warning", "PodOOM", f"{pod.name} on {pod.node}: {ending.text}")
+        context.report("Warning", "PodOOM", f"{pod.name} on {pod.node}: {ending.text}")
     elif ending.code is not None:
-        context.tell("Warning", "ExitedWithCode", f"{pod.name}: {ending.text}")
+        context.report("Warning", "ExitedWithCode", f"{pod.name}: {ending.text}")
     if ending.cause not in ("App", "OOM"):
         context.disruptions += 1
-        context.tell("Warning", f"Pod{ending.cause}", f"{pod.name} on {pod.node}: {ending.text}")
+        context.report("Warning", f"Pod{ending.cause}", f"{pod.name} on {pod.node}: {ending.text}")
     else:
         text = f"{pod.name} on {pod.node}: {ending.text}"
         context.last_failure = IncidentStatus(cause=text, time=as_time(context.now_s))
@@ -132,11 +134,11 @@ def _count_departure(context: DecisionContext, pod: Judged) -> None:
     if context.ended_well_time is None:
         context.restarts += 1
         _note_early_end(context, pod, "Deleted", lived_s=QUICK_S)
-    context.tell("Normal", "PodDeleted", f"{pod.name} is being deleted by somebody: replaced")
+    context.report("Normal", "PodDeleted", f"{pod.name} is being deleted by somebody: replaced")
 
 
 def _count_in_place(context: DecisionContext, pod: Judged) -> None:
-    """Count restarts by the kubelet, of which the pod tells the sum."""
+    """Count restarts by the kubelet, of which the pod has the sum."""
     known = context.in_place.get(pod.uid, InPlace(uid=pod.uid)).restarts
     if not context.settings.restarts_in_place or pod.restarts <= known:
         return
@@ -151,7 +153,7 @@ def _count_in_place(context: DecisionContext, pod: Judged) -> None:
         said = ending_text(pod.crash)
         cause = f"{pod.name} on {pod.node}: {said}"
         context.last_failure = IncidentStatus(cause=cause, time=as_time(context.now_s))
-    context.tell("Warning", "RestartedInPlace", text)
+    context.report("Warning", "RestartedInPlace", text)
 
 
 def count_lost(context: DecisionContext, pod: Judged) -> None:
@@ -162,14 +164,14 @@ def count_lost(context: DecisionContext, pod: Judged) -> None:
         context.restarts += 1
         _note_early_end(context, pod, "NodeLost", lived_s=None)
         _charge_node(context, pod.node)
-    context.tell("Warning", "NodeLost", f"{pod.name} was on {pod.node}, which is lost: fenced")
+    context.report("Warning", "NodeLost", f"{pod.name} was on {pod.node}, which is lost: fenced")
 
 
 def _note_early_end(
     context: DecisionContext, pod: Judged, why: str, *, lived_s: float | None
 ) -> None:
     """Have the next pod of the index wait, if pods of it end quickly again and again."""
-    before = context.troubles.get(pod.index, PodTrouble(index=pod.index))
+    before = context.early_ends.get(pod.index, EarlyEnd(index=pod.index))
     is_quick = lived_s is None or lived_s < QUICK_S
     quick = before.quick + 1 if is_quick else 0
     pause_s = 0.0
@@ -177,7 +179,7 @@ def _note_early_end(
         pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(quick - 2, 16))
     # Rounded up: the time is kept in whole seconds, and a pause must not become shorter.
     not_before = as_time(context.now_s + pause_s + 0.999) if pause_s else None
-    context.troubles[pod.index] = PodTrouble(
+    context.early_ends[pod.index] = EarlyEnd(
         index=pod.index, quick=quick, waiting=True, not_before=not_before, node=pod.node, why=why
     )
 
@@ -185,8 +187,8 @@ def _note_early_end(
 def _charge_node(context: DecisionContext, name: str, *, unfit: bool = False) -> None:
     """Remember a failure on a node."""
     if name:
-        before = context.nodes.pop(name, NodeTrouble(name=name))
-        context.nodes[name] = NodeTrouble(
+        before = context.nodes.pop(name, NodeFailures(name=name))
+        context.nodes[name] = NodeFailures(
             name=name, failures=before.failures + 1, unfit=before.unfit or unfit
         )
 
@@ -206,17 +208,17 @@ def unfit(context: DecisionContext) -> list[str]:
 
 
 def _heal(context: DecisionContext) -> None:
-    """Forget an index's trouble once a pod of it has run for long, and say when one runs."""
+    """Forget the early end of an index once a pod of it has run for long, and say when one runs."""
     for pod in context.own:
-        trouble = context.troubles.get(pod.index)
-        if trouble is None or pod.state != "running" or pod.is_leaving:
+        early = context.early_ends.get(pod.index)
+        if early is None or pod.state != "running" or pod.is_leaving:
             continue
         since_s = pod.running_since_s
         if since_s is not None and context.now_s - since_s >= QUICK_S:
-            del context.troubles[pod.index]
-        elif trouble.waiting:
-            context.troubles[pod.index] = msgspec.structs.replace(
-                trouble, waiting=False, not_before=None
+            del context.early_ends[pod.index]
+        elif early.waiting:
+            context.early_ends[pod.index] = msgspec.structs.replace(
+                early, waiting=False, not_before=None
             )
 
 
@@ -239,6 +241,6 @@ def _forget(context: DecisionContext) -> None:
 
 def pause_ends_s(context: DecisionContext, index: int) -> float | None:
     """Return until when the next pod of an index has to wait; None: it need not."""
-    trouble = context.troubles.get(index)
-    at_s = since_epoch(trouble.not_before) if trouble else None
+    early = context.early_ends.get(index)
+    at_s = since_epoch(early.not_before) if early else None
     return at_s if at_s is not None and at_s > context.now_s else None

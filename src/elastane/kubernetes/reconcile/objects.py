@@ -127,7 +127,7 @@ def _replace(context: DecisionContext, kind: str, found: Meta) -> bool:
     if not is_leftover:
         text = f"{kind} {found.name} belongs to another controller: it has to go"
         context.wants.append(("NameTaken", text))
-        context.tell("Warning", "NameTaken", text, count=1)
+        context.report("Warning", "NameTaken", text, count=1)
     return False
 
 

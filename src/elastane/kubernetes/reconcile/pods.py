@@ -62,7 +62,7 @@ CANNOT_START = (
 )
 # A kubelet that was away meanwhile, and does not find the container any more.
 _UNSEEN = "ContainerStatusUnknown"
-# While a pod comes up; nothing to tell.
+# While a pod comes up; nothing to report.
 _COMING_UP = ("", "ContainerCreating", "PodInitializing")
 
 
@@ -261,7 +261,7 @@ def _ending(pod: Pod, ended: ContainerEnd | None, settings: JobSettings) -> PodE
     return PodEnd(
         cause=cause,
         code=ended.exit_code,
-        text=_told(pod, ended, cause),
+        text=_end_text(pod, ended, cause),
         lived_s=_lived_s(ended),
     )
 
@@ -275,7 +275,7 @@ def _failed_before(pod: Pod) -> ContainerEnd | None:
     return None
 
 
-def _told(pod: Pod, ended: ContainerEnd, cause: Cause) -> str:
+def _end_text(pod: Pod, ended: ContainerEnd, cause: Cause) -> str:
     if cause == "OOM":
         return f"out of memory: killed by the kernel (exit code {ended.exit_code}, OOMKilled)"
     if cause != "App":
@@ -304,7 +304,7 @@ def _lived_s(ended: ContainerEnd) -> float | None:
 
 
 def _hindrance(pod: Pod, worker: ContainerStatus | None) -> Hindrance | None:
-    """Return what keeps a living pod from running, where something is said about it."""
+    """Return what keeps a pod from running, if its kubelet or the scheduler says so."""
     for status in (*pod.status.init_container_statuses, *((worker,) if worker else ())):
         waiting = status.state.waiting
         if waiting is not None and waiting.reason not in _COMING_UP:

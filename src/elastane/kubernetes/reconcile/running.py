@@ -76,17 +76,17 @@ def _tell_bounds(context: DecisionContext) -> None:
         text = f"spec.replicaSpecs.Worker.replicas = {asked} is outside of {settings.min} to"
         text += f" {settings.max}: {used} are used"
         text += "; spec.suspend stops a job" if asked == 0 else ""
-        context.tell("Warning", "ReplicasOutOfRange", text, count=1)
+        context.report("Warning", "ReplicasOutOfRange", text, count=1)
     if context.before.is_("Suspended"):
-        context.tell("Normal", "ElasticJobResumed", "spec.suspend is false: pods are made again")
+        context.report("Normal", "ElasticJobResumed", "spec.suspend is false: pods are made again")
     was = context.before.desired_replicas
     if was and was != used:
-        context.tell("Normal", "Scaled", f"from {was} to {used} pods")
+        context.report("Normal", "Scaled", f"from {was} to {used} pods")
     written = settings.template["spec"].get("restartPolicy")
     wanted = "Never" if settings.policy == "ExitCode" else settings.policy
     if written not in (None, wanted):
         text = f"restartPolicy {written} of the template is not used: {settings.policy} is"
-        context.tell("Warning", "SettedPodTemplateRestartPolicy", text, count=1)
+        context.report("Warning", "SettedPodTemplateRestartPolicy", text, count=1)
 
 
 def _tell_hindrances(context: DecisionContext) -> None:
@@ -104,7 +104,7 @@ def _tell_hindrances(context: DecisionContext) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = f"{names[0]}{more}: {reason}" + (f": {message}" if message else "")
         context.wants.append((reason, text[:TEXT_CHARS_MAX]))
-        context.tell("Warning", reason, text[:TEXT_CHARS_MAX], count=1)
+        context.report("Warning", reason, text[:TEXT_CHARS_MAX], count=1)
 
 
 def _is_overdue(context: DecisionContext, pod: Judged) -> bool:
@@ -123,11 +123,13 @@ def _tell_nodes(context: DecisionContext) -> None:
         limit = rule.failures if rule else 0
         if was is None or not (was.unfit or was.failures >= limit):
             text = f"node {name} is avoided: {context.nodes[name].failures} failures of pods on it"
-            context.tell("Warning", "NodeQuarantined", text)
+            context.report("Warning", "NodeQuarantined", text)
     for name in unfit(context):
         was = known.get(name)
         if was is None or not was.unfit:
-            context.tell("Warning", "NodeUnfit", f"an agent said that node {name} cannot take part")
+            context.report(
+                "Warning", "NodeUnfit", f"an agent said that node {name} cannot take part"
+            )
 
 
 def keep_pods(context: DecisionContext, *, may_create: bool) -> None:
@@ -157,14 +159,16 @@ def update(context: DecisionContext) -> None:
     for pod in outdated:
         if not pod.has_begun:
             context.dismiss(pod, "the template was edited before it started")
-            context.tell("Normal", "Outdated", f"{pod.name} never started: replaced by a newer one")
+            context.report(
+                "Normal", "Outdated", f"{pod.name} never started: replaced by a newer one"
+            )
     rolls = context.settings.spec.update_strategy == "RollingUpdate"
     if not (rolls and outdated and _is_complete(context, staying)):
         return
     last = outdated[-1]
     context.dismiss(last, "the template was edited, updateStrategy RollingUpdate")
     text = f"{last.name} drains and is replaced by a newer one; {len(outdated) - 1} are left"
-    context.tell("Normal", "RollingUpdate", text)
+    context.report("Normal", "RollingUpdate", text)
 
 
 def _is_complete(context: DecisionContext, staying: list[Judged]) -> bool:
@@ -186,13 +190,13 @@ def adopt(context: DecisionContext) -> None:
         if pod.whose == "orphan" and not pod.is_leaving:
             meta = {"uid": pod.uid, "ownerReferences": [owner(context.job)]}
             context.act(PatchObject(kind="Pod", name=pod.name, patch={"metadata": meta}))
-            context.tell("Normal", "Adopted", f"{pod.name} belongs to the job now")
+            context.report("Normal", "Adopted", f"{pod.name} belongs to the job now")
 
 
 def _scale_away(context: DecisionContext, pod: Judged) -> None:
     if pod.lives and not pod.is_leaving:
         text = f"{pod.name} leaves: {context.settings.desired} pods are wanted"
-        context.tell("Normal", "ScaledDown", text)
+        context.report("Normal", "ScaledDown", text)
     # One that was asked to leave may have ended well before that was carried out.
     if pod.state != "succeeded" or pod.uid in context.counted:
         context.dismiss(pod, f"{context.settings.desired} pods are wanted")
@@ -201,14 +205,14 @@ def _scale_away(context: DecisionContext, pod: Judged) -> None:
 def _needs_one(context: DecisionContext, index: int, there: list[Judged]) -> bool:
     """Whether a pod of the index is to be made; deletes what stands in its place."""
     own = [pod for pod in there if pod.uid not in context.fenced]
-    living = [pod for pod in own if pod.lives]
+    alive = [pod for pod in own if pod.lives]
     staying = sorted(
-        (pod for pod in living if not pod.is_leaving),
+        (pod for pod in alive if not pod.is_leaving),
         key=lambda pod: (pod.state != "running", pod.meta.creation_timestamp or "", pod.name),
     )
     for pod in staying[1:]:
         context.dismiss(pod, f"{staying[0].name} is of the same index")
-    if living:
+    if alive:
         return False
     unfenced = [
         p for p in there if p.uid in context.fenced and not is_fenced_for_all(context, p.uid)
@@ -223,13 +227,11 @@ def _create(context: DecisionContext, index: int, there: list[Judged]) -> None:
     name = _free_name(context, index, there)
     pause_s = pause_ends_s(context, index)
     if pause_s is not None:
-        trouble = context.troubles[index]
+        early = context.early_ends[index]
         context.wake(pause_s)
-        text = f"{pod_name(context.job.name, index)} ended early {trouble.quick} times in a row"
-        context.wants.append(
-            ("BackOff", f"{text} ({trouble.why}): made again at {trouble.not_before}")
-        )
-        context.tell("Warning", "BackOff", text, count=1)
+        text = f"{pod_name(context.job.name, index)} ended early {early.quick} times in a row"
+        context.wants.append(("BackOff", f"{text} ({early.why}): made again at {early.not_before}"))
+        context.report("Warning", "BackOff", text, count=1)
     elif name is not None and not waits_for_refusal(context, "Pod", name):
         manifest = pod_manifest(
             context.job,
@@ -253,7 +255,7 @@ def _free_name(context: DecisionContext, index: int, there: list[Judged]) -> str
     if name in taken:
         text = f"there is a pod {name} that is not the job's: it has to go"
         context.wants.append(("NameTaken", text))
-        context.tell("Warning", "NameTaken", text, count=1)
+        context.report("Warning", "NameTaken", text, count=1)
         return None
     for pod in there:
         if pod.uid not in context.fenced and not _is_held(context, pod):
@@ -279,7 +281,7 @@ def wanted_slots(context: DecisionContext) -> list[int]:
     if settings.spec.scale_down_policy == "HighestIndex":
         return list(range(settings.desired))
     places: dict[int, int] = dict.fromkeys(
-        (index for index, trouble in context.troubles.items() if trouble.waiting), 1
+        (index for index, early in context.early_ends.items() if early.waiting), 1
     )
     for pod in context.own:
         if not pod.is_leaving and pod.whose in ("ours", "orphan"):

@@ -29,7 +29,7 @@ from elastane.kubernetes.model.names import REPLICA_TYPE, selector
 from elastane.kubernetes.model.observed import JobReport
 from elastane.kubernetes.model.status import Crashes, IncidentStatus, ReplicaStatus, WorkerStatus
 from elastane.kubernetes.reconcile.bounds import (
-    CRASHES_TOLD_MIN,
+    CRASH_LOOP_MIN,
     QUICK_S,
     TEXT_CHARS_MAX,
     WORKERS_TOLD_MAX,
@@ -39,14 +39,14 @@ from elastane.kubernetes.reconcile.pods import Judged
 
 
 def status_of(context: DecisionContext, verdict: JobVerdict | None) -> JobStatus:
-    """Return the status; tells Events of what has changed in it."""
+    """Return the status, and report an Event for each change of it."""
     edition = context.job.edition
     count = tally(context)
     progress = follow(context)
     made = conditions_of(context, verdict, count, progress)
     conditions = merged(context.before.conditions, made, edition, context.now_s)
     phase = phase_of(made, has_run=context.first_start_time is not None)
-    tell_changes(context, conditions)
+    report_changes(context, conditions)
     slots = set(context.slots)
     said = _said(context)
     return JobStatus(
@@ -54,7 +54,7 @@ def status_of(context: DecisionContext, verdict: JobVerdict | None) -> JobStatus
         observed_generation=edition,
         conditions=last_is(conditions, phase),
         replica_statuses={REPLICA_TYPE: _replicas(context)},
-        replicas=count.living,
+        replicas=count.alive,
         ready_replicas=count.running,
         desired_replicas=context.settings.desired,
         outdated=sum(pod.lives and pod.is_outdated for pod in context.own),
@@ -81,7 +81,7 @@ def status_of(context: DecisionContext, verdict: JobVerdict | None) -> JobStatus
         counted=tuple(context.counted),
         fenced=tuple(context.fenced),
         in_place=tuple(context.in_place.values()),
-        troubles=tuple(one for i, one in sorted(context.troubles.items()) if i in slots),
+        early_ends=tuple(one for i, one in sorted(context.early_ends.items()) if i in slots),
         nodes=tuple(context.nodes.values()),
     )
 
@@ -99,11 +99,11 @@ def _said(context: DecisionContext) -> JobStatus:
     """Return what the coordinator last reported about the pods that live.
 
     Without a report, or before its coordinator knows any pod, the status stays as it is. A report
-    that names none of the living pods is about a world of before, as after a suspension.
+    that names none of these pods is about an earlier world, as after a suspension.
     """
     report: JobReport | None = context.seen.report
-    living = {pod.uid for pod in context.own if pod.lives and not pod.is_leaving}
-    if not living:
+    alive = {pod.uid for pod in context.own if pod.lives and not pod.is_leaving}
+    if not alive:
         stands = _reported(context, report) if report else context.before
         return msgspec.structs.replace(stands, world_size=0, steps_per_second=0.0)
     if report is None or not report.members:
@@ -129,12 +129,12 @@ def _reported(context: DecisionContext, report: JobReport) -> JobStatus:
 
 
 def _workers(context: DecisionContext) -> tuple[WorkerStatus, ...]:
-    """Return the pods for people: those in trouble first, so that these are never left out."""
+    """Return the pods for people: failing ones first, so that these are never left out."""
     report = context.seen.report
     ranks = {one.pod: one.rank for one in report.members} if report else {}
-    in_trouble_first = sorted(context.own, key=lambda pod: (_is_well(pod), pod.index, pod.name))
-    told = sorted(in_trouble_first[:WORKERS_TOLD_MAX], key=lambda pod: (pod.index, pod.name))
-    return tuple(_worker(pod, ranks.get(pod.uid, -1)) for pod in told)
+    failing_first = sorted(context.own, key=lambda pod: (_is_well(pod), pod.index, pod.name))
+    shown = sorted(failing_first[:WORKERS_TOLD_MAX], key=lambda pod: (pod.index, pod.name))
+    return tuple(_worker(pod, ranks.get(pod.uid, -1)) for pod in shown)
 
 
 def _is_well(pod: Judged) -> bool:
@@ -174,10 +174,10 @@ _WARNINGS = ("Degraded", "Restarting", "Stalled", "Failed")
 
 
 class PodTally(msgspec.Struct, frozen=True, kw_only=True):
-    """How many pods run, and of what there is to tell."""
+    """How many pods run and are alive, and which indices wait for a replacement."""
 
     running: int
-    living: int
+    alive: int
     restarting: tuple[int, ...] = ()
 
     def is_short(self, least: int) -> bool:
@@ -191,9 +191,9 @@ def tally(context: DecisionContext) -> PodTally:
     slots = set(context.slots)
     return PodTally(
         running=sum(pod.state == "running" for pod in staying),
-        living=len(staying),
+        alive=len(staying),
         restarting=tuple(
-            sorted(i for i, trouble in context.troubles.items() if trouble.waiting and i in slots)
+            sorted(i for i, early in context.early_ends.items() if early.waiting and i in slots)
         ),
     )
 
@@ -214,7 +214,7 @@ def conditions_of(
         made["Running"] = _false("Running", "ElasticJobSuspended", text)
         return made
     if context.ended_well_time is not None:
-        text = f"a pod has succeeded; {count.living} are finishing"
+        text = f"a pod has succeeded; {count.alive} are finishing"
         made["Running"] = _true("Running", "ElasticJobFinishing", text)
         return made
     made["Running"] = _running(context, count)
@@ -239,7 +239,7 @@ def _without_progress(context: DecisionContext, progress: JobProgress) -> dict[s
         text = f"{crashes.count} failures in a row without a step {where}"
         said = f"{text}; the last: {incident.cause}" if incident else text
         made["CrashLooping"] = _true("CrashLooping", "FailuresWithoutProgress", said)
-        context.tell(
+        context.report(
             "Warning", "CrashLooping", f"failures in a row, no step {where}", crashes.count
         )
     since = stalled_since(context, progress)
@@ -340,14 +340,14 @@ def last_is(conditions: tuple[Condition, ...], phase: str) -> tuple[Condition, .
     return tuple(sorted(conditions, key=lambda one: one.type == phase))
 
 
-def tell_changes(context: DecisionContext, after: tuple[Condition, ...]) -> None:
-    """Have an Event told for each condition that has become True, as the original named them."""
+def report_changes(context: DecisionContext, after: tuple[Condition, ...]) -> None:
+    """Report an Event for each condition that has become True, named as in the original."""
     for one in after:
         old = context.before.condition(one.type)
         was = old is not None and old.status == "True"
         if one.status == "True" and not was and one.type not in _QUIET:
             reason = f"ElasticJob{one.type}"
-            context.tell("Warning" if one.type in _WARNINGS else "Normal", reason, one.message)
+            context.report("Warning" if one.type in _WARNINGS else "Normal", reason, one.message)
 
 
 class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -360,15 +360,15 @@ class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_crashing(self) -> bool:
         """Whether failures come again and again, and the step rises no higher."""
-        return self.crashes.count >= CRASHES_TOLD_MIN
+        return self.crashes.count >= CRASH_LOOP_MIN
 
 
 def current_report(context: DecisionContext) -> JobReport | None:
     """Return the coordinator's report if it is about any of the pods that live."""
     report = context.seen.report
-    living = {pod.uid for pod in context.own if pod.lives and not pod.is_leaving}
+    alive = {pod.uid for pod in context.own if pod.lives and not pod.is_leaving}
     known = {member.pod for member in report.members} if report is not None else set[str]()
-    return None if living.isdisjoint(known) else report
+    return None if alive.isdisjoint(known) else report
 
 
 def follow(context: DecisionContext) -> JobProgress:

@@ -36,13 +36,13 @@ _TURNS_MAX = 3
 
 
 class ApiCall(Protocol):
-    """Returns the API's answer to a deed (`get leases`), its errors as the caller's."""
+    """Returns the API's answer to a request (`get leases`), its errors as the caller's."""
 
-    def __call__(self, deed: str, asking: Awaitable[T]) -> Awaitable[T]:
+    def __call__(self, request: str, asking: Awaitable[T]) -> Awaitable[T]:
         """Return the answer."""
 
 
-async def plainly(deed: str, asking: Awaitable[T]) -> T:
+async def plainly(request: str, asking: Awaitable[T]) -> T:
     """Ask, errors as they are."""
     return await asking
 

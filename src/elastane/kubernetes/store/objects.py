@@ -174,7 +174,7 @@ class LeaseObject(msgspec.Struct):
 
     @property
     def term(self) -> int:
-        """The term of the holding, 0 where it cannot be told."""
+        """The term of the holding, 0 where the annotation is unreadable."""
         written = (self.metadata.annotations or {}).get(TERM_ANNOTATION, "")
         return int(written) if re.fullmatch(r"[0-9]{1,18}", written) else 0
 

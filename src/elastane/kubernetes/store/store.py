@@ -73,11 +73,11 @@ class AllowedAccess:
         self._allowed: set[str] = set()
         self._refused_s: dict[str, float] = {}
 
-    async def told(self, deed: str, namespace: str, asking: Awaitable[T]) -> T:
-        """Return the answer; what is no store's business as the store's error.
+    async def answer(self, request: str, namespace: str, asking: Awaitable[T]) -> T:
+        """Return the answer; raise an error of the API as an error of the store.
 
-        `deed` is the verb and the kind (`update secrets`). Conflicts, and what does not exist, go
-        through as they are: they are answers.
+        `request` is the verb and the kind (`update secrets`). A conflict, or a missing object, is
+        raised as it is: it is an answer.
         """
         try:
             answer = await asking
@@ -87,27 +87,27 @@ class AllowedAccess:
             ) from error
         except ApiBusyError as error:
             # A 5xx of a write may come after it was done.
-            is_read = deed.startswith(("get", "list", "watch")) or error.status == 429
+            is_read = request.startswith(("get", "list", "watch")) or error.status == 429
             slug = "store-unreachable" if is_read else "store-unsure"
             raise _store_error(error, slug) from error
         except (ApiForbiddenError, ApiUnauthorizedError) as error:
-            raise self._refusal(deed, namespace, error) from error
+            raise self._refusal(request, namespace, error) from error
         except ApiError as error:
             if error.status in (404, 409, 410):
-                self._allow(deed)
+                self._allow(request)
                 raise
             raise _store_error(error, "store-refused") from error
-        self._allow(deed)
+        self._allow(request)
         return answer
 
-    def _allow(self, deed: str) -> None:
-        self._allowed.add(deed)
-        self._refused_s.pop(deed, None)
+    def _allow(self, request: str) -> None:
+        self._allowed.add(request)
+        self._refused_s.pop(request, None)
 
-    def _refusal(self, deed: str, namespace: str, error: ApiError) -> Exception:
+    def _refusal(self, request: str, namespace: str, error: ApiError) -> Exception:
         now_s = asyncio.get_running_loop().time()
-        since_s = self._refused_s.setdefault(deed, now_s)
-        if deed in self._allowed or now_s - since_s < REFUSED_S:
+        since_s = self._refused_s.setdefault(request, now_s)
+        if request in self._allowed or now_s - since_s < REFUSED_S:
             return _store_error(error, error.slug)
         if isinstance(error, ApiUnauthorizedError):
             return ConfigurationError(
@@ -150,7 +150,7 @@ class KubernetesStore:
         self._settings = settings
         self._timeout_s = timeout_s
         self._api: Api | None = None
-        self._trouble = AllowedAccess()
+        self._access = AllowedAccess()
         self._places: dict[str, LeasePlace] = {}
         self._owner: dict[str, Any] | None = None
         self._owner_sought = not settings.elastic_job
@@ -267,9 +267,9 @@ class KubernetesStore:
         if self._api is not None:
             await self._api.close()
 
-    async def ask(self, deed: str, asking: Awaitable[T]) -> T:
-        """Return the answer of the API; errors as the store's (see Trouble.told)."""
-        return await self._trouble.told(deed, self.namespace, asking)
+    async def ask(self, request: str, asking: Awaitable[T]) -> T:
+        """Return the answer of the API; errors as the store's (see AllowedAccess.answer)."""
+        return await self._access.answer(request, self.namespace, asking)
 
     async def find_owner(self) -> None:
         """Look up the owner of new objects: one that the operator made for this job."""
