@@ -96,9 +96,9 @@ class Worker:
         slots: int = 3,
         slot_bytes: int = SLOT_BYTES,
         group: str = "",
-        patience_s: float = ANSWER_S,
+        timeout_s: float = ANSWER_S,
     ) -> None:
-        self.keeper = SnapshotClient.connect(group, patience_s=patience_s)
+        self.keeper = SnapshotClient.connect(group, timeout_s=timeout_s)
         self.size = slot_bytes
         self.take(slots, slot_bytes)
 

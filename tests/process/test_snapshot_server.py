@@ -154,7 +154,7 @@ def test_a_killed_snapshot_server_is_reported_and_replaced(node):
 
 
 def test_a_worker_waits_once_for_a_stopped_snapshot_server(node, monkeypatch):
-    worker, waited = Worker(patience_s=0.05), []
+    worker, waited = Worker(timeout_s=0.05), []
     channel, pid = worker.keeper._channel, node.keeper
     is_ready = channel.is_ready
     worker.save(1)

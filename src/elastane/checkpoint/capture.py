@@ -54,7 +54,8 @@ class Captured:
         local = self._localizer.update(state)
         if local is None or not self._flattening.again(local):
             return False
-        self.tensors, self._state = self._flattening.tensors, state
+        self.tensors = self._flattening.tensors
+        self._state = state
         return self.are_alike(None if self._flattening.has_new else doubtful)
 
     def are_alike(self, numbers: Sequence[int] | None = None) -> bool:
@@ -158,7 +159,8 @@ class _Localizer:
 
     def update(self, state: Mapping[str, Any]) -> Any:
         """Replace in the next state; returns None if other tensors, or others' shards, differ."""
-        self.originals, self._differs = {}, False
+        self.originals = {}
+        self._differs = False
         replaced = self.replace(state, ()) if self.shards else state
         is_same = not self._differs and len(self.originals) == len(self.shards)
         return replaced if is_same else None

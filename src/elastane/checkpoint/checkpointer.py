@@ -61,13 +61,15 @@ class Checkpointer:
         if every_steps is None and every_s is None:
             every_s = "auto"
         self._schedule = SaveSchedule(every_steps, every_s, time.monotonic, _log.info)
-        self._keep, self._strict = at_least_one(keep), strict
+        self._keep = at_least_one(keep)
+        self._strict = strict
         self._source: StateSource | None = None
         self._saver: Saver | None = None
         self._captured: Captured | None = None
         self._borrowed: CopyOnWriteRestore | None = None
         self._cancel_before_park: Callable[[], None] = _nothing
-        self._era, self._job = 0, environment.get("TORCHELASTIC_RUN_ID", "")
+        self._era = 0
+        self._job = environment.get("TORCHELASTIC_RUN_ID", "")
         self._last: Key | None = None
         self._missed = ""  # Why a requested save was not made.
         self._logged: set[str] = set()
@@ -88,7 +90,8 @@ class Checkpointer:
             place.wait()
         else:
             place.require()  # Without surviving memory, storage is the only source.
-        self._source, self._saver = source, Saver(source, keeper, self.where, place)
+        self._source = source
+        self._saver = Saver(source, keeper, self.where, place)
         source.before_change(self._finish_copies)
         self._cancel_before_park = before_park(self._finish_copies)
         if not source.is_new:
@@ -100,8 +103,8 @@ class Checkpointer:
             self._borrowed = restorer.borrowed
         if restored is None:
             Captured(source.state())  # Refuse what cannot be saved now, not at the first save.
-        self._schedule.failures += restored is not None  # A run that is restored was interrupted.
         if restored is not None:
+            self._schedule.add_failure()  # A run that is restored was interrupted.
             self._saver.continue_from(restored.nonce, missed=restored.missed)
         if restored is not None and environment.get("LOCAL_RANK", "0") == "0":
             with contextlib.suppress(ConnectionError):
@@ -266,7 +269,7 @@ def _nothing() -> None:
 
 def _connect(where: str) -> SnapshotClient:
     try:
-        return SnapshotClient.connect(where, patience_s=REQUEST_TIMEOUT_S)
+        return SnapshotClient.connect(where, timeout_s=REQUEST_TIMEOUT_S)
     except OSError as error:
         raise CheckpointError(
             f"no snapshot server: {error}",

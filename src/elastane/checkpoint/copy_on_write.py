@@ -49,7 +49,8 @@ class CopyOnWriteTensors:
     """Makes tensors that share the memory of a snapshot."""
 
     def __init__(self, layout: Layout, image: MemoryPieces) -> None:
-        self._layout, self._image = layout, image
+        self._layout = layout
+        self._image = image
         self._pieces: dict[int, list[TensorPiece]] = {}
         for piece in layout.pieces:
             self._pieces.setdefault(piece.tensor, []).append(piece)
@@ -118,8 +119,12 @@ class CopyOnWriteRestore:
     def __init__(
         self, keeper: SnapshotClient, lender: CopyOnWriteTensors, held: HeldSnapshot
     ) -> None:
-        self._lender, self._keeper, self._held = lender, keeper, held
-        self._awaited, self._helping, self._fault = threading.Event(), threading.Lock(), ""
+        self._lender = lender
+        self._keeper = keeper
+        self._held = held
+        self._awaited = threading.Event()
+        self._helping = threading.Lock()
+        self._fault = ""
         # The thread keeps the client open: closing it would release the snapshot.
         self._thread = threading.Thread(target=self._end, name="elastane-loan", daemon=True)
         self._thread.start()

@@ -311,7 +311,9 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
 
 class _Record:
     def __init__(self, name: str, data: bytes, data_bytes: int | None = None) -> None:
-        self.name, self.data, self.at = name.encode(), data, 0
+        self.name = name.encode()
+        self.data = data
+        self.at = 0
         self.size = len(data) if data_bytes is None else data_bytes
         self._crc = zlib.crc32(data) if data_bytes is None else 0
 
@@ -349,7 +351,8 @@ class _Stored:
 
 class _Described:
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self._dtype, self._shape = dtype, shape
+        self._dtype = dtype
+        self._shape = shape
 
     def __reduce__(self) -> tuple[Any, ...]:
         stride = torch.empty(self._shape, device="meta").stride()
@@ -362,7 +365,8 @@ class _Described:
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, kind: Any, count: int) -> None:
         super().__init__(file, protocol=2)
-        self._kind, self._count = kind, count
+        self._kind = kind
+        self._count = count
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, _Stored):

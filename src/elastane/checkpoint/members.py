@@ -106,7 +106,8 @@ class GroupMembers:
     """The ranks of a process group that accepts CPU tensors."""
 
     def __init__(self, group: Any, timeout: PeerTimeout = _TIMEOUT) -> None:
-        self._group, self._timeout = group, timeout
+        self._group = group
+        self._timeout = timeout
 
     @property
     def rank(self) -> int:

@@ -193,8 +193,10 @@ class SavePlan:
         captured: Captured,
         world: SavingWorld,
     ) -> None:
-        self._keeper, self._where = keeper, where
-        self.layout, self.share = layout, share
+        self._keeper = keeper
+        self._where = where
+        self.layout = layout
+        self.share = share
         pieces = layout.within(share.first, share.end)
         self.sources = CopySources(pieces, captured, world.optimizers())
         self._world = world.members().size

@@ -103,7 +103,8 @@ class CheckpointFiles:
     """A serialized layout in the files of a checkpoint."""
 
     def __init__(self, storage: Any, folder: str, ranges: Sequence[tuple[str, int, int]]) -> None:
-        self._storage, self._folder = storage, folder
+        self._storage = storage
+        self._folder = folder
         self._ranges = sorted(ranges, key=lambda each: each[1])
         self._fds: dict[str, int | None] = {}
         try:
@@ -410,7 +411,9 @@ class CheckpointTransfer:
     """The transfer of one checkpoint folder."""
 
     def __init__(self, members: Members, storage: Storage, folder: str) -> None:
-        self._members, self._storage, self._folder = members, storage, folder
+        self._members = members
+        self._storage = storage
+        self._folder = folder
         self._source = 0
 
     def run(self, source: int, writers: Collection[int]) -> None:

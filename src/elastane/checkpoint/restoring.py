@@ -187,8 +187,10 @@ class InventoryExchange:
     def __init__(
         self, members: Members, keeper: str, repository: Repository, place: FolderIdentity
     ) -> None:
-        self._members, self._keeper = members, keeper
-        self._repository, self._place = repository, place
+        self._members = members
+        self._keeper = keeper
+        self._repository = repository
+        self._place = place
         self.stored: dict[SaveId, FoundCheckpoint] = {}
 
     def inventories(self, whole: Sequence[SaveId], parts: Sequence[StatePart]) -> list[Inventory]:
@@ -262,7 +264,9 @@ class Restorer:
     """One restore, which all ranks make together."""
 
     def __init__(self, source: StateSource, keeper: SnapshotClient, repository: Repository) -> None:
-        self._source, self._keeper, self._repository = source, keeper, repository
+        self._source = source
+        self._keeper = keeper
+        self._repository = repository
         self._members: Members = source.members()
         self._held: dict[SaveId, HeldSnapshot] = {}
         self._lent: tuple[CopyOnWriteTensors, HeldSnapshot] | None = None

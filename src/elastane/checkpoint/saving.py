@@ -76,12 +76,15 @@ class Saver:
     def __init__(
         self, world: SavingWorld, keeper: SnapshotClient, where: str, place: FolderIdentity
     ) -> None:
-        self._world, self.keeper, self._where = world, keeper, where
+        self._world = world
+        self.keeper = keeper
+        self._where = where
         self._place = place
         self._planned_for = 0
         self._shared: tuple[Layout, SaveShare] | None = None
         self._plan: SavePlan | None = None
-        self.copier, self._throttle = StateCopier(), WriteThrottle(time.monotonic)
+        self.copier = StateCopier()
+        self._throttle = WriteThrottle(time.monotonic)
         self.blocked_s = self.write_s = 0.0
         self._kept = self._safe = self._together = 0
         self.progress = WriteProgress()  # The server's status as of the last save.
@@ -158,9 +161,11 @@ class Saver:
             except ConnectionError as error:
                 _log.warning("%s; what it held in memory is lost [keeper-lost]", error)
             else:
-                self.write_s, self.progress = progress.last_write_s, progress
+                self.write_s = progress.last_write_s
+                self.progress = progress
                 return progress.busy
-            self._plan, self._kept = None, 0
+            self._plan = None
+            self._kept = 0
             self._coming = connect_in_background(self._where)
             wait({self._coming}, timeout_s)
             timeout_s = 0.0  # A step waits once, even if the next server is lost as well.
@@ -297,7 +302,9 @@ class Saver:
         wanted = _hash(msgspec.msgpack.encode(known))
         # A rank that has just joined has no share, so all ranks take part in computing it.
         if self._shared is None or any(each.planned != wanted for each in agreed):
-            self._shared, self._plan, self._planned_for = None, None, 0
+            self._shared = None
+            self._plan = None
+            self._planned_for = 0
             self._shared = self._exchange(captured, known)
             self._planned_for = wanted
         return self._shared
@@ -347,7 +354,7 @@ def connect_in_background(where: str) -> Future[SnapshotClient]:
 
     def connect() -> None:
         try:
-            coming.set_result(SnapshotClient.connect(where, patience_s=REQUEST_TIMEOUT_S))
+            coming.set_result(SnapshotClient.connect(where, timeout_s=REQUEST_TIMEOUT_S))
         except BaseException as error:
             coming.set_exception(error)
 

@@ -116,7 +116,8 @@ class SaveSchedule:
     ) -> None:
         self._every_steps = _positive("every_steps", every_steps, Integral)
         self._every_s = every_s if every_s == "auto" else _positive("every_s", every_s)
-        self._clock, self._report = clock, report
+        self._clock = clock
+        self._report = report
         self.stride = 1
         self.failures = 0
         self._lived_s = 0.0  # Before this process.
@@ -152,6 +153,10 @@ class SaveSchedule:
         self._cost_s = blocked_s if not self._cost_s else 0.7 * self._cost_s + 0.3 * blocked_s
         self._write_s = max(write_s, 0.7 * self._write_s)
 
+    def add_failure(self) -> None:
+        """Record that the run was interrupted."""
+        self.failures += 1
+
     @property
     def lived_s(self) -> float:
         """The training time of the job in seconds, in this process and before."""
@@ -159,8 +164,10 @@ class SaveSchedule:
 
     def resume(self, lived_s: float, failures: int, stride: int) -> None:
         """Continue from the restored run's, or another member's, values."""
-        self._lived_s, self._began_s = lived_s, self._clock()
-        self.failures, self.stride = failures, max(1, stride)
+        self._lived_s = lived_s
+        self._began_s = self._clock()
+        self.failures = failures
+        self.stride = max(1, stride)
 
     def interval_s(self) -> float:
         """Return the time between saves in seconds; infinite without a time interval."""
@@ -210,7 +217,9 @@ class WriteThrottle:
 
     def begun(self, fence: tuple[int, int]) -> None:
         """Record that a save of this round and attempt goes to storage now."""
-        self._began_s, self._until_s, self._fence = self._clock(), 0.0, fence
+        self._began_s = self._clock()
+        self._until_s = 0.0
+        self._fence = fence
 
 
 def _positive(name: str, value: Any, kind: type[Real] | type[Integral] = Real) -> Any:

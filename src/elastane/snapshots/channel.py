@@ -46,7 +46,8 @@ class SnapshotChannel:
     """
 
     def __init__(self, end: socket.socket, ends: int = -1, *, say_s: float = STALL_S) -> None:
-        self._end, self._say_s = end, say_s
+        self._end = end
+        self._say_s = say_s
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
         self._ends = ends

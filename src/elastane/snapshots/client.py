@@ -71,13 +71,24 @@ class SnapshotClient:
 
     `id` names the server: workers with the same id share its memory. `survives` is true if the
     server outlives this process for as long as an agent does. `door` is the address at which it
-    accepts replicas from other nodes, as in `SnapshotWelcome`. A request waits `patience_s` for its
+    accepts replicas from other nodes, as in `SnapshotWelcome`. A request waits `timeout_s` for its
     answer and then raises SnapshotServerSilentError. Until that answer has arrived, further
     requests raise it at once. After ANSWER_S of silence the connection is closed.
     """
 
-    def __init__(self, channel: SnapshotChannel, patience_s: float = ANSWER_S) -> None:
-        self._channel, self._patience_s = channel, patience_s
+    def __init__(
+        self,
+        channel: SnapshotChannel,
+        welcome: messages.SnapshotWelcome,
+        page: SnapshotStatusPage,
+        timeout_s: float = ANSWER_S,
+    ) -> None:
+        self.id = welcome.id
+        self.survives = welcome.survives
+        self.door = welcome.door
+        self._channel = channel
+        self._page = page
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._lost = ""
@@ -85,14 +96,11 @@ class SnapshotClient:
         self._owed = 0  # Answers that were not waited for, or not for long enough.
         self._silent_s: float | None = None  # When the wait for the first of them began.
         self._spare: int | None = None  # The slot that came with the answer to the last `keep`.
-        self._page: SnapshotStatusPage | None = None
         self._status: _KnownStatus | None = None
-        self.id = self.door = ""
-        self.survives = False
 
     @classmethod
     def connect(
-        cls, group: str = "", *, own: bool = False, patience_s: float = ANSWER_S
+        cls, group: str = "", *, own: bool = False, timeout_s: float = ANSWER_S
     ) -> SnapshotClient:
         """Connect to the agent's snapshot server if there is one, else start a server.
 
@@ -102,32 +110,20 @@ class SnapshotClient:
         """
         path = "" if own else environment.get(SERVER_VARIABLE)
         end = connected(path) if path else start_own_server(environment.snapshot())
-        keeper = cls(SnapshotChannel(end, say_s=SEND_S), patience_s)
+        channel = SnapshotChannel(end, say_s=SEND_S)
         try:
-            hello = messages.Hello(messages.VERSION, group)
-            with keeper._lock:
-                answer, pages = keeper._exchange(hello, ANSWER_S)
-            welcome = _as(answer, messages.SnapshotWelcome)
-            if welcome.version != messages.VERSION:
-                raise ConnectionError(
-                    f"the snapshot server speaks version {welcome.version}, this worker"
-                    f" {messages.VERSION}: agent and worker are of two installations of elastane"
-                )
-            keeper._page = SnapshotStatusPage(*pages)
+            welcome, page = _greet(channel, group)
         except BaseException:
-            keeper.close()
+            channel.close()
             raise
-        keeper.id, keeper.survives = welcome.id, welcome.survives
-        keeper.door = welcome.door
-        return keeper
+        return cls(channel, welcome, page, timeout_s)
 
     def close(self) -> None:
         """Close the connection; the server still writes what it was asked to write."""
         with self._lock:
             self._lost = self._lost or "it was closed"
             self._channel.close()
-            if self._page is not None:
-                self._page.close()
+            self._page.close()
 
     def slots(self, count: int, slot_bytes: int) -> list[int]:
         """Return descriptors of at least `count` slots of this size; the caller owns them.
@@ -141,7 +137,8 @@ class SnapshotClient:
             # Allocating may take long, so first detect a server that does not answer at all.
             self._request(messages.WriteStatusQuery())
             answer, descriptors = self._exchange(request, SLOTS_S)
-            self._slots, self._spare = _as(answer, messages.SlotNumbers).slots, None
+            self._slots = _as(answer, messages.SlotNumbers).slots
+            self._spare = None
         return descriptors
 
     def grant(self, timeout_s: float, together: str = "") -> int:
@@ -283,7 +280,6 @@ class SnapshotClient:
         return self._receive(timeout_s)
 
     def _number(self) -> int:
-        assert self._page is not None, "it came with the welcome"
         return -1 if self._lost else self._page.number()
 
     def _ask_status(self, fence: tuple[int, int]) -> _KnownStatus:
@@ -294,7 +290,7 @@ class SnapshotClient:
 
     def _read_page(self, number: int, fence: tuple[int, int]) -> _KnownStatus | None:
         """Return the status on the page under this number, or None if it must be asked for."""
-        words = self._page.words(number) if self._page is not None and not self._lost else None
+        words = self._page.words(number) if not self._lost else None
         with contextlib.suppress(ValueError):
             match messages.answer_of(words or b""):
                 case messages.WriteStatus(progress):
@@ -323,7 +319,7 @@ class SnapshotClient:
         """Return the next owed answer, if it arrives in time; the caller holds the lock."""
         began_s = time.monotonic()
         with self._guarded():
-            is_there = self._channel.is_ready(0.0 if self._silent_s else self._patience_s)
+            is_there = self._channel.is_ready(0.0 if self._silent_s else self._timeout_s)
             self._silent_s = None if is_there else self._silent_s or began_s
             if self._silent_s and time.monotonic() - self._silent_s >= ANSWER_S:
                 raise ConnectionError(f"it did not answer within {ANSWER_S:g} s")
@@ -344,13 +340,9 @@ class SnapshotClient:
     def _receive(self, timeout_s: float) -> tuple[messages.Answer, list[int]]:
         """Return the next answer and its descriptors; the caller holds the lock."""
         with self._guarded():
-            frame = self._channel.receive(ANSWER_BYTES_MAX, timeout_s)
-            answer = messages.answer_of(frame)
-            descriptors = self._channel.receive_descriptors(_descriptor_count(answer))
+            answer, descriptors = _received(self._channel, timeout_s)
         if isinstance(answer, messages.SnapshotRefused):
-            raise (
-                OSError(answer.errno, answer.reason) if answer.errno else ValueError(answer.reason)
-            )
+            raise _refusal(answer)
         return answer, descriptors
 
     @contextlib.contextmanager
@@ -360,9 +352,7 @@ class SnapshotClient:
             yield
         except (OSError, EOFError, ValueError) as error:
             self._lost = str(error) or "it ended"
-            raise ConnectionError(
-                f"the connection to the snapshot server is lost: {self._lost}"
-            ) from error
+            raise _lost(error) from error
         except BaseException:
             self._lost = "it was interrupted while it was asked"
             raise
@@ -371,6 +361,41 @@ class SnapshotClient:
                 # A late answer would be taken for that of the next request.
                 self._channel.close()
                 self._owed = 0
+
+
+def _greet(
+    channel: SnapshotChannel, group: str
+) -> tuple[messages.SnapshotWelcome, SnapshotStatusPage]:
+    """Exchange the first messages of a connection; both sides refuse another version."""
+    try:
+        channel.send(messages.encode(messages.Hello(messages.VERSION, group)))
+        answer, pages = _received(channel, ANSWER_S)
+    except (OSError, EOFError, ValueError) as error:
+        raise _lost(error) from error
+    if isinstance(answer, messages.SnapshotRefused):
+        raise _refusal(answer)
+    welcome = _as(answer, messages.SnapshotWelcome)
+    if welcome.version != messages.VERSION:
+        raise ConnectionError(
+            f"the snapshot server speaks version {welcome.version}, this worker"
+            f" {messages.VERSION}: agent and worker are of two installations of elastane"
+        )
+    return welcome, SnapshotStatusPage(*pages)
+
+
+def _received(channel: SnapshotChannel, timeout_s: float) -> tuple[messages.Answer, list[int]]:
+    answer = messages.answer_of(channel.receive(ANSWER_BYTES_MAX, timeout_s))
+    return answer, channel.receive_descriptors(_descriptor_count(answer))
+
+
+def _refusal(answer: messages.SnapshotRefused) -> OSError | ValueError:
+    return OSError(answer.errno, answer.reason) if answer.errno else ValueError(answer.reason)
+
+
+def _lost(error: BaseException) -> ConnectionError:
+    return ConnectionError(
+        f"the connection to the snapshot server is lost: {str(error) or 'it ended'}"
+    )
 
 
 def _descriptor_count(answer: messages.Answer) -> int:

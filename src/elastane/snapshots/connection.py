@@ -42,7 +42,8 @@ class PeerConnection(Generic[T]):
     """An authenticated connection; incoming frames decode to a `T`."""
 
     def __init__(self, end: socket.socket, codec: FrameCodec[T, object]) -> None:
-        self._end, self._codec = end, codec
+        self._end = end
+        self._codec = codec
         self._until_s = time.monotonic() + REPLICA_S
         end.settimeout(REPLICA_STALL_S)
 

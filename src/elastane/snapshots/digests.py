@@ -46,6 +46,10 @@ class Digests:
         self._checked: set[Name] = set()
         self._ended = 0
 
+    def set_newest(self, name: Name | None) -> None:
+        """Set the snapshot that is given out first."""
+        self.newest = name
+
     def of(self, name: Name) -> tuple[str, ...] | None:
         """Return the digests of a snapshot's pieces, or None if they were not computed."""
         return self._known.get(name)
@@ -115,7 +119,8 @@ class _Chunks:
     """The chunks of one view, which several threads digest."""
 
     def __init__(self, view: memoryview, wanted: Callable[[], bool]) -> None:
-        self._view, self._wanted = view, wanted
+        self._view = view
+        self._wanted = wanted
         self._left = iter(range(0, len(view), CHUNK_BYTES))
         self._digests: dict[int, str] = {}
         self._failure: BaseException | None = None

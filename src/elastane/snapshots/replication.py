@@ -92,7 +92,9 @@ class Replicator:
         neighbours: Callable[[], ReplicationSettings | None],
         ended: Callable[[Name, bool], None],
     ) -> None:
-        self._origin, self._neighbours, self._ended = origin, neighbours, ended
+        self._origin = origin
+        self._neighbours = neighbours
+        self._ended = ended
         self._logged = ""
         self.table = OutgoingReplicas()
 
@@ -368,7 +370,7 @@ def _close(pieces: Sequence[ReplicaPiece]) -> None:
 
 
 class SnapshotListener:
-    """Passes the offers of authenticated callers to `accept`. `about` may be set meanwhile."""
+    """Passes the offers of authenticated callers to `accept`."""
 
     def __init__(
         self,
@@ -382,6 +384,10 @@ class SnapshotListener:
         self._unproven = Unproven[socket.socket](PEERS_UNPROVEN_MAX, UNPROVEN_TIMEOUT_S)
         self._listener: socket.socket | None = None
         self._logged = ""
+
+    def update(self, about: ReplicationSettings) -> None:
+        """Use other settings for later callers."""
+        self.about = about
 
     def open(self) -> str:
         """Listen on this node's address; returns it as HOST:PORT. Raises OSError."""

@@ -87,7 +87,9 @@ class SnapshotServer:
         self, wake: Callable[[], None], report: Callable[[SnapshotEvent], None], *, survives: bool
     ) -> None:
         self.id = os.urandom(8).hex()  # Not from `secrets`, which loads 5 MB of OpenSSL.
-        self._wake, self._report, self._survives = wake, report, survives
+        self._wake = wake
+        self._report = report
+        self._survives = survives
         self._lock = threading.Lock()
         self._stores: dict[str, SnapshotStore] = {}
         self._connected: set[int] = set()
@@ -98,7 +100,7 @@ class SnapshotServer:
     def replicate(self, about: ReplicationSettings) -> None:
         """Start to replicate: listen for other nodes' replicas, and send this node's."""
         if self._listener is not None:
-            self._listener.about = about
+            self._listener.update(about)
             return
         listener = SnapshotListener(about, self._accept_replica)
         try:
@@ -274,7 +276,8 @@ class ServerProcess:
     def __init__(
         self, control: socket.socket | None = None, listener: socket.socket | None = None
     ) -> None:
-        self._control, self._listener = control, listener
+        self._control = control
+        self._listener = listener
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._is_owned = control is not None

@@ -73,7 +73,8 @@ class SnapshotStore:
         neighbours: Callable[[], ReplicationSettings | None] = lambda: None,
         report: Callable[[SnapshotEvent], None] = lambda event: None,
     ) -> None:
-        self._wake, self.report = wake, report
+        self._wake = wake
+        self.report = report
         self._lock = threading.Lock()
         self._checking = threading.Lock()
         self._table = SlotTable()
@@ -84,7 +85,8 @@ class SnapshotStore:
         self._digests = Digests()
         self._dropped: list[int] = []
         # Without the bound, a save every step of 4 GB would cost half a core for digests.
-        self._digester, self._background = Background(_DIGEST_SHARE), Background()
+        self._digester = Background(_DIGEST_SHARE)
+        self._background = Background()
         self._writer = SnapshotWriter(WriterCallbacks(self._durable, self._written, report))
         self.replicas = ReplicaStore()
         self._replicator = Replicator(origin, neighbours, self._copied)
@@ -267,7 +269,7 @@ class SnapshotStore:
                     self._digests.forget(name)
                 case Drop(slot):
                     self._dropped.append(self._memory.pop(slot)[0])
-        self._digests.newest = next(iter(self._table.whole()), None)
+        self._digests.set_newest(next(iter(self._table.whole()), None))
         self.status.update()
 
     def _begin(self, name: Name, *, gasp: bool) -> list[Effect]:
@@ -418,7 +420,9 @@ class ServerStatus:
     """The status of one store, under whose lock it is used; `page` holds it as `WriteStatus`."""
 
     def __init__(self, table: SlotTable, writer: SnapshotWriter, replicator: Replicator) -> None:
-        self._table, self._writer, self._replicator = table, writer, replicator
+        self._table = table
+        self._writer = writer
+        self._replicator = replicator
         self.page = OwnStatusPage()
         self._last: WriteProgress | None = None
         self.update()

@@ -64,7 +64,8 @@ class WriteFailure(Exception):
 
     def __init__(self, reason: str, slug: str) -> None:
         super().__init__(reason)
-        self.reason, self.slug = reason, slug
+        self.reason = reason
+        self.slug = slug
 
 
 @dataclass(frozen=True)
@@ -391,7 +392,8 @@ class SnapshotWriter:
                 )
             written = self._writer.flush(order) if gasp else self._writer.write(order)
             self._heard.durable(order.name.key)
-            self.last, self._logged = (time.monotonic() - began_s, written.size_bytes), ""
+            self.last = (time.monotonic() - began_s, written.size_bytes)
+            self._logged = ""
             self._report_saved(order, written)
             self._writer.prune(order.persist)
         except WriteFailure as error:
@@ -424,7 +426,8 @@ class PeerWait:
     """Bounds the wait for the other writers of a save once there is a reason to hurry."""
 
     def __init__(self, stopping: threading.Event, has_reason: Callable[[], bool]) -> None:
-        self._stopping, self._has_reason = stopping, has_reason
+        self._stopping = stopping
+        self._has_reason = has_reason
         self._until_s = float("inf")
 
     def ended(self) -> bool:

@@ -48,7 +48,8 @@ class OutgoingReplicas:
             return False  # The savers did not know; the next save is replicated.
         self.pinned = frozenset(n for n in held if n.nonce == self.safe) | {name}
         self.there = tuple(n for n in self.there if n.nonce == self.safe and peer == self._peer)
-        self.copying, self._peer = name, peer
+        self.copying = name
+        self._peer = peer
         return True
 
     def stop(self) -> None:
@@ -118,7 +119,8 @@ class IncomingReplicas:
 
     def clear(self) -> None:
         """Remove everything."""
-        self.held, self.arriving = [], None
+        self.held = []
+        self.arriving = None
 
     def _fence(self) -> Fence:
         known = [*self.held, *([self.arriving] if self.arriving is not None else [])]

@@ -12,6 +12,7 @@ removed if the state is sharded and an older snapshot is the last one that all n
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -108,6 +109,14 @@ class _Snapshot:
         return self.is_full and not self.spoiled
 
 
+class _Ending(enum.Enum):
+    """Why the final flush is performed: no worker is there, or the server ends."""
+
+    NONE = enum.auto()
+    FLUSHING = enum.auto()  # A worker that joins ends it.
+    LEAVING = enum.auto()
+
+
 class SlotTable:
     """The slot table. `writing` is being written, `published` is the newest durable checkpoint."""
 
@@ -119,7 +128,7 @@ class SlotTable:
         self._slots: dict[int, _Slot] = {}
         self._snapshots: dict[Name, _Snapshot] = {}
         self._workers: dict[int, tuple[int, Key] | None] = {}  # Last local rank and key of each.
-        self._flushes = self._leaving = False
+        self._ending = _Ending.NONE
         self._flushed: set[Name] = set()
         self._pinned: frozenset[Name] = frozenset()
         self._effects: list[Effect] = []
@@ -147,7 +156,8 @@ class SlotTable:
     def joined(self, worker: int) -> None:
         """Add a worker, which may keep newer snapshots: the final flush has to wait."""
         self._workers[worker] = None
-        self._flushes = self._leaving
+        if self._ending is _Ending.FLUSHING:
+            self._ending = _Ending.NONE
 
     def own(self, worker: int, size_bytes: int) -> tuple[list[int], list[Effect]]:
         """Return a worker's slots of this size; if it has none, it inherits those of a dead one.
@@ -161,7 +171,8 @@ class SlotTable:
             self._slots[number].owner = worker
         for slot in self._slots.values():
             if slot.owner == worker and slot.size_bytes != size_bytes:
-                slot.retired, slot.granted = True, False
+                slot.retired = True
+                slot.granted = False
         self._drop_unused(lambda slot: slot.retired or slot.size_bytes != size_bytes)
         return mine, self._take_effects()
 
@@ -205,7 +216,9 @@ class SlotTable:
         self._snapshots[piece.name] = snapshot
         snapshot.slots[piece.local] = slot
         snapshot.persist += piece.persist
-        held.granted, held.holds, held.filled_by = False, piece.name, worker
+        held.granted = False
+        held.holds = piece.name
+        held.filled_by = worker
         self._workers[worker] = (piece.local, piece.name.key)
         if snapshot.is_whole:
             self._completed(piece.name, snapshot)
@@ -281,9 +294,10 @@ class SlotTable:
 
         `leaving`: the server ends, so failed snapshots are tried once more.
         """
-        self._flushes = True
-        if leaving and not self._leaving:
-            self._leaving, self._flushed = True, set()
+        if leaving and self._ending is not _Ending.LEAVING:
+            self._flushed = set()
+        if self._ending is not _Ending.LEAVING:
+            self._ending = _Ending.LEAVING if leaving else _Ending.FLUSHING
         if self.writing is None:
             self._write_next()
         return self._take_effects()
@@ -318,11 +332,12 @@ class SlotTable:
 
     def _write_next(self) -> None:
         name, gasp = self.waiting, False
-        if name is None and self._flushes:
+        if name is None and self._ending is not _Ending.NONE:
             name = next((other for other in self.whole() if self._needs_flush(other)), None)
             gasp = name is not None
             self._flushed |= {name} if name is not None else set()
-        self.writing, self.waiting = name, None
+        self.writing = name
+        self.waiting = None
         if name is not None:
             self._effects.append(Write(name, gasp))
 
