@@ -173,7 +173,7 @@ def from_storage(where: Path, trained: Trained) -> float:
 
 
 def idle(checkpointer: elastane.Checkpointer) -> None:
-    while checkpointer._saver.keeper.progress().busy:
+    while checkpointer._saver.server.progress().busy:
         time.sleep(0.005)
 
 
@@ -183,7 +183,7 @@ def memory(gb: float, folder: Path) -> dict:
     checkpointer = elastane.Checkpointer(folder / "ck")
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     # So that the snapshot server does not take the workers for gone meanwhile.
-    keeper = SnapshotClient.connect(str(folder / "ck"))
+    server = SnapshotClient.connect(str(folder / "ck"))
     if attempt and attempt % 2 == 0:
         took_s = timed(lambda: load(trained, folder))
         note(folder, "torch.load, into the objects", took_s)
@@ -200,7 +200,7 @@ def memory(gb: float, folder: Path) -> dict:
         note(folder, "ours, and a step", took_s + timed(trained.step))
     if attempt < 2 * TURNS:
         os.kill(os.getpid(), 9)
-    keeper.close()
+    server.close()
     return json.loads((folder / "took").read_text())
 
 
@@ -288,7 +288,7 @@ def sharded(gb: float, folder: Path) -> dict:
         checkpointer.maybe_save(number)
         found["blocked"].append(time.perf_counter() - begun_s)
         checkpointer._settle()
-        while checkpointer._saver.keeper.progress().copying:
+        while checkpointer._saver.server.progress().copying:
             time.sleep(0.002)
         found["copied"].append(time.perf_counter() - begun_s)
     for _ in range(TURNS if gb < 0.5 else 0):

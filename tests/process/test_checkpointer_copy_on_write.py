@@ -115,7 +115,7 @@ def test_a_broken_connection_does_not_release_shared_memory(known, tmp_path, hel
     two = Trained()
     ck = Checkpointer(tmp_path / "ck")
     assert ck.restore(two.objects()).where == "memory"
-    ck._saver.keeper.close()
+    ck._saver.server.close()
     save_others(tmp_path / "ck")
     assert two.equals(known)
     held_up.set()

@@ -85,18 +85,18 @@ class Checkpointer:
         source: StateSource = bind(self) if bind is not None else ScriptObjects(what, self)
         repository = Repository(open_storage(self.where))
         self.close()
-        keeper, place = _connect(self.where), FolderIdentity(repository.storage)
-        if keeper.survives:
+        server, place = _connect(self.where), FolderIdentity(repository.storage)
+        if server.survives:
             place.wait()
         else:
             place.require()  # Without surviving memory, storage is the only source.
         self._source = source
-        self._saver = Saver(source, keeper, self.where, place)
+        self._saver = Saver(source, server, self.where, place)
         source.before_change(self._finish_copies)
         self._cancel_before_park = before_park(self._finish_copies)
         if not source.is_new:
             return None  # The other members send their state, which includes this object's.
-        restorer = Restorer(source, keeper, repository)
+        restorer = Restorer(source, server, repository)
         try:
             restored, self._era = restorer.newest(place, strict=self._strict)
         finally:
@@ -108,7 +108,7 @@ class Checkpointer:
             self._saver.continue_from(restored.nonce, missed=restored.missed)
         if restored is not None and environment.get("LOCAL_RANK", "0") == "0":
             with contextlib.suppress(ConnectionError):
-                keeper.report_restored(restored.key, restored.where, source.why)
+                server.report_restored(restored.key, restored.where, source.why)
         return restored
 
     def maybe_save(self, step: Any) -> bool:
@@ -144,7 +144,7 @@ class Checkpointer:
         if self._missed:
             raise not_saved(self.where, f"the last save: {self._missed}", "keeper-lost")
         if self._last is not None and self._saver is not None:
-            require_durable(self._saver.keeper, self._last, self.where, timeout_s)
+            require_durable(self._saver.server, self._last, self.where, timeout_s)
 
     def close(self) -> None:
         """Disconnect from the snapshot server, which completes its writes. Idempotent."""

@@ -117,10 +117,10 @@ class CopyOnWriteRestore:
     """A snapshot whose memory tensors share until a thread has copied all pages."""
 
     def __init__(
-        self, keeper: SnapshotClient, lender: CopyOnWriteTensors, held: HeldSnapshot
+        self, server: SnapshotClient, lender: CopyOnWriteTensors, held: HeldSnapshot
     ) -> None:
         self._lender = lender
-        self._keeper = keeper
+        self._server = server
         self._held = held
         self._awaited = threading.Event()
         self._helping = threading.Lock()
@@ -152,7 +152,7 @@ class CopyOnWriteRestore:
             _log.warning("what was restored stays in the memory of its snapshot: %s", self._fault)
             return
         try:
-            self._keeper.release(self._held)
+            self._server.release(self._held)
         except OSError as error:
             _log.debug("a snapshot was not released: %s", error)
 

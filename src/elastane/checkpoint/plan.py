@@ -71,7 +71,7 @@ class RankStatus(msgspec.Struct, frozen=True, array_like=True):
     `door` is where that server accepts replicas for the workers of `group`; "" if it does not.
     """
 
-    keeper: str
+    server: str
     survives: bool
     place: str
     door: str = ""
@@ -103,18 +103,18 @@ def shares(layout: Layout, members: Sequence[RankStatus]) -> list[SaveShare]:
     """Return each rank's share."""
     places: dict[str, dict[str, list[int]]] = {}
     for rank, member in enumerate(members):
-        places.setdefault(member.place, {}).setdefault(member.keeper, []).append(rank)
+        places.setdefault(member.place, {}).setdefault(member.server, []).append(rank)
     found: dict[int, SaveShare] = {}
-    for keepers in places.values():
-        found |= _of_place(layout, [*keepers.values()], members)
+    for servers in places.values():
+        found |= _of_place(layout, [*servers.values()], members)
     count = len(places)
     peers = {} if layout.replicated else ring(members)
     return [
         msgspec.structs.replace(
             found[rank],
             places=count,
-            door=peers[member.keeper].door if member.keeper in peers else "",
-            group=peers[member.keeper].group if member.keeper in peers else "",
+            door=peers[member.server].door if member.server in peers else "",
+            group=peers[member.server].group if member.server in peers else "",
         )
         for rank, member in enumerate(members)
     ]
@@ -122,11 +122,11 @@ def shares(layout: Layout, members: Sequence[RankStatus]) -> list[SaveShare]:
 
 def ring(members: Sequence[RankStatus]) -> dict[str, RankStatus]:
     """Return the peer of each server: the next one that accepts replicas, in a ring."""
-    doors = list({member.keeper: member for member in members if member.door}.values())
+    doors = list({member.server: member for member in members if member.door}.values())
     if len(doors) < 2:
         return {}
     nexts = zip(doors, [*doors[1:], doors[0]], strict=True)
-    return {own.keeper: peer for own, peer in nexts}
+    return {own.server: peer for own, peer in nexts}
 
 
 def _of_place(
@@ -186,14 +186,14 @@ class SavePlan:
 
     def __init__(
         self,
-        keeper: SnapshotClient,
+        server: SnapshotClient,
         where: str,
         layout: Layout,
         share: SaveShare,
         captured: Captured,
         world: SavingWorld,
     ) -> None:
-        self._keeper = keeper
+        self._server = server
         self._where = where
         self.layout = layout
         self.share = share
@@ -201,7 +201,7 @@ class SavePlan:
         self.sources = CopySources(pieces, captured, world.optimizers())
         self._world = world.members().size
         slots = SLOTS_WITH_COPIES if share.door else SLOTS
-        fds = keeper.slots(slots, max(1, share.end - share.first))
+        fds = server.slots(slots, max(1, share.end - share.first))
         self._slots = [Slot(fd, layout, share.first, share.end) for fd in fds]
         self._plain = PlainLeaves()
         self._index: tuple[tuple[int, ...], str] | None = None
@@ -257,7 +257,7 @@ class SavePlan:
             index = metadata(self.layout, [*self.share.all_ranges], written, small.paths)
             seldom = {LAYOUT: self._layout, METADATA: index}
             digest = xxhash.xxh3_128_hexdigest(b"".join(seldom.values()))
-            self._keeper.layout(digest, seldom, self._final_flush(order))
+            self._server.layout(digest, seldom, self._final_flush(order))
             self._index = sizes, digest
         return files, self._index[1]
 

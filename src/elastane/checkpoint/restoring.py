@@ -86,14 +86,14 @@ class StatePart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
-    """The states that one rank can reach. `place` and `keeper` identify its folder and its server.
+    """The states that one rank can reach. `place` and `server` identify its folder and its server.
 
     `held` are whole snapshots in memory, `parts` those of sharded states. One rank of each place
     lists what is `stored` there according to the records, newest first; newer ones that were
     `skipped`, with reasons; and the greatest published `fence`. `fault`: the place is unreadable.
     """
 
-    keeper: str
+    server: str
     place: str
     held: tuple[SaveId, ...] = ()
     parts: tuple[StatePart, ...] = ()
@@ -132,9 +132,9 @@ def choose(
     spans: list[tuple[tuple[int, int], ...]] = []
     if memory:
         spans = [_spans_of(save, each) for each in inventories]
-        having = {each.keeper for each in inventories if save in each.held}
+        having = {each.server for each in inventories if save in each.held}
         pairs = zip(inventories, spans, strict=True)
-        reached = [bool(some) or each.keeper in having for each, some in pairs]
+        reached = [bool(some) or each.server in having for each, some in pairs]
     else:
         having = {each.place for each in inventories if save in each.stored}
         reached = [each.place in having for each in inventories]
@@ -185,10 +185,10 @@ class InventoryExchange:
     """The inventories of all ranks, exchanged; all ranks call `inventories` together."""
 
     def __init__(
-        self, members: Members, keeper: str, repository: Repository, place: FolderIdentity
+        self, members: Members, server: str, repository: Repository, place: FolderIdentity
     ) -> None:
         self._members = members
-        self._keeper = keeper
+        self._server = server
         self._repository = repository
         self._place = place
         self.stored: dict[SaveId, FoundCheckpoint] = {}
@@ -196,7 +196,7 @@ class InventoryExchange:
     def inventories(self, whole: Sequence[SaveId], parts: Sequence[StatePart]) -> list[Inventory]:
         """Return the inventory of each rank; `whole` and `parts` are in this node's memory."""
         fault = "" if self._place.known else self._place.fault
-        own = Inventory(self._keeper, self._place.known, tuple(whole), tuple(parts), fault=fault)
+        own = Inventory(self._server, self._place.known, tuple(whole), tuple(parts), fault=fault)
         firsts = first_of_each_place([each.place for each in self._exchange(own)])
         if self._place.known and self._members.rank in firsts:
             own = self._with_stored(own)
@@ -263,9 +263,9 @@ class _Opened(msgspec.Struct, frozen=True):
 class Restorer:
     """One restore, which all ranks make together."""
 
-    def __init__(self, source: StateSource, keeper: SnapshotClient, repository: Repository) -> None:
+    def __init__(self, source: StateSource, server: SnapshotClient, repository: Repository) -> None:
         self._source = source
-        self._keeper = keeper
+        self._server = server
         self._repository = repository
         self._members: Members = source.members()
         self._held: dict[SaveId, HeldSnapshot] = {}
@@ -280,10 +280,10 @@ class Restorer:
         """
         self._members.numbers([0])  # A meeting point: a rank that waits alone logs a warning.
         self._source.prepare()
-        held = self._keeper.held()
+        held = self._server.held()
         # A snapshot without a digest yet counts as whole; one that failed its digest is left out.
         self._held = {SaveId(h.key, h.words.nonce): h for h in held}
-        exchange = InventoryExchange(self._members, self._keeper.id, self._repository, place)
+        exchange = InventoryExchange(self._members, self._server.id, self._repository, place)
         try:
             whole = [save for save, each in self._held.items() if _is_whole(each)]
             parts = [_part(save, each) for save, each in self._held.items() if save not in whole]
@@ -296,9 +296,9 @@ class Restorer:
             if self._lent is not None and self._lent[0].has_lent:
                 # Also after a failed load, which may have loaded some of these tensors.
                 held.remove(self._lent[1])
-                self.borrowed = CopyOnWriteRestore(self._keeper, *self._lent)
+                self.borrowed = CopyOnWriteRestore(self._server, *self._lent)
             for each in held:
-                self._keeper.release(each)
+                self._server.release(each)
         fences = [each.fence for each in found if each.fence is not None]
         fences += [save.key.fence for each in found for save in each.held]
         return restored, era_beyond(max(fences, default=None), *self._source.fence)

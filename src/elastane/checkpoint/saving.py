@@ -74,10 +74,10 @@ class Saver:
     """The saver of one rank; all ranks call the same methods in the same order."""
 
     def __init__(
-        self, world: SavingWorld, keeper: SnapshotClient, where: str, place: FolderIdentity
+        self, world: SavingWorld, server: SnapshotClient, where: str, place: FolderIdentity
     ) -> None:
         self._world = world
-        self.keeper = keeper
+        self.server = server
         self._where = where
         self._place = place
         self._planned_for = 0
@@ -114,7 +114,7 @@ class Saver:
             planned=self._planned_for,
             busy=int(busy),
             copying=int(self.progress.copying),
-            copies=int(bool(self.keeper.door)),
+            copies=int(bool(self.server.door)),
             copied=copied[0],
             copied_before=copied[1],
             kept=self._kept,
@@ -146,7 +146,7 @@ class Saver:
 
     def _throttles(self, order: SaveOrder, *, busy: bool) -> bool:
         """Whether this save stays in memory to spare storage."""
-        if order.reason not in ("step", "time") or not self.keeper.survives:
+        if order.reason not in ("step", "time") or not self.server.survives:
             return False
         return self._throttle.rests(self._world.fence, busy=busy)
 
@@ -155,7 +155,7 @@ class Saver:
         timeout_s = REQUEST_TIMEOUT_S
         while self._coming is None or self._adopt(self._coming):
             try:
-                progress = self.keeper.progress(self._world.fence)
+                progress = self.server.progress(self._world.fence)
             except SnapshotServerSilentError:
                 return True
             except ConnectionError as error:
@@ -176,7 +176,7 @@ class Saver:
         if not coming.done():
             return False
         try:
-            self.keeper = coming.result()
+            self.server = coming.result()
         except OSError as error:
             self._log_once(f"no snapshot server can be reached: {error} [keeper-lost]")
             self._coming = connect_in_background(self._where)
@@ -186,9 +186,9 @@ class Saver:
 
     @property
     def _standing(self) -> RankStatus:
-        door = door_of(self.keeper)
+        door = door_of(self.server)
         return RankStatus(
-            self.keeper.id, self.keeper.survives, self._place.known, door, self._where
+            self.server.id, self.server.survives, self._place.known, door, self._where
         )
 
     def save(
@@ -204,7 +204,7 @@ class Saver:
         if durable:
             self._throttle.begun(self._world.fence)
         key = Key(era, *self._world.fence, order.step)
-        if not durable and not self.keeper.survives:
+        if not durable and not self.server.survives:
             return key, False
         layout, share = self._share_out(captured, agreed)
         self._update_safe(agreed)
@@ -219,16 +219,16 @@ class Saver:
         )
         buffers = self._buffers(captured) if layout.replicated else {}
         # No collective follows: a failure from here on concerns this rank alone.
-        keeper = self.keeper
+        server = self.server
         if self._plan is None:
-            self._plan = SavePlan(keeper, self._where, layout, share, captured, self._world)
+            self._plan = SavePlan(server, self._where, layout, share, captured, self._world)
         plan, sources = self._plan, self._plan.sources
         small = captured.small() if share.local == 0 else None
-        slot = keeper.grant(GRANT_S, details.together)
+        slot = server.grant(GRANT_S, details.together)
 
         def keep(behind: bool) -> None:
             snapshot = plan.snapshot(small, streams(), key, order, details)
-            keeper.keep(slot, snapshot, heard=behind)
+            server.keep(slot, snapshot, heard=behind)
             self._kept = nonce
 
         views = sources.views(captured.tensors, buffers)
@@ -255,7 +255,7 @@ class Saver:
     def close(self) -> None:
         """Disconnect from the server, which completes its writes."""
         self.copier.close()
-        self.keeper.close()
+        self.server.close()
         if self._coming is not None:
             self._coming.add_done_callback(_close_client)
 
@@ -368,11 +368,11 @@ def _close_client(coming: Future[SnapshotClient]) -> None:
 
 
 def require_durable(
-    keeper: SnapshotClient, key: Key, where: str, timeout_s: float = WAIT_S
+    server: SnapshotClient, key: Key, where: str, timeout_s: float = WAIT_S
 ) -> None:
     """Wait until a save is durable; raises CheckpointError with the reason if it is not."""
     try:
-        failure = keeper.wait(key, timeout_s).failure_of(key)
+        failure = server.wait(key, timeout_s).failure_of(key)
         reason, slug = (failure.reason, failure.slug) if failure is not None else ("", "")
     except (ConnectionError, TimeoutError) as error:
         reason, slug = str(error), "keeper-lost"
@@ -399,9 +399,9 @@ def _hash(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data) >> 1
 
 
-def door_of(keeper: SnapshotClient) -> str:
+def door_of(server: SnapshotClient) -> str:
     """Return where a snapshot server accepts replicas, as HOST:PORT; "" if it does not."""
-    host, _, port = keeper.door.rpartition(":")
+    host, _, port = server.door.rpartition(":")
     if not port:
         return ""
     host = host or _own_host(environment.get("MASTER_ADDR"), environment.get("GROUP_RANK"))
@@ -429,7 +429,7 @@ def _bracketed(host: str) -> str:
 
 def without_copies(members: Sequence[RankStatus]) -> str:
     """Return a warning about nodes whose part of the state is on no other node, or ""."""
-    doors = {member.keeper: bool(member.door) for member in members}
+    doors = {member.server: bool(member.door) for member in members}
     if not any(doors.values()):
         return ""  # Replication is off.
     slug = "snapshot-replicas"

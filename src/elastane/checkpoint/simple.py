@@ -65,14 +65,14 @@ def save_checkpoint(
         newest = repository.newest_key()
     era = _era(newest, source.fence, step)
     # Not the agent's server, which holds the job's own state and may be busy with it.
-    with contextlib.closing(SnapshotClient.connect(own=True)) as keeper:
+    with contextlib.closing(SnapshotClient.connect(own=True)) as server:
         place = FolderIdentity(repository.storage)
         place.require()
-        saver = Saver(source, keeper, repository.storage.where, place)
+        saver = Saver(source, server, repository.storage.where, place)
         captured = Captured(source.state())
         order = SaveOrder(step, "asked", keep, environment.get("TORCHELASTIC_RUN_ID", ""))
         key, _ = saver.save(captured, order, era, saver.agree(captured, order, 1))
-        require_durable(keeper, key, repository.storage.where)
+        require_durable(server, key, repository.storage.where)
 
 
 def _era(newest: Key | None, fence: tuple[int, int], step: int) -> int:

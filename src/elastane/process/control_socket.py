@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -16,7 +17,7 @@ import msgspec
 from elastane.protocol.limits import WHERE_CHARS_MAX
 from elastane.protocol.model import Count, Fence, LocalRank, Port, Text
 from elastane.protocol.sharding import Sharding
-from elastane.protocol.unreadable import UNREADABLE
+from elastane.protocol.unreadable import decoded
 
 Where = Annotated[str, msgspec.Meta(max_length=WHERE_CHARS_MAX)]
 Traffic = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None
@@ -130,8 +131,8 @@ class Differed(msgspec.Struct, frozen=True, tag="differed"):
 ToWorker = AssignedPlace | Wait | InterruptWorker | End | StatusQuery | Spare | Begin
 FromWorker = CanRecoverInPlace | WorkerFinished | PeerLost | Doing | SpareReady | Differed
 _encode = msgspec.json.Encoder().encode
-_to_worker = msgspec.json.Decoder(ToWorker).decode
-_from_worker = msgspec.json.Decoder(FromWorker).decode
+_to_worker: Callable[[bytes], ToWorker] = msgspec.json.Decoder(ToWorker).decode
+_from_worker: Callable[[bytes], FromWorker] = msgspec.json.Decoder(FromWorker).decode
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -164,17 +165,9 @@ def encode(message: ToWorker | FromWorker) -> bytes:
 
 def to_worker(packet: bytes) -> ToWorker:
     """Return the agent's message in a packet; raises ValueError."""
-    try:
-        message: ToWorker = _to_worker(packet)
-    except UNREADABLE as error:
-        raise ValueError(f"no message of this version: {error}") from error
-    return message
+    return decoded(_to_worker, packet, "message")
 
 
 def from_worker(packet: bytes) -> FromWorker:
     """Return the worker's message in a packet, which may hold any bytes; raises ValueError."""
-    try:
-        message: FromWorker = _from_worker(packet)
-    except UNREADABLE as error:
-        raise ValueError(f"no message of this version: {error}") from error
-    return message
+    return decoded(_from_worker, packet, "message")

@@ -9,6 +9,7 @@ Nothing is ever unpickled: a frame that is no message of this version raises Val
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -23,7 +24,7 @@ from elastane.protocol.checkpoints import (
     Text,
 )
 from elastane.protocol.limits import LOCAL_WORLD_SIZE_MAX
-from elastane.protocol.unreadable import UNREADABLE
+from elastane.protocol.unreadable import decoded
 from elastane.snapshots.limits import FAILURES_MAX, REQUEST_BYTES_MAX, SLOTS_MAX
 from elastane.snapshots.rules.replicas import COPIES_MAX
 
@@ -342,26 +343,18 @@ class RestoredEvent(msgspec.Struct, frozen=True, tag="restored"):
 
 SnapshotEvent = Saved | PersistFailed | RestoredEvent
 encode = msgspec.msgpack.Encoder().encode
-_request = msgspec.msgpack.Decoder(Request).decode
-_answer = msgspec.msgpack.Decoder(Answer).decode
+_request: Callable[[bytes], Request] = msgspec.msgpack.Decoder(Request).decode
+_answer: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(Answer).decode
 
 
 def request_of(frame: bytes) -> Request:
     """Decode a worker's request; raises ValueError."""
-    try:
-        request: Request = _request(frame)
-    except UNREADABLE as error:
-        raise ValueError(f"no request of this version: {error}") from error
-    return request
+    return decoded(_request, frame, "request")
 
 
 def answer_of(frame: bytes) -> Answer:
     """Decode a server's answer; raises ValueError."""
-    try:
-        answer: Answer = _answer(frame)
-    except UNREADABLE as error:
-        raise ValueError(f"no answer of this version: {error}") from error
-    return answer
+    return decoded(_answer, frame, "answer")
 
 
 _Several = msgspec.Meta(max_length=LOCAL_WORLD_SIZE_MAX)

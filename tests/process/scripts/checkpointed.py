@@ -108,7 +108,7 @@ def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:
         saver = getattr(checkpointer, "_saver", None)
         copied = ()
         with contextlib.suppress(OSError):  # The keeper may be gone, or stand still.
-            copied = saver.keeper.progress().copied if saver else ()
+            copied = saver.server.progress().copied if saver else ()
         told("step", step=step, rank=rank, copied=copied)
         checkpointer.maybe_save(step)
         enough = torch.ones(1) * (rank == 0 and (folder / "enough").exists())

@@ -67,9 +67,9 @@ def test_a_save_abandoned_by_another_writer_is_noticed(tmp_path):
 
 @pytest.mark.parametrize("survives", [True, False])
 def test_storage_rests_from_frequent_saves_but_not_from_requested_ones(survives):
-    keeper, now_s = Idle(), [100.0]
-    keeper.survives = survives
-    saver, captured = Saver(Two(7), keeper, "/nowhere", Known()), Captured({"x": torch.ones(2)})
+    server, now_s = Idle(), [100.0]
+    server.survives = survives
+    saver, captured = Saver(Two(7), server, "/nowhere", Known()), Captured({"x": torch.ones(2)})
     saver._throttle = WriteThrottle(lambda: now_s[0])
     saver._throttle.begun(saver._world.fence)
 
@@ -77,10 +77,10 @@ def test_storage_rests_from_frequent_saves_but_not_from_requested_ones(survives)
         return bool(saver.agree(captured, SaveOrder(7, reason, 3, ""), 1)[0].busy)
 
     assert not busy("step")
-    keeper.writing = Key(0, 3, 1, 6)
+    server.writing = Key(0, 3, 1, 6)
     now_s[0] += 0.5
     assert busy("step") and busy("asked")
-    keeper.writing = None
+    server.writing = None
     # Without an agent there is no memory to go on from, and what is left out is lost.
     assert busy("step") is busy("time") is survives
     assert not busy("asked") and not busy("leave")

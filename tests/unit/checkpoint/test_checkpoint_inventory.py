@@ -117,6 +117,6 @@ def test_every_choice_is_the_greatest_that_exists_and_reaches_all_ranks(seed):
         same = [
             e
             for e in heard
-            if (e.keeper == giver.keeper if choice.memory else e.place == giver.place)
+            if (e.server == giver.server if choice.memory else e.place == giver.place)
         ]
         assert any(choice.save in (e.held if choice.memory else e.stored) for e in same)

@@ -95,8 +95,8 @@ def test_the_slots_of_a_node_and_the_files_of_a_place_hold_the_whole_image(seed)
         for node in range(nodes)
         for _ in range(rng.randint(1, 4))
     ]
-    one_place = {m.keeper: m.place for m in members}
-    members = [RankStatus(m.keeper, survives, one_place[m.keeper]) for m in members]
+    one_place = {m.server: m.place for m in members}
+    members = [RankStatus(m.server, survives, one_place[m.server]) for m in members]
     rng.shuffle(members)
     layout = lay_out(tensors, [chunks] * len(members))
     found = shares(layout, members)
@@ -104,11 +104,11 @@ def test_the_slots_of_a_node_and_the_files_of_a_place_hold_the_whole_image(seed)
         here = [n for n, m in enumerate(members) if m.place == place]
         written = sorted({r for n in here for r in found[n].ranges}, key=lambda r: r.first)
         assert [r.first for r in written] + [layout.image_bytes] == [0] + [r.end for r in written]
-        assert {found[n].parts for n in here} == {len({members[n].keeper for n in here})}
+        assert {found[n].parts for n in here} == {len({members[n].server for n in here})}
         for n in here:
             assert sorted(found[n].all_ranges, key=lambda r: r.first) == written
-    for keeper in {m.keeper for m in members}:
-        local = [found[n] for n, m in enumerate(members) if m.keeper == keeper]
+    for server in {m.server for m in members}:
+        local = [found[n] for n, m in enumerate(members) if m.server == server]
         assert sorted(share.local for share in local) == list(range(len(local)))
         spans = sorted((share.first, share.end) for share in local)
         ends = [first for first, _ in spans] + [spans[-1][1]]

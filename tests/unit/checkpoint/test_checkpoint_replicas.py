@@ -9,8 +9,8 @@ from elastane.checkpoint.plan import RankStatus, ring, shares
 from elastane.checkpoint.saving import SaveProposal, Saver, door_of, without_copies
 
 
-def standing(keeper, door=True):
-    return RankStatus(keeper, True, "p", f"{keeper}:1" if door else "", f"group of {keeper}")
+def standing(server, door=True):
+    return RankStatus(server, True, "p", f"{server}:1" if door else "", f"group of {server}")
 
 
 def sharded(ranks):
@@ -19,7 +19,7 @@ def sharded(ranks):
 
 
 def test_snapshot_servers_form_a_ring():
-    members = [standing(keeper) for keeper in ("a", "a", "b", "c", "c")]
+    members = [standing(server) for server in ("a", "a", "b", "c", "c")]
     found = shares(sharded(5), members)
     assert [share.door for share in found] == ["b:1", "b:1", "c:1", "a:1", "a:1"]
     assert [share.group for share in found][::2] == ["group of b", "group of c", "group of a"]
