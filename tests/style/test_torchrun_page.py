@@ -1,4 +1,4 @@
-"""docs/torchrun.md has a row for each flag, variable, key and name that users rely on."""
+"""docs/torchrun-reference.md has a row for each flag, variable, key and name that users rely on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from elastane.options.parser import parse
 from elastane.options.rendezvous import read_conf
 from elastane.options.table import BY_DEST, TABLE
 
-PAGE = (ROOT / "docs" / "torchrun.md").read_text()
+PAGE = (ROOT / "docs" / "torchrun-reference.md").read_text()
+GUIDE = (ROOT / "docs" / "torchrun.md").read_text()
 _VERDICTS = ("same", "better: ", "refused", "taken with a note", "ours")
 FLAGS = (
     "from torch.distributed.run import get_args_parser\n"
@@ -180,7 +181,7 @@ def test_the_calls_of_the_page_are_ones_that_python_and_the_launcher_take():
     from elastane.elastic.launcher import LaunchConfig
     from elastane.functions.request import as_text
 
-    blocks = re.findall(r"```python\n(.*?)```", section("Functions"), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     calls = {
         ast.unparse(node.func): node
         for block in blocks
@@ -195,10 +196,13 @@ def test_the_calls_of_the_page_are_ones_that_python_and_the_launcher_take():
     assert LaunchConfig(1, 1, 1).rdzv_backend == "etcd"
 
 
-def test_every_link_of_the_page_leads_somewhere():
-    headings = {line.lstrip("# ").lower() for line in PAGE.splitlines() if line.startswith("## ")}
-    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        else:
-            assert (ROOT / "docs" / target).is_file(), target
+def test_every_link_of_the_two_pages_leads_somewhere():
+    for page in (PAGE, GUIDE):
+        headings = {
+            line.lstrip("# ").lower() for line in page.splitlines() if line.startswith("## ")
+        }
+        for target in re.findall(r"\]\(([^)]+)\)", page):
+            if target.startswith("#"):
+                assert target[1:] in headings, target
+            else:
+                assert (ROOT / "docs" / target.partition("#")[0]).is_file(), target
