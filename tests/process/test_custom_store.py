@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from jobs import Job, trains_on
-
-from elastane.protocol.log_events import EventKind
+from elected_jobs import elected_job, the_coordinator_dies_and_another_takes_over
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "custom-rendezvous.md").read_text()
@@ -42,21 +39,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_store_of_the_page_runs_a_job_whose_coordinator_is_killed(
     tmp_path: Path, package: Path
 ) -> None:
-    with Job(
-        tmp_path / "job",
-        nnodes="1:2",
-        backend="sqlite",
-        endpoint=str(tmp_path / "store.db"),
-        conf="sqlite_timeout=5",
-        options=("--max-restarts", "1"),
-    ) as job:
-        lone = job.start_coordinator()
-        job.wait_event(EventKind.COORDINATOR_STARTED)
-        job.start("a"), job.start("b")
-        job.wait_step(world=2)
-        lone.send(signal.SIGKILL)
-        job.wait_event(EventKind.ROUND_RESUMED)
-        trains_on(job)
+    endpoint = str(tmp_path / "store.db")
+    with elected_job(tmp_path / "job", "sqlite", endpoint, conf="sqlite_timeout=5") as job:
+        the_coordinator_dies_and_another_takes_over(job)
 
 
 def test_the_conformance_tests_run_a_given_store(tmp_path: Path, package: Path) -> None:

@@ -7,16 +7,18 @@ import json
 import os
 import signal
 import subprocess
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+from elected_jobs import (
+    a_store_that_is_away_stops_no_training,
+    elected_job,
+    the_coordinator_dies_and_another_takes_over,
+)
 from etcd_server import EtcdCluster, etcd, shared_cluster
-from jobs import Job, newest, trains_on, until
+from jobs import Job, newest, until
 from supervise import agent
-
-from elastane.protocol.log_events import EventKind
 
 V2 = ("--enable-v2",)
 
@@ -36,57 +38,40 @@ def _post(cluster: EtcdCluster, path: str, what: dict) -> dict:
         return json.load(answer)
 
 
-def member_job(folder: Path, endpoint: str, backend: str = "etcd") -> Job:
-    return Job(
-        folder,
-        nnodes="1:2",
-        backend=backend,
-        endpoint=endpoint,
-        options=("--max-restarts", "1"),
-    )
-
-
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
 def test_the_host_of_the_coordinator_dies_and_the_other_takes_over(
     tmp_path: Path, backend: str
 ) -> None:
-    endpoint = shared_cluster(1, V2).endpoint
-    with member_job(tmp_path, endpoint, backend) as job:
-        lone = job.start_coordinator()
-        job.wait_event(EventKind.COORDINATOR_STARTED)
-        job.start("a"), job.start("b")
-        job.wait_step(world=2)
-        lone.send(signal.SIGKILL)
-        job.wait_event(EventKind.ROUND_RESUMED)
-        trains_on(job)
+    with elected_job(tmp_path, backend, shared_cluster(1, V2).endpoint) as job:
+        the_coordinator_dies_and_another_takes_over(job)
 
 
 def test_an_etcd_that_is_away_stops_nobody_who_trains(tmp_path: Path) -> None:
-    with etcd(tmp_path / "etcd") as cluster, member_job(tmp_path, cluster.endpoint) as job:
-        job.start("a"), job.start("b")
-        job.wait_step(world=2)
+    with etcd(tmp_path / "etcd") as cluster, elected_job(tmp_path, "etcd", cluster.endpoint) as job:
         server = cluster.members[0]
-        for away in (signal.SIGSTOP, signal.SIGKILL):
-            server.send(away)
-            # Three lifetimes of the coordinator's lease.
-            gone_s = time.monotonic()
-            until(lambda since_s=gone_s: time.monotonic() - since_s > 6.0, "time passes", 10.0)
-            trains_on(job)
-            if away == signal.SIGSTOP:
-                server.send(signal.SIGCONT)
-            else:
-                server.kill()
-                server.start(cluster.cluster)
+
+        def resume() -> None:
+            server.send(signal.SIGCONT)
             cluster.wait_ready(server)
-        trains_on(job)
-        killed = newest(job.seen())[-1].pid
-        os.kill(killed, signal.SIGKILL)
-        again = job.wait_step(world=2, fence=(1, 0))
-        assert (again.round, again.attempt, again.restarts) == (1, 1, 1), "decisions are made again"
+
+        def restart() -> None:
+            server.kill()
+            server.start(cluster.cluster)
+            cluster.wait_ready(server)
+
+        faults = [
+            (lambda: server.send(signal.SIGSTOP), resume),
+            (lambda: server.send(signal.SIGKILL), restart),
+        ]
+        # Three lifetimes of the coordinator's lease.
+        a_store_that_is_away_stops_no_training(job, 6.0, faults)
 
 
 def test_the_leader_of_three_servers_is_killed_and_decisions_go_on(tmp_path: Path) -> None:
-    with etcd(tmp_path / "etcd", 3) as cluster, member_job(tmp_path, cluster.endpoint) as job:
+    with (
+        etcd(tmp_path / "etcd", 3) as cluster,
+        elected_job(tmp_path, "etcd", cluster.endpoint) as job,
+    ):
         job.start("a"), job.start("b")
         job.wait_step(world=2)
         _leader(cluster).kill()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from jobs import Job, newest, trains_on, until
+from elected_jobs import (
+    a_store_that_is_away_stops_no_training,
+    elected_job,
+    the_coordinator_dies_and_another_takes_over,
+)
+from jobs import Job
 from redis_server import RedisServer, need_redis, redis, shared_redis
-
-from elastane.protocol.log_events import EventKind
 
 
 @pytest.fixture(autouse=True)
@@ -20,47 +21,28 @@ def _needs_redis() -> None:
 
 
 def two_nodes(folder: Path, server: RedisServer) -> Job:
-    return Job(
-        folder,
-        nnodes="1:2",
-        backend="redis",
-        endpoint=server.endpoint,
-        options=("--max-restarts", "1"),
-    )
+    return elected_job(folder, "redis", server.endpoint)
 
 
 def test_the_host_of_the_coordinator_dies_and_the_other_takes_over(tmp_path: Path) -> None:
     with two_nodes(tmp_path, shared_redis()) as job:
-        lone = job.start_coordinator()
-        job.wait_event(EventKind.COORDINATOR_STARTED)
-        job.start("a"), job.start("b")
-        job.wait_step(world=2)
-        lone.send(signal.SIGKILL)
-        job.wait_event(EventKind.ROUND_RESUMED)
-        trains_on(job)
+        the_coordinator_dies_and_another_takes_over(job)
 
 
 def test_a_redis_that_is_stopped_or_restarted_for_10_s_stops_nobody_who_trains(
     tmp_path: Path,
 ) -> None:
     with redis(tmp_path / "redis") as server, two_nodes(tmp_path, server) as job:
-        job.start("a"), job.start("b")
-        job.wait_step(world=2)
-        for away in (signal.SIGSTOP, signal.SIGKILL):
-            server.send(away)
-            gone_s = time.monotonic()
-            until(lambda since_s=gone_s: time.monotonic() - since_s > 10.0, "time passes", 15.0)
-            trains_on(job)
-            if away == signal.SIGSTOP:
-                server.send(signal.SIGCONT)
-            else:
-                server.kill()
-                server.start()
-        trains_on(job)
-        killed = newest(job.seen())[-1].pid
-        os.kill(killed, signal.SIGKILL)
-        again = job.wait_step(world=2, fence=(1, 0))
-        assert (again.round, again.attempt, again.restarts) == (1, 1, 1), "decisions are made again"
+
+        def restart() -> None:
+            server.kill()
+            server.start()
+
+        faults = [
+            (lambda: server.send(signal.SIGSTOP), lambda: server.send(signal.SIGCONT)),
+            (lambda: server.send(signal.SIGKILL), restart),
+        ]
+        a_store_that_is_away_stops_no_training(job, 10.0, faults)
 
 
 def test_an_ended_job_leaves_its_outcome_alone_and_a_late_agent_reads_it(tmp_path: Path) -> None:
