@@ -7,7 +7,16 @@ import msgspec
 import pytest
 
 from elastane.agent.rules import AgentCore, Contact, LocalWorkers
-from elastane.coordinator.rules import admission, drain, ending, forming, liveness, machine, reports
+from elastane.coordinator.rules import (
+    admission,
+    drain,
+    ending,
+    forming,
+    liveness,
+    machine,
+    next_world,
+    reports,
+)
 from elastane.coordinator.rules.incident import Incident, RestartBudget
 from elastane.coordinator.rules.machine import Rendezvous
 from elastane.coordinator.rules.nodes import Roster
@@ -43,7 +52,7 @@ def test_a_membership_changed_within_a_round_is_found(monkeypatch):
     def same_round(previous, specs, floor):
         return Fence(previous.fence.round, previous.fence.attempt + 1) if previous else Fence(1, 0)
 
-    monkeypatch.setattr(forming, "next_fence", same_round)
+    monkeypatch.setattr(next_world, "next_fence", same_round)
     assert "two memberships in round" in first_failure(100)
 
 
@@ -176,12 +185,12 @@ def test_an_offer_that_others_may_know_is_found_when_it_is_made_again(monkeypatc
 
 def test_a_stale_address_of_rank_0_is_found(monkeypatch):
     """As torchrun's, which stays where it was while a lower address takes rank 0."""
-    original, first = forming.master_addr, {}
+    original, first = next_world.master_addr, {}
 
     def stays(state, node):
         return first.setdefault(state.spec.job, original(state, node))
 
-    monkeypatch.setattr(forming, "master_addr", stays)
+    monkeypatch.setattr(next_world, "master_addr", stays)
     assert "assigned" in first_failure(200)
 
 
@@ -276,7 +285,7 @@ def test_a_late_node_in_a_committed_round_is_found(monkeypatch):
         state.worlds.current = msgspec.structs.replace(state.world, members=members)
         first = state.roster.nodes.get(members[0].node_id, node)
         place = WorldAssignment(
-            master_addr=forming.master_addr(state, first),
+            master_addr=next_world.master_addr(state, first),
             offer=first.offer,
             restarts_used=state.budget.used,
             max_restarts=state.budget.allowed,
@@ -359,7 +368,7 @@ def test_ranks_given_by_name_are_found(monkeypatch):
     def by_name(previous, candidates, max_nodes, static):
         return [c.spec for c in sorted(candidates, key=lambda c: c.spec.node_id)][:max_nodes]
 
-    monkeypatch.setattr(forming, "choose", by_name)
+    monkeypatch.setattr(next_world, "choose", by_name)
     assert "before survivors" in first_failure(300)
 
 

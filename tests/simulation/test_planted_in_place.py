@@ -3,10 +3,10 @@
 import pytest
 
 from elastane.agent.rules import Group, LocalWorkers
-from elastane.coordinator.rules import admission, drain, forming, machine, recovery
+from elastane.coordinator.rules import admission, drain, machine, next_world, recovery
 from elastane.coordinator.rules.changes import OwnerOrders
 from elastane.coordinator.rules.nodes import HeldWorkers, Place
-from elastane.coordinator.rules.recovery import NodeWorkers
+from elastane.coordinator.rules.sizing import NodeWorkers
 from elastane.coordinator.rules.state import Phase
 from elastane.coordinator.rules.state_holders import StateHolders
 from elastane.protocol.effects import RegroupWorkers
@@ -35,8 +35,8 @@ def test_a_replacement_ranked_before_survivors_is_found(monkeypatch):
 
 
 def test_nodes_of_survivors_that_are_put_in_another_order_are_found(monkeypatch):
-    original = recovery._candidates
-    monkeypatch.setattr(recovery, "_candidates", lambda state: original(state)[::-1])
+    original = next_world._in_place
+    monkeypatch.setattr(next_world, "_in_place", lambda state: original(state)[::-1])
     found = first_failure(300)
     assert "have the order" in found or "joiner" in found
 
@@ -84,7 +84,7 @@ def test_a_waiting_node_that_is_taken_for_a_member_is_found(monkeypatch):
 
 
 def test_a_regroup_that_meets_at_the_old_port_is_found(monkeypatch):
-    original = forming.commit_world
+    original = next_world._commit
 
     def not_spent(*args):
         original(*args)
@@ -92,7 +92,7 @@ def test_a_regroup_that_meets_at_the_old_port_is_found(monkeypatch):
         for node in state.roster.nodes.values():
             node.offer_used = False
 
-    monkeypatch.setattr(forming, "commit_world", not_spent)
+    monkeypatch.setattr(next_world, "_commit", not_spent)
     assert "which is free" in first_failure(1000)
 
 
@@ -215,8 +215,8 @@ def test_the_last_that_leave_during_a_drain_and_do_not_save_are_found(monkeypatc
 
 
 def test_a_node_that_takes_part_with_some_of_its_workers_is_found(monkeypatch):
-    least = recovery._needed
-    monkeypatch.setattr(recovery, "_needed", lambda state, found: least(state, []))
+    least = next_world.workers_needed
+    monkeypatch.setattr(next_world, "workers_needed", lambda state, found: least(state, []))
     assert "has a part of the workers of" in first_failure(50, span=1)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastane.coordinator.rules import admission, liveness, machine, recovery, sizing
+from elastane.coordinator.rules import admission, liveness, machine, next_world, sizing
 from elastane.protocol.messages import Release
 from simulation import HistoryFailedError, run_seed
 from simulation.checks import Violation
@@ -46,13 +46,13 @@ def test_a_range_that_the_next_coordinator_does_not_take_over_is_found(monkeypat
 
 
 def test_a_fault_that_drops_survivors_since_there_are_too_many_is_found(monkeypatch):
-    original = recovery._candidates
+    original = next_world._in_place
 
     def at_most(state):
         return original(state)[: state.spec.max_nodes]
 
     made_smaller()
-    monkeypatch.setattr(recovery, "_candidates", at_most)
+    monkeypatch.setattr(next_world, "_in_place", at_most)
     with pytest.raises(Violation, match="goes on from step 9 without"):
         made_smaller()
 

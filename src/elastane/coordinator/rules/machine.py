@@ -367,7 +367,7 @@ def _running(state: State) -> bool:
     _release_leaving(state)
     recovery.stop_leaving(state)
     recovery.prepare_standbys(state)
-    goes_on = not state.in_place.active or recovery.is_stepping(state)
+    goes_on = not state.in_place.active or state.roster.is_stepping()
     if goes_on and (parting := sizing.reason_to_shrink(state)):
         return drain.begin_drain(state, parting)
     arrivals = (
@@ -388,7 +388,7 @@ def _draining(state: State) -> bool:
     asked = state.drain.target_sent or state.drain.began_earlier
     if not asked and len(state.roster.succeeded) == len(state.world.members):
         return ending.success(state)
-    if state.in_place.active and not recovery.is_stepping(state):
+    if state.in_place.active and not state.roster.is_stepping():
         return _call_off(state)
     if not state.drain.target_sent and not state.roster.ungated:
         drain.set_target(state)

@@ -513,6 +513,10 @@ class Roster:
         """Return the nodes that have workers of the current world."""
         return [node for node in self.holders_of_workers() if node.is_member]
 
+    def is_stepping(self) -> bool:
+        """Whether any worker of the current world makes steps, even if its node is leaving."""
+        return any(node.survivors for node in self.members())
+
     def holders_of_workers(self) -> list[KnownNode]:
         """Return the nodes that have workers of any world, in order of their ids."""
         return [self.nodes[i] for i in sorted(self.with_workers)]

@@ -1,20 +1,19 @@
 """Recovery in place: surviving workers keep their processes and enter another world.
 
-Owns which workers have a place in the next world, what happens to nodes and workers without one,
-and the replacements for lost workers, which the restart budget pays for. A world of the survivors
-follows at once if enough workers are left. The others get ready meanwhile and join at a step
-boundary. Without a survivor all workers start afresh, which `machine` decides.
+Owns when such a world is committed (`next_world` has which workers it consists of), what happens to
+nodes and workers without a place, and the replacements for lost workers, which the restart budget
+pays for. A world of the survivors follows at once if enough workers are left. The others get ready
+meanwhile and join at a step boundary. Without a survivor all workers start afresh, which `machine`
+decides.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from elastane.coordinator.rules import ending, forming, liveness, sizing, state_holders
+from elastane.coordinator.rules import ending, liveness, next_world, sizing
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import KnownNode, Place
-from elastane.coordinator.rules.ranks import member_of
-from elastane.coordinator.rules.sizing import NodeWorkers
 from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.hangs import waiting_text
 from elastane.protocol.limits import FENCE_WAIT_S, HANG_STALL_S, LOST_PEER_S
@@ -169,16 +168,11 @@ def is_beyond_healing(state: State) -> bool:
     )
 
 
-def is_stepping(state: State) -> bool:
-    """Whether any worker of the current world still makes steps, even if its node is leaving."""
-    return any(node.survivors for node in state.roster.members())
-
-
 def is_ending(state: State) -> bool:
     """Whether too few workers are left because others finished their steps and are not replaced."""
     finished = any(node.workers.finished for node in state.roster.members())
-    found = _candidates(state)
-    return finished and not (state.roster.unreachable or _are_enough(state, found))
+    found = next_world.next_world(state)
+    return finished and not (state.roster.unreachable or next_world.are_enough(state, found))
 
 
 def may_return(state: State) -> bool:
@@ -221,33 +215,21 @@ def commit_when_enough(state: State) -> bool:
         if why:
             return ending.failure(state, incident, why)
     replace_lost(state, incident, 0.0)  # The charge covers workers lost since.
-    found = _candidates(state)
-    if not _are_enough(state, found):
-        return _wait(state, sum(len(one.workers) for one in found), _needed(state, found))
+    found = next_world.next_world(state)
+    if not next_world.are_enough(state, found):
+        return _wait(
+            state, sum(len(one.workers) for one in found), next_world.workers_needed(state, found)
+        )
     port_due_s = (
         state.worlds.began_s + 2 * state.spec.timing.silence_s + state.spec.timing.heartbeat_s
     )
     if found[0].node.offer_used and state.now_s < port_due_s:
-        state.queue.wait_until(
-            port_due_s
-        )  # The last world uses this port; the node will offer another.
+        # The last world uses this port; the node will offer another.
+        state.queue.wait_until(port_due_s)
         return False
-    members = tuple(member_of(one.node.spec, one.workers) for one in found)
-    floor = max(
-        state.worlds.highest_fence.round if state.worlds.highest_fence else 0,
-        state.world.fence.round,
-    )
-    _commit(state, World(fence=Fence(floor + 1, 0), members=members), incident.reason)
+    state.incidents.finish(incident.reason)
+    next_world.commit(state, found, incident.reason)
     return True
-
-
-def _commit(state: State, world: World, why: str) -> None:
-    """Commit the next world, and make standbys of the members that have no place in it."""
-    assert state.world is not None
-    holders = {*state.holders.displaced}
-    state.holders.displace(state.world, world, state.roster.nodes)
-    state.incidents.finish(why)
-    forming.commit_world(state, world, why, holders)
 
 
 def _wait(state: State, workers: int, needed: int) -> bool:
@@ -262,7 +244,7 @@ def _wait(state: State, workers: int, needed: int) -> bool:
             )
         state.queue.wait_until(due_s)
     if state.now_s >= state.stage.began_s + limit_s:
-        return ending.too_few(state, len(_candidates(state)), sizing.fewest_nodes(state))
+        return ending.too_few(state, len(next_world.next_world(state)), sizing.fewest_nodes(state))
     prepare_standbys(state)
     reason = (
         f"{workers} of at least {needed} workers are left; they keep their state and wait"
@@ -299,77 +281,6 @@ def _returning_until_s(state: State) -> float:
     return max(state.holders.possibly_training_until_s(), late_s)
 
 
-def _candidates(state: State) -> list[NodeWorkers]:
-    """Return the nodes that could be in the next world: survivors in their order, then arrivals."""
-    assert state.world is not None
-    order = {member.node_id: rank for rank, member in enumerate(state.world.members)}
-    order = {**{i: len(order) + rank for i, rank in state.holders.displaced.items()}, **order}
-    go_on, is_sharded = is_stepping(state), _is_sharded(state)
-    is_sure = go_on
-    if state.incidents.current is not None and not state.incidents.current.planned:
-        # The members left may have joined with this world, and made no step yet.
-        is_sure = any(
-            state_holders.rules_out_older_worlds(node, state.world)
-            for node in state.roster.members()
-        )
-    staying: list[NodeWorkers] = []
-    coming: list[NodeWorkers] = []
-    for node in state.roster.nodes.values():
-        able = node.is_current and node.workers.recoverable
-        if node.session is None or node.leaving or not able:
-            continue
-        survivors = node.survivors if node.is_member else ()
-        if not is_sure and state.holders.is_displaced_holder(node):
-            survivors = tuple(sorted(node.workers.recoverable))
-        one = NodeWorkers(node, survivors, tuple(sorted(node.workers.recoverable - set(survivors))))
-        if is_sharded and not survivors and len(one.joining) < node.spec.local_world_size:
-            continue
-        (staying if survivors else coming).append(one)
-    staying.sort(key=lambda one: order[one.node.id])
-    coming.sort(key=lambda one: one.node.order)
-    most = sizing.most_nodes(state)
-    if go_on and (state.incidents.current is None or not state.incidents.current.planned):
-        # A surplus leaves at a boundary, where all are level. Displaced nodes are level among
-        # themselves: one of them is enough.
-        inside = sum(one.node.is_member for one in staying)
-        most = max(most, min(inside + 1, len(staying)))
-    # Nodes that reached the boundary stay first: the others may lack the last step
-    # (`drained_late`).
-    level = sorted(staying, key=lambda o: not (o.node.is_member and o.node.drain.saved))
-    chosen = {one.node.id for one in sizing.choose_nodes(state, level, coming, most)}
-    return [one for one in staying + coming if one.node.id in chosen]
-
-
-def _are_enough(state: State, found: list[NodeWorkers]) -> bool:
-    workers = sum(len(one.workers) for one in found)
-    if not sizing.are_whole_replicas(state, found):
-        return workers == sum(one.node.spec.local_world_size for one in found)
-    return len(found) >= sizing.fewest_nodes(state) and workers >= _needed(state, found)
-
-
-def _needed(state: State, found: list[NodeWorkers]) -> int:
-    """Return the least number of workers of a world of these nodes.
-
-    The default is the size of the smallest nodes that are enough. A job with no node to spare
-    therefore needs all its workers, however they are spread over the nodes.
-    """
-    fewest = sizing.fewest_nodes(state)
-    largest = max((node.spec.local_world_size for node in state.roster.nodes.values()), default=1)
-    sizes = sorted(one.node.spec.local_world_size for one in found) + [largest] * fewest
-    least = state.spec.min_workers or sum(sizes[:fewest])
-    # With shards no worker is left out: it may be the only one a step ahead.
-    whole = sum(one.node.spec.local_world_size for one in found) if _is_sharded(state) else 0
-    return max(least, whole)
-
-
-def _is_sharded(state: State) -> bool:
-    """Whether workers hold shards: then a node enters a world with all of its workers.
-
-    A joining worker has no mesh coordinate yet, and so reports no shards.
-    """
-    return any(node.workers.sharding is not None for node in state.roster.nodes.values())
-
-
 def prepare_standbys(state: State) -> None:
     """Start workers on nodes that arrived, as far as the next world has room for them."""
     if not state.in_place.active or state.world is None:
@@ -391,14 +302,14 @@ def prepare_standbys(state: State) -> None:
 
 def standbys_due(state: State) -> list[str]:
     """Return the nodes with workers that join now; empty: there are none, or not yet."""
-    if state.roster.unreachable or not state.roster.with_standbys or not is_stepping(state):
+    if state.roster.unreachable or not state.roster.with_standbys or not state.roster.is_stepping():
         return []  # Workers that have finished their steps do not admit others.
     timing, incomplete = state.spec.timing, _is_incomplete(state)
     due_s = state.gathering.ends_s(state.now_s, timing, incomplete=incomplete)
     if state.now_s < due_s and _more_may_come(state):
         state.queue.wait_until(due_s)
         return []
-    return [one.node.id for one in _candidates(state) if one.joining]
+    return [one.node.id for one in next_world.next_world(state) if one.joining]
 
 
 def _more_may_come(state: State) -> bool:

@@ -83,6 +83,12 @@ class WorldHistory:
         assert self.unrecorded is not None, "recovering needs a record or a claim"
         return self.unrecorded.all_node_ids
 
+    @property
+    def next_round(self) -> Fence:
+        """The fence of a new round, after all that were used."""
+        fences = [fence for fence in (self.highest_fence, self.fence) if fence is not None]
+        return Fence(max((fence.round for fence in fences), default=0) + 1, 0)
+
     def has_place(self, node_id: str) -> bool:
         """Whether the current world has a place for this node, whatever the node holds."""
         if self.current is not self._ids_of:
