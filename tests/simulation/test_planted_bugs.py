@@ -85,8 +85,8 @@ def test_a_disconnected_agent_that_is_not_replaced_is_found(monkeypatch):
                 return
         original(state, event, join)
 
-    original = admission._enter
-    monkeypatch.setattr(admission, "_enter", turn_away)
+    original = admission._admit_or_contest
+    monkeypatch.setattr(admission, "_admit_or_contest", turn_away)
     assert "was refused" in first_failure(300)
 
 
@@ -390,7 +390,7 @@ def test_silence_that_is_never_noticed_is_found(monkeypatch):
 
 
 def test_a_leave_lost_during_a_contest_is_found(monkeypatch):
-    monkeypatch.setattr(reports, "_at_the_door", lambda state, session, message: None)
+    monkeypatch.setattr(reports, "_keep_for_contest", lambda state, session, message: None)
     assert "is to leave" in first_failure(20, store_backed=False, first=4_270)
 
 

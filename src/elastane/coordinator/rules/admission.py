@@ -33,10 +33,10 @@ def handle_join(state: State, event: Received) -> None:
     elif refusal:
         _refuse(state, event.session, join.node.node_id, refusal)
     else:
-        _enter(state, event, join)
+        _admit_or_contest(state, event, join)
 
 
-def _enter(state: State, event: Received, join: Join) -> None:
+def _admit_or_contest(state: State, event: Received, join: Join) -> None:
     old = state.roster.nodes.get(join.node.node_id)
     if old is None:
         _admit(state, event)
@@ -310,8 +310,8 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
     held = join.holding.assignment.fence if join.holding else None
     _welcome(state, node)
     member = node.is_member and state.phase is not Phase.STOPPING
-    untold = missed_place(state, node, join.holding) is not None
-    if held != node.fence and member and not untold:
+    is_uninformed = missed_place(state, node, join.holding) is not None
+    if held != node.fence and member and not is_uninformed:
         why = f"it came back with {held or 'no workers'} instead of {node.fence}"
         incident = liveness.ensure_incident(state, f"node {node.id} lost its workers: {why}")
         incident.blame_departure(node.id)
@@ -384,7 +384,7 @@ def _find_place_in_world(state: State, node: KnownNode, holding: Holding) -> Non
     state.worlds.note_fence(fence)
     node.drain.note_earlier(was_draining=holding.draining)
     if state.world is None and state.phase in (Phase.FORMING, Phase.RECOVERING):
-        _record_claim(state, node, holding)
+        _record_reported_world(state, node, holding)
     current = state.worlds.fence
     if state.term.store_backed and current is not None and fence > current:
         # Another coordinator committed it: this one is deposed, and its shell has to learn of it.
@@ -464,19 +464,19 @@ def _is_in_world(state: State, node: KnownNode, assignment: Assignment) -> bool:
     return (member.node_id, member.incarnation) == (node.id, node.spec.incarnation)
 
 
-def _record_claim(state: State, node: KnownNode, holding: Holding) -> None:
+def _record_reported_world(state: State, node: KnownNode, holding: Holding) -> None:
     """Rebuild the last world from what agents report, if there is no record of it."""
     assignment, before = holding.assignment, state.worlds.unrecorded
     if before is None or assignment.fence > before.fence:
         for node_id in before.node_ids.values() if before is not None else ():
             if node_id in state.roster.nodes:
                 _stop_stale(state, state.roster.nodes[node_id])  # Its world was not the last one.
-        state.worlds.claim(assignment)
+        state.worlds.note_reported(assignment)
         if state.phase is Phase.FORMING:
             fence, nodes = assignment.fence, assignment.nodes
             reason = f"agents hold {fence}: waiting for all {nodes} of its nodes"
             state.enter(Phase.RECOVERING, reason)
-    assert state.worlds.unrecorded is not None, "a claim was recorded above"
+    assert state.worlds.unrecorded is not None, "it was recorded above"
     state.worlds.unrecorded.add(node.id, assignment)
 
 

@@ -5,6 +5,11 @@ rule of the current phase runs, and again after each change of phase, until noth
 fact is lost because it arrived in another phase. A coordinator without authority records facts and
 decides nothing until it has authority again.
 
+The facts stand in the parts of `State`; each part is changed by its own methods only. `nodes` has
+what is known of each agent. `worlds`, `state_holders`, `incident` and `changes` have what is known
+of the job. The rules stand above them: `next_world` says which workers the next world consists of,
+`forming` and `recovery` when it is committed, `ending` when there is none.
+
 The phases, and what moves the job from one to another; the first condition that holds decides:
 
     phase       condition                                              next phase
@@ -267,7 +272,7 @@ def _recovering(state: State) -> bool:
         state.queue.wait_until(deadline_s)
         return False
     if state.world is None:
-        _adopt_claim(state, present)
+        _adopt_reported_world(state, present)
     holders = [n for n in present if n.is_member]
     if state.worlds.intact and not missing and len(holders) == len(present):
         return _resume(state, present)
@@ -313,9 +318,9 @@ def _present(state: State) -> list[KnownNode]:
     return [roster.nodes[node_id] for node_id in here]
 
 
-def _adopt_claim(state: State, present: list[KnownNode]) -> None:
+def _adopt_reported_world(state: State, present: list[KnownNode]) -> None:
     """Take the world that agents report as the current one."""
-    assert state.worlds.unrecorded is not None, "recovering needs a record or a claim"
+    assert state.worlds.unrecorded is not None, "recovering needs a recorded or a reported world"
     fence = state.worlds.unrecorded.fence
     members = [member_of(n.spec, () if n.has_all_in_world else n.workers.ranks) for n in present]
     for node in state.roster.nodes.values():

@@ -21,7 +21,7 @@ from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Interrupt, Prepare
 from elastane.protocol.model import NO_RANK, Assignment, Failure, Fence, World
 
-_IN_FORCE = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
+_WITH_WORLD = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
 
 
 def is_in_place(state: State) -> bool:
@@ -106,7 +106,7 @@ def end_if_level(state: State) -> bool:
 
 def end_if_broken(state: State, node: KnownNode) -> None:
     """End a world that can make no step, for a reason that was charged before."""
-    if state.phase not in _IN_FORCE or not node.is_member:
+    if state.phase not in _WITH_WORLD or not node.is_member:
         return
     if node.is_uninformed:
         _uncharged_incident(state, f"node {node.id} did not receive its assignment of {node.fence}")

@@ -35,7 +35,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
     """Record what `message` says; return whether a rule may now decide otherwise."""
     node_id = state.roster.by_session.get(session)
     if node_id is None:
-        _at_the_door(state, session, message)
+        _keep_for_contest(state, session, message)
         return False
     node = state.roster.nodes[node_id]
     node.connection.hear(state.now_s)
@@ -46,7 +46,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
         case Ready():
             _ready(state, node)
         case Leave() | Conclude():
-            _wish(state, node, message)
+            _record_request(state, node, message)
         case Failed(fence=fence, failures=failures) if node.is_of(fence) and node.is_current:
             record_failures(state, node, failures)
         case Succeeded(fence=fence) if fence == node.fence and node.workers.state == "running":
@@ -90,7 +90,7 @@ def _in_place(state: State, node: KnownNode, message: Able | Lost) -> None:
     recovery.record_recoverable(state, node, message.workers)
 
 
-def _at_the_door(state: State, session: int, message: ToCoordinator) -> None:
+def _keep_for_contest(state: State, session: int, message: ToCoordinator) -> None:
     """Keep what an agent says whose name is contested, until it is let in.
 
     Others have not joined, or their session was replaced by a newer one.
@@ -102,7 +102,7 @@ def _at_the_door(state: State, session: int, message: ToCoordinator) -> None:
             contest.keep(message)
 
 
-def _wish(state: State, node: KnownNode, message: Leave | Conclude) -> None:
+def _record_request(state: State, node: KnownNode, message: Leave | Conclude) -> None:
     """Take note of what an agent wants for itself, or for the job."""
     reason = message.reason[:REASON_CHARS_MAX]
     if isinstance(message, Conclude):
@@ -135,8 +135,8 @@ def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]
     if state.phase is Phase.DRAINING and not state.in_place.active:
         _failed_in_drain(state, node, failures)
         return
-    in_force = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING, Phase.STOPPING)
-    if state.phase not in in_force or not node.is_member:
+    with_world = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING, Phase.STOPPING)
+    if state.phase not in with_world or not node.is_member:
         return
     first = failures[0]
     incident = liveness.ensure_incident(
@@ -195,9 +195,9 @@ def _stopped(state: State, node: KnownNode, message: Stopped) -> None:
     if node.is_member:
         state.worlds.record_loss()
         state.holders.record_ended_workers(node, {*node.workers.ranks}, state.world)
-    in_force = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
-    before_it_was_told = message.unasked and state.phase is Phase.STOPPING
-    if (state.phase in in_force or before_it_was_told) and node.is_member:
+    with_world = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
+    before_its_stop = message.unasked and state.phase is Phase.STOPPING
+    if (state.phase in with_world or before_its_stop) and node.is_member:
         # Its agent was isolated for too long, or its user stopped it. Other failures follow from
         # that.
         incident = liveness.ensure_incident(state, f"node {node.id} stopped its workers by itself")

@@ -1,6 +1,6 @@
 """The current world and what is known of it: whether it is intact, recorded, and recoverable.
 
-`WorldHistory` is changed where a world is loaded, claimed, resumed or committed (`machine`,
+`WorldHistory` is changed where a world is loaded, reported, resumed or committed (`machine`,
 `admission`, `next_world`), and where workers of it are known to have ended.
 """
 
@@ -80,7 +80,7 @@ class WorldHistory:
         """The node ids of the current world, or of the one that agents report, by rank."""
         if self.current is not None:
             return [member.node_id for member in self.current.members]
-        assert self.unrecorded is not None, "recovering needs a record or a claim"
+        assert self.unrecorded is not None, "recovering needs a recorded or a reported world"
         return self.unrecorded.all_node_ids
 
     @property
@@ -124,7 +124,7 @@ class WorldHistory:
         if fence is not None and (self.highest_fence is None or fence > self.highest_fence):
             self.highest_fence = fence
 
-    def claim(self, assignment: Assignment) -> None:
+    def note_reported(self, assignment: Assignment) -> None:
         """Record that agents report a later world than any other that was reported."""
         self.unrecorded = UnrecordedWorld(
             fence=assignment.fence, size=assignment.nodes, identity=identity_of(assignment)
