@@ -7,7 +7,6 @@ import re
 import signal
 import time
 
-import pytest
 from test_recovery_in_place import SCRIPT, InPlace, starts
 
 from elastane.protocol.limits import HANG_STALL_S
@@ -15,73 +14,70 @@ from elastane.protocol.limits import HANG_STALL_S
 FLOOR_S = 3.0
 
 
-@pytest.fixture
-def job(tmp_path):
-    made = InPlace(tmp_path, rdzv_conf={"hang_floor": FLOOR_S})
-    with made.cluster:
-        yield made
+# One node: its zygote imports torch once for all workers.
+ONE_NODE = {"nnodes": "1", "nproc_per_node": 3, "min_workers": 2}
 
 
 def told_to_hang(job, how, rank=1):
     """Have the worker of a rank hang in a way; returns its pid and those of the others."""
-    by_rank = {lines[-1]["rank"]: pid for pid, lines in job.said().items()}
+    living = {pid for node in job.cluster.nodes for pid in node.workers()}
+    by_rank = {lines[-1]["rank"]: pid for pid, lines in job.said().items() if pid in living}
     hung = by_rank.pop(rank)
     (job.folder / "said" / f"{hung}.new").write_text(how)
     (job.folder / "said" / f"{hung}.new").rename(job.folder / "said" / f"{hung}.hang")
     return hung, {*by_rank.values()}
 
 
-@pytest.mark.parametrize(
-    ("how", "at", "frame"),
-    [
+def test_a_hanging_worker_is_killed_with_its_stack_and_replaced(tmp_path):
+    """A loop, a call that holds the interpreter's lock, a data loader, and a stopped process."""
+    job = InPlace(tmp_path, rdzv_conf={"hang_floor": FLOOR_S}, **ONE_NODE)
+    hangs = (
         ("loop", "in the body of a step", "in hang"),
         ("lock", "in the body of a step", "in hang"),
         ("loader", "waiting for its data loader", "in __getitem__"),
-    ],
-)
-def test_a_hanging_worker_is_killed_with_its_stack_and_replaced(job, how, at, frame):
-    starts(job, "abc")
-    hung, others = told_to_hang(job, how)
-    after = job.wait_steps(5, 3)
-    assert others < set(after) and hung not in after
-    [failed] = [e for e in job.cluster.events("worker-exited") if e.data.get("exit_code")]
-    assert failed.data["pid"] == hung
-    message = failed.data["message"]
-    assert "it hung: no progress for" in message and at in message and frame in message, message
-    assert "it hung" in job.cluster.events("replacement")[0].data["cause"]
-    job.ends_exact()
+    )
+    with job.cluster:
+        [node] = starts(job, "a", world=3)
+        for count, (how, at, frame) in enumerate(hangs, 1):
+            hung, others = told_to_hang(job, how)
+            job.cluster.wait_event("replacement", count=count)
+            after = job.wait_steps(5, 3)
+            assert others < set(after) and hung not in after
+            exits = [e for e in job.cluster.events("worker-exited") if e.data.get("exit_code")]
+            assert len(exits) == count and exits[-1].data["pid"] == hung
+            message = exits[-1].data["message"]
+            assert "it hung: no progress for" in message, message
+            assert at in message and frame in message, message
+            assert "it hung" in job.cluster.events("replacement")[-1].data["cause"]
+        victim = node.kill_worker(2, number=signal.SIGSTOP)
+        job.cluster.wait_event("replacement", count=len(hangs) + 1)
+        assert victim not in job.wait_steps(5, 3)
+        assert "stopped by a signal" in job.cluster.events("replacement")[-1].data["cause"]
+        job.ends_exact()
 
 
-def test_a_worker_stopped_by_a_signal_is_replaced(job):
-    nodes = starts(job, "abc")
-    [victim] = nodes[2].workers()
-    nodes[2].kill_worker(number=signal.SIGSTOP)
-    after = job.wait_steps(5, 3)
-    assert victim not in after
-    [restart] = job.cluster.events("replacement")
-    assert "stopped by a signal" in restart.data["cause"]
-    job.ends_exact()
-
-
-def test_workers_in_a_deadlock_continue_in_another_world(job):
-    starts(job, "ab")
-    before = set(job.said())
-    for rank in (0, 1):
-        told_to_hang(job, "receive", rank)
-    assert set(job.wait_steps(5, 2)) == before
-    assert not job.cluster.events("restart", "replacement")
-    assert "wait for one another" in job.cluster.events("round-settled")[-1].reason
-    job.ends_exact()
+def test_workers_in_a_deadlock_continue_in_another_world(tmp_path):
+    job = InPlace(tmp_path, rdzv_conf={"hang_floor": FLOOR_S}, **{**ONE_NODE, "nproc_per_node": 2})
+    with job.cluster:
+        starts(job, "a", world=2)
+        before = set(job.said())
+        for rank in (0, 1):
+            told_to_hang(job, "receive", rank)
+        assert set(job.wait_steps(5, 2)) == before
+        assert not job.cluster.events("restart", "replacement")
+        assert "wait for one another" in job.cluster.events("round-settled")[-1].reason
+        job.ends_exact()
 
 
 def test_a_stall_of_an_arrival_is_named_by_rank_and_left_for_another_world(tmp_path):
     """Each step ends with an evaluation; the arrival broadcasts buffers, and the others do not."""
     options = {"script_path": SCRIPT.with_name("ddp_in_place.py"), "env": {"PLANT": "sync"}}
+    options |= {"nnodes": "1:2", "nproc_per_node": 2}
     job = InPlace(tmp_path, **options)
     with job.cluster:
-        starts(job, "ab")
+        starts(job, "a", world=2)
         before = set(job.said())
-        job.cluster.start("c")
+        job.cluster.start("c", nproc_per_node=1)
         assert before < set(job.wait_steps(5, 3))
         [told] = job.cluster.events("stall")
         assert re.search(r"ranks 0-1 in all_reduce of a backward \(ddp_in_place.py:\d+, main\),"
@@ -100,9 +96,9 @@ def test_a_worker_in_a_debugger_is_waited_for(tmp_path):
     keyboard = tmp_path / "keyboard"
     os.mkfifo(keyboard)
     conf, env = {"hang_floor": FLOOR_S}, {"HANG_STDIN": str(keyboard)}
-    job = InPlace(tmp_path, rdzv_conf=conf, env=env)
+    job = InPlace(tmp_path, rdzv_conf=conf, env=env, **{**ONE_NODE, "nproc_per_node": 2})
     with job.cluster:
-        starts(job, "ab")
+        starts(job, "a", world=2)
         before = set(job.said())
         held, _ = told_to_hang(job, "pdb")
         job.cluster.wait(lambda: not (job.folder / "said" / f"{held}.hang").exists(), "it halts")

@@ -88,9 +88,10 @@ def job(tmp_path: Path) -> Iterator[InPlace]:
         yield made
 
 
-def starts(job: InPlace, names: str) -> list[LocalNode]:
+def starts(job: InPlace, names: str, world: int = 0) -> list[LocalNode]:
+    """Start nodes, and wait for steps of a world of this size; by default of one worker a node."""
     nodes = [job.cluster.start(name) for name in names]
-    job.wait_steps(5, len(names))
+    job.wait_steps(5, world or len(names))
     return nodes
 
 
