@@ -44,7 +44,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.elastane-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help env demo test lane-1 lane-2 lint bench soak nightly kubernetes kubernetes-bed coverage \
+.PHONY: help env demo test pure lane-1 lane-2 lint bench soak nightly kubernetes kubernetes-bed coverage \
 	covered-1 covered-2 format clean
 
 help: ## list what can be made
@@ -72,9 +72,12 @@ lint: env ## style, formatting, types and layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint ## lint, then all tests but the soak
-	$(PYTEST) -n 2 --dist worksteal $(PURE) $(ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
+test: env ## lint, and all tests but the soak
+	@$(MAKE) --no-print-directory -j 2 lint pure
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target lane-1 lane-2
+
+pure:
+	$(PYTEST) -n 2 --dist worksteal $(PURE) $(ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
 
 lane-1:
 	$(PYTEST) -n $(JOBS) $(LANE_1) $(ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
@@ -85,7 +88,7 @@ lane-2:
 bench: env ## elastane and its peers side by side; prints the tables, writes JSON (an hour)
 	$(BIN)/python -m bench $(ARGS)
 
-soak: env ## the tests that take longer than a minute each
+soak: env ## the long tests, and second proofs of what `make test` proves once
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
 
 nightly: env ## ten minutes of the long job under faults

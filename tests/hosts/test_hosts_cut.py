@@ -61,6 +61,7 @@ def nobody_steps(job: HostJob, for_s: float) -> None:
 @pytest.mark.parametrize(
     "fault", ["mute", *(pytest.param(f, marks=pytest.mark.soak) for f in ("cut_off", "deafen"))]
 )
+@pytest.mark.soak
 def test_a_member_that_is_cut_off_is_left_behind_and_taken_back(tmp_path: Path, fault: str) -> None:
     with job_on(tmp_path, "abc") as job:
         begin(job)
@@ -113,6 +114,7 @@ def test_the_coordinator_is_cut_off_from_all_and_etcd_and_the_majority_elects_an
         comes_back(job, "abc")
 
 
+@pytest.mark.soak
 def test_a_member_that_is_cut_off_from_the_store_alone_trains_on_and_obeys(tmp_path: Path) -> None:
     with job_on(tmp_path, "abc", backend="etcd", options=("--max-restarts", "1")) as job:
         begin(job)
@@ -137,6 +139,7 @@ def test_a_coordinator_that_is_cut_off_from_the_store_alone_is_followed_by_one_t
         comes_back(job, "abc")
 
 
+@pytest.mark.soak
 def test_a_coordinator_that_lost_the_store_for_a_moment_finds_its_successor_and_nothing_restarts(
     tmp_path: Path,
 ) -> None:
@@ -166,6 +169,7 @@ def test_a_store_that_nobody_reaches_stops_nobody_and_is_found_again(tmp_path: P
         assert {(s.round, s.attempt) for s in job.seen()} == {(1, 0)}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("backend", ["etcd", pytest.param("file", marks=pytest.mark.soak)])
 def test_a_coordinator_that_reaches_the_store_and_no_agent_gives_way_to_those_who_reach_each_other(
     tmp_path: Path, backend: str

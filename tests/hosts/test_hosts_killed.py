@@ -18,6 +18,7 @@ from elastane.protocol.log_events import EventKind
 BOUND_S = 15.0
 
 
+@pytest.mark.soak
 def test_the_host_of_rank_0_loses_its_power_and_returns_under_its_name_and_at_another_address(
     tmp_path: Path,
 ) -> None:
@@ -41,6 +42,7 @@ def test_the_host_of_rank_0_loses_its_power_and_returns_under_its_name_and_at_an
         assert [e.reason.split(",")[0] for e in joined] == [*("from 10.77.0.1", "from 10.77.0.9")]
 
 
+@pytest.mark.soak
 def test_the_host_of_the_endpoint_loses_its_power_and_one_of_another_name_at_its_address_serves(
     tmp_path: Path,
 ) -> None:
@@ -81,6 +83,7 @@ def test_the_host_of_the_elected_coordinator_loses_its_power_and_the_others_go_o
         wait_world(job, "abc", (first.round, first.attempt))
 
 
+@pytest.mark.soak
 def test_the_host_of_a_coordinator_that_is_no_member_loses_its_power_and_nothing_restarts(
     tmp_path: Path,
 ) -> None:
@@ -98,6 +101,7 @@ def test_the_host_of_a_coordinator_that_is_no_member_loses_its_power_and_nothing
         assert {(s.round, s.attempt) for s in job.seen()} == {(1, 0)}
 
 
+@pytest.mark.soak
 def test_the_host_of_etcds_leader_and_its_agent_lose_their_power_and_a_majority_goes_on(
     tmp_path: Path,
 ) -> None:

@@ -29,6 +29,7 @@ def decisions_are_made(job: HostJob) -> None:
     assert not job.events(EventKind.NODE_DEPARTED), "nobody was given up"
 
 
+@pytest.mark.soak
 def test_packets_that_are_late_lost_doubled_reordered_and_slow_at_once_cost_time_alone(
     tmp_path: Path,
 ) -> None:

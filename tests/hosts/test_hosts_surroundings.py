@@ -31,6 +31,7 @@ def need_faketime() -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("backend", ["elastane", pytest.param("file", marks=pytest.mark.soak)])
 def test_clocks_an_hour_apart_change_no_decision_and_the_first_failure_is_still_the_cause(
     tmp_path: Path, backend: str
@@ -164,6 +165,7 @@ def restart_in_a_row(folder: Path, count: int) -> None:
         assert int(left) < 15, "processes of agents that ended are left"
 
 
+@pytest.mark.soak
 def test_20_restarts_of_an_agent_in_a_row_leave_nothing_behind(tmp_path: Path) -> None:
     restart_in_a_row(tmp_path, 20)
 

@@ -129,7 +129,11 @@ def test_the_demo_restarts_a_script_that_knows_nothing_of_it(tmp_path):
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)],
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGINT, marks=pytest.mark.soak),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.soak),
+    ],
 )
 def test_a_demo_that_is_ended_takes_all_its_processes_along(tmp_path, number):
     folder = tmp_path / "kept"

@@ -62,6 +62,7 @@ def nodes(tmp_path):
         yield lambda count: Nodes(tmp_path, count, stack)
 
 
+@pytest.mark.soak
 def test_agents_of_two_nodes_share_a_world_and_its_restarts(tmp_path, nodes):
     world = nodes("2:2")
     a, b = world.start("a", 1), world.start("b", 2)

@@ -132,11 +132,13 @@ def test_the_sample_of_an_agent_trains_on_this_machine(tmp_path):
     told(tmp_path, 4)
 
 
+@pytest.mark.soak
 def test_the_sample_of_a_rendezvous_is_registered_and_can_be_launched_by_its_name(tmp_path):
     run(tmp_path, MODEL + TRAINING + CUSTOM + CUSTOM_USED)
     told(tmp_path, 2)
 
 
+@pytest.mark.soak
 def test_the_sample_of_failure_handling_restarts_and_keeps_output(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shown = run(tmp_path, MODEL + TRAINING + FAILS_FIRST + FAILURES)

@@ -51,8 +51,15 @@ class Epochs:
 
 
 # Where the job needs all three, the others validate again only once a replacement is there.
-@pytest.mark.parametrize("fewest", [1, 3])
-@pytest.mark.parametrize("where", ["behind", "between"])
+@pytest.mark.parametrize(
+    ("where", "fewest"),
+    [
+        ("behind", 1),
+        ("between", 3),
+        pytest.param("behind", 3, marks=pytest.mark.soak),
+        pytest.param("between", 1, marks=pytest.mark.soak),
+    ],
+)
 def test_a_worker_killed_in_a_validation_costs_no_epoch_and_no_other_process(
     where, fewest, tmp_path
 ):

@@ -174,6 +174,7 @@ def test_a_worker_dies_with_its_agent(tmp_path: Path) -> None:
     until(lambda: not process_start(pid), "the worker dies with its agent")
 
 
+@pytest.mark.soak
 def test_fifty_spawns_leave_nothing(runner: asyncio.Runner, spawner: ExecSpawner) -> None:
     async def scenario() -> None:
         for _ in range(50):

@@ -3,10 +3,10 @@
     checkpointed.py FOLDER WHERE objects|sharded|job [STEP_S [EVERY [behind]]]
 
 `{node}` in WHERE is this node's id. Each process appends to FOLDER/PID.jsonl what it restored and
-each step; with FOLDER/enough, all end at one step, and rank 0 leaves FOLDER/final: steps and
-weights (those of other ranks are the same, or parts of them). Of `objects` and `sharded` the
-weights depend on the steps and the world's size alone, of `job` on the steps alone. A `job` saves
-after each EVERY steps; with `behind` it finds that storage has not taken the save before.
+each step with its weights. With FOLDER/enough, all end at one step, and rank 0 leaves FOLDER/final:
+steps and weights (those of other ranks are the same, or parts of them). The weights of `objects`
+and `sharded` depend only on the steps and the world's size, those of `job` only on the steps. A
+`job` saves after each EVERY steps; with `behind` storage has not accepted the save before.
 """
 
 import contextlib
@@ -109,7 +109,7 @@ def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:
         copied = ()
         with contextlib.suppress(OSError):  # The keeper may be gone, or stand still.
             copied = saver.server.progress().copied if saver else ()
-        told("step", step=step, rank=rank, copied=copied)
+        told("step", step=step, rank=rank, copied=copied, weights=weights())
         checkpointer.maybe_save(step)
         enough = torch.ones(1) * (rank == 0 and (folder / "enough").exists())
         dist.all_reduce(enough)
@@ -149,7 +149,8 @@ def in_place(folder: Path, where: str, step_s: float, every: int = 1) -> None:
                 enough = torch.ones(1) * (job.rank == 0 and (folder / "enough").exists())
                 dist.all_reduce(enough, group=job.process_group)
             if step.committed:
-                told("step", step=step.number + 1, rank=job.rank)
+                weights = fingerprint([*net.parameters()])
+                told("step", step=step.number + 1, rank=job.rank, weights=weights)
                 checkpointer.maybe_save(step)
                 if enough:
                     break
