@@ -287,7 +287,7 @@ def sharded(gb: float, folder: Path) -> dict:
         begun_s = time.perf_counter()
         checkpointer.maybe_save(number)
         found["blocked"].append(time.perf_counter() - begun_s)
-        checkpointer._settle()
+        checkpointer._finish_copies()
         while checkpointer._saver.server.progress().copying:
             time.sleep(0.002)
         found["copied"].append(time.perf_counter() - begun_s)

@@ -205,11 +205,11 @@ def test_a_replica_stays_though_its_acknowledgement_is_lost(between):
 
 def test_the_secret_may_change_while_both_count(between, monkeypatch):
     new = ReplicationSettings("job", (b"new" * 11, *ABOUT.secrets), "127.0.0.1")
-    between.door.about = new
+    between.door.settings = new
     assert between.bring(1, b"1" * 100), "by the old one"
-    monkeypatch.setattr(between.replicator, "_neighbours", lambda: new)
+    monkeypatch.setattr(between.replicator, "_settings", lambda: new)
     assert between.bring(2, b"2" * 100)
-    between.door.about = ABOUT
+    between.door.settings = ABOUT
     assert not between.bring(3, b"3" * 100)
 
 
@@ -222,15 +222,15 @@ def test_with_tls_both_servers_verify_each_other(between, tmp_path):
             "job", ABOUT.secrets, "", tuple(str(papers / name) for name in names)
         )
 
-    between.door.about = good = about("node", "ca")
+    between.door.settings = good = about("node", "ca")
     for stranger in (ABOUT, about("other", "ca"), about("node", "other")):
-        between.replicator._neighbours = lambda about=stranger: about
+        between.replicator._settings = lambda about=stranger: about
         assert not between.bring(1, b"1" * 100)
-    between.replicator._neighbours = lambda: good
+    between.replicator._settings = lambda: good
     data = os.urandom(20_000_000)
     assert between.bring(2, data)
     assert between.held() == {2: data}
-    between.door.about = ABOUT
+    between.door.settings = ABOUT
     assert not between.bring(3, b"3" * 100)
 
 
@@ -245,8 +245,8 @@ def test_silent_connections_make_room_for_a_replica_and_leave_nothing_behind(
     if is_tls:
         papers = make_papers(tmp_path)
         names = tuple(str(papers / name) for name in ("node.pem", "node.key", "ca.pem"))
-        one.door.about = about = ReplicationSettings("job", ABOUT.secrets, "", names)
-        one.replicator._neighbours = lambda: about
+        one.door.settings = about = ReplicationSettings("job", ABOUT.secrets, "", names)
+        one.replicator._settings = lambda: about
     host, _, port = one.at.rpartition(":")
     with contextlib.ExitStack() as stack:
         for _ in range(8):

@@ -155,11 +155,11 @@ class Books(RuleBasedStateMachine):
             match effect:
                 case Whole(name):
                     assert name in self.table.whole() or name.key < self.table.whole()[-1].key
-                case Write(name, gasp):
+                case Write(name, final):
                     assert self.writing is None
                     assert name not in self.spoiled
                     self.writing = name
-                    if not gasp:
+                    if not final:
                         self.asked.add(name)
                 case Superseded(name):
                     assert name != self.writing

@@ -76,7 +76,7 @@ class CopyOnWriteTensors:
         return torch.frombuffer(memory, dtype=dtype_of(spec.dtype)).view(spec.shape)
 
     @property
-    def has_lent(self) -> bool:
+    def has_shared(self) -> bool:
         """Whether some memory is still shared."""
         return bool(self._left)
 
@@ -87,10 +87,10 @@ class CopyOnWriteTensors:
         """
         with contextlib.suppress(IndexError):
             while True:
-                lent = self._left.popleft()
-                memory = lent.memory()  # Prevents the unmapping meanwhile.
+                part = self._left.popleft()
+                memory = part.memory()  # Prevents the unmapping meanwhile.
                 if memory is not None:
-                    kernel.take_pages(lent.address, lent.size)
+                    kernel.take_pages(part.address, part.size)
 
     def _mappings(self, number: int) -> Sequence[tuple[int, int, int]]:
         """Return where the data of a tensor lies, if it can be mapped page by page."""
@@ -117,9 +117,9 @@ class CopyOnWriteRestore:
     """A snapshot whose memory tensors share until a thread has copied all pages."""
 
     def __init__(
-        self, server: SnapshotClient, lender: CopyOnWriteTensors, held: HeldSnapshot
+        self, server: SnapshotClient, tensors: CopyOnWriteTensors, held: HeldSnapshot
     ) -> None:
-        self._lender = lender
+        self._tensors = tensors
         self._server = server
         self._held = held
         self._awaited = threading.Event()
@@ -138,7 +138,7 @@ class CopyOnWriteRestore:
 
     def _copy_all(self) -> None:
         try:
-            self._lender.copy_all()
+            self._tensors.copy_all()
         except OSError as error:
             self._fault = str(error)
 

@@ -269,7 +269,7 @@ class Restorer:
         self._repository = repository
         self._members: Members = source.members()
         self._held: dict[SaveId, HeldSnapshot] = {}
-        self._lent: tuple[CopyOnWriteTensors, HeldSnapshot] | None = None
+        self._shared: tuple[CopyOnWriteTensors, HeldSnapshot] | None = None
         # A snapshot whose memory restored tensors still share.
         self.borrowed: CopyOnWriteRestore | None = None
 
@@ -293,10 +293,10 @@ class Restorer:
             if restored is None:
                 self._source.unprepare()
         finally:
-            if self._lent is not None and self._lent[0].has_lent:
+            if self._shared is not None and self._shared[0].has_shared:
                 # Also after a failed load, which may have loaded some of these tensors.
-                held.remove(self._lent[1])
-                self.borrowed = CopyOnWriteRestore(self._server, *self._lent)
+                held.remove(self._shared[1])
+                self.borrowed = CopyOnWriteRestore(self._server, *self._shared)
             for each in held:
                 self._server.release(each)
         fences = [each.fence for each in found if each.fence is not None]
@@ -405,11 +405,11 @@ class Restorer:
     def _read(self, opened: _Opened, choice: Choice) -> dict[str, Any]:
         image: ByteSource = opened.image
         # A rank has only a part of a sharded state; what it receives is in its own memory.
-        lender, self._lent = None, None
+        shared, self._shared = None, None
         if isinstance(image, MemoryPieces) and not choice.spans:
-            lender = CopyOnWriteTensors(opened.layout, image)
-            self._lent = lender, self._held[choice.save]
-        tensors, destinations = places_for(opened.layout, self._source.state(), lender)
+            shared = CopyOnWriteTensors(opened.layout, image)
+            self._shared = shared, self._held[choice.save]
+        tensors, destinations = places_for(opened.layout, self._source.state(), shared)
         try:
             if choice.spans:
                 gather(opened.layout, image, choice.spans, destinations, self._members)
@@ -453,7 +453,7 @@ def state_of(stored: StoredFiles, tensors: Sequence[torch.Tensor]) -> dict[str, 
 
 
 def places_for(
-    layout: Layout, live: Mapping[str, Any], lender: CopyOnWriteTensors | None = None
+    layout: Layout, live: Mapping[str, Any], shared: CopyOnWriteTensors | None = None
 ) -> tuple[list[Any], list[Destination]]:
     """Return a tensor for each of the layout's, and the destinations to read.
 
@@ -470,8 +470,8 @@ def places_for(
         if own >= 0 and captured.specs[own] == spec and not _overlaps(captured.tensors[own]):
             local, whole = captured.tensors[own], originals[own]
             at = offsets.get(own, (0,) * local.dim())
-        elif lender is not None and (lent := lender.tensor(number)) is not None:
-            tensors.append(lent)
+        elif shared is not None and (tensor := shared.tensor(number)) is not None:
+            tensors.append(tensor)
             continue
         else:
             local = whole = _new(spec)

@@ -164,13 +164,13 @@ class SnapshotClient:
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def layout(
-        self, digest: str, files: Mapping[str, bytes], gasp: PersistRequest | None = None
+        self, digest: str, files: Mapping[str, bytes], flush: PersistRequest | None = None
     ) -> None:
         """Give the server the files that snapshots name by this digest, before the first of them.
 
-        `gasp` says what the final flush writes of such a snapshot; a later call replaces it.
+        `flush` says what the final flush writes of such a snapshot; a later call replaces it.
         """
-        self._ask(messages.LayoutFiles(digest, dict(files), gasp), messages.Done)
+        self._ask(messages.LayoutFiles(digest, dict(files), flush), messages.Done)
 
     def keep(self, slot: int, snapshot: Snapshot, *, heard: bool = False) -> None:
         """Tell the server what the granted slot holds; returns once that is sent, or acknowledged.

@@ -110,15 +110,15 @@ class PeerConnection(Generic[T]):
 
 
 def dial(
-    door: str, about: ReplicationSettings, decoder: msgspec.msgpack.Decoder[T]
+    door: str, settings: ReplicationSettings, decoder: msgspec.msgpack.Decoder[T]
 ) -> PeerConnection[T]:
     """Connect to the snapshot server at `door`."""
     host, _, port = door.rpartition(":")
     end = socket.create_connection((host.strip("[]"), int(port)), CONNECT_S)
-    handshake = ClientHandshake(about.job, about.secrets[0], os.urandom(NONCE_BYTES))
+    handshake = ClientHandshake(settings.job, settings.secrets[0], os.urandom(NONCE_BYTES))
     try:
         until_s = _limited(end)
-        config = _tls(about)
+        config = _tls(settings)
         if config is not None:
             end = tls.client_context(config).wrap_socket(end)
         _shake(end, handshake, until_s)
@@ -129,14 +129,14 @@ def dial(
 
 
 def answer(
-    end: socket.socket, about: ReplicationSettings, decoder: msgspec.msgpack.Decoder[T]
+    end: socket.socket, settings: ReplicationSettings, decoder: msgspec.msgpack.Decoder[T]
 ) -> PeerConnection[T]:
     """Authenticate a caller; closes `end` if the caller does not know the secret."""
-    first, *others = about.secrets
-    handshake = ServerHandshake(about.job, first, os.urandom(NONCE_BYTES), tuple(others))
+    first, *others = settings.secrets
+    handshake = ServerHandshake(settings.job, first, os.urandom(NONCE_BYTES), tuple(others))
     try:
         until_s = _limited(end)
-        config = _tls(about)
+        config = _tls(settings)
         if config is not None:
             end = tls.server_context(config).wrap_socket(end, server_side=True)
         _shake(end, handshake, until_s)
@@ -175,8 +175,8 @@ def _shake(
         raise ConnectionError(why) from error
 
 
-def _tls(about: ReplicationSettings) -> tls.TlsConfig | None:
-    cert, key, ca = about.tls
+def _tls(settings: ReplicationSettings) -> tls.TlsConfig | None:
+    cert, key, ca = settings.tls
     return tls.TlsConfig(cert=cert, key=key, ca=ca) if cert else None
 
 

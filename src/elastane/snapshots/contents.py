@@ -112,7 +112,7 @@ class Contents:
             files=self.own_files(),
             streams={local: piece.streams for local, piece in pieces},
             pieces=tuple(HeldPiece(piece.first, piece.end) for _, piece in pieces),
-            gasp=self.gasp(layouts),
+            gasp=self.flush_request(layouts),
         )
 
     def persist(self) -> PersistRequest:
@@ -131,7 +131,7 @@ class Contents:
                 return False
         return True
 
-    def gasp(self, layouts: Layouts) -> PersistRequest | None:
+    def flush_request(self, layouts: Layouts) -> PersistRequest | None:
         """Return what the final flush writes; None if it is unknown or the pieces lack some.
 
         If no final flush was given, it is the pieces' own request, if one server writes all of it.

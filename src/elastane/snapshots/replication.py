@@ -82,18 +82,18 @@ class ReplicaTransfer:
 class Replicator:
     """The replicator of one snapshot store, under whose lock it and its `table` are.
 
-    `neighbours` returns the replication settings, None without replication. `ended` is called from
+    `settings` returns the replication settings, None without replication. `ended` is called from
     its thread, with whether the replica has arrived.
     """
 
     def __init__(
         self,
         origin: str,
-        neighbours: Callable[[], ReplicationSettings | None],
+        settings: Callable[[], ReplicationSettings | None],
         ended: Callable[[Name, bool], None],
     ) -> None:
         self._origin = origin
-        self._neighbours = neighbours
+        self._settings = settings
         self._ended = ended
         self._logged = ""
         self.table = OutgoingReplicas()
@@ -118,70 +118,70 @@ class Replicator:
 
         It sends nothing if the request names no peer.
         """
-        about, sources = self._neighbours(), tuple[Source, ...]()
+        settings, sources = self._settings(), tuple[Source, ...]()
         self.table.set_safe(replica.safe)
-        if about is None or not replica.door or not self.table.begin(name, held, replica.door):
+        if settings is None or not replica.door or not self.table.begin(name, held, replica.door):
             return
         try:
             made = make(name, replica)
             sources = made.sources
-            work = threading.Thread(target=self._run, args=(made, about), daemon=True)
+            work = threading.Thread(target=self._run, args=(made, settings), daemon=True)
             work.start()
         except (OSError, RuntimeError) as error:
             close_all(source.slot for source in sources)
             self.table.ended(name, arrived=False)
             _log.warning("the snapshot of step %d is not replicated: %s", name.key.step, error)
 
-    def _run(self, errand: ReplicaTransfer, about: ReplicationSettings) -> None:
+    def _run(self, transfer: ReplicaTransfer, settings: ReplicationSettings) -> None:
         from elastane.snapshots.connection import dial, reason_of
 
         lower_priority()
         reason = ""
         try:
-            line = dial(errand.replica.door, about, TO_SENDER)
+            connection = dial(transfer.replica.door, settings, TO_SENDER)
             try:
-                self._send(errand, line)
+                self._send(transfer, connection)
             finally:
-                line.close()
+                connection.close()
         except (OSError, ElastaneError, ValueError) as error:
             reason = reason_of(error)
         except Exception as error:
             _log.exception("a snapshot was not replicated, because of a bug in the snapshot server")
             reason = repr(error)
         finally:
-            close_all(source.slot for source in errand.sources)
-        self._log_once(errand, reason)
-        self._ended(errand.name, not reason)
+            close_all(source.slot for source in transfer.sources)
+        self._log_once(transfer, reason)
+        self._ended(transfer.name, not reason)
 
-    def _send(self, errand: ReplicaTransfer, line: PeerConnection[ToSender]) -> None:
-        words = encode(errand.words)
+    def _send(self, transfer: ReplicaTransfer, connection: PeerConnection[ToSender]) -> None:
+        words = encode(transfer.words)
         offer = ReplicaOffer(
             origin=self._origin,
-            group=errand.replica.group,
-            key=errand.name.key,
-            nonce=errand.name.nonce,
+            group=transfer.replica.group,
+            key=transfer.name.key,
+            nonce=transfer.name.nonce,
             safe=self.table.safe,
             words_bytes=len(words),
-            sizes=tuple(source.end - source.first for source in errand.sources),
+            sizes=tuple(source.end - source.first for source in transfer.sources),
         )
-        line.send(offer)
-        _expect(line.receive(), ReplicaTaken)
-        digests = [line.send_bytes(memoryview(words))]
-        for source in errand.sources:
+        connection.send(offer)
+        _expect(connection.receive(), ReplicaTaken)
+        digests = [connection.send_bytes(memoryview(words))]
+        for source in transfer.sources:
             with viewed(source.slot, source.end - source.first) as view:
-                digests.append(line.send_bytes(view))
-        if errand.known is not None and list(errand.known) != digests[1:]:
+                digests.append(connection.send_bytes(view))
+        if transfer.known is not None and list(transfer.known) != digests[1:]:
             raise ConnectionError("the snapshot changed in memory after it was kept")
-        line.send(PeerProof(tuple(digests)))
-        _expect(line.receive(), ReplicaStored)
+        connection.send(PeerProof(tuple(digests)))
+        _expect(connection.receive(), ReplicaStored)
 
-    def _log_once(self, errand: ReplicaTransfer, reason: str) -> None:
+    def _log_once(self, transfer: ReplicaTransfer, reason: str) -> None:
         if reason and reason != self._logged:
             text = (
                 "no replica of the snapshot of step %d came to the snapshot server at %s: %s [%s]"
             )
             slug = "snapshot-replicas"
-            _log.warning(text, errand.name.key.step, errand.replica.door, reason, slug)
+            _log.warning(text, transfer.name.key.step, transfer.replica.door, reason, slug)
         self._logged = reason
 
 
@@ -247,19 +247,19 @@ class ReplicaStore:
             self._recycle()
             self._free_spare()
 
-    def accept(self, offer: ReplicaOffer, line: PeerConnection[ToReceiver]) -> None:
+    def accept(self, offer: ReplicaOffer, connection: PeerConnection[ToReceiver]) -> None:
         """Store an offered replica if it is wanted; raises OSError if it does not arrive."""
         copy = ReplicaName(offer.origin, Name(offer.key, offer.nonce))
         with self._lock:
             reason = self._table.offered(copy, offer.safe)
             self._recycle()
         if reason:
-            line.send(Declined(reason))
+            connection.send(Declined(reason))
             return
         pieces: list[ReplicaPiece] = []
         try:
             self._make_room(offer.sizes, pieces)
-            self._receive(copy, offer, line, pieces)
+            self._receive(copy, offer, connection, pieces)
         except BaseException as error:
             with self._lock:
                 self._table.failed(copy)
@@ -267,25 +267,25 @@ class ReplicaStore:
             if not isinstance(error, MemoryError):
                 raise
             self._log_once(f"replicas of another node are not stored here: {error}")
-            line.send(Declined(str(error)))
+            connection.send(Declined(str(error)))
         else:
             self._logged = ""
-            line.send(ReplicaStored())
+            connection.send(ReplicaStored())
 
     def _receive(
         self,
         copy: ReplicaName,
         offer: ReplicaOffer,
-        line: PeerConnection[ToReceiver],
+        connection: PeerConnection[ToReceiver],
         pieces: list[ReplicaPiece],
     ) -> None:
-        line.send(ReplicaTaken())
+        connection.send(ReplicaTaken())
         packed = bytearray(offer.words_bytes)
-        digests = [line.receive_into(memoryview(packed))]
+        digests = [connection.receive_into(memoryview(packed))]
         for piece in pieces:
             with _filled(piece) as view:
-                digests.append(line.receive_into(view))
-        words = _words(packed, offer, line.receive(), digests)
+                digests.append(connection.receive_into(view))
+        words = _words(packed, offer, connection.receive(), digests)
         with self._lock:
             if not self._table.arrived(copy):
                 raise ConnectionError("another replica took its place")
@@ -374,10 +374,10 @@ class SnapshotListener:
 
     def __init__(
         self,
-        about: ReplicationSettings,
+        settings: ReplicationSettings,
         accept: Callable[[ReplicaOffer, PeerConnection[ToReceiver]], None],
     ) -> None:
-        self.about = about
+        self.settings = settings
         self._offered = accept
         self._proven = threading.Semaphore(SENDERS_MAX)
         self._lock = threading.Lock()
@@ -385,16 +385,16 @@ class SnapshotListener:
         self._listener: socket.socket | None = None
         self._logged = ""
 
-    def update(self, about: ReplicationSettings) -> None:
+    def update(self, settings: ReplicationSettings) -> None:
         """Use other settings for later callers."""
-        self.about = about
+        self.settings = settings
 
     def open(self) -> str:
         """Listen on this node's address; returns it as HOST:PORT. Raises OSError."""
-        self._listener = bound(self.about.host, 0)
+        self._listener = bound(self.settings.host, 0)
         self._listener.listen(PEERS_BACKLOG)
         threading.Thread(target=self._accept, name="replica-listener", daemon=True).start()
-        host = self.about.host
+        host = self.settings.host
         return f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
 
     def _accept(self) -> None:
@@ -445,9 +445,9 @@ class SnapshotListener:
 
         lower_priority()
         try:
-            with contextlib.closing(answer(end, self.about, TO_RECEIVER)) as line:
+            with contextlib.closing(answer(end, self.settings, TO_RECEIVER)) as connection:
                 self._forget(known)
-                self._receive(line)
+                self._receive(connection)
         except (OSError, ElastaneError, ValueError) as error:
             self._log_once(f"no replica of a snapshot came from {host}: {reason_of(error)}")
         except Exception:
@@ -456,15 +456,15 @@ class SnapshotListener:
             end.close()
             self._forget(known)
 
-    def _receive(self, line: PeerConnection[ToReceiver]) -> None:
+    def _receive(self, connection: PeerConnection[ToReceiver]) -> None:
         """Accept the offer of an authenticated caller, unless too many replicas are arriving."""
         if not self._proven.acquire(blocking=False):
             raise ConnectionError(f"{SENDERS_MAX} other replicas are arriving")
         try:
-            offer = line.receive()
+            offer = connection.receive()
             if not isinstance(offer, ReplicaOffer):
                 raise ConnectionError("it did not send an offer")
-            self._offered(offer, line)
+            self._offered(offer, connection)
         finally:
             self._proven.release()
 

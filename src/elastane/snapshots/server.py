@@ -97,12 +97,12 @@ class SnapshotServer:
         self._listener: SnapshotListener | None = None
         self._door = ""  # The listener's address.
 
-    def replicate(self, about: ReplicationSettings) -> None:
+    def replicate(self, settings: ReplicationSettings) -> None:
         """Start to replicate: listen for other nodes' replicas, and send this node's."""
         if self._listener is not None:
-            self._listener.update(about)
+            self._listener.update(settings)
             return
-        listener = SnapshotListener(about, self._accept_replica)
+        listener = SnapshotListener(settings, self._accept_replica)
         try:
             self._door = listener.open()
         except OSError as error:
@@ -111,11 +111,11 @@ class SnapshotServer:
             return
         self._listener = listener
 
-    def _neighbours(self) -> ReplicationSettings | None:
-        return self._listener.about if self._listener is not None else None
+    def _settings(self) -> ReplicationSettings | None:
+        return self._listener.settings if self._listener is not None else None
 
-    def _accept_replica(self, offer: ReplicaOffer, line: PeerConnection[ToReceiver]) -> None:
-        self._store(offer.group).replicas.accept(offer, line)
+    def _accept_replica(self, offer: ReplicaOffer, connection: PeerConnection[ToReceiver]) -> None:
+        self._store(offer.group).replicas.accept(offer, connection)
 
     @property
     def workers(self) -> int:
@@ -210,7 +210,7 @@ class SnapshotServer:
                 if len(self._stores) >= GROUPS_MAX:
                     raise ValueError(f"there are {GROUPS_MAX} groups already")
                 store = self._stores[group] = SnapshotStore(
-                    self._wake, self.id, self._neighbours, self._report
+                    self._wake, self.id, self._settings, self._report
                 )
                 store.open()
             return store

@@ -70,7 +70,7 @@ class SnapshotStore:
         self,
         wake: Callable[[], None],
         origin: str = "",
-        neighbours: Callable[[], ReplicationSettings | None] = lambda: None,
+        settings: Callable[[], ReplicationSettings | None] = lambda: None,
         report: Callable[[SnapshotEvent], None] = lambda event: None,
     ) -> None:
         self._wake = wake
@@ -89,7 +89,7 @@ class SnapshotStore:
         self._background = Background()
         self._writer = SnapshotWriter(WriterCallbacks(self._durable, self._written, report))
         self.replicas = ReplicaStore()
-        self._replicator = Replicator(origin, neighbours, self._copied)
+        self._replicator = Replicator(origin, settings, self._copied)
         self.status = ServerStatus(self._table, self._writer, self._replicator)
         self._alone_since_s = time.monotonic()
         self._is_flushed = self._is_leaving = False
@@ -259,8 +259,8 @@ class SnapshotStore:
                 case Whole(name):
                     self._digester.submit(functools.partial(self._digest, name))
                     left.extend(self._copy(name))
-                case Write(name, gasp):
-                    left.extend(self._begin(name, gasp=gasp))
+                case Write(name, final):
+                    left.extend(self._begin(name, final=final))
                 case Superseded(name):
                     reason = "storage was busy with an older one, and a newer one took its place"
                     self._writer.fail(name.key, WriteFailure(reason, slug="checkpoint-busy"))
@@ -272,29 +272,29 @@ class SnapshotStore:
         self._digests.set_newest(next(iter(self._table.whole()), None))
         self.status.update()
 
-    def _begin(self, name: Name, *, gasp: bool) -> list[Effect]:
+    def _begin(self, name: Name, *, final: bool) -> list[Effect]:
         """Start a write; returns the effects of its end if it cannot be started."""
         order = None
         try:
-            order = self._order(name, gasp=gasp)
+            order = self._order(name, final=final)
             if order is not None:
-                self._writer.begin(order, gasp=gasp, known=self._digests.of(name))
+                self._writer.begin(order, final=final, known=self._digests.of(name))
                 return []
         except (ValueError, OSError, RuntimeError) as error:
             self._writer.fail(name.key, WriteFailure(str(error), slug="checkpoint-write"))
             close_all(order.slots if order is not None else ())
         return self._table.written(name)
 
-    def _order(self, name: Name, *, gasp: bool) -> WriteOrder | None:
+    def _order(self, name: Name, *, final: bool) -> WriteOrder | None:
         """Return the write order, or None if no destination is known."""
         contents = self._contents[name]
-        persist = contents.gasp(self._layouts) if gasp else contents.persist()
+        persist = contents.flush_request(self._layouts) if final else contents.persist()
         if persist is None:
             return None
         throttle = PeerWait(self._writer.stopping, functools.partial(self._hurries, name))
         order = WriteOrder(
             name=name,
-            persist=final_flush(persist, HURRY_S) if gasp else persist,
+            persist=final_flush(persist, HURRY_S) if final else persist,
             sources=self._sources(name),
             files=contents.files(self._layouts),
             streams=contents.streams(),
@@ -302,7 +302,7 @@ class SnapshotStore:
             hurry=throttle.ended,
             is_past=functools.partial(self._is_past, name),
         )
-        return with_copies(order, self.replicas.given(name)) if gasp else order
+        return with_copies(order, self.replicas.given(name)) if final else order
 
     def _hurries(self, name: Name) -> bool:
         """Whether not to wait long for other nodes, which may be dead; without the lock."""

@@ -361,13 +361,13 @@ class SnapshotWriter:
         with self._lock:
             return tuple(self._failures)
 
-    def begin(self, order: WriteOrder, *, gasp: bool, known: tuple[str, ...] | None) -> None:
+    def begin(self, order: WriteOrder, *, final: bool, known: tuple[str, ...] | None) -> None:
         """Write in a new thread; `known` is the digest. Raises RuntimeError without a free thread.
 
         Descriptors of `order` are closed when the write has ended.
         """
         work = threading.Thread(
-            target=self._write, args=(order, gasp, known), name="snapshot-write", daemon=True
+            target=self._write, args=(order, final, known), name="snapshot-write", daemon=True
         )
         work.start()
 
@@ -381,16 +381,16 @@ class SnapshotWriter:
             _log.error(line, key.step, failure.reason, failure.slug)
             self._heard.news(PersistFailed(key, where, failure.reason[:4096], failure.slug))
 
-    def _write(self, order: WriteOrder, gasp: bool, known: tuple[str, ...] | None) -> None:
+    def _write(self, order: WriteOrder, final: bool, known: tuple[str, ...] | None) -> None:
         lower_priority()
         began_s = time.monotonic()
         failure = None
         try:
-            if gasp and known is not None and digests_of(order.sources, lambda: True) != known:
+            if final and known is not None and digests_of(order.sources, lambda: True) != known:
                 raise WriteFailure(
                     "it changed in memory after it was kept", slug="snapshot-changed"
                 )
-            written = self._writer.flush(order) if gasp else self._writer.write(order)
+            written = self._writer.flush(order) if final else self._writer.write(order)
             self._heard.durable(order.name.key)
             self.last = (time.monotonic() - began_s, written.size_bytes)
             self._logged = ""

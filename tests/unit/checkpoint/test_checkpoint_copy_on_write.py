@@ -53,7 +53,7 @@ class Image:
             self.pieces.append((first, end, fd))
             self.slots.append(slot)
 
-    def lender(self):
+    def shared(self):
         return CopyOnWriteTensors(self.layout, MemoryPieces(self.pieces))
 
     def fill(self, value):
@@ -75,12 +75,12 @@ def mapped():
 def test_page_aligned_tensors_share_the_snapshots_memory(slots):
     state = {name: torch.randn(shape) for name, shape in SHAPES.items()} | {"few": torch.ones(9)}
     image = Image(state, slots)
-    lender = image.lender()
-    lent = {name: lender.tensor(number) for name, number in image.numbers.items()}
+    shared = image.shared()
+    made = {name: shared.tensor(number) for name, number in image.numbers.items()}
     image.close()
-    assert {name for name, tensor in lent.items() if tensor is None} == {"few", "within"}
+    assert {name for name, tensor in made.items() if tensor is None} == {"few", "within"}
     for name in ("one", "several", "row"):
-        tensor = lent[name]
+        tensor = made[name]
         assert torch.equal(tensor, state[name]) and tensor.is_contiguous()
         assert tensor.untyped_storage().nbytes() == 4 * tensor.numel(), "what torch.save writes"
         assert not tensor.data_ptr() % PAGE_BYTES
@@ -88,41 +88,41 @@ def test_page_aligned_tensors_share_the_snapshots_memory(slots):
 
 def test_writes_to_a_shared_tensor_stay_in_this_process():
     image = Image({"one": torch.ones(1000, 700)})
-    tensor = image.lender().tensor(0)
+    tensor = image.shared().tensor(0)
     tensor += 1
     assert bool((tensor == 2).all())
     assert bool((image.slots[0].places[0] == 1).all())
-    assert torch.equal(image.lender().tensor(0), torch.ones(1000, 700))
+    assert torch.equal(image.shared().tensor(0), torch.ones(1000, 700))
     image.close()
 
 
 def test_a_copied_tensor_does_not_see_later_writes_to_the_slot():
     state = {"several": torch.randn(3000, 1000), "one": torch.randn(1000, 700)}
     image = Image(state, 2)
-    lender = image.lender()
-    lent = [lender.tensor(number) for number in range(2)]
-    lent[0][7] = 3.0
-    lender.copy_all()
+    shared = image.shared()
+    made = [shared.tensor(number) for number in range(2)]
+    made[0][7] = 3.0
+    shared.copy_all()
     image.fill(0.0)
     image.close()
-    assert bool((lent[0][7] == 3.0).all())
-    lent[0][7] = state["several"][7]
-    assert torch.equal(lent[0], state["several"]) and torch.equal(lent[1], state["one"])
+    assert bool((made[0][7] == 3.0).all())
+    made[0][7] = state["several"][7]
+    assert torch.equal(made[0], state["several"]) and torch.equal(made[1], state["one"])
 
 
 def test_a_dead_tensor_is_unmapped_and_not_copied(monkeypatch):
     before = mapped()
     image = Image({"one": torch.ones(1000, 700), "two": torch.ones(1000, 700)})
     own = mapped()
-    lender = image.lender()
-    one, two = lender.tensor(0), lender.tensor(1)
+    shared = image.shared()
+    one, two = shared.tensor(0), shared.tensor(1)
     view = two[5:]
     del one, two
     gc.collect()
     assert mapped() == own + 1, "a view holds its tensor's memory"
     taken = []
     monkeypatch.setattr(kernel, "take_pages", lambda *part: taken.append(part))
-    lender.copy_all()
+    shared.copy_all()
     first = view.data_ptr() - 5 * 700 * 4
     ends = [first, *(address + size for address, size in taken)]
     assert [address for address, _ in taken] == ends[:-1] and ends[-1] == first + 2_800_000
@@ -140,7 +140,7 @@ def test_nothing_is_shared_if_the_kernel_cannot_populate_pages(monkeypatch):
     copy_on_write.is_supported.cache_clear()
     monkeypatch.setattr(kernel, "take_pages", refuse)
     image = Image({"one": torch.ones(1000, 700)})
-    assert image.lender().tensor(0) is None
+    assert image.shared().tensor(0) is None
     image.close()
 
 
@@ -153,7 +153,7 @@ def test_nothing_is_shared_if_new_memory_is_in_huge_pages(monkeypatch, tmp_path,
     else:
         monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
     image = Image({"one": torch.ones(1000, 700)})
-    assert image.lender().tensor(0) is None
+    assert image.shared().tensor(0) is None
     image.close()
 
 
@@ -163,8 +163,8 @@ def test_a_process_at_its_limit_of_maps_reads_instead(monkeypatch):
 
     monkeypatch.setattr(kernel, "map_privately", refuse)
     image = Image({"one": torch.ones(1000, 700)})
-    lender = image.lender()
-    assert lender.tensor(0) is None and not lender.has_lent
+    shared = image.shared()
+    assert shared.tensor(0) is None and not shared.has_shared
     image.close()
 
 

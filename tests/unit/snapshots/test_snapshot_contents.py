@@ -103,14 +103,16 @@ def test_contradicting_write_requests_are_refused(other, words):
 def test_the_final_flush_is_given_by_the_layout_or_a_sole_writers_request():
     layouts = Layouts()
     asked = contents(piece(0, persist=persist()), piece(1, persist=persist()))
-    assert asked.gasp(layouts) == persist()
+    assert asked.flush_request(layouts) == persist()
     shared = persist(part=0, parts=2)
-    assert contents(piece(0, persist=shared), piece(1, persist=shared)).gasp(layouts) is None
-    assert contents(piece(0, persist=persist()), piece(1)).gasp(layouts) is None
+    assert (
+        contents(piece(0, persist=shared), piece(1, persist=shared)).flush_request(layouts) is None
+    )
+    assert contents(piece(0, persist=persist()), piece(1)).flush_request(layouts) is None
     layouts.add(LayoutFiles("L", {}, None))
-    assert contents(piece(0, layout="L"), piece(1)).gasp(layouts) is None
+    assert contents(piece(0, layout="L"), piece(1)).flush_request(layouts) is None
     layouts.add(LayoutFiles("L", {}, shared))
-    assert contents(piece(0, layout="L"), piece(1)).gasp(layouts) == shared
+    assert contents(piece(0, layout="L"), piece(1)).flush_request(layouts) == shared
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_the_final_flush_is_given_by_the_layout_or_a_sole_writers_request():
 def test_the_final_flush_needs_all_its_bytes(span, is_enough):
     layouts, wish = Layouts(), persist(ranges=(("a.distcp", *span),))
     layouts.add(LayoutFiles("L", {}, wish))
-    found = contents(piece(0, layout="L"), piece(1)).gasp(layouts)
+    found = contents(piece(0, layout="L"), piece(1)).flush_request(layouts)
     assert found == (wish if is_enough else None)
 
 

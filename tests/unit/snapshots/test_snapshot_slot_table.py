@@ -87,12 +87,12 @@ def test_a_slot_that_was_not_granted_is_not_kept(slot):
 
 def test_one_is_written_at_a_time_and_one_waits():
     desk = Desk(1)
-    assert desk.keep(1, name(1), persist=True) == [Whole(name(1)), Write(name(1), gasp=False)]
+    assert desk.keep(1, name(1), persist=True) == [Whole(name(1)), Write(name(1), final=False)]
     assert desk.keep(1, name(2), persist=True) == [Whole(name(2))]
     assert desk.table.waiting == name(2)
     assert Superseded(name(2)) in desk.keep(1, name(3), persist=True)
     assert not desk.table.is_idle
-    assert desk.table.written(name(1)) == [Write(name(3), gasp=False), Forget(name(1))]
+    assert desk.table.written(name(1)) == [Write(name(3), final=False), Forget(name(1))]
     desk.table.durable(name(3).key)
     assert desk.table.written(name(3)) == []
     assert desk.table.is_idle
@@ -172,11 +172,11 @@ def test_the_final_flush_writes_the_newest_snapshot_once():
     desk.keep(1, name(1))
     desk.table.gone(1)
     assert desk.table.workers == 1
-    assert desk.table.flush() == [Write(name(1), gasp=True)]
+    assert desk.table.flush() == [Write(name(1), final=True)]
     assert desk.table.flush() == []
     assert desk.table.written(name(1)) == [], "it failed, and is not tried again and again ..."
     assert desk.table.flush() == []
-    assert desk.table.flush(leaving=True) == [Write(name(1), gasp=True)], "... but once at the end"
+    assert desk.table.flush(leaving=True) == [Write(name(1), final=True)], "... but once at the end"
     desk.table.durable(name(1).key)
     assert desk.table.written(name(1)) == []
     assert desk.table.flush(leaving=True) == []
@@ -272,7 +272,7 @@ def test_the_last_save_of_all_nodes_is_dropped_last():
     desk.keep(1, name(1))
     first = name(1).nonce
     writes = desk.keep(1, name(2, "w"), persist=True, together=first)
-    assert Write(name(2, "w"), gasp=False) in writes
+    assert Write(name(2, "w"), final=False) in writes
     desk.keep(1, name(3, "x"))
     slot, effects = desk.table.grant(1, together=first)
     assert slot is not None and effects == [Forget(name(3, "x"))], "storage has the one before"

@@ -41,11 +41,11 @@ class Whole(NamedTuple):
 class Write(NamedTuple):
     """Begin to write this snapshot; call `written` when the write has ended, also if it failed.
 
-    `gasp` marks the final flush: this node writes what it holds because its workers are gone.
+    `final` marks the final flush: this node writes what it holds because its workers are gone.
     """
 
     name: Name
-    gasp: bool
+    final: bool
 
 
 class Superseded(NamedTuple):
@@ -331,15 +331,15 @@ class SlotTable:
             self._write_next()
 
     def _write_next(self) -> None:
-        name, gasp = self.waiting, False
+        name, final = self.waiting, False
         if name is None and self._ending is not _Ending.NONE:
             name = next((other for other in self.whole() if self._needs_flush(other)), None)
-            gasp = name is not None
+            final = name is not None
             self._flushed |= {name} if name is not None else set()
         self.writing = name
         self.waiting = None
         if name is not None:
-            self._effects.append(Write(name, gasp))
+            self._effects.append(Write(name, final))
 
     def _cancel_write(self, name: Name) -> None:
         if name == self.waiting:
