@@ -9,6 +9,7 @@ collective fails, and by JobError if no member holds some shard.
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -26,6 +27,17 @@ from elastane.worker import healing
 from elastane.worker.healing import MemberProgress
 from elastane.worker.shard_plan import ShardClaim, ShardPlan, plan
 from elastane.worker.undo import Undo
+
+
+class Agreement(Enum):
+    """How far the members are with an update.
+
+    READY: this member holds what the update needs. REACHED: all members do.
+    """
+
+    NONE = auto()
+    READY = auto()
+    REACHED = auto()
 
 
 class Shards:
@@ -47,14 +59,14 @@ class Shards:
         self._undo = undo
         self._came_later = came_later
         self.is_healing = False
-        self._agreed = self._ready = False
+        self._agreement = Agreement.NONE
         # The optimizer whose update was agreed on last, or is being agreed on; None: the body's
         # end.
         self._next: torch.optim.Optimizer | None = None
 
     def forget(self) -> None:
         """Drop the agreement: the current step is over."""
-        self._agreed = self._ready = False
+        self._agreement = Agreement.NONE
         self._next = None
 
     def agree(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -66,10 +78,9 @@ class Shards:
         not wait, since the loss of a worker restarts all workers.
         """
         is_known = self._undo.is_whole if optimizer is None else self._next is optimizer
-        if self._agreed and is_known:
+        if self._agreement is Agreement.REACHED and is_known:
             return
-        self._ready = True
-        self._agreed = False
+        self._agreement = Agreement.READY
         self._next = optimizer
         try:
             if not self._mesh.is_sole:
@@ -78,11 +89,11 @@ class Shards:
             self._group.check()
             raise
         self._group.check()
-        self._agreed = True
+        self._agreement = Agreement.REACHED
 
     def put_back(self) -> None:
         """End a failed step: undo it, or keep it until it is known which member was ahead."""
-        if self._agreed or not self._ready:
+        if self._agreement is not Agreement.READY:
             if not self._undo.restore():
                 self._health.half_written()  # The update itself failed, at an unknown place.
             self.forget()
@@ -94,7 +105,7 @@ class Shards:
         if found.lost:
             raise self._lost(found)
         rank = self._group.rank()
-        if self._ready and rank not in found.advancing:
+        if self._agreement is not Agreement.NONE and rank not in found.advancing:
             self._undo.restore()
             self.forget()
         self.is_healing = True
@@ -115,7 +126,8 @@ class Shards:
     def _claims(self, progress: MemberProgress) -> list[ShardClaim]:
         health = self._health
         torn = not health.holds and (health.torn or self._came_later)
-        own = [progress.next_step, health.holds, torn, self._ready, self._mesh.seat]
+        ready = self._agreement is not Agreement.NONE
+        own = [progress.next_step, health.holds, torn, ready, self._mesh.seat]
         received = healing.gathered(self._group, [*own, near.machine()])
         return [
             ShardClaim(n, bool(holds), bool(torn), bool(ready), self._mesh.shard_of(seat), machine)

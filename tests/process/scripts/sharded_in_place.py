@@ -109,7 +109,7 @@ def plain(mesh, steps: int) -> torch.Tensor:
 
 
 def cut_at(folder: Path, number: int, now: dict[str, object]) -> None:
-    from elastane.worker.shard_healing import Shards
+    from elastane.worker.shard_healing import Agreement, Shards
 
     agree = Shards.agree
 
@@ -125,7 +125,7 @@ def cut_at(folder: Path, number: int, now: dict[str, object]) -> None:
             (folder / "cut").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if self._mesh.seat == 1:
-            self._agreed = False
+            self._agreement = Agreement.READY
             while not self._group.failed:
                 time.sleep(0.001)
             self._group.check()
