@@ -119,40 +119,18 @@ class RendezvousStoreInfo:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class RendezvousInfo:
-    """The result of a rendezvous: a store, this node's rank, and the number of nodes."""
+    """The result of a rendezvous: where this node is in its world.
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        bootstrap_store_info: RendezvousStoreInfo,
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._bootstrap_store_info = bootstrap_store_info
+    `store` is that of the world's agents, `rank` this node's, and `world_size` the number of nodes.
+    `bootstrap_store_info` is the address of the workers' own store.
+    """
 
-    @property
-    def store(self) -> Store:
-        """The store of the agents of this world."""
-        return self._store
-
-    @property
-    def rank(self) -> int:
-        """This node's rank."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of nodes."""
-        return self._world_size
-
-    @property
-    def bootstrap_store_info(self) -> RendezvousStoreInfo | None:
-        """The address of the workers' own store."""
-        return self._bootstrap_store_info
+    store: Store
+    rank: int
+    world_size: int
+    bootstrap_store_info: RendezvousStoreInfo | None
 
 
 def info_of(found: Any, local_addr: str | None) -> Any:

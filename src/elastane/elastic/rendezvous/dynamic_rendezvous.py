@@ -48,6 +48,7 @@ __all__ = [
 Token = Any
 
 _STORE_TIMEOUT_S = 60
+_TIMEOUTS_S = {"join": 600, "last_call": 30, "close": 30, "heartbeat": 5}
 
 # After the loss of an attempt's store, the death of its host is reported within the silence timeout
 # plus this margin.
@@ -69,7 +70,10 @@ class RendezvousTimeout:
     session.
     """
 
-    _DEFAULTS = {"join": 600, "last_call": 30, "close": 30, "heartbeat": 5}  # noqa: RUF012
+    join: timedelta
+    last_call: timedelta
+    close: timedelta
+    heartbeat: timedelta
 
     def __init__(
         self,
@@ -78,34 +82,13 @@ class RendezvousTimeout:
         close: timedelta | None = None,
         heartbeat: timedelta | None = None,
     ) -> None:
-        given = {"join": join, "last_call": last_call, "close": close, "heartbeat": heartbeat}
-        self._bounds: dict[str, timedelta] = {}
+        bounds = {"join": join, "last_call": last_call, "close": close, "heartbeat": heartbeat}
         # The timeouts that the caller gave; the others are defaults, which these override.
-        self.given = frozenset(name for name, bound in given.items() if bound is not None)
-        for name, bound in given.items():
+        self.given = frozenset(name for name, bound in bounds.items() if bound is not None)
+        for name, bound in bounds.items():
             if bound is not None and bound <= timedelta(0):
                 raise ValueError(f"{name} timeout = {bound}: expected more than nothing")
-            self._bounds[name] = bound or timedelta(seconds=self._DEFAULTS[name])
-
-    @property
-    def join(self) -> timedelta:
-        """See the class."""
-        return self._bounds["join"]
-
-    @property
-    def last_call(self) -> timedelta:
-        """See the class."""
-        return self._bounds["last_call"]
-
-    @property
-    def close(self) -> timedelta:
-        """See the class."""
-        return self._bounds["close"]
-
-    @property
-    def heartbeat(self) -> timedelta:
-        """See the class."""
-        return self._bounds["heartbeat"]
+            setattr(self, name, bound or timedelta(seconds=_TIMEOUTS_S[name]))
 
 
 @dataclass(repr=False, eq=False, frozen=True)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from elastane.process.health import HealthServer
 
@@ -28,9 +29,9 @@ class HealthCheckServer:
         self._alive_callback = alive_callback
         self._port = port
         self._timeout = timeout
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._stop = asyncio.Event()
+        # Ends the server's loop; None until it listens.
+        self._end: Callable[[], object] | None = None
 
     @property
     def alive_callback(self) -> Callable[[], int]:
@@ -42,9 +43,8 @@ class HealthCheckServer:
         if self._thread is not None:
             return
         ready = threading.Event()
-        run = asyncio.run
         self._thread = threading.Thread(
-            target=lambda: run(self._serve(ready)), name="health-check", daemon=True
+            target=lambda: asyncio.run(self._serve(ready)), name="health-check", daemon=True
         )
         self._thread.start()
         ready.wait(_START_S)
@@ -54,24 +54,24 @@ class HealthCheckServer:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stop.set)
+        end, self._end = self._end, None
+        if end is not None:
+            end()
         thread.join(_START_S)
 
     async def _serve(self, ready: threading.Event) -> None:
         server = HealthServer(self._alive_callback, self._port, float(self._timeout))
-        self._stop = asyncio.Event()
+        stopped, loop = asyncio.Event(), asyncio.get_running_loop()
         try:
             await server.start()
         except OSError as error:
             _log.error("no health checks on port %s: %s", self._port, error)
             ready.set()
             return
-        self._loop = asyncio.get_running_loop()
         self._port = server.port
+        self._end = partial(loop.call_soon_threadsafe, stopped.set)
         ready.set()
-        await self._stop.wait()
-        self._loop = None
+        await stopped.wait()
         server.close()
 
 
