@@ -189,10 +189,9 @@ class MemoryLease(HeldLease):
     """A lease of a MemoryStore."""
 
     def __init__(self, store: MemoryStore, key: str, term: int, ttl_s: float) -> None:
-        super().__init__(key, ttl_s, store.backend.clock)
+        clock = store.backend.clock
+        super().__init__(key, ttl_s, clock, term=term, begun_s=clock())
         self._store = store
-        self._term = term
-        self.count_from(store.backend.clock())
 
     async def renew(self) -> None:
         """See Lease.renew."""

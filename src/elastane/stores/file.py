@@ -31,7 +31,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from elastane.errors import ConfigurationError, LeaseLostError, StoreError
 from elastane.process.offload import Offload
@@ -87,6 +87,13 @@ class _Sighting:
     nonce: str
     content: bytes
     seen_s: float
+
+
+class _TakenTerm(NamedTuple):
+    """A term that this process linked, and when it began to."""
+
+    term: int
+    begun_s: float
 
 
 class FileStore:
@@ -203,8 +210,24 @@ class FileStore:
         page = reading.page
         if page is not None and page.kind == "held" and not self._is_silent(key, terms, page):
             return None
-        lease = FileLease(self, key, value, ttl_s)
-        return lease if lease.take(terms, reading) else None
+        payload = f"{ttl_s!r}\n".encode() + value
+        taken = self.link_term(terms, reading, payload)
+        return FileLease(self, key, payload, ttl_s, taken) if taken is not None else None
+
+    def link_term(self, terms: Pages, reading: PageReading, payload: bytes) -> _TakenTerm | None:
+        """Link the term after `reading`, with its first beat; None if another process did."""
+        begun_s = self.clock()
+        page = terms.append(reading, "held", payload)
+        if page is None:
+            return None
+        self.beat(terms, page, 1)
+        terms.tidy(page)
+        return _TakenTerm(page.number, begun_s)
+
+    def beat(self, terms: Pages, page: FolderPage, count: int) -> None:
+        """Write the holder's heartbeat."""
+        self.on_step("beat")
+        terms.write_beside(_beat_name(page), f"{count:0{_BEAT_BYTES}d}".encode())
 
     def _holder(self, key: str) -> Holder | None:
         terms = self.terms(key)
@@ -258,13 +281,15 @@ class FileStore:
 
 
 class FileLease(HeldLease):
-    """A lease of a FileStore; the store makes it."""
+    """A lease of a FileStore; the store makes it. `payload` is what its terms hold."""
 
-    def __init__(self, store: FileStore, key: str, value: bytes, ttl_s: float) -> None:
-        super().__init__(key, ttl_s, store.clock)
+    def __init__(
+        self, store: FileStore, key: str, payload: bytes, ttl_s: float, taken: _TakenTerm
+    ) -> None:
+        super().__init__(key, ttl_s, store.clock, term=taken.term, begun_s=taken.begun_s)
         self._store = store
-        self._payload = f"{ttl_s!r}\n".encode() + value
-        self._beats = 0
+        self._payload = payload
+        self._beats = 1
 
     async def renew(self) -> None:
         """See Lease.renew."""
@@ -275,30 +300,23 @@ class FileLease(HeldLease):
         self._lost = True
         await self._store.run(self._release)
 
-    def take(self, terms: Pages, reading: PageReading) -> bool:
-        """Try to link the term after `reading`; blocks."""
-        begun = self._store.clock()
-        page = terms.append(reading, "held", self._payload)
-        if page is None:
-            return False
-        self._term = page.number
-        self._beat(terms, page)
-        terms.tidy(page)
-        self.count_from(begun)
-        return True
-
     def _renew(self) -> None:
         terms, begun = self._store.terms(self._key), self._store.clock()
         reading = terms.latest()
         if self._lost or reading.page is None or reading.page.number != self.term:
             raise self._deposed(reading)
         if self.held():
-            self._beat(terms, reading.page)
+            self._beats += 1
+            self._store.beat(terms, reading.page, self._beats)
             if self.held():  # rule 4: it was in time for every reader
                 self.count_from(begun)
                 return
-        if not self.take(terms, reading):
+        taken = self._store.link_term(terms, reading, self._payload)
+        if taken is None:
             raise self._deposed(terms.latest())
+        self._term = taken.term
+        self._beats = 1
+        self.count_from(taken.begun_s)
 
     def _release(self) -> None:
         terms = self._store.terms(self._key)
@@ -309,11 +327,6 @@ class FileLease(HeldLease):
     def _deposed(self, reading: PageReading) -> LeaseLostError:
         found = f"term {reading.page.number}" if reading.page else "no term at all"
         return self.deposed(found, f"folder {self._store.folder}")
-
-    def _beat(self, terms: Pages, page: FolderPage) -> None:
-        self._beats += 1
-        self._store.on_step("beat")
-        terms.write_beside(_beat_name(page), f"{self._beats:0{_BEAT_BYTES}d}".encode())
 
 
 def _below(key: str) -> Path:

@@ -184,8 +184,10 @@ class Pages:
 
     def __init__(self, below: Path, root: Root, hooks: Hooks, *, whole: bool = False) -> None:
         self.path = root.path / below
-        self._below, self._root = below, root
-        self._hooks, self._whole = hooks, whole
+        self._below = below
+        self._root = root
+        self._hooks = hooks
+        self._whole = whole
 
     def latest(self) -> PageReading:
         """Return the page that counts."""

@@ -226,8 +226,9 @@ def boot_clock() -> float:
 class HeldLease:
     """The holder's side of a lease: its term, and until when it may decide, by its own clock.
 
-    The lease of a store derives from it. After each taking or renewal that succeeded it calls
-    `count_from` with the moment at which it had sent the request.
+    The lease of a store derives from it, and is made once it was taken: `begun_s` is the moment at
+    which that request was sent. After each renewal that succeeded it calls `count_from` with the
+    moment of that request. A candidacy that has taken nothing yet has the term 0.
     """
 
     def __init__(
@@ -236,14 +237,18 @@ class HeldLease:
         ttl_s: float,
         clock: Callable[[], float],
         margin: float = LEASE_MARGIN,
+        *,
+        term: int = 0,
+        begun_s: float = -math.inf,
     ) -> None:
         self._key = key
         self._ttl_s = ttl_s
         self._clock = clock
         self._margin = margin
-        self._term = 0
+        self._term = term
         self._until_s = -math.inf
         self._lost = False
+        self.count_from(begun_s)
 
     @property
     def term(self) -> int:

@@ -473,11 +473,9 @@ class RedisLease(HeldLease):
     def __init__(
         self, store: RedisStore, key: str, value: bytes, ttl_s: float, term: int, begun_s: float
     ) -> None:
-        super().__init__(key, ttl_s, boot_clock)
+        super().__init__(key, ttl_s, boot_clock, term=term, begun_s=begun_s)
         self._store = store
         self._value = value
-        self._term = term
-        self.count_from(begun_s)
 
     async def renew(self) -> None:
         """See Lease.renew."""

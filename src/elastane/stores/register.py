@@ -288,10 +288,8 @@ class RegisterLease(HeldLease):
     """A lease of a RegisterStore; the store makes it."""
 
     def __init__(self, store: RegisterStore, key: str, taken: _Lease, begun_s: float) -> None:
-        super().__init__(key, taken.ttl_s, store.clock)
+        super().__init__(key, taken.ttl_s, store.clock, term=taken.term, begun_s=begun_s)
         self._store = store
-        self._term = taken.term
-        self.count_from(begun_s)
 
     async def renew(self) -> None:
         """See Lease.renew. A late renewal keeps its term: any other holding has a higher one."""

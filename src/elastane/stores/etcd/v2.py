@@ -17,7 +17,7 @@ import binascii
 import contextlib
 import math
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -60,6 +60,14 @@ class Reply(msgspec.Struct):
     errorCode: int = 0  # noqa: N815
     message: str = ""
     cause: str = ""
+
+
+class _TakenKey(NamedTuple):
+    """A lease that was taken: its term, the index of its key, and when it was requested."""
+
+    term: int
+    written_index: int
+    begun_s: float
 
 
 class EtcdV2Store:
@@ -109,7 +117,29 @@ class EtcdV2Store:
         check_ttl(key, ttl_s)
         if await self.get(key) is not None:
             return None
-        return await EtcdV2Lease(self, key, value, ttl_s).take(None)
+        taken = await self.take(key, value, ttl_s)
+        return EtcdV2Lease(self, key, value, ttl_s, taken) if taken is not None else None
+
+    async def take(
+        self, key: str, value: bytes, ttl_s: float, after_term: int | None = None
+    ) -> _TakenKey | None:
+        """Take a lease if it is free, and if its latest term was `after_term` (None: any)."""
+        last_key = f"{key}~last"
+        reply, _ = await self.ask("GET", last_key, params={"quorum": "true"})
+        last = reply.node
+        if after_term is not None and (last is None or last.value != str(after_term)):
+            return None
+        begun_s = boot_clock()
+        reply, _ = await self.ask("PUT", key, data=_guard(0) | _lease_form(value, ttl_s))
+        if reply.node is None:
+            return None
+        taken = reply.node
+        form = _guard(last.modifiedIndex if last else 0) | {"value": str(taken.createdIndex)}
+        noted, _ = await self.ask("PUT", last_key, data=form)
+        if noted.node is None:  # Our key ran out meanwhile, and another process took it.
+            await self.ask("DELETE", key, params=_guard(taken.modifiedIndex))
+            return None
+        return _TakenKey(taken.createdIndex, taken.modifiedIndex, begun_s)
 
     async def holder(self, key: str) -> Holder | None:
         """See Store.holder."""
@@ -195,35 +225,15 @@ class EtcdV2Store:
 
 
 class EtcdV2Lease(HeldLease):
-    """A lease of an EtcdV2Store; `take` takes it."""
+    """A lease of an EtcdV2Store; the store makes it."""
 
-    def __init__(self, store: EtcdV2Store, key: str, value: bytes, ttl_s: float) -> None:
-        super().__init__(key, ttl_s, boot_clock)
+    def __init__(
+        self, store: EtcdV2Store, key: str, value: bytes, ttl_s: float, taken: _TakenKey
+    ) -> None:
+        super().__init__(key, ttl_s, boot_clock, term=taken.term, begun_s=taken.begun_s)
         self._store = store
         self._value = value
-        self._index = 0
-
-    async def take(self, after_term: int | None) -> EtcdV2Lease | None:
-        """Take the lease if it is free, and if its latest term was `after_term` (None: any)."""
-        last_key = f"{self._key}~last"
-        reply, _ = await self._store.ask("GET", last_key, params={"quorum": "true"})
-        last = reply.node
-        if after_term is not None and (last is None or last.value != str(after_term)):
-            return None
-        begun_s = boot_clock()
-        form = _guard(0) | {"value": base64.b64encode(self._value).decode(), "ttl": self._ttl()}
-        reply, _ = await self._store.ask("PUT", self._key, data=form)
-        if reply.node is None:
-            return None
-        taken = reply.node
-        form = _guard(last.modifiedIndex if last else 0) | {"value": str(taken.createdIndex)}
-        noted, _ = await self._store.ask("PUT", last_key, data=form)
-        if noted.node is None:  # Our key ran out meanwhile, and another process took it.
-            await self._store.ask("DELETE", self._key, params=_guard(taken.modifiedIndex))
-            return None
-        self._term, self._index = taken.createdIndex, taken.modifiedIndex
-        self.count_from(begun_s)
-        return self
+        self._index = taken.written_index
 
     async def renew(self) -> None:
         """See Lease.renew."""
@@ -231,10 +241,7 @@ class EtcdV2Lease(HeldLease):
             raise self._deposed()
         begun_s = boot_clock()
         # An update keeps createdIndex; the guard is on the index that this holder wrote last.
-        form = _guard(self._index) | {
-            "value": base64.b64encode(self._value).decode(),
-            "ttl": self._ttl(),
-        }
+        form = _guard(self._index) | _lease_form(self._value, self._ttl_s)
         reply, _ = await self._store.ask("PUT", self._key, data=form)
         if reply.node is not None:
             self._index = reply.node.modifiedIndex
@@ -248,8 +255,14 @@ class EtcdV2Lease(HeldLease):
                 slug="store-unsure",
                 next_step="nothing: it is tried again",
             )
-        if found.node is not None or await self.take(self._term) is None:
+        if found.node is not None:
             raise self._deposed()
+        taken = await self._store.take(self._key, self._value, self._ttl_s, self._term)
+        if taken is None:
+            raise self._deposed()
+        self._term = taken.term
+        self._index = taken.written_index
+        self.count_from(taken.begun_s)
 
     async def release(self) -> None:
         """See Lease.release."""
@@ -259,11 +272,12 @@ class EtcdV2Lease(HeldLease):
         with contextlib.suppress(StoreError):  # It runs out by itself.
             await self._store.ask("DELETE", self._key, params=_guard(self._index))
 
-    def _ttl(self) -> str:
-        return str(math.ceil(self._ttl_s))
-
     def _deposed(self) -> LeaseLostError:
         return self.deposed("others'", f"servers {self._store.gateway.settings.names}")
+
+
+def _lease_form(value: bytes, ttl_s: float) -> dict[str, str]:
+    return {"value": base64.b64encode(value).decode(), "ttl": str(math.ceil(ttl_s))}
 
 
 def _guard(version: int) -> dict[str, str]:

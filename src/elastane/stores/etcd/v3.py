@@ -19,6 +19,7 @@ import base64
 import contextlib
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -41,6 +42,14 @@ from elastane.stores.protocol import (
 
 # The pause between two watches of a server that ends each immediately.
 _WATCH_PAUSE_S = 0.1
+
+
+class _Taken(NamedTuple):
+    """A lease that was taken: the server's number for it, its term, and when it was requested."""
+
+    lease: int
+    term: int
+    begun_s: float
 
 
 class EtcdStore:
@@ -101,7 +110,30 @@ class EtcdStore:
         entry, _ = await self._read(key)
         if entry is not None:
             return None
-        return await EtcdLease(self, key, value, ttl_s).take(None)
+        taken = await self.take(key, value, ttl_s)
+        return EtcdLease(self, key, value, ttl_s, taken) if taken is not None else None
+
+    async def take(
+        self, key: str, value: bytes, ttl_s: float, after_term: int | None = None
+    ) -> _Taken | None:
+        """Take a lease if it is free, and if its latest term was `after_term` (None: any).
+
+        Returns None otherwise. A grant whose transaction was lost ends by its TTL.
+        """
+        begun_s = boot_clock()
+        lease = await self.grant(ttl_s)
+        name = self.name(key)
+        counter = _term(name)
+        guards = [wire.is_(name, "create", 0)]
+        if after_term is not None:
+            guards.append(wire.is_(counter, "version", after_term))
+        writes = [wire.put(name, value, lease), wire.put(counter, b"", prev_kv=True)]
+        done = await self.commit(wire.txn(guards, writes, []))
+        if not done.succeeded:
+            await self.revoke(lease)
+            return None
+        before = done.responses[1].response_put.prev_kv if len(done.responses) > 1 else None
+        return _Taken(lease, (before.version if before else 0) + 1, begun_s)
 
     async def holder(self, key: str) -> Holder | None:
         """See Store.holder."""
@@ -188,40 +220,15 @@ class EtcdStore:
 
 
 class EtcdLease(HeldLease):
-    """A lease of an EtcdStore; `take` takes it."""
+    """A lease of an EtcdStore; the store makes it."""
 
-    def __init__(self, store: EtcdStore, key: str, value: bytes, ttl_s: float) -> None:
-        super().__init__(key, ttl_s, boot_clock)
+    def __init__(
+        self, store: EtcdStore, key: str, value: bytes, ttl_s: float, taken: _Taken
+    ) -> None:
+        super().__init__(key, ttl_s, boot_clock, term=taken.term, begun_s=taken.begun_s)
         self._store = store
-        self._name = store.name(key)
         self._value = value
-        self._id = 0
-
-    async def take(self, after_term: int | None) -> EtcdLease | None:
-        """Take the lease if it is free, and if its latest term was `after_term` (None: any).
-
-        Returns None otherwise. A grant whose transaction was lost ends by its TTL.
-        """
-        begun_s = boot_clock()
-        lease = await self._store.grant(self._ttl_s)
-        counter = _term(self._name)
-        guards = [wire.is_(self._name, "create", 0)]
-        if after_term is not None:
-            guards.append(wire.is_(counter, "version", after_term))
-        done = await self._store.commit(
-            wire.txn(
-                guards,
-                [wire.put(self._name, self._value, lease), wire.put(counter, b"", prev_kv=True)],
-                [],
-            )
-        )
-        if not done.succeeded:
-            await self._store.revoke(lease)
-            return None
-        before = done.responses[1].response_put.prev_kv if len(done.responses) > 1 else None
-        self._id, self._term = lease, (before.version if before else 0) + 1
-        self.count_from(begun_s)
-        return self
+        self._id = taken.lease
 
     async def renew(self) -> None:
         """See Lease.renew."""
@@ -233,8 +240,13 @@ class EtcdLease(HeldLease):
         )
         if answer.result.TTL > 0:
             self.count_from(begun_s)
-        elif await self.take(self._term) is None:
-            await self._judge()
+            return
+        taken = await self._store.take(self._key, self._value, self._ttl_s, self._term)
+        if taken is None:
+            raise await self._why_not_taken()
+        self._id = taken.lease
+        self._term = taken.term
+        self.count_from(taken.begun_s)
 
     async def release(self) -> None:
         """See Lease.release."""
@@ -244,16 +256,16 @@ class EtcdLease(HeldLease):
         with contextlib.suppress(StoreError):  # Its TTL ends it.
             await self._store.revoke(self._id)
 
-    async def _judge(self) -> None:
-        """Tell a lost lease from one whose key is not yet free, after a failed retaking."""
+    async def _why_not_taken(self) -> StoreError:
+        """Return the error of a lost lease, or of one whose key is not free yet."""
         holder = await self._store.holder(self._key)
         if holder is not None and holder.term == self._term and holder.value == self._value:
-            raise StoreError(
+            return StoreError(
                 f"etcd: the lease {self._key} ended and its key is still there",
                 slug="store-unsure",
                 next_step="nothing: it is tried again",
             )
-        raise self._deposed()
+        return self._deposed()
 
     def _deposed(self) -> LeaseLostError:
         return self.deposed("others'", f"servers {self._store.session.settings.names}")
