@@ -8,8 +8,8 @@ import pytest
 from test_recovery_in_place import InPlace
 from test_spares_in_place import spares
 
-FEW, MANY = 3, 12
-# A worker that was a spare holds two descriptors and a thread more. One leaked a death is nine.
+FEW, MANY = 3, 9
+# A worker that was a spare holds two descriptors and a thread more. One leaked a death is six.
 SLACK = 4
 
 

@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
-from jobs import PRELOAD_OPTIMIZER
+from jobs import PRELOAD as PRELOAD_TORCH
 
 from elastane.testing import FaultPlan, LocalCluster
 
@@ -19,7 +19,7 @@ KINDS = ("kill-worker", "kill-worker", "kill-node", "kill-agent", "stop-node", "
 HANGS = ("stop-worker", "pause-node")
 WORLD_MAX, BATCH, STEP_S = 5, 300, 0.05
 # What the script comes to import.
-PRELOAD = f"{PRELOAD_OPTIMIZER},elastane.worker.job"
+PRELOAD = f"{PRELOAD_TORCH},torch.optim,elastane.worker.job"
 
 
 def played(folder: Path, plan: FaultPlan, seed: int, epochs: int, nodes: int) -> list[str]:

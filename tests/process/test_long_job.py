@@ -1,7 +1,9 @@
 """A real job under a fault every few seconds: nothing leaks, and the weights are exact.
 
-SOAK_S says for how long the soak goes on: an hour by default. FAULT_SEED replays the faults, not
-their timing.
+SOAK_S says for how long it goes on: an hour by default. FAULT_SEED replays the faults, not their
+timing. Of its claims CI has exact weights after faults in test_imagenet and test_recovery_in_place,
+what an agent holds in test_leaks_in_place and test_supervision_restarts, and what a cluster leaves
+behind in test_local_cluster.
 """
 
 from __future__ import annotations
@@ -111,11 +113,6 @@ def run(folder: Path, soak_s: float) -> None:
     left = [path for path in (folder / "run").rglob("*") if path.is_file()]
     assert not [path for path in left if path.suffix != ".lock"]
     assert not list((folder / "tmp").glob("elastane-call*"))
-
-
-@pytest.mark.timeout(240)
-def test_half_a_minute_of_faults_leaks_nothing_and_ends_with_the_undisturbed_weights(tmp_path):
-    run(tmp_path, 30.0)
 
 
 @pytest.mark.soak

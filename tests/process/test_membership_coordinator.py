@@ -65,8 +65,15 @@ def test_the_host_of_the_endpoint_is_killed_and_the_other_agent_of_that_address_
         assert survivor.wait() == 143
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("backend", ["elastane", "file"])
+@pytest.mark.parametrize(
+    ("backend", "end"),
+    [
+        ("elastane", signal.SIGTERM),  # its SIGKILL: the next test's
+        ("file", signal.SIGKILL),
+        pytest.param("elastane", signal.SIGKILL, marks=pytest.mark.soak),
+        pytest.param("file", signal.SIGTERM, marks=pytest.mark.soak),
+    ],
+)
 def test_a_coordinator_that_is_no_member_ends_and_nothing_restarts(
     tmp_path: Path, backend: str, end: signal.Signals
 ) -> None:

@@ -118,8 +118,15 @@ def test_all_agents_may_get_sigterm_at_once_and_the_checkpoint_is_of_the_last_st
         assert int((job.folder / "steps.ck").read_text()) == done[-1]
 
 
-@pytest.mark.parametrize("mode", ["drain", "term"])
-@pytest.mark.parametrize("who", ["guest", "host"])
+@pytest.mark.parametrize(
+    ("who", "mode"),
+    [
+        ("guest", "drain"),
+        ("host", "term"),
+        pytest.param("guest", "term", marks=pytest.mark.soak),
+        pytest.param("host", "drain", marks=pytest.mark.soak),
+    ],
+)
 def test_a_node_leaving_on_sigterm_loses_and_repeats_no_step(
     tmp_path: Path, mode: str, who: str
 ) -> None:

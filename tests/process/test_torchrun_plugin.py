@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from etcd_server import need_etcd
@@ -25,6 +25,8 @@ from elastane.elastic.rendezvous.etcd_server import EtcdServer
 SCRIPT = Path(__file__).parent / "scripts" / "torchrun_steps.py"
 DEADLINE_S = 60.0
 FOR_EVER = 100_000
+# Time enough for a spare to come.
+STEPS = 150
 
 
 @dataclass(frozen=True)
@@ -143,19 +145,26 @@ def test_the_entry_point_is_where_torchrun_looks() -> None:
     assert callable(entry.load()())
 
 
-def test_two_torchruns_meet_train_and_end_with_success(job: Callable[..., Torchruns]) -> None:
-    with job(steps=10) as runs:
-        runs.start("a")
-        runs.start("b")
-        assert [runs.code(name) for name in "ab"] == [0, 0]
+def test_two_torchruns_meet_and_train_and_a_spare_ends_with_success_as_they_do(
+    job: Callable[..., Torchruns],
+) -> None:
+    with job(steps=STEPS) as runs:
+        for name in "abc":
+            runs.start(name)
+        assert [runs.code(name) for name in "abc"] == [0, 0, 0]
+        assert len({s.node for s in runs.seen()}) == 2
         assert {(s.rank, s.step) for s in runs.seen()} == {
-            (rank, step) for rank in (0, 1) for step in range(1, 11)
+            (rank, step) for rank in (0, 1) for step in range(1, STEPS + 1)
         }
         assert {s.world for s in runs.seen()} == {2}
 
 
-def test_a_killed_worker_restarts_on_both_nodes(job: Callable[..., Torchruns]) -> None:
-    with job() as runs:
+def test_a_killed_worker_restarts_on_both_nodes_and_elastane_status_shows_the_job(
+    job: Callable[..., Torchruns], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    here = {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
+    with job(env=here) as runs:
         runs.start("a")
         runs.start("b")
         before = runs.wait_steps(2)
@@ -163,9 +172,24 @@ def test_a_killed_worker_restarts_on_both_nodes(job: Callable[..., Torchruns]) -
         after = runs.wait_steps(2, pids(before))
         assert {s.node for s in after} == {"a", "b"}
         assert [agent.poll() for agent in runs.agents.values()] == [None, None]
+        (shown,) = status(here)["jobs"]
+        assert shown["job"] == f"job-{runs.mark[:8]}"
+        assert len(shown["report"]["nodes"]) == 2
+        for name in ("a", "b"):
+            runs.agents[name].send_signal(signal.SIGTERM)
+            runs.code(name)
+        assert not list((tmp_path / "run").rglob("*.json"))
 
 
-def test_a_killed_node_costs_an_elastic_job_seconds_and_one_that_comes_is_taken_in(
+def status(env: dict[str, str]) -> dict[str, Any]:
+    command = [str(Path(sys.executable).with_name("elastane")), "status", "--json"]
+    said = subprocess.run(
+        command, capture_output=True, env=os.environ | env, check=False, timeout=30
+    )
+    return json.loads(said.stdout)
+
+
+def test_a_killed_node_costs_an_elastic_job_seconds_one_that_comes_is_taken_in_and_one_leaves(
     job: Callable[..., Torchruns],
 ) -> None:
     with job(nnodes="1:2", conf="last_call=1") as runs:
@@ -180,18 +204,12 @@ def test_a_killed_node_costs_an_elastic_job_seconds_and_one_that_comes_is_taken_
         assert after[0].time_s - killed_s < 20.0
         assert runs.agents["a"].poll() is None
         runs.start("c")
-        assert {s.node for s in runs.wait_steps(2, pids(both))} == {"a", "c"}
-
-
-def test_a_terminated_torchrun_leaves_and_the_other_goes_on(job: Callable[..., Torchruns]) -> None:
-    with job(nnodes="1:2") as runs:
-        runs.start("a")
-        runs.start("b")
-        both = runs.wait_steps(2)
-        runs.agents["b"].send_signal(signal.SIGTERM)
-        after = runs.wait_steps(1, pids(both))
-        assert after[0].node == "a"
-        assert runs.code("b") != 0
+        again = runs.wait_steps(2, pids(both))
+        assert {s.node for s in again} == {"a", "c"}
+        runs.agents["c"].send_signal(signal.SIGTERM)
+        left = runs.wait_steps(1, pids(alone) | pids(both) | pids(after) | pids(again))
+        assert left[0].node == "a"
+        assert runs.code("c") != 0
 
 
 def test_a_node_whose_restarts_are_used_up_ends_the_job_for_all(
@@ -206,14 +224,6 @@ def test_a_node_whose_restarts_are_used_up_ends_the_job_for_all(
         # either agent may be the first to notice its own, and closes the job before the other
         # has looked.
         assert re.search(r"exitcode *: ([13]|-6) ", runs.words("a") + runs.words("b"))
-
-
-def test_a_spare_ends_with_success_when_the_job_does(job: Callable[..., Torchruns]) -> None:
-    with job(nnodes="1", steps=150) as runs:
-        runs.start("a")
-        runs.start("b")
-        assert [runs.code(name) for name in "ab"] == [0, 0]
-        assert len({s.node for s in runs.seen()}) == 1
 
 
 def test_a_torchrun_that_waits_for_others_ends_by_a_signal_at_once(
@@ -271,28 +281,3 @@ def _coordinator(folder: Path) -> str:
     """Return what the store holds of the coordinator in office."""
     (entry,) = folder.glob("*/coordinator/@entry")
     return max(entry.glob("[0-9]*")).read_bytes().decode(errors="replace")
-
-
-def test_elastane_status_shows_a_torchruns_job(
-    job: Callable[..., Torchruns], tmp_path: Path
-) -> None:
-    (tmp_path / "run").mkdir(mode=0o700)
-    here = {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
-
-    def status() -> dict[str, object]:
-        command = [str(Path(sys.executable).with_name("elastane")), "status", "--json"]
-        said = subprocess.run(
-            command, capture_output=True, env=os.environ | here, check=False, timeout=30
-        )
-        return json.loads(said.stdout)
-
-    with job(env=here) as runs:
-        runs.start("a"), runs.start("b")
-        runs.wait_steps(2)
-        (shown,) = status()["jobs"]
-        assert shown["job"] == f"job-{runs.mark[:8]}"
-        assert len(shown["report"]["nodes"]) == 2
-        for name in ("a", "b"):
-            runs.agents[name].send_signal(signal.SIGTERM)
-            runs.code(name)
-        assert not list((tmp_path / "run").rglob("*.json"))

@@ -434,7 +434,7 @@ def test_the_store_is_served_on_the_agents_socket(
     runner.run(scenario())
 
 
-def test_fifty_forks_leave_nothing(
+def test_twenty_forks_leave_nothing(
     runner: asyncio.Runner, zygote: ZygoteSpawner, tmp_path: Path
 ) -> None:
     script = tmp_path / "leave.py"
@@ -450,7 +450,7 @@ def test_fifty_forks_leave_nothing(
 
     runner.run(scenario(1))
     before, children = counts(), children_of(os.getpid())
-    runner.run(scenario(50))
+    runner.run(scenario(20))
     after = counts()  # of this process, what an earlier test left may have gone
     assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     assert reap_orphans() == []

@@ -20,12 +20,14 @@ from process_harness import (
 )
 
 from elastane.process.kernel import become_subreaper
-from elastane.process.zygote import DEFAULT_PRELOAD
+from elastane.process.zygote import client
 from elastane.process.zygote.client import ZygoteSpawner
 
 pytest.importorskip("lightning")
 pytest.importorskip("torchmetrics")
 
+# What stands for the default here: without torch's compiler, which takes as long again.
+PRELOAD = ("torch", "torch.distributed")
 LEARNED = ("torchmetrics", "lightning", "lightning.pytorch")
 SCRIPT = """\
 import json, os, sys
@@ -77,7 +79,7 @@ def alike(folder: Path, preload: tuple[str, ...], swap: Callable[[ZygoteSpawner]
             await asyncio.wait_for(spawner.warm.wait(), DEADLINE_S)
             pid = spawner.pid
             swap(spawner)
-            if preload == DEFAULT_PRELOAD:
+            if preload == PRELOAD:
                 await eventually(lambda: spawner.pid not in (pid, None), "another zygote", 60.0)
             for env in workers():
                 wanted = command("script", script, env=env)
@@ -99,8 +101,11 @@ def alike(folder: Path, preload: tuple[str, ...], swap: Callable[[ZygoteSpawner]
     return told
 
 
-def test_a_worker_has_its_own_rank_in_lightning_that_the_zygote_learned(tmp_path: Path) -> None:
-    alike(tmp_path, DEFAULT_PRELOAD, lambda spawner: spawner.learn(LEARNED))
+def test_a_worker_has_its_own_rank_in_lightning_that_the_zygote_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "DEFAULT_PRELOAD", PRELOAD)
+    alike(tmp_path, PRELOAD, lambda spawner: spawner.learn(LEARNED))
 
 
 def test_a_worker_has_its_own_rank_in_lightning_that_the_user_preloads(tmp_path: Path) -> None:

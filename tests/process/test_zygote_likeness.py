@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from process_harness import (
     SCRIPTS,
+    Ended,
     Told,
     command,
     run_plain,
@@ -32,11 +33,14 @@ class Both:
     ) -> None:
         self.runner, self.zygote, self.told, self.folder = runner, zygote, told, folder
 
-    def __call__(self, wanted: WorkerCommand) -> tuple[Any, Any]:
+    def __call__(self, wanted: WorkerCommand) -> tuple[Ended, Ended]:
+        return self.forked(wanted), run_plain(wanted, self.folder)
+
+    def forked(self, wanted: WorkerCommand) -> Ended:
         self.told.heard.clear()
         forked = self.runner.run(run_spawned(self.zygote, wanted, self.folder))
         assert self.told.of("fallback") == []
-        return forked, run_plain(wanted, self.folder)
+        return forked
 
 
 @pytest.fixture
@@ -50,20 +54,21 @@ def facts(text: str) -> Facts:
     return loaded
 
 
-PARTS = ("process", "main", "streams", "interpreter", "sources", "packages", "children", "loader")
+# Those that import torch are apart: the others are of a program that does not.
+PARTS = ("process,main,streams,interpreter,sources,children", "packages,loader")
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_the_probe_finds_the_same(both: Both, part: str) -> None:
-    env = worker_environment(PROBE=part, FROM_TEST="a b", TMPDIR="/var/tmp", RANK="3")
+@pytest.mark.parametrize("parts", PARTS, ids=["without-torch", "with-torch"])
+def test_the_probe_finds_the_same(both: Both, parts: str) -> None:
+    env = worker_environment(PROBE=parts, FROM_TEST="a b", TMPDIR="/var/tmp", RANK="3")
     forked, plain = both(command("script", SCRIPTS / "probe.py", "--x", "a b", "", env=env))
     assert plain.code == 0, plain.err
     assert forked.err == plain.err
-    found, expected = facts(forked.out)[part], facts(plain.out)[part]
-    assert found.keys() == expected.keys()
-    assert {
-        name: (found[name], expected[name]) for name in found if found[name] != expected[name]
-    } == {}
+    found, expected = facts(forked.out), facts(plain.out)
+    for part in parts.split(","):
+        assert found[part].keys() == expected[part].keys()
+        pairs = {name: (found[part][name], expected[part][name]) for name in found[part]}
+        assert {name: pair for name, pair in pairs.items() if pair[0] != pair[1]} == {}
     assert forked.code == 0
 
 
@@ -186,26 +191,30 @@ def test_two_workers_draw_different_numbers_unless_seeded(both: Both, tmp_path: 
     script = tmp_path / "draw.py"
     script.write_text(
         "import random, sys, uuid, numpy, torch, multiprocessing\n"
-        "if len(sys.argv) > 1:\n"
-        "    random.seed(1); numpy.random.seed(1); torch.manual_seed(1)\n"
         "print(random.random()); print(numpy.random.rand()); print(torch.rand(1).item())\n"
         "print(multiprocessing.current_process().authkey.hex())\n"
         "print(torch.initial_seed()); print(numpy.random.default_rng().random())\n"
+        "random.seed(1); numpy.random.seed(1); torch.manual_seed(1)\n"
+        "print(random.random(), numpy.random.rand(), torch.rand(1).item())\n"
     )
     first, plain = both(command("script", script))
-    second, _ = both(command("script", script))
-    three = zip(first.out.split(), second.out.split(), plain.out.split(), strict=True)
-    assert all(len(set(drawn)) == 3 for drawn in three)
-    first, plain = both(command("script", script, "seeded"))
-    assert first.out.split()[:3] == plain.out.split()[:3]
+    second = both.forked(command("script", script))
+    *three, seeded = zip(*(one.out.splitlines() for one in (first, second, plain)), strict=True)
+    assert len(three) == 6 and all(len(set(drawn)) == 3 for drawn in three)
+    assert len(set(seeded)) == 1 and seeded[0]
 
 
-@pytest.mark.parametrize("level", ["INFO", "DETAIL", "OFF"])
-def test_the_debug_level_of_the_worker_counts(both: Both, level: str) -> None:
-    env = worker_environment(PROBE="packages", TORCH_DISTRIBUTED_DEBUG=level)
-    forked, plain = both(command("script", SCRIPTS / "probe.py", env=env))
-    assert facts(forked.out) == facts(plain.out)
-    assert level in forked.out
+def test_the_debug_level_of_the_worker_counts(both: Both) -> None:
+    def at(level: str) -> WorkerCommand:
+        env = worker_environment(PROBE="packages", TORCH_DISTRIBUTED_DEBUG=level)
+        return command("script", SCRIPTS / "probe.py", env=env)
+
+    forked, plain = both(at("DETAIL"))
+    expected = facts(plain.out)["packages"]
+    assert facts(forked.out)["packages"] == expected and "DETAIL" in expected["debug"]
+    for level in ("INFO", "OFF"):
+        found = facts(both.forked(at(level)).out)["packages"]
+        assert found == expected | {"debug": expected["debug"].replace("DETAIL", level)}
 
 
 def test_an_environment_of_hundreds_of_kilobytes_arrives(both: Both, tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def tell_of_waiting(path: Path) -> None:
 def main() -> None:
     import torch
     import torch.distributed as dist
+    import uncompiled  # noqa: F401 - before the optimizer is made
 
     import elastane
 
