@@ -63,7 +63,7 @@ while True:
 FOREVER = "import time; print('up', flush=True); time.sleep(1000)"
 
 
-def test_how_a_container_ends_is_told_as_it_is(control_plane, cluster, namespace):
+def test_the_end_of_a_container_is_reported_as_it_was(control_plane, cluster, namespace):
     cluster.add("ends-0")
     plane, sh = control_plane, {"image": "shell", "restartPolicy": "Never"}
     flaky = 'n=$(cat /x/n 2>/dev/null || echo 0); echo $((n+1)) >/x/n; echo turn $n; [ "$n" = 2 ]'
@@ -160,7 +160,7 @@ def test_a_deleted_pod_has_its_time_of_grace_and_no_more(control_plane, cluster,
     assert "saved" in log.read_text()
 
 
-def test_an_image_that_nobody_has_is_told_until_somebody_has_it(control_plane, cluster, namespace):
+def test_a_missing_image_is_reported_until_it_can_be_pulled(control_plane, cluster, namespace):
     node = cluster.add("images-0")
     create(control_plane, namespace, pod("waits", "-c", "print('at last')", image="new:1"))
     for reason in ("ErrImagePull", "ImagePullBackOff"):

@@ -55,7 +55,7 @@ def test_a_coordinator_whose_pod_is_killed_is_followed_before_its_lease_has_run_
     job.wait_step(world=2)
 
 
-def test_what_is_wrong_with_a_manifest_is_told_at_once_and_for_good(cluster, operator, make_job):
+def test_mistakes_of_a_manifest_are_reported_at_once_and_for_good(cluster, operator, make_job):
     cluster.add("a")
     image = make_job("image")
     image.apply(replicas=1, low=1, high=1, container=image.container(image="nobody/has:this"))

@@ -147,7 +147,7 @@ def test_watches_that_break_go_on_where_they_were():
     play(scenario)
 
 
-def test_a_history_that_is_gone_is_listed_anew_with_what_was_missed():
+def test_a_dropped_version_leads_to_a_new_list_with_the_missed_changes():
     async def scenario(kube):
         kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
         kube.create("elasticjobs", job("y"), group=GROUP_OF_JOBS)
@@ -187,7 +187,7 @@ def test_a_stale_cache_creates_no_pod_twice():
     play(scenario)
 
 
-def test_a_template_that_is_refused_is_asked_for_once_and_told_to_the_decision():
+def test_a_refused_template_is_sent_once_and_reaches_the_next_decision():
     async def scenario(kube):
         kube.inject("POST", "/pods$", status=422, reason="Invalid", message="spec.x: no", times=99)
         kube.create("elasticjobs", job(replicas=20), group=GROUP_OF_JOBS)
@@ -217,7 +217,7 @@ def test_a_template_that_is_refused_is_asked_for_once_and_told_to_the_decision()
     play(scenario)
 
 
-def test_a_name_that_another_has_is_told_and_one_of_ours_is_taken_in():
+def test_a_name_of_a_strangers_object_is_refused_and_one_of_the_job_adopted():
     async def scenario(kube):
         made = kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
         kube.create("pods", {"metadata": {"name": "x-worker-0"}, "spec": {}})
@@ -358,7 +358,7 @@ def test_sigterm_gives_the_lease_back():
     play(scenario)
 
 
-def test_a_pod_on_a_node_that_the_watch_has_not_told_of_yet_is_left_alone():
+def test_a_pod_on_a_node_unknown_to_the_watch_is_left_alone():
     async def scenario(kube):
         states = []
 

@@ -58,7 +58,7 @@ def test_a_namespace_that_is_being_deleted_is_no_fault_of_the_rights(caplog):
     assert "forbidden" not in caplog.text.lower()
 
 
-def test_a_status_that_is_refused_is_told_once_and_tried_when_the_job_changes():
+def test_a_refused_status_is_reported_once_and_retried_when_the_job_changes():
     async def scenario(kube):
         path, message = "/elasticjobs/x/status", "spec.replicas: Invalid value"
         kube.inject("PATCH", path, status=422, reason="Invalid", message=message, times=99)

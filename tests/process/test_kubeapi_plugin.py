@@ -47,7 +47,7 @@ def runs(tmp_path: Path) -> int:
     return len((tmp_path / "runs").read_text())
 
 
-def test_a_plugin_is_told_what_it_needs_and_gives_a_token(tmp_path):
+def test_a_plugin_gets_its_input_and_returns_a_token(tmp_path):
     body = (
         "info = json.loads(os.environ['KUBERNETES_EXEC_INFO'])\n"
         "word = [info['apiVersion'][-7:], str(info['spec']['interactive']), os.environ['MINE']]\n"
@@ -73,7 +73,7 @@ def test_many_who_ask_at_once_run_it_once_and_so_does_who_asks_later(tmp_path):
     asyncio.run(check())
 
 
-def test_what_has_expired_is_made_anew(tmp_path):
+def test_an_expired_identity_is_made_again(tmp_path):
     past = said(token="t", expirationTimestamp="2020-01-01T00:00:00Z")
     identity = plugin(tmp_path, COUNTED.format(tmp_path / "runs") + past)
 
@@ -111,7 +111,7 @@ def test_who_gives_up_waiting_does_not_stop_it_for_the_next(tmp_path):
         (said(token="t", expirationTimestamp="soon"), "printed no ExecCredential"),
     ],
 )
-def test_a_plugin_that_fails_is_told_with_what_it_said(tmp_path, body, words):
+def test_the_error_of_a_failed_plugin_holds_its_output(tmp_path, body, words):
     with pytest.raises(ConfigurationError) as caught:
         asyncio.run(plugin(tmp_path, body, installHint="install it").proof())
     assert caught.value.slug == "kube-exec"

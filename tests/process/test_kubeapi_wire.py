@@ -212,7 +212,7 @@ async def test_what_the_server_puts_off_is_asked_again_since_it_was_not_taken_up
     assert len(server.asked) == 2
 
 
-def test_a_token_that_the_server_knows_no_more_is_read_anew_once(tmp_path: Path):
+def test_a_rejected_token_is_read_again_once(tmp_path: Path):
     path = tmp_path / "token"
     path.write_text("old\n")
 

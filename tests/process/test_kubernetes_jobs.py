@@ -107,7 +107,7 @@ def test_an_api_server_that_is_away_stops_nobody_who_trains(
         assert (again.round, again.attempt, again.restarts) == (1, 1, 1), "decisions are made again"
 
 
-def test_a_job_that_ended_leaves_only_its_outcome_and_who_comes_late_is_told(
+def test_an_ended_job_leaves_only_its_outcome_and_late_nodes_get_it(
     plane: ControlPlane, tmp_path: Path
 ) -> None:
     with job_in(plane, tmp_path, nnodes="2", steps=3) as job:
@@ -121,7 +121,7 @@ def test_a_job_that_ended_leaves_only_its_outcome_and_who_comes_late_is_told(
         assert late.wait() == 78 and "has ended" in late.box
 
 
-def test_who_may_not_is_told_the_verb_the_kind_the_namespace_and_the_role(
+def test_a_missing_right_names_verb_kind_namespace_and_role(
     plane: ControlPlane, tmp_path: Path
 ) -> None:
     space, kubeconfig = account(plane)

@@ -64,7 +64,7 @@ async def test_a_lease_looks_as_kubernetes_users_expect(place):
 
 
 @placed
-async def test_a_lease_that_somebody_deletes_is_made_anew_by_its_holder_under_its_term(place):
+async def test_a_deleted_lease_is_created_again_by_its_holder_with_its_term(place):
     store, other = place.store(), place.store()
     lease = await store.lease("j/seat", b"a", 30.0)
     term = lease.term

@@ -110,13 +110,13 @@ def test_a_count_that_grows_is_written_and_one_that_shrinks_is_not(server):
     assert (server.counts, server.writes) == ([19], 2)
 
 
-def test_what_could_not_be_written_is_written_when_it_is_told_again(server):
+def test_an_event_that_failed_is_written_when_it_is_recorded_again(server):
     server.fails = 1
     record(server, LASTS, LASTS)
     assert server.counts == [1]
 
 
-def test_what_comes_back_after_the_server_has_dropped_its_event_is_told_again(server, monkeypatch):
+def test_an_event_is_published_again_after_the_server_dropped_it(server, monkeypatch):
     monkeypatch.setattr(reporting, "EVENT_KEPT_S", -1.0)
     recorder = Watched(server)
 

@@ -217,7 +217,7 @@ def test_no_limit_is_no_limit_but_pods_that_end_quickly_wait_longer_each_time():
     assert not cluster.status.early_ends
 
 
-def test_a_pause_is_told_with_its_end_and_its_cause():
+def test_a_pause_is_reported_with_its_end_and_its_cause():
     cluster = ran()
     for _ in range(3):
         end(cluster, 137)
@@ -285,7 +285,7 @@ def test_out_of_memory_is_named_and_is_the_programs():
     assert ending.text == "out of memory: killed by the kernel (exit code 137, OOMKilled)"
 
 
-def test_out_of_memory_is_told_and_counted():
+def test_out_of_memory_is_reported_and_counted():
     cluster = ran()
     cluster.by_name("j-worker-1").ended_as = "OOMKilled"
     decision = end(cluster, 137)
@@ -340,7 +340,7 @@ def test_an_init_container_that_failed_tells_the_exit_code():
     assert (ending.cause, ending.code, ending.text) == ("App", 6, "exit code 6: no data")
 
 
-def test_the_last_line_of_the_termination_message_is_told():
+def test_the_last_line_of_the_termination_message_is_reported():
     ended = container(code=1, signal=0, message="Traceback\n  File\nValueError: lr is nan\n")
     ending = judged({"phase": "Failed", "containerStatuses": [ended]}).ending
     assert ending.text == "exit code 1: ValueError: lr is nan"

@@ -74,7 +74,7 @@ def test_a_job_that_cannot_begin_for_its_template_fails_after_ten_minutes(reason
     assert cluster.decide(60).again_in_s is None
 
 
-def test_the_name_of_the_image_is_told():
+def test_the_name_of_the_image_is_reported():
     cluster = Pending("ErrImagePull", "not found")
     cluster.decide()
     cluster.decide()
@@ -127,7 +127,7 @@ def test_coming_up_is_no_hindrance(reason):
     assert decision.events == ()
 
 
-def test_one_reason_of_many_pods_is_told_once_with_their_number():
+def test_one_reason_of_many_pods_is_reported_once_with_their_number():
     cluster = Pending("Unschedulable", "no room", replicas=4)
     cluster.decide()
     decision = cluster.decide()

@@ -31,7 +31,7 @@ def reasons(decision):
     return [event.reason for event in decision.events]
 
 
-def test_missing_pods_are_created_and_it_is_told_once():
+def test_missing_pods_are_created_and_reported_once():
     cluster = Cluster(spec=spec_of(3))
     decision = decide(cluster)
     assert names(cluster) == ["j-worker-0", "j-worker-1", "j-worker-2"]
@@ -200,7 +200,7 @@ def test_scaling_up_again_waits_for_the_pod_of_that_index_to_be_gone():
 
 
 @pytest.mark.parametrize(("asked", "used"), [(9, 4), (1, 2), (0, 2)])
-def test_scale_beyond_the_bounds_is_held_to_them_and_told(asked, used):
+def test_scale_beyond_the_bounds_is_clamped_and_reported(asked, used):
     """The scale subresource passes by a webhook for elasticjobs (trap 2)."""
     cluster = running(3, 2, 4)
     cluster.edit(spec_of(asked, 2, 4))

@@ -74,7 +74,7 @@ def test_the_same_line_again_is_a_line_again():
     assert len(console.lines) == 3, "a machine reads them, and counts"
 
 
-def test_a_format_that_does_not_fit_is_told_apart_and_does_not_raise(capsys):
+def test_a_log_format_that_does_not_fit_is_reported_and_does_not_raise(capsys):
     console = Console()
     JsonHandler(console, "operator").emit(record("%d jobs", "many"))
     assert console.lines == []
@@ -82,9 +82,7 @@ def test_a_format_that_does_not_fit_is_told_apart_and_does_not_raise(capsys):
 
 
 @pytest.mark.parametrize(("as_json", "kind"), [(True, JsonHandler), (False, ConsoleHandler)])
-def test_an_operator_says_what_it_does_unless_told_otherwise(
-    project_logger, monkeypatch, as_json, kind
-):
+def test_an_operator_logs_at_info_unless_set_otherwise(project_logger, monkeypatch, as_json, kind):
     monkeypatch.delenv("LOGLEVEL", raising=False)
     set_up_logs(as_json=as_json)
     assert [type(handler) for handler in project_logger.handlers] == [kind]

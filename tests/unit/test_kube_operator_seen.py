@@ -208,7 +208,7 @@ def test_a_node_counts_as_gone_only_once_it_was_looked_at():
     assert view.nodes_in_doubt("n/x") == ["new"]
 
 
-def test_lost_nodes_are_told_since_when():
+def test_lost_nodes_have_the_time_of_their_loss():
     def node(status, since=None, **spec):
         ready = {"type": "Ready", "status": status, "lastTransitionTime": since}
         raw = {"metadata": {"name": "a"}, "spec": spec, "status": {"conditions": [ready]}}

@@ -107,7 +107,7 @@ def test_an_id_of_the_users_is_the_only_one_and_names_the_token(word):
     assert [one.name for one in tokens] == [token_of("mine")]
 
 
-def test_a_job_that_is_made_anew_has_another_id():
+def test_a_job_created_again_has_another_rendezvous_id():
     """pytorch/elastic #151: the same id in the same etcd is a job that is closed."""
     one, other = Cluster(spec=spec_of()), Cluster(spec=spec_of())
     other.job["metadata"]["uid"] = "job11111-1"
@@ -335,7 +335,7 @@ def test_what_the_coordinator_reported_is_left_alone():
     assert not [a for a in cluster.operate()[0].actions if isinstance(a, PatchObject)]
 
 
-def test_objects_that_a_namesake_left_are_replaced_and_a_strangers_are_told():
+def test_objects_of_a_namesake_are_replaced_and_a_strangers_reported():
     cluster, _ = begun()
     for key, kind in ((("Service", "j"), "ElasticJob"), (("RoleBinding", "j"), "Other")):
         cluster.objects[key]["metadata"]["ownerReferences"] = [
@@ -376,7 +376,7 @@ def test_pods_that_a_namesake_left_go_first():
     assert not old & set(cluster.pods)
 
 
-def test_a_strangers_pod_of_that_name_is_told_and_not_touched():
+def test_a_strangers_pod_of_that_name_is_reported_and_not_touched():
     cluster, _ = begun()
     stranger = cluster.by_name("j-worker-0")
     stranger.manifest["metadata"]["ownerReferences"][0] |= {"uid": "x", "kind": "ReplicaSet"}

@@ -44,7 +44,7 @@ def refused(what, cluster, code=403, times=1):
 
 @pytest.mark.parametrize(("code", "reason"), [(403, "Forbidden"), (422, "Refused")])
 @pytest.mark.parametrize("change", [scaled_down, objects_differ])
-def test_it_is_told_by_name_and_waits_longer_each_time(change, code, reason):
+def test_a_refused_write_is_reported_by_name_and_waits_longer_each_time(change, code, reason):
     cluster = ran()
     kind, what = change(cluster)
     for times in (1, 3, 99):
@@ -68,7 +68,7 @@ def test_it_is_told_by_name_and_waits_longer_each_time(change, code, reason):
     assert not cluster.status.is_("Degraded")
 
 
-def test_a_deed_that_is_not_wanted_any_more_is_not_told():
+def test_a_refused_write_that_is_no_longer_wanted_is_not_reported():
     cluster = ran()
     cluster.refused = (refused(("delete", "Pod", "j-worker-1"), cluster),)
     cluster.settle()

@@ -77,7 +77,7 @@ def test_a_pod_that_may_live_keeps_its_seat_until_that_runs_out(fate):
     assert freed(cluster) == []
 
 
-def test_one_that_its_kubelet_starts_again_may_hold_the_seat_anew():
+def test_a_pod_that_its_kubelet_restarts_may_lead_again():
     cluster = ran("OnFailure")
     cluster.exit(cluster.by_name("j-worker-1"), 137)
     assert freed(cluster) == []
@@ -127,7 +127,7 @@ def test_and_of_nobody_who_may_live(fate):
     assert dead(cluster) == []
 
 
-def test_of_the_dead_that_are_gone_the_newest_are_told_and_the_list_is_left_alone():
+def test_the_directive_keeps_the_newest_of_the_dead_pods_that_are_gone():
     cluster = ran()
     old = [f"old-{i:03}" for i in range(100)]
     cluster.objects["ConfigMap", "j-directive"]["data"]["dead"] = " ".join(old)
@@ -220,7 +220,7 @@ def test_a_deleted_pod_whose_container_ended_is_dead_whatever_its_phase_was(poli
     assert cluster.dead == [pod.uid]
 
 
-def test_how_a_pod_ended_that_no_watch_told_of_is_not_known():
+def test_the_end_of_a_pod_that_no_watch_reported_is_unknown():
     cluster, _ = suspended()
     cluster.end_deleted()
     cluster.relist()

@@ -86,7 +86,7 @@ def test_a_report_about_pods_that_are_all_gone_is_not_shown():
     assert (cluster.status.world_size, cluster.status.step) == (2, 100)
 
 
-def test_workers_in_trouble_are_told_first_and_the_list_is_bounded():
+def test_failing_workers_are_listed_first_and_the_list_is_bounded():
     cluster = running(100, 1, 100)
     end(cluster, 99, 137)
     decide(cluster)

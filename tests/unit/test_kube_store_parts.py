@@ -94,7 +94,7 @@ def test_what_a_person_made_of_a_lease_is_read_as_far_as_it_makes_sense():
 
 
 @pytest.mark.parametrize("written", ["", "x", "-1", "1e3", "٣"])
-def test_a_version_that_is_no_number_is_told(written):
+def test_a_version_that_is_no_number_is_a_store_error(written):
     with pytest.raises(StoreError, match="no number"):
         assert StoredMeta(name="n", resourceVersion=written).version
 

@@ -121,7 +121,7 @@ def test_a_job_whose_name_no_service_could_have_is_refused(name):
     assert not wrongs(spec_of(), "j" * 51)
 
 
-def test_all_mistakes_of_a_manifest_are_told_at_once():
+def test_all_mistakes_of_a_manifest_are_reported_at_once():
     spec = with_at("spec.minReplicas", 0, with_at("spec.backoffLimit", "x", spec_of(policy="No")))
     paths = {one.path for one in wrongs(spec)}
     assert paths == {"spec.minReplicas", "spec.backoffLimit", f"{WORKER}.restartPolicy"}

@@ -141,7 +141,7 @@ def test_a_users_files_are_beside_the_kubeconfig_and_read_again_when_they_change
     asyncio.run(check())
 
 
-def test_a_file_that_was_never_readable_is_told(tmp_path):
+def test_a_file_that_was_never_readable_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigurationError) as caught:
         proof(user(tmp_path, tokenFile="nowhere"))
     assert caught.value.slug == "kube-no-token"
@@ -205,7 +205,7 @@ def test_what_is_given_goes_before_what_is_found(tmp_path):
     assert caught.value.slug == "kube-no-cluster"
 
 
-def test_certificates_that_cannot_be_used_are_told():
+def test_unusable_certificates_are_a_configuration_error():
     access = ClusterAccess(
         "https://x", Anybody(), namespace="n", where="here", tls=Tls(ca="no PEM")
     )

@@ -98,7 +98,7 @@ def test_a_pod_that_was_here_and_is_not_has_departed_until_it_comes_back():
     assert len(last.members) == 1 + bridge.DEPARTED_MAX
 
 
-def test_what_is_news_is_told_at_once_and_steps_now_and_then():
+def test_changes_are_reported_at_once_and_steps_now_and_then():
     told = Summary(None).update(known((3,)), [], 1000.0)
     later = Summary(None).update(known((9,)), [], 1002.0)
     assert not is_due(told, later)

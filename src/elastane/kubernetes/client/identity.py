@@ -61,7 +61,7 @@ class Identity(Protocol):
 
 
 class SingleFlight:
-    """Makes a proof once for all who want one now, and to its end whoever gives up waiting."""
+    """Makes one proof for all concurrent callers; a caller that gives up does not cancel it."""
 
     def __init__(self) -> None:
         self._making: asyncio.Task[ClientProof] | None = None

@@ -230,7 +230,7 @@ class Executor:
         await _all([self._one(key, job, action) for action in actions])
 
     async def _one(self, key: str, job: ElasticJob, action: Any) -> None:
-        """Do what is no creation; a refusal of it is kept for the next decision, and raised."""
+        """Carry out a patch or a deletion; a refusal is kept for the next decision, and raised."""
         namespace = job.metadata.namespace
         verb: Verb = "delete"
         if isinstance(action, PatchObject):
@@ -308,7 +308,7 @@ class Executor:
 
 
 async def _all(work: Sequence[Awaitable[T]]) -> list[T]:
-    """Wait for all of it, and then raise the first exception: nothing is left under way."""
+    """Wait for all of the work, then raise the first exception: nothing is left under way."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -250,7 +250,7 @@ class ClusterView:
         )
 
     def nodes_in_doubt(self, key: str) -> list[str]:
-        """Return the nodes of a job's pods that are to be looked at before anything is decided."""
+        """Return the nodes of a job's pods that must be read again before a decision."""
         return self.nodes.in_doubt(_nodes_of(self._pods_of[key]))
 
     def refuse(self, key: str, refusal: Refusal) -> None:

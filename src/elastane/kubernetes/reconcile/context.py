@@ -145,7 +145,7 @@ class DecisionContext:
             self.verdict = JobVerdict(kind=kind, reason=reason, message=message)
 
     def refusal(self, kind: str, name: str) -> Refusal | None:
-        """Return what the API server said to the last try to create something."""
+        """Return the refusal of the last attempt to create an object, if it was refused."""
         what = ("create", kind, name)
         found = (no for no in self.seen.refused if (no.verb, no.kind, no.name) == what)
         return next(found, None)

@@ -164,7 +164,7 @@ def _live_out(context: DecisionContext) -> None:
 
 
 def refuse(seen: Observed, before: JobStatus, wrong: tuple[Wrong, ...], now_s: float) -> Decision:
-    """Return the decision about a job that cannot be understood."""
+    """Return the decision about a job with a wrong spec."""
     meta = seen.job.metadata
     if may_begin_anew(before, meta.edition):
         before = begin_anew(before)

@@ -287,8 +287,8 @@ def _end_text(pod: Pod, ended: ContainerEnd, cause: Cause) -> str:
 def ending_text(ended: ContainerEnd) -> str:
     """Return how a container ended by itself, with the last words of its termination message.
 
-    That is the cause, from an agent of elastane; else the end of the log, where the last line may
-    be a mere rule.
+    From an agent of elastane these are the cause; else they are the end of the log, whose last line
+    may be a mere rule.
     """
     text = f"exit code {ended.exit_code}"
     if ended.signal:

@@ -201,7 +201,7 @@ def tally(context: DecisionContext) -> PodTally:
 def conditions_of(
     context: DecisionContext, verdict: JobVerdict | None, count: PodTally, progress: JobProgress
 ) -> dict[str, Condition]:
-    """Return what is to be said, by type; conditions that do not apply are absent."""
+    """Return the conditions that apply, by type."""
     name = context.job.name
     made = {"Created": _true("Created", "ElasticJobCreated", f"ElasticJob {name} is created.")}
     if verdict is not None:

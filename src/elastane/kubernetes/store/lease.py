@@ -143,7 +143,7 @@ class KubernetesLease(HeldLease):
         self._acquired = ""
 
     async def take(self) -> bool:
-        """Take the lease if it is free; False if it is not, or another candidate was quicker."""
+        """Take the lease if it is free; False if it is held, or another candidate was quicker."""
         found = await self._place.find()
         # What this one wrote, and heard no answer of, is its own.
         is_own = found is not None and found.holder == self._identity
