@@ -13,8 +13,7 @@ from elastane.protocol.effects import Exit
 from elastane.protocol.events import Fenced, Resized, Signalled
 from elastane.protocol.log_events import LogEvent
 from elastane.protocol.messages import ToAgent, ToCoordinator
-from elastane.protocol.model import JobSpec
-from elastane.protocol.sharding import world_bounds
+from elastane.protocol.model import JobSpec, world_bounds
 from simulation.checks import Checks
 from simulation.clock import HostClock, VirtualClock
 from simulation.coordinator import SimulatedCoordinator

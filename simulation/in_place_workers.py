@@ -20,9 +20,8 @@ from elastane.protocol.events import (
     WorkerLost,
     WorkerSucceeded,
 )
-from elastane.protocol.limits import HANG_LOOK_S
-from elastane.protocol.model import Assignment, Failure, Fence
-from elastane.protocol.sharding import NO_SLICE
+from elastane.protocol.hangs import HANG_LOOK_S
+from elastane.protocol.model import NO_SLICE, Assignment, Failure, Fence
 from simulation.clock import VirtualClock
 from simulation.drains import Drains
 from simulation.mesh import Mesh

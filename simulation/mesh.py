@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from elastane.protocol.sharding import NO_SLICE, Sharding
+from elastane.protocol.model import NO_SLICE, Sharding
 from simulation.clock import VirtualClock
 from simulation.places import Gathering, InPlaceGroup, SimulatedWorker
 

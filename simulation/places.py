@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from elastane.protocol.events import AgentEvent
-from elastane.protocol.model import Assignment, Fence, PortOffer
-from elastane.protocol.sharding import NO_SLICE
+from elastane.protocol.model import NO_SLICE, Assignment, Fence, PortOffer
 from simulation.hang_monitor import SimulatedHangMonitor
 
 # Stages of a worker that takes part in its world; others wait, or have ended.

@@ -12,8 +12,7 @@ import pytest
 from store_harness import Harness, asynchronous, until
 
 from elastane.errors import ConfigurationError
-from elastane.protocol.limits import STORE_VALUE_BYTES_MAX
-from elastane.stores.protocol import ConflictError, Entry, Store
+from elastane.stores.protocol import STORE_VALUE_BYTES_MAX, ConflictError, Entry, Store
 
 
 @asynchronous

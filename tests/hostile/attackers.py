@@ -28,8 +28,7 @@ from elastane.protocol.model import (
     PortOffer,
     Versions,
 )
-from elastane.protocol.wire import MAGIC, ClientHandshake, derive_secret
-from elastane.protocol.wire.frames import CODE_BYTES
+from elastane.protocol.wire import CODE_BYTES, MAGIC, ClientHandshake, derive_secret
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 FAR = 1 << 62

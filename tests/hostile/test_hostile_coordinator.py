@@ -11,7 +11,8 @@ from attackers import Insiders, Strangers
 from hostile_support import Victim, dice, storm
 from jobs import until
 
-from elastane.protocol.limits import MESSAGES_BURST_MAX, MESSAGES_PER_S_MAX, UNPROVEN_MAX
+from elastane.coordinator.server import MESSAGES_BURST_MAX, MESSAGES_PER_S_MAX
+from elastane.process.rpc.listener import UNPROVEN_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Query, Report
 from elastane.protocol.model import Fence

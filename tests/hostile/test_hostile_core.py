@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastane.coordinator.rules import Rendezvous
+from elastane.coordinator.rules.admission import ROUND_MAX
 from elastane.protocol.effects import Persist, Send, WriteEvent
 from elastane.protocol.events import Broken, Received, Tick
-from elastane.protocol.limits import COUNT_MAX, LOCAL_WORLD_SIZE_MAX, ROUND_MAX
+from elastane.protocol.limits import COUNT_MAX, LOCAL_WORLD_SIZE_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Conclude, Heartbeat, Join, Leave, ToAgent, ToCoordinator
 from elastane.protocol.model import Fence, JobRecord, JobSpec, NodeSpec, PortOffer, Versions

@@ -18,8 +18,8 @@ from snapshot_server_support import Node, Worker
 
 import elastane
 from elastane.process import health
-from elastane.process.unproven import Unproven
-from elastane.protocol.limits import UNPROVEN_MAX
+from elastane.process.endpoint import Unproven
+from elastane.process.rpc.listener import UNPROVEN_MAX
 from elastane.protocol.messages import Query, Report
 from elastane.protocol.model import Fence
 from elastane.snapshots.limits import PEERS_UNPROVEN_MAX

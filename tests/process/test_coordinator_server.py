@@ -10,8 +10,8 @@ from rpc_support import JOB, SECRET, Desk, ask, descriptors, play, until
 from elastane.coordinator import query
 from elastane.process.rpc import link as link_module
 from elastane.process.rpc import listener as listener_module
+from elastane.process.rpc.link import INBOX_BYTES_MAX
 from elastane.protocol.events import Received, Tick
-from elastane.protocol.limits import INBOX_BYTES_MAX
 from elastane.protocol.messages import Heartbeat, Leave, Ready
 from elastane.protocol.wire import ClientHandshake
 

@@ -17,7 +17,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_model_freed_after_its_group_was_destroyed_does_not_hang():
-    """Twenty worlds per worker, one of which hangs without what process/zygote/ddp.py does.
+    """Twenty worlds per worker, one of which hangs without what process/zygote/server.py does.
 
     Of ten worlds one hung in 10 of 10 runs (torch 2.13, two cores, 2026-11-21), a world alone in
     two of five: twenty pass by luck in 1 of 20 000 runs.

@@ -9,7 +9,7 @@ import time
 
 from test_recovery_in_place import SCRIPT, InPlace, starts
 
-from elastane.protocol.limits import HANG_STALL_S
+from elastane.protocol.hangs import HANG_STALL_S
 
 FLOOR_S = 3.0
 

@@ -116,7 +116,8 @@ def test_a_killed_agent_leaves_nothing_of_it_behind(tmp_path: Path) -> None:
 def test_a_hidden_workers_stderr_end_is_kept(tmp_path: Path) -> None:
     """And those of a worker whose stderr was never in a file are in the report of its failure."""
     from elastane.agent.failure_reports import read_last_words
-    from elastane.process.streams import GroupStreams, LogPlan
+    from elastane.process.streams.group import GroupStreams
+    from elastane.process.streams.plan import LogPlan
     from elastane.protocol.model import Fence
 
     plan = LogPlan("/dev/null", console_ranks=frozenset({1}))

@@ -16,7 +16,8 @@ import pytest
 AGENT = """
 import asyncio, json, logging, os, subprocess, sys, time
 from elastane.protocol.model import Fence
-from elastane.process.streams import GroupStreams, LogPlan, parse_std_map
+from elastane.process.streams.group import GroupStreams
+from elastane.process.streams.plan import LogPlan, parse_std_map
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 spec = json.loads(sys.argv[1])

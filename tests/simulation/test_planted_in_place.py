@@ -10,8 +10,7 @@ from elastane.coordinator.rules.sizing import NodeWorkers
 from elastane.coordinator.rules.state import Phase
 from elastane.coordinator.rules.state_holders import StateHolders
 from elastane.protocol.effects import RegroupWorkers
-from elastane.protocol.hangs import HangRules
-from elastane.protocol.limits import HANG_STEPS_FIRST
+from elastane.protocol.hangs import HANG_STEPS_FIRST, HangRules
 from simulation import HistoryFailedError, in_place_workers, run_seed
 from simulation.node import SimulatedNode
 from simulation.places import InPlaceGroup

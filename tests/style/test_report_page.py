@@ -19,12 +19,12 @@ from elastane.observe.report import (
 )
 from elastane.options.parser import parse
 from elastane.options.table import BY_DEST
-from elastane.protocol.limits import (
-    FAILURE_TEXT_CHARS_MAX,
+from elastane.protocol.diagnosis import (
     OUTCOME_FAILURE_CHARS_MAX,
     OUTCOME_FAILURES_MAX,
     OUTCOME_FAILURES_WHOLE,
 )
+from elastane.protocol.limits import FAILURE_TEXT_CHARS_MAX
 from elastane.protocol.model import Outcome
 
 PAGE = (ROOT / "docs" / "report.md").read_text()

@@ -6,15 +6,11 @@ import re
 import pytest
 from style_sources import ROOT
 
+from elastane.coordinator.server import MESSAGES_PER_S_MAX
 from elastane.options import secret
 from elastane.process import health
-from elastane.protocol.limits import (
-    HANDSHAKE_BYTES_MAX,
-    HANDSHAKE_TIMEOUT_S,
-    MESSAGES_PER_S_MAX,
-    UNPROVEN_MAX,
-    UNPROVEN_TIMEOUT_S,
-)
+from elastane.process.rpc.listener import UNPROVEN_MAX
+from elastane.protocol.limits import HANDSHAKE_BYTES_MAX, HANDSHAKE_TIMEOUT_S, UNPROVEN_TIMEOUT_S
 
 PAGE = (ROOT / "docs" / "threat-model.md").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py::\w+)`", PAGE)))

@@ -4,7 +4,7 @@ import pickle
 
 import cloudpickle
 
-from elastane.process import by_value
+from elastane.process import called
 
 
 def test_a_function_keeps_the_file_and_the_lines_of_all_its_code():
@@ -14,7 +14,7 @@ def test_a_function_keeps_the_file_and_the_lines_of_all_its_code():
 
         return inner
 
-    made = pickle.loads(by_value.dumps(outer))
+    made = pickle.loads(called.dumps(outer))
     for given, got in ((outer, made), (outer(), made())):
         assert got.__code__.co_filename == __file__
         assert [*got.__code__.co_lines()] == [*given.__code__.co_lines()]
@@ -25,5 +25,5 @@ def test_the_pickler_of_other_packages_is_left_as_it_is():
         return 1
 
     before = cloudpickle.dumps(function)
-    by_value.dumps(function)
+    called.dumps(function)
     assert cloudpickle.dumps(function) == before

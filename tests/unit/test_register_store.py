@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from elastane.errors import ConfigurationError, StoreError
-from elastane.protocol.limits import STORE_VALUE_BYTES_MAX
-from elastane.stores.protocol import ConflictError
+from elastane.stores.protocol import STORE_VALUE_BYTES_MAX, ConflictError
 from elastane.stores.register import REGISTER_BYTES_MAX, RegisterStore
 
 

@@ -9,10 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastane.process.streams import GroupStreams, LogPlan, group, last_lines
+from elastane.process.streams import group
 from elastane.process.streams.bounds import CAPTURE_TAIL_BYTES, PIPE_BYTES
 from elastane.process.streams.capture import Capture, Pump
 from elastane.process.streams.console import Console
+from elastane.process.streams.files import last_lines
+from elastane.process.streams.group import GroupStreams
+from elastane.process.streams.plan import LogPlan
 from elastane.protocol.model import Fence
 
 DEADLINE_S = 20.0

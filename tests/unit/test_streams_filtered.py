@@ -3,14 +3,9 @@
 import asyncio
 import os
 
-from elastane.process.streams import (
-    GroupStreams,
-    LogPlan,
-    StreamChoice,
-    group,
-    parse_needles,
-    tailer,
-)
+from elastane.process.streams import group, tailer
+from elastane.process.streams.group import GroupStreams
+from elastane.process.streams.plan import LogPlan, StreamChoice, parse_needles
 from elastane.protocol.model import Fence
 
 

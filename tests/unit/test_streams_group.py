@@ -6,7 +6,9 @@ import os
 import threading
 import time
 
-from elastane.process.streams import GroupStreams, LogPlan, StreamChoice, group
+from elastane.process.streams import group
+from elastane.process.streams.group import GroupStreams
+from elastane.process.streams.plan import LogPlan, StreamChoice
 from elastane.protocol.model import Fence
 
 

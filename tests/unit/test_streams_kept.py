@@ -7,9 +7,11 @@ import pty
 import pytest
 
 from elastane.observe.merge import LogCursor, Selection, find_streams
-from elastane.process.streams import GroupStreams, LogPlan, capture, group
+from elastane.process.streams import capture, group
 from elastane.process.streams.capture import KeptFile, earlier
 from elastane.process.streams.files import INDEX_SUFFIX
+from elastane.process.streams.group import GroupStreams
+from elastane.process.streams.plan import LogPlan
 from elastane.protocol.model import Fence
 
 DEADLINE_S = 30.0

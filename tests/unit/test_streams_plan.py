@@ -3,16 +3,16 @@
 import pytest
 
 from elastane.errors import UsageError
-from elastane.process.streams import (
+from elastane.process.streams.plan import (
     DEFAULT_PREFIX_TEMPLATE,
     LogPlan,
     StreamChoice,
     WorkerPlace,
+    parse_rank_dir,
     parse_ranks,
     parse_std_map,
     prefix_template,
 )
-from elastane.process.streams.plan import parse_rank_dir
 from elastane.protocol.model import Fence
 
 PLACE = WorkerPlace(Fence(3, 1), local_rank=2, rank=6, role="default", node="host-a")

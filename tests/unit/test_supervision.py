@@ -10,7 +10,7 @@ from elastane.options import workers
 from elastane.options.build import build
 from elastane.options.parser import parse
 from elastane.process.process import WorkerCommand
-from elastane.process.streams import StreamChoice
+from elastane.process.streams.plan import StreamChoice
 from elastane.process.zygote.fitness import unfit_binding
 
 

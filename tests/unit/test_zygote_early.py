@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from elastane.process.zygote.early import EarlyModules, Imported
-from elastane.process.zygote.renewals import RENEWALS, Renewal
+from elastane.process.zygote.learned import RENEWALS, Renewal
 
 NAMES = ("early_one", "early_two")
 

@@ -9,8 +9,7 @@ import pytest
 
 from elastane.process.status_page import StatusPage, WorkerPage
 from elastane.process.zygote.early import ImportNotes
-from elastane.process.zygote.learned import import_learned
-from elastane.process.zygote.renewals import RENEWALS, Renewal
+from elastane.process.zygote.learned import RENEWALS, Renewal, import_learned
 
 PACKAGES = {
     "learned_calm": "import os\nos.environ.get('LEARNED_SETTING')\nos.environ.get('NO_SUCH')",

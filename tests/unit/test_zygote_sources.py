@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastane.process.zygote.sources import sets_too_late
+from elastane.process.zygote.server import sets_too_late
 
 ENV = {"OMP_NUM_THREADS": "1"}
 

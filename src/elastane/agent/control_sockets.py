@@ -27,10 +27,9 @@ from elastane.process.control_socket import (
     Wait,
     WorkerFinished,
 )
-from elastane.process.streams import WorkerStreams
+from elastane.process.streams.group import WorkerStreams
 from elastane.process.worker_environment import place_variables
-from elastane.protocol.model import Assignment, Fence
-from elastane.protocol.sharding import Sharding, merge_shardings
+from elastane.protocol.model import Assignment, Fence, Sharding, merge_shardings
 
 _log = logging.getLogger("elastane.workers")
 # How long the end of a worker's process is awaited after its control socket closed. After that the

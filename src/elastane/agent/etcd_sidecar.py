@@ -20,7 +20,7 @@ from elastane.process.files import runtime_folder
 from elastane.process.offload import Offload
 from elastane.process.orphan_reaper import SERVER_MARK_VARIABLE
 from elastane.process.process import WorkerProcess
-from elastane.process.streams import last_lines
+from elastane.process.streams.files import last_lines
 from elastane.process.worker_environment import without_secrets
 from elastane.stores.etcd.server import (
     START_ATTEMPTS,

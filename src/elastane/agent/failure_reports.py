@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastane.process.errorfile import read_error_file
-from elastane.process.streams import WorkerStreams, last_lines
+from elastane.process.streams.files import last_lines
+from elastane.process.streams.group import WorkerStreams
 
 _NS = 1e9
 # A fatal signal leaves on stderr the Python stacks of all threads and the native ones, those of the

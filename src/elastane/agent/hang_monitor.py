@@ -21,9 +21,12 @@ from elastane.agent.failure_reports import LastWords
 from elastane.agent.worker import GroupSetup, LocalWorker, SpawnTask
 from elastane.process.control_socket import Doing, StatusQuery
 from elastane.process.process import EXIT_UNKNOWN, WorkerProcess
-from elastane.protocol.hangs import Activity, HangRules, Observation
-from elastane.protocol.limits import HANG_LOOK_S, HANG_STACK_S
+from elastane.protocol.hangs import HANG_LOOK_S, Activity, HangRules, Observation
 from elastane.protocol.model import Failure, WaitPoint
+
+# A hanging worker gets SIGABRT for its stack, and SIGKILL after this. If SIGKILL does not end it
+# within the same time again, it is reported as failed while it lives.
+HANG_STACK_S = 0.5
 
 _log = logging.getLogger("elastane.workers")
 HUNG_SLUG = "worker-hung"

@@ -132,9 +132,9 @@ from elastane.protocol.model import (
     NodeSpec,
     Outcome,
     PortOffer,
+    Sharding,
     WaitPoint,
 )
-from elastane.protocol.sharding import Sharding
 
 # All failures of a report must fit into one frame, in any alphabet. The first ones say the most.
 FULL_TEXTS_MAX = 32

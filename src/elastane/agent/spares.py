@@ -26,7 +26,8 @@ from elastane.errors import ElastaneError
 from elastane.process import control_socket
 from elastane.process.process import WorkerProcess
 from elastane.process.status_page import StatusPage
-from elastane.process.streams import GroupStreams, LogPlan
+from elastane.process.streams.group import GroupStreams
+from elastane.process.streams.plan import LogPlan
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S
 from elastane.protocol.model import Assignment
 

@@ -20,7 +20,8 @@ from elastane.agent.timer_watch import TimerWatch
 from elastane.process.offload import Offload
 from elastane.process.process import Spawner, WorkerCommand, WorkerKind, WorkerProcess
 from elastane.process.status_page import StatusPage
-from elastane.process.streams import ChooseFiles, GroupStreams, LogPlan, WorkerStreams
+from elastane.process.streams.group import GroupStreams, WorkerStreams
+from elastane.process.streams.plan import ChooseFiles, LogPlan
 from elastane.process.timers import WorkerTimer
 from elastane.process.worker_environment import (
     RunFacts,

@@ -31,7 +31,8 @@ from elastane.errors import ElastaneError
 from elastane.process import control_socket
 from elastane.process.process import WorkerProcess, kill_strays
 from elastane.process.status_page import StatusPage
-from elastane.process.streams import GroupStreams, process_console
+from elastane.process.streams.console import process_console
+from elastane.process.streams.group import GroupStreams
 from elastane.process.timers import WorkerTimer
 from elastane.process.worker_environment import WorkerFacts, worker_environment
 from elastane.protocol.events import (

@@ -20,9 +20,13 @@ from elastane.coordinator.host import CoordinatorHost, Takeover
 from elastane.errors import ConfigurationError, ElastaneError, MembershipError, StoreError
 from elastane.process.endpoint import Endpoint, is_mine, listen, local_addresses, resolve
 from elastane.protocol.events import AuthorityChanged
-from elastane.protocol.limits import CLOSE_S, STEP_DOWN_S
+from elastane.protocol.limits import CLOSE_S
 from elastane.protocol.model import JobRecord
 from elastane.stores import JobKeys, Store
+
+# A coordinator with too few nodes for a world steps down after this long: the lost nodes may reach
+# each other and the store. Longer than a node's restart, which is no reason to move.
+STEP_DOWN_S = 5.0
 
 _log = logging.getLogger("elastane.leadership")
 # Between losing leadership and seeking it again: the store has to answer another node first.

@@ -30,14 +30,16 @@ from elastane.protocol.events import (
     Resized,
     Tick,
 )
-from elastane.protocol.limits import (
-    MESSAGES_BURST_MAX,
-    MESSAGES_PER_S_MAX,
-    REFUSAL_NOTES_INTERVAL_S,
-    REFUSAL_NOTES_MAX,
-)
 from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import JobRecord, Outcome
+
+# The message rate of one session. An honest agent sends about one message a second, and a few dozen
+# at once when its workers fail.
+MESSAGES_PER_S_MAX = 100.0
+MESSAGES_BURST_MAX = 400
+# Logged refusals of connections in one such interval; the rest are counted.
+REFUSAL_NOTES_MAX = 10
+REFUSAL_NOTES_INTERVAL_S = 10.0
 
 _log = logging.getLogger("elastane.coordinator")
 
@@ -45,10 +47,8 @@ _log = logging.getLogger("elastane.coordinator")
 # Events between two turns of the event loop, which also runs the agent: about a millisecond.
 _EVENTS_PER_TURN = 32
 
-
 # Ticks are at least this far apart, whatever the rules request.
 _TICK_S = 0.001
-
 
 _MESSAGE_S = 1.0 / MESSAGES_PER_S_MAX
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from elastane.errors import ConfigurationError
-from elastane.process import by_value
+from elastane.process import called
 from elastane.process.files import write_atomic
 from elastane.worker.call import BEGUN, CALL, HEADER, VALUE, VALUES
 
@@ -48,9 +48,9 @@ def name_of(fn: Any) -> str:
 def pack(call: FunctionCall) -> dict[str, bytes]:
     """Return the files that a worker needs, by name; ConfigurationError if pickling fails."""
     try:
-        content = by_value.dumps((call.fn, list(call.args), dict(call.kwargs)))
+        content = called.dumps((call.fn, list(call.args), dict(call.kwargs)))
     except Exception as error:
-        raise _cannot_send(call, error, by_value.dumps) from error
+        raise _cannot_send(call, error, called.dumps) from error
     here = str(Path.cwd())
     header = {
         "name": call.name,

@@ -15,8 +15,7 @@ from typing import Annotated
 import msgspec
 
 from elastane.protocol.limits import WHERE_CHARS_MAX
-from elastane.protocol.model import Count, Fence, LocalRank, Port, Text
-from elastane.protocol.sharding import Sharding
+from elastane.protocol.model import Count, Fence, LocalRank, Port, Sharding, Text
 from elastane.protocol.unreadable import decoded
 
 Where = Annotated[str, msgspec.Meta(max_length=WHERE_CHARS_MAX)]

@@ -6,6 +6,11 @@ this job's coordinator or by another program, which only the handshake of a clie
 so `listen` returns None for both. It fails with UsageError for a malformed endpoint,
 MembershipError for a name that does not resolve, and ConfigurationError for a port that cannot be
 opened.
+
+Every port that strangers can reach counts its unproven connections in `Unproven`, apart from the
+authenticated ones. At the bound, the oldest one is closed for the next, once its minimum time has
+passed. So silent connections cannot use up the places of authenticated ones. `Unproven` owns no
+socket: its caller closes the connection that it returns.
 """
 
 from __future__ import annotations
@@ -14,19 +19,24 @@ import errno
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
 from elastane.errors import ConfigurationError, MembershipError, UsageError
 from elastane.process.offload import Offload
-from elastane.protocol.limits import RESOLVE_TIMEOUT_S
+
+# One look-up of a name; the resolver's default is 5 s per server and two tries.
+RESOLVE_TIMEOUT_S = 10.0
 
 DEFAULT_PORT = 29400  # as torchrun's c10d backend
 _BACKLOG = 1024  # the nodes of a job of 1,024 may all connect at once
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
 _offload = Offload()
+LOOPBACK = "127.0.0.1"
+T = TypeVar("T")
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -40,7 +50,6 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"{host}:{self.port}"
 
 
-LOOPBACK = "127.0.0.1"
 STANDALONE = Endpoint(LOOPBACK, 0)
 
 
@@ -277,3 +286,48 @@ def _unlistenable(address: Endpoint, error: OSError) -> ConfigurationError:
         slug="endpoint-listen",
         next_step=step,
     )
+
+
+class Unproven(Generic[T]):
+    """At most `most` connections; each may stay for `min_s`, even if others arrive."""
+
+    def __init__(self, most: int, min_s: float) -> None:
+        self._most, self._min_s = most, min_s
+        self._since_s: dict[T, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._since_s)
+
+    def __contains__(self, one: object) -> bool:
+        return one in self._since_s
+
+    def __iter__(self) -> Iterator[T]:
+        return iter([*self._since_s])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next connection requires the close of another one."""
+        return len(self._since_s) >= self._most
+
+    def wait_s(self, now_s: float) -> float:
+        """Return how long the next connection has to wait in the kernel's queue; 0: no wait."""
+        if not self.is_full:
+            return 0.0
+        return max(0.0, next(iter(self._since_s.values())) + self._min_s - now_s)
+
+    def make_room(self) -> T | None:
+        """Return the oldest connection, for the caller to close, or None while there is room."""
+        if not self.is_full:
+            return None
+        oldest = next(iter(self._since_s))
+        del self._since_s[oldest]
+        return oldest
+
+    def add(self, one: T, now_s: float) -> None:
+        """Count a connection that was accepted now."""
+        assert not self.is_full, "make_room() comes first"
+        self._since_s[one] = now_s
+
+    def discard(self, one: T) -> bool:
+        """Stop counting a connection that is proven or gone; return whether it was counted."""
+        return self._since_s.pop(one, None) is not None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastane.process.unproven import Unproven
+from elastane.process.endpoint import Unproven
 
 # A probe sends a few hundred bytes at once.
 _REQUEST_BYTES_MAX = 8 << 10

@@ -18,7 +18,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from elastane.protocol.limits import OFFLOAD_THREADS_MAX
+# Blocking calls of one process that may hang at a time (each holds a thread) before more fail.
+OFFLOAD_THREADS_MAX = 8
 
 T = TypeVar("T")
 _IDLE_S = 5.0

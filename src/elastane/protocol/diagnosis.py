@@ -14,12 +14,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastane.protocol.limits import (
-    OUTCOME_FAILURE_CHARS_MAX,
-    OUTCOME_FAILURES_MAX,
-    OUTCOME_FAILURES_WHOLE,
-)
 from elastane.protocol.model import NO_RANK, Cause, FailedWorker, Failure, Fence
+
+# Failures in an outcome, and the text that each carries after the first ones: 64 KB to each agent
+# at most, once.
+OUTCOME_FAILURES_MAX = 64
+OUTCOME_FAILURES_WHOLE = 4
+OUTCOME_FAILURE_CHARS_MAX = 500
 
 # What gloo and NCCL say when a peer is gone (torch 2.13); compared in lower case.
 _LOST_PEER = (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from elastane.protocol.messages import ToAgent, ToCoordinator
-from elastane.protocol.model import Failure, Fence, PortOffer
-from elastane.protocol.sharding import Sharding
+from elastane.protocol.model import Failure, Fence, PortOffer, Sharding
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,21 +19,36 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from elastane.protocol.limits import (
-    HANG_ANSWER_S,
-    HANG_ASK_S,
-    HANG_BETWEEN_S,
-    HANG_CEILING_S,
-    HANG_ENTER_S,
-    HANG_FACTOR,
-    HANG_LOOK_S,
-    HANG_STALL_S,
-    HANG_STEPS_FIRST,
-    HANG_STOPPED_S,
-    HANG_WINDOW_S,
-    REASON_CHARS_MAX,
-)
+from elastane.protocol.limits import REASON_CHARS_MAX, Timing
 from elastane.protocol.model import WaitPoint
+
+# Workers that recover in place are observed this often ...
+HANG_LOOK_S = 0.25
+# ... and asked whether they wait for others once they have shown no progress for this long, and
+# again after each such time. Without an answer within the second time a worker counts as busy.
+HANG_ASK_S = 0.5
+HANG_ANSWER_S = 1.0
+# A worker that a signal has stopped (state T; not a debugger's t) hangs, whatever it was doing.
+HANG_STOPPED_S = 1.0
+# No other worker hangs before Timing.hang_floor_s, nor before this multiple of the longest recent
+# time of the same work; ...
+HANG_FACTOR = 10.0
+HANG_WINDOW_S = 1800.0
+# ... and every worker hangs after this: torch gives up a collective over gloo then. It is also the
+# limit for a process's first steps, which warm up and compile, and for all compilation.
+HANG_CEILING_S = 1800.0
+HANG_STEPS_FIRST = 3
+# User code between two steps (evaluation, checkpoints) may take this long.
+HANG_BETWEEN_S = 3600.0
+# Members stall if all wait for one another in a collective, no byte moves between them and none is
+# busy. A network's hiccup may take seconds. Where bytes cannot be counted (NCCL), this is the least
+# limit learned from earlier waits.
+HANG_STALL_S = 10.0
+# Members that all wait to meet, while none is missing, cannot reach one another.
+HANG_ENTER_S = 120.0
+
+assert HANG_LOOK_S < HANG_ASK_S < HANG_ANSWER_S < Timing().hang_floor_s < HANG_CEILING_S
+assert HANG_LOOK_S < HANG_STOPPED_S < HANG_STALL_S < HANG_ENTER_S < HANG_CEILING_S < HANG_BETWEEN_S
 
 
 class Activity(IntEnum):

@@ -16,45 +16,15 @@ FRAME_BYTES_MAX = 4 << 20
 HANDSHAKE_BYTES_MAX = 4 << 10
 # An honest handshake is two small frames; a slower peer only occupies a descriptor.
 HANDSHAKE_TIMEOUT_S = 5.0
-# Unproven connections at a time; more wait in the kernel's backlog. An honest handshake takes about
-# a millisecond, so 1,024 agents pass in a second.
-UNPROVEN_MAX = 256
 # At that bound, a connection of this age makes room for the next.
 UNPROVEN_TIMEOUT_S = 1.0
-# Sessions of one coordinator: sixteen times the largest job that was measured.
-SESSIONS_MAX = 16_384
-# Descriptors that a coordinator leaves to the agent it runs in, for pidfds, logs and pipes.
-DESCRIPTORS_SPARED = 128
-# Bytes queued for a peer that does not read, before it is cut off; twice the largest frame fits.
-SEND_BYTES_MAX = 8 << 20
-# A peer for which bytes have been queued for this long without a break is cut off.
-SEND_STALL_S = 10.0
-# Received bytes that wait for their turn; beyond this the session is not read.
-INBOX_BYTES_MAX = 64 << 10
-# The message rate of one session. An honest agent sends about one message a second, and a few dozen
-# at once when its workers fail.
-MESSAGES_PER_S_MAX = 100.0
-MESSAGES_BURST_MAX = 400
-# Sent bytes that a peer's kernel leaves unacknowledged for this long break the connection; the
-# backstop of heartbeats, which notice in a few seconds.
-TCP_USER_TIMEOUT_S = 20.0
-# Logged refusals of connections in one such interval; the rest are counted.
-REFUSAL_NOTES_MAX = 10
-REFUSAL_NOTES_INTERVAL_S = 10.0
 # Text that one worker's failure may carry: a traceback is about 4 KB.
 FAILURE_TEXT_CHARS_MAX = 8 << 10
-# Failures in an outcome, and the text that each carries after the first ones: 64 KB to each agent
-# at most, once.
-OUTCOME_FAILURES_MAX = 64
-OUTCOME_FAILURES_WHOLE = 4
-OUTCOME_FAILURE_CHARS_MAX = 500
 # Failures that one report may carry; a node has at most a few dozen workers.
 FAILURES_MAX = 256
 # Counts that cross the wire: rounds, ranks, calls of should_checkpoint(). JSON carries them
 # exactly, and 64 bits hold a coordinator's increment of each.
 COUNT_MAX = 1 << 53
-# No job has more rounds: one a second for 34 years. It bounds the highest round that is believed.
-ROUND_MAX = 1 << 30
 # Text of an agent's request to leave or to end the job.
 REASON_CHARS_MAX = 1000
 # Characters of a job or node name: it becomes part of paths, which POSIX bounds at 255.
@@ -74,41 +44,11 @@ VERDICT_S = 0.3
 # After a worker lost a peer, a report of what became of that peer may follow. Then a world that
 # makes no step ends without a known cause.
 LOST_PEER_S = 1.0
-# Workers that recover in place are observed this often ...
-HANG_LOOK_S = 0.25
-# ... and asked whether they wait for others once they have shown no progress for this long, and
-# again after each such time. Without an answer within the second time a worker counts as busy.
-HANG_ASK_S = 0.5
-HANG_ANSWER_S = 1.0
-# A worker that a signal has stopped (state T; not a debugger's t) hangs, whatever it was doing.
-HANG_STOPPED_S = 1.0
-# No other worker hangs before Timing.hang_floor_s, nor before this multiple of the longest recent
-# time of the same work; ...
-HANG_FACTOR = 10.0
-HANG_WINDOW_S = 1800.0
-# ... and every worker hangs after this: torch gives up a collective over gloo then. It is also the
-# limit for a process's first steps, which warm up and compile, and for all compilation.
-HANG_CEILING_S = 1800.0
-HANG_STEPS_FIRST = 3
-# User code between two steps (evaluation, checkpoints) may take this long.
-HANG_BETWEEN_S = 3600.0
-# Members stall if all wait for one another in a collective, no byte moves between them and none is
-# busy. A network's hiccup may take seconds. Where bytes cannot be counted (NCCL), this is the least
-# limit learned from earlier waits.
-HANG_STALL_S = 10.0
 # Characters of the place where one worker waits: a collective, a file's name, a line and a
 # function.
 WHERE_CHARS_MAX = 200
 # Workers of one node whose place a heartbeat names; more do not make it clearer.
 WAITING_MAX = 128
-# Members that all wait to meet, while none is missing, cannot reach one another.
-HANG_ENTER_S = 120.0
-# A hanging worker gets SIGABRT for its stack, and SIGKILL after this. If SIGKILL does not end it
-# within the same time again, it is reported as failed while it lives.
-HANG_STACK_S = 0.5
-# After this many worlds in a row that stalled without a step, the machines do not let their workers
-# connect, and a further world is of no use.
-STALLS_MAX = 3
 # The longest pause between two attempts of a crash loop, and the first.
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
@@ -136,17 +76,11 @@ FENCE_WAIT_S = 135.0
 CLOCK_DRIFT_MAX = 0.03
 # The orphan reaper reads its deadline this often, since a suspended host delays its timer.
 STANDSTILL_LOOK_S = 1.0
-# A store's value: the record of 1,024 nodes is some 120 KB; etcd refuses more than 1.5 MiB.
-STORE_VALUE_BYTES_MAX = 1 << 20
-STORE_KEY_CHARS_MAX = 512
 # One operation on a store; NFS and a dead server would otherwise block for minutes.
 STORE_TIMEOUT_S = 5.0
 # How long a coordinator retries to make one decision durable before it gives up leadership: the
 # members of an etcd that lost its leader elect another in about two seconds.
 SAVE_TIMEOUT_S = 10.0
-# A coordinator with too few nodes for a world steps down after this long: the lost nodes may reach
-# each other and the store. Longer than a node's restart, which is no reason to move.
-STEP_DOWN_S = 5.0
 # How often a watcher or a candidate polls the file store. Take-over after a SIGKILL of the holder
 # costs the lease's time and at most 0.3 s with it.
 STORE_POLL_S = 0.1
@@ -158,10 +92,6 @@ OUTCOME_KEPT_S = 900.0
 # The share of a lease's time by which its holder stops deciding early: covers clocks that run at
 # different speeds.
 LEASE_MARGIN = 0.1
-# Blocking calls of one process that may hang at a time (each holds a thread) before more fail.
-OFFLOAD_THREADS_MAX = 8
-# One look-up of a name; the resolver's default is 5 s per server and two tries.
-RESOLVE_TIMEOUT_S = 10.0
 
 
 def look_s(nodes: int, longest_s: float) -> float:
@@ -171,10 +101,6 @@ def look_s(nodes: int, longest_s: float) -> float:
     too. The first of them still polls within milliseconds.
     """
     return max(STORE_POLL_S, min(STORE_POLL_S * nodes / STORE_CROWD, longest_s))
-
-
-# This many attempts in a row that fail alike end the job: the third shows that it is no chance.
-SAME_CRASHES_MAX = 3
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -264,9 +190,5 @@ assert Timing().silence_s + Timing().lease_ttl_s < LEAVE_ALONE_S < ISOLATION_LIM
 assert REJOIN_GRACE_S < VERDICT_S < CONTEST_S < Timing().silence_s
 assert Timing().reregister_s > HOLDER_GRACE_S
 assert VERDICT_S < LOST_PEER_S
-assert HANG_LOOK_S < HANG_ASK_S < HANG_ANSWER_S < Timing().hang_floor_s < HANG_CEILING_S
-assert HANG_LOOK_S < HANG_STOPPED_S < HANG_STALL_S < HANG_ENTER_S < HANG_CEILING_S < HANG_BETWEEN_S
-assert HANDSHAKE_BYTES_MAX < INBOX_BYTES_MAX < FRAME_BYTES_MAX
 assert STORE_TIMEOUT_S < SAVE_TIMEOUT_S < ISOLATION_LIMIT_S
-assert SEND_BYTES_MAX >= 2 * FRAME_BYTES_MAX
 assert UNPROVEN_TIMEOUT_S < HANDSHAKE_TIMEOUT_S

@@ -22,10 +22,10 @@ from elastane.protocol.model import (
     Outcome,
     PortOffer,
     Seconds,
+    Sharding,
     Text,
     WaitPoint,
 )
-from elastane.protocol.sharding import Sharding
 
 GroupState = Literal["running", "succeeded", "failed", "stopping"]
 # A drain's target is one more than the furthest count, and has to fit the wire too.

@@ -2,10 +2,17 @@
 
 All are immutable values that travel over the wire or into a store, without clocks or connections.
 `Fence` is the pair that everything carries which outlives a process.
+
+`Sharding` says what a node holds of a sharded state. A replica spans the workers of one node or of
+several. With several, each node holds one slice of it for as long as its workers live. A world
+consists of whole replicas, except right after a loss: then all survivors first form a world that
+brings them to one step, since any may be ahead. Surplus nodes leave it afterwards
+(`coordinator.rules.sizing`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -29,6 +36,9 @@ LocalRank = Annotated[int, msgspec.Meta(ge=0, le=LOCAL_WORLD_SIZE_MAX - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
 # Twice what an honest agent sends. An outcome, which repeats some of it, always fits a frame.
 Text = Annotated[str, msgspec.Meta(max_length=2 * FAILURE_TEXT_CHARS_MAX)]
+# The rank of a worker that has no place in a world yet.
+NO_RANK = -1
+NO_SLICE = -1
 
 
 class Fence(msgspec.Struct, frozen=True, order=True):
@@ -172,10 +182,6 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         return self.workers.index(local_rank) if self.workers else local_rank
 
 
-# The rank of a worker that has no place in a world yet.
-NO_RANK = -1
-
-
 class WaitPoint(msgspec.Struct, frozen=True):
     """Where a worker waits for others: a collective or a call, and the user's line."""
 
@@ -266,3 +272,63 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[str, ...] = ()
     # All nodes were released and no worker of `world` is left: a new coordinator waits for none.
     over: bool = False
+
+
+class Sharding(msgspec.Struct, frozen=True):
+    """What the workers of a node hold; they enter a world together or not at all.
+
+    `sole`: some hold what no other worker of their world does. `span`: nodes per replica. `part`:
+    which slice of it they hold, from 0. `level`: a world with a partial replica that makes no steps
+    and whose members are all at the same step.
+    """
+
+    sole: bool = False
+    span: Annotated[int, msgspec.Meta(ge=1, lt=COUNT_MAX)] = 1
+    part: Annotated[int, msgspec.Meta(ge=NO_SLICE, lt=COUNT_MAX)] = NO_SLICE
+    level: Fence | None = None
+
+
+def merge_shardings(said: Iterable[Sharding]) -> Sharding | None:
+    """Return what the workers of a node hold together; None if their state is not sharded.
+
+    Workers that joined have no slice yet, and take that of the others.
+    """
+    each = [*said]
+    if not each:
+        return None
+    parts = {one.part for one in each} - {NO_SLICE}
+    levels = {one.level for one in each}
+    return Sharding(
+        sole=any(one.sole for one in each),
+        span=max(one.span for one in each),
+        part=parts.pop() if len(parts) == 1 else NO_SLICE,
+        level=levels.pop() if len(levels) == 1 else None,
+    )
+
+
+def whole_replicas(parts: Sequence[int], span: int, most: int) -> list[int]:
+    """Return the nodes that make as many whole replicas as possible, at most `most` nodes.
+
+    `parts` has the slice of each node. Earlier nodes are preferred; a node without a slice takes
+    any.
+    """
+    if span > len(parts):
+        return []
+    held: dict[int, list[int]] = {part: [] for part in range(span)}
+    free: list[int] = []
+    for number, part in enumerate(parts):
+        held.get(part, free).append(number)
+    count = min(most, len(parts)) // span
+    while sum(max(0, count - len(each)) for each in held.values()) > len(free):
+        count -= 1
+    chosen = [number for each in held.values() for number in each[:count]]
+    return sorted(chosen + free[: count * span - len(chosen)])
+
+
+def world_bounds(min_nodes: int, max_nodes: int, span: int) -> tuple[int, int]:
+    """Return the least and the greatest number of nodes of a world, in whole replicas.
+
+    It is at least one replica. The maximum prevails if no such number is within the range.
+    """
+    most = max(1, max_nodes // span) * span
+    return min(-(-min_nodes // span) * span, most), most

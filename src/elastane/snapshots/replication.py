@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elastane.errors import ElastaneError
-from elastane.process.endpoint import bound
-from elastane.process.unproven import Unproven
+from elastane.process.endpoint import Unproven, bound
 from elastane.protocol.limits import UNPROVEN_TIMEOUT_S
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.snapshots.digests import lower_priority

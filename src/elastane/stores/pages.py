@@ -36,7 +36,7 @@ import msgspec
 
 from elastane.errors import ConfigurationError, StoreError
 from elastane.process.files import write_all
-from elastane.protocol.limits import STORE_VALUE_BYTES_MAX
+from elastane.stores.protocol import STORE_VALUE_BYTES_MAX
 
 _PAGE = re.compile(r"\d{18}")
 _OTHERS = re.compile(r"(?P<kind>tmp|beat)\.(?P<number>\d{18})(\.[0-9a-f]+)?")

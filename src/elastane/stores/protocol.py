@@ -53,7 +53,11 @@ from typing import Protocol
 import msgspec
 
 from elastane.errors import ConfigurationError, LeaseLostError, StoreError
-from elastane.protocol.limits import LEASE_MARGIN, STORE_KEY_CHARS_MAX, STORE_VALUE_BYTES_MAX
+from elastane.protocol.limits import LEASE_MARGIN
+
+# A store's value: the record of 1,024 nodes is some 120 KB; etcd refuses more than 1.5 MiB.
+STORE_VALUE_BYTES_MAX = 1 << 20
+STORE_KEY_CHARS_MAX = 512
 
 _PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 

@@ -26,9 +26,10 @@ import msgspec
 
 from elastane.errors import ConfigurationError, ElastaneError, LeaseLostError, StoreError
 from elastane.process.offload import Offload
-from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S, STORE_VALUE_BYTES_MAX
+from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.stores.protocol import (
+    STORE_VALUE_BYTES_MAX,
     ConflictError,
     Entry,
     HeldLease,

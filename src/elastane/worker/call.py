@@ -22,9 +22,9 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from elastane.errors import ConfigurationError, ElastaneError
-from elastane.process import by_value
+from elastane.process import called
+from elastane.process.called import run_and_leave
 from elastane.process.files import write_atomic
-from elastane.process.leaving import run_and_leave
 from elastane.worker.record import ErrorFileHandler
 
 MODULE = "elastane.worker.call"
@@ -146,7 +146,7 @@ def _fill_main(fn: Any) -> None:
 def pickled_result(value: Any, name: str) -> bytes:
     """Return the result of the function `name`, pickled; raise ConfigurationError if it cannot."""
     try:
-        return by_value.dumps(value)
+        return called.dumps(value)
     except Exception as error:
         raise ConfigurationError(
             f"what {name}() returned cannot be pickled: {type(value).__name__}: {error}",

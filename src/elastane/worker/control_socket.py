@@ -33,8 +33,7 @@ from elastane.process.control_socket import (
     Wait,
     WorkerFinished,
 )
-from elastane.protocol.model import Fence
-from elastane.protocol.sharding import Sharding
+from elastane.protocol.model import Fence, Sharding
 
 # The agent sends the first message before it starts the worker.
 _FIRST_S = 60.0

@@ -25,8 +25,7 @@ from elastane.errors import ElastaneError, JobError, PeerLostError
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.status_page import WorkerPage
 from elastane.protocol.hangs import Activity
-from elastane.protocol.model import Fence
-from elastane.protocol.sharding import NO_SLICE, Sharding
+from elastane.protocol.model import NO_SLICE, Fence, Sharding
 from elastane.worker import drain, progress_reporter
 from elastane.worker.control_socket import ControlSocket
 from elastane.worker.healing import gathered

@@ -5,8 +5,7 @@ from test_agent_rules import FENCE, Agent
 from elastane.protocol.effects import Exit, Transmit
 from elastane.protocol.events import GroupAble, Linked, Signalled, Unlinked, Warm
 from elastane.protocol.messages import Able, Join, Ready, Report
-from elastane.protocol.model import PortOffer
-from elastane.protocol.sharding import Sharding
+from elastane.protocol.model import PortOffer, Sharding
 
 WHOLE, SOLE = Sharding(), Sharding(sole=True)
 

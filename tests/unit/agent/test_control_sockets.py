@@ -9,7 +9,7 @@ import pytest
 from elastane.agent import control_sockets as of_lines
 from elastane.agent.control_sockets import ControlSockets
 from elastane.process.control_socket import CanRecoverInPlace, WorkerFinished, encode
-from elastane.protocol.sharding import Sharding
+from elastane.protocol.model import Sharding
 
 
 class Heard:

@@ -1,7 +1,7 @@
 """Of a crash's long output, what a person needs: both stacks of the thread that faulted."""
 
 from elastane.agent.failure_reports import crash_text, read_last_words
-from elastane.process.streams import WorkerStreams
+from elastane.process.streams.group import WorkerStreams
 
 CRASH = """loading
 Fatal Python error: Segmentation fault

@@ -16,7 +16,7 @@ from elastane.agent.control_sockets import ControlSockets
 from elastane.agent.spares import Spares
 from elastane.agent.worker import EXIT_NOT_STARTED
 from elastane.process.status_page import StatusPage
-from elastane.process.streams import GroupStreams
+from elastane.process.streams.group import GroupStreams
 from elastane.protocol.events import WorkerFailed
 
 FULL = OSError(errno.EMFILE, "Too many open files")

@@ -9,8 +9,7 @@ from elastane.agent.process_group_store import OfferedPort
 from elastane.agent.shell import AgentShell, Outlets
 from elastane.protocol.effects import Exit
 from elastane.protocol.events import GroupAble, Linked, Signalled
-from elastane.protocol.model import Fence, PortOffer
-from elastane.protocol.sharding import Sharding
+from elastane.protocol.model import Fence, PortOffer, Sharding
 
 
 class Core:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from elastane.agent import workers
 from elastane.agent.process_group_store import OfferedPort
 from elastane.agent.worker import GroupSetup
-from elastane.process.streams import LogPlan
+from elastane.process.streams.plan import LogPlan
 from elastane.process.worker_environment import RunFacts
 from elastane.protocol.events import GroupGone
 from elastane.protocol.model import Assignment, Fence

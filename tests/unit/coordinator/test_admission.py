@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from coordinator_driver import VERSIONS, job_spec
 
+from elastane.coordinator.rules.admission import ROUND_MAX
 from elastane.protocol.events import Received
-from elastane.protocol.limits import ROUND_MAX
 from elastane.protocol.messages import (
     Alive,
     Assign,

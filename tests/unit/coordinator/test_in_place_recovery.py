@@ -3,7 +3,9 @@
 import pytest
 from coordinator_driver import Driver, job_spec
 
-from elastane.protocol.limits import LOST_PEER_S, SAME_CRASHES_MAX, STALLS_MAX
+from elastane.coordinator.rules.incident import SAME_CRASHES_MAX
+from elastane.coordinator.rules.machine import STALLS_MAX
+from elastane.protocol.limits import LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Able,

@@ -6,8 +6,7 @@ from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 
 from elastane.protocol.events import Resized
 from elastane.protocol.messages import Assign, Drain, Heartbeat, Interrupt, Prepare, Stop, Welcome
-from elastane.protocol.model import Fence
-from elastane.protocol.sharding import NO_SLICE, Sharding
+from elastane.protocol.model import NO_SLICE, Fence, Sharding
 
 
 def says(job, node_id, part, *, level=None, **more):

@@ -4,7 +4,7 @@ import pytest
 from coordinator_driver import Driver, job_spec
 from msgspec.structs import replace
 
-from elastane.coordinator.rules.incident import Crash, RestartBudget
+from elastane.coordinator.rules.incident import SAME_CRASHES_MAX, Crash, RestartBudget
 from elastane.protocol import limits
 from elastane.protocol.diagnosis import (
     Sighting,
@@ -14,7 +14,7 @@ from elastane.protocol.diagnosis import (
     is_lost_peer,
     root_cause,
 )
-from elastane.protocol.limits import SAME_CRASHES_MAX, Timing
+from elastane.protocol.limits import Timing
 from elastane.protocol.messages import Close, Drain, DrainTarget, Failed, Stop, Stopped
 from elastane.protocol.model import NO_RANK, Failure, Fence, PortOffer
 

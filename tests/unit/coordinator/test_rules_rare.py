@@ -5,10 +5,14 @@ from coordinator_driver import Driver, job_spec
 from test_in_place_crossings import FIRST, NEXT, Agent
 from test_in_place_recovery import in_place
 
-from elastane.protocol.diagnosis import Sighting, failures_in_order
+from elastane.protocol.diagnosis import (
+    OUTCOME_FAILURE_CHARS_MAX,
+    OUTCOME_FAILURES_WHOLE,
+    Sighting,
+    failures_in_order,
+)
 from elastane.protocol.effects import Decline, InterruptGroup, StartGroup, StartWorkers
 from elastane.protocol.events import GroupGone, MessageReceived, Signalled, Tick
-from elastane.protocol.limits import OUTCOME_FAILURE_CHARS_MAX, OUTCOME_FAILURES_WHOLE
 from elastane.protocol.messages import (
     Assign,
     Drain,

@@ -5,8 +5,7 @@ from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Assign, Drain, Interrupt, Lost, Prepare, Stop
-from elastane.protocol.model import Fence
-from elastane.protocol.sharding import Sharding
+from elastane.protocol.model import Fence, Sharding
 
 WHOLE, SOLE = Sharding(), Sharding(sole=True)
 

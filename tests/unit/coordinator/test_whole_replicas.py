@@ -2,9 +2,9 @@
 
 import pytest
 
-from elastane.protocol.model import Fence
-from elastane.protocol.sharding import (
+from elastane.protocol.model import (
     NO_SLICE,
+    Fence,
     Sharding,
     merge_shardings,
     whole_replicas,

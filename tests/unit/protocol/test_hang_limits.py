@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastane.protocol.hangs import Activity, HangRules, Observation, waiting_text
-from elastane.protocol.limits import (
+from elastane.protocol.hangs import (
     HANG_ANSWER_S,
     HANG_ASK_S,
     HANG_BETWEEN_S,
@@ -18,8 +17,12 @@ from elastane.protocol.limits import (
     HANG_STEPS_FIRST,
     HANG_STOPPED_S,
     HANG_WINDOW_S,
-    REASON_CHARS_MAX,
+    Activity,
+    HangRules,
+    Observation,
+    waiting_text,
 )
+from elastane.protocol.limits import REASON_CHARS_MAX
 from elastane.protocol.model import WaitPoint
 
 BODY, LOADING, BETWEEN = Activity.BODY, Activity.LOADING, Activity.BETWEEN

@@ -14,10 +14,13 @@ from elastane.coordinator.rules.nodes import KnownNode, NodeConnection, Place
 from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.effects import Hangup
 from elastane.protocol.events import Received
-from elastane.protocol.limits import CONTEST_S, NAME_CHARS_MAX, ROUND_MAX
+from elastane.protocol.limits import CONTEST_S, NAME_CHARS_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Close, Holding, Interrupt, Join, Refused, Welcome
 from elastane.protocol.model import Assignment, JobSpec, Member, NodeSpec, Outcome
+
+# No job has more rounds: one a second for 34 years. It bounds the highest round that is believed.
+ROUND_MAX = 1 << 30
 
 # A name that becomes part of a path must not lead elsewhere.
 _NO_NAME = frozenset("/\\")

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from elastane.protocol.diagnosis import Sighting
-from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, SAME_CRASHES_MAX, Timing
+from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, Timing
 from elastane.protocol.model import Failure
+
+# This many attempts in a row that fail alike end the job: the third shows that it is no chance.
+SAME_CRASHES_MAX = 3
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from elastane.protocol.model import Assignment, JobRecord, JobSpec, World
-from elastane.protocol.sharding import world_bounds
+from elastane.protocol.model import Assignment, JobRecord, JobSpec, World, world_bounds
 
 
 def broken_succession(previous: World | None, world: World) -> str:

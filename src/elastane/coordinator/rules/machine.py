@@ -81,13 +81,7 @@ from elastane.protocol.events import (
     RendezvousEvent,
     Resized,
 )
-from elastane.protocol.limits import (
-    CLOSE_S,
-    FENCE_WAIT_S,
-    HOLDER_GRACE_S,
-    STALLS_MAX,
-    STOP_MARGIN_S,
-)
+from elastane.protocol.limits import CLOSE_S, FENCE_WAIT_S, HOLDER_GRACE_S, STOP_MARGIN_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     AgentPresence,
@@ -97,6 +91,10 @@ from elastane.protocol.messages import (
     Report,
 )
 from elastane.protocol.model import JobRecord, JobSpec, World
+
+# After this many worlds in a row that stalled without a step, the machines do not let their workers
+# connect, and a further world is of no use.
+STALLS_MAX = 3
 
 # The longest chain of phases in one call is recovering, stopping, forming, running. A longer one
 # means that two rules contradict each other.

@@ -15,8 +15,15 @@ from enum import StrEnum
 
 from elastane.protocol.events import Broken, Received
 from elastane.protocol.messages import GroupState, Heartbeat, Holding, ToCoordinator
-from elastane.protocol.model import Failure, Fence, NodeSpec, PortOffer, Versions, WaitPoint
-from elastane.protocol.sharding import Sharding
+from elastane.protocol.model import (
+    Failure,
+    Fence,
+    NodeSpec,
+    PortOffer,
+    Sharding,
+    Versions,
+    WaitPoint,
+)
 
 # A person reads no more names than these, and a frame is bounded. The text goes to every node, so
 # its length must not grow with the job.

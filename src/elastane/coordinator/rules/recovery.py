@@ -15,8 +15,8 @@ from elastane.coordinator.rules import ending, liveness, next_world, sizing
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.state import Phase, State
-from elastane.protocol.hangs import waiting_text
-from elastane.protocol.limits import FENCE_WAIT_S, HANG_STALL_S, LOST_PEER_S
+from elastane.protocol.hangs import HANG_STALL_S, waiting_text
+from elastane.protocol.limits import FENCE_WAIT_S, LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Interrupt, Prepare
 from elastane.protocol.model import NO_RANK, Assignment, Failure, Fence, World

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from elastane.coordinator.rules.nodes import KnownNode, named
 from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.sharding import NO_SLICE, whole_replicas, world_bounds
+from elastane.protocol.model import NO_SLICE, whole_replicas, world_bounds
 
 
 @dataclass(frozen=True, slots=True)

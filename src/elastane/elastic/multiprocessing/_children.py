@@ -32,9 +32,9 @@ from torch.distributed.elastic.multiprocessing.redirects import redirect_stderr,
 from elastane.elastic.multiprocessing.errors import record
 from elastane.errors import ConfigurationError
 from elastane.functions.payload import name_of
-from elastane.process import by_value
+from elastane.process import called
+from elastane.process.called import run_and_leave
 from elastane.process.kernel import die_with_parent
-from elastane.process.leaving import run_and_leave
 from elastane.process.numa import bind
 from elastane.process.topology import read_topology
 from elastane.worker.call import load_of_main, pickled_result
@@ -188,7 +188,7 @@ class ByValue:
 
     def __init__(self, thing: Any) -> None:
         try:
-            self._content = by_value.dumps(thing)
+            self._content = called.dumps(thing)
         except Exception as error:
             raise ConfigurationError(
                 f"{name_of(thing)} of the main program cannot be sent to the workers: "

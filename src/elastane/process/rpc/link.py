@@ -17,13 +17,24 @@ from typing import Generic, Protocol, TypeVar
 from elastane.errors import ElastaneError, WireError
 from elastane.protocol.limits import (
     CLOSE_S,
+    FRAME_BYTES_MAX,
+    HANDSHAKE_BYTES_MAX,
     HANDSHAKE_TIMEOUT_S,
-    INBOX_BYTES_MAX,
-    SEND_BYTES_MAX,
-    SEND_STALL_S,
-    TCP_USER_TIMEOUT_S,
 )
 from elastane.protocol.wire import FrameCodec, Handshake
+
+# Bytes queued for a peer that does not read, before it is cut off; twice the largest frame fits.
+SEND_BYTES_MAX = 8 << 20
+# A peer for which bytes have been queued for this long without a break is cut off.
+SEND_STALL_S = 10.0
+# Received bytes that wait for their turn; beyond this the session is not read.
+INBOX_BYTES_MAX = 64 << 10
+# Sent bytes that a peer's kernel leaves unacknowledged for this long break the connection; the
+# backstop of heartbeats, which notice in a few seconds.
+TCP_USER_TIMEOUT_S = 20.0
+
+assert HANDSHAKE_BYTES_MAX < INBOX_BYTES_MAX < FRAME_BYTES_MAX
+assert SEND_BYTES_MAX >= 2 * FRAME_BYTES_MAX
 
 READ_BYTES = 64 << 10
 _KEEPALIVE_IDLE_S = 10

@@ -18,21 +18,23 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from elastane.errors import ConfigurationError
+from elastane.process.endpoint import Unproven
 from elastane.process.rpc.link import READ_BYTES, RpcLink, host_of
 from elastane.process.tls import TlsConfig, server_context
-from elastane.process.unproven import Unproven
-from elastane.protocol.limits import (
-    DESCRIPTORS_SPARED,
-    HANDSHAKE_TIMEOUT_S,
-    SESSIONS_MAX,
-    UNPROVEN_MAX,
-    UNPROVEN_TIMEOUT_S,
-)
+from elastane.protocol.limits import HANDSHAKE_TIMEOUT_S, UNPROVEN_TIMEOUT_S
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.wire import NONCE_BYTES, ServerHandshake
 
 if TYPE_CHECKING:
     import ssl
+
+# Unproven connections at a time; more wait in the kernel's backlog. An honest handshake takes about
+# a millisecond, so 1,024 agents pass in a second.
+UNPROVEN_MAX = 256
+# Sessions of one coordinator: sixteen times the largest job that was measured.
+SESSIONS_MAX = 16_384
+# Descriptors that a coordinator leaves to the agent it runs in, for pidfds, logs and pipes.
+DESCRIPTORS_SPARED = 128
 
 ServerLink = RpcLink[ToCoordinator, ToAgent]
 

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from elastane.process.zygote.fitness import is_read_at_import
-from elastane.process.zygote.renewals import renew
+from elastane.process.zygote.learned import renew
 
 # The launcher's parts that the worker runs in, and modules that C extensions look up themselves.
 _OWN = frozenset({"elastane", "msgspec"})
@@ -37,7 +37,7 @@ class Imported:
     `bound`: torch and the packages that it imported, which one process can hold only once. `reads`:
     the variables that learned packages read at import, with their values then. `writes`: the
     variables that packages set, each with the package and the value. `renewed`: the modules that
-    read the worker's environment again when they are provided (`renewals`).
+    read the worker's environment again when they are provided (`learned.RENEWALS`).
     """
 
     origins: Mapping[str, str] = field(default_factory=dict)

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from elastane.errors import ConfigurationError, StoreError
-from elastane.protocol.limits import STORE_TIMEOUT_S, STORE_VALUE_BYTES_MAX
+from elastane.protocol.limits import STORE_TIMEOUT_S
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.stores.etcd.server import short_path
 from elastane.stores.etcd.settings import EtcdSettings
+from elastane.stores.protocol import STORE_VALUE_BYTES_MAX
 
 if TYPE_CHECKING:
     import httpx
