@@ -15,12 +15,12 @@ FAILED = {
 }
 
 
-def seat_of(kube):
+def lease_name(kube):
     return lease_of("x-" + kube.one("elasticjobs", "x", group=GROUP_OF_JOBS)["metadata"]["uid"][:8])
 
 
 def lease(kube):
-    return kube.one("leases", seat_of(kube), group=LEASES)
+    return kube.one("leases", lease_name(kube), group=LEASES)
 
 
 def uid_of(kube, pod):
@@ -34,7 +34,7 @@ async def with_a_holder(kube, running, holder):
     await kube.wait(running.operator.session.synced.is_set)
     notes = {"elastane.dev/pod-uid": holder(kube), "elastane.dev/term": "7"}
     spec = {"holderIdentity": "x-worker-1_ab", "leaseDurationSeconds": 3, "leaseTransitions": 4}
-    body = {"metadata": {"name": seat_of(kube), "annotations": notes}, "spec": spec}
+    body = {"metadata": {"name": lease_name(kube), "annotations": notes}, "spec": spec}
     kube.create("leases", body, group=LEASES)
 
 
@@ -64,7 +64,7 @@ def test_whoever_takes_it_can_read_who_is_dead():
         said = []
 
         def note(request):
-            if request.method == "PATCH" and request.path.endswith(seat_of(kube)):
+            if request.method == "PATCH" and request.path.endswith(lease_name(kube)):
                 said.append(kube.one("configmaps", "x-directive")["data"].get("dead", ""))
 
         async with operator_over(kube, decide=reconcile) as running:

@@ -70,7 +70,7 @@ def by_force(cluster, pod):
 @pytest.mark.parametrize(
     "fate", [by_the_control_plane, unseen, partitioned, unplugged, deleted, by_force]
 )
-def test_a_pod_that_may_live_keeps_its_seat_until_that_runs_out(fate):
+def test_a_pod_that_may_live_keeps_its_lease_until_it_expires(fate):
     cluster = ran()
     fate(cluster, cluster.by_name("j-worker-1"))
     cluster.now_s += 60
@@ -84,7 +84,7 @@ def test_a_pod_that_its_kubelet_restarts_may_lead_again():
 
 
 @pytest.mark.parametrize("more", [{"launcher": "torchrun"}, {"rdzvEndpoint": "etcd:2379"}])
-def test_a_job_without_a_seat_in_the_api_has_none_to_give_back(more):
+def test_a_job_without_a_kubernetes_lease_releases_none(more):
     cluster = ran(**more)
     cluster.exit(cluster.by_name("j-worker-1"), 137)
     assert freed(cluster) == []
