@@ -55,6 +55,7 @@ are safe to repeat.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from elastane.coordinator.rules import (
     admission,
@@ -248,59 +249,78 @@ def load_record(state: State, record: JobRecord) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """Which nodes of the last world are back with a new coordinator."""
+
+    present: list[KnownNode]
+    missing: list[str]
+    awaited: list[str]  # the missing ones that are not known to be dead
+
+    @property
+    def members(self) -> list[KnownNode]:
+        """The nodes that still have workers of that world."""
+        return [node for node in self.present if node.is_member]
+
+
 def _recovering(state: State) -> bool:
-    deadline_s = state.stage.began_s + state.spec.timing.reregister_s
-    if (
-        len(state.roster.nodes) + len(state.owner.dead) < state.worlds.size - 1
-        and state.now_s < deadline_s
-    ):
-        state.queue.wait_until(deadline_s)  # Keeps the return of a large world linear in its size.
+    """Wait for the last world, then resume it, continue without some nodes, or form another."""
+    if _most_are_away(state):
         return False
-    expected, present = state.worlds.node_ids, _present(state)
-    here = {node.id for node in present}
-    missing = [node_id for node_id in expected if node_id not in here]
-    dead = state.owner.dead_members(state.world)
-    awaited = [node_id for node_id in missing if node_id not in dead]
-    if awaited == [state.term.previous_node] and any(node.is_member for node in present):
-        deadline_s = _await_holder(state, deadline_s)
-    # Without any member, the displaced state holders are needed.
-    alone = not any(node.is_member for node in present)
-    late = alone and any(node_id not in state.roster.nodes for node_id in state.holders.displaced)
-    if (awaited or late) and state.now_s < deadline_s:
-        state.queue.wait_until(deadline_s)
+    returned = _returned(state)
+    if _must_wait_for_return(state, returned):
         return False
     if state.world is None:
-        _adopt_reported_world(state, present)
-    holders = [n for n in present if n.is_member]
-    if state.worlds.intact and not missing and len(holders) == len(present):
-        return _resume(state, present)
-    if holders or any(
-        state.holders.is_displaced_holder(node) for node in state.roster.nodes.values()
-    ):
-        without = [node.id for node in present if not node.is_member]
-        lost = named(missing) or f"workers of {named(without) or 'other nodes'}"
-        how = "did not come back to the coordinator within the time"
-        how = how if awaited or not missing else "ended, as the job's owner says"
-        reason = f"{lost} {how}"
-        # Later failures on the members here follow from the broken world, and are not charged.
-        gone = missing + without or ["others"]
-        incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=gone)
-        state.incidents.open(incident)
-        state.in_place.begin(active=recovery.is_in_place(state))
-        state.stage.assume_running()
-        agents = {m.node_id: m.incarnation for m in state.world.members} if state.world else {}
-        for node_id in missing:
-            liveness.note_possibly_training(state, node_id, agents.get(node_id, ""))
-        state.holders.note_resumed_without(state.now_s)
-        _apply_reported_failures(state)
-        return _end_world(state, reason)
-    forming.begin_gathering(
-        state, "none of the last world's workers is left", follow_up=bool(present)
-    )
+        _adopt_reported_world(state, returned.present)
+    members = returned.members
+    if state.worlds.intact and not returned.missing and len(members) == len(returned.present):
+        return _resume(state, returned.present)
+    if members or any(map(state.holders.is_displaced_holder, state.roster.nodes.values())):
+        return _end_incomplete_world(state, returned)
+    reason = "none of the last world's workers is left"
+    forming.begin_gathering(state, reason, follow_up=bool(returned.present))
     return True
 
 
-def _await_holder(state: State, deadline_s: float) -> float:
+def _returns_until_s(state: State) -> float:
+    return state.stage.began_s + state.spec.timing.reregister_s
+
+
+def _most_are_away(state: State) -> bool:
+    """Whether more than one node is away; this keeps the return of a large world linear."""
+    known, until_s = len(state.roster.nodes) + len(state.owner.dead), _returns_until_s(state)
+    if known >= state.worlds.size - 1 or state.now_s >= until_s:
+        return False
+    state.queue.wait_until(until_s)
+    return True
+
+
+def _returned(state: State) -> _Returned:
+    nodes, ids = state.roster.nodes, state.worlds.node_ids
+    here = {i for i in ids if i in nodes and i not in state.roster.unreachable}
+    missing = [node_id for node_id in ids if node_id not in here]
+    dead = state.owner.dead_members(state.world)
+    return _Returned(
+        present=[nodes[node_id] for node_id in ids if node_id in here],
+        missing=missing,
+        awaited=[node_id for node_id in missing if node_id not in dead],
+    )
+
+
+def _must_wait_for_return(state: State, returned: _Returned) -> bool:
+    """Whether to wait for more nodes of the last world, or for displaced state holders."""
+    until_s, members = _returns_until_s(state), returned.members
+    if members and returned.awaited == [state.term.previous_node]:
+        until_s = _await_previous_node(state, until_s)
+    # Without any member, the displaced state holders are needed.
+    late = not members and any(i not in state.roster.nodes for i in state.holders.displaced)
+    if not (returned.awaited or late) or state.now_s >= until_s:
+        return False
+    state.queue.wait_until(until_s)
+    return True
+
+
+def _await_previous_node(state: State, deadline_s: float) -> float:
     """Return until when to wait for the last coordinator's node, once all others are here.
 
     That node most likely ended with its coordinator, so the wait is short. If the store was away, a
@@ -309,11 +329,26 @@ def _await_holder(state: State, deadline_s: float) -> float:
     return min(deadline_s, state.term.await_previous(state.now_s + HOLDER_GRACE_S))
 
 
-def _present(state: State) -> list[KnownNode]:
-    """Return the nodes of the last world that are here."""
-    roster = state.roster
-    here = [i for i in state.worlds.node_ids if i in roster.nodes and i not in roster.unreachable]
-    return [roster.nodes[node_id] for node_id in here]
+def _end_incomplete_world(state: State, returned: _Returned) -> bool:
+    """End the last world, whose other members did not come back in time."""
+    missing = returned.missing
+    without = [node.id for node in returned.present if not node.is_member]
+    lost = named(missing) or f"workers of {named(without) or 'other nodes'}"
+    how = "did not come back to the coordinator within the time"
+    how = how if returned.awaited or not missing else "ended, as the job's owner says"
+    reason = f"{lost} {how}"
+    # Later failures on the members here follow from the broken world, and are not charged.
+    gone = missing + without or ["others"]
+    incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=gone)
+    state.incidents.open(incident)
+    state.in_place.begin(active=recovery.is_in_place(state))
+    state.stage.assume_running()
+    agents = {m.node_id: m.incarnation for m in state.world.members} if state.world else {}
+    for node_id in missing:
+        liveness.note_possibly_training(state, node_id, agents.get(node_id, ""))
+    state.holders.note_resumed_without(state.now_s)
+    _apply_reported_failures(state)
+    return _end_world(state, reason)
 
 
 def _adopt_reported_world(state: State, present: list[KnownNode]) -> None:
