@@ -110,8 +110,13 @@ def test_under_torchrun_a_killed_worker_leaves_no_trace(script, data, undisturbe
     assert job.end()["weights"] == undisturbed(script).end()["weights"]
 
 
+def test_the_plain_script_trains_on_every_sample_once(undisturbed):
+    every_sample_once(undisturbed(PLAIN).committed())
+    assert undisturbed(PLAIN).end()
+
+
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=SOAK)])
-@pytest.mark.parametrize("script", [PLAIN, CHECKPOINTS])
+@pytest.mark.parametrize("script", [pytest.param(PLAIN, marks=SOAK), CHECKPOINTS])
 def test_a_lost_worker_and_a_lost_node_leave_no_trace(script, shared, data, undisturbed, tmp_path):
     job = Nodes(script, data, tmp_path, shared=shared)
     job.to(EARLY)
