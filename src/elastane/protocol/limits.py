@@ -1,4 +1,6 @@
-"""Every bound of the control plane: name, unit, default and reason, checked against each other.
+"""The bounds that several rooms share: name, unit, default and reason, checked together.
+
+A bound that one room uses stands in that room, as in `protocol.hangs` and `process.rpc.link`.
 
 Durations are seconds, sizes are bytes. `Timing` holds the bounds that a user may set with
 `--rdzv-conf`; the module's constants are fixed. `check` refuses a set whose bounds contradict each
