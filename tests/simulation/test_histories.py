@@ -15,7 +15,7 @@ from simulation.kept import read_kept
 from simulation.shrink import shrunk
 
 CHUNK = 250
-CHUNKS = 10
+CHUNKS = 4
 SOAK_SEEDS = int(os.environ.get("ELASTANE_SOAK_SEEDS", "500000"))
 KEPT = read_kept(Path(__file__).parent / "kept_seeds.txt")
 MODES = pytest.mark.parametrize("store_backed", [True, False], ids=["store", "endpoint"])

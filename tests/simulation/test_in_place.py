@@ -17,7 +17,7 @@ from simulation.shrink import shrunk
 from simulation.transcript import Play
 
 CHUNK = 250
-CHUNKS = 6
+CHUNKS = 3
 # One of so many steps is played by every run of the tests, all of them by the soak.
 STRIDE = 16
 SOAK_SEEDS = int(os.environ.get("ELASTANE_SOAK_SEEDS", "500000"))
@@ -61,12 +61,12 @@ def test_no_step_is_lost_or_made_twice_in_any_history(chunk, store_backed):
 
 @MODES
 def test_no_step_is_lost_with_whole_nodes(store_backed):
-    holds(play(range(2 * CHUNK), [store_backed], in_place=True, span=1), span=1)
+    holds(play(range(CHUNK), [store_backed], in_place=True, span=1), span=1)
 
 
 @MODES
 def test_no_step_is_lost_with_replicas_of_two_nodes(store_backed):
-    holds(play(range(2 * CHUNK), [store_backed], in_place=True, span=2), span=2)
+    holds(play(range(CHUNK), [store_backed], in_place=True, span=2), span=2)
 
 
 @pytest.mark.soak
@@ -83,7 +83,7 @@ def test_no_step_is_lost_or_made_twice_in_a_million_histories(store_backed):
 @pytest.mark.parametrize("span", [1, 2, 3])
 @MODES
 def test_no_step_is_lost_with_sharded_state(store_backed, span):
-    seeds = range(2 * CHUNK, 2 * CHUNK + SOAK_SEEDS // 10)
+    seeds = range(CHUNK, CHUNK + SOAK_SEEDS // 10)
     jobs = len(os.sched_getaffinity(0))
     holds(play(seeds, [store_backed], jobs, in_place=True, span=span), span=span)
 

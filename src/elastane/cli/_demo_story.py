@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 import elastane
-from elastane.observe.dashboard import StepProgress
+
+if TYPE_CHECKING:
+    from elastane.observe.dashboard import StepProgress
 
 
 @dataclass(frozen=True)
