@@ -12,8 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import uncompiled  # noqa: F401 - before the optimizer is made
-
 
 def keep_pace(ledger, pace):
     """Let workers wait behind what they have written of a step."""
