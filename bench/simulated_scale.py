@@ -114,7 +114,7 @@ def measure(nodes: int) -> list[Row]:
 
     boot(here)
     change("form", here)
-    victims = [name for name in [*cluster.nodes][1:] if name not in cluster.seats][:lost]
+    victims = [name for name in [*cluster.nodes][1:] if name not in cluster.coordinators][:lost]
     for name in victims:
         cluster.crash(name, "killed")
     change(f"lose {lost}", here - lost)

@@ -82,9 +82,9 @@ class BudgetCheck:
     def _is_plain(self, fence: Fence) -> bool:
         """Whether this death is the only fault, and no node is arriving or leaving."""
         cluster = self._cluster
-        if cluster.upset or cluster.drained or len(cluster.seats) != 1:
+        if cluster.upset or cluster.drained or len(cluster.coordinators) != 1:
             return False
-        phase = next(iter(cluster.seats.values())).machine.phase
+        phase = next(iter(cluster.coordinators.values())).machine.phase
         nodes = [node for node in cluster.nodes.values() if node.alive]
         inside = [node for node in nodes if node.group and node.group.fence == fence]
         is_full = len(inside) >= cluster.most
@@ -115,7 +115,7 @@ class PerDeathBudgetCheck(BudgetCheck):
         if used > before + 1:
             return f"restarts used went from {before} to {used} at once"
         # A coordinator that is new, or forgot a node, may charge a death again.
-        again = self._dead if self._cluster.upset else self._cluster.coordinators - 1
+        again = self._dead if self._cluster.upset else self._cluster.coordinators_started - 1
         if used > self._dead + min(self._dead, again):
             return f"{used} restarts were used, and {self._dead} workers died"
         return ""

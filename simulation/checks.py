@@ -157,28 +157,29 @@ class Checks:
         """Return how many restarts were charged."""
         return self.ledger.used
 
-    def sends(self, seat: SimulatedCoordinator, session: int, message: ToAgent) -> None:
+    def sends(self, coordinator: SimulatedCoordinator, session: int, message: ToAgent) -> None:
         """Check a message of a coordinator."""
         if isinstance(message, Assign):
             given = message.assignment
             self._require(
-                session not in seat.leaving, f"{given.fence} was given to a node that is to leave"
+                session not in coordinator.leaving,
+                f"{given.fence} was given to a node that is to leave",
             )
             self._require(
                 given.fence in self._durable, f"{given.fence} was assigned before it was durable"
             )
             self._ranked(given)
-            out = seat.fenced.intersection(m.incarnation for m in self._durable[given.fence])
+            out = coordinator.fenced.intersection(m.incarnation for m in self._durable[given.fence])
             self._require(not out, f"{given.fence} has a place for {out}, whom the owner gave up")
-        if isinstance(message, Close) and seat.election is not None:
+        if isinstance(message, Close) and coordinator.election is not None:
             self._require(
                 self.outcome == message.outcome, "agents were told of an end that is not durable"
             )
 
     def _ranked(self, given: Assignment) -> None:
-        seats = self._given.setdefault(given.fence, {})
+        coordinators = self._given.setdefault(given.fence, {})
         self._require(
-            seats.setdefault(given.node_rank, given).rank_base == given.rank_base,
+            coordinators.setdefault(given.node_rank, given).rank_base == given.rank_base,
             f"{given.fence}: two assignments of node rank {given.node_rank}",
         )
         members = self._durable[given.fence]

@@ -59,13 +59,13 @@ class SimulatedCluster:
         )
         self.still.is_overdue = lambda host: self.nodes[host].is_overdue
         self.nodes: dict[str, SimulatedNode] = {}
-        self.seats: dict[str, SimulatedCoordinator] = {}
+        self.coordinators: dict[str, SimulatedCoordinator] = {}
         self.disturbed_s = 0.0
         self.drifts: tuple[float, ...] = (1.0,)
         self.on_step: Callable[[str, EffectGap], bool] = lambda host, step: False
         self._by_session: dict[int, SimulatedCoordinator] = {}
         self.paused = 0
-        self.coordinators = 0  # how many there were
+        self.coordinators_started = 0
         self.upset = False  # a fault other than the death of workers has happened
         self.torn = False  # a fault other than the death of processes and hosts
         self.drained = False  # a node left, or came late
@@ -94,8 +94,8 @@ class SimulatedCluster:
     def resize(self, min_nodes: int, max_nodes: int) -> None:
         """Change the range of nodes, as the job's owner."""
         self.wanted = Resized(min_nodes=min_nodes, max_nodes=max_nodes)
-        for seat in [*self.seats.values()]:
-            seat.take(self.wanted)
+        for coordinator in [*self.coordinators.values()]:
+            coordinator.take(self.wanted)
 
     def give_up(self, name: str) -> None:
         """Give up the agent of a host, as the job's owner: it must not be admitted again."""
@@ -107,8 +107,8 @@ class SimulatedCluster:
 
     def tell_fenced(self) -> None:
         """Inform all coordinators which agents the owner has given up, and which are dead."""
-        for seat in [*self.seats.values()]:
-            seat.take(Fenced(self.given_up, self.dead))
+        for coordinator in [*self.coordinators.values()]:
+            coordinator.take(Fenced(self.given_up, self.dead))
 
     def add(self, size: int, node_rank: int | None = None) -> SimulatedNode:
         """Return a new host without processes."""
@@ -120,10 +120,14 @@ class SimulatedCluster:
 
     def boot(self, node: SimulatedNode, warm_s: float = 0.0) -> None:
         """Start an agent, and the coordinator on the endpoint of the default store."""
-        if not self.store_backed and node.name == self.endpoint and node.name not in self.seats:
-            self.seats[node.name] = SimulatedCoordinator(self, node.name, None)
-        elif self.store_backed and node.name in self.seats:
-            self.seats[node.name].end("its process has ended", clean=False)
+        if (
+            not self.store_backed
+            and node.name == self.endpoint
+            and node.name not in self.coordinators
+        ):
+            self.coordinators[node.name] = SimulatedCoordinator(self, node.name, None)
+        elif self.store_backed and node.name in self.coordinators:
+            self.coordinators[node.name].end("its process has ended", clean=False)
         node.boot(warm_s)
 
     @property
@@ -185,7 +189,7 @@ class SimulatedCluster:
 
     def stand(self, node: SimulatedNode) -> None:
         """Try once to become the coordinator, unless a try is under way."""
-        if node.election is not None or node.name in self.seats:
+        if node.election is not None or node.name in self.coordinators:
             return
         election = node.election = SimulatedElection(self, node.name)
 
@@ -193,7 +197,7 @@ class SimulatedCluster:
             node.election = None
             if won:
                 self.story.tell(f"{node.name} is elected in term {election.term}")
-                self.seats[node.name] = SimulatedCoordinator(self, node.name, election)
+                self.coordinators[node.name] = SimulatedCoordinator(self, node.name, election)
 
         election.campaign(answer, node.job_is_over)
 
@@ -203,23 +207,23 @@ class SimulatedCluster:
         def arrive() -> None:
             if not node.alive or node.life != life or node.session is not None:
                 return
-            seat = self.seats.get(host)
+            coordinator = self.coordinators.get(host)
             if not self.network.linked(node.name, host) or self.nodes[host].paused:
                 node.not_found(f"{host} does not answer")
-            elif seat is None or not seat.alive:
+            elif coordinator is None or not coordinator.alive:
                 node.not_found(f"{host} refuses the connection")
             else:
                 session = self.network.open(node.name, host)
-                self._by_session[session.number] = seat
-                seat.welcome(session)
+                self._by_session[session.number] = coordinator
+                coordinator.welcome(session)
                 node.linked(session)
 
         self.clock.after(self.network.dial_s(node.name, host), arrive)
 
     def send_up(self, session: SimulatedSession, message: ToCoordinator) -> None:
         """Carry a message of an agent."""
-        seat = self._by_session[session.number]
-        self.network.carry(session, session.up, lambda: seat.hear(session, message))
+        coordinator = self._by_session[session.number]
+        self.network.carry(session, session.up, lambda: coordinator.hear(session, message))
 
     def send_down(self, session: SimulatedSession, message: ToAgent) -> None:
         """Carry a message of a coordinator."""
@@ -228,8 +232,8 @@ class SimulatedCluster:
 
     def close_from_agent(self, session: SimulatedSession, reason: str, *, clean: bool) -> None:
         """End a session; `clean`: the agent's process is gone."""
-        seat = self._by_session[session.number]
-        self.network.carry(session, session.up, lambda: seat.lose(session, reason, clean))
+        coordinator = self._by_session[session.number]
+        self.network.carry(session, session.up, lambda: coordinator.lose(session, reason, clean))
 
     def close_from_seat(self, session: SimulatedSession, reason: str) -> None:
         """End a session from the coordinator's side."""
@@ -245,14 +249,14 @@ class SimulatedCluster:
         session, node.session = node.session, None
         if session is not None:
             self.close_from_agent(session, "the agent has exited", clean=True)
-        seat = self.seats.get(node.name)
-        if seat is not None and not seat.is_ending:
-            seat.end("its agent has exited", clean=True)
+        coordinator = self.coordinators.get(node.name)
+        if coordinator is not None and not coordinator.is_ending:
+            coordinator.end("its agent has exited", clean=True)
 
-    def seat_ended(self, seat: SimulatedCoordinator) -> None:
+    def coordinator_ended(self, coordinator: SimulatedCoordinator) -> None:
         """Forget a coordinator."""
-        if self.seats.get(seat.host) is seat:
-            del self.seats[seat.host]
+        if self.coordinators.get(coordinator.host) is coordinator:
+            del self.coordinators[coordinator.host]
 
     def note(self, host: str, event: LogEvent) -> None:
         """Add an event to the story."""
@@ -265,13 +269,13 @@ class SimulatedCluster:
     def crash(self, name: str, why: str, *, silent: bool = False) -> None:
         """Kill agent, workers and coordinator of a host; `silent`: as in a loss of power."""
         node = self.nodes[name]
-        if not node.alive and name not in self.seats:
+        if not node.alive and name not in self.coordinators:
             return
         self.story.tell(f"FAULT {name} crashes{' silently' if silent else ''}: {why}")
         self.disturbed_s = self.clock.now_s
         self._forgets(name)
         # Its agents notice later than the next coordinator waits for them.
-        self.torn = self.torn or (silent and name in self.seats)
+        self.torn = self.torn or (silent and name in self.coordinators)
         self._waiting.pop(name, None)
         node.die()
         node.life += 1
@@ -284,9 +288,9 @@ class SimulatedCluster:
                 session.half_open = True
             else:
                 self.close_from_agent(session, "EOF", clean=True)
-        seat = self.seats.get(name)
-        if seat is not None:
-            seat.end("its host has crashed", clean=False, tells=not silent)
+        coordinator = self.coordinators.get(name)
+        if coordinator is not None:
+            coordinator.end("its host has crashed", clean=False, tells=not silent)
 
     def _forgets(self, name: str) -> None:
         """Without a store the job's memory goes with the endpoint."""
@@ -295,7 +299,7 @@ class SimulatedCluster:
     def pause(self, name: str, for_s: float, *, suspended: bool = False) -> None:
         """Stop a host for a while; `suspended`: its monotonic clock stops too."""
         node = self.nodes[name]
-        if node.stands_still or not (node.alive or name in self.seats):
+        if node.stands_still or not (node.alive or name in self.coordinators):
             return
         how = "is suspended" if suspended else "stands still"
         self.story.tell(f"FAULT {name} {how} for {for_s:.1f} s")
@@ -332,9 +336,9 @@ class SimulatedCluster:
         self.clock.after(for_s, resume)
 
     def _stood_still(self, name: str, for_s: float) -> None:
-        seat = self.seats.get(name)
-        if seat is not None:
-            seat.stood_still(for_s)
+        coordinator = self.coordinators.get(name)
+        if coordinator is not None:
+            coordinator.stood_still(for_s)
 
     def jump_clock(self, name: str, by_s: float) -> None:
         """Move the clocks of a host forward at once."""

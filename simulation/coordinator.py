@@ -65,7 +65,7 @@ class SimulatedCoordinator:
             election.on_lost = lambda why: self.end(why, clean=True)
             election.publish()
             election.keep()
-        cluster.coordinators += 1
+        cluster.coordinators_started += 1
         # The list of fenced agents is read before any agent is admitted.
         self.fenced = frozenset[str]()
         if cluster.given_up or cluster.dead:
@@ -126,7 +126,7 @@ class SimulatedCoordinator:
                 self.cluster.close_from_seat(session, why)
         if clean and self.election is not None:
             self.election.resign()
-        self.cluster.seat_ended(self)
+        self.cluster.coordinator_ended(self)
 
     def _take(self, event: RendezvousEvent) -> None:
         if not self.alive:

@@ -94,7 +94,7 @@ class SimulatedElection:
 
     def publish(self) -> None:
         """Tell all agents where this coordinator is."""
-        seat = Published(self.term, self.host)
+        leader = Published(self.term, self.host)
 
         def told(done: bool | None) -> None:
             if done is None:
@@ -102,7 +102,7 @@ class SimulatedElection:
             elif not done:
                 self._lose("another coordinator is published")
 
-        self._ask(lambda: self._cluster.store.publish(seat), told)
+        self._ask(lambda: self._cluster.store.publish(leader), told)
 
     def save(self, record: JobRecord, done: Callable[[str], None]) -> None:
         """Make `record` durable under the own term; `done` gets why it may not be, or nothing."""

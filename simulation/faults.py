@@ -94,8 +94,8 @@ class Faults:
         return self._rng.choice(alive or [*self._cluster.nodes])
 
     def _seat(self) -> str:
-        seats = [*self._cluster.seats]
-        return self._rng.choice(seats) if seats else self._some()
+        coordinators = [*self._cluster.coordinators]
+        return self._rng.choice(coordinators) if coordinators else self._some()
 
     def _back(self, name: str, delay_s: float) -> None:
         def boot() -> None:
@@ -234,8 +234,8 @@ class Faults:
     def _stop_store_process(self) -> None:
         self._hold_up("the store process", self._cluster.still.stores)
 
-    def _stop_keeper(self) -> None:
-        self._hold_up("the keeper of snapshots", self._cluster.still.keepers)
+    def _stop_snapshot_server(self) -> None:
+        self._hold_up("the snapshot server", self._cluster.still.snapshot_servers)
 
     def _hold_up(self, what: str, hosts: set[str]) -> None:
         name, for_s = self._some(), self._rng.choice(_STILL_S)

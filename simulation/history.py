@@ -145,7 +145,7 @@ class History:
         cluster = self.cluster
         if cluster.clock.now_s < max(self.faults.over_s, _BOOT_S):
             return False
-        if not any(node.alive for node in cluster.nodes.values()) and not cluster.seats:
+        if not any(node.alive for node in cluster.nodes.values()) and not cluster.coordinators:
             return True
         return cluster.clock.now_s > self._quiet_s() + STABLE_S and trains(cluster)
 
@@ -164,7 +164,7 @@ class History:
 
 def trains(cluster: SimulatedCluster) -> bool:
     """Return whether the newest world makes steps, and its coordinator plans no change."""
-    phases = [seat.machine.phase for seat in cluster.seats.values()]
+    phases = [coordinator.machine.phase for coordinator in cluster.coordinators.values()]
     recent_s = cluster.clock.now_s - cluster.checks.step_s
     steps = recent_s < 2 * cluster.training.script.step_s + 1.0
     fits = cluster.checks.nodes_stepped <= cluster.most
@@ -189,7 +189,7 @@ def stuck(cluster: SimulatedCluster) -> str:
             if cluster.store_backed or node.session is not None or not node.trains
         ]
         return f"the job has ended, but the agents of {', '.join(late)} have not" if late else ""
-    served = cluster.store_backed or cluster.endpoint in cluster.seats
+    served = cluster.store_backed or cluster.endpoint in cluster.coordinators
     if len(may_train) < cluster.fewest or not served or trains(cluster):
         return ""
     return (

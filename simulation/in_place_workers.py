@@ -293,7 +293,7 @@ class InPlaceTraining:
             self._clock.after(STALL_S, lambda: self._meet(world))
             return
         members = [world.workers[rank] for rank in range(world.size)]
-        if not self._mesh.seat(world, members):
+        if not self._mesh.assign(world, members):
             for worker in members:
                 self._declare(worker)
                 self._lose(worker, world, "no whole replicas")
@@ -390,7 +390,7 @@ class InPlaceTraining:
         worker.moved_s = self._clock.now_s
         self._checks.line.commits(worker, world)
         is_due = worker.committed % self.script.checkpoint_every == 0
-        if worker.rank == 0 and is_due and not self._still.keepers & {*world.hosts}:
+        if worker.rank == 0 and is_due and not self._still.snapshot_servers & {*world.hosts}:
             self._save(worker.committed)
 
     def _call(self, worker: SimulatedWorker, world: Gathering) -> None:

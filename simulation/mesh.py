@@ -33,7 +33,7 @@ class Mesh:
         """Return what the workers of a node report of their sharded state."""
         return Sharding(group.sole, self.span, group.part, group.level) if self.span else None
 
-    def seat(self, world: Gathering, members: Sequence[SimulatedWorker]) -> bool:
+    def assign(self, world: Gathering, members: Sequence[SimulatedWorker]) -> bool:
         """Agree on slices; False if the members can neither step nor come to one step."""
         if self.span < 2 or _seated(members, self.span):
             return True

@@ -49,10 +49,12 @@ class Network:
         self.lag_s: dict[str, float] = {}
         self.carried = 0
 
-    def open(self, agent: str, seat: str) -> SimulatedSession:
+    def open(self, agent: str, coordinator: str) -> SimulatedSession:
         """Return a new session between two hosts."""
         self._numbers += 1
-        return SimulatedSession(self._numbers, Direction(agent, seat), Direction(seat, agent))
+        return SimulatedSession(
+            self._numbers, Direction(agent, coordinator), Direction(coordinator, agent)
+        )
 
     def carry(self, session: SimulatedSession, way: Direction, act: Act) -> None:
         """Do `act` at the other end, after what was sent before it."""

@@ -38,7 +38,7 @@ STILL = (
     "stop_reaper",
     "stop_zygote",
     "stop_store_process",
-    "stop_keeper",
+    "stop_snapshot_server",
 )
 MISMATCH = 4 * FAULTS_MAX
 # How often each kind of fault is drawn, relative to the others.

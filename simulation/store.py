@@ -52,7 +52,7 @@ class SimulatedStore:
         self._clock, self._rng = clock, rng
         self.filed = SimulatedRecord()
         self.lease: SimulatedLease | None = None
-        self.seat: Published | None = None
+        self.leader: Published | None = None
         self.away = False
         self.slow_s = 0.0
         self.replies_lost = 0  # the next operations whose answers are lost, though they are done
@@ -127,13 +127,13 @@ class SimulatedStore:
 
     def seated(self) -> tuple[Published | None]:
         """Return where the latest coordinator listens."""
-        return (self.seat,)
+        return (self.leader,)
 
-    def publish(self, seat: Published) -> bool:
+    def publish(self, leader: Published) -> bool:
         """Publish where a coordinator listens, unless a later term did; return whether."""
-        if self.seat is not None and self.seat.term > seat.term:
+        if self.leader is not None and self.leader.term > leader.term:
             return False
-        self.seat = seat
+        self.leader = leader
         return True
 
     def _reaches(self, host: str) -> bool:

@@ -187,13 +187,13 @@ class Play:
     def _status(self) -> None:
         """Tell what the coordinator would show, and what is on record."""
         cluster, tell = self.cluster, self.cluster.story.tell
-        for seat in cluster.seats.values():
-            report = seat.machine.report()
+        for coordinator in cluster.coordinators.values():
+            report = coordinator.machine.report()
             states = ", ".join(
                 f"{n.node_id} {n.state}" + ("" if n.node_rank is None else f" rank {n.node_rank}")
                 for n in report.nodes
             )
-            tell(f"coordinator on {seat.host}: {report.phase}; {states or 'no nodes'}")
+            tell(f"coordinator on {coordinator.host}: {report.phase}; {states or 'no nodes'}")
         record = cluster.store.filed.record
         if record is not None:
             world = record.world

@@ -55,7 +55,7 @@ class StoppedProcesses:
 
     zygotes: set[str] = field(default_factory=set)
     stores: set[str] = field(default_factory=set)
-    keepers: set[str] = field(default_factory=set)
+    snapshot_servers: set[str] = field(default_factory=set)
     is_overdue: Callable[[str], bool] = lambda _host: False  # whether workers there begin no step
 
 
@@ -271,7 +271,9 @@ class Training:
             group.moved_s = self._clock.now_s
         self._checks.stepped(run.fence)
         done = run.base + run.steps
-        if done % self.script.checkpoint_every == 0 and not self._still.keepers & {*run.hosts}:
+        if done % self.script.checkpoint_every == 0 and not self._still.snapshot_servers & {
+            *run.hosts
+        }:
             self.saved_step = max(self.saved_step, done)
         if done >= self.script.steps:
             self._finish(run)

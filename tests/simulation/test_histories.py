@@ -106,7 +106,7 @@ def test_every_kind_of_fault_is_drawn_and_logged():
         "orphan reaper of",
         "the zygote of",
         "the store process of",
-        "the keeper of snapshots of",
+        "the snapshot server of",
     ):
         assert what in stories, what
     assert len(kinds) == 36
