@@ -127,7 +127,8 @@ def choose(
     candidates -= set(failed)
     if not candidates:
         return None
-    # Of one step prefer memory; a final flush of the same step has another nonce.
+    # If memory and storage have the same step, prefer memory. A final flush of that step has
+    # another nonce, so it is another save.
     save, memory = max(candidates, key=lambda each: (each[0].key, each[1], each[0].nonce))
     spans: list[tuple[tuple[int, int], ...]] = []
     if memory:

@@ -63,10 +63,10 @@ def flatten(state: object) -> Parts:
 
 
 class Flattening:
-    """One state that is taken apart repeatedly, while mostly only its values change.
+    """Takes states of one structure apart, again and again.
 
-    Then the structure is kept. A mapping that holds the identical tensors as before, as an
-    optimizer's state does, is not traversed again.
+    While the structure does not change, it is reused. A mapping that holds the identical tensors as
+    before, as an optimizer's state does, is not traversed again.
     """
 
     def __init__(self, state: object) -> None:

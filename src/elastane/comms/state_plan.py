@@ -167,7 +167,7 @@ class StateVerdict:
 
 
 def judge(digests: Sequence[bytes]) -> StateVerdict:
-    """Return which replicas are right; `digests` by rank."""
+    """Group ranks by digest; a group of more than half is right. `digests[r]` is that of rank r."""
     assert digests, "a world has members"
     counted = Counter(digests).most_common()
     groups = [tuple(r for r, d in enumerate(digests) if d == digest) for digest, _ in counted]

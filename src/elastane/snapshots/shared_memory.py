@@ -28,7 +28,7 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class Source:
-    """Bytes `first` to `end` of the serialized layout: the first ones of the slot `slot`."""
+    """Bytes `first` to `end` of the serialized layout; they are the first bytes of slot `slot`."""
 
     first: int
     end: int

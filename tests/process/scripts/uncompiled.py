@@ -2,7 +2,9 @@
 
 The first optimizer or DDP of a process imports `torch._dynamo`, only to keep it from their methods
 or to read a default. A script that compiles nothing imports this module instead, before it makes
-one. Not for fully_shard(): DTensor reads more of it.
+one. Not for fully_shard(), since DTensor reads more of it. Not for a script that runs the backward
+of a DDP and destroys its group without elastane: torch then may hang at exit, which the real
+import hides.
 """
 
 import sys

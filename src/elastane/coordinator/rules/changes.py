@@ -104,7 +104,7 @@ class OwnerOrders:
         return wanted
 
     def note_resized(self) -> None:
-        """Record that the owner decides on the range from now on."""
+        """Record that the owner's range of nodes counts from now on, not the command line's."""
         self.resized = True
 
     def note_change(self, now_s: float) -> None:

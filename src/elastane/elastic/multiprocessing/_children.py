@@ -180,7 +180,7 @@ def _signal_session(pid: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signum)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signum)  # The child may not lead its own session yet.
+        os.kill(pid, signum)  # Before its setsid() the child leads no group.
 
 
 class ByValue:

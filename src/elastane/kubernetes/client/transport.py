@@ -3,9 +3,9 @@
 Owns the only use of httpx here; knows nothing of objects. It fails with `errors`, with `sent` set
 where a request may have been carried out although no answer came.
 
-It repeats only requests that were certainly not carried out: one that found no connection, one that
-was rejected for an old token (once, after the token was read again), and one that the server
-postponed (429). All of it happens within the bound of the one request.
+It repeats a GET once. Others it repeats only if they were certainly not carried out: one that found
+no connection, one that was rejected for an old token (once, after the token was read again), and
+one that the server postponed (429). All of it happens within the bound of the one request.
 """
 
 from __future__ import annotations

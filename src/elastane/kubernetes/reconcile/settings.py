@@ -130,7 +130,7 @@ _POLICY = [field.encode_name for field in msgspec.structs.fields(RunPolicy)]
 _PLACE = re.compile(r" - at `\$(.*)`$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _HOST = re.compile(r"(https?://)?(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?)")
-# How the original's samples are filled in.
+# Placeholders such as <host> in the sample manifests of TorchElastic, left as they were.
 _PLACEHOLDER = re.compile(r"<[^>]*>")
 _NEEDS_LAUNCHER_ELASTANE = ("elastane", "file", "kubernetes", "redis")
 

@@ -85,7 +85,7 @@ class EarlyModules:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of an early module; None if the name is another one."""
+        """Return the spec of a module that the zygote imported early; None for any other name."""
         module = self._hidden.get(name, {}).get(name)
         if self._looks or module is None or module.__spec__ is None:
             return None
