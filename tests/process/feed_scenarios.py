@@ -4,6 +4,7 @@ Runs every scenario and prints what each found, as JSON by name. Nothing here ju
 that read it do.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -152,14 +153,16 @@ def killed_worker(persistent):
         feed.commit(next(feed).step)
         old = workers()
         raised = ""
-        try:  # torch's handler of SIGCHLD may raise before we ask for data
-            os.kill(old[0], signal.SIGKILL)  # one: it raises once for each, wherever we are by then
-            while True:
-                next(feed)
+        # torch's handler of SIGCHLD raises once for each dead worker, wherever we are by then.
+        try:
+            with contextlib.suppress(EOFError):  # one was killed while it sent a batch
+                os.kill(old[0], signal.SIGKILL)
+                while True:
+                    next(feed)
+            os.waitid(os.P_PID, old[0], os.WEXITED | os.WNOWAIT)
+            torch._C._error_if_any_worker_fails()  # unless the handler did
         except RuntimeError as error:
             raised = str(error)
-        except EOFError:  # torch's word where one was killed in the middle of a batch
-            raised = "a DataLoader worker was killed while it sent a batch"
         feed.rewind()
         again = next(feed)
         return {"raised": raised, "step": again.step, "alive": len(set(workers()) - set(old))}
