@@ -42,13 +42,21 @@ def record_recoverable(state: State, node: KnownNode, workers: tuple[int, ...]) 
     sizing.record_sharding(state, node)
     if sizing.reports_level(state, node):
         state.in_place.note_partial(partial=True)
-    if state.phase in (Phase.RUNNING, Phase.DRAINING) and not (
-        state.in_place.active or state.roster.unrecoverable
-    ):
-        state.in_place.begin(active=True)
-        state.log(EventKind.IN_PLACE, "all workers recover in place from now on")
-        for standby in [n for n in state.roster.nodes.values() if n.place is Place.STANDBY]:
-            start_replacements(state, standby)  # Its failures came before this was known.
+    if state.phase in (Phase.RUNNING, Phase.DRAINING):
+        begin_if_all_recover(state)
+
+
+def begin_if_all_recover(state: State) -> None:
+    """Let the current world recover in place, once all of its workers can.
+
+    The last of them is known by a report, or by the registration of an agent whose session broke.
+    """
+    if state.in_place.active or not is_in_place(state):
+        return
+    state.in_place.begin(active=True)
+    state.log(EventKind.IN_PLACE, "all workers recover in place from now on")
+    for standby in [n for n in state.roster.nodes.values() if n.place is Place.STANDBY]:
+        start_replacements(state, standby)  # Its failures came before this was known.
 
 
 def record_lost_peer(state: State, node: KnownNode, fence: Fence, reason: str) -> None:
