@@ -1,8 +1,8 @@
 """`python -m elastane.launch`, as `python -m torch.distributed.launch`.
 
 It is named like the function `elastane.launch`, which the package resolves itself: this file is
-for `python -m`. Whoever imports it by mistake has put the module where the function was, so the
-module can be called as the function can.
+for `python -m`. An import by mistake puts the module where the function was, so the module
+can be called as the function can.
 """
 
 from __future__ import annotations

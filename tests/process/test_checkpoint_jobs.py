@@ -74,14 +74,14 @@ class Saving:
         return json.loads((self.said_folder / "final").read_text())
 
 
-# Of each way and world size: the weights after each step of a job that loses nobody.
+# Of each way and world size: the weights after each step of an undisturbed job.
 _undisturbed: dict[tuple[str, int], list[str]] = {}
 # More than most jobs here make, so that one run serves all.
 UNDISTURBED_STEPS = 300
 
 
 def undisturbed(folder: Path, way: str, steps: int, world: int) -> str:
-    """Return the weights after so many steps of a job that loses nobody."""
+    """Return the weights of an undisturbed job after a number of steps."""
     if len(_undisturbed.get((way, world), ())) < steps:
         longer = max(UNDISTURBED_STEPS, 2 * steps)
         _undisturbed[way, world] = trained(folder, way, longer, world)
@@ -89,7 +89,7 @@ def undisturbed(folder: Path, way: str, steps: int, world: int) -> str:
 
 
 def trained(folder: Path, way: str, steps: int, world: int) -> list[str]:
-    """Return the weights after each step of a job that saves nothing and loses nobody."""
+    """Return the weights after each step of an undisturbed job that saves nothing."""
     said = folder / "undisturbed"
     said.mkdir()
     program = f"""

@@ -2,7 +2,7 @@
 
 Owns the search (argument, then KUBECONFIG, then the pod's own service account, then
 ~/.kube/config), and the identity that each request carries: a token or certificate that is read
-anew when its file changes, or when the server rejects it. Owns also the reading of kubeconfig
+again when its file changes, or when the server rejects it. Owns also the reading of kubeconfig
 files: their merging (the first file that has a name keeps it), paths relative to the file that has
 them, and the three ways in which a user is given: certificates, tokens, plugins. It fails with
 ConfigurationError that names what was looked for, the file and the field.
@@ -62,7 +62,7 @@ class ClusterAccess:
     proxy: str = ""
 
     async def proof(self) -> ClientProof:
-        """Return who we are, read anew where that has changed."""
+        """Return the current token or certificate; a changed file is read again."""
         return await self.identity.proof()
 
     def renew(self) -> bool:
@@ -269,7 +269,7 @@ def _identity(user: _File, cluster: _File, environ: Mapping[str, str]) -> Identi
         raise _wrong(
             str(user.path),
             "a user with auth-provider, which Kubernetes gave up in 1.26",
-            "a user with exec, a token or a certificate; log in anew with the cloud's own tool",
+            "a user with exec, a token or a certificate; log in again with the cloud's own tool",
         )
     token, name = _text(user.content, "token"), _text(user.content, "username")
     authorization = ""

@@ -211,7 +211,7 @@ class Plugin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PluginIdentity:
-    """Whoever the plugin says that we are."""
+    """An identity whose token or certificate comes from an exec plugin."""
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
@@ -268,7 +268,7 @@ class PluginIdentity:
             f"kubernetes: credential plugin {self._plugin.command}: {fault}",
             slug="kube-exec",
             expected="a program that prints an ExecCredential with a token or a certificate",
-            next_step=self._plugin.hint or f"run {self._plugin.command} by hand, or log in anew",
+            next_step=self._plugin.hint or f"run {self._plugin.command} by hand, or log in again",
         )
 
 

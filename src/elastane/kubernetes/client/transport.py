@@ -111,7 +111,7 @@ class Transport:
             await pool.client.aclose()
 
     async def _ask(self, request: Request) -> bytes:
-        """Ask, again with credentials read anew, and again where the server puts it off."""
+        """Send a request; repeat it once with new credentials, or as the server postpones it."""
         timeout = _timeout(self._timeout_s)
         renewed = False
         while True:

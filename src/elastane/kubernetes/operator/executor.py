@@ -82,7 +82,10 @@ class Executor:
         self._in_flight = asyncio.Semaphore(WRITES_IN_FLIGHT_MAX)
 
     async def carry_out(self, key: str, job: ElasticJob, decision: Decision) -> None:
-        """Do all of it; StaleError or ApiError where it is to be decided anew."""
+        """Write the status and carry out all actions.
+
+        Raises StaleError or ApiError if the job has to be decided again.
+        """
         if decision.status_first:
             await self._write_status(job, decision)
         refused = await self._objects(key, job, decision)
@@ -122,7 +125,7 @@ class Executor:
         self._view.jobs.wrote(written)
 
     async def _refresh(self, kind: str, namespace: str, name: str, uid: str) -> None:
-        """Read anew what somebody else has changed or removed."""
+        """Read an object again that another client has changed or removed."""
         cache = self._view.cache_of(kind)
         found: Any = await self._api.find(BY_KIND[kind], namespace, name, type_of(kind))
         if found is None or found.metadata.uid != uid:

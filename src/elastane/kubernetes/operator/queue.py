@@ -93,7 +93,7 @@ class KeyedQueue:
             return None
         key, _ = self._ready.popitem(last=False)
         self._working.add(key)
-        # Whoever looks at a key says anew when it is to be looked at again.
+        # The decision that follows sets the next time at which this key is due.
         self._due_s.pop(key, None)
         if self._ready:
             self._wake.set()  # for the next of those who wait

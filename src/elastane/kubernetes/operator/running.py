@@ -258,7 +258,7 @@ class Elector:
             slug="operator-lease-lost",
             where=f"operator {self._identity}",
             expected="an API server that grants renewals, and no other operator that takes over",
-            next_step="nothing: another operator acts, and the Deployment starts this one anew",
+            next_step="nothing: another operator acts, and the Deployment restarts this one",
         )
 
     async def resign(self) -> None:

@@ -134,7 +134,7 @@ class OperatorSession:
             await self._executor.carry_out(key, job, decision)
         except StaleError as stale:
             self._count("stale")
-            _log.info("job %s: %s: decided anew", key, stale)
+            _log.info("job %s: %s: deciding again", key, stale)
             self.queue.retry(key)
         except (ApiError, StatusRefusedError) as error:
             self._failed(key, job, error)

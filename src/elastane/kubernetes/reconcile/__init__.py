@@ -62,7 +62,7 @@ def _leave(seen: Observed, before: JobStatus) -> Decision:
     """Delete the pods of a job that is being deleted; the garbage collector does the rest.
 
     It would delete these as well, but it may first hear of the resource 30 s after that was
-    installed. Whoever deletes with --cascade=orphan wants to keep them.
+    installed. A user who deletes with --cascade=orphan wants to keep them.
     """
     meta = seen.job.metadata
     if "orphan" in meta.finalizers:

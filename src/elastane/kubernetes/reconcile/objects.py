@@ -150,7 +150,7 @@ def _mend(
         if found.annotations.get(MADE_OF) == made_of:
             pass
         elif manifest["kind"] == "RoleBinding":
-            # The API server does not allow a change of roleRef. The next decision makes it anew.
+            # The API server does not allow a change of roleRef. The next decision creates it again.
             context.act(DeleteObject(kind="RoleBinding", name=found.name, uid=found.uid))
             return
         else:

@@ -177,7 +177,7 @@ def _is_complete(context: DecisionContext, staying: list[Judged]) -> bool:
     if not settled or any(pod.lives and pod.is_leaving for pod in context.own):
         return False
     if backend(context.job, context.settings) != "kubernetes":
-        return True  # Nobody reports.
+        return True  # Other backends send no report.
     report = context.seen.report
     members = report.members if report is not None else ()
     inside = {one.pod for one in members if one.state == "joined" and one.rank >= 0}

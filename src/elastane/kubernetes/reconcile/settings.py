@@ -124,7 +124,7 @@ def _settled(spec: ElasticJobSpec) -> JobSettings:
 
 _NAME = re.compile(NAME_PATTERN)
 _SPELLINGS = ("runPolicy", "RunPolicy")
-# Asked once: each answer evaluates every annotation anew, in half a millisecond.
+# Computed once: each call evaluates every annotation, which takes half a millisecond.
 _FIELDS = msgspec.structs.fields(ElasticJobSpec)
 _POLICY = [field.encode_name for field in msgspec.structs.fields(RunPolicy)]
 _PLACE = re.compile(r" - at `\$(.*)`$", re.DOTALL)
