@@ -1,0 +1,129 @@
+"""The kinds of collectives, and what becomes of one that a lost member interrupted.
+
+`rule_of` is the table. It gives the rule for an operation by torch's name for it, its reduction,
+the type of its data and its call site. An operation that is not in the table restarts the job, so
+no result is wrong without notice. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+# A process, from its start to its end. It never changes; ranks do.
+Identity = NewType("Identity", int)
+
+
+class Rule(Enum):
+    """What survivors do with an operation that none of them has delivered.
+
+    A result that one survivor has delivered is handed to the others in any case, except for
+    `PRIVATE` and `REFUSED`.
+    """
+
+    # The result has the same meaning over the survivors.
+    REPEAT = "run again over the survivors"
+    # The contributions were divided by the number of members: they are divided by the new number.
+    RESCALE = "run again, with contributions divided by the number of survivors"
+    # A broadcast. It runs again from the same member; without that member, from a survivor that has
+    # received it.
+    ROOTED = "run again from the same member"
+    # A broadcast of which each member holds a valid value: it may come from any survivor.
+    AUTHORITY = "run again, from the survivor of lowest rank if the root is lost"
+    # The buffers have room for a certain number of members.
+    SHAPED = "run again if the number of members is the same"
+    # Each member has a part of the result that no other member holds.
+    PRIVATE = "restart, if a survivor has delivered it and another has not"
+    # It has no known meaning in a smaller world.
+    REFUSED = "restart"
+
+
+class Site(Enum):
+    """Who called an operation, as far as the rules differ by it."""
+
+    SCRIPT = "the script"
+    # Gradients, in the buckets of DistributedDataParallel: divided by the size, then summed.
+    REDUCER = "DistributedDataParallel's gradients"
+    # torch's communication hooks: as the reducer, but the tensor belongs to the hook.
+    HOOK = "a communication hook of torch"
+    # Parameters, buffers, bucket order of DistributedDataParallel; a framework's notice.
+    AUTHORITY = "DistributedDataParallel's state"
+    # A sum that is divided by the world size when it returns, or that counts.
+    TRUE_SUM = "a framework's sum"
+
+
+# Reductions that mean the same over fewer members, whatever the data.
+_IDEMPOTENT = frozenset(("min", "max", "avg", "band", "bor"))
+_SHAPED = frozenset(
+    (
+        *("allgather", "_allgather_base", "allgather_coalesced"),
+        *("allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced"),
+    )
+)
+_PRIVATE = frozenset(
+    (
+        *("reduce", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base"),
+        *("reduce_scatter_tensor_coalesced", "reduce_scatter_single"),
+        *("reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One operation, as it has to be the same on all members.
+
+    `kind`: torch's name. `layout`: a digest of the types and element counts of its tensors.
+    `reduction`: "sum", "max", ..., or "". `root`: the member that a broadcast comes from, by
+    identity, since its rank changes. `shaped`: the number of members that the buffers have room
+    for; 0: any number. `counts`: whether the data are integers.
+    """
+
+    kind: str
+    layout: int = 0
+    reduction: str = ""
+    root: Identity | None = None
+    shaped: int = 0
+    counts: bool = False
+    site: Site = Site.SCRIPT
+
+    @property
+    def rule(self) -> Rule:
+        """The rule for this operation."""
+        return rule_of(self)
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether its completion proves that all members have issued it."""
+        return self.kind in ("allreduce", "allreduce_coalesced", "barrier") or self.kind in _SHAPED
+
+    def described(self) -> str:
+        """Describe the operation for a message: its kind, reduction and caller."""
+        what = f"{self.kind} ({self.reduction})" if self.reduction else self.kind
+        return what if self.site is Site.SCRIPT else f"{what} of {self.site.value}"
+
+
+def rule_of(signature: Signature) -> Rule:
+    """Return the rule for an operation; REFUSED if the table does not know it."""
+    kind = signature.kind
+    if kind == "barrier":
+        return Rule.REPEAT
+    if kind in ("allreduce", "allreduce_coalesced"):
+        return _rule_of_reduction(signature)
+    if kind == "broadcast":
+        return Rule.AUTHORITY if signature.site is Site.AUTHORITY else Rule.ROOTED
+    if kind in _SHAPED:
+        return Rule.SHAPED
+    return Rule.PRIVATE if kind in _PRIVATE else Rule.REFUSED
+
+
+def _rule_of_reduction(signature: Signature) -> Rule:
+    if signature.site in (Site.REDUCER, Site.HOOK):
+        return Rule.RESCALE if signature.reduction == "sum" else Rule.REPEAT
+    if signature.reduction in _IDEMPOTENT or signature.counts:
+        return Rule.REPEAT
+    # A float sum may have been divided before, by a size that no longer holds: all members would
+    # agree on parameters that are too small, and no digest would show it.
+    is_true_sum = signature.reduction == "sum" and signature.site is Site.TRUE_SUM
+    return Rule.REPEAT if is_true_sum else Rule.REFUSED

@@ -1,0 +1,549 @@
+"""View-synchronous collectives: the state of one member, and what survivors decide when one dies.
+
+Theory of operation
+===================
+
+All surviving members see the same result of each collective, and the same change of membership
+between the same two collectives (virtual synchrony; Birman and Joseph, SOSP 1987). A program that
+communicates only by collectives then needs no knowledge of faults: no collective fails, replicas
+stay equal, and only the world size changes.
+
+A *view* is one world: members in the order of their ranks. Views are totally ordered. Each member
+numbers its operations in the order in which it issues them, over all groups, from 0. Since all
+members run the same program, a number means the same operation on all of them.
+
+Three counters, each a count of operations: stable <= delivered <= issued.
+
+- *issued*: the program has called it.
+- *delivered*: its result was returned to the program. Always in order; the gradients of one
+  backward pass (a *unit*) are delivered together.
+- *stable*: known to be delivered by all members.
+
+A member keeps the contribution of what is issued and not delivered, and the result of what is
+delivered and not stable. An operation that needs all members proves, when it completes, that all
+have issued it. So what the program waited for before it issued that operation is stable, since
+waits are a part of the program and the same on all members. What has merely been delivered by then
+is not, since that depends on a member's pace. A vote follows each unit, and makes it stable.
+
+After a fault, each member seals its view: nothing of it counts as completed any more. The survivors
+enter the next view and exchange their `Table`. `plan` is a function of these tables alone, so all
+survivors decide the same:
+
+1. The *cut* is the highest count that any survivor has delivered. A survivor that has less receives
+   the results up to there from one that keeps them.
+2. Everything behind the cut runs again over the survivors, from the contributions that were kept.
+   A member that has not issued it yet issues it when its program comes there.
+3. Rank and world size, as the program reads them, change when the first operation behind the cut
+   returns. No member has returned from it before, and each will.
+
+What cannot be kept restarts the job: a program that diverged, a result that no survivor keeps, an
+operation that has no meaning in a smaller world (`operations.Rule`).
+
+States of a member::
+
+    NEW ──first view──> RUNNING ──a member is lost──> SEALED ──all tables of a view──> RUNNING
+                                                        │ └──another member is lost──> SEALED
+                                                        └──it was left out of a view──> LEFT
+
+This module is pure: no torch, no clock, no I/O. The caller serialises all calls of one member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from elastane.synchrony.operations import Identity, Rule, Signature
+
+# Round and attempt of a world; views are ordered by it.
+ViewNumber = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The members of one world, in the order of their ranks."""
+
+    number: ViewNumber
+    members: tuple[Identity, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """The members as the program sees them from the return of operation `at` on."""
+
+    at: int
+    members: tuple[Identity, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What one member brings into a meeting.
+
+    `view`: the last view that it installed. `switches`: those that it has passed and that another
+    survivor may lack, and those to come. `kept`: the numbers of the delivered operations whose
+    results it keeps. `received`: the numbers of operations that it has completed and not delivered,
+    whose result another member may take from it. `signatures`: of its unstable operations, by
+    number. `refused`: why the job can only restart; or "".
+    """
+
+    identity: Identity
+    view: View
+    stable: int
+    delivered: int
+    issued: int
+    switches: tuple[Switch, ...] = ()
+    kept: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+    signatures: Mapping[int, Signature] = field(default_factory=dict)
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gift:
+    """A result that one survivor hands to others: operation `number`, from `giver` to `takers`."""
+
+    number: int
+    giver: Identity
+    takers: tuple[Identity, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the survivors do in a new view; the same on all of them.
+
+    `survivors`: members of the new view that were never left out, in the order of their ranks.
+    `left_out`: the other members of the new view. `cut`: how many operations are delivered when
+    everything was handed over. `restart`: why the job has to restart instead; or "".
+    """
+
+    survivors: tuple[Identity, ...]
+    left_out: tuple[Identity, ...]
+    cut: int
+    stable: int
+    gifts: tuple[Gift, ...] = ()
+    switches: tuple[Switch, ...] = ()
+    restart: str = ""
+
+
+def plan(tables: Sequence[Table]) -> Plan:
+    """Decide what the members of a view do; `tables` are theirs, in the order of their ranks."""
+    latest = max(table.view.number for table in tables)
+    informed = [table for table in tables if table.view.number == latest]
+    lineage = informed[0].view.members
+    # A member that missed the last view may be in its lineage: then it was waited for there.
+    survivors = [table for table in tables if table.identity in lineage]
+    identities = tuple(table.identity for table in survivors)
+    left_out = tuple(t.identity for t in tables if t.identity not in identities)
+    cut = _cut(survivors)
+    stable = max(table.stable for table in survivors)
+    restart = _why_not(survivors, cut)
+    if restart or left_out:
+        return Plan(identities, left_out, cut, stable, restart=restart)
+    gifts = (*_gifts_of_delivered(survivors, cut), *_gifts_of_received(survivors, cut))
+    # Switches of a member that missed the last view may be void.
+    switches = {s.at: s for table in informed for s in table.switches if s.at < cut}
+    switches[cut] = Switch(cut, identities)
+    ordered = tuple(switches[at] for at in sorted(switches))
+    return Plan(identities, left_out, cut, stable, gifts, ordered)
+
+
+def _cut(survivors: Sequence[Table]) -> int:
+    """Return how many operations count as delivered.
+
+    An operation whose buffers are for the former number of members counts as delivered if one
+    survivor has received it: the program then reads the former size as it returns.
+    """
+    alive = {table.identity for table in survivors}
+    cut = max(table.delivered for table in survivors)
+    while (holder := _receiver(survivors, cut)) is not None:
+        signature = holder.signatures[cut]
+        if signature.rule is not Rule.SHAPED or not why_not_repeated(signature, alive):
+            break
+        cut += 1
+    return cut
+
+
+def _receiver(survivors: Sequence[Table], number: int) -> Table | None:
+    """Return the first survivor that can hand over the result of an operation."""
+    holders = (t for t in survivors if number in t.kept or number in t.received)
+    return next(holders, None)
+
+
+def _why_not(survivors: Sequence[Table], cut: int) -> str:
+    """Return why these survivors cannot continue; "" if they can."""
+    for table in survivors:
+        if table.refused:
+            return table.refused
+    signatures: dict[int, Signature] = {}
+    for table in survivors:
+        for number, signature in sorted(table.signatures.items()):
+            other = signatures.setdefault(number, signature)
+            if other != signature:
+                return (
+                    f"workers do not run the same program: operation {number} is"
+                    f" {other.described()} on one and {signature.described()} on another"
+                )
+    for number in range(min(table.delivered for table in survivors), cut):
+        reason = _why_not_given(survivors, number, signatures)
+        if reason:
+            return reason
+    alive = {table.identity for table in survivors}
+    for number, signature in sorted(signatures.items()):
+        is_rooted = signature.rule is Rule.ROOTED and _receiver(survivors, number) is not None
+        if number >= cut and not is_rooted and (why := why_not_repeated(signature, alive)):
+            return why
+    return ""
+
+
+def _why_not_given(
+    survivors: Sequence[Table], number: int, signatures: Mapping[int, Signature]
+) -> str:
+    signature = signatures.get(number)
+    if signature is not None and signature.rule is Rule.PRIVATE:
+        return (
+            f"{signature.described()} was delivered by some workers only, and no worker holds"
+            " another's part of the result"
+        )
+    assert _receiver(survivors, number) is not None, f"{number} is lacking, and nobody keeps it"
+    return ""
+
+
+def why_not_repeated(signature: Signature, members: Iterable[Identity]) -> str:
+    """Return why an operation that nobody has delivered cannot run over `members`; "" if it can."""
+    alive = set(members)
+    rule, what = signature.rule, signature.described()
+    if rule is Rule.REFUSED:
+        return f"{what} was interrupted, and its meaning in a smaller world is not known"
+    if rule is Rule.ROOTED and signature.root not in alive:
+        return f"{what} was interrupted, and the worker that it comes from is lost"
+    if rule is Rule.SHAPED and signature.shaped not in (0, len(alive)):
+        return f"{what} was interrupted, and its buffers are for {signature.shaped} workers"
+    if rule is Rule.PRIVATE and (signature.shaped or signature.root is not None):
+        is_lost = signature.root is not None and signature.root not in alive
+        if is_lost or signature.shaped not in (0, len(alive)):
+            return f"{what} was interrupted, and it is for a world of another size"
+    return ""
+
+
+def root_in(signature: Signature, view: View) -> Identity:
+    """Return the member that a rooted operation comes from in `view`."""
+    assert signature.root is not None, "an operation without a root"
+    if signature.root in view.members:
+        return signature.root
+    assert signature.rule is Rule.AUTHORITY, "why_not_repeated() refuses the others"
+    return view.members[0]
+
+
+def _gifts_of_delivered(survivors: Sequence[Table], cut: int) -> Iterable[Gift]:
+    """Hand what any survivor has delivered to those who lack it."""
+    for number in range(min(table.delivered for table in survivors), cut):
+        giver = _receiver(survivors, number)
+        assert giver is not None, "_why_not_given() has looked"
+        takers = tuple(t.identity for t in survivors if t.delivered <= number)
+        yield Gift(number, giver.identity, takers)
+
+
+def _gifts_of_received(survivors: Sequence[Table], cut: int) -> Iterable[Gift]:
+    """Hand on a broadcast that a survivor has received from a member that is lost."""
+    everybody = tuple(table.identity for table in survivors)
+    numbers = sorted({n for table in survivors for n in table.received if n >= cut})
+    for number in numbers:
+        holder = next(table for table in survivors if number in table.received)
+        signature = holder.signatures[number]
+        if signature.rule is Rule.ROOTED and why_not_repeated(signature, everybody):
+            yield Gift(number, holder.identity, everybody)
+
+
+class Phase(Enum):
+    """Where a member is between views; the module's docstring has the picture."""
+
+    NEW = "in no view yet"
+    RUNNING = "in a view"
+    SEALED = "its view has ended"
+    LEFT = "left out of a view"
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operation that is issued and not delivered, or handed over and not issued.
+
+    `unit`: the backward pass that it belongs to; None outside of one. `divided_by`: the number of
+    members that its contribution was divided by; 0 if it was not. `waited_before`: how many
+    operations the program had waited for when it issued this one. `is_complete`: in the current
+    view.
+    """
+
+    number: int
+    signature: Signature
+    unit: int | None
+    divided_by: int
+    waited_before: int
+    is_complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """An effect: start operation `number` in the current view.
+
+    `root`: the member it comes from; None without one. `is_repeated`: it was started in an earlier
+    view, so its contribution has to be restored. `divided_by` and `divisor`: by what the
+    contribution was divided, and by what it has to be; zeros: it is used as it is.
+    """
+
+    number: int
+    root: Identity | None = None
+    is_repeated: bool = False
+    divided_by: int = 0
+    divisor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """An effect: operation `number` was issued.
+
+    `start`: how to start it; None if its result was handed over. `restart`: why it cannot run in
+    this view, so that the job restarts; or "".
+    """
+
+    number: int
+    start: Start | None = None
+    restart: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """An effect: return these operations to the program, in order.
+
+    `handed`: those of them whose result came from another member. `members`: the members that the
+    program sees from now on; None if that does not change.
+    """
+
+    numbers: tuple[int, ...]
+    handed: frozenset[int]
+    members: tuple[Identity, ...] | None
+
+
+class Member:
+    """The view-synchronous state of one member."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.phase = Phase.NEW
+        # The last view that was installed; nobody is in the one before the first.
+        self.view = View((-1, -1), ())
+        # The members as the program sees them.
+        self.visible: tuple[Identity, ...] = ()
+        self.stable = self.delivered = self.issued = 0
+        # How many operations the program itself has waited for.
+        self._waited = 0
+        # Why the next fault can only restart the job, as the first such use; or "".
+        self.refused = ""
+        self._operations: dict[int, Operation] = {}
+        self._kept: dict[int, Signature] = {}
+        # Numbers of results that another member has handed over, and that are not delivered.
+        self._handed: set[int] = set()
+        self._passed: list[Switch] = []
+        self._pending: list[Switch] = []
+        self._open_unit: int | None = None
+        # How many operations the current vote is about: it follows each unit, and nothing else is
+        # delivered before it passes, so that all members hold the same votes. None: no vote.
+        self.vote: int | None = None
+
+    def begin(self, view: View) -> None:
+        """Install the first view."""
+        assert self.phase is Phase.NEW, self.phase
+        self.phase = Phase.RUNNING
+        self.view = view
+        self.visible = view.members
+
+    def refuse(self, reason: str) -> None:
+        """Record that the program did what cannot be kept: the next fault restarts the job."""
+        self.refused = self.refused or reason
+
+    # The program.
+
+    def issue(
+        self, signature: Signature, *, unit: int | None = None, divided_by: int = 0
+    ) -> Issued:
+        """Number an operation, and say how to start it.
+
+        Only in a view: the caller waits until then. `unit`: the backward pass that it belongs to,
+        until `close_unit`. `divided_by`: the number of members that the contribution of a RESCALE
+        operation was divided by.
+        """
+        assert self.phase is Phase.RUNNING, self.phase
+        number = self.issued
+        operation = Operation(number, signature, unit, divided_by, self._waited)
+        if number in self._handed:
+            operation.is_complete = True
+        elif self.visible != self.view.members:
+            # Its ranks and buffers are those of an older view, as the program still sees it.
+            why = self.refused or why_not_repeated(signature, self.view.members)
+            if why:
+                return Issued(number, restart=why)
+        self.issued += 1
+        self._operations[number] = operation
+        if unit is not None:
+            self._open_unit = unit
+        return Issued(number, None if operation.is_complete else self._start(operation))
+
+    def close_unit(self, unit: int) -> None:
+        """End a backward pass: all its operations are issued, and the program waits for them."""
+        if self._open_unit == unit:
+            self._open_unit = None
+        numbers = [n for n, operation in self._operations.items() if operation.unit == unit]
+        if numbers:
+            self.waited(max(numbers))
+
+    def waited(self, number: int) -> None:
+        """Record that the program itself waits, or has waited, for an operation."""
+        self._waited = max(self._waited, number + 1)
+
+    def complete(self, number: int, view: View) -> None:
+        """Record that an operation has completed in `view`; ignored if that view is sealed."""
+        is_current = self.phase is Phase.RUNNING and view.number == self.view.number
+        if is_current and number in self._operations:
+            self._operations[number].is_complete = True
+
+    def next_incomplete(self) -> int | None:
+        """Return the first issued operation that has not completed; None if there is none."""
+        for number in range(self.delivered, self.issued):
+            if not self._operations[number].is_complete:
+                return number
+        return None
+
+    def deliver(self) -> Delivery | None:
+        """Deliver the next operation, or the next unit as a whole; None if it is not complete.
+
+        None also while a vote is due.
+        """
+        numbers = self._next_unit()
+        if self.phase is not Phase.RUNNING or self.vote is not None or not numbers:
+            return None
+        if not all(self._operations[number].is_complete for number in numbers):
+            return None
+        handed = frozenset(numbers) & self._handed
+        for number in numbers:
+            operation = self._operations.pop(number)
+            self._kept[number] = operation.signature
+            if operation.signature.needs_all and number not in handed:
+                self.stable = max(self.stable, operation.waited_before)
+        if operation.unit is not None:
+            self.vote = number + 1
+        self._handed -= handed
+        self.delivered = numbers[-1] + 1
+        before = self.visible
+        while self._pending and self._pending[0].at < self.delivered:
+            self._passed.append(self._pending.pop(0))
+            self.visible = self._passed[-1].members
+        self._forget()
+        return Delivery(tuple(numbers), handed, self.visible if self.visible != before else None)
+
+    def vote_passed(self, view: View) -> None:
+        """Record that all members of `view` have delivered what the current vote is about."""
+        is_current = self.phase is Phase.RUNNING and view.number == self.view.number
+        if is_current and self.vote is not None:
+            self.stable = max(self.stable, self.vote)
+            self.vote = None
+            self._forget()
+
+    def keeps(self, number: int) -> bool:
+        """Whether the result of a delivered operation is still needed."""
+        return number in self._kept
+
+    # Faults.
+
+    def seal(self) -> None:
+        """End the current view: nothing of it counts as completed any more. Idempotent.
+
+        Results that were handed over in it and not delivered are void.
+        """
+        assert self.phase is not Phase.NEW
+        if self.phase is Phase.LEFT:
+            return
+        self.phase = Phase.SEALED
+        self._handed.clear()
+
+    def table(self) -> Table:
+        """Return what this member brings into the next meeting."""
+        assert self.phase is Phase.SEALED, self.phase
+        undelivered = {n: operation.signature for n, operation in self._operations.items()}
+        received = tuple(
+            n
+            for n, operation in self._operations.items()
+            if operation.is_complete
+            and operation.signature.rule in (Rule.ROOTED, Rule.AUTHORITY, Rule.SHAPED)
+        )
+        return Table(
+            identity=self.identity,
+            view=self.view,
+            stable=self.stable,
+            delivered=self.delivered,
+            issued=self.issued,
+            switches=(*self._passed, *self._pending),
+            kept=tuple(sorted(self._kept)),
+            received=tuple(sorted(received)),
+            signatures={**self._kept, **undelivered},
+            refused=self.refused,
+        )
+
+    def install(self, view: View, decided: Plan) -> list[Start]:
+        """Enter `view` as its members decided; return the operations to start, in order.
+
+        All gifts to this member have arrived. Not called if the plan is a restart. If the view has
+        members that were left out, it is not entered: those leave, and the others wait for another.
+        """
+        assert self.phase is Phase.SEALED and not decided.restart
+        if decided.left_out:
+            if self.identity in decided.left_out:
+                self.phase = Phase.LEFT
+            return []
+        self.phase = Phase.RUNNING
+        self.view = view
+        self._handed = {g.number for g in decided.gifts if self.identity in g.takers}
+        self.stable = max(self.stable, decided.stable)
+        if self.vote is not None and self.vote <= self.stable:
+            self.vote = None
+        self._pending = [switch for switch in decided.switches if switch.at >= self.delivered]
+        self._forget()
+        starts = []
+        for number in range(self.delivered, self.issued):
+            operation = self._operations[number]
+            operation.is_complete = number in self._handed
+            if not operation.is_complete:
+                starts.append(self._start(operation, is_repeated=True))
+        return starts
+
+    def _start(self, operation: Operation, *, is_repeated: bool = False) -> Start:
+        signature = operation.signature
+        return Start(
+            operation.number,
+            root=None if signature.root is None else root_in(signature, self.view),
+            is_repeated=is_repeated,
+            divided_by=operation.divided_by,
+            divisor=len(self.view.members) if signature.rule is Rule.RESCALE else 0,
+        )
+
+    def _next_unit(self) -> list[int]:
+        """Return the numbers that are delivered next; empty while their unit is open.
+
+        An operation behind an unfinished unit may be waited for in the backward pass itself
+        (SyncBatchNorm). Then what comes before it is delivered by itself.
+        """
+        if self.delivered == self.issued:
+            return []
+        unit = self._operations[self.delivered].unit
+        if unit is None:
+            return [self.delivered]
+        end = self.delivered
+        while end < self.issued and self._operations[end].unit == unit:
+            end += 1
+        is_open = unit == self._open_unit and end == self.issued
+        return [] if is_open else [*range(self.delivered, end)]
+
+    def _forget(self) -> None:
+        """Drop what no survivor can need: results and switches of stable operations."""
+        for number in [n for n in self._kept if n < self.stable]:
+            del self._kept[number]
+        self._passed = [switch for switch in self._passed if switch.at >= self.stable]
