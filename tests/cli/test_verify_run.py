@@ -11,12 +11,12 @@ SETTINGS = {"shards": 8, "seed": 1, "threads": 1, "data": {"n": 10, "seed": 0}}
 
 
 def run_of(path, steps, *, every=1, world=3, other=(), **settings):
-    """A trail; in the steps of `other` the optimizer has come to something else."""
-    trail = DigestLog(path, every)
+    """A digest log; in the steps of `other` the optimizer has come to something else."""
+    log = DigestLog(path, every)
     for committed in range(steps + 1):
         odd = "odd" if committed - 1 in other else ""
         digests = {"model": f"m{committed}", "optimizer": f"o{committed}{odd}"}
-        trail.at(committed, (0, world), lambda: {**SETTINGS, **settings}, lambda d=digests: d)
+        log.at(committed, (0, world), lambda: {**SETTINGS, **settings}, lambda d=digests: d)
     return str(path)
 
 
@@ -63,13 +63,13 @@ def test_json_has_all_of_it(tmp_path, capsys):
     assert found["runs"]["a"]["worlds"] == [3]
 
 
-@pytest.mark.parametrize("content", [None, "", "no trail\n"], ids=["missing", "empty", "text"])
+@pytest.mark.parametrize("content", [None, "", "no digest log\n"], ids=["missing", "empty", "text"])
 def test_a_file_that_is_no_trail_is_refused_in_words(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "b").write_text(content)
     a = run_of(tmp_path / "a", 3)
     assert main(["verify-run", a, str(tmp_path / "b")]) == 78
-    assert "[trail-unreadable]" in capsys.readouterr().err
+    assert "[digest-log-unreadable]" in capsys.readouterr().err
 
 
 def test_runs_without_a_step_in_common_are_refused(tmp_path, capsys):

@@ -174,7 +174,7 @@ def test_a_worker_holds_no_descriptor_by_which_an_agent_is_steered(victim):
 
 SCRIBBLE = """
 import mmap
-page = mmap.mmap(int(os.environ["ELASTANE_PAGE_FD"]), 4096)
+page = mmap.mmap(int(os.environ["ELASTANE_STATUS_PAGE_FD"]), 4096)
 page[64:4096] = b"\\xff" * (4096 - 64)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 tell("scribbled")

@@ -216,12 +216,12 @@ def test_an_agents_named_pipe_and_its_one_named_socket_are_private(tmp_path):
         one.told("up.0.0", 60)
         until(lambda: children(one.pid), "it has children")
         assert stat.S_IMODE((tmp_path / "t").lstat().st_mode) == 0o600
-        # That of its keeper of snapshots, which asks the kernel besides who connects.
-        (keeper,) = [path for path in tmp_path.rglob("*") if path.is_socket()]
-        assert stat.S_IMODE(keeper.lstat().st_mode) == 0o600
-        assert stat.S_IMODE(keeper.parent.lstat().st_mode) == 0o700
+        # That of its snapshot server, which asks the kernel besides who connects.
+        (listener,) = [path for path in tmp_path.rglob("*") if path.is_socket()]
+        assert stat.S_IMODE(listener.lstat().st_mode) == 0o600
+        assert stat.S_IMODE(listener.parent.lstat().st_mode) == 0o700
         named = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
         inodes = {words[6]: words[7] for words in named if len(words) > 7}
         held = {os.readlink(path) for path in Path(f"/proc/{one.pid}/fd").iterdir()}
         mine = {name for inode, name in inodes.items() if f"socket:[{inode}]" in held}
-        assert [Path(name).name for name in mine] == [keeper.name]
+        assert [Path(name).name for name in mine] == [listener.name]

@@ -1,4 +1,4 @@
-"""Keepers for tests: of an agent that is one only as far as this goes, and of a worker alone."""
+"""Snapshot servers for tests: of a pretended agent, and of a worker alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOT_BYTES = 1 << 16
 
 
 class Node:
-    """A pretended agent, and the keeper that it owns."""
+    """A pretended agent, and the snapshot server that it owns."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         run = folder / "run"
@@ -44,12 +44,12 @@ class Node:
             )
         assert self.agent.stdout is not None
         self.path = Path(self.agent.stdout.readline().decode().strip())
-        os.environ["ELASTANE_KEEPER"] = str(self.path)
+        os.environ["ELASTANE_SNAPSHOT_SERVER"] = str(self.path)
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.environ.pop("ELASTANE_KEEPER", None)
-        left = keepers(self.agent.pid)
+        os.environ.pop("ELASTANE_SNAPSHOT_SERVER", None)
+        left = snapshot_servers(self.agent.pid)
         for pipe in (self.agent.stdin, self.agent.stdout):
             assert pipe is not None
             pipe.close()
@@ -61,14 +61,14 @@ class Node:
 
     @property
     def words(self) -> str:
-        """All that agent and keeper said."""
+        """All that agent and snapshot server said."""
         return (self.folder / "words").read_text()
 
     @property
-    def keeper(self) -> int:
-        """The pid of the keeper."""
-        until(lambda: len(keepers(self.agent.pid)) == 1, "one keeper")
-        return next(iter(keepers(self.agent.pid)))
+    def server_pid(self) -> int:
+        """The pid of the snapshot server."""
+        until(lambda: len(snapshot_servers(self.agent.pid)) == 1, "one snapshot server")
+        return next(iter(snapshot_servers(self.agent.pid)))
 
     def leave(self) -> None:
         """Have the agent end in good order, and wait for that."""
@@ -83,9 +83,9 @@ class Node:
         self.agent.wait()
 
 
-def keepers(parent: int) -> set[int]:
-    """Return the pids of the keepers that a process has."""
-    return {pid for pid in children(parent) if "elastane-keeper" in command_line(pid)}
+def snapshot_servers(parent: int) -> set[int]:
+    """Return the pids of the snapshot servers that a process has."""
+    return {pid for pid in children(parent) if "elastane-snapshots" in command_line(pid)}
 
 
 class Worker:
@@ -98,34 +98,34 @@ class Worker:
         group: str = "",
         timeout_s: float = ANSWER_S,
     ) -> None:
-        self.keeper = SnapshotClient.connect(group, timeout_s=timeout_s)
+        self.client = SnapshotClient.connect(group, timeout_s=timeout_s)
         self.size = slot_bytes
         self.take(slots, slot_bytes)
 
     def take(self, slots: int, slot_bytes: int) -> None:
         self.size = slot_bytes
         self.slots = []
-        for fd in self.keeper.slots(slots, slot_bytes):
+        for fd in self.client.slots(slots, slot_bytes):
             self.slots.append(mmap.mmap(fd, slot_bytes))
             os.close(fd)
 
     def save(self, step: int, persist: PersistRequest | None = None, **more: object) -> Key:
         """Keep a snapshot that is all of its step's number."""
-        slot = self.keeper.grant(DEADLINE_S)
+        slot = self.client.grant(DEADLINE_S)
         self.slots[slot][:] = bytes([step % 251]) * self.size
         wish = snapshot(step, self.size, persist, **more)
-        self.keeper.keep(slot, wish)
+        self.client.keep(slot, wish)
         return wish.key
 
     def steps(self) -> list[int]:
         """Return what is held, after comparing its bytes."""
         steps = []
-        for held in self.keeper.held():
+        for held in self.client.held():
             step = held.key.step
             for first, end, fd in held.pieces:
                 assert os.pread(fd, end - first, 0) == bytes([step % 251]) * (end - first)
             steps.append(step)
-            self.keeper.release(held)
+            self.client.release(held)
         return steps
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from growing import Growing
 from jobs import PRELOAD_OPTIMIZER
-from snapshot_server_support import keepers
+from snapshot_server_support import snapshot_servers
 
 from elastane.cli.main import main
 from elastane.testing import LocalCluster
@@ -155,11 +155,13 @@ def test_restarted_workers_restore_from_memory_and_lose_one_step_at_most(tmp_pat
     for line in restored[2:]:
         before = [each["step"] for each in steps if each["at_s"] < line["at_s"]]
         assert line["step"] >= max(before) - 1, line
-    told = [(event.data["step"], event.data["place"]) for event in job.cluster.events("restored")]
+    told = [
+        (event.data["step"], event.data["location"]) for event in job.cluster.events("restored")
+    ]
     assert told == [(step, "memory") for step in sorted({line["step"] for line in restored[2:]})]
     saved = job.cluster.events("checkpoint-saved")
     assert saved[-1].data["step"] == final["steps"], "the last is told, however close they came"
-    assert {event.data["place"] for event in saved} == {job.where}
+    assert {event.data["location"] for event in saved} == {job.where}
     assert sum(event.data["saves"] for event in saved) >= len(published(Path(job.where)))
     exact(job, final)
 
@@ -169,11 +171,14 @@ def test_steps_continue_while_the_snapshot_server_is_stopped(tmp_path):
     with job.cluster:
         node = job.cluster.start("a")
         job.wait_steps(5)
-        (stopped,) = keepers(node.process.pid)
+        (stopped,) = snapshot_servers(node.process.pid)
         os.kill(stopped, signal.SIGSTOP)
         job.wait_steps(20)
-        job.cluster.wait(lambda: keepers(node.process.pid) - {stopped}, "another keeper follows")
-        lost = job.cluster.events("keeper-lost")
+        job.cluster.wait(
+            lambda: snapshot_servers(node.process.pid) - {stopped},
+            "another snapshot server follows",
+        )
+        lost = job.cluster.events("snapshot-server-lost")
         job.wait_steps(20)
         final = job.ends()
     assert len(lost) == 1 and "SIGKILL" in lost[0].reason

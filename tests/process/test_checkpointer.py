@@ -294,14 +294,14 @@ def test_a_killed_snapshot_server_costs_one_save_and_not_the_training(
     one.step()
     ck.save(1)
     ck.wait()
-    killed = keepers_of(str(tmp_path).encode())
+    killed = snapshot_servers_of(str(tmp_path).encode())
     assert killed
     for pid in killed:
         os.kill(pid, 9)
     one.step()
     ck.save(2)
     ck._finish_copies()  # It may still be dying when the save begins.
-    assert "keeper" in caplog.text
+    assert "snapshot server" in caplog.text
     one.step()
     ck.save(3)
     ck.wait()
@@ -320,20 +320,20 @@ def test_a_requested_save_that_was_missed_is_reported_at_the_end(tmp_path, monke
     ck.wait()
     agree = ck._saver.agree
 
-    def then_the_keeper_dies(*asked):
+    def then_the_snapshot_server_dies(*asked):
         heard = agree(*asked)
-        for pid in keepers_of(str(tmp_path).encode()):
+        for pid in snapshot_servers_of(str(tmp_path).encode()):
             os.kill(pid, 9)
         return heard
 
-    ck._saver.agree = then_the_keeper_dies
+    ck._saver.agree = then_the_snapshot_server_dies
     ck.save(2)
     with pytest.raises(CheckpointError, match=r"not saved: .*the snapshot server"):
         ck.wait()
     ck._saver.agree = agree
     ck.save(3)
     ck.wait()
-    ck._saver.agree = then_the_keeper_dies
+    ck._saver.agree = then_the_snapshot_server_dies
     with pytest.raises(CheckpointError, match="not saved"), ck:
         ck.save(4)
 
@@ -351,7 +351,7 @@ def test_a_requested_save_that_storage_had_no_time_for_is_reported(tmp_path, mon
 
 
 def cycles(tmp_path: Path, count: int) -> None:
-    """Save and restore so often; compare what this process and its keeper hold at both ends."""
+    """Save and restore `count` times; compare what process and server hold at both ends."""
     one = Trained()
     one.step()
 
@@ -367,11 +367,11 @@ def cycles(tmp_path: Path, count: int) -> None:
 
     for number in range(1, 6):
         once(number)
-    wait_for(lambda: not keepers_of(str(tmp_path).encode()))
+    wait_for(lambda: not snapshot_servers_of(str(tmp_path).encode()))
     before = held()
     for number in range(6, 6 + count):
         once(number)
-    wait_for(lambda: not keepers_of(str(tmp_path).encode()))
+    wait_for(lambda: not snapshot_servers_of(str(tmp_path).encode()))
     # What an earlier test of this process held may have gone meanwhile; and a thread that was
     # joined may be there for a moment yet.
     wait_for(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
@@ -390,8 +390,8 @@ def test_five_hundred_cycles_leave_nothing_behind(tmp_path, monkeypatch):
     cycles(tmp_path, 500)
 
 
-def keepers_of(mark: bytes) -> list[int]:
-    """Return the keepers that were started with `mark` in their environment."""
+def snapshot_servers_of(mark: bytes) -> list[int]:
+    """Return the snapshot servers that were started with `mark` in their environment."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -400,7 +400,7 @@ def keepers_of(mark: bytes) -> list[int]:
                 env = (entry / "environ").read_bytes()
             except OSError:
                 continue
-            if words.startswith(b"elastane-keeper") and mark in env:
+            if words.startswith(b"elastane-snapshots") and mark in env:
                 found.append(int(entry.name))
     return found
 

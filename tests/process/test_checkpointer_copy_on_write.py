@@ -52,7 +52,7 @@ def node(tmp_path):
 
 @pytest.fixture
 def known(node, tmp_path):
-    """What was saved at step 3, by a process that is gone as far as the keeper knows."""
+    """What was saved at step 3, by a process that is gone as far as the snapshot server knows."""
     one = Trained()
     with Checkpointer(tmp_path / "ck") as ck:
         ck.restore(one.objects())

@@ -1,6 +1,6 @@
 """With deterministic=True a job that workers and nodes leave and join ends as if none had.
 
-Its trail has each step once, whoever was rank 0, and `elastane verify-run` finds it the same as
+Its digest log has each step once, whoever was rank 0, and `elastane verify-run` finds it equal to
 that of a job of one.
 """
 
@@ -35,7 +35,7 @@ class Changing:
         options = {"nnodes": "1:5", "nproc_per_node": 1, "max_restarts": 1000, "tee": "0"}
         options["preload"] = PRELOAD_OPTIMIZER
         options["rdzv_conf"] = {"last_call": 0.3, "crash_loop": 0}
-        env = {"ELASTANE_TRAIL": str(folder / "a" / "trail.jsonl")}
+        env = {"ELASTANE_DIGEST_LOG": str(folder / "a" / "digests.jsonl")}
         self.cluster = LocalCluster(script, folder=folder / "c", env=env, **options)
         self.names: list[str] = []
 
@@ -75,10 +75,10 @@ class Changing:
         return finals[0]
 
     def undisturbed(self, steps: int) -> dict:
-        """What a job of one ends with after so many steps, with no launcher; its trail is in b."""
+        """Run a job of one for `steps` steps without a launcher; its digest log is in b."""
         folder = self.folder / "b"
         folder.mkdir()
-        variables = {**os.environ, "ELASTANE_TRAIL": str(folder / "trail.jsonl")}
+        variables = {**os.environ, "ELASTANE_DIGEST_LOG": str(folder / "digests.jsonl")}
         command = [sys.executable, str(SCRIPT), str(folder), str(steps), "0"]
         subprocess.run(command, check=True, env=variables, timeout=DEADLINE_S)
         (final,) = folder.glob("*.final")
@@ -87,14 +87,14 @@ class Changing:
     def same_as_undisturbed(self) -> None:
         found = self.ends()
         assert found == self.undisturbed(found["steps"])
-        trails = [read_digest_log(self.folder / each) for each in "ab"]
-        assert [*trails[0].lines] == [*trails[1].lines] == [*range(found["steps"])]
+        logs = [read_digest_log(self.folder / each) for each in "ab"]
+        assert [*logs[0].lines] == [*logs[1].lines] == [*range(found["steps"])]
         command = [sys.executable, "-m", "elastane", "verify-run", *map(str, self._trails())]
         told = subprocess.check_output(command, text=True, timeout=DEADLINE_S)
         assert f"the same: all {found['steps']} steps" in told
 
     def _trails(self) -> list[Path]:
-        return [self.folder / "a", self.folder / "b" / "trail.jsonl"]
+        return [self.folder / "a", self.folder / "b" / "digests.jsonl"]
 
 
 def test_rank_0_killed_a_node_killed_an_arrival_and_a_leave_change_no_bit(tmp_path):

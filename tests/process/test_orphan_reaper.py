@@ -37,7 +37,7 @@ def mark() -> str:
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
     """A process with another mark that begins with the same characters."""
-    with subprocess.Popen(["sleep", "600"], env={"ELASTANE_LEASH": "other"}) as process:
+    with subprocess.Popen(["sleep", "600"], env={"ELASTANE_PROCESS_MARK": "other"}) as process:
         yield process
         process.kill()
 
@@ -78,7 +78,7 @@ def test_a_stopped_zygote_and_a_stopped_worker_do_not_survive_either(
 def test_the_workers_of_a_blocked_agent_are_killed_at_the_deadline(
     mark: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
-    server = subprocess.Popen(["sleep", "600"], env={"ELASTANE_SERVER_LEASH": mark})
+    server = subprocess.Popen(["sleep", "600"], env={"ELASTANE_SERVER_MARK": mark})
     agent, family = start_agent(mark, tmp_path, "--deadline")
     reaper = pids(tmp_path / "agent")[2]
     os.kill(agent.pid, signal.SIGSTOP)
@@ -101,7 +101,7 @@ def test_a_second_orphan_reaper_keeps_the_deadline_of_the_first(mark: str) -> No
         await eventually(lambda: worker.poll() is not None, "the worker is killed")
         await reaper.close()
 
-    with subprocess.Popen(["sleep", "600"], env={"ELASTANE_LEASH": mark}) as worker:
+    with subprocess.Popen(["sleep", "600"], env={"ELASTANE_PROCESS_MARK": mark}) as worker:
         asyncio.run(scenario())
 
 
@@ -142,7 +142,7 @@ def test_sweep_finds_a_grandchild_that_took_its_own_session(mark: str, tmp_path:
     with (tmp_path / "pids").open("w") as out:
         worker = subprocess.Popen(
             [sys.executable, SCRIPTS / "family.py", "--leave"],
-            env=dict(os.environ, ELASTANE_LEASH=mark),
+            env=dict(os.environ, ELASTANE_PROCESS_MARK=mark),
             stdout=out,
         )
     assert worker.wait(timeout=20) == 0
@@ -160,8 +160,8 @@ def test_sweep_finds_a_grandchild_that_took_its_own_session(mark: str, tmp_path:
 
 def test_sweep_takes_only_the_whole_marker(mark: str) -> None:
     for env in (
-        {"ELASTANE_LEASH": mark + "0"},
-        {"XELASTANE_LEASH": mark},
+        {"ELASTANE_PROCESS_MARK": mark + "0"},
+        {"XELASTANE_PROCESS_MARK": mark},
         {"A": mark},
     ):
         with subprocess.Popen(["sleep", "600"], env=env) as process:

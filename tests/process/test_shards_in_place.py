@@ -210,7 +210,7 @@ def test_in_the_last_replica_a_lost_worker_has_all_start_again_from_memory(tmp_p
         nodes[1].kill_worker(1)
         after = job.wait_steps(3, world=2)
         assert not after & pids
-        assert {event.data["place"] for event in job.cluster.events("restored")} == {"memory"}
+        assert {event.data["location"] for event in job.cluster.events("restored")} == {"memory"}
         assert [e.data["used"] for e in job.cluster.events("restart")] == [1]
 
 
@@ -272,7 +272,7 @@ def test_where_all_replicas_of_a_shard_are_lost_all_start_again_from_memory_and_
         assert not after & before
         job.ends_exact()
         assert "all workers that held shard 1 are lost" in node.output
-        assert job.cluster.events("restored")[0].data["place"] == "memory"
+        assert job.cluster.events("restored")[0].data["location"] == "memory"
 
 
 @pytest.mark.timeout(200)

@@ -1,4 +1,4 @@
-"""The stream between worker and keeper: frames, descriptors beside them, and their bounds."""
+"""The stream between worker and snapshot server: frames, descriptors and their bounds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Two Checkpointers of one process: one keeper, and two states that have nothing to do with
-each other."""
+"""Two Checkpointers of one process: one snapshot server, and two separate states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's keeper with real processes: what it holds outlives whoever dies, and it leaves nothing.
+"""A node's snapshot server with real processes: snapshots survive workers, and nothing leaks.
 
 Workers are this process, or scripts without torch: plain bytes in the slots.
 """
@@ -24,10 +24,10 @@ from snapshot_server_support import (
     SLOT_BYTES,
     Node,
     Worker,
-    keepers,
     persist_to,
     published,
     snapshot,
+    snapshot_servers,
 )
 from supervise import alive
 
@@ -49,7 +49,7 @@ def crew(node, lives, locals_, seed=1, slot_bytes=4 << 20):
     words = [str(n) for n in (lives, locals_, slot_bytes, seed)]
     done = subprocess.run(
         [sys.executable, SCRIPTS / "snapshot_server_workers.py", *words],
-        env={**node.environment, "ELASTANE_KEEPER": str(node.path)},
+        env={**node.environment, "ELASTANE_SNAPSHOT_SERVER": str(node.path)},
         capture_output=True,
         timeout=DEADLINE_S * 20,
         check=False,
@@ -74,30 +74,30 @@ def test_a_kept_snapshot_is_whole_after_a_thousand_sigkills(node):
 def test_a_snapshot_server_starts_with_the_first_worker_and_ends_with_the_agent(node):
     assert node.path.is_socket()
     assert node.path.parent.stat().st_mode & 0o077 == 0
-    assert not keepers(node.agent.pid)
+    assert not snapshot_servers(node.agent.pid)
     worker = Worker()
-    assert worker.keeper.survives
-    pid = node.keeper
-    worker.keeper.close()
+    assert worker.client.survives
+    pid = node.server_pid
+    worker.client.close()
     node.leave()
     assert not alive(pid)
     assert not node.path.exists()
 
 
 def test_a_snapshot_server_is_small_until_it_holds_a_snapshot(node):
-    keeper = SnapshotClient.connect()
-    status = Path(f"/proc/{node.keeper}/status").read_text()
+    client = SnapshotClient.connect()
+    status = Path(f"/proc/{node.server_pid}/status").read_text()
     held = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1])
     assert held < 24 << 10, "20 MB, and a margin for another Python"
-    keeper.close()
+    client.close()
 
 
 def test_a_restarted_worker_reads_its_predecessors_snapshot(node):
     first = Worker()
-    first.keeper.layout("L", {"layout.json": b"{}", ".metadata": b"m"})
+    first.client.layout("L", {"layout.json": b"{}", ".metadata": b"m"})
     for step in range(1, 6):
         first.save(step, layout="L", streams=b"random")
-    first.keeper.close()
+    first.client.close()
     second = SnapshotClient.connect()
     newest, older = second.held()
     assert (newest.key.step, older.key.step) == (5, 4)
@@ -118,7 +118,7 @@ def test_a_restarted_worker_reads_its_predecessors_snapshot(node):
 def test_a_socket_may_have_a_long_path_and_one_that_was_left_is_removed(tmp_path):
     folder = tmp_path / ("long" * 30) / ("path" * 30)
     folder.mkdir(parents=True)
-    left = folder / "run" / "elastane" / "keepers"
+    left = folder / "run" / "elastane" / "snapshots"
     left.mkdir(parents=True)
     for part in (folder / "run", left.parent, left):
         part.chmod(0o700)
@@ -130,7 +130,7 @@ def test_a_socket_may_have_a_long_path_and_one_that_was_left_is_removed(tmp_path
         worker.save(1)
         assert worker.steps() == [1]
         assert {path.name for path in left.iterdir()} == {node.path.name, "somebody's"}
-        worker.keeper.close()
+        worker.client.close()
         node.leave()
         assert [path.name for path in left.iterdir()] == ["somebody's"]
 
@@ -138,24 +138,24 @@ def test_a_socket_may_have_a_long_path_and_one_that_was_left_is_removed(tmp_path
 def test_a_killed_snapshot_server_is_reported_and_replaced(node):
     worker = Worker()
     worker.save(1)
-    was, pid = worker.keeper.id, node.keeper
+    was, pid = worker.client.id, node.server_pid
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ConnectionError, match="lost"):
         while worker.save(2):
             pass
     with pytest.raises(ConnectionError, match="the snapshot server is gone"):
-        worker.keeper.progress()
+        worker.client.progress()
     again = Worker()
-    assert again.keeper.id != was
+    assert again.client.id != was
     assert again.steps() == []
     again.save(3)
     assert again.steps() == [3]
-    assert "keeper-lost" in node.words
+    assert "snapshot-server-lost" in node.words
 
 
 def test_a_worker_waits_once_for_a_stopped_snapshot_server(node, monkeypatch):
     worker, waited = Worker(timeout_s=0.05), []
-    channel, pid = worker.keeper._channel, node.keeper
+    channel, pid = worker.client._channel, node.server_pid
     is_ready = channel.is_ready
     worker.save(1)
     monkeypatch.setattr(channel, "is_ready", lambda s: waited.append(s) or is_ready(s))
@@ -165,14 +165,14 @@ def test_a_worker_waits_once_for_a_stopped_snapshot_server(node, monkeypatch):
             pass
     assert waited.count(0.05) >= 1
     waited.clear()
-    for ask in (worker.keeper.progress, lambda: worker.save(3), lambda: worker.keeper.slots(4, 1)):
+    for ask in (worker.client.progress, lambda: worker.save(3), lambda: worker.client.slots(4, 1)):
         with pytest.raises(SnapshotServerSilentError):
             ask()
     assert waited == [0.0] * 3
-    worker.keeper.report_restored(Key(0, 1, 0, 1), "memory")  # It hears that when it goes on.
+    worker.client.report_restored(Key(0, 1, 0, 1), "memory")  # It hears that when it goes on.
     os.kill(pid, signal.SIGCONT)
     until(lambda: _saves(worker, 4), "what was owed has come, and the connection is as before")
-    assert 4 in worker.steps() and node.keeper == pid
+    assert 4 in worker.steps() and node.server_pid == pid
 
 
 def _saves(worker, step):
@@ -181,20 +181,20 @@ def _saves(worker, step):
 
 
 def test_a_snapshot_server_stopped_by_a_signal_is_replaced(node):
-    worker, pid = Worker(), node.keeper
+    worker, pid = Worker(), node.server_pid
     os.kill(pid, signal.SIGSTOP)
     until(lambda: not alive(pid), "it is killed")
-    assert Worker().keeper.id != worker.keeper.id
+    assert Worker().client.id != worker.client.id
     assert "was stopped by a signal" in node.words
 
 
 def test_the_answer_to_keep_is_received_later_and_names_the_next_slot(node):
     worker = Worker()
     worker.save(1)
-    assert worker.keeper.grant(1.0) == worker.keeper.grant(1.0), "the same until it is kept"
+    assert worker.client.grant(1.0) == worker.client.grant(1.0), "the same until it is kept"
     other = Worker()
     worker.save(2)
-    worker.keeper.close()
+    worker.client.close()
     until(lambda: other.steps() == [2, 1], "what was said is heard")
 
 
@@ -203,14 +203,14 @@ def test_a_dying_workers_change_is_found_before_a_reader_asks(node):
     worker.save(1)
 
     def is_digested() -> bool:
-        (held,) = worker.keeper.held()
-        worker.keeper.release(held)
+        (held,) = worker.client.held()
+        worker.client.release(held)
         return held.verified
 
     until(is_digested, "its digest")
     for slot in worker.slots:
         slot[5] = 250
-    worker.keeper.close()
+    worker.client.close()
     until(lambda: "snapshot of step 1 changed in memory" in node.words, "it is found")
     assert Worker().steps() == []
 
@@ -223,22 +223,22 @@ def test_an_interrupted_request_leaves_no_answer_for_the_next(node, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker.keeper._channel, "receive", interrupt)
+        patch.setattr(worker.client._channel, "receive", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            worker.keeper.held()
+            worker.client.held()
     with pytest.raises(ConnectionError, match="interrupted"):
-        worker.keeper.progress()
+        worker.client.progress()
     again = Worker()
     again.save(2)
     assert again.steps() == [2, 1]
 
 
 def test_slots_that_memory_has_no_room_for_are_refused_in_words(node):
-    keeper = SnapshotClient.connect()
+    client = SnapshotClient.connect()
     with pytest.raises(OSError, match="bytes of memory left") as caught:
-        keeper.slots(1, 1 << 45)
+        client.slots(1, 1 << 45)
     assert caught.value.errno == errno.ENOMEM
-    assert len(keeper.slots(2, SLOT_BYTES)) == 2, "the worker goes on with less"
+    assert len(client.slots(2, SLOT_BYTES)) == 2, "the worker goes on with less"
 
 
 def test_slots_beyond_a_limit_of_the_process_are_refused(tmp_path):
@@ -252,10 +252,10 @@ def test_slots_beyond_a_limit_of_the_process_are_refused(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, resource_limit)
     with stack:
-        keeper = SnapshotClient.connect()
+        client = SnapshotClient.connect()
         with pytest.raises(OSError, match="a snapshot's slot of"):
-            keeper.slots(2, limit * 2)
-        assert len(keeper.slots(2, limit // 2)) == 2
+            client.slots(2, limit * 2)
+        assert len(client.slots(2, limit // 2)) == 2
 
 
 def test_a_full_disk_is_reported_and_training_continues(node, tmp_path):
@@ -270,9 +270,9 @@ def test_a_full_disk_is_reported_and_training_continues(node, tmp_path):
         worker = Worker()
         for step in (1, 2):
             worker.save(step, persist_to(store))
-            worker.keeper.wait(Key(0, 1, 0, step), DEADLINE_S)
-        assert worker.keeper.progress().published == Key(0, 1, 0, 1)
-        (failed,) = worker.keeper.progress().failures
+            worker.client.wait(Key(0, 1, 0, step), DEADLINE_S)
+        assert worker.client.progress().published == Key(0, 1, 0, 1)
+        (failed,) = worker.client.progress().failures
         assert failed.key.step == 2
         assert "No space left on device" in failed.reason
         until(lambda: node.words.count("No space left") == 1, "it is said, once")
@@ -280,7 +280,7 @@ def test_a_full_disk_is_reported_and_training_continues(node, tmp_path):
         assert worker.steps() == [2, 1]
         subprocess.run(["mount", "-o", "remount,size=1m", store], check=True)
         worker.save(3, persist_to(store))
-        worker.keeper.wait(Key(0, 1, 0, 3), DEADLINE_S)
+        worker.client.wait(Key(0, 1, 0, 3), DEADLINE_S)
         assert published(store)[0] == (3, "step")
     finally:
         subprocess.run(["umount", "-l", store], check=False)
@@ -344,15 +344,15 @@ def test_a_wrong_request_is_refused_and_the_worker_continues(node):
         snapshot(1, SLOT_BYTES, None, layout="never given"),
         snapshot(1, SLOT_BYTES, None, local=3, locals=2),
     ):
-        slot = worker.keeper.grant(DEADLINE_S)
-        worker.keeper.keep(slot, wrong)
+        slot = worker.client.grant(DEADLINE_S)
+        worker.client.keep(slot, wrong)
         with pytest.raises(ValueError, match=r"\w"):
-            worker.keeper.progress()
+            worker.client.progress()
     worker.save(1)
     # It has another one by now, which came with the answer.
-    worker.keeper.keep(slot, snapshot(2, SLOT_BYTES, None))
+    worker.client.keep(slot, snapshot(2, SLOT_BYTES, None))
     with pytest.raises(ValueError, match="not granted"):
-        worker.keeper.progress()
+        worker.client.progress()
     assert worker.steps() == [1]
 
 
@@ -365,7 +365,7 @@ def test_a_worker_is_gone_with_its_process_though_a_child_holds_its_connection(n
     )
     run = subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**node.environment, "ELASTANE_KEEPER": str(node.path)},
+        env={**node.environment, "ELASTANE_SNAPSHOT_SERVER": str(node.path)},
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
@@ -384,7 +384,7 @@ def test_a_worker_is_gone_with_its_process_though_a_child_holds_its_connection(n
 
 
 def state_of(pid):
-    """Descriptors, threads and slots of a keeper."""
+    """Descriptors, threads and slots of a snapshot server."""
     targets = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
@@ -400,18 +400,18 @@ def test_200_saves_and_20_restarts_leave_nothing_behind(node, tmp_path):
         for _ in range(10):
             step += 1
             worker.save(step, persist_to(store) if step % 10 == 0 else None)
-        until(lambda: not worker.keeper.progress().busy, "it is written")  # noqa: B023
+        until(lambda: not worker.client.progress().busy, "it is written")  # noqa: B023
         assert worker.steps()[0] == step
         if life == 3:
-            until(lambda: state_of(node.keeper)[2] == 3, "three slots")
-            early = state_of(node.keeper)
+            until(lambda: state_of(node.server_pid)[2] == 3, "three slots")
+            early = state_of(node.server_pid)
         if life < 19:
-            worker.keeper.close()
+            worker.client.close()
             worker = Worker()
-    until(lambda: all(map(le, state_of(node.keeper), early)), f"no more than {early}")
+    until(lambda: all(map(le, state_of(node.server_pid), early)), f"no more than {early}")
     assert [found[0] for found in published(store)] == [200, 190]
     assert len([*store.iterdir()]) == 3, "two folders, and the place's own file"
     worker.take(2, 2 * SLOT_BYTES)
     for more in range(2):
         worker.save(step + 1 + more)
-    until(lambda: state_of(node.keeper)[2] == 2, "slots of the old size are dropped")
+    until(lambda: state_of(node.server_pid)[2] == 2, "slots of the old size are dropped")

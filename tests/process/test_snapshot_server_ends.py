@@ -1,4 +1,4 @@
-"""How keepers end, and what they write before that: the last gasp of nodes and of workers."""
+"""How snapshot servers end: the final flush of nodes and of workers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def node(tmp_path):
 def test_groups_share_a_snapshot_server_and_nothing_else(node, tmp_path):
     stores = {group: tmp_path / group for group in ("model", "ema")}
     workers = {group: Worker(group=group) for group in stores}
-    assert len({worker.keeper.id for worker in workers.values()}) == 1
+    assert len({worker.client.id for worker in workers.values()}) == 1
     for number, (group, worker) in enumerate(workers.items()):
-        worker.keeper.layout("L", {"layout.json": b"{}"}, persist_to(stores[group]))
+        worker.client.layout("L", {"layout.json": b"{}"}, persist_to(stores[group]))
         for step in range(1, 5):
             worker.save(10 * number + step, layout="L")
     assert {group: worker.steps() for group, worker in workers.items()} == {
@@ -36,44 +36,44 @@ def test_groups_share_a_snapshot_server_and_nothing_else(node, tmp_path):
         "ema": [14, 13],
     }
     for worker in workers.values():
-        worker.keeper.close()
+        worker.client.close()
     node.leave()
     assert [published(store) for store in stores.values()] == [
-        [(4, "last gasp")],
-        [(14, "last gasp")],
+        [(4, "final flush")],
+        [(14, "final flush")],
     ]
 
 
 def test_a_killed_agents_snapshot_server_flushes_and_ends(node, tmp_path):
     store = tmp_path / "store"
     worker = Worker()
-    worker.keeper.layout("L", {"layout.json": b"{}"}, persist_to(store))
+    worker.client.layout("L", {"layout.json": b"{}"}, persist_to(store))
     worker.save(7, layout="L")
-    pid = node.keeper
+    pid = node.server_pid
     node.kill()
-    worker.keeper.close()
-    until(lambda: not alive(pid), "the keeper ends")
-    assert published(store) == [(7, "last gasp")]
+    worker.client.close()
+    until(lambda: not alive(pid), "the snapshot server ends")
+    assert published(store) == [(7, "final flush")]
     until(lambda: not node.path.exists(), "the socket is gone")
 
 
 def test_a_leaving_agent_waits_for_the_final_flush(node, tmp_path):
     store = tmp_path / "store"
     worker = Worker()
-    worker.keeper.layout("L", {"layout.json": b"{}"}, persist_to(store))
+    worker.client.layout("L", {"layout.json": b"{}"}, persist_to(store))
     worker.save(1, persist_to(store), layout="L")
-    worker.keeper.wait(Key(0, 1, 0, 1), DEADLINE_S)
+    worker.client.wait(Key(0, 1, 0, 1), DEADLINE_S)
     worker.save(2, layout="L")
-    worker.keeper.close()
+    worker.client.close()
     node.leave()
-    assert published(store) == [(2, "last gasp"), (1, "step")]
+    assert published(store) == [(2, "final flush"), (1, "step")]
 
 
 def test_a_durable_snapshot_is_not_flushed_again(node, tmp_path):
     store = tmp_path / "store"
     worker = Worker()
     worker.save(1, persist_to(store))
-    worker.keeper.close()
+    worker.client.close()
     node.leave()
     assert published(store) == [(1, "step")]
 
@@ -82,12 +82,12 @@ def test_the_snapshot_of_workers_that_stay_away_is_flushed(node, tmp_path):
     store = tmp_path / "store"
     worker = Worker()
     worker.save(1, persist_to(store))
-    worker.keeper.wait(Key(0, 1, 0, 1), DEADLINE_S)
-    worker.keeper.layout("L", {"layout.json": b"{}"}, persist_to(store))
+    worker.client.wait(Key(0, 1, 0, 1), DEADLINE_S)
+    worker.client.layout("L", {"layout.json": b"{}"}, persist_to(store))
     worker.save(2, layout="L")
-    worker.keeper.close()
-    until(lambda: len(published(store)) == 2, "the last gasp")
-    assert published(store)[0] == (2, "last gasp")
+    worker.client.close()
+    until(lambda: len(published(store)) == 2, "the final flush")
+    assert published(store)[0] == (2, "final flush")
     assert Worker().steps() == [2, 1], "and what it holds is held on"
 
 
@@ -104,19 +104,19 @@ def test_servers_of_two_nodes_publish_one_checkpoint_and_one_final_flush(tmp_pat
             ranges = ((f"__{part}_0.distcp", part * half, (part + 1) * half),)
             share = persist_to(store, ranges=ranges, part=part, parts=2, small=part == 0)
             whole = persist_to(store, 2 * half)
-            worker.keeper.layout("L", {"layout.json": b"{}"}, whole)
+            worker.client.layout("L", {"layout.json": b"{}"}, whole)
             worker.save(1, share, layout="L")
         for worker in workers:
-            worker.keeper.wait(Key(0, 1, 0, 1), DEADLINE_S)
+            worker.client.wait(Key(0, 1, 0, 1), DEADLINE_S)
         assert published(store) == [(1, "step")]
         for worker in workers:
             worker.save(2, layout="L")
-            worker.keeper.close()
+            worker.client.close()
         for node in nodes:
             node.agent.stdin.write(b"leave\n")
             node.agent.stdin.flush()
         assert [node.agent.wait(DEADLINE_S) for node in nodes] == [0, 0]
-        assert published(store) == [(2, "last gasp"), (1, "step")]
+        assert published(store) == [(2, "final flush"), (1, "step")]
 
 
 @pytest.mark.soak
@@ -133,39 +133,39 @@ def test_the_final_flush_of_a_sharded_state_is_the_newest_whole_on_all_nodes(tmp
             at = {"first": part * half, "end": (part + 1) * half, "image_bytes": 2 * half}
             ranges = ((f"__{part}_0.distcp", at["first"], at["end"]),)
             share = persist_to(store, ranges=ranges, part=part, parts=2, small=part == 0)
-            worker.keeper.layout("L", {"layout.json": b"{}"}, share)
+            worker.client.layout("L", {"layout.json": b"{}"}, share)
             for step in steps:
                 worker.save(step, layout="L", replicated=False, **at)
-            worker.keeper.close()
+            worker.client.close()
         for node in nodes:
             node.agent.stdin.write(b"leave\n")
             node.agent.stdin.flush()
         assert [node.agent.wait(4 * DEADLINE_S) for node in nodes] == [0, 0]
-        assert published(store) == [(1, "last gasp")]
+        assert published(store) == [(1, "final flush")]
 
 
 def test_a_worker_without_an_agent_has_a_server_that_outlives_it_briefly(tmp_path):
     store = tmp_path / "store"
     code = (
         "import os, signal, sys; sys.path.insert(0, sys.argv[1])\n"
-        "from snapshot_server_support import Worker, persist_to, keepers\n"
-        "w = Worker(); assert not w.keeper.survives\n"
-        "w.keeper.layout('L', {'layout.json': b''}, persist_to(sys.argv[2]))\n"
+        "from snapshot_server_support import Worker, persist_to, snapshot_servers\n"
+        "w = Worker(); assert not w.client.survives\n"
+        "w.client.layout('L', {'layout.json': b''}, persist_to(sys.argv[2]))\n"
         "w.save(1, persist_to(sys.argv[2]), layout='L'); w.save(2, layout='L')\n"
-        "print(w.keeper.id, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "print(w.client.id, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     here = os.path.dirname(__file__)
     done = subprocess.run(
         [sys.executable, "-c", code, here, str(store)],
         env=worker_environment(PROBE=str(tmp_path)),
-        stdout=subprocess.PIPE,  # Not held open by the keeper.
+        stdout=subprocess.PIPE,  # Not held open by the snapshot server.
         timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == -signal.SIGKILL
     mine = f"PROBE={tmp_path}".encode()
-    until(lambda: not carrying(mine), "the keeper ends")
-    assert published(store) == [(2, "last gasp"), (1, "step")]
+    until(lambda: not carrying(mine), "the snapshot server ends")
+    assert published(store) == [(2, "final flush"), (1, "step")]
 
 
 def carrying(words):

@@ -1,4 +1,4 @@
-"""Copies of snapshots between keepers: what arrives is what was sent, and nobody else gets in."""
+"""Copies between snapshot servers: what arrives is what was sent, and strangers are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import socket
 
 import pytest
 from process_harness import DEADLINE_S, until
-from snapshot_server_support import SLOT_BYTES, Node, Worker, keepers, persist_to, published
+from snapshot_server_support import (
+    SLOT_BYTES,
+    Node,
+    Worker,
+    persist_to,
+    published,
+    snapshot_servers,
+)
 
 from elastane.protocol.checkpoints import Key, folder_name
 from elastane.snapshots import connection
@@ -26,7 +33,7 @@ from elastane.storage.digest import digest_of
 ABOUT = ReplicationSettings("job", (b"secret" * 6,), "127.0.0.1")
 
 
-# Real keepers, each of an agent of its own.
+# Real snapshot servers, each of an agent of its own.
 
 
 @pytest.fixture
@@ -44,7 +51,7 @@ def pair(tmp_path):
 
 def save(worker, step, peer, safe="", local=0, nodes=2, **more):
     """Keep this node's part, copied to where `peer` is; returns its nonce."""
-    door = peer.keeper.door if peer else ""
+    door = peer.client.door if peer else ""
     replica = Replica(door, "g", safe)
     at = {"first": local * SLOT_BYTES, "end": (local + 1) * SLOT_BYTES}
     at["image_bytes"] = nodes * SLOT_BYTES
@@ -54,7 +61,7 @@ def save(worker, step, peer, safe="", local=0, nodes=2, **more):
 
 def copied(worker, *nonces):
     def there():
-        progress = worker.keeper.progress()
+        progress = worker.client.progress()
         return not progress.copying and progress.copied == nonces
 
     until(there, f"{nonces} are copied")
@@ -63,11 +70,11 @@ def copied(worker, *nonces):
 def held(worker):
     """What a worker is given: (step, pieces), with bytes that are their step's."""
     found = []
-    for one in worker.keeper.held():
+    for one in worker.client.held():
         for first, end, fd in one.pieces:
             assert os.pread(fd, end - first, 0) == bytes([one.key.step % 251]) * (end - first)
         found.append((one.key.step, [(first, end) for first, end, _ in one.pieces]))
-        worker.keeper.release(one)
+        worker.client.release(one)
     return found
 
 
@@ -87,11 +94,11 @@ def test_replicas_are_read_together_with_the_nodes_own_part(pair):
 def test_the_replica_of_a_lost_nodes_part_is_given_to_new_workers(pair):
     (gone, a), (_, b) = pair
     copied(a, save(a, 7, b))
-    os.kill(gone.keeper, signal.SIGKILL)
+    os.kill(gone.server_pid, signal.SIGKILL)
     assert held(b) == [(7, [(0, SLOT_BYTES)])]
 
 
-def last_gasps(pair, store):
+def final_flushes(pair, store):
     """Keep a save whose halves each has copied to the other, and which they would write at the end.
 
     Who does not come then is waited for half a second.
@@ -99,7 +106,7 @@ def last_gasps(pair, store):
     for part, (_, worker) in enumerate(pair):
         ranges = ((f"__{part}_0.distcp", part * SLOT_BYTES, (part + 1) * SLOT_BYTES),)
         share = {"ranges": ranges, "part": part, "parts": 2, "small": part == 0, "wait_s": 0.5}
-        worker.keeper.layout("L", {"layout.json": b"{}"}, persist_to(store, **share))
+        worker.client.layout("L", {"layout.json": b"{}"}, persist_to(store, **share))
         save(worker, 7, pair[1 - part][1], local=part, layout="L")
     for _, worker in pair:
         copied(worker, f"{7:08x}")
@@ -108,12 +115,12 @@ def last_gasps(pair, store):
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_final_flush_includes_a_lost_nodes_part_from_its_replica(pair, tmp_path, lost):
     store = tmp_path / "store"
-    last_gasps(pair, store)
-    os.kill(pair[lost][0].keeper, signal.SIGKILL)
+    final_flushes(pair, store)
+    os.kill(pair[lost][0].client, signal.SIGKILL)
     left, worker = pair[1 - lost]
-    worker.keeper.close()
+    worker.client.close()
     left.leave()
-    assert published(store) == [(7, "last gasp")]
+    assert published(store) == [(7, "final flush")]
     (folder,) = store.glob("step-*")
     images = {part: (folder / f"__{part}_0.distcp").read_bytes() for part in (0, 1)}
     assert images == dict.fromkeys((0, 1), bytes([7]) * SLOT_BYTES)
@@ -122,14 +129,14 @@ def test_the_final_flush_includes_a_lost_nodes_part_from_its_replica(pair, tmp_p
 
 def test_a_part_begun_by_its_owner_is_not_written_from_a_replica(pair, tmp_path):
     store = tmp_path / "store"
-    last_gasps(pair, store)
-    os.kill(pair[0][0].keeper, signal.SIGKILL)
+    final_flushes(pair, store)
+    os.kill(pair[0][0].client, signal.SIGKILL)
     nonce = digest_of([f"{7:08x} {FINAL_FLUSH}".encode()])[:8]
     begun = store / folder_name(Key(0, 1, 0, 7), nonce) / "__0_0.distcp"
     begun.parent.mkdir(parents=True)
     begun.write_bytes(b"half of it")
     left, worker = pair[1]
-    worker.keeper.close()
+    worker.client.close()
     left.leave()
     assert published(store) == [] and "checkpoint-incomplete" in left.words
     assert begun.read_bytes() == b"half of it"
@@ -138,14 +145,14 @@ def test_a_part_begun_by_its_owner_is_not_written_from_a_replica(pair, tmp_path)
 def test_a_killed_peer_costs_replicas_but_no_save_and_its_replacement_gets_them(pair):
     (_, a), (other, b) = pair
     copied(a, save(a, 1, b))
-    old = b.keeper.door
-    os.kill(other.keeper, signal.SIGKILL)
+    old = b.client.door
+    os.kill(other.server_pid, signal.SIGKILL)
     save(a, 2, b, "00000001")
-    until(lambda: not a.keeper.progress().copying, "it is given up")
-    assert a.keeper.progress().copied == ("00000001",)
-    os.environ["ELASTANE_KEEPER"] = str(other.path)
+    until(lambda: not a.client.progress().copying, "it is given up")
+    assert a.client.progress().copied == ("00000001",)
+    os.environ["ELASTANE_SNAPSHOT_SERVER"] = str(other.path)
     b = Worker(slots=4, group="g")
-    assert b.keeper.door != old
+    assert b.client.door != old
     copied(a, save(a, 3, b))
     assert held(b) == [(3, [(0, SLOT_BYTES)])]
     assert next(step for step, _ in held(a)) == 3
@@ -153,15 +160,15 @@ def test_a_killed_peer_costs_replicas_but_no_save_and_its_replacement_gets_them(
 
 def test_a_hanging_peer_blocks_nothing(pair):
     (_, a), (other, b) = pair
-    os.kill(other.keeper, signal.SIGSTOP)
+    os.kill(other.server_pid, signal.SIGSTOP)
     try:
         save(a, 1, b)
         for step in range(2, 30):
             save(a, step, None)
-        assert a.keeper.progress().copying
+        assert a.client.progress().copying
         assert [step for step, _ in held(a)] == [29, 28, 1], "what is copied stays"
     finally:
-        os.kill(other.keeper, signal.SIGCONT)
+        os.kill(other.server_pid, signal.SIGCONT)
     copied(a, "00000001")
     assert held(b) == [(1, [(0, SLOT_BYTES)])]
 
@@ -169,14 +176,14 @@ def test_a_hanging_peer_blocks_nothing(pair):
 def test_without_replication_a_snapshot_server_listens_on_no_port(tmp_path):
     with Node(tmp_path):
         worker = Worker()
-        assert worker.keeper.door == ""
+        assert worker.client.door == ""
         worker.save(1, replica=Replica("127.0.0.1:9", "g", ""))
-        assert not worker.keeper.progress().copying
+        assert not worker.client.progress().copying
 
 
 def test_a_caller_without_the_secret_is_refused(pair):
     (_, a), (other, b) = pair
-    host, _, port = b.keeper.door.rpartition(":")
+    host, _, port = b.client.door.rpartition(":")
     for said in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000)):
         with socket.create_connection((host, int(port)), DEADLINE_S) as end:
             end.settimeout(DEADLINE_S)
@@ -187,9 +194,9 @@ def test_a_caller_without_the_secret_is_refused(pair):
                 assert end.recv(1) == b""
     stranger = ReplicationSettings("job", (b"guessed" * 5,), "")
     with pytest.raises(ConnectionError, match="another secret"):
-        connection.dial(b.keeper.door, stranger, TO_SENDER)
+        connection.dial(b.client.door, stranger, TO_SENDER)
     with pytest.raises(ConnectionError, match="another job"):
-        connection.dial(b.keeper.door, ReplicationSettings("other", (b"s" * 32,), ""), TO_SENDER)
+        connection.dial(b.client.door, ReplicationSettings("other", (b"s" * 32,), ""), TO_SENDER)
     copied(a, save(a, 1, b))
     assert held(b) == [(1, [(0, SLOT_BYTES)])]
     assert "snapshot-replicas" in other.words
@@ -200,7 +207,7 @@ def test_an_inconsistent_replica_is_not_stored(pair):
     known = ReplicationSettings("job", (b"s" * 32,), "")
     offer = ReplicaOffer("other", "g", Key(0, 1, 0, 9), "00000009", "", 3, (5,))
     for proof in (PeerProof(("x", "y")), PeerProof(()), offer):
-        with contextlib.closing(connection.dial(b.keeper.door, known, TO_SENDER)) as one:
+        with contextlib.closing(connection.dial(b.client.door, known, TO_SENDER)) as one:
             one.send(offer)
             one.receive()
             one.send_bytes(memoryview(b"abc"))
@@ -208,7 +215,7 @@ def test_an_inconsistent_replica_is_not_stored(pair):
             one.send(proof)
             with pytest.raises(ConnectionError):
                 one.receive()
-    with contextlib.closing(connection.dial(b.keeper.door, known, TO_SENDER)) as one:
+    with contextlib.closing(connection.dial(b.client.door, known, TO_SENDER)) as one:
         one.send(offer)
         one.receive()
         digests = one.send_bytes(memoryview(b"abc")), one.send_bytes(memoryview(b"abcde"))
@@ -222,11 +229,11 @@ def test_an_inconsistent_replica_is_not_stored(pair):
 
 def test_snapshot_servers_end_with_their_agents_during_a_transfer(pair):
     (one, a), (other, b) = pair
-    pids = one.keeper, other.keeper
-    os.kill(other.keeper, signal.SIGSTOP)
+    pids = one.server_pid, other.server_pid
+    os.kill(other.server_pid, signal.SIGSTOP)
     save(a, 1, b)
-    until(lambda: a.keeper.progress().copying, "it is on its way")
-    a.keeper.close(), b.keeper.close()
+    until(lambda: a.client.progress().copying, "it is on its way")
+    a.client.close(), b.client.close()
     one.leave()
-    assert not keepers(one.agent.pid)
+    assert not snapshot_servers(one.agent.pid)
     os.kill(pids[1], signal.SIGCONT)

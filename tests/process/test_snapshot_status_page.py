@@ -1,4 +1,4 @@
-"""How a worker knows, without a question, how its keeper stands; and when to ask."""
+"""How a worker knows, without a question, how its snapshot server stands; and when to ask."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def node(tmp_path):
 def worker(node):
     """A worker that counts its questions."""
     worker = Worker()
-    say, worker.asked = worker.keeper._send, []
-    worker.keeper._send = lambda request: (
+    say, worker.asked = worker.client._send, []
+    worker.client._send = lambda request: (
         worker.asked.append(type(request).__name__),
         say(request),
     )
@@ -81,64 +81,64 @@ def test_a_page_that_cannot_be_mapped_leaves_no_descriptor(tmp_path):
 
 
 def test_the_server_is_asked_once_in_a_round_and_publishes_changes(worker, tmp_path):
-    keeper, key = worker.keeper, Key(0, 1, 0, 1)
+    client, key = worker.client, Key(0, 1, 0, 1)
     for _ in range(3):
-        assert not keeper.progress(FENCE).busy
+        assert not client.progress(FENCE).busy
     assert worker.asked == ["WriteStatusQuery"]
-    assert keeper.progress().published is None and worker.asked == ["WriteStatusQuery"], (
+    assert client.progress().published is None and worker.asked == ["WriteStatusQuery"], (
         "an older round"
     )
-    assert not keeper.progress((2, 0)).busy and worker.asked == [
+    assert not client.progress((2, 0)).busy and worker.asked == [
         "WriteStatusQuery",
         "WriteStatusQuery",
     ], "a later one"
     worker.asked.clear()
     worker.save(1, persist_to(tmp_path / "store"))
-    until(lambda: keeper.progress(FENCE).published == key, "it is seen")
-    until(lambda: not keeper.progress(FENCE).busy, "it has ended")
+    until(lambda: client.progress(FENCE).published == key, "it is seen")
+    until(lambda: not client.progress(FENCE).busy, "it has ended")
     worker.save(2)  # Nothing of it is written.
     for _ in range(3):
-        assert keeper.progress(FENCE).published == key
+        assert client.progress(FENCE).published == key
     assert "Keep" in worker.asked and "WriteStatusQuery" not in worker.asked
 
 
 @pytest.mark.parametrize("words", [None, b"?", encode(Done())], ids=["none", "odd", "another"])
 def test_a_status_missing_from_the_page_is_requested(worker, monkeypatch, tmp_path, words):
-    assert not worker.keeper.progress(FENCE).busy
+    assert not worker.client.progress(FENCE).busy
     monkeypatch.setattr(SnapshotStatusPage, "words", lambda page, number: words)
     worker.asked.clear()
     worker.save(1, persist_to(tmp_path / "store"))
-    until(lambda: worker.keeper.progress(FENCE).published == Key(0, 1, 0, 1), "it is seen")
+    until(lambda: worker.client.progress(FENCE).published == Key(0, 1, 0, 1), "it is seen")
     assert "WriteStatusQuery" in worker.asked
 
 
 def test_failures_show_on_the_page(worker, tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    assert not worker.keeper.progress(FENCE).failures
+    assert not worker.client.progress(FENCE).failures
     worker.save(1, persist_to(tmp_path / "file" / "store"))
-    until(lambda: worker.keeper.progress(FENCE).failures, "the failure")
+    until(lambda: worker.client.progress(FENCE).failures, "the failure")
 
 
 def test_a_refusal_is_raised_by_the_next_request(worker):
-    slot = worker.keeper.grant(DEADLINE_S)
-    worker.keeper.keep(slot, snapshot(2, SLOT_BYTES * 2, None))
+    slot = worker.client.grant(DEADLINE_S)
+    worker.client.keep(slot, snapshot(2, SLOT_BYTES * 2, None))
     with pytest.raises(ValueError, match=r"slot \d+ does not hold"):
-        worker.keeper.progress(FENCE)
-    assert not worker.keeper.progress(FENCE).busy
+        worker.client.progress(FENCE)
+    assert not worker.client.progress(FENCE).busy
     with pytest.raises(ValueError, match=r"slot \d+ does not hold"):
-        worker.keeper.keep(slot, snapshot(2, SLOT_BYTES * 2, None), heard=True)
-    assert not worker.keeper.progress(FENCE).busy
+        worker.client.keep(slot, snapshot(2, SLOT_BYTES * 2, None), heard=True)
+    assert not worker.client.progress(FENCE).busy
 
 
 def test_the_page_of_a_dead_server_is_not_believed(node, worker):
     worker.save(1)
-    assert not worker.keeper.progress(FENCE).busy
-    pid = node.keeper
+    assert not worker.client.progress(FENCE).busy
+    pid = node.server_pid
     os.kill(pid, signal.SIGKILL)
     until(lambda: not alive(pid), "it is gone")
     for _ in range(2):
         with pytest.raises(ConnectionError, match=r"lost|gone"):
-            worker.keeper.progress(FENCE)
+            worker.client.progress(FENCE)
 
 
 def test_a_closed_client_unmaps_its_page(node):
@@ -150,7 +150,7 @@ def test_a_closed_client_unmaps_its_page(node):
     workers = [Worker() for _ in range(3)]
     assert mapped() == before + 3
     for worker in workers:
-        worker.keeper.close()
+        worker.client.close()
     assert mapped() == before
     for worker in workers:
         for slot in worker.slots:

@@ -1,4 +1,4 @@
-"""A keeper's shelf with a storage that hangs, fails or is slow: no worker waits for it."""
+"""A snapshot store with a storage that hangs, fails or is slow: no worker waits for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Storage:
     """In the place of a Writer: each writing waits until it is let go, or fails."""
 
     def __init__(self):
-        self.orders, self.gasps, self.pruned = [], [], []
+        self.orders, self.flushes, self.pruned = [], [], []
         self.go = threading.Semaphore(0)
         self.failure = None
 
@@ -38,7 +38,7 @@ class Storage:
         return Written(123, (order.persist.part,))
 
     def flush(self, order):
-        self.gasps.append(order)
+        self.flushes.append(order)
         return self.write(order)
 
     def prune(self, persist):
@@ -226,13 +226,13 @@ def test_the_final_flush_follows_the_layout_and_happens_once(one):
     one.store.gone(WORKER)
     one.store.leave()
     one.let_go()
-    (order,) = one.storage.gasps
-    assert order.persist.reason == "last gasp"
+    (order,) = one.storage.flushes
+    assert order.persist.reason == "final flush"
     assert order.persist.wait_s < 500
     assert dict(order.files) == {"layout.json": b"{}", "state.msgpack": b"1"}
     one.store.leave()
     assert one.store.is_idle
-    assert len(one.storage.gasps) == 1
+    assert len(one.storage.flushes) == 1
 
 
 def test_without_a_destination_there_is_no_final_flush(one):
@@ -264,7 +264,7 @@ def test_if_others_lack_the_newest_an_older_snapshot_is_flushed(one):
     one.store.leave()
     one.storage.go.release(2)
     until(lambda: one.store.is_idle, "it is over")
-    assert [order.name.key.step for order in one.storage.gasps] == [3, 2]
+    assert [order.name.key.step for order in one.storage.flushes] == [3, 2]
 
 
 def test_other_writers_are_waited_for_no_longer_once_a_later_round_saves(one, monkeypatch):

@@ -1,4 +1,4 @@
-"""A keeper's writer: it stands in for others, whose parts it has copies of; it is fenced off."""
+"""The writer of a snapshot server: it writes copied parts for lost nodes, and is fenced off."""
 
 import os
 

@@ -38,10 +38,12 @@ class Caller:
     """A process that calls once for each line that it receives."""
 
     def __init__(self, page: StatusPage | None, variable: str | None = None) -> None:
-        env = {name: value for name, value in os.environ.items() if name != "ELASTANE_PAGE_FD"}
+        env = {
+            name: value for name, value in os.environ.items() if name != "ELASTANE_STATUS_PAGE_FD"
+        }
         fds = () if page is None else (page.fd,)
         if page is not None or variable is not None:
-            env["ELASTANE_PAGE_FD"] = variable if page is None else str(page.fd)
+            env["ELASTANE_STATUS_PAGE_FD"] = variable if page is None else str(page.fd)
         self.process = subprocess.Popen(
             [sys.executable, "-c", CALLER],
             env=env,
@@ -174,7 +176,7 @@ def test_a_page_of_another_layout_is_left_alone(page: StatusPage, callers: list[
 
 
 def test_a_forked_child_does_not_count(page: StatusPage) -> None:
-    env = dict(os.environ, ELASTANE_PAGE_FD=str(page.fd))
+    env = dict(os.environ, ELASTANE_STATUS_PAGE_FD=str(page.fd))
     subprocess.run([sys.executable, "-c", FORKING], env=env, pass_fds=(page.fd,), check=True)
     assert page.calls == 2
 
@@ -195,7 +197,7 @@ def test_waiting_for_a_target_is_bounded_and_not_repeated(page: StatusPage) -> N
         "print([drain.should_checkpoint() for _ in range(50)].count(False))"
     )
     page.gate()
-    env = dict(os.environ, ELASTANE_PAGE_FD=str(page.fd))
+    env = dict(os.environ, ELASTANE_STATUS_PAGE_FD=str(page.fd))
     begun = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -214,7 +216,7 @@ def test_a_call_costs_less_than_two_microseconds(page: StatusPage) -> None:
         "import timeit\nfrom elastane.worker.drain import should_checkpoint\n"
         "print(min(timeit.repeat(should_checkpoint, number=10000, repeat=20)) / 10000)"
     )
-    env = dict(os.environ, ELASTANE_PAGE_FD=str(page.fd))
+    env = dict(os.environ, ELASTANE_STATUS_PAGE_FD=str(page.fd))
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=env,

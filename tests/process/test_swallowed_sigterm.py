@@ -50,7 +50,7 @@ def test_a_standby_ends_when_its_agent_asks(at: str) -> None:
     agent.send(control_socket.encode(control_socket.Wait(local_rank=0)))
     with subprocess.Popen(
         [sys.executable, "-c", WAITER, at],
-        env=worker_environment(ELASTANE_LINE_FD=str(worker.fileno())),
+        env=worker_environment(ELASTANE_CONTROL_FD=str(worker.fileno())),
         pass_fds=[worker.fileno()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -82,7 +82,7 @@ def test_the_zygote_has_one_thread_and_no_cuda_when_it_forks(zygote: ZygoteSpawn
 
 def test_workers_are_children_of_the_agent_and_outlive_the_zygote(tmp_path: Path) -> None:
     async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
-        process_mark = worker_environment(ELASTANE_LEASH="of-this-test")
+        process_mark = worker_environment(ELASTANE_PROCESS_MARK="of-this-test")
         worker = await spawner.spawn(command("run-path", SCRIPTS / "family.py", env=process_mark))
         assert str(worker.pid) in children_of(os.getpid())
         assert spawner.pid is not None

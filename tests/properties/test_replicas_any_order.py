@@ -31,7 +31,7 @@ NODES = range(3)
 class Node:
     def __init__(self, number, slots, life=1):
         self.number, self.life = number, life
-        self.origin = f"keeper{number}.{life}"
+        self.origin = f"server{number}.{life}"
         self.table, self.out, self.incoming = SlotTable(), OutgoingReplicas(), IncomingReplicas()
         self.writing = None
         self.begin(1)
@@ -152,7 +152,7 @@ class Cluster(RuleBasedStateMachine):
 
     def copies_of(self, node):
         copies = self.peer(node).incoming.held
-        return {c.name for c in copies if c.origin.split(".")[0] == f"keeper{node.number}"}
+        return {c.name for c in copies if c.origin.split(".")[0] == f"server{node.number}"}
 
     def restorable(self):
         """What is there of all nodes, on them or on their neighbours."""

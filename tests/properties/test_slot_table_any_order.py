@@ -1,4 +1,4 @@
-"""The books of a keeper under random orders of events: what is whole stays whole.
+"""The slot table of a snapshot server under random orders of events: what is whole stays whole.
 
 Beside the books there is a memory of what each slot really holds: a grant makes it garbage, a keep
 makes it that piece. Whatever the books give out, write or let be read must be there.
@@ -225,7 +225,7 @@ class Books(RuleBasedStateMachine):
             name = Name(Key(0, self.round, 0, number), "z")
             self.memory[slot] = (name, 0)
             self.seen(self.table.keep(worker, slot, SnapshotPiece(name, 0, 1, persist=False)))
-            while self.writing:  # A gasp, where nobody is to come any more.
+            while self.writing:  # A final flush, where nobody is to come any more.
                 self.a_writing_ends(durable=False)
         assert {*self.memory} == {10**6, 10**6 + 1, 10**6 + 2}, "nothing of the others is left"
 

@@ -1,4 +1,4 @@
-"""Small checkpoints for tests: written as a keeper writes them, in all steps."""
+"""Small checkpoints for tests: written as a snapshot server writes them, in all steps."""
 
 import secrets
 

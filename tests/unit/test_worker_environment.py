@@ -75,8 +75,8 @@ def test_elastane_variables_give_job_node_round_and_attempt():
             "ELASTANE_NODE": "host-a",
             "ELASTANE_ROUND": "3",
             "ELASTANE_ATTEMPT": "1",
-            "ELASTANE_PAGE_FD": "7",
-            "ELASTANE_LEASH": "abc",
+            "ELASTANE_STATUS_PAGE_FD": "7",
+            "ELASTANE_PROCESS_MARK": "abc",
         }.items()
     )
 
@@ -113,7 +113,11 @@ def test_a_single_worker_keeps_all_threads():
 
 
 def test_variables_of_an_outer_worker_are_not_inherited():
-    base = {"TORCHELASTIC_ERROR_FILE": "/outer", "ELASTANE_PAGE_FD": "3", "ELASTANE_LEASH": "4"}
+    base = {
+        "TORCHELASTIC_ERROR_FILE": "/outer",
+        "ELASTANE_STATUS_PAGE_FD": "3",
+        "ELASTANE_PROCESS_MARK": "4",
+    }
     found = worker_environment(base, ASSIGNMENT, RUN, WorkerFacts(local_rank=0))
     assert not found.keys() & base.keys()
 
@@ -209,6 +213,11 @@ def test_the_handled_signals_are_passed_as_torchrun_passes_them():
     assert found["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGINT"
 
 
-def test_the_keeper_is_this_nodes_and_never_that_of_an_outer_job():
-    assert "ELASTANE_KEEPER" not in env({"ELASTANE_KEEPER": "/outer"})
-    assert env({"ELASTANE_KEEPER": "/outer"}, keeper="/own")["ELASTANE_KEEPER"] == "/own"
+def test_the_snapshot_server_is_this_nodes_and_never_that_of_an_outer_job():
+    assert "ELASTANE_SNAPSHOT_SERVER" not in env({"ELASTANE_SNAPSHOT_SERVER": "/outer"})
+    assert (
+        env({"ELASTANE_SNAPSHOT_SERVER": "/outer"}, snapshot_server="/own")[
+            "ELASTANE_SNAPSHOT_SERVER"
+        ]
+        == "/own"
+    )

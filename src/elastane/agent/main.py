@@ -228,7 +228,7 @@ class _Agent:
                 virtual_local_rank=config.supervision.virtual_local_rank,
                 timer_file=self._node.timers.path if self._node.timers else "",
                 signals=config.signals,
-                keeper=self._node.snapshot_server.path,
+                snapshot_server=self._node.snapshot_server.path,
                 on_one_machine=config.is_on_one_machine,
             ),
             logs=config.logs,

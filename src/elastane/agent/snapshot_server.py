@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from elastane.snapshots.messages import FromAgent, ReplicationSettings, SnapshotEvent
 
 _log = logging.getLogger("elastane.agent")
-SLUG = "keeper-lost"
+SLUG = "snapshot-server-lost"
 _BACKLOG = 128
 # A snapshot server ends within its own bound; a kernel that holds it longer is not waited for.
 _MARGIN_S = 5.0
 # An end that takes longer than this is logged, as a person may be waiting for it.
 _WARN_S = 2.0
-_PURPOSE = b"elastane keepers"
+_PURPOSE = b"elastane snapshot servers"
 
 
 class SnapshotServerHandle:
@@ -88,7 +88,7 @@ class SnapshotServerHandle:
     def open(self) -> None:
         """Listen; after `start`, the first connection starts a server."""
         try:
-            folder = runtime_folder(self._environment) / "keepers"
+            folder = runtime_folder(self._environment) / "snapshots"
             folder.mkdir(mode=0o700, exist_ok=True)
             _remove_stale(folder)
             path = folder / _name_of(os.getpid())
@@ -241,7 +241,7 @@ def snapshot_event(event: SnapshotEvent, node_id: str) -> LogEvent:
     """Return a server's report as an event of the log."""
     from elastane.snapshots.messages import PersistFailed, RestoredEvent, Saved
 
-    data: dict[str, str | int | float | bool] = {"step": event.key.step, "place": event.place}
+    data: dict[str, str | int | float | bool] = {"step": event.key.step, "location": event.place}
     match event:
         case Saved():
             kind = EventKind.CHECKPOINT_SAVED

@@ -142,7 +142,7 @@ class Checkpointer:
         """Wait until the last save is durable; raises CheckpointError if it is not."""
         self._finish_copies()
         if self._missed:
-            raise not_saved(self.where, f"the last save: {self._missed}", "keeper-lost")
+            raise not_saved(self.where, f"the last save: {self._missed}", "snapshot-server-lost")
         if self._last is not None and self._saver is not None:
             require_durable(self._saver.server, self._last, self.where, timeout_s)
 
@@ -211,7 +211,9 @@ class Checkpointer:
             _log.info("step %d is not saved: %s", step, error)
             return False  # The job's next step meets the same loss, and recovers.
         except OSError as error:  # The snapshot server is gone, silent or without memory.
-            what = f"step {step} could not be saved: {error}; training goes on [keeper-lost]"
+            what = (
+                f"step {step} could not be saved: {error}; training goes on [snapshot-server-lost]"
+            )
             self._log_once(what, str(error))
             self._missed = str(error) if reason == "asked" else ""
             return False
@@ -276,7 +278,7 @@ def _connect(where: str) -> SnapshotClient:
             where=where,
             expected="the process that saves, which the agent starts, or this one",
             next_step="look at the agent's output, and at the memory and processes of the host",
-            slug="keeper-lost",
+            slug="snapshot-server-lost",
         ) from error
 
 

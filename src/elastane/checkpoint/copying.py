@@ -194,7 +194,7 @@ class StateCopier:
         try:
             done(True)
         except OSError as error:
-            _log.warning("a save is lost: %s [keeper-lost]", error)
+            _log.warning("a save is lost: %s [snapshot-server-lost]", error)
 
 
 def _shares_of(tensors: list[torch.Tensor], count: int) -> list[slice]:

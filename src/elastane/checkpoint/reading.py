@@ -540,5 +540,5 @@ class CheckpointTransfer:
                     f"a checkpoint could not be copied to a node: {text.decode()}",
                     expected="room for it in each node's folder",
                     next_step="mend the folder there, or use one that all nodes share",
-                    slug="checkpoint-place",
+                    slug="checkpoint-location",
                 )

@@ -159,7 +159,7 @@ class Saver:
             except SnapshotServerSilentError:
                 return True
             except ConnectionError as error:
-                _log.warning("%s; what it held in memory is lost [keeper-lost]", error)
+                _log.warning("%s; what it held in memory is lost [snapshot-server-lost]", error)
             else:
                 self.write_s = progress.last_write_s
                 self.progress = progress
@@ -178,7 +178,7 @@ class Saver:
         try:
             self.server = coming.result()
         except OSError as error:
-            self._log_once(f"no snapshot server can be reached: {error} [keeper-lost]")
+            self._log_once(f"no snapshot server can be reached: {error} [snapshot-server-lost]")
             self._coming = connect_in_background(self._where)
             return False
         self._coming = None
@@ -335,7 +335,7 @@ class Saver:
                 " sharded over them",
                 expected="a folder that all nodes share, or an object store",
                 next_step="Checkpointer(where) with such a place",
-                slug="checkpoint-place",
+                slug="checkpoint-location",
             )
         standings = [standing for standing, _, _ in received]
         if members.rank == 0 and not layout.replicated:
@@ -358,7 +358,7 @@ def connect_in_background(where: str) -> Future[SnapshotClient]:
         except BaseException as error:
             coming.set_exception(error)
 
-    threading.Thread(target=connect, name="elastane-keeper", daemon=True).start()
+    threading.Thread(target=connect, name="elastane-snapshots", daemon=True).start()
     return coming
 
 
@@ -375,7 +375,7 @@ def require_durable(
         failure = server.wait(key, timeout_s).failure_of(key)
         reason, slug = (failure.reason, failure.slug) if failure is not None else ("", "")
     except (ConnectionError, TimeoutError) as error:
-        reason, slug = str(error), "keeper-lost"
+        reason, slug = str(error), "snapshot-server-lost"
     if reason:
         raise not_saved(where, f"step {key.step}: {reason}", slug)
 

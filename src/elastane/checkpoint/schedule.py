@@ -231,7 +231,7 @@ def _positive(name: str, value: Any, kind: type[Real] | type[Integral] = Real) -
             if kind is Integral
             else 'more than 0, or None, or "auto"',
             next_step="Checkpointer(where, every_steps=500) or every_s=600",
-            slug="checkpoint-cadence",
+            slug="checkpoint-interval",
         )
     return value
 
@@ -264,6 +264,6 @@ def at_least_one(keep: int) -> int:
             f"keep is {keep!r}",
             expected="how many checkpoints are left, at least 1",
             next_step="Checkpointer(where, keep=3)",
-            slug="checkpoint-cadence",
+            slug="checkpoint-interval",
         )
     return keep

@@ -1,7 +1,7 @@
-"""`elastane verify-run A B`: whether two runs computed the same, and the first step that differs.
+"""`elastane verify-run`: whether two runs computed the same, and the first step that differs.
 
-It reads two digest logs (`elastane.init(trail=...)`), names the settings in which the runs differ,
-and compares the digests of the steps that both have.
+It reads two digest logs (`elastane.init(digest_log=...)`), names the settings in which the runs
+differ, and compares the digests of the steps that both have.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ SAME, DIFFERENT = 0, 1
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
-    add("a", metavar="A", help="digest log of one run: a file, or a folder with trail.jsonl")
-    add("b", metavar="B", help="digest log of the other run")
+    add(
+        "a",
+        metavar="DIGEST_LOG",
+        help="digest log of a run: a file, or a folder with digests.jsonl",
+    )
+    add("b", metavar="OTHER_DIGEST_LOG", help="digest log of the run to compare it with")
     add("--json", action="store_true", help="print the result as JSON")
     parser.epilog = (
         "exit status: 0 all common steps agree; 1 a step differs; 78 a file is not a digest log"
@@ -53,9 +57,9 @@ def compared(one: Recorded, other: Recorded) -> dict[str, Any]:
         raise ConfigurationError(
             f"{one.path} and {other.path} have no step in common",
             where=f"{one.path} has {_steps(one.lines)}, {other.path} has {_steps(other.lines)}",
-            expected="two runs from the same step on, with the same trail_every",
+            expected="two runs from the same step on, with the same digest_every",
             next_step="run both from their beginning, each with a digest log of its own",
-            slug="trail-unreadable",
+            slug="digest-log-unreadable",
         )
     differences = list(differing(one, other))
     return {

@@ -20,7 +20,7 @@ from elastane.protocol.unreadable import decoded
 
 Where = Annotated[str, msgspec.Meta(max_length=WHERE_CHARS_MAX)]
 Traffic = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None
-CONTROL_FD_VARIABLE = "ELASTANE_LINE_FD"
+CONTROL_FD_VARIABLE = "ELASTANE_CONTROL_FD"
 # The longest messages hold a reason, which protocol.limits bounds.
 PACKET_BYTES_MAX = 64 << 10
 

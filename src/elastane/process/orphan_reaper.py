@@ -1,10 +1,10 @@
 """The orphan reaper: a small process that kills what an agent started when the agent cannot.
 
 It keeps two promises. However the agent ends, SIGKILL included, no process with the agent's mark
-(ELASTANE_LEASH in the environment that the process was started with) outlives it. While the agent
-is blocked, no worker trains past the deadline that the agent set last. Each worker carries the mark
-and its children inherit it, so a new session or parent hides no process. A process without the mark
-is never touched; a child that was started with an empty environment escapes.
+(ELASTANE_PROCESS_MARK in the environment that the process was started with) outlives it. While the
+agent is blocked, no worker trains past the deadline that the agent set last. Each worker carries
+the mark and its children inherit it, so a new session or parent hides no process. A process without
+the mark is never touched; a child that was started with an empty environment escapes.
 
 This file also runs as a program, so it imports nothing of elastane at its top and nothing slow.
 /proc changes during a scan: unreadable entries are skipped, and the scan is repeated until it finds
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from elastane.process.process import WorkerProcess
 
-MARK_VARIABLE = "ELASTANE_LEASH"
+MARK_VARIABLE = "ELASTANE_PROCESS_MARK"
 # The mark of a server that the agent runs: it ends with the agent, but not at a deadline.
-SERVER_MARK_VARIABLE = "ELASTANE_SERVER_LEASH"
+SERVER_MARK_VARIABLE = "ELASTANE_SERVER_MARK"
 # During an exec a process shows no environment for a moment, so one empty scan proves nothing.
 QUIET_SCANS = 3
 SCAN_PAUSE_S = 0.03

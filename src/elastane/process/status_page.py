@@ -2,7 +2,7 @@
 
 This module owns the layout. The page is a memfd that the agent makes, so it needs no name and no
 clean-up, and outlives the worker. Each 64-byte line has one writer. A descriptor in
-ELASTANE_PAGE_FD that is no page of this version raises ValueError.
+ELASTANE_STATUS_PAGE_FD that is no page of this version raises ValueError.
 
 Memory order: the worker stores its call number, then loads the gate; the agent stores the gate,
 then loads the call number. If both loads came before the other side's store became visible, a call
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from elastane.process.kernel import accept_barriers, impose_barrier
 from elastane.protocol.limits import COUNT_MAX
 
-PAGE_FD_VARIABLE = "ELASTANE_PAGE_FD"
+PAGE_FD_VARIABLE = "ELASTANE_STATUS_PAGE_FD"
 # One page of words, then room for the names of about 1,500 modules.
 PAGE_BYTES = 64 << 10
 _NAMES_AT = 4096
@@ -60,7 +60,7 @@ class _Words:
 
 
 class StatusPage(_Words):
-    """The agent's side. The worker inherits `fd`; ELASTANE_PAGE_FD holds its number there."""
+    """The agent's side. The worker inherits `fd`, whose number is in ELASTANE_STATUS_PAGE_FD."""
 
     @classmethod
     def create(cls) -> StatusPage:

@@ -17,11 +17,11 @@ from elastane.protocol.model import Assignment
 # because the agent may itself be a worker of another job.
 _PER_WORKER = (
     "TORCHELASTIC_ERROR_FILE",
-    "ELASTANE_PAGE_FD",
-    "ELASTANE_LINE_FD",
+    "ELASTANE_STATUS_PAGE_FD",
+    "ELASTANE_CONTROL_FD",
     "ELASTANE_REPORT_FILE",
-    "ELASTANE_LEASH",
-    "ELASTANE_KEEPER",
+    "ELASTANE_PROCESS_MARK",
+    "ELASTANE_SNAPSHOT_SERVER",
 )
 # Variables for a worker's rank in its world. A worker that waits for an assignment has none.
 RANK_VARIABLES = (
@@ -46,7 +46,7 @@ class RunFacts:
 
     `virtual_local_rank`: each worker sees one device, as number 0. `timer_file`: the pipe on which
     workers set timers on themselves; "" if no agent reads it. `signals`: the signals at which the
-    agent drains. `keeper`: the path of the snapshot server's socket; "" if there is none.
+    agent drains. `snapshot_server`: the path of the snapshot server's socket; "" if there is none.
     `on_one_machine`: gloo listens on the loopback.
     """
 
@@ -57,7 +57,7 @@ class RunFacts:
     virtual_local_rank: bool = False
     timer_file: str = ""
     signals: tuple[str, ...] = ()
-    keeper: str = ""
+    snapshot_server: str = ""
     on_one_machine: bool = False
 
 
@@ -98,10 +98,13 @@ def worker_environment(
     if worker.error_file:
         env["TORCHELASTIC_ERROR_FILE"] = worker.error_file
     if worker.page_fd is not None:
-        env["ELASTANE_PAGE_FD"] = str(worker.page_fd)
+        env["ELASTANE_STATUS_PAGE_FD"] = str(worker.page_fd)
     if worker.control_fd is not None:
-        env["ELASTANE_LINE_FD"] = str(worker.control_fd)
-    own = {"ELASTANE_KEEPER": run.keeper, "ELASTANE_LEASH": worker.process_mark}
+        env["ELASTANE_CONTROL_FD"] = str(worker.control_fd)
+    own = {
+        "ELASTANE_SNAPSHOT_SERVER": run.snapshot_server,
+        "ELASTANE_PROCESS_MARK": worker.process_mark,
+    }
     env.update({name: value for name, value in own.items() if value})
     return {**_defaults(run), **env}
 

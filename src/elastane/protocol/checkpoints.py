@@ -75,7 +75,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Facts of a save for people. `reason` is step, time, asked, leave or last gasp."""
+    """Facts of a save for people. `reason` is step, time, asked, leave or final flush."""
 
     job: Text
     world: Count

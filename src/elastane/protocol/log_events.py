@@ -53,7 +53,7 @@ class EventKind(StrEnum):
     CHECKPOINT_SAVED = "checkpoint-saved"
     CHECKPOINT_FAILED = "checkpoint-failed"
     RESTORED = "restored"
-    SNAPSHOT_SERVER_LOST = "keeper-lost"
+    SNAPSHOT_SERVER_LOST = "snapshot-server-lost"
     WORKERS_STOPPING = "workers-stopping"
     WORKERS_STOPPED = "workers-stopped"
     WORKERS_DRAINING = "workers-draining"

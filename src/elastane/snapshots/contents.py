@@ -112,7 +112,7 @@ class Contents:
             files=self.own_files(),
             streams={local: piece.streams for local, piece in pieces},
             pieces=tuple(HeldPiece(piece.first, piece.end) for _, piece in pieces),
-            gasp=self.flush_request(layouts),
+            final_flush=self.flush_request(layouts),
         )
 
     def persist(self) -> PersistRequest:
@@ -137,7 +137,11 @@ class Contents:
         If no final flush was given, it is the pieces' own request, if one server writes all of it.
         """
         known = [layouts.get(piece.layout) for _, piece in sorted(self.pieces.items())]
-        given = [layout.gasp for layout in known if layout is not None and layout.gasp is not None]
+        given = [
+            layout.final_flush
+            for layout in known
+            if layout is not None and layout.final_flush is not None
+        ]
         if given:
             return given[0] if self._covers(given[0].ranges) else None
         if all(piece.persist is not None for piece in self.pieces.values()):

@@ -30,7 +30,7 @@ from elastane.snapshots.rules.replicas import COPIES_MAX
 
 # Both sides refuse another version: they may come from two installations.
 VERSION = 5
-FINAL_FLUSH = "last gasp"
+FINAL_FLUSH = "final flush"
 # Each part's file with the streams of its workers: a list of them, in msgpack.
 STREAMS_FILE = "streams-{:05d}.msgpack"
 
@@ -163,8 +163,8 @@ class HeldPiece(msgspec.Struct, frozen=True):
 class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a whole snapshot; one descriptor for each piece accompanies it.
 
-    `verified`: the pieces match the digests computed when the snapshot became whole. `gasp` is
-    what a final flush writes of it.
+    `verified`: the pieces match the digests computed when the snapshot became whole. `final_flush`
+    is what a final flush writes of it.
     """
 
     key: Key
@@ -178,7 +178,7 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
     files: Files
     streams: dict[int, bytes]
     pieces: tuple[HeldPiece, ...]
-    gasp: PersistRequest | None = None
+    final_flush: PersistRequest | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -210,7 +210,7 @@ class LayoutFiles(msgspec.Struct, frozen=True, tag="layout", forbid_unknown_fiel
 
     digest: Label
     files: Files
-    gasp: PersistRequest | None = None
+    final_flush: PersistRequest | None = None
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):

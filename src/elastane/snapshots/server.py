@@ -406,7 +406,7 @@ class EventReporter:
 
 
 class StderrHandler(logging.Handler):
-    """Writes records as lines `elastane[keeper PID] text`."""
+    """Writes records as lines `elastane[snapshots PID] text`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,7 +424,7 @@ class StderrHandler(logging.Handler):
         except (TypeError, ValueError):  # The format string does not fit its arguments.
             self.handleError(record)
             return
-        line = f"elastane[keeper {os.getpid()}] {text}\n".encode(errors="replace")
+        line = f"elastane[snapshots {os.getpid()}] {text}\n".encode(errors="replace")
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(line)
 
@@ -453,7 +453,7 @@ def main(words: Sequence[str]) -> None:
     with contextlib.suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    show_program(("elastane-keeper", kind))
+    show_program(("elastane-snapshots", kind))
     handler = StderrHandler()
     handler.start()
     logging.basicConfig(handlers=[handler], format="%(message)s", level=logging.WARNING)

@@ -17,13 +17,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 # The socket's path, in the environment of an agent's workers.
-SERVER_VARIABLE = "ELASTANE_KEEPER"
+SERVER_VARIABLE = "ELASTANE_SNAPSHOT_SERVER"
 NODE, OWN = "node", "own"
 # The numbers under which a snapshot server finds its descriptors.
 CONTROL_FD, LISTENER_FD, OWN_FD = 3, 4, 3
 _HIGH = 16
 # Variables for one worker only, and the process mark by which an agent's processes are ended.
-_NOT_ITS = ("ELASTANE_LEASH", "ELASTANE_PAGE_FD", "ELASTANE_LINE_FD", SERVER_VARIABLE)
+_NOT_ITS = (
+    "ELASTANE_PROCESS_MARK",
+    "ELASTANE_STATUS_PAGE_FD",
+    "ELASTANE_CONTROL_FD",
+    SERVER_VARIABLE,
+)
 # Not -m, which would look in the current folder first, where a module of the user may have the name
 # of one of ours. A worker's own server is detached, so that no process has to wait for it.
 _CODE = (

@@ -163,8 +163,8 @@ class SnapshotStore:
 
     def add_layout(self, layout: LayoutFiles) -> None:
         """Store the files that later snapshots name by their digest."""
-        if layout.gasp is not None:
-            check_where(layout.gasp)
+        if layout.final_flush is not None:
+            check_where(layout.final_flush)
         with self._lock:
             self._layouts.add(layout)
             self._layouts.trim({d for c in self._contents.values() for d in c.layouts})

@@ -240,7 +240,7 @@ class CheckpointWriter:
 
     def _claim(self, order: WriteOrder, folder: str) -> bool:
         storage = self._repository(order.persist.where).storage
-        return storage.create(f"{folder}/{CLAIM}", b"a last gasp\n")
+        return storage.create(f"{folder}/{CLAIM}", b"a final flush\n")
 
     def _wait_for_other(self, order: WriteOrder) -> bool:
         """Wait, for a bounded time, for another server's final flush."""
@@ -286,7 +286,7 @@ def with_copies(order: WriteOrder, copies: Sequence[OpenSnapshot]) -> WriteOrder
     """Return a final flush that also writes the parts of lost nodes, from these replicas."""
     others = []
     for words, descriptors in copies:
-        request = words.gasp
+        request = words.final_flush
         place = order.persist.where, order.persist.parts
         if request is None or (request.where, request.parts) != place:
             close_all(descriptors)

@@ -98,7 +98,7 @@ class ControlSocket:
         """
         self._end_world = end_world
         self._doing = doing
-        self._thread = threading.Thread(target=self._read, name="elastane-line", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="elastane-control", daemon=True)
         self._thread.start()
 
     @property

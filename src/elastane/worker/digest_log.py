@@ -1,4 +1,4 @@
-"""The digest log of a run (`trail`): a file with a digest of the job's state after each step.
+"""The digest log of a run (`digest_log`): a file with a digest of the job's state after each step.
 
 Owns the file's format, its writer and its reader. Rank 0 appends a line at the boundary after each
 step, or after every N. A new rank 0 first cuts off the lines of steps that were not committed, so
@@ -23,9 +23,9 @@ from typing import Any
 
 from elastane.errors import ConfigurationError, JobError
 
-VARIABLE = "ELASTANE_TRAIL"
+VARIABLE = "ELASTANE_DIGEST_LOG"
 FORMAT = 1
-_KIND = "elastane-trail"
+_KIND = "elastane-digest-log"
 # Enough for the last lines: one or two steps are cut off.
 _TAIL_BYTES = 1 << 16
 # Other values mean another run; the remaining settings may change when a run is resumed.
@@ -150,8 +150,8 @@ class DigestLog:
         return JobError(
             f"digest log: {self.path} {why}",
             expected="a file of this job's own, in a folder that it can write to",
-            next_step=f"elastane.init(trail=...) or {VARIABLE}=..., with another path",
-            slug="trail-file",
+            next_step=f"elastane.init(digest_log=...) or {VARIABLE}=..., with another path",
+            slug="digest-log-file",
         )
 
 
@@ -195,23 +195,23 @@ def digest_log_of(path: str | Path | None, every: int) -> DigestLog | None:
         return None
     if type(every) is not int or every < 1:
         raise JobError(
-            f"trail_every is {every!r}",
+            f"digest_every is {every!r}",
             expected="a whole number of steps, of at least 1",
-            next_step="elastane.init(trail=..., trail_every=100)",
-            slug="trail-file",
+            next_step="elastane.init(digest_log=..., digest_every=100)",
+            slug="digest-log-file",
         )
     return DigestLog(Path(where), every, os.environ.get("TORCHELASTIC_RUN_ID", ""))
 
 
 def read_digest_log(where: str | Path) -> Recorded:
-    """Read a digest log; for a folder, its `trail.jsonl`.
+    """Read a digest log; for a folder, its `digests.jsonl`.
 
     An incomplete last line comes from a writer that was killed, and is ignored. Raises
     ConfigurationError for a file that is missing, empty, damaged, of another kind, or of another
     format.
     """
     path = Path(where)
-    path = path / "trail.jsonl" if path.is_dir() else path
+    path = path / "digests.jsonl" if path.is_dir() else path
     try:
         pieces = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -269,7 +269,7 @@ def differing(one: Recorded, other: Recorded) -> Iterator[tuple[int, list[str]]]
 def _unreadable(path: Path, why: str) -> ConfigurationError:
     return ConfigurationError(
         f"{path} {why}",
-        expected="a file that a job has written with elastane.init(trail=PATH)",
-        next_step=f"{VARIABLE}=trail.jsonl elastane run ... to have one written",
-        slug="trail-unreadable",
+        expected="a file that a job has written with elastane.init(digest_log=PATH)",
+        next_step=f"{VARIABLE}=digests.jsonl elastane run ... to have one written",
+        slug="digest-log-unreadable",
     )

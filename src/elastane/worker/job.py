@@ -47,8 +47,8 @@ def init(
     deterministic: bool = False,
     shards: int = 8,
     seed: int = 0,
-    trail: str | Path | None = None,
-    trail_every: int = 1,
+    digest_log: str | Path | None = None,
+    digest_every: int = 1,
     wait_for_place: bool = True,
 ) -> Job:
     """Join the job that this worker was started for; without a launcher, a world of one.
@@ -61,15 +61,15 @@ def init(
     rank nor these variables before its first step (docs/in-place-explained.md).
 
     `deterministic`: the result of a step depends on `shards` and `seed` alone, bit for bit, and not
-    on the world; its body takes its data from `step.batches` (docs/deterministic.md). `trail`: a
-    file with a digest of the state after each `trail_every` steps, for `elastane verify-run`. The
-    default is the path in ELASTANE_TRAIL.
+    on the world; its body takes its data from `step.batches` (docs/deterministic.md). `digest_log`:
+    a file with a digest of the state after each `digest_every` steps, for `elastane verify-run`.
+    The default is the path in ELASTANE_DIGEST_LOG.
     """
     mode = Deterministic(shards, seed) if deterministic else Mode()
     line = ControlSocket.inherited()
     if line is not None:
         warn_of_early_read(sys._getframe(1))
-    job = Job(line, mode, digest_log_of(trail, trail_every))
+    job = Job(line, mode, digest_log_of(digest_log, digest_every))
     return job.join(wait_for_place=wait_for_place)
 
 

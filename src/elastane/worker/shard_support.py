@@ -65,7 +65,9 @@ def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None
 def refuse(tracked: RegisteredObjects, mode: Mode, digest_log: DigestLog | None) -> None:
     """Raise JobError if sharded objects are registered in a job that needs whole replicas."""
     if tracked.sharded and (mode.is_deterministic or digest_log is not None):
-        raise _refused("deterministic=True" if mode.is_deterministic else "a digest log (trail=)")
+        raise _refused(
+            "deterministic=True" if mode.is_deterministic else "a digest log (digest_log=)"
+        )
 
 
 def open_mesh(worlds: Worlds, shards: int) -> Any:

@@ -107,7 +107,7 @@ def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:
         step += 1
         saver = getattr(checkpointer, "_saver", None)
         copied = ()
-        with contextlib.suppress(OSError):  # The keeper may be gone, or stand still.
+        with contextlib.suppress(OSError):  # The snapshot server may be gone, or stand still.
             copied = saver.server.progress().copied if saver else ()
         told("step", step=step, rank=rank, copied=copied, weights=weights())
         checkpointer.maybe_save(step)

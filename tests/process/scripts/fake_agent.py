@@ -15,7 +15,7 @@ from elastane.process.zygote.client import ZygoteSpawner
 
 async def main(mark, out):
     become_subreaper()
-    env = dict(os.environ, ELASTANE_LEASH=mark)
+    env = dict(os.environ, ELASTANE_PROCESS_MARK=mark)
     reaper = OrphanReaper(mark)
     await reaper.start()
     zygote = ZygoteSpawner(("torch",) if "--torch" in sys.argv else (), env, sys.executable)

@@ -1,4 +1,4 @@
-"""An agent as far as its keeper goes: it says where the socket is, and leaves when told to."""
+"""An agent that starts a snapshot server, prints the path of its socket, and leaves on request."""
 
 import asyncio
 import os

@@ -24,9 +24,9 @@ LIVES, LOCALS, SLOT_BYTES, SEED = map(int, sys.argv[1:5])
 TOLD = struct.Struct("qq")
 
 
-def look(keeper, kept):
+def look(client, kept):
     """Return the newest step, after comparing every byte of every snapshot."""
-    found = keeper.held()
+    found = client.held()
     steps = [held.key.step for held in found]
     assert steps == sorted(steps, reverse=True), steps
     assert not found or found[0].verified is not None
@@ -39,26 +39,26 @@ def look(keeper, kept):
             pattern = bytes([held.key.step % 251, local]) * (SLOT_BYTES // 2)
             assert os.pread(fd, SLOT_BYTES, 0) == pattern, (held.key.step, local)
             assert held.words.streams[local] == b"%d" % held.key.step
-        keeper.release(held)
+        client.release(held)
     newest = steps[0] if steps else 0
     assert newest >= kept, (newest, kept)
     return newest, bool(found and found[0].verified)
 
 
 def work(local, life, start, told):
-    keeper = SnapshotClient.connect()
-    fds = keeper.slots(3, SLOT_BYTES)
+    client = SnapshotClient.connect()
+    fds = client.slots(3, SLOT_BYTES)
     slots = [mmap.mmap(fd, SLOT_BYTES) for fd in fds]
     step = start
     while True:
         step += 1
-        slot = keeper.grant(30.0)
+        slot = client.grant(30.0)
         told[local] = (step - 1, 1)
         pattern = bytes([step % 251, local]) * (SLOT_BYTES // 8)
         for part in range(4):  # So that it may be killed between two of them.
             slots[slot][part * len(pattern) : (part + 1) * len(pattern)] = pattern
         told[local] = (step - 1, 0)  # Whose `keep` was answered: `grant` came behind it.
-        keeper.keep(
+        client.keep(
             slot,
             Snapshot(
                 key=Key(0, life, 0, step),
@@ -102,7 +102,7 @@ def main():
     start = copying = verified = 0
     anchor = (
         SnapshotClient.connect()
-    )  # A keeper whose workers are all gone would write, after a while.
+    )  # A snapshot server whose workers are all gone would write, after a while.
     for life in range(1, LIVES + 1):
         told = Told()
         pids = [fork(work, local, life, start, told) for local in range(LOCALS)]

@@ -22,7 +22,7 @@ class Known:
 
 
 class Idle:
-    id, survives, door = "keeper", True, ""
+    id, survives, door = "server", True, ""
     writing = None
 
     def progress(self, fence):

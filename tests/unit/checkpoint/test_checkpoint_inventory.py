@@ -33,11 +33,11 @@ def test_memory_is_preferred_to_the_same_in_storage_and_storage_to_what_is_older
 
 
 def test_memory_is_preferred_to_its_own_final_flush():
-    kept, gasp = save(5, nonce="00000001"), save(5, nonce="ffffffff")
-    choice = choose([Inventory("k", "p", held=(kept,), stored=(gasp,))])
+    kept, final_flush = save(5, nonce="00000001"), save(5, nonce="ffffffff")
+    choice = choose([Inventory("k", "p", held=(kept,), stored=(final_flush,))])
     assert (choice.save, choice.memory) == (kept, True)
     part = StatePart(kept, 4, ((0, 4),))
-    assert choose([Inventory("k", "p", parts=(part,), stored=(gasp,))]).memory
+    assert choose([Inventory("k", "p", parts=(part,), stored=(final_flush,))]).memory
 
 
 def test_holders_give_the_state_to_ranks_that_lack_it():

@@ -114,7 +114,9 @@ def test_the_last_save_that_all_have_is_the_last_that_each_has_kept():
 
     assert together(0, 0) == 0, "nobody has saved yet"
     assert together(7, 7) == 7
-    assert together(8, 7) == 7, "one of them has lost its keeper, or the save was cut short"
+    assert together(8, 7) == 7, (
+        "one of them has lost its snapshot server, or the save was cut short"
+    )
     assert together(0, 8) == 7, "one has just come"
     assert together(9, 9) == 9
 

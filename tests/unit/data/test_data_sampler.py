@@ -48,9 +48,9 @@ def test_a_changed_world_goes_on_where_the_other_was():
     for rank in range(3):
         loader = DataLoader(range(n), batch_size=4, sampler=ElasticSampler(range(n), 3, rank))
         before += [i for batch in itertools.islice(loader, done) for i in batch.tolist()]
-    keeper = ElasticSampler(range(n), 3, 0)
-    keeper.commit(done * 4 * 3)
-    state = keeper.state_dict()
+    saved_at = ElasticSampler(range(n), 3, 0)
+    saved_at.commit(done * 4 * 3)
+    state = saved_at.state_dict()
     after = []
     for rank in range(2):
         sampler = ElasticSampler(range(n), 2, rank)

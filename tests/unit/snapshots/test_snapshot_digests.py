@@ -1,4 +1,4 @@
-"""What a keeper knows of the bytes of its snapshots, and what it forgets of that when."""
+"""What a snapshot server knows of the bytes of its snapshots, and what it forgets of that when."""
 
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots.digests import Digests

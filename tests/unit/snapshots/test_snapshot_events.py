@@ -1,4 +1,4 @@
-"""What a keeper tells its agent: nothing is lost that counts, and nobody waits."""
+"""What a snapshot server tells its agent: nothing is lost that counts, and nobody waits."""
 
 from __future__ import annotations
 
@@ -95,6 +95,6 @@ def test_each_becomes_an_event_with_step_and_place():
     kinds = [EventKind.CHECKPOINT_SAVED, EventKind.CHECKPOINT_FAILED, EventKind.RESTORED]
     assert [note.kind for note in notes] == kinds
     assert [note.data["step"] for note in notes] == [7, 7, 7]
-    assert [note.data["place"] for note in notes] == ["/ck", "/ck", "memory"]
+    assert [note.data["location"] for note in notes] == ["/ck", "/ck", "memory"]
     assert notes[1].reason == "step 7: No space left"
     assert notes[1].data["slug"] == "checkpoint-write"

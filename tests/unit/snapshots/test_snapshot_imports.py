@@ -1,4 +1,4 @@
-"""A keeper imports what storage needs when it first needs it, in whichever thread that is."""
+"""A snapshot server imports what storage needs when it first needs it, in any thread."""
 
 import ast
 from pathlib import Path

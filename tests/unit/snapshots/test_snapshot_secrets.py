@@ -1,4 +1,4 @@
-"""What the keepers of a job's nodes prove themselves with."""
+"""What the snapshot servers of a job's nodes prove themselves with."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What the books of a keeper refuse, and what they do where it matters, as transcripts."""
+"""What the slot table refuse, and what they do where it matters, as transcripts."""
 
 from __future__ import annotations
 

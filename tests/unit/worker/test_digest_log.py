@@ -1,4 +1,4 @@
-"""A trail has each committed step once, whoever wrote it and however its writer ended."""
+"""A digest log has each committed step once, whoever wrote it and however its writer ended."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from elastane.worker.digest_log import DigestLog, digest_log_of, read_digest_log
 SETTINGS = {"shards": 8, "seed": 1, "data": {"n": 10}, "threads": 1}
 
 
-def goes(trail, steps, rank=0, said="x", settings=SETTINGS):
+def goes(log, steps, rank=0, said="x", settings=SETTINGS):
     """Come to the boundaries after these numbers of committed steps."""
     for committed in steps:
         digests = {"net": f"{said}{committed - 1}"}
-        trail.at(committed, (rank, 3), lambda: settings, lambda d=digests: d)
+        log.at(committed, (rank, 3), lambda: settings, lambda d=digests: d)
 
 
 def steps_in(path):
@@ -26,7 +26,7 @@ def steps_in(path):
 
 @pytest.fixture
 def path(tmp_path):
-    return tmp_path / "made" / "trail.jsonl"
+    return tmp_path / "made" / "digests.jsonl"
 
 
 def test_each_step_is_written_once_by_rank_0_alone(path):
@@ -111,17 +111,17 @@ def test_where_another_run_is_resumed_its_trail_is_not_gone_on_with(path, capsys
 def test_a_trail_that_cannot_be_begun_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(JobError, match="cannot be written"):
-        goes(DigestLog(tmp_path / "file" / "trail"), [0])
+        goes(DigestLog(tmp_path / "file" / "digests"), [0])
 
 
 def test_a_full_disk_costs_lines_and_not_the_job(path, monkeypatch, capsys):
-    trail = DigestLog(path)
-    goes(trail, [0, 1])
+    log = DigestLog(path)
+    goes(log, [0, 1])
     with monkeypatch.context() as full:
         write = os.write
         full.setattr(os, "write", lambda file, raw: write(file, raw[:9]))
-        goes(trail, [2, 3])
-    goes(trail, [4])
+        goes(log, [2, 3])
+    goes(log, [4])
     assert steps_in(path) == [0, 3]
     assert capsys.readouterr().err.count("lacks step 1") == 1
 
@@ -132,10 +132,10 @@ def test_a_full_disk_costs_lines_and_not_the_job(path, monkeypatch, capsys):
         (b"", "is empty"),
         (b"dear diary\n", "is no digest log"),
         (b"\xff\xfe\x00", "is no digest log"),
-        (b'{"kind": "elastane-trail", "settings": {}}\n', "has format None"),
-        (b'{"kind": "elastane-trail", "format": 2, "settings": {}}\n', "has format 2"),
-        (b'{"kind": "elastane-trail", "format": 1, "settings": {}}\n[]\n', "line 2"),
-        (b'{"kind": "elastane-trail", "format": 1, "settings": {}}\n{"step": 1}\n', "line 2"),
+        (b'{"kind": "elastane-digest-log", "settings": {}}\n', "has format None"),
+        (b'{"kind": "elastane-digest-log", "format": 2, "settings": {}}\n', "has format 2"),
+        (b'{"kind": "elastane-digest-log", "format": 1, "settings": {}}\n[]\n', "line 2"),
+        (b'{"kind": "elastane-digest-log", "format": 1, "settings": {}}\n{"step": 1}\n', "line 2"),
     ],
     ids=["empty", "text", "bytes", "unformatted", "newer", "list", "half"],
 )
@@ -148,10 +148,10 @@ def test_what_is_no_trail_is_refused_in_words(tmp_path, content, words):
 
 
 def test_the_argument_comes_before_the_environment(monkeypatch, tmp_path):
-    monkeypatch.delenv("ELASTANE_TRAIL", raising=False)
+    monkeypatch.delenv("ELASTANE_DIGEST_LOG", raising=False)
     assert digest_log_of(None, 1) is None
-    monkeypatch.setenv("ELASTANE_TRAIL", str(tmp_path / "env"))
+    monkeypatch.setenv("ELASTANE_DIGEST_LOG", str(tmp_path / "env"))
     assert digest_log_of(None, 1).path == tmp_path / "env"
     assert digest_log_of(tmp_path / "arg", 2).path == tmp_path / "arg"
-    with pytest.raises(JobError, match="trail_every is 0"):
+    with pytest.raises(JobError, match="digest_every is 0"):
         digest_log_of(None, 0)

@@ -208,7 +208,7 @@ def test_a_scaler_can_unscale_again_in_a_retried_step():
 
 
 def test_a_worker_of_another_launcher_is_refused_instead_of_training_alone(monkeypatch):
-    monkeypatch.delenv("ELASTANE_LINE_FD", raising=False)
+    monkeypatch.delenv("ELASTANE_CONTROL_FD", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(JobError, match="WORLD_SIZE=4") as caught:
         elastane.init()

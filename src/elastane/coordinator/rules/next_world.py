@@ -190,7 +190,7 @@ def _commit(state: State, world: World, displaced: set[str], why: str) -> None:
         reason,
         nodes=len(members),
         world_size=world.world_size,
-        spares=len(state.roster.idle),
+        idle=len(state.roster.idle),
         members=" ".join(m.node_id for m in world.members)[:1000],
     )
 
