@@ -18,6 +18,7 @@ from elastane.process.control_socket import (
     AssignedPlace,
     Begin,
     CanRecoverInPlace,
+    CheckpointWritten,
     Differed,
     Doing,
     FromWorker,
@@ -42,8 +43,15 @@ def _ignore(local_rank: int, message: object) -> None:
     del local_rank, message
 
 
+def _nothing() -> None:
+    pass
+
+
 class ControlSockets:
-    """`changed` is called when other workers are recoverable, `lost` when one lost a peer."""
+    """`changed` is called when other workers are recoverable, `lost` when one lost a peer.
+
+    `wrote` is called when a worker reports a checkpoint.
+    """
 
     def __init__(
         self,
@@ -51,9 +59,11 @@ class ControlSockets:
         lost: Callable[[Fence, str], None],
         answered: Callable[[int, Doing], None] = _ignore,
         differed: Callable[[int, Differed], None] = _ignore,
+        wrote: Callable[[], None] = _nothing,
     ) -> None:
         """`answered` gets answers to a StatusQuery, `differed` workers whose replica differed."""
         self.recoverable: set[int] = set()
+        self.shrinks_only = False  # no worker can join the world of these in place
         self._shardings: dict[int, Sharding] = {}
         self.ready: set[int] = set()  # warm spares that wait in init(); their keys are negative
         self.finished: set[int] = set()
@@ -64,6 +74,7 @@ class ControlSockets:
         self._peer_lost = lost
         self._answered = answered
         self._differed = differed
+        self._wrote = wrote
         self._ends: dict[int, socket.socket] = {}
 
     def open(self, local_rank: int) -> socket.socket:
@@ -161,6 +172,7 @@ class ControlSockets:
                 self.ready.add(local_rank)
             case CanRecoverInPlace(sharding=sharding) if local_rank >= 0:
                 self.recoverable.add(local_rank)
+                self.shrinks_only = self.shrinks_only or message.shrinks_only
                 if sharding is not None:
                     self._shardings[local_rank] = sharding
                 self.finished.discard(local_rank)
@@ -169,6 +181,8 @@ class ControlSockets:
                 self.recoverable.discard(local_rank)
                 self.finished.add(local_rank)
                 self._changed()
+            case CheckpointWritten():
+                self._wrote()
             case PeerLost(fence=fence, reason=reason):
                 self._peer_lost(fence, reason)
             case Doing():

@@ -74,6 +74,7 @@ from elastane.protocol.events import (
     GroupGone,
     GroupMarked,
     GroupStarted,
+    GroupWroteCheckpoint,
     Linked,
     MessageReceived,
     ReplicaDiffered,
@@ -99,6 +100,7 @@ from elastane.protocol.messages import (
     Able,
     Alive,
     Assign,
+    Checkpointed,
     Close,
     Drain,
     Drained,
@@ -511,6 +513,8 @@ class LocalWorkers:
                 self._failed(group, event.failure, event.ended_s)
             case GroupAble(fence=fence) if group and fence == group.start_fence:
                 self._able(group, event)
+            case GroupWroteCheckpoint(fence=fence) if group and fence == group.start_fence:
+                self._outbox.send(Checkpointed(group.fence))
             case WorkerLost(fence=fence, world=world, reason=reason) if (
                 group and fence == group.start_fence and world == group.fence
             ):
@@ -518,10 +522,8 @@ class LocalWorkers:
                 self._outbox.send(Lost(fence=world, reason=reason))
             case ReplicaDiffered(fence=fence) if group and fence == group.start_fence:
                 self._differed(event)
-            case GroupMarked(fence=fence, calls=calls) if group and self._is_draining(fence):
-                self._outbox.send(Marked(fence=group.fence, calls=calls))
-            case GroupDrained(fence=fence, stops=stops) if group and self._is_draining(fence):
-                self._drained(group, stops=stops)
+            case GroupMarked() | GroupDrained() if group and self._is_draining(event.fence):
+                self._drained(group, event)
             case GroupGone(fence=fence, offer=offer) if group is None or fence == group.start_fence:
                 self._gone(fence, offer)
             case _:
@@ -666,18 +668,21 @@ class LocalWorkers:
 
     def _able(self, group: Group, event: GroupAble) -> None:
         self.offer = event.offer
-        group.update_recoverable(event.workers, self.node.local_world_size, event.sharding)
+        group.update_recoverable(event, self.node.local_world_size)
         self._outbox.send(
             Able(
                 workers=event.workers,
                 offer=event.offer,
                 fence=group.fence,
                 sharding=group.sharding,
+                shrinks_only=group.shrinks_only,
             )
         )
 
-    def _drained(self, group: Group, *, stops: bool) -> None:
-        if group.reach_target(stops=stops):
+    def _drained(self, group: Group, event: GroupMarked | GroupDrained) -> None:
+        if isinstance(event, GroupMarked):
+            self._outbox.send(Marked(fence=group.fence, calls=event.calls))
+        elif group.reach_target(stops=event.stops):
             self._outbox.send(Drained(group.fence))
 
     def _is_draining(self, fence: Fence) -> bool:
@@ -787,6 +792,7 @@ class Group:
     recoverable: tuple[int, ...] = ()
     sharding: Sharding | None = None  # of the training state that the workers hold
     in_place: bool = False  # every worker with a place could recover in place at some time
+    shrinks_only: bool = False  # no worker can join the world of these in place
     # local ranks that failed and have a replacement
     replaced: set[int] = field(default_factory=set)
     phase: GroupState = "running"
@@ -810,6 +816,7 @@ class Group:
             draining=self.draining,
             able=self.recoverable,
             in_place=self.in_place,
+            shrinks_only=self.shrinks_only,
             sharding=self.sharding,
             halted=self.interrupted,
             renewed=tuple(sorted(self.replaced)),
@@ -865,14 +872,13 @@ class Group:
         self.drain = replace(self.drain, stage=stage)
         return is_reached
 
-    def update_recoverable(
-        self, workers: tuple[int, ...], local_world_size: int, sharding: Sharding | None
-    ) -> None:
+    def update_recoverable(self, event: GroupAble, local_world_size: int) -> None:
         """Set which workers can enter another world; workers that finished their steps cannot."""
-        self.recoverable = workers
-        self.sharding = sharding or self.sharding
+        self.recoverable = event.workers
+        self.sharding = event.sharding or self.sharding
+        self.shrinks_only = self.shrinks_only or event.shrinks_only
         places = self.assignment.workers or range(local_world_size)
-        self.in_place = self.in_place or {*workers}.issuperset(places)
+        self.in_place = self.in_place or {*event.workers}.issuperset(places)
 
     def move(self, fence: Fence) -> None:
         """Adopt the epoch of a world these workers will not join, so later reports carry it."""

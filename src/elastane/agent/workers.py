@@ -42,6 +42,7 @@ from elastane.protocol.events import (
     GroupGone,
     GroupMarked,
     GroupStarted,
+    GroupWroteCheckpoint,
     ReplicaDiffered,
     Signalled,
     WorkerFailed,
@@ -93,7 +94,11 @@ class LocalWorkerGroup:
         self.world = self.assignment
         self._outputs = Outputs(self.setup)
         self._sockets = ControlSockets(
-            self._post_recoverable, self._post_lost, self._answered, self._post_differed
+            self._post_recoverable,
+            self._post_lost,
+            self._answered,
+            self._post_differed,
+            self._post_checkpoint,
         )
         self._store_host = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
         self.drain = GroupDrain(self._members, self._sockets, self.post, self._spawn_task)
@@ -285,10 +290,11 @@ class LocalWorkerGroup:
         able = tuple(sorted(self._sockets.recoverable_or_unreported))
         if not self._stopping and (able or self._reported_recoverable):
             self._reported_recoverable = True
-            if len(able) == self.setup.run.local_world_size:
-                self._spares.begin(self.world)
             fence, sockets = self.assignment.fence, self._sockets
-            self.post(GroupAble(fence, able, self.port.offer, sockets.sharding))
+            if len(able) == self.setup.run.local_world_size and not sockets.shrinks_only:
+                self._spares.begin(self.world)
+            offer, shrinks = self.port.offer, sockets.shrinks_only
+            self.post(GroupAble(fence, able, offer, sockets.sharding, shrinks_only=shrinks))
 
     def _post_started(self, workers: list[LocalWorker]) -> None:
         by_local_rank = sorted(workers, key=lambda worker: worker.local_rank)
@@ -307,6 +313,9 @@ class LocalWorkerGroup:
 
     def _post_lost(self, fence: Fence, reason: str) -> None:
         self.post(WorkerLost(self.assignment.fence, fence, reason))
+
+    def _post_checkpoint(self) -> None:
+        self.post(GroupWroteCheckpoint(self.assignment.fence))
 
     def _post_differed(self, local_rank: int, difference: control_socket.Differed) -> None:
         fence, rank = self.assignment.fence, difference.rank

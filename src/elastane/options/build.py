@@ -65,6 +65,7 @@ def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
             max_nodes=nodes[1],
             max_restarts=_at_least_0(options, "max_restarts"),
             min_workers=_min_workers(options, nodes[1] * node.local_world_size),
+            in_place=options.flag("in_place"),
             identical_workers=environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1",
             static=static,
             timing=_timing(options, conf, environ, rendezvous.backend),

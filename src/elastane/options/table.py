@@ -299,10 +299,19 @@ TABLE: tuple[Option, ...] = (
         ours=True,
     ),
     Option(
+        "in-place",
+        "0",
+        "if a worker or node of an unmodified DDP script is lost, the others keep running (scripts "
+        "that call elastane.init() do so without this option; see docs/in-place.md)",
+        OURS,
+        kind="flag",
+        ours=True,
+    ),
+    Option(
         "min-workers",
         "0",
         "minimum number of workers that continue after a fault, if the script recovers in place "
-        "(elastane.init; default: the workers of MIN nodes)",
+        "(elastane.init or --in-place; default: the workers of MIN nodes)",
         OURS,
         metavar="N",
         ours=True,

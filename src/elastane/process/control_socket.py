@@ -102,10 +102,16 @@ class CanRecoverInPlace(msgspec.Struct, frozen=True, tag="able"):
     """From a worker: it can enter another world with its process and its state.
 
     `sharding`: the layout of the state that it holds. The worker sends the message again in each
-    world in which that layout has changed.
+    world in which that layout has changed. `shrinks_only`: no worker can join its world in place;
+    lost ones start again only when all workers restart.
     """
 
     sharding: Sharding | None = None
+    shrinks_only: bool = False
+
+
+class CheckpointWritten(msgspec.Struct, frozen=True, tag="written"):
+    """From a worker: the script has just written a whole checkpoint, so a restart costs little."""
 
 
 class WorkerFinished(msgspec.Struct, frozen=True, tag="finished"):
@@ -128,7 +134,15 @@ class Differed(msgspec.Struct, frozen=True, tag="differed"):
 
 
 ToWorker = AssignedPlace | Wait | InterruptWorker | End | StatusQuery | Spare | Begin
-FromWorker = CanRecoverInPlace | WorkerFinished | PeerLost | Doing | SpareReady | Differed
+FromWorker = (
+    CanRecoverInPlace
+    | CheckpointWritten
+    | WorkerFinished
+    | PeerLost
+    | Doing
+    | SpareReady
+    | Differed
+)
 _encode = msgspec.json.Encoder().encode
 _to_worker: Callable[[bytes], ToWorker] = msgspec.json.Decoder(ToWorker).decode
 _from_worker: Callable[[bytes], FromWorker] = msgspec.json.Decoder(FromWorker).decode

@@ -126,13 +126,21 @@ class GroupGone(msgspec.Struct, frozen=True):
 class GroupAble(msgspec.Struct, frozen=True):
     """These local workers can enter another world as they are; `offer` is for that world.
 
-    `sharding` describes the state that they hold, if it is sharded.
+    `sharding` describes the state that they hold, if it is sharded. `shrinks_only`: no worker can
+    join their world in place.
     """
 
     fence: Fence
     workers: tuple[int, ...]
     offer: PortOffer
     sharding: Sharding | None = None
+    shrinks_only: bool = False
+
+
+class GroupWroteCheckpoint(msgspec.Struct, frozen=True):
+    """A worker has reported that the script wrote a whole checkpoint."""
+
+    fence: Fence
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
@@ -183,6 +191,7 @@ AgentEvent = (
     | WorkerFailed
     | GroupGone
     | GroupAble
+    | GroupWroteCheckpoint
     | WorkerLost
     | ReplicaDiffered
     | GroupMarked

@@ -47,6 +47,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     able: tuple[LocalRank, ...] = ()
     in_place: bool = False  # its workers recover in place, also those that finished their steps
+    shrinks_only: bool = False  # no worker can join their world in place
     sharding: Sharding | None = None  # how the state that they hold is sharded
     # Why its workers make no step in their world and wait for another one.
     halted: Text = ""
@@ -134,13 +135,21 @@ class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
     """These local workers can enter another world as they are, also those of the current one.
 
     The whole list each time. `offer` is where the next process-group store would be, after that of
-    the world of `fence`, the last one assigned to the agent.
+    the world of `fence`, the last one assigned to the agent. `shrinks_only`: no worker can join
+    their world in place.
     """
 
     workers: tuple[LocalRank, ...]
     offer: PortOffer
     fence: Fence | None = None
     sharding: Sharding | None = None
+    shrinks_only: bool = False
+
+
+class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
+    """A worker of `fence` reports that the script has just written a whole checkpoint."""
+
+    fence: Fence
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
@@ -187,6 +196,7 @@ ToCoordinator = (
     | Marked
     | Drained
     | Able
+    | Checkpointed
     | Lost
     | Stopped
     | Leave

@@ -74,6 +74,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     # The fewest workers that continue after a fault, if they recover in place; 0: as many as
     # `min_nodes` whole nodes have.
     min_workers: Count = 0
+    # Workers of an unmodified script keep running when others are lost (--in-place).
+    in_place: bool = False
     timing: Timing = Timing()
 
     @property

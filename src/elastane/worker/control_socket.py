@@ -21,6 +21,7 @@ from elastane.process import control_socket
 from elastane.process.control_socket import (
     AssignedPlace,
     CanRecoverInPlace,
+    CheckpointWritten,
     Differed,
     Doing,
     End,
@@ -120,9 +121,19 @@ class ControlSocket:
             raise _no_agent("it closed the control socket")
         return place
 
-    def able(self, sharding: Sharding | None) -> None:
-        """Report that this worker can recover in place."""
-        self._send(CanRecoverInPlace(sharding))
+    def able(self, sharding: Sharding | None, *, shrinks_only: bool = False) -> None:
+        """Report that this worker can recover in place.
+
+        `shrinks_only`: no worker can join its world in place.
+        """
+        self._send(CanRecoverInPlace(sharding, shrinks_only))
+
+    def saved(self) -> None:
+        """Report a checkpoint, once it is whole on storage; one worker of the world does.
+
+        If workers are missing and no other can join in place, all may restart from it at once.
+        """
+        self._send(CheckpointWritten())
 
     def finished(self) -> None:
         """Report that all steps are done."""

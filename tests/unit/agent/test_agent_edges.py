@@ -3,9 +3,16 @@
 from test_agent_rules import FENCE, Agent
 
 from elastane.protocol.effects import Exit, Transmit
-from elastane.protocol.events import GroupAble, Linked, Signalled, Unlinked, Warm
-from elastane.protocol.messages import Able, Join, Ready, Report
-from elastane.protocol.model import PortOffer, Sharding
+from elastane.protocol.events import (
+    GroupAble,
+    GroupWroteCheckpoint,
+    Linked,
+    Signalled,
+    Unlinked,
+    Warm,
+)
+from elastane.protocol.messages import Able, Checkpointed, Join, Ready, Report
+from elastane.protocol.model import Fence, PortOffer, Sharding
 
 WHOLE, SOLE = Sharding(), Sharding(sole=True)
 
@@ -44,6 +51,25 @@ def test_an_agent_says_it_and_brings_it_along():
     agent.does(Unlinked("EOF"))
     agent.does(Linked())
     assert agent.sent(Join)[0].holding.sharding == WHOLE
+
+
+def test_an_agent_keeps_that_its_workers_shrink_only():
+    agent = Agent().running()
+    agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), shrinks_only=True))
+    assert agent.sent(Able)[0].shrinks_only
+    agent.does(GroupAble(FENCE, (), PortOffer(7200, True)))
+    assert agent.sent(Able)[0].shrinks_only
+    agent.does(Unlinked("EOF"))
+    agent.does(Linked())
+    assert agent.sent(Join)[0].holding.shrinks_only
+
+
+def test_an_agent_reports_a_checkpoint_under_the_fence_of_the_world():
+    agent = Agent().running()
+    agent.does(GroupWroteCheckpoint(FENCE))
+    assert agent.sent(Checkpointed) == [Checkpointed(FENCE)]
+    agent.does(GroupWroteCheckpoint(Fence(0, 7)))  # of a group that no longer exists
+    assert not agent.sent(Checkpointed)
 
 
 def test_an_agent_updates_whether_its_workers_are_sole_holders():

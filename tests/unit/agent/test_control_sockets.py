@@ -7,8 +7,13 @@ import asyncio
 import pytest
 
 from elastane.agent import control_sockets as of_lines
-from elastane.agent.control_sockets import ControlSockets
-from elastane.process.control_socket import CanRecoverInPlace, WorkerFinished, encode
+from elastane.agent.control_sockets import ControlSockets, _ignore, _nothing
+from elastane.process.control_socket import (
+    CanRecoverInPlace,
+    CheckpointWritten,
+    WorkerFinished,
+    encode,
+)
 from elastane.protocol.model import Sharding
 
 
@@ -61,6 +66,31 @@ def test_a_living_worker_with_a_closed_socket_has_left_its_loop_after_a_while(mo
             worker.send(encode(CanRecoverInPlace()))
             await heard.wait(1)
         assert await heard.wait(2) == [{0}, set()]
+
+    asyncio.run(scenario())
+
+
+def test_a_node_shrinks_only_once_one_of_its_workers_does():
+    async def scenario():
+        heard = Heard()
+        with heard.lines.open(0) as one, heard.lines.open(1) as other:
+            one.send(encode(CanRecoverInPlace(shrinks_only=True)))
+            await heard.wait(1)
+            assert heard.lines.shrinks_only
+            other.send(encode(CanRecoverInPlace()))
+            await heard.wait(2)
+            assert heard.lines.shrinks_only
+
+    asyncio.run(scenario())
+
+
+def test_a_checkpoint_that_a_worker_wrote_is_reported():
+    async def scenario():
+        wrote = asyncio.Event()
+        lines = ControlSockets(_nothing, _ignore, wrote=wrote.set)
+        with lines.open(0) as worker:
+            worker.send(encode(CheckpointWritten()))
+            await asyncio.wait_for(wrote.wait(), 30)
 
     asyncio.run(scenario())
 

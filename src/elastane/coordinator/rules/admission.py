@@ -206,7 +206,8 @@ def _other_job(state: State, join: Join) -> Refused | None:
     return Refused(
         what=f"this agent's job is not the one that is running here: {sides}",
         slug=slug,
-        expected="the same --rdzv-id, --nnodes, --max-restarts and --rdzv-conf on every node",
+        expected="the same --rdzv-id, --nnodes, --max-restarts, --in-place and --rdzv-conf on every"
+        " node",
         next_step="start every agent of a job with the same command line",
     )
 

@@ -170,6 +170,7 @@ class HeldWorkers:
     # Said at registration: they recover in place, also those that finished their steps.
     recovers_in_place: bool = False
     sharding: Sharding | None = None  # how the state that they hold is sharded
+    shrinks_only: bool = False  # no worker can join their world in place
     # Those that made a step or received the state in this world or the one before.
     holding_state: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)  # those whose processes have ended
@@ -249,6 +250,10 @@ class HeldWorkers:
     def shard(self, sharding: Sharding | None) -> None:
         """Record how the state is sharded."""
         self.sharding = sharding
+
+    def accept_none(self) -> None:
+        """Record that no worker can join their world in place."""
+        self.shrinks_only = True
 
     def replace_lost(self) -> None:
         """Record that replacements of all lost workers are requested."""
@@ -375,6 +380,7 @@ class KnownNode:
             recoverable={*holding.able},
             recovers_in_place=holding.in_place,
             sharding=holding.sharding,
+            shrinks_only=holding.shrinks_only,
             lost_pids=ends,
         )
 

@@ -87,6 +87,8 @@ def _in_place(state: State, node: KnownNode, message: Able | Lost) -> None:
         return
     node.renew_offer(message.offer, message.fence)
     node.workers.shard(message.sharding)
+    if message.shrinks_only:
+        node.workers.accept_none()
     recovery.record_recoverable(state, node, message.workers)
 
 
