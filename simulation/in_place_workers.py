@@ -205,6 +205,7 @@ class InPlaceTraining:
 
     def _end(self, worker: SimulatedWorker, stage: str) -> None:
         """End the process; some of those that wait for it notice."""
+        self._checks.line.ends(worker)
         world, worker.world, worker.stage = worker.world, None, stage
         worker.committed, worker.able = None, False
         if not any(each.alive for each in worker.group.workers.values()):

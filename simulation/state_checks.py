@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from elastane.protocol.model import Fence, Member
@@ -20,6 +22,30 @@ if TYPE_CHECKING:
 Require = Callable[[bool, str], None]
 
 
+@dataclass(frozen=True)
+class StoppedState:
+    """The furthest state that agents stopped without need: no later world may begin before it."""
+
+    step: int = 0
+    name: str = ""  # one of its workers
+    shards: frozenset[tuple[int, int]] = frozenset()  # what those workers held of it
+
+    def with_stop(self, other: StoppedState) -> StoppedState:
+        """Return the further one of two, or both where they are of one step."""
+        if other.step != self.step:
+            return max(self, other, key=lambda each: each.step)
+        return replace(self, name=self.name or other.name, shards=self.shards | other.shards)
+
+    def without_holder(
+        self, shard: tuple[int, int], left: AbstractSet[tuple[int, int]]
+    ) -> StoppedState:
+        """Return the state after a holder of `shard` has ended, while `left` have other holders.
+
+        If it alone held its shard, the state would be lost without the stop too.
+        """
+        return self if shard in left | self.shards else StoppedState()
+
+
 class StateChecks:
     """Which world made which step, checked against what each worker holds."""
 
@@ -29,7 +55,7 @@ class StateChecks:
         self._cluster, self._require, self._stepped = cluster, require, stepped
         self._made: dict[int, Gathering] = {}  # by step: the world that made it
         self._entered: dict[int, Fence] = {}  # by process: the last world assigned to it
-        self._stopped: tuple[int, str] = (0, "")  # the furthest state that was stopped needlessly
+        self._stopped = StoppedState()
         self._ended = False  # a worker has exited with 0
         self.regrouped = 0
         self.healed = 0
@@ -84,10 +110,11 @@ class StateChecks:
         self._require(
             not elsewhere, f"{world.fence} goes on from step {world.base} without {names}"
         )
-        furthest, name = self._stopped
+        lost = self._stopped
         self._require(
-            world.base >= furthest,
-            f"{world.fence} goes on from step {world.base}; {name} had {furthest} and was stopped",
+            world.base >= lost.step,
+            f"{world.fence} goes on from step {world.base}; {lost.name} had {lost.step} and was"
+            " stopped",
         )
         self._forget(world.base)
 
@@ -173,13 +200,32 @@ class StateChecks:
             return
         furthest = max(held, key=lambda w: w.committed or 0)
         if self._is_incomplete():
-            if self._stopped[0] <= furthest.held:  # Then that state is lost too, and rightly.
-                self._stopped = (0, "")
+            if self._stopped.step <= furthest.held:  # Then that state is lost too, and rightly.
+                self._stopped = StoppedState()
             return
         if node.signalled or self._cluster.checks.outcome is not None:
             self._is_kept(furthest)
             return
-        self._stopped = max(self._stopped, (furthest.committed or 0, furthest.name))
+        shards = frozenset(mesh.shard(w) for w in held if w.committed == furthest.committed)
+        stopped = StoppedState(furthest.held, furthest.name, shards)
+        self._stopped = self._stopped.with_stop(stopped)
+
+    def ends(self, worker: SimulatedWorker) -> None:
+        """Record the end of a worker that still has its state.
+
+        Nodes that complete no replica are stopped and healed in another slice. The only holder of a
+        shard may end before that is done.
+        """
+        residents, stopped = self._cluster.residents, self._stopped
+        if residents.script.span < 2 or not stopped.step or not _can_reach(worker, stopped.step):
+            return
+        left = {
+            mesh.shard(other)
+            for group in residents.groups
+            for other in group.workers.values()
+            if other is not worker and other.alive and _can_reach(other, stopped.step)
+        }
+        self._stopped = stopped.without_holder(mesh.shard(worker), left)
 
     def _is_incomplete(self) -> bool:
         """Whether some shard of the furthest state is lost, so that its rest is of no use."""
@@ -188,9 +234,7 @@ class StateChecks:
         left = [w for group in residents.groups for w in group.workers.values()]
         whole = [w for w in left if w.committed is not None and self._must_be_in(w)]
         furthest = max((w.held for w in whole), default=0)
-        held = {
-            mesh.shard(w) for w in whole if w.held + (w.ready or w.stage == "applying") >= furthest
-        }
+        held = {mesh.shard(w) for w in whole if _can_reach(w, furthest)}
         return span > 1 and len(held) < span * max((w.group.size for w in left), default=0)
 
     def _is_kept(self, worker: SimulatedWorker) -> None:
@@ -263,7 +307,13 @@ class StateChecks:
     def _forget(self, base: int) -> None:
         """Forget the steps after `base`: they are made again."""
         self._made = {step: world for step, world in self._made.items() if step <= base}
-        self._stopped = min(self._stopped, (base, ""))
+        if base < self._stopped.step:
+            self._stopped = replace(self._stopped, step=base)
+
+
+def _can_reach(worker: SimulatedWorker, step: int) -> bool:
+    """Whether the worker has the state of `step`, or all that it takes to apply that step."""
+    return worker.held + (worker.ready or worker.stage == "applying") >= step
 
 
 def _is_among(worker: SimulatedWorker, members: Sequence[Member]) -> bool:
