@@ -419,6 +419,7 @@ def _running(state: State) -> bool:
 
 def _draining(state: State) -> bool:
     assert state.world is not None and state.incidents.current is not None
+    recovery.begin_if_all_recover(state)
     if not state.incidents.current.planned:
         return _end_world(state, state.incidents.current.reason)
     if state.in_place.active:

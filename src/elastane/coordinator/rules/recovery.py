@@ -42,14 +42,13 @@ def record_recoverable(state: State, node: KnownNode, workers: tuple[int, ...]) 
     sizing.record_sharding(state, node)
     if sizing.reports_level(state, node):
         state.in_place.note_partial(partial=True)
-    if state.phase in (Phase.RUNNING, Phase.DRAINING):
-        begin_if_all_recover(state)
 
 
 def begin_if_all_recover(state: State) -> None:
     """Let the current world recover in place, once all of its workers can.
 
     The last of them is known by a report, or by the registration of an agent whose session broke.
+    A restart of all workers at the end of a drain is avoided if that comes during the drain.
     """
     if state.in_place.active or not is_in_place(state):
         return
