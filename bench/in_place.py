@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -24,15 +25,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import goodput, nodes, recovery, torchft
-from bench.harness import TORCHRUN_UNSHARED, BenchError, Sample, free_port, kill
+from bench.harness import TORCHRUN_UNSHARED, BenchError, Sample, free_port, kill, tree_of
 from bench.report import Result, machine, spell, summary, write_json
 from bench.trainers import RECENT_S, SCRIPTS, Trainers
+from elastane.observe.events import read_events
+from elastane.protocol.log_events import EventKind
 
 WORKERS = 4
 NEVER_S = 60.0
 LONG_MINUTES = 10.0
 # Steps of each kind for the first allocations, and for what torch prepares on first use.
 WARM_UP_BLOCKS = 2
+# Servers of stores, each with a port of this machine and a folder.
+STORE_SERVERS = {
+    "etcd": (
+        *("etcd", "--data-dir", "{folder}/etcd", "--log-level", "error"),
+        *("--listen-client-urls", "http://127.0.0.1:{port}"),
+        *("--advertise-client-urls", "http://127.0.0.1:{port}"),
+        *("--listen-peer-urls", "http://127.0.0.1:0"),
+    ),
+    "redis": ("redis-server", "--port", "{port}", "--dir", "{folder}", "--appendonly", "yes"),
+}
 # From the start of a spare until it waits, on a machine that is busy with four workers.
 SPARE_READY_S = 6.0
 
@@ -124,6 +137,43 @@ def drained(setting: Setting) -> Result:
                     note=job.judge(),
                 )
             )
+    return result
+
+
+def coordinator_killed(setting: Setting) -> dict[str, Result]:
+    """SIGKILL the node that coordinates, with each store whose server is installed."""
+    found = {"elastane": _coordinators_killed(setting, "file")}
+    for backend in STORE_SERVERS:
+        if shutil.which(STORE_SERVERS[backend][0]):
+            found[f"elastane, {backend}"] = _coordinators_killed(setting, backend)
+    return found
+
+
+def _coordinators_killed(setting: Setting, backend: str) -> Result:
+    """Kill agent and worker of the coordinator's node; return the others' time to a next step."""
+    result, rng, port = Result(), random.Random(1), free_port()
+    with Trainers() as job:
+        endpoint = f"127.0.0.1:{port}" if backend in STORE_SERVERS else f"{job.folder}/store"
+        if backend in STORE_SERVERS:
+            words = (word.format(port=port, folder=job.folder) for word in STORE_SERVERS[backend])
+            job.start([*words])
+        meeting = ("--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", "bench")
+        flags = (*meeting, "--nnodes", "2:3")
+        for name in "abc":
+            job.start_agent(1, *flags, "--node-id", name)
+        for _ in range(setting.few * 5):
+            here = job.wait_world(3)
+            time.sleep(rng.random())  # at a random moment of a lease
+            log = read_events(job.folder / "logs" / "bench")
+            last = [each for each in log if each.kind == EventKind.COORDINATOR_STARTED][-1]
+            victims = tree_of(last.pid)
+            at_s = time.monotonic()
+            kill(victims)
+            took_s = job.next_step_s(here.keys() - victims, at_s, NEVER_S)
+            result.samples.append(Sample(took_s))
+            job.start_agent(1, *flags, "--node-id", last.node)
+        note = f"{job.judge()}, no survivor's process changed"
+    result.samples = [replace(sample, note=note) for sample in result.samples]
     return result
 
 
@@ -252,6 +302,13 @@ ROWS = (
     ),
     Row("kill-rank-0", "the same, always rank 0", "the same", kill_first),
     Row("stop", "SIGSTOP of any one of 4 workers: the same", "3 s", stop_any),
+    Row(
+        "coordinator",
+        "SIGKILL of the agent that coordinates and of its worker, one of 3 nodes with the file"
+        " store: to the next committed step of the others",
+        "500 ms",
+        coordinator_killed,
+    ),
     Row("drain", "SIGTERM to an agent: how long the others stand", "no step redone", drain),
     Row(
         "spare",
