@@ -34,6 +34,13 @@ def _others():
     return [path for path in text_files() if short(path) != SELF]
 
 
+_TORCHS_NAMES = (
+    "src/elastane/elastic/",
+    "src/elastane/comms/works.py",
+    "src/elastane/synchrony/pending.py",
+)
+
+
 def test_durations_name_their_unit():
     """A parameter called timeout, delay or interval says in what."""
     bare = re.compile(r"(timeout|delay|interval|deadline|period)$")
@@ -41,7 +48,7 @@ def test_durations_name_their_unit():
         f"{short(path)}: {node.name}({arg.arg})"
         for path in package_files()
         # There the names are torch's own.
-        if not short(path).startswith(("src/elastane/elastic/", "src/elastane/comms/works.py"))
+        if not short(path).startswith(_TORCHS_NAMES)
         for node in functions_of(path)
         if not node.name.startswith("_")
         for arg in [*node.args.args, *node.args.kwonlyargs]

@@ -122,11 +122,6 @@ def test_variables_of_an_outer_worker_are_not_inherited():
     assert not found.keys() & base.keys()
 
 
-def test_a_worker_recovers_in_place_only_if_its_own_job_asks_for_it():
-    assert env(in_place=True)["ELASTANE_IN_PLACE"] == "1"
-    assert "ELASTANE_IN_PLACE" not in env({"ELASTANE_IN_PLACE": "1"})
-
-
 def test_a_process_group_store_in_a_worker_is_announced():
     plain = msgspec.structs.replace(ASSIGNMENT, agent_store=False)
     found = worker_environment({}, plain, RUN, WorkerFacts(local_rank=0))

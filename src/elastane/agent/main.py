@@ -230,7 +230,6 @@ class _Agent:
                 signals=config.signals,
                 snapshot_server=self._node.snapshot_server.path,
                 on_one_machine=config.is_on_one_machine,
-                in_place=config.spec.in_place,
             ),
             logs=config.logs,
             spawner=self._node.spawner,

@@ -44,7 +44,7 @@ _COLLECTIVES = (
     "_end_coalescing",
 )
 # Waits for these may time out without harm (gloo, 2.13).
-_SLICED = frozenset(
+SLICED = frozenset(
     (
         *("allreduce", "broadcast", "allgather", "barrier", "reduce", "alltoall_base"),
         *("all_gather_single", "_allgather_base"),
@@ -105,6 +105,11 @@ class ElasticGroup(ProcessGroup):
         _register(self, self._label, backends)
         _set_members(self, _members(self._world))
         self._registered = True
+
+    def show_members(self, members: Iterable[int]) -> None:
+        """Set the members that torch's tables show: ranks of the job, in the group's order."""
+        if self._registered:
+            _set_members(self, members)
 
     def unregister(self) -> None:
         """Remove the group from torch.distributed's tables."""
@@ -341,7 +346,7 @@ class ElasticGroup(ProcessGroup):
             raise
         if work is None:
             return None
-        waited = Waited(work, self._works, tensors, sliced=name in _SLICED)
+        waited = Waited(work, self._works, tensors, sliced=name in SLICED)
         if name not in _MESSAGES:
             self._works.add(waited)
         return waited

@@ -39,7 +39,7 @@ from elastane.process.streams.plan import (
     parse_std_map,
     prefix_template,
 )
-from elastane.process.worker_environment import LOCAL_RANK_MACRO, only_device
+from elastane.process.worker_environment import LOCAL_RANK_MACRO, RUN_IN_PLACE, only_device
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -60,18 +60,35 @@ def read_command(options: Options, environ: Mapping[str, str]) -> Command:
     fresh = options.flag("no_zygote") or _asks_for_spawn(options, kind)
     zygote = kind != "exec" and same_python and not fresh
     _check_target(kind, options.script)
+    target, args = options.script, options.script_args
+    if options.flag("in_place"):
+        kind, target, args = _in_place(kind, target, args)
     preload = [name.strip() for name in options.text("preload").split(",")]
     if "preload" not in options.given and not torch_build():
         preload = []  # The default is torch and its parts; a job without torch needs none.
     return Command(
         kind=kind,
-        target=options.script,
-        args=options.script_args,
+        target=target,
+        args=args,
         python=python,
         zygote=zygote,
         preload=tuple(filter(None, preload)),
         cwd=str(Path.cwd()),
     )
+
+
+def _in_place(
+    kind: WorkerKind, target: str, args: tuple[str, ...]
+) -> tuple[WorkerKind, str, tuple[str, ...]]:
+    """Return the command that runs a script or module beneath collectives that survive faults."""
+    if kind not in ("script", "module"):
+        raise UsageError(
+            f"--in-place with {'--no-python' if kind == 'exec' else '--run-path'}",
+            slug="bad-option-value",
+            expected="a Python script, or a module with -m",
+        )
+    lead = ("-m", target) if kind == "module" else (target,)
+    return "module", RUN_IN_PLACE, (*lead, *args)
 
 
 def read_logs(options: Options, environ: Mapping[str, str], local_world_size: int) -> LogPlan:

@@ -23,8 +23,8 @@ _PER_WORKER = (
     "ELASTANE_PROCESS_MARK",
     "ELASTANE_SNAPSHOT_SERVER",
 )
-# "1": collectives of an unmodified script survive the loss of workers (`--in-place`).
-IN_PLACE_VARIABLE = "ELASTANE_IN_PLACE"
+# The module that runs an unmodified script, with its path and arguments (`--in-place`).
+RUN_IN_PLACE = "elastane.worker.unmodified"
 # Variables for a worker's rank in its world. A worker that waits for an assignment has none.
 RANK_VARIABLES = (
     *("RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -49,8 +49,7 @@ class RunFacts:
     `virtual_local_rank`: each worker sees one device, as number 0. `timer_file`: the pipe on which
     workers set timers on themselves; "" if no agent reads it. `signals`: the signals at which the
     agent drains. `snapshot_server`: the path of the snapshot server's socket; "" if there is none.
-    `on_one_machine`: gloo listens on the loopback. `in_place`: workers of an unmodified script
-    recover in place.
+    `on_one_machine`: gloo listens on the loopback.
     """
 
     job: str
@@ -62,7 +61,6 @@ class RunFacts:
     signals: tuple[str, ...] = ()
     snapshot_server: str = ""
     on_one_machine: bool = False
-    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def worker_environment(
     own. OMP_NUM_THREADS is 1 if several workers share a node, unless `base` sets it.
     """
     env = without_secrets(base)
-    for name in (*_PER_WORKER, *RANK_VARIABLES, IN_PLACE_VARIABLE):
+    for name in (*_PER_WORKER, *RANK_VARIABLES):
         env.pop(name, None)
     env.update(_constant_variables(assignment, run, worker))
     if not assignment.waiting:
@@ -97,8 +95,6 @@ def worker_environment(
         env.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES=only_device(base, worker.local_rank))
     if run.timer_file:
         env["TORCHELASTIC_TIMER_FILE"] = run.timer_file
-    if run.in_place:
-        env[IN_PLACE_VARIABLE] = "1"
     if run.signals:
         env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(run.signals)
     if worker.error_file:

@@ -23,7 +23,8 @@ A member keeps the contribution of what is issued and not delivered, and the res
 delivered and not stable. An operation that needs all members proves, when it completes, that all
 have issued it. So what the program waited for before it issued that operation is stable, since
 waits are a part of the program and the same on all members. What has merely been delivered by then
-is not, since that depends on a member's pace. A vote follows each unit, and makes it stable.
+is not, since that depends on a member's pace. A vote follows each unit and each 64th operation, and
+makes what is delivered stable.
 
 After a fault, each member seals its view: nothing of it counts as completed any more. The survivors
 enter the next view and exchange their `Table`. `plan` is a function of these tables alone, so all
@@ -55,6 +56,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from elastane.synchrony.operations import Identity, Rule, Signature
+
+# A vote follows every so many operations, also without units. It bounds what is kept of operations
+# that prove nothing about others, such as broadcasts.
+VOTE_EVERY = 64
 
 # Round and attempt of a world; views are ordered by it.
 ViewNumber = tuple[int, int]
@@ -429,8 +434,9 @@ class Member:
             self._kept[number] = operation.signature
             if operation.signature.needs_all and number not in handed:
                 self.stable = max(self.stable, operation.waited_before)
-        if operation.unit is not None:
-            self.vote = number + 1
+        is_many = any((number + 1) % VOTE_EVERY == 0 for number in numbers)
+        if operation.unit is not None or is_many:
+            self.vote = numbers[-1] + 1
         self._handed -= handed
         self.delivered = numbers[-1] + 1
         before = self.visible

@@ -327,7 +327,8 @@ class Worlds:
 
     def _build(self, place: AssignedPlace | None) -> None:
         self._building = ()
-        self._connect(self.group, self._wiring(place) if place is not None else ALONE)
+        wiring = ALONE if place is None else wiring_of(place, self.device.type)
+        self._connect(self.group, wiring)
 
     def _take_coordinate(self, mesh: MeshGroups) -> None:
         """Agree on all mesh coordinates, and connect to the same row and column."""
@@ -396,16 +397,18 @@ class Worlds:
             traffic=self.group.traffic,
         )
 
-    def _wiring(self, place: AssignedPlace) -> Wiring:
-        return Wiring(
-            rank=place.rank,
-            world_size=place.world_size,
-            master_addr=place.master_addr,
-            master_port=place.master_port,
-            fence=f"{place.fence.round}.{place.fence.attempt}",
-            device_type=self.device.type,
-            serves=place.rank == 0 and not place.agent_store,
-        )
+
+def wiring_of(place: AssignedPlace, device_type: str) -> Wiring:
+    """Return how the worker of `place` meets the other members of its world."""
+    return Wiring(
+        rank=place.rank,
+        world_size=place.world_size,
+        master_addr=place.master_addr,
+        master_port=place.master_port,
+        fence=f"{place.fence.round}.{place.fence.attempt}",
+        device_type=device_type,
+        serves=place.rank == 0 and not place.agent_store,
+    )
 
 
 def _warm_up() -> None:

@@ -1,0 +1,107 @@
+"""A call of torch's for a collective, as its signature, its tensors, and a way to start it again.
+
+Names and arguments are those of torch's ProcessGroup (2.13). A call with other arguments than these
+raises ConfigurationError by the name of its method.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+from elastane.synchrony.operations import Identity, Signature, Site
+
+_REDUCTIONS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
+_IN_PLACE = frozenset(("allreduce", "allreduce_coalesced", "broadcast", "reduce"))
+_ROOTED = frozenset(("broadcast", "reduce", "gather", "scatter"))
+_ALL_GATHERS = frozenset(("allgather", "_allgather_base", "allgather_coalesced"))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call. `inputs`: the tensors of its contribution. `outputs`: those of its result.
+
+    `begin(group, root)` starts it over a group of torch, from a root of that rank.
+    """
+
+    signature: Signature
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    begin: Callable[[ProcessGroup, int | None], Work]
+
+
+def call_of(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    visible: Sequence[Identity],
+    site: Site,
+) -> Call:
+    """Return the call of the method `name`; `visible`: the members that its ranks refer to."""
+    options: Any = next((arg for arg in (*args, *kwargs.values()) if _is_options(arg)), None)
+    tensors = [_tensors_of(arg) for arg in (*args, *kwargs.values()) if not _is_options(arg)]
+    outputs = tensors[0] if tensors else []
+    is_gather = name in _ALL_GATHERS or name.startswith(("allgather", "all_gather"))
+    inputs = outputs if name in _IN_PLACE else [each for more in tensors[1:] for each in more]
+    root = visible[options.rootRank] if name in _ROOTED else None
+    signature = Signature(
+        kind=name,
+        layout=_layout(outputs) if name in _IN_PLACE or is_gather else 0,
+        reduction=_reduction(options),
+        root=root,
+        shaped=_shaped(name, outputs, inputs, len(visible)),
+        counts=not any(t.is_floating_point() or t.is_complex() for t in outputs),
+        site=site,
+    )
+
+    def begin(group: ProcessGroup, rank: int | None) -> Work:
+        if rank is not None:
+            options.rootRank = rank
+        work: Work = getattr(group, name)(*args, **kwargs)
+        return work
+
+    return Call(signature, inputs, outputs, begin)
+
+
+def _is_options(arg: object) -> bool:
+    return type(arg).__name__.endswith("Options")
+
+
+def _tensors_of(arg: object) -> list[torch.Tensor]:
+    if isinstance(arg, torch.Tensor):
+        return [arg]
+    if isinstance(arg, list | tuple):
+        return [tensor for each in arg for tensor in _tensors_of(each)]
+    return []
+
+
+def _layout(tensors: Iterable[torch.Tensor]) -> int:
+    """Return a digest of types and element counts."""
+    return zlib.crc32(",".join(f"{t.dtype}{t.numel()}" for t in tensors).encode())
+
+
+def _reduction(options: Any) -> str:
+    op = getattr(options, "reduceOp", None)
+    if op is None:
+        return ""
+    for name in _REDUCTIONS:
+        if op == getattr(ReduceOp, name):
+            return name.lower()
+    return "other"
+
+
+def _shaped(
+    name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], size: int
+) -> int:
+    """Return the number of members that the buffers are for; 0: any."""
+    if name in ("barrier", "reduce", *_IN_PLACE):
+        return 0
+    if name.startswith(("allgather", "all_gather", "_allgather")):
+        own = sum(each.numel() for each in inputs)
+        return sum(each.numel() for each in outputs) // own if own else 0
+    return size

@@ -1,0 +1,76 @@
+"""Who called a collective: the site decides what becomes of it when a member is lost.
+
+torch gives a group no caller, so the Python frames below a call are looked at. A C++ caller has no
+frame: the reducer of DistributedDataParallel is known by the frame of the engine below it. Names of
+torch's modules are private to it (2.13); a caller that is not known is the script, whose operations
+have the strictest rules. Never fails.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+
+import torch
+
+from elastane.synchrony.operations import Site
+
+_ENGINE = "torch.autograd.graph"
+_DDP = "torch.nn.parallel.distributed"
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+_TORCHS = frozenset(("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"))
+# Functions of frameworks by module and name: a broadcast of what each member knows, and a sum that
+# is divided by the world size as it is when the sum returns. Without the package's first name:
+# Lightning has two.
+_KNOWN = {
+    ("loops.training_epoch_loop", "_broadcast_sigterm_tensor"): Site.AUTHORITY,
+    ("utilities.distributed", "_sync_ddp"): Site.TRUE_SUM,
+}
+_LIGHTNING = ("lightning.pytorch.", "lightning.fabric.", "pytorch_lightning.", "lightning_fabric.")
+_KNOWN_NAMES = frozenset(name for _, name in _KNOWN)
+# Between a framework's function and torch's: decorators, strategies, plugins.
+_FRAMES_MAX = 16
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def site_of(frame: FrameType | None) -> Site:
+    """Return the site of an operation of a group; `frame` called the group's method.
+
+    In a backward pass, a call from C++ is REDUCER. The caller of this function has to check that
+    the tensor is a bucket.
+    """
+    if is_in_backward() and (frame is None or _module(frame) == _ENGINE):
+        return Site.REDUCER
+    while frame is not None and _module(frame) in _TORCHS:
+        frame = frame.f_back
+    if frame is None:
+        return Site.SCRIPT
+    module = _module(frame)
+    if module == _DDP:
+        return Site.AUTHORITY
+    if module == _HOOKS:
+        return Site.HOOK
+    return _site_in_framework(frame)
+
+
+def _site_in_framework(frame: FrameType | None) -> Site:
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            break
+        name = frame.f_code.co_name
+        if name in _KNOWN_NAMES and (site := _of_lightning(_module(frame), name)) is not None:
+            return site
+        frame = frame.f_back
+    return Site.SCRIPT
+
+
+def _of_lightning(module: str, name: str) -> Site | None:
+    prefix = next((each for each in _LIGHTNING if module.startswith(each)), None)
+    return None if prefix is None else _KNOWN.get((module.removeprefix(prefix), name))
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

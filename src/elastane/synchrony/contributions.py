@@ -1,0 +1,131 @@
+"""What a member contributes to a collective, kept until its result is delivered.
+
+gloo reduces in place, so a contribution is a copy, with one exception: while a reduction of
+DistributedDataParallel's gradients is open, `p.grad` still holds what was put into the bucket, and
+no copy is made. A copy of 100 MB takes 15 to 25 ms here, of a step of 50 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Contribution(Protocol):
+    """What one member put into an operation."""
+
+    def restore(self, divided_by: int, divisor: int) -> None:
+        """Put it into the operation's tensors again, divided by `divisor` in all.
+
+        It was divided by `divided_by` when it was kept. Zeros: it is not divided.
+        """
+
+
+class Copied:
+    """A copy of the tensors as they were when the operation was issued."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._copies = [tensor.detach().clone() for tensor in tensors]
+
+    def restore(self, divided_by: int, divisor: int) -> None:
+        """Copy them back, scaled to the divisor."""
+        with torch.no_grad():
+            for tensor, copy in zip(self._tensors, self._copies, strict=True):
+                tensor.copy_(copy)
+                if divisor and divisor != divided_by:
+                    tensor.mul_(divided_by / divisor)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where the gradient of one parameter lies in its bucket, in elements.
+
+    `strides` are the parameter's: a bucket holds a gradient in the same order of memory.
+    """
+
+    parameter: torch.Tensor
+    start: int
+    strides: tuple[int, ...]
+
+    def of(self, bucket: torch.Tensor) -> torch.Tensor:
+        """Return the part of `bucket` that holds the gradient."""
+        start = bucket.storage_offset() + self.start
+        return bucket.as_strided(self.parameter.shape, self.strides, start)
+
+
+class Gradients:
+    """The gradients from which a bucket was filled: they are in `p.grad` until its delivery."""
+
+    def __init__(self, bucket: torch.Tensor, slots: Sequence[Slot]) -> None:
+        self._bucket = bucket
+        self._slots = slots
+
+    def restore(self, divided_by: int, divisor: int) -> None:
+        """Fill the bucket again, divided by `divisor`."""
+        with torch.no_grad():
+            for slot in self._slots:
+                place, grad = slot.of(self._bucket), slot.parameter.grad
+                if grad is None:  # No sample of this member used it.
+                    place.zero_()
+                else:
+                    place.copy_(grad).div_(divisor)
+
+
+class BucketLayout:
+    """The buckets of one DistributedDataParallel, in the order in which they are reduced.
+
+    torch rebuilds them after the first backward pass. `refresh` is called between passes: in a
+    backward pass the reducer holds its lock.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[int, bool] | None = None
+        self._buckets: list[tuple[int, torch.dtype, list[Slot]]] = []
+        self._next = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a bucket of this module can be told from other tensors."""
+        return bool(self._buckets)
+
+    def refresh(self, module: DistributedDataParallel) -> None:
+        """Read the layout if it has changed; begin with its first bucket."""
+        self._next = 0
+        ddp: Any = module
+        key = (id(ddp.reducer), bool(ddp._has_rebuilt_buckets))
+        if key == self._key:
+            return
+        self._key = key
+        self._buckets = []
+        if ddp.gradient_as_bucket_view or ddp.mixed_precision is not None:
+            return  # `p.grad` is a part of the bucket, or of another type
+        if ddp._delay_all_reduce_params or getattr(ddp, "_comm_hooks", None):
+            return
+        for bucket in ddp.reducer._get_zeros_like_grad_buckets():
+            self._buckets.append(_slots_of(bucket))
+
+    def take(self, bucket: torch.Tensor) -> list[Slot] | None:
+        """Return the slots of the bucket that is reduced next; None if `bucket` is not that one."""
+        if self._next >= len(self._buckets):
+            return None
+        length, dtype, slots = self._buckets[self._next]
+        if bucket.numel() != length or bucket.dtype != dtype or bucket.is_sparse:
+            return None
+        if any(slot.parameter.dtype != dtype for slot in slots):
+            return None
+        self._next += 1
+        return slots
+
+
+def _slots_of(bucket: Any) -> tuple[int, torch.dtype, list[Slot]]:
+    buffer = bucket.buffer()
+    slots = [
+        Slot(parameter, view.storage_offset() - buffer.storage_offset(), view.stride())
+        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
+    ]
+    return buffer.numel(), buffer.dtype, slots

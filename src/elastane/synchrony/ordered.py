@@ -1,0 +1,422 @@
+"""The process group of an unmodified script: its collectives survive the loss of members.
+
+`OrderedGroup` performs what `rules` decides. The program's threads issue operations, in one order.
+A thread of its own waits for them in that order, delivers their results, votes, and after a fault
+enters the next view with the survivors. So a member takes part in a meeting while its program
+computes. What cannot be kept calls `restart`, which does not return: an exception could be caught
+by a framework, whose training would then be wrong.
+
+Locking: one condition guards the rules and everything in flight. Operations are started while it is
+held, so that their numbers have the order in which torch started them. It is never held in a wait
+for another member.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import Work
+from torch.nn.parallel import DistributedDataParallel
+
+from elastane.comms import ddp
+from elastane.comms.elastic import ElasticGroup
+from elastane.comms.group import WorldGroup
+from elastane.comms.works import Waited, WorkLog
+from elastane.errors import PeerLostError
+from elastane.synchrony import callsites
+from elastane.synchrony.calls import Call, call_of
+from elastane.synchrony.contributions import BucketLayout, Copied, Gradients, Slot
+from elastane.synchrony.meeting import Meeting
+from elastane.synchrony.operations import Identity, Site
+from elastane.synchrony.pending import OrderedWork, PendingOperation, RestartingWork
+from elastane.synchrony.rules import Delivery, Member, Phase, Start, View, plan
+
+_MESSAGES = frozenset(("send", "recv"))
+# A vote is a sum over the members; each adds twice its count, and one if it leaves.
+_LEAVING = 1
+
+
+class OrderedGroup(ElasticGroup):
+    """A group whose operations all survivors deliver alike; `begin` starts it, `leave` ends it.
+
+    `enter(error)` returns the next world of this worker, built; it raises PeerLostError or
+    RuntimeError if that world breaks meanwhile. `restart(reason)` restarts all workers of the job.
+    `on_switch(rank, size)` is called when the program sees another rank or world size.
+    """
+
+    def __init__(
+        self,
+        enter: Callable[[Exception], WorldGroup],
+        restart: Callable[[str], NoReturn],
+        on_switch: Callable[[int, int], None],
+        on_progress: Callable[[int], None],
+    ) -> None:
+        super().__init__()
+        self._enter = enter
+        self._restart = restart
+        self._on_switch = on_switch
+        self._on_progress = on_progress
+        self._changed = threading.Condition(threading.RLock())
+        self._member = Member(Identity(secrets.randbits(63)))
+        self._pending: dict[int, PendingOperation] = {}
+        # Results that this member keeps for others, and those that it got from others, by number.
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._handed: dict[int, list[torch.Tensor]] = {}
+        self._layouts: dict[int, BucketLayout] = {}
+        # By backward pass: the number of members that its gradients are divided by.
+        self._divisors: dict[int, int] = {}
+        # How many backward passes were delivered.
+        self._units = 0
+        self._open_task: int | None = None
+        self._is_leaving = self._has_left = False
+        self._thread = threading.Thread(target=self._run, name="elastane-deliver", daemon=True)
+
+    def begin(self, world: WorldGroup) -> None:
+        """Enter the first world, which is built, with its other members."""
+        log = self._use(world)
+        identities = Meeting(world, log).gather_identities(self._member.identity)
+        members = tuple(Identity(each) for each in identities)
+        with self._changed:
+            self._member.begin(View(_number(world), members))
+            self._show_members()
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Wait until all members have delivered everything, then end the group.
+
+        Called when the program ends well: a member that left before could take a result with it.
+        """
+        with self._changed:
+            self._is_leaving = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def shutdown(self) -> None:
+        """Leave and close: destroy_process_group() uses this name."""
+        self.leave()
+        self.close()
+
+    def rank(self) -> int:
+        """This worker's rank, as the program sees it."""
+        visible = self._member.visible
+        return visible.index(self._member.identity) if visible else 0
+
+    def size(self) -> int:
+        """The world size, as the program sees it."""
+        return len(self._member.visible) or 1
+
+    getRank = rank  # noqa: N815
+
+    def getSize(self) -> int:  # noqa: N802
+        """Return `size`. A new reducer calls it, and in each backward pass the first gradient."""
+        module = ddp.constructed(sys._getframe(1), self)
+        if module is not None:
+            self._layouts[id(module)] = BucketLayout()
+        if callsites.is_in_backward():
+            task = torch._C._current_graph_task_id()
+            return self._divisors.setdefault(task, self.size())
+        return self.size()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an operation waits for other members."""
+        return self._member.delivered < self._member.issued
+
+    @property
+    def traffic(self) -> int | None:
+        """The bytes sent and received in this world so far."""
+        world = self._world
+        return None if world is None else world.traffic
+
+    def before_forward(self, module: DistributedDataParallel) -> None:
+        """Wait until no other member can need the buckets, which the next backward pass fills."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._member.vote is None)
+        layout = self._layouts.get(id(module))
+        if layout is not None:
+            layout.refresh(module)
+
+    def _operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:
+        if name in _MESSAGES:
+            return self._message(name, args, kwargs)
+        frame = sys._getframe(2)
+        with self._changed:
+            self._changed.wait_for(lambda: self._member.phase is Phase.RUNNING)
+            site, slots = self._site(frame, name, args)
+            call = call_of(name, args, kwargs, self._member.visible, site)
+            pending = self._issue(call, slots)
+            self._pump()
+            self._changed.notify_all()
+        return OrderedWork(pending, self._changed, self._has_waited)
+
+    def _message(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
+        """Send or receive; the loss of a member then restarts the job."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._member.phase is Phase.RUNNING)
+            self._member.refuse(f"torch.distributed.{name} was used, whose messages may be lost")
+            try:
+                work: Work = getattr(self.world.group, name)(*args, **kwargs)
+            except (RuntimeError, PeerLostError) as error:
+                self._restart(f"torch.distributed.{name} failed: {error}")
+        return RestartingWork(work, self._restart, name)
+
+    def _issue(self, call: Call, slots: list[Slot] | None) -> PendingOperation:
+        site, unit, divided_by = call.signature.site, None, 0
+        if site in (Site.REDUCER, Site.HOOK):
+            divided_by = self.size()
+            if callsites.is_in_backward():
+                unit = torch._C._current_graph_task_id()
+                self._open_unit(unit)
+            if unit is not None and site is Site.REDUCER:
+                divided_by = self._divisors.get(unit, divided_by)
+        contribution = Copied(call.inputs) if slots is None else Gradients(call.inputs[0], slots)
+        issued = self._member.issue(call.signature, unit=unit, divided_by=divided_by)
+        if issued.restart:
+            self._restart(issued.restart)
+        pending = PendingOperation(issued.number, call, contribution)
+        self._pending[issued.number] = pending
+        if issued.start is not None:
+            self._start(pending, issued.start)
+        return pending
+
+    def _site(
+        self, frame: FrameType | None, name: str, args: tuple[Any, ...]
+    ) -> tuple[Site, list[Slot] | None]:
+        """Return the site of a call, and for a reducer's bucket where the gradients lie in it.
+
+        C++ also reduces what is no bucket: the flags of parameters that were used.
+        """
+        site = callsites.site_of(frame)
+        if site is not Site.REDUCER:
+            return site, None
+        if name != "allreduce" or not args[0][0].is_floating_point():
+            return Site.SCRIPT, None
+        for layout in self._layouts.values():
+            slots = layout.take(args[0][0])
+            if slots is not None:
+                return site, slots
+        is_bucket = any(not layout.is_known for layout in self._layouts.values())
+        return (site if is_bucket else Site.SCRIPT), None
+
+    def _open_unit(self, task: int) -> None:
+        if task != self._open_task:
+            self._open_task = task
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._close_unit(task))
+
+    def _close_unit(self, task: int) -> None:
+        """At the end of a backward pass, before the reducer waits for its buckets."""
+        with self._changed:
+            self._open_task = None
+            self._divisors.clear()
+            self._member.close_unit(task)
+            self._pump()
+            self._changed.notify_all()
+
+    def _has_waited(self, number: int) -> None:
+        """Record that the program waited for an operation."""
+        with self._changed:
+            self._member.waited(number)
+
+    # The thread that delivers.
+
+    def _run(self) -> None:
+        while not self._has_left:
+            with self._changed:
+                self._changed.wait_for(self._is_due)
+                world, number = self.world_in_use, self._member.next_incomplete()
+                pending = self._pending.get(number) if number is not None else None
+                vote = self._member.vote
+            try:
+                if world.aborted:
+                    raise self._peer_lost()
+                if vote is not None:
+                    self._vote(world, vote)
+                elif pending is not None:
+                    self._await(world, pending)
+                else:
+                    self._agree(world, 2 * self._member.delivered + _LEAVING)
+                    self._has_left = True
+            except (RuntimeError, PeerLostError) as error:
+                self._recover(world, error)
+
+    def _is_due(self) -> bool:
+        member = self._member
+        has_work = member.vote is not None or member.next_incomplete() is not None
+        may_leave = self._is_leaving and member.delivered == member.issued
+        return has_work or may_leave or self.world_in_use.aborted
+
+    @property
+    def world_in_use(self) -> WorldGroup:
+        """The world that was entered last, whether it is over or not."""
+        world = self._world
+        assert world is not None, "begin() has set it"
+        return world
+
+    def _await(self, world: WorldGroup, pending: PendingOperation) -> None:
+        pending.wait()
+        with self._changed:
+            if world.aborted:
+                raise self._peer_lost()
+            self._member.complete(pending.number, self._member.view)
+            self._pump()
+            self._changed.notify_all()
+
+    def _vote(self, world: WorldGroup, count: int) -> None:
+        self._agree(world, 2 * count)
+        with self._changed:
+            if world.aborted:
+                raise self._peer_lost()
+            self._member.vote_passed(self._member.view)
+            self._prune()
+            self._pump()
+            self._changed.notify_all()
+
+    def _agree(self, world: WorldGroup, mark: int) -> None:
+        """Wait until all members have given the same mark; others run another program."""
+        if world.size == 1:
+            return
+        total = torch.tensor([mark], dtype=torch.int64)
+        aside: Any = world.aside
+        assert aside is not None, "a world of several members has one"
+        Waited(aside.allreduce([total]), self._works, [total], sliced=True).wait()
+        if world.aborted:
+            raise self._peer_lost()
+        if int(total.item()) != mark * world.size:
+            self._restart(
+                "workers do not run the same program: some have left it, or have issued other"
+                " collectives"
+            )
+
+    def _pump(self) -> None:
+        """Deliver what is complete; the lock is held."""
+        while (delivery := self._member.deliver()) is not None:
+            self._deliver(delivery)
+
+    def _deliver(self, delivery: Delivery) -> None:
+        done = [self._pending.pop(number) for number in delivery.numbers]
+        for pending in done:
+            if pending.number in delivery.handed:
+                pending.accept(self._handed.pop(pending.number))
+            if self._member.keeps(pending.number):
+                self._kept[pending.number] = pending.result()
+        self._prune()
+        if delivery.members is not None:
+            self._show_members()
+        if any(pending.call.signature.site in (Site.REDUCER, Site.HOOK) for pending in done):
+            self._units += 1
+            self._on_progress(self._units)
+        for pending in done:
+            pending.finish()
+
+    def _prune(self) -> None:
+        for number in [n for n in self._kept if not self._member.keeps(n)]:
+            del self._kept[number]
+
+    def _show_members(self) -> None:
+        """Let the program see the members of the rules' visible view."""
+        self.show_members(range(self.size()))
+        self._on_switch(self.rank(), self.size())
+
+    # A fault.
+
+    def _recover(self, world: WorldGroup, error: Exception) -> None:
+        with self._changed:
+            self._member.seal()
+            self._handed.clear()
+        world.abort()
+        while self._member.phase is not Phase.RUNNING:
+            try:
+                world = self._enter(error)
+                self._meet(world, self._use(world))
+            except (RuntimeError, PeerLostError) as another:
+                error = another
+                self.world_in_use.abort()
+                self._handed.clear()
+
+    def _meet(self, world: WorldGroup, log: WorkLog) -> None:
+        meeting = Meeting(world, log)
+        with self._changed:
+            own = self._member.table()
+        tables = meeting.exchange(own)
+        decided = plan(tables)
+        if decided.restart:
+            self._restart(decided.restart)
+        ranks = {table.identity: rank for rank, table in enumerate(tables)}
+        for gift in decided.gifts:
+            tensors = meeting.hand_over(ranks[gift.giver], self._held(gift.number))
+            if self._member.identity in gift.takers:
+                self._handed[gift.number] = tensors
+        with self._changed:
+            if world.aborted:
+                raise self._peer_lost()
+            view = View(_number(world), tuple(table.identity for table in tables))
+            starts = self._member.install(view, decided)
+            if self._member.phase is Phase.LEFT:
+                self._restart("the others have continued without this worker")
+            if self._member.phase is not Phase.RUNNING:
+                raise self._peer_lost()
+            self._prune()
+            for start in starts:
+                self._start(self._pending[start.number], start)
+            self._pump()
+            self._on_progress(self._units)
+            self._changed.notify_all()
+
+    def _held(self, number: int) -> Sequence[torch.Tensor]:
+        """Return this member's result of an operation, if it has one."""
+        if number in self._kept:
+            return self._kept[number]
+        pending = self._pending.get(number)
+        return pending.call.outputs if pending is not None else ()
+
+    def _start(self, pending: PendingOperation, start: Start) -> None:
+        """Start an operation in the current view; a failure shows as it is waited for."""
+        root = None if start.root is None else self._member.view.members.index(start.root)
+        if start.is_repeated or start.divided_by != start.divisor:
+            pending.contribution.restore(start.divided_by, start.divisor)
+        pending.begin(self.world_in_use, root, self._works)
+
+    def _use(self, world: WorldGroup) -> WorkLog:
+        """Make `world` the one that operations start in."""
+        former, self._world = self._world, world
+        log = self._works = WorkLog()
+        release = log.releaser()
+
+        def ended() -> None:
+            release()
+            with self._changed:
+                self._changed.notify_all()
+
+        world.when_aborted = ended
+        if former is not None:
+            former.close()
+        return log
+
+
+def _number(world: WorldGroup) -> tuple[int, int]:
+    """Return the number of a world's view: its round and attempt."""
+    of_round, _, attempt = world.wiring.fence.partition(".")
+    return int(of_round), int(attempt)
+
+
+def watch_forwards() -> None:
+    """Let each DDP over an OrderedGroup wait before a forward that a backward pass follows."""
+    ours: Any = DistributedDataParallel
+    before: Callable[..., Any] = ours._pre_forward
+
+    def pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        prepared = before(self, *inputs, **kwargs)
+        group = self.__dict__.get("process_group")
+        if isinstance(group, OrderedGroup) and torch.is_grad_enabled():
+            group.before_forward(self)
+        return prepared
+
+    ours._pre_forward = pre_forward

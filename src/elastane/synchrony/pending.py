@@ -1,0 +1,136 @@
+"""Operations that are issued and not delivered, and the works that the program holds of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+from torch.distributed import Work
+
+from elastane.comms.elastic import SLICED
+from elastane.comms.group import WorldGroup
+from elastane.comms.works import Waited, WorkLog
+from elastane.errors import PeerLostError
+from elastane.synchrony.calls import Call
+from elastane.synchrony.contributions import Contribution, Gradients
+
+
+class PendingOperation:
+    """One operation, from its issue to its delivery; its owner serialises all but `wait`."""
+
+    def __init__(self, number: int, call: Call, contribution: Contribution) -> None:
+        self.number = number
+        self.call = call
+        self.contribution = contribution
+        self.over = threading.Event()
+        self._work: Waited | None = None
+        self._failure: Exception | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def begin(self, world: WorldGroup, root: int | None, log: WorkLog) -> None:
+        """Start it in `world`; a failure is raised by `wait`."""
+        self._work = self._failure = None
+        try:
+            work = self.call.begin(world.group, root)
+        except (RuntimeError, PeerLostError) as error:
+            if not world.aborted:
+                log.note(error)
+            self._failure = error.with_traceback(None)
+            return
+        sliced = self.call.signature.kind in SLICED
+        self._work = Waited(work, log, list(self.call.outputs), sliced=sliced)
+
+    def wait(self) -> None:
+        """Wait until it has completed in its world; raises RuntimeError if that ends."""
+        if self._failure is not None:
+            raise self._failure
+        if self._work is not None:
+            self._work.wait()
+
+    def accept(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take the result of another member."""
+        with torch.no_grad():
+            for output, tensor in zip(self.call.outputs, tensors, strict=True):
+                output.copy_(tensor)
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the result as this member keeps it for others.
+
+        The bucket of a reducer holds it until the next backward pass, which waits for all members.
+        Other tensors belong to the program, which may change them.
+        """
+        if isinstance(self.contribution, Gradients):
+            return list(self.call.outputs)
+        return [tensor.detach().clone() for tensor in self.call.outputs]
+
+    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return the future of its result; the owner's lock is held."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            if self.over.is_set():
+                self._future.set_result(list(self.call.outputs))
+        return self._future
+
+    def finish(self) -> None:
+        """Return the result to the program; the owner's lock is held."""
+        self.over.set()
+        if self._future is not None:
+            self._future.set_result(list(self.call.outputs))
+
+
+class OrderedWork(Work):
+    """The program's hold on an operation; it never fails."""
+
+    def __init__(
+        self,
+        pending: PendingOperation,
+        lock: threading.Condition,
+        has_waited: Callable[[int], None],
+    ) -> None:
+        super().__init__()
+        self._pending = pending
+        self._lock = lock
+        self._has_waited = has_waited
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the operation is delivered, over any number of faults."""
+        self._pending.over.wait()
+        self._has_waited(self._pending.number)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation is delivered."""
+        return self._pending.over.is_set()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future of its tensors."""
+        with self._lock:
+            return self._pending.future()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the output tensors."""
+        return list(self._pending.call.outputs)
+
+
+class RestartingWork(Work):
+    """A message between two members: if it fails, all workers restart."""
+
+    def __init__(self, work: Work, restart: Callable[[str], NoReturn], name: str) -> None:
+        super().__init__()
+        self._work = work
+        self._restart = restart
+        self._name = name
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the message."""
+        try:
+            return self._work.wait(timeout) if timeout else self._work.wait()
+        except RuntimeError as error:
+            self._restart(f"torch.distributed.{self._name} failed: {error}")
+
+    def is_completed(self) -> bool:
+        """Whether the message has arrived."""
+        return self._work.is_completed()

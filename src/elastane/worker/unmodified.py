@@ -1,0 +1,249 @@
+"""Runs a script that knows nothing of elastane, so that it survives the loss of other workers.
+
+`python -m elastane.worker.unmodified SCRIPT ARG...` is how `elastane run --in-place` starts it; `-m
+MODULE` runs a module. `init_process_group` then gives an `OrderedGroup` (see `synchrony`), whose
+world shrinks beneath the script. No worker can join such a world in place.
+
+What the script does that cannot be kept is refused where it is called, with the reason, or restarts
+all workers at the next fault. A restart ends this process: an exception could be caught by a
+framework, whose training would go on with wrong values.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.machinery
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from elastane.comms.group import WorldGroup
+from elastane.errors import ConfigurationError, ExitCode
+from elastane.process.control_socket import AssignedPlace, Doing, Wait
+from elastane.protocol.hangs import Activity
+from elastane.synchrony.ordered import OrderedGroup, watch_forwards
+from elastane.worker import drain, progress_reporter
+from elastane.worker.control_socket import ControlSocket
+from elastane.worker.progress_reporter import ProgressReporter
+from elastane.worker.world import wiring_of
+
+SLUG = "in-place-refused"
+RESTART_SLUG = "in-place-restart"
+_BACKENDS = ("", "gloo", "cpu:gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")
+
+
+class ShrinkingWorker:
+    """One worker of an unmodified script: its control socket, its worlds, and its group."""
+
+    def __init__(self, line: ControlSocket) -> None:
+        self._line = line
+        self._progress = ProgressReporter()
+        self._page = drain.take_page()
+        self._place: AssignedPlace | None = None
+        self._building: WorldGroup | None = None
+        self.group = OrderedGroup(self._enter, restart, self._show_place, self._step)
+
+    def join(self) -> None:
+        """Enter the first world, as the script calls init_process_group."""
+        self._progress.show_on(self._page)
+        word = self._line.first()
+        if isinstance(word, Wait):
+            restart("a worker of an unmodified script cannot join a world that has begun")
+        self._place = word
+        self._line.begin(self._end_world, self._doing)
+        self._progress.at(Activity.BODY)
+        self.group.begin(self._build(word))
+        self.group.register()
+        self._line.able(None, shrinks_only=True)
+
+    def leave(self) -> None:
+        """Leave the job with the other members, at the end of the script."""
+        self._progress.at(Activity.APART)
+        self.group.leave()
+        self._line.finished()
+        self._line.close()
+        self._progress.close()
+        self.group.close()
+
+    def _enter(self, error: Exception) -> WorldGroup:
+        """Report the loss, wait for a place in the next world, and build that."""
+        assert self._place is not None
+        if not self._line.world_has_ended:
+            self._line.lost(self._place.fence, f"lost a peer: {error}")
+        self._place = self._line.next_place()
+        return self._build(self._place)
+
+    def _build(self, place: AssignedPlace) -> WorldGroup:
+        world = self._building = WorldGroup(wiring_of(place, "cpu"))
+        if self._line.world_has_ended:
+            world.abort()  # The thread may have looked before this world was there.
+        return world.build()
+
+    def _end_world(self) -> None:
+        """In the control socket's thread: end what waits in the current world."""
+        if self._line.world_has_ended and self._building is not None:
+            self._building.abort()
+
+    def _show_place(self, rank: int, size: int) -> None:
+        """Let the script read its rank and world size in the environment, too."""
+        if self._place is not None:
+            os.environ.update(self._place.env)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+
+    def _step(self, number: int) -> None:
+        if self._page is not None and self._place is not None:
+            self._page.meet(number, self._place.fence.round)
+        self._progress.beat()
+
+    def _doing(self) -> Doing:
+        frames = progress_reporter.main_frames()
+        return Doing(
+            waits=self.group.in_flight,
+            held=progress_reporter.is_debugged(frames),
+            rank=self.group.rank(),
+            where=progress_reporter.described(frames),
+            traffic=self.group.traffic,
+        )
+
+
+def restart(reason: str) -> NoReturn:
+    """End this worker, so that all workers of the job restart from the script's checkpoint."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        sys.stderr.write(
+            f"elastane: all workers restart: {reason}. Next step: nothing; they continue from the"
+            f" script's last checkpoint [{RESTART_SLUG}]\n"
+        )
+        sys.stderr.flush()
+    os._exit(ExitCode.TRY_AGAIN)
+
+
+def install() -> None:
+    """Let torch.distributed give the script a group that survives the loss of members."""
+    make_group = _maker()
+    modules: tuple[Any, ...] = (dist, c10d)
+    for module in modules:
+        module.init_process_group = make_group
+        module.new_group = _new_group
+        module.new_subgroups = _refused("new_subgroups")
+        module.split_group = _refused("split_group")
+    watch_forwards()
+
+
+def _maker() -> Callable[..., None]:
+    workers: list[ShrinkingWorker] = []
+    torchs: Callable[..., None] = c10d.init_process_group
+
+    def init_process_group(
+        backend: str | None = None,
+        init_method: str | None = None,
+        store: Any = None,
+        **_options: Any,
+    ) -> None:
+        """Enter the job's world; rank, size and timeout are the agent's affair."""
+        if dist.is_initialized():
+            torchs()  # raises, as without us
+        _check(backend, init_method, store)
+        if workers:
+            raise _refusal(
+                "init_process_group() was called after destroy_process_group()",
+                "one process group, from its first use to the end of the script",
+            )
+        line = ControlSocket.inherited()
+        if line is None:
+            raise _refusal("init_process_group() in a process without an agent", "a worker")
+        worker = ShrinkingWorker(line)
+        workers.append(worker)
+        worker.join()
+        atexit.register(_leave, worker)
+
+    return init_process_group
+
+
+def _check(backend: str | None, init_method: str | None, store: Any) -> None:
+    if str(backend or "").lower() not in _BACKENDS:
+        raise _refusal(f"init_process_group(backend={backend!r})", "gloo, or no backend")
+    if store is not None or (init_method or "env://") != "env://":
+        what = "a store" if store is not None else f"init_method={init_method!r}"
+        raise _refusal(f"init_process_group() with {what}", 'init_method="env://", or none')
+
+
+def _new_group(ranks: Any = None, *_args: Any, **_kwargs: Any) -> Any:
+    """Return the group of all workers again; refuse a group of some."""
+    group = c10d._get_default_group()
+    if ranks is None or sorted(ranks) == [*range(group.size())]:
+        return group
+    raise _refusal(f"new_group({ranks!r})", "collectives over all workers")
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise _refusal(f"{name}()", "collectives over all workers")
+
+    return refuse
+
+
+def _refusal(what: str, expected: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what}: not possible with --in-place",
+        slug=SLUG,
+        expected=expected,
+        next_step="start the script without --in-place: then a fault restarts all workers",
+    )
+
+
+def _leave(worker: ShrinkingWorker) -> None:
+    """At the exit of the interpreter: leave with the others, unless the script failed."""
+    if not _ended_badly():
+        worker.leave()
+
+
+_failure: list[object] = []
+
+
+def _ended_badly() -> bool:
+    return bool(_failure)
+
+
+def main(argv: list[str]) -> None:
+    """Run the script or module of `argv` as `__main__`."""
+    install()
+    try:
+        _run(argv)
+    except SystemExit as error:
+        if error.code not in (0, None):
+            _failure.append(error.code)
+        raise
+    except BaseException as error:
+        _failure.append(error)
+        raise
+
+
+def _run(argv: list[str]) -> None:
+    if argv[0] == "-m":
+        sys.argv[:] = argv[1:]
+        sys.path[0] = os.getcwd()  # noqa: PTH109 - as `python -m` does
+        run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+        run_as_main(argv[1])
+        return
+    path = argv[0] if argv[0].startswith("/") else f"{Path.cwd()}/{argv[0]}"
+    sys.argv[:] = argv
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(path).resolve().parent)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main_module = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main_module).update(__file__=path, __cached__=None, __loader__=loader)
+    code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+    exec(code, vars(main_module))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
