@@ -302,7 +302,7 @@ TABLE: tuple[Option, ...] = (
         "in-place",
         "0",
         "if a worker or node of an unmodified DDP script is lost, the others keep running (scripts "
-        "that call elastane.init() do so without this option; see docs/in-place.md)",
+        "that call elastane.init() do so without this option; see docs/unmodified-scripts.md)",
         OURS,
         kind="flag",
         ours=True,

@@ -487,6 +487,8 @@ def _regrouping(state: State) -> bool:
         return _stop_world(
             state, f"{state.incidents.current.reason}; others have finished their steps"
         )
+    if recovery.is_too_small(state):
+        return _stop_world(state, f"{state.incidents.current.reason}; too few workers are left")
     _release_leaving(state)
     if recovery.must_wait_for_state(state):
         return _await_possibly_training(state)

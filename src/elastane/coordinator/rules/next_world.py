@@ -66,10 +66,17 @@ def _in_place(state: State) -> list[NodeWorkers]:
     return [one for one in staying + coming if one.node.id in chosen]
 
 
+def shrinks_only(state: State) -> bool:
+    """Whether no worker can join the current world in place: it has those of unmodified scripts."""
+    return any(node.workers.shrinks_only for node in state.roster.members())
+
+
 def _able_nodes(state: State) -> tuple[list[NodeWorkers], list[NodeWorkers]]:
     """Return the nodes with survivors in the order of their ranks, and the arrivals in theirs."""
     assert state.world is not None
-    needs_displaced, is_sharded = _needs_displaced(state), _is_sharded(state)
+    takes_survivors_only = shrinks_only(state)
+    needs_displaced = _needs_displaced(state) and not takes_survivors_only
+    is_sharded = _is_sharded(state)
     staying, coming = list[NodeWorkers](), list[NodeWorkers]()
     for node in state.roster.nodes.values():
         able = node.workers.recoverable if node.is_current else set[int]()
@@ -78,7 +85,10 @@ def _able_nodes(state: State) -> tuple[list[NodeWorkers], list[NodeWorkers]]:
         survivors = node.survivors if node.is_member else ()
         if needs_displaced and state.holders.is_displaced_holder(node):
             survivors = tuple(sorted(able))
-        one = NodeWorkers(node, survivors, tuple(sorted(able - set(survivors))))
+        joining = () if takes_survivors_only else tuple(sorted(able - set(survivors)))
+        if not survivors and not joining:
+            continue
+        one = NodeWorkers(node, survivors, joining)
         if is_sharded and not survivors and len(one.joining) < node.spec.local_world_size:
             continue
         (staying if survivors else coming).append(one)

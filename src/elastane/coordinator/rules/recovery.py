@@ -182,6 +182,13 @@ def is_ending(state: State) -> bool:
     return finished and not (state.roster.unreachable or next_world.are_enough(state, found))
 
 
+def is_too_small(state: State) -> bool:
+    """Whether too few workers are left of a world that no other worker can join."""
+    if state.roster.unreachable or not next_world.shrinks_only(state):
+        return False
+    return not next_world.are_enough(state, next_world.next_world(state))
+
+
 def may_return(state: State) -> bool:
     """Whether workers that finished a loop of steps are alive: they may begin another loop."""
     return any(
@@ -215,13 +222,15 @@ def commit_when_enough(state: State) -> bool:
         return ending.no_replica(state)
     if state.roster.unreachable:
         return False  # The reconnect grace is short, and ends by itself.
-    if not incident.charged and incident.is_chargeable:
+    shrinks = next_world.shrinks_only(state)
+    if not incident.charged and incident.is_chargeable and not shrinks:
         if ending.verdict_pending(state, incident):
             return False
         why = charge_replacements(state, incident)
         if why:
             return ending.failure(state, incident, why)
-    replace_lost(state, incident, 0.0)  # The charge covers workers lost since.
+    if not shrinks:
+        replace_lost(state, incident, 0.0)  # The charge covers workers lost since.
     found = next_world.next_world(state)
     if not next_world.are_enough(state, found):
         return _wait(
@@ -235,7 +244,14 @@ def commit_when_enough(state: State) -> bool:
         state.queue.wait_until(port_due_s)
         return False
     state.incidents.finish(incident.reason)
+    before = state.world.world_size
     next_world.commit(state, found, incident.reason)
+    if shrinks:
+        state.log(
+            EventKind.WAITING,
+            f"continues with {state.world.world_size} of {before} workers; the others start again"
+            " when all workers restart",
+        )
     return True
 
 
@@ -290,7 +306,7 @@ def _returning_until_s(state: State) -> float:
 
 def prepare_standbys(state: State) -> None:
     """Start workers on nodes that arrived, as far as the next world has room for them."""
-    if not state.in_place.active or state.world is None:
+    if not state.in_place.active or state.world is None or next_world.shrinks_only(state):
         return
     # The record of the world does not count: a departed node has freed its place.
     here = {node.id for node in state.roster.members()}
@@ -343,6 +359,7 @@ def start_replacements(state: State, node: KnownNode) -> None:
         state.in_place.active
         and state.incidents.unpaid is None
         and node.workers.lost - node.workers.replacing
+        and not next_world.shrinks_only(state)
     )
     if is_due and state.world is not None:
         _prepare_replacements(state, state.world, node, 0.0)

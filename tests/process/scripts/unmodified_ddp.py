@@ -1,0 +1,76 @@
+"""An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
+
+Usage: unmodified_ddp.py FOLDER [sum | group]. It ends once a file "enough" is there. With `sum` it
+sums floats of its own in each step; before one of these, rank 1 of the first attempt dies. With
+`group` it asks for a group of one worker.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:])
+STEPS_MAX = 100_000
+DIES_AT = 3
+
+
+def is_first_attempt():
+    """Whether the workers were not restarted yet."""
+    return os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+
+def digest(model):
+    """Return a digest of all parameters; each rank's BatchNorm has statistics of its own."""
+    state = [each.detach().numpy().tobytes() for each in model.parameters()]
+    return hashlib.sha1(b"".join(state)).hexdigest()
+
+
+def is_enough():
+    """Whether the test has seen enough; all ranks decide alike."""
+    enough = torch.tensor([int((FOLDER / "enough").exists())])
+    dist.all_reduce(enough, op=dist.ReduceOp.MAX)
+    return bool(enough.item())
+
+
+def main():
+    """Train until it is enough."""
+    dist.init_process_group("gloo")
+    if WAY == "group":
+        dist.new_group([0])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+    )
+    trained = DistributedDataParallel(model, bucket_cap_mb=0.002)
+    optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    with (FOLDER / f"{os.getpid()}.jsonl").open("w") as file:
+        for step in range(STEPS_MAX):
+            inputs = torch.randn(8, 16, generator=data)
+            time.sleep(0.01)
+            optimizer.zero_grad()
+            loss = (trained(inputs).squeeze(-1) - inputs.sum(1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            if WAY == "sum":
+                if step == DIES_AT and dist.get_rank() == 1 and is_first_attempt():
+                    os.kill(os.getpid(), signal.SIGKILL)
+                dist.all_reduce(loss.detach())
+            what = {"step": step, "digest": digest(model), "world": dist.get_world_size()}
+            file.write(json.dumps(what) + "\n")
+            file.flush()
+            if is_enough():
+                break
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,103 @@
+"""Ordinary DDP scripts under --in-place: survivors keep their processes and agree on weights."""
+
+import contextlib
+import os
+import random
+import signal
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from growing import Growing
+from jobs import PRELOAD
+
+from elastane.testing import LocalCluster
+
+SCRIPT = Path(__file__).parent / "scripts" / "unmodified_ddp.py"
+
+
+class Unmodified:
+    """A cluster that runs the script, and what its workers have written after each step."""
+
+    def __init__(self, folder: Path, *args: str, **options: object) -> None:
+        self.folder = folder / "said"
+        self.folder.mkdir()
+        self._growing = Growing(self.folder)
+        script = [str(SCRIPT), str(self.folder), *args]
+        options = {"nnodes": "1", "nproc_per_node": 4, "min_workers": 1, **options}
+        self.cluster = LocalCluster(
+            script, folder=folder / "c", in_place=True, preload=f"{PRELOAD},torch.optim", **options
+        )
+
+    def said(self) -> dict[int, list[dict]]:
+        """What each process has written."""
+        return {int(pid): lines for pid, lines in self._growing.lines().items()}
+
+    def wait_steps(self, pids: set[int], world: int, count: int = 3) -> None:
+        """Wait until these processes have each made so many more steps, in a world of this size."""
+        begun = {pid: len(self.said().get(pid, ())) for pid in pids}
+
+        def there() -> bool:
+            said = self.said()
+            return all(
+                len(said.get(pid, ())) >= begun[pid] + count and said[pid][-1]["world"] == world
+                for pid in pids
+            )
+
+        self.cluster.wait(there, f"{count} steps of {sorted(pids)} in a world of {world}")
+
+    def ends_alike(self, survivors: set[int]) -> None:
+        """Let the job end well; after each step the survivors had one state and one world size."""
+        (self.folder / "enough").touch()
+        self.cluster.wait(lambda: not self.cluster.node("a").is_alive, "the agent ends")
+        assert self.cluster.events("job-ended")[-1].data["ok"] is True, self.cluster.story()
+        by_step = defaultdict(set)
+        for pid in survivors:
+            for line in self.said()[pid]:
+                by_step[line["step"]].add((line["digest"], line["world"]))
+        differing = {step: states for step, states in by_step.items() if len(states) > 1}
+        assert by_step and not differing, differing
+
+
+def kill(pids: set[int]) -> None:
+    """End processes at once, without a word."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_survivors_of_an_unmodified_script_continue_with_equal_weights(tmp_path, seed):
+    choose = random.Random(seed)
+    job = Unmodified(tmp_path)
+    with job.cluster as cluster:
+        cluster.start("a")
+        cluster.wait_world(nodes=1)
+        left = {*cluster.world().pids["a"]}
+        job.wait_steps(left, 4)
+        for count in choose.choice([(1, 1), (2,)]):
+            lost = {*choose.sample(sorted(left), count)}
+            kill(lost)
+            left -= lost
+            job.wait_steps(left, len(left))
+        job.ends_alike(left)
+        assert not cluster.events("restart") and not cluster.events("replacement")
+
+
+def test_a_sum_without_a_known_meaning_among_fewer_workers_restarts_all(tmp_path):
+    job = Unmodified(tmp_path, "sum", nproc_per_node=2, max_restarts=1)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        cluster.wait(lambda: len(job.said()) == 4, "two workers, and two more after the restart")
+        job.ends_alike({*cluster.world().pids["a"]})
+        assert "allreduce (sum) was interrupted" in node.output
+        assert "[in-place-restart]" in node.output
+
+
+def test_a_group_of_some_workers_is_refused_with_the_call_and_the_way_out(tmp_path):
+    job = Unmodified(tmp_path, "group", nproc_per_node=2)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        assert node.wait() != 0
+        assert "new_group([0]): not possible with --in-place" in node.output
+        assert "start the script without --in-place" in node.output
