@@ -66,10 +66,10 @@ def kill(pids: set[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_survivors_of_an_unmodified_script_continue_with_equal_weights(tmp_path, seed):
+@pytest.mark.parametrize(("seed", "way"), [(1, "ordinary"), (2, "static")])
+def test_survivors_of_an_unmodified_script_continue_with_equal_weights(tmp_path, seed, way):
     choose = random.Random(seed)
-    job = Unmodified(tmp_path)
+    job = Unmodified(tmp_path, way)
     with job.cluster as cluster:
         cluster.start("a")
         cluster.wait_world(nodes=1)

@@ -87,6 +87,9 @@ class BucketLayout:
         self._key: tuple[int, bool] | None = None
         self._buckets: list[tuple[int, torch.dtype, list[Slot]]] = []
         self._next = 0
+        # Whether the reducer reduces everything at the end of the coming backward pass, and waits
+        # for it there: the first pass of a static graph.
+        self.is_delayed = False
 
     @property
     def is_known(self) -> bool:
@@ -97,8 +100,9 @@ class BucketLayout:
         """Read the layout if it has changed; begin with its first bucket."""
         self._next = 0
         ddp: Any = module
+        self.is_delayed = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
         key = (id(ddp.reducer), bool(ddp._has_rebuilt_buckets))
-        if key == self._key:
+        if key == self._key or self.is_delayed:
             return
         self._key = key
         self._buckets = []

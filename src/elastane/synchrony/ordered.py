@@ -171,11 +171,12 @@ class OrderedGroup(ElasticGroup):
         site, unit, divided_by = call.signature.site, None, 0
         if site in (Site.REDUCER, Site.HOOK):
             divided_by = self.size()
-            if callsites.is_in_backward():
+            if callsites.is_in_backward() and not self._is_delayed():
                 unit = torch._C._current_graph_task_id()
                 self._open_unit(unit)
-            if unit is not None and site is Site.REDUCER:
-                divided_by = self._divisors.get(unit, divided_by)
+            if site is Site.REDUCER:
+                task = torch._C._current_graph_task_id()
+                divided_by = self._divisors.get(task, divided_by)
         contribution = Copied(call.inputs) if slots is None else Gradients(call.inputs[0], slots)
         issued = self._member.issue(call.signature, unit=unit, divided_by=divided_by)
         if issued.restart:
@@ -204,6 +205,10 @@ class OrderedGroup(ElasticGroup):
                 return site, slots
         is_bucket = any(not layout.is_known for layout in self._layouts.values())
         return (site if is_bucket else Site.SCRIPT), None
+
+    def _is_delayed(self) -> bool:
+        """Whether the reducer waits before the end of this pass: then it is no unit."""
+        return any(layout.is_delayed for layout in self._layouts.values())
 
     def _open_unit(self, task: int) -> None:
         if task != self._open_task:
