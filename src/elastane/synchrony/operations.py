@@ -98,6 +98,12 @@ class Signature:
         """Whether its completion proves that all members have issued it."""
         return self.kind in ("allreduce", "allreduce_coalesced", "barrier") or self.kind in _SHAPED
 
+    @property
+    def depends_on_size(self) -> bool:
+        """Whether its result means something only together with the number of members."""
+        is_sum = self.kind.startswith("allreduce") and self.reduction not in _IDEMPOTENT
+        return self.kind in _SHAPED or (is_sum and self.site in (Site.SCRIPT, Site.TRUE_SUM))
+
     def described(self) -> str:
         """Describe the operation for a message: its kind, reduction and caller."""
         what = f"{self.kind} ({self.reduction})" if self.reduction else self.kind

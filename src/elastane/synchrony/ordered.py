@@ -74,6 +74,8 @@ class OrderedGroup(ElasticGroup):
         # How many backward passes were delivered.
         self._units = 0
         self._open_task: int | None = None
+        # The members that torch's tables and the environment show.
+        self._shown: tuple[Identity, ...] = ()
         self._is_leaving = self._has_left = False
         self._thread = threading.Thread(target=self._run, name="elastane-deliver", daemon=True)
 
@@ -84,7 +86,7 @@ class OrderedGroup(ElasticGroup):
         members = tuple(Identity(each) for each in identities)
         with self._changed:
             self._member.begin(View(_number(world), members))
-            self._show_members()
+            self._show_if_changed()
         self._thread.start()
 
     def leave(self) -> None:
@@ -222,6 +224,7 @@ class OrderedGroup(ElasticGroup):
             self._open_task = None
             self._divisors.clear()
             self._member.close_unit(task)
+            self._show_if_changed()
             self._pump()
             self._changed.notify_all()
 
@@ -229,6 +232,7 @@ class OrderedGroup(ElasticGroup):
         """Record that the program waited for an operation."""
         with self._changed:
             self._member.waited(number)
+            self._show_if_changed()
 
     # The thread that delivers.
 
@@ -313,8 +317,7 @@ class OrderedGroup(ElasticGroup):
             if self._member.keeps(pending.number):
                 self._kept[pending.number] = pending.result()
         self._prune()
-        if delivery.members is not None:
-            self._show_members()
+        self._show_if_changed()
         if any(pending.call.signature.site in (Site.REDUCER, Site.HOOK) for pending in done):
             self._units += 1
             self._on_progress(self._units)
@@ -325,8 +328,13 @@ class OrderedGroup(ElasticGroup):
         for number in [n for n in self._kept if not self._member.keeps(n)]:
             del self._kept[number]
 
-    def _show_members(self) -> None:
+    def _show_if_changed(self) -> None:
         """Let the program see the members of the rules' visible view."""
+        if self._member.restart:
+            self._restart(self._member.restart)
+        if self._member.visible == self._shown:
+            return
+        self._shown = self._member.visible
         self.show_members(range(self.size()))
         self._on_switch(self.rank(), self.size())
 

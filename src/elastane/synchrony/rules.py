@@ -34,8 +34,9 @@ survivors decide the same:
    the results up to there from one that keeps them.
 2. Everything behind the cut runs again over the survivors, from the contributions that were kept.
    A member that has not issued it yet issues it when its program comes there.
-3. Rank and world size, as the program reads them, change when the first operation behind the cut
-   returns. No member has returned from it before, and each will.
+3. Rank and world size, as the program reads them, change when the program has waited for the first
+   operation behind the cut. No member has returned from it before, and each will. Its delivery
+   alone changes nothing: that may come while the program does something else.
 
 What cannot be kept restarts the job: a program that diverged, a result that no survivor keeps, an
 operation that has no meaning in a smaller world (`operations.Rule`).
@@ -61,6 +62,9 @@ from elastane.synchrony.operations import Identity, Rule, Signature
 # that prove nothing about others, such as broadcasts.
 VOTE_EVERY = 64
 
+# A program that never waits for its operations reads them by accident, if at all.
+UNREAD_MAX = 1024
+
 # Round and attempt of a world; views are ordered by it.
 ViewNumber = tuple[int, int]
 
@@ -75,7 +79,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """The members as the program sees them from the return of operation `at` on."""
+    """The members as the program sees them once it has waited for operation `at`."""
 
     at: int
     members: tuple[Identity, ...]
@@ -320,13 +324,11 @@ class Issued:
 class Delivery:
     """An effect: return these operations to the program, in order.
 
-    `handed`: those of them whose result came from another member. `members`: the members that the
-    program sees from now on; None if that does not change.
+    `handed`: those of them whose result came from another member.
     """
 
     numbers: tuple[int, ...]
     handed: frozenset[int]
-    members: tuple[Identity, ...] | None
 
 
 class Member:
@@ -344,6 +346,10 @@ class Member:
         self._waited = 0
         # Why the next fault can only restart the job, as the first such use; or "".
         self.refused = ""
+        # Why the job has to restart now; or "".
+        self.restart = ""
+        # Operations whose result depends on the size, and that the program has not waited for.
+        self._unread: dict[int, Signature] = {}
         self._operations: dict[int, Operation] = {}
         self._kept: dict[int, Signature] = {}
         # Numbers of results that another member has handed over, and that are not delivered.
@@ -391,6 +397,10 @@ class Member:
         self._operations[number] = operation
         if unit is not None:
             self._open_unit = unit
+        if signature.depends_on_size:
+            self._unread[number] = signature
+            if len(self._unread) > UNREAD_MAX:
+                self._unread.pop(next(iter(self._unread)))
         return Issued(number, None if operation.is_complete else self._start(operation))
 
     def close_unit(self, unit: int) -> None:
@@ -404,6 +414,8 @@ class Member:
     def waited(self, number: int) -> None:
         """Record that the program itself waits, or has waited, for an operation."""
         self._waited = max(self._waited, number + 1)
+        self._unread.pop(number, None)
+        self._switch()
 
     def complete(self, number: int, view: View) -> None:
         """Record that an operation has completed in `view`; ignored if that view is sealed."""
@@ -439,12 +451,9 @@ class Member:
             self.vote = numbers[-1] + 1
         self._handed -= handed
         self.delivered = numbers[-1] + 1
-        before = self.visible
-        while self._pending and self._pending[0].at < self.delivered:
-            self._passed.append(self._pending.pop(0))
-            self.visible = self._passed[-1].members
+        self._switch()
         self._forget()
-        return Delivery(tuple(numbers), handed, self.visible if self.visible != before else None)
+        return Delivery(tuple(numbers), handed)
 
     def vote_passed(self, view: View) -> None:
         """Record that all members of `view` have delivered what the current vote is about."""
@@ -453,6 +462,10 @@ class Member:
             self.stable = max(self.stable, self.vote)
             self.vote = None
             self._forget()
+
+    def signature_of(self, number: int) -> Signature:
+        """Return the signature of an issued operation that is not delivered."""
+        return self._operations[number].signature
 
     def keeps(self, number: int) -> bool:
         """Whether the result of a delivered operation is still needed."""
@@ -511,7 +524,8 @@ class Member:
         self.stable = max(self.stable, decided.stable)
         if self.vote is not None and self.vote <= self.stable:
             self.vote = None
-        self._pending = [switch for switch in decided.switches if switch.at >= self.delivered]
+        own = [switch for switch in self._pending if switch.at < self.delivered]
+        self._pending = own + [s for s in decided.switches if s.at >= self.delivered]
         self._forget()
         starts = []
         for number in range(self.delivered, self.issued):
@@ -530,6 +544,22 @@ class Member:
             divided_by=operation.divided_by,
             divisor=len(self.view.members) if signature.rule is Rule.RESCALE else 0,
         )
+
+    def _switch(self) -> None:
+        """Let the program see the members of the operations that it has returned from."""
+        while self._pending and self._pending[0].at < min(self.delivered, self._waited):
+            self._refuse_unread(self._pending[0].at)
+            self._passed.append(self._pending.pop(0))
+            self.visible = self._passed[-1].members
+
+    def _refuse_unread(self, at: int) -> None:
+        """Restart if the program would read an older result together with the new world size."""
+        for number, signature in self._unread.items():
+            if number < at:
+                self.restart = self.restart or (
+                    f"{signature.described()} was started before the world shrank, and is waited"
+                    " for afterwards, when the world size is another"
+                )
 
     def _next_unit(self) -> list[int]:
         """Return the numbers that are delivered next; empty while their unit is open.

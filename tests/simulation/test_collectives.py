@@ -1,0 +1,157 @@
+"""Histories of view-synchronous collectives: no broken promise, and each planted bug is found."""
+
+import dataclasses
+
+import pytest
+
+from elastane.synchrony import rules
+from elastane.synchrony.rules import Member
+from simulation import collectives
+from simulation.collectives import History, Violation, play
+
+HISTORIES = 300
+# Seeds that once broke a promise: a size that depended on the pace of deliveries, a sum that was
+# read together with the size of a later view.
+KEPT = (2, 5)
+
+
+def test_no_history_breaks_a_promise():
+    handed = sum(play(seed).counts["handed"] for seed in (*KEPT, *range(1000, 1000 + HISTORIES)))
+    assert handed > 50, "the faults of these histories never made a member lack a result"
+
+
+def test_operations_with_a_known_meaning_never_restart_a_job():
+    assert not any(play(seed, keepable=True).restarted for seed in range(2000, 2100))
+
+
+# Planted bugs: each takes one idea of the protocol away.
+
+
+def size_at_the_meeting(patch):
+    install = Member.install
+
+    def wrong(self, view, decided):
+        starts = install(self, view, decided)
+        self.visible, self._pending = self.view.members, []
+        return starts
+
+    patch.setattr(Member, "install", wrong)
+
+
+def size_at_delivery(patch):
+    def wrong(self):
+        while self._pending and self._pending[0].at < self.delivered:
+            self._passed.append(self._pending.pop(0))
+            self.visible = self._passed[-1].members
+
+    patch.setattr(Member, "_switch", wrong)
+
+
+def stable_by_the_pace_of_deliveries(patch):
+    issue = Member.issue
+
+    def wrong(self, signature, **more):
+        issued = issue(self, signature, **more)
+        if issued.number in self._operations:
+            self._operations[issued.number].waited_before = self.delivered
+        return issued
+
+    patch.setattr(Member, "issue", wrong)
+
+
+def results_dropped_at_delivery(patch):
+    patch.setattr(Member, "_forget", lambda self: self._kept.clear())
+
+
+def survivors_need_the_last_view(patch):
+    right = rules.plan
+
+    def wrong(tables):
+        latest = max(table.view.number for table in tables)
+        informed = tuple(t.identity for t in tables if t.view.number == latest)
+        late = tuple(t.identity for t in tables if t.view.number != latest)
+        return dataclasses.replace(right(tables), survivors=informed, left_out=late)
+
+    patch.setattr(collectives, "plan", wrong)
+
+
+def divisor_of_the_old_view(patch):
+    right = Member._start
+
+    def wrong(self, operation, **more):
+        start = right(self, operation, **more)
+        return dataclasses.replace(start, divisor=start.divided_by)
+
+    patch.setattr(Member, "_start", wrong)
+
+
+def buckets_delivered_one_by_one(patch):
+    def wrong(self):
+        return [self.delivered] if self.delivered < self.issued else []
+
+    patch.setattr(Member, "_next_unit", wrong)
+
+
+def no_vote(patch):
+    right = Member.deliver
+
+    def wrong(self):
+        delivery = right(self)
+        self.vote = None
+        return delivery
+
+    patch.setattr(Member, "deliver", wrong)
+
+
+def passed_switches_forgotten(patch):
+    right = Member.table
+
+    def wrong(self):
+        return dataclasses.replace(right(self), switches=tuple(self._pending))
+
+    patch.setattr(Member, "table", wrong)
+
+
+def delivered_operations_run_again(patch):
+    patch.setattr(rules, "_cut", lambda survivors: min(t.delivered for t in survivors))
+
+
+def roots_by_rank(patch):
+    patch.setattr(rules, "root_in", lambda signature, view: view.members[0])
+
+
+def leaving_without_agreement(patch):
+    def wrong(self, process, _view):
+        member = process.member
+        return process.at == len(self.program) and member.delivered == member.issued
+
+    patch.setattr(History, "_may_leave", wrong)
+
+
+def old_sums_read_with_the_new_size(patch):
+    patch.setattr(Member, "_refuse_unread", lambda _self, _at: None)
+
+
+# The first seed that finds each.
+BUGS = {
+    size_at_the_meeting: 0,
+    size_at_delivery: 0,
+    stable_by_the_pace_of_deliveries: 0,
+    results_dropped_at_delivery: 0,
+    survivors_need_the_last_view: 31,
+    divisor_of_the_old_view: 1,
+    buckets_delivered_one_by_one: 36,
+    no_vote: 24,
+    passed_switches_forgotten: 2164,
+    delivered_operations_run_again: 0,
+    roots_by_rank: 1,
+    leaving_without_agreement: 267,
+    old_sums_read_with_the_new_size: 9,
+}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_each_planted_bug_is_found(bug, monkeypatch):
+    bug(monkeypatch)
+    with pytest.raises((Violation, AssertionError)):
+        play(BUGS[bug])

@@ -1,0 +1,99 @@
+"""What survivors decide from their tables, one rule each."""
+
+import pytest
+
+from elastane.synchrony.operations import Identity, Rule, Signature, Site, rule_of
+from elastane.synchrony.rules import Switch, Table, View, plan
+
+A, B, C = (Identity(n) for n in (1, 2, 3))
+FIRST = View((1, 0), (A, B, C))
+MAX = Signature("allreduce", reduction="max")
+SUM = Signature("allreduce", reduction="sum")
+BUCKET = Signature("allreduce", reduction="sum", site=Site.REDUCER)
+SHARDS = Signature("reduce_scatter", reduction="sum", shaped=3)
+
+
+def table(identity, delivered, issued, *signatures, view=FIRST, **more):
+    """A member that keeps all that it has delivered; `signatures` are those of its operations."""
+    kept = tuple(range(delivered))
+    numbered = dict(enumerate(signatures))
+    return Table(identity, view, 0, delivered, issued, kept=kept, signatures=numbered, **more)
+
+
+def test_what_one_has_delivered_is_handed_to_the_other():
+    decided = plan([table(A, 2, 2, MAX, MAX), table(B, 1, 2, MAX, MAX)])
+    assert [(g.number, g.giver, g.takers) for g in decided.gifts] == [(1, A, (B,))]
+    assert decided.cut == 2 and decided.switches == (Switch(2, (A, B)),)
+
+
+def test_what_nobody_has_delivered_runs_again_and_changes_the_size():
+    decided = plan([table(A, 1, 2, MAX, BUCKET), table(C, 1, 1, MAX)])
+    assert not decided.restart and not decided.gifts
+    assert decided.switches == (Switch(1, (A, C)),)
+
+
+def test_an_interrupted_sum_of_the_script_restarts():
+    assert "allreduce (sum) was interrupted" in plan([table(A, 0, 1, SUM)]).restart
+
+
+def test_a_sum_that_one_has_delivered_does_not_restart():
+    assert not plan([table(A, 1, 1, SUM), table(B, 0, 1, SUM)]).restart
+
+
+def test_a_private_result_that_only_some_have_restarts():
+    decided = plan([table(A, 1, 1, SHARDS), table(B, 0, 1, SHARDS)])
+    assert "no worker holds another's part" in decided.restart
+
+
+def test_other_operations_of_the_same_number_restart():
+    assert "do not run the same program" in plan([table(A, 0, 1, MAX), table(B, 0, 1, SUM)]).restart
+
+
+@pytest.mark.parametrize(
+    ("site", "received", "goes_on"),
+    [(Site.SCRIPT, (), False), (Site.SCRIPT, (0,), True), (Site.AUTHORITY, (), True)],
+)
+def test_a_broadcast_of_a_lost_member_needs_a_receiver_or_a_value_that_all_have(
+    site, received, goes_on
+):
+    signature = Signature("broadcast", root=C, site=site)
+    decided = plan([table(A, 0, 1, signature, received=received), table(B, 0, 1, signature)])
+    assert bool(decided.restart) is not goes_on
+    assert [gift.takers for gift in decided.gifts] == [(A, B)] * len(received)
+
+
+def test_an_all_gather_that_one_has_received_counts_as_delivered_with_the_old_size():
+    gather = Signature("allgather", shaped=3)
+    decided = plan([table(A, 0, 1, gather, received=(0,)), table(B, 0, 1, gather)])
+    assert decided.cut == 1 and decided.switches == (Switch(1, (A, B)),)
+    assert "buffers are for 3 workers" in plan([table(A, 0, 1, gather)]).restart
+
+
+def test_a_member_that_missed_the_last_view_continues_and_its_void_switches_do_not():
+    second = View((2, 0), (A, B))
+    late = table(B, 0, 1, MAX, switches=(Switch(0, (A, B, C)),))
+    decided = plan([table(A, 1, 1, MAX, view=second, switches=(Switch(0, (A, B)),)), late])
+    assert decided.survivors == (A, B) and not decided.left_out
+    assert decided.switches == (Switch(0, (A, B)), Switch(1, (A, B)))
+
+
+def test_a_member_that_was_left_out_of_a_view_is_not_taken_back():
+    second = View((2, 0), (A, B))
+    decided = plan([table(A, 1, 1, MAX, view=second), table(C, 0, 1, MAX)])
+    assert decided.left_out == (C,) and decided.survivors == (A,)
+
+
+@pytest.mark.parametrize(
+    ("signature", "rule"),
+    [
+        (Signature("allreduce", reduction="sum", counts=True), Rule.REPEAT),
+        (Signature("allreduce", reduction="product"), Rule.REFUSED),
+        (Signature("allreduce", reduction="sum", site=Site.TRUE_SUM), Rule.REPEAT),
+        (Signature("allreduce", reduction="sum", site=Site.HOOK), Rule.RESCALE),
+        (Signature("allreduce", reduction="max", site=Site.HOOK), Rule.REPEAT),
+        (Signature("alltoall"), Rule.PRIVATE),
+        (Signature("a_kind_of_a_later_torch"), Rule.REFUSED),
+    ],
+)
+def test_the_table_of_operations(signature, rule):
+    assert rule_of(signature) is rule
