@@ -116,7 +116,7 @@ def final_flushes(pair, store):
 def test_the_final_flush_includes_a_lost_nodes_part_from_its_replica(pair, tmp_path, lost):
     store = tmp_path / "store"
     final_flushes(pair, store)
-    os.kill(pair[lost][0].client, signal.SIGKILL)
+    os.kill(pair[lost][0].server_pid, signal.SIGKILL)
     left, worker = pair[1 - lost]
     worker.client.close()
     left.leave()
@@ -130,7 +130,7 @@ def test_the_final_flush_includes_a_lost_nodes_part_from_its_replica(pair, tmp_p
 def test_a_part_begun_by_its_owner_is_not_written_from_a_replica(pair, tmp_path):
     store = tmp_path / "store"
     final_flushes(pair, store)
-    os.kill(pair[0][0].client, signal.SIGKILL)
+    os.kill(pair[0][0].server_pid, signal.SIGKILL)
     nonce = digest_of([f"{7:08x} {FINAL_FLUSH}".encode()])[:8]
     begun = store / folder_name(Key(0, 1, 0, 7), nonce) / "__0_0.distcp"
     begun.parent.mkdir(parents=True)
