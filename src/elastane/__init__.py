@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from elastane.checkpoint.checkpointer import Checkpointer
     from elastane.checkpoint.simple import load_checkpoint, save_checkpoint
     from elastane.data.sampler import ElasticBatchSampler, ElasticSampler
+    from elastane.data.stream import ElasticStream
     from elastane.functions.launch import launch
     from elastane.worker.drain import should_checkpoint
     from elastane.worker.job import Job, init
@@ -24,6 +25,7 @@ __all__ = [
     "Checkpointer",
     "ElasticBatchSampler",
     "ElasticSampler",
+    "ElasticStream",
     "Job",
     "Step",
     "__version__",
@@ -41,6 +43,7 @@ _HOMES = {
     "Checkpointer": "elastane.checkpoint.checkpointer",
     "ElasticBatchSampler": "elastane.data.sampler",
     "ElasticSampler": "elastane.data.sampler",
+    "ElasticStream": "elastane.data.stream",
     "Job": "elastane.worker.job",
     "Step": "elastane.worker.step",
     "errors": "elastane.errors",

@@ -47,6 +47,6 @@ def length_of(dataset: object) -> int:
         raise ConfigurationError(
             f"dataset is a {type(dataset).__name__} and has no length",
             expected="a dataset with __len__, whose samples can be asked for by index",
-            next_step="for a stream of files use elastane.data.shards.ElasticShards",
+            next_step="for data without a length use elastane.ElasticStream",
             slug="data-size",
         ) from None

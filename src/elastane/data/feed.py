@@ -21,6 +21,7 @@ from elastane.data.ledger import LedgerShare
 from elastane.data.loaders import END, LoaderHandle, cursor_of
 from elastane.data.position import DataPosition
 from elastane.data.recall import Recall
+from elastane.data.stream_position import StreamShare
 from elastane.errors import ConfigurationError
 
 __all__ = ["Feed", "Portion"]
@@ -33,7 +34,7 @@ class Portion(NamedTuple):
     which is 0.
     """
 
-    share: LedgerShare
+    share: LedgerShare | StreamShare
     batch: Any
 
     @property

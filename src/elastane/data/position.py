@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from elastane.data.checks import SEED_END, whole
 from elastane.data.ledger import CommittedPosition, Ledger, LedgerShare, cut
@@ -22,7 +22,7 @@ from elastane.data.recall import Recall
 from elastane.data.streams import FOR_LOADER
 from elastane.errors import ConfigurationError
 
-__all__ = ["DataPosition", "matching", "world_of_process"]
+__all__ = ["DataPosition", "JobPosition", "matching", "world_of_process"]
 
 # The format of state_dict(), and of the order that a seed means.
 _FORMAT = 1
@@ -54,6 +54,37 @@ def _refused(what: str, expected: str) -> ConfigurationError:
         next_step="make it as the saved run made it, or read the data from its start, without this",
         slug="data-state",
     )
+
+
+class JobPosition(Protocol):
+    """What a job asks of its position, in data of any kind."""
+
+    @property
+    def next_step(self) -> int:
+        """Return the number of the step that is dealt next, counted from the start of epoch 0."""
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the step that is dealt next."""
+
+    @property
+    def portions_per_step(self) -> int:
+        """Return the number of shares that this rank has of each step."""
+
+    def accumulate(self, micro_batches: int) -> object:
+        """Deal each step in this many micro-batches."""
+
+    def is_last_of_epoch(self, step: int) -> bool:
+        """Whether a step that was dealt is the last one of its epoch."""
+
+    def described(self) -> dict[str, object]:
+        """Return the properties that define the data and its order."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and the data that it belongs to, equal on all ranks."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the position of a state."""
 
 
 class DataPosition:
@@ -120,6 +151,10 @@ class DataPosition:
     def epoch(self) -> int:
         """The epoch of the step that is dealt next."""
         return self._next // self.ledger.steps_per_epoch
+
+    def is_last_of_epoch(self, step: int) -> bool:
+        """Whether a step is the last one of its epoch."""
+        return (step + 1) % self.ledger.steps_per_epoch == 0
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, unless the position is in that epoch already.

@@ -24,6 +24,7 @@ from elastane.comms.digest import state_digest
 from elastane.comms.pairing import MispairedError
 from elastane.data.checks import whole
 from elastane.data.feed import Feed, Portion
+from elastane.data.stream import ElasticStream, StreamFeed
 from elastane.errors import ElastaneError, JobError, PeerLostError
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Fence
@@ -94,7 +95,7 @@ class Job:
         self._calls = Calls(self.process_group)
         self._former_hook = sys.excepthook
         self._verify_every = 0
-        self._feed: Feed | None = None
+        self._feed: Feed | StreamFeed | None = None
         self._loader: Any = None
         # Whether all members are known to hold the same state: no member has made a step since a
         # world was entered, or since they met. The same on all of them, also on a worker that has
@@ -173,10 +174,11 @@ class Job:
     ) -> Iterator[tuple[Step, Any]]:
         """Yield (step, batch) until an epoch or a step is reached; `with step:` is its body.
 
-        `loader` is a DataLoader over an ElasticBatchSampler, or over ElasticShards. With
-        `accumulate` micro-batches a step, take them from `step.batches`. A `break` out of the loop
-        has to happen on all workers at the same step. After every `verify_every` steps the workers
-        compare their states, and one that differs receives the majority's.
+        `loader` is a DataLoader over an ElasticBatchSampler or over ElasticShards, or an
+        ElasticStream. With `accumulate` micro-batches a step, take them from `step.batches`. A
+        `break` out of the loop has to happen on all workers at the same step. After every
+        `verify_every` steps the workers compare their states, and one that differs receives the
+        majority's.
         """
         if until_epoch is None and until_step is None:
             raise JobError(
@@ -193,9 +195,9 @@ class Job:
                 if not self._boundary():
                     continue
                 self._world.progress.at(Activity.LOADING)
-                portions = _next_portions(feed, feed.cursor.portions_per_step)
+                portions = self._next_portions(feed)
                 if not portions:
-                    continue  # The epoch has ended, and the feed continues with the next one.
+                    continue  # The epoch or the world has ended.
                 step = Step(self, feed.cursor.next_step, portions)
                 self.mode.begin(step.number)
                 self._world.progress.at(Activity.BETWEEN)
@@ -280,7 +282,7 @@ class Job:
 
     def is_last_of_epoch(self, number: int) -> bool:
         """Whether the step of this number is the last one of its epoch."""
-        return (number + 1) % self._open_feed.cursor.ledger.steps_per_epoch == 0
+        return self._open_feed.cursor.is_last_of_epoch(number)
 
     def beat(self) -> None:
         """Report that a step makes progress: a long body reports nothing else."""
@@ -375,11 +377,11 @@ class Job:
         return self._feed.cursor.next_step if self._feed is not None else 0
 
     @property
-    def _open_feed(self) -> Feed:
+    def _open_feed(self) -> Feed | StreamFeed:
         assert self._feed is not None, "steps() comes first"
         return self._feed
 
-    def _open(self, loader: Any, accumulate: int) -> Feed:
+    def _open(self, loader: Any, accumulate: int) -> Feed | StreamFeed:
         """Return the feed of the loader, at its position; the first call begins the steps."""
         if self._feed is not None and loader is not self._loader:
             raise JobError(
@@ -389,7 +391,8 @@ class Job:
                 slug="job-steps",
             )
         if self._feed is None:
-            self._feed = Feed(loader)
+            is_stream = isinstance(loader, ElasticStream)
+            self._feed = StreamFeed(loader, self._add_up) if is_stream else Feed(loader)
             self._loader = loader
             self._saved.opened(self._feed.cursor)
             self.mode.open(self._feed.cursor, accumulate)
@@ -414,7 +417,9 @@ class Job:
         elif self._world.waits or not self._come_together():
             self._enter_next()
 
-    def _is_done(self, feed: Feed, until_epoch: int | None, until_step: int | None) -> bool:
+    def _is_done(
+        self, feed: Feed | StreamFeed, until_epoch: int | None, until_step: int | None
+    ) -> bool:
         cursor = feed.cursor
         return (until_epoch is not None and cursor.epoch >= until_epoch) or (
             until_step is not None and cursor.next_step >= until_step
@@ -427,6 +432,29 @@ class Job:
             return True
         self._enter_next()
         return False
+
+    def _next_portions(self, feed: Feed | StreamFeed) -> list[Portion]:
+        """Return the portions of the next step; none at the end of an epoch or of the world."""
+        count = feed.cursor.portions_per_step
+        try:
+            return [*itertools.islice(iter(functools.partial(next, feed, None), None), count)]
+        except ReadingCutError:
+            self._enter_next()
+            return []
+
+    def _add_up(self, numbers: list[int]) -> list[int]:
+        """Return the sums of these numbers over all members, which read the same step."""
+        self._world.progress.at(Activity.BETWEEN)
+        total = torch.tensor(numbers)
+        try:
+            self.process_group.pairing.insist()
+            torch.distributed.all_reduce(total, group=self.process_group)
+            self.process_group.check()
+        except (ElastaneError, RuntimeError) as error:
+            self._world.lose(error)
+            raise ReadingCutError(f"a peer was lost: {error}") from error
+        self._world.progress.at(Activity.LOADING)
+        return total.tolist()
 
     def _is_verified(self) -> bool:
         """Compare replicas, if it is time; return False if the world broke meanwhile."""
@@ -504,6 +532,10 @@ class Job:
         self._open_feed.rewind(rank, self.process_group.size())
 
 
+class ReadingCutError(Exception):
+    """Raised through a feed whose exchange lost a peer; it never reaches the script."""
+
+
 def _not_begun(step: Step) -> JobError:
     return JobError(
         f"the body of step {step.number} did not begin with it",
@@ -511,8 +543,3 @@ def _not_begun(step: Step) -> JobError:
         next_step="for step, batch in job.steps(...):  with step: ...",
         slug="job-steps",
     )
-
-
-def _next_portions(feed: Feed, count: int) -> list[Portion]:
-    """Return the portions of one step; none at the end of an epoch."""
-    return [*itertools.islice(iter(functools.partial(next, feed, None), None), count)]

@@ -27,7 +27,7 @@ from elastane.comms.group import WorldGroup
 from elastane.data.checks import SEED_END, whole
 from elastane.data.feed import Portion
 from elastane.data.permutation import mixed
-from elastane.data.position import DataPosition
+from elastane.data.position import DataPosition, JobPosition
 from elastane.data.streams import FOR_BUILD, FOR_SHARD, begin_streams
 from elastane.errors import JobError
 from elastane.worker.deterministic_pass import Means, Pass
@@ -56,7 +56,7 @@ class Mode:
     def close(self) -> None:
         """Leave nothing behind in this process."""
 
-    def open(self, cursor: DataPosition, accumulate: int) -> None:
+    def open(self, cursor: JobPosition, accumulate: int) -> None:
         """Deal each step in `accumulate` micro-batches from here on."""
         cursor.accumulate(accumulate)
 
@@ -134,8 +134,14 @@ class Deterministic(Mode):
             torch.backends.cudnn.benchmark = benchmark
             self._former = None
 
-    def open(self, cursor: DataPosition, accumulate: int) -> None:
-        """Deal the data in shards from here on; JobError for a model or batch that forbids it."""
+    def open(self, cursor: JobPosition, accumulate: int) -> None:
+        """Deal the data in shards from here on; JobError for data or a model that forbids it."""
+        if not isinstance(cursor, DataPosition):
+            raise _refused(
+                "deterministic=True with an ElasticStream, whose lengths are not known",
+                "data that can be dealt in virtual shards",
+                "an ElasticBatchSampler, or ElasticShards, which knows the lengths",
+            )
         batch, cut = cursor.ledger.global_batch_size, self.shards * accumulate
         if batch < cut:
             raise _refused(

@@ -26,7 +26,7 @@ import torch
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.state import flatten
-from elastane.data.position import DataPosition
+from elastane.data.position import JobPosition
 from elastane.errors import ConfigurationError, JobError, StateError
 from elastane.worker.healing import gathered
 from elastane.worker.undo import Undo
@@ -201,7 +201,7 @@ class Calls:
 class RetryProgress:
     """How far a member is: its position in the data and its calls, as one state."""
 
-    def __init__(self, cursor: DataPosition, calls: Calls) -> None:
+    def __init__(self, cursor: JobPosition, calls: Calls) -> None:
         self._cursor = cursor
         self._calls = calls
 

@@ -15,7 +15,7 @@ from elastane.checkpoint.members import GroupMembers, Members, SingleProcess
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.checkpoint.state_source import require_names
 from elastane.comms.elastic import ElasticGroup
-from elastane.data.position import DataPosition
+from elastane.data.position import JobPosition
 from elastane.errors import PeerLostError
 from elastane.worker import shard_support
 from elastane.worker.healing import Health
@@ -47,7 +47,7 @@ class SavedJob:
         self._worlds = worlds
         self._tracked = tracked
         self._health = health
-        self._cursor: DataPosition | None = None
+        self._cursor: JobPosition | None = None
         self._place: dict[str, Any] = {}  # restored before there was a cursor
         self._waits: list[Callable[[], None]] = []
         self._checkpointer: Checkpointer | None = None
@@ -62,7 +62,7 @@ class SavedJob:
         """The call that restored the registered objects, or found nothing to restore; or ""."""
         return "checkpointer.restore(job)" if self._checkpointer is not None else ""
 
-    def opened(self, cursor: DataPosition) -> None:
+    def opened(self, cursor: JobPosition) -> None:
         """Read and write the position through `cursor`, and move it to the restored one."""
         self._cursor = cursor
         if self._place:

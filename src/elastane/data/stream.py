@@ -1,0 +1,260 @@
+"""A stream: elastic data from sources that are read front to back and do not tell their length.
+
+`ElasticStream` is what a script gives to `job.steps`. `StreamFeed` reads it for one rank: it owns
+the open shards, reads this rank's part of each round, and exchanges with the other ranks what the
+shards gave. That exchange is the price of unknown lengths: the weight of a share and the end of a
+shard are known to all ranks only after it. Where lengths are known, `ElasticShards` needs none.
+
+How it fails: ConfigurationError, the exceptions of the source, and those of the exchange.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from elastane.data.checks import whole
+from elastane.data.feed import Portion
+from elastane.data.ledger import cut
+from elastane.data.shard_ledger import LaneReading
+from elastane.data.shards import LANES
+from elastane.data.stream_position import StreamPosition
+from elastane.errors import ConfigurationError
+
+__all__ = ["ElasticStream", "ShardSource", "StreamFeed"]
+
+# Returns the sums of these numbers over all ranks.
+Exchange: TypeAlias = Callable[[list[int]], Sequence[int]]
+_END = object()
+
+
+@dataclass(frozen=True)
+class ShardSource:
+    """Data in shards. `open_shard(shard, start, epoch)` returns the samples from `start` on.
+
+    Each time a shard is opened for an epoch it has to give the same samples in the same order.
+    `shards` is the same list on all ranks; its items are anything that `open_shard` understands.
+    """
+
+    shards: Sequence[Any]
+    open_shard: Callable[[Any, int, int], Iterable[Any]]
+
+
+class ElasticStream:
+    """Deals the samples of a source exactly once per epoch, in any world; for `job.steps`.
+
+    `source` is a ShardSource, or what a function of `elastane.data.sources` returns.
+    `global_batch_size` is the number of samples of a step over all ranks; only the last step of an
+    epoch has fewer. `shuffle` changes the order of the shards with the epoch, but not the order
+    within a shard. `lanes` is how many shards all ranks together read side by side: a multiple of
+    the usual world size, so that no shard is read twice. It is fixed for the job, like the batch.
+
+    `collate_fn` makes a batch of a list of samples, in the rank that uses them. Decoding that costs
+    time belongs there. The default is torch's `default_collate`.
+    """
+
+    def __init__(
+        self,
+        source: ShardSource,
+        global_batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        lanes: int = LANES,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        if not isinstance(source, ShardSource):
+            raise ConfigurationError(
+                f"the source of the stream is a {type(source).__name__}",
+                expected="a ShardSource",
+                next_step="ElasticStream(sources.hugging_face(dataset), ...), or another function"
+                " of elastane.data.sources",
+                slug="data-source",
+            )
+        self.source = source
+        self.collate_fn = collate_fn
+        self.position = StreamPosition(
+            len(source.shards), global_batch_size, seed, lanes, shuffle=shuffle
+        )
+
+
+class StreamFeed(Iterator[Portion]):
+    """Iterates over the steps of a stream from the committed position, over all epochs."""
+
+    def __init__(self, stream: ElasticStream, exchange: Exchange) -> None:
+        self.cursor = stream.position
+        self._stream = stream
+        self._exchange = exchange
+        self._readers = Readers(stream.source)
+        self._waiting: deque[Portion] = deque()
+        self._spare: Any = _END
+
+    def __iter__(self) -> StreamFeed:
+        return self
+
+    def __next__(self) -> Portion:
+        if not self._waiting:
+            step = self.read_step()
+            sums: Sequence[int] | None = None
+            while True:
+                try:
+                    report = step.send(sums)
+                except StopIteration as read:
+                    self._waiting.extend(read.value)
+                    break
+                sums = report if self.cursor.world[1] == 1 else self._exchange(report)
+        return self._waiting.popleft()
+
+    def commit(self, step: int) -> None:
+        """Commit a step; see StreamPosition.commit."""
+        self.cursor.commit(step)
+        self._readers.committed(self.cursor)
+
+    def rewind(self, rank: int | None = None, world_size: int | None = None) -> None:
+        """Deal again from the committed position, for this rank of this world if given."""
+        if rank is None and world_size is None:
+            self.cursor.forget()
+        else:
+            self.cursor.bind(whole("rank", rank), whole("world_size", world_size, 1))
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Close the open shards; the feed may be used again."""
+        self._waiting.clear()
+        self.cursor.forget()
+        self._readers.close()
+
+    def read_step(self) -> Generator[list[int], Sequence[int] | None, list[Portion]]:
+        """Read this rank's part of the next step, from the committed position; return its portions.
+
+        Yields this rank's report of each round, and is sent the sum of all ranks' reports.
+        """
+        self.cursor.forget()
+        own: list[Any] = []
+        while not self.cursor.is_whole:
+            samples, report = self._read_round()
+            own += samples
+            sums = yield report
+            assert sums is not None, "the sum of the reports is sent"
+            self.cursor.learn(sums)
+        if own:
+            self._spare = own[-1]
+        parts = self.cursor.micro_batches
+        cuts = [cut(0, len(own), part, parts) for part in range(parts)]
+        shares = self.cursor.shares([stop - start for start, stop in cuts])
+        return [
+            Portion(share, self._batch(own[start:stop] or [self._stand_in()]))
+            for share, (start, stop) in zip(shares, cuts, strict=True)
+        ]
+
+    def _read_round(self) -> tuple[list[Any], list[int]]:
+        """Return this rank's samples of a round, and its report."""
+        own: list[Any] = []
+        found: dict[int, tuple[int, bool]] = {}
+        for reading in self.cursor.readings():
+            reader = self._readers.at(reading, self.cursor.epoch)
+            own += reader.read(reading.first, reading.stop)
+            if reading.reports:
+                found[reading.lane] = reader.found(reading.begin, reading.stop)
+        return own, self.cursor.report(found, len(own))
+
+    def _batch(self, samples: list[Any]) -> Any:
+        collate = self._stream.collate_fn
+        if collate is not None:
+            return collate(samples)
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)
+
+    def _stand_in(self) -> Any:
+        """Return a sample for a share without any, which is computed with weight 0."""
+        if self._spare is _END:
+            self._spare = self._readers.first_sample(self.cursor.epoch)
+        return self._spare
+
+
+class ShardReader:
+    """An open shard: its samples by number, kept from the committed offset on."""
+
+    def __init__(self, samples: Iterable[Any], start: int) -> None:
+        self._samples = iter(samples)
+        self._kept: list[Any] = []
+        self.start = start
+        self._length: int | None = None
+
+    def read(self, first: int, stop: int) -> list[Any]:
+        """Return the samples from number `first` up to `stop`, or to the end of the shard."""
+        self._reach(stop)
+        return self._kept[first - self.start : stop - self.start]
+
+    def found(self, begin: int, stop: int) -> tuple[int, bool]:
+        """Return how many samples [begin, stop) has, and whether the shard ends there."""
+        self._reach(stop + 1)
+        there = self.start + len(self._kept)
+        return min(stop, there) - begin, there <= stop
+
+    def forget(self, before: int) -> None:
+        """Drop the samples before this number: they are committed."""
+        dropped = min(before - self.start, len(self._kept))
+        del self._kept[:dropped]
+        self.start += dropped
+
+    def close(self) -> None:
+        """Close the source's iterator, if it can be closed."""
+        close = getattr(self._samples, "close", None)
+        if close is not None:
+            close()
+
+    def _reach(self, stop: int) -> None:
+        while self._length is None and self.start + len(self._kept) < stop:
+            sample = next(self._samples, _END)
+            if sample is _END:
+                self._length = self.start + len(self._kept)
+            else:
+                self._kept.append(sample)
+
+
+class Readers:
+    """The open shards of this rank, by epoch and number."""
+
+    def __init__(self, source: ShardSource) -> None:
+        self._source = source
+        self._open: dict[tuple[int, int], ShardReader] = {}
+        self._used: set[tuple[int, int]] = set()
+
+    def at(self, reading: LaneReading, epoch: int) -> ShardReader:
+        """Return the reader of a shard, which has the samples from `reading.begin` on."""
+        key = epoch, reading.shard
+        reader = self._open.get(key)
+        if reader is None or reader.start > reading.begin:
+            reader = self._open[key] = self._opened(reading.shard, reading.begin, epoch)
+        self._used.add(key)
+        return reader
+
+    def first_sample(self, epoch: int) -> Any:
+        """Return any sample; the epoch has one."""
+        for shard in range(len(self._source.shards)):
+            sample = self._opened(shard, 0, epoch).read(0, 1)
+            if sample:
+                return sample[0]
+        raise AssertionError("a step of an epoch without samples")
+
+    def committed(self, position: StreamPosition) -> None:
+        """Keep the readers that the committed step used, if their shards are open."""
+        offsets = {(position.epoch, each.shard): each.offset for each in position.committed.lanes}
+        for key in self._open.keys() - (self._used & offsets.keys()):
+            self._open.pop(key).close()
+        for key, reader in self._open.items():
+            reader.forget(offsets[key])
+        self._used.clear()
+
+    def close(self) -> None:
+        """Close all shards."""
+        while self._open:
+            self._open.popitem()[1].close()
+        self._used.clear()
+
+    def _opened(self, shard: int, start: int, epoch: int) -> ShardReader:
+        return ShardReader(self._source.open_shard(self._source.shards[shard], start, epoch), start)

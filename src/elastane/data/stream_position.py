@@ -1,0 +1,223 @@
+"""A rank's copy of the job's position in a stream: data whose length is not known before.
+
+It has the calls of `DataPosition`. A step exists only once the ranks have read it: `readings` says
+what this rank reads in each round, and `learn` takes the sum of all ranks' reports. What was
+learned counts when the step is committed, and is dropped when the world changes.
+
+It knows nothing of samples or sources. How it fails: ConfigurationError for a state of other data,
+for a commit of a step that was not read, and for a dataset without a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from elastane.data.checks import SEED_END, whole
+from elastane.data.permutation import Permutation
+from elastane.data.position import matching
+from elastane.data.shard_ledger import LaneReading, Round, ShardLedger
+from elastane.errors import ConfigurationError
+
+__all__ = ["StreamPosition", "StreamShare"]
+
+_FORMAT = 1
+
+
+class StreamShare(NamedTuple):
+    """One rank's share of a step, or of one micro-batch of it."""
+
+    step: int  # Counted from the start of epoch 0.
+    epoch: int
+    micro: int  # Of the `micro_batches` of this step, each with its own share.
+    micro_batches: int
+    samples: int  # 0 if the batch is a stand-in.
+    step_samples: int  # Of the whole step, over all ranks.
+    world_size: int
+    shard: int = 0  # Virtual shards are refused.
+
+    @property
+    def weight(self) -> float:
+        """The factor of the local mean loss before backward(); see LedgerShare.weight."""
+        return self.samples * self.world_size / self.step_samples
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the step's last micro-batch, after which the optimizer steps."""
+        return self.micro == self.micro_batches - 1
+
+
+class StreamPosition:
+    """The position of one rank's copy; copies are equal if all ranks commit the same steps.
+
+    `shards` is their number. `lanes` is how many of them all ranks together read side by side; it
+    determines which samples make a step, so it is fixed for the job.
+    """
+
+    def __init__(
+        self, shards: int, global_batch_size: int, seed: int, lanes: int, *, shuffle: bool
+    ) -> None:
+        self.shards = whole("number of shards", shards, 1)
+        self.global_batch_size = whole("global_batch_size", global_batch_size, 1)
+        self.seed = whole("seed", seed, 0, SEED_END - 1)
+        # More lanes than samples in a step would leave some lanes unread.
+        self.lanes = min(whole("lanes", lanes, 1), self.global_batch_size)
+        self.shuffle = bool(shuffle)
+        self.micro_batches = 1
+        self._world = 0, 1
+        self._next = 0
+        self._epoch = 0
+        self._committed = self._beginning()
+        # The step that is being read, and the round of it that the ranks have not exchanged.
+        self._read = self._committed
+        self._round: Round | None = None
+        self._last_of_epoch = -1
+
+    def accumulate(self, micro_batches: int) -> None:
+        """Deal each step in this many micro-batches."""
+        self.micro_batches = whole("micro_batches", micro_batches, 1)
+
+    @property
+    def portions_per_step(self) -> int:
+        """The number of shares that this rank has of each step."""
+        return self.micro_batches
+
+    def bind(self, rank: int, world_size: int) -> None:
+        """Deal for this rank of this world from now on, from the committed position."""
+        world_size = whole("world_size", world_size, 1)
+        self._world = whole("rank", rank, 0, world_size - 1), world_size
+        self.forget()
+
+    @property
+    def world(self) -> tuple[int, int]:
+        """Rank and world size, as bound."""
+        return self._world
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step that is dealt next, counted from the start of epoch 0."""
+        return self._next
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the step that is dealt next."""
+        return self._epoch
+
+    @property
+    def committed(self) -> ShardLedger:
+        """The committed position in this epoch."""
+        return self._committed
+
+    def is_last_of_epoch(self, step: int) -> bool:
+        """Whether the newest step that was read is this one, and the last one of its epoch."""
+        return step == self._last_of_epoch
+
+    def forget(self) -> None:
+        """Drop what was read since the last commit."""
+        self._read, self._round = self._committed, None
+
+    def readings(self) -> list[LaneReading]:
+        """Return what this rank reads in the next round of the step, possibly nothing.
+
+        Raises ConfigurationError if all shards of an epoch have ended without a sample.
+        """
+        if self._read.is_complete and not self._read.samples:
+            raise ConfigurationError(
+                f"none of the {self.shards} shards of epoch {self._epoch} has a sample",
+                expected="at least one sample",
+                next_step="check the files, and the filters of the dataset",
+                slug="data-no-step",
+            )
+        self._round = self._read.round(self.global_batch_size - self.step_samples)
+        return list(self._round.readings(*self._world))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step that is being read needs no further round.
+
+        Then the epoch has another sample behind it, or is known to be complete.
+        """
+        is_full = self.step_samples == self.global_batch_size and self._read.continues
+        return is_full or (self._read.is_complete and self.step_samples > 0)
+
+    @property
+    def step_samples(self) -> int:
+        """The number of samples that were read so far for the next step."""
+        return self._read.samples - self._committed.samples
+
+    def report(self, found: Mapping[int, tuple[int, bool]], samples: int) -> list[int]:
+        """Return this rank's report of the round; see Round.report."""
+        assert self._round is not None, "readings() comes first"
+        return self._round.report(found, samples)
+
+    def learn(self, reports: Sequence[int]) -> None:
+        """Accept the sum of all ranks' reports of the round."""
+        assert self._round is not None, "readings() comes first"
+        self._read, self._round = self._read.after(self._round, reports), None
+        if self.is_whole:
+            is_last = self._read.is_complete
+            self._last_of_epoch = self._next if is_last else -1
+
+    def shares(self, samples: Sequence[int]) -> list[StreamShare]:
+        """Return this rank's shares of the step that was read, of so many samples each."""
+        count, world_size = len(samples), self._world[1]
+        return [
+            StreamShare(self._next, self._epoch, micro, count, own, self.step_samples, world_size)
+            for micro, own in enumerate(samples)
+        ]
+
+    def commit(self, step: int) -> None:
+        """Commit a step by its number; committing a step again does nothing.
+
+        Raises ConfigurationError for a step that was not read.
+        """
+        step = whole("step", step)
+        if step < self._next:
+            return
+        if step > self._next or not self.is_whole:
+            raise ConfigurationError(
+                f"step is {step}, and the step that was read is {self._next}",
+                expected=f"step {self._next}, after its portions were taken from the feed",
+                next_step="commit each step, or load another rank's position by load_state_dict",
+                slug="data-step",
+            )
+        self._next = step + 1
+        self._committed = self._read
+        if self._read.is_complete:
+            self._epoch += 1
+            self._committed = self._beginning()
+        self.forget()
+
+    def described(self) -> dict[str, object]:
+        """Return the properties that define the shards and their order; a state must agree."""
+        return {
+            "shards": self.shards,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "lanes": self.lanes,
+            "global_batch_size": self.global_batch_size,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and the data that it belongs to, equal on all ranks."""
+        place = {"step": self._next, "epoch": self._epoch, "place": self._committed.state_dict()}
+        return {"format": _FORMAT, **self.described(), **place}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the position of a state; raises ConfigurationError, unchanged, for other data.
+
+        The world and the micro-batches are not part of a state: they may differ.
+        """
+        matching(self.described(), state, "the stream")
+        step, epoch = whole("step", state.get("step")), whole("epoch", state.get("epoch"))
+        committed = ShardLedger.from_state(self._order(epoch), state["place"])
+        self._next, self._epoch, self._committed = step, epoch, committed
+        self.forget()
+
+    def _beginning(self) -> ShardLedger:
+        return ShardLedger.begin(self._order(self._epoch), self.lanes)
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.shards))
+        return [int(n) for n in Permutation(self.shards, self.seed, epoch).block(0, self.shards)]

@@ -1,0 +1,92 @@
+"""Training in place over a stream; the trained weights are how often each sample was committed.
+
+Each sample adds its own row to the gradient, so the model counts the committed samples exactly,
+whatever happens to the workers. Lines as those of in_place.py go into FOLDER/PID.jsonl. KIND names
+the source: lists of numbers, WebDataset's tar files, or a Hugging Face IterableDataset.
+
+    streamed.py FOLDER EPOCHS STEP_S KIND
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+SAMPLES, BATCH = 1009, 24
+LENGTHS = [200, 0, 1, 333, 77, 24, 150, 5, 219]
+assert sum(LENGTHS) == SAMPLES
+FIRSTS = [sum(LENGTHS[:k]) for k in range(len(LENGTHS))]
+
+
+def numbers(shard: int) -> range:
+    return range(FIRSTS[shard], FIRSTS[shard] + LENGTHS[shard])
+
+
+def source(kind: str, folder: Path):
+    """The same samples from each kind of source."""
+    from elastane.data import sources
+    from elastane.data.stream import ShardSource
+
+    if kind == "webdataset":
+        return sources.webdataset(sorted(map(str, folder.glob("*.tar"))))
+    if kind == "hugging_face":
+        import datasets
+
+        def rows(shards):
+            for shard in shards:
+                yield from ({"number": number} for number in numbers(shard))
+
+        shards = {"shards": [*range(len(LENGTHS))]}
+        dataset = datasets.IterableDataset.from_generator(rows, gen_kwargs=shards)
+        return sources.hugging_face(dataset.shuffle(seed=5, buffer_size=20))
+    return ShardSource(range(len(LENGTHS)), lambda shard, start, _: numbers(shard)[start:])
+
+
+def collate(samples: list):
+    if isinstance(samples[0], int):
+        return samples
+    return [int(each["number"] if "number" in each else each["txt"]) for each in samples]
+
+
+def main() -> None:
+    import torch
+    import torch.distributed as dist
+    import uncompiled  # noqa: F401 - before the optimizer is made
+
+    import elastane
+
+    folder, epochs, step_s, kind = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+    folder = Path(folder)
+    log = open(folder / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - to the end
+    with elastane.init() as job:
+        net = torch.nn.Linear(SAMPLES, 1, bias=False).to(torch.float64)
+        torch.nn.init.zeros_(net.weight)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        job.track(net=net, optimizer=optimizer)
+        stream = elastane.ElasticStream(
+            source(kind, folder), BATCH, seed=3, lanes=3, collate_fn=collate
+        )
+        ends = []
+        for step, samples in job.steps(stream, until_epoch=epochs):
+            with step:
+                total = torch.zeros(1, SAMPLES, dtype=torch.float64)
+                for number in samples if step.samples else ():
+                    total[0, number] -= 1
+                time.sleep(step_s)
+                dist.all_reduce(total, group=job.process_group)
+                net.weight.grad = total
+                optimizer.step()
+                optimizer.zero_grad()
+            if step.committed:
+                ends += [step.number] if step.last_of_epoch else []
+                line = {"what": "committed", "step": step.number, "rank": job.rank}
+                log.write(json.dumps({**line, "world": job.world_size}) + "\n")
+        found = {"steps": job.committed, "counts": net.weight.flatten().tolist(), "ends": ends}
+        (folder / f"{os.getpid()}.final").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""ElasticStream in one process: shares and weights, the end of an epoch, sources that are wrong."""
+
+import pytest
+
+from elastane.data.stream import ElasticStream, ShardSource, StreamFeed
+from elastane.errors import ConfigurationError
+
+LENGTHS = [5, 0, 9, 3]
+
+
+class Opened:
+    """Lists of (shard, number); counts how often a shard was opened, and where."""
+
+    def __init__(self, lengths=LENGTHS):
+        self.lengths = lengths
+        self.at = []
+
+    def __call__(self, shard, start, _epoch):
+        self.at.append((shard, start))
+        return [(shard, number) for number in range(start, self.lengths[shard])]
+
+
+def stream_of(opened=None, batch=4, **options):
+    opened = opened or Opened()
+    options = {"shuffle": False, "lanes": 2, "collate_fn": list, **options}
+    return ElasticStream(ShardSource(range(len(opened.lengths)), opened), batch, **options)
+
+
+def feed_of(stream, rank=0, world_size=1):
+    feed = StreamFeed(stream, None)
+    feed.rewind(rank, world_size)
+    return feed
+
+
+def read(*feeds):
+    """The portions of the next step of each rank."""
+    steps, sums = [feed.read_step() for feed in feeds], None
+    while True:
+        reports, read = [], []
+        for step in steps:
+            try:
+                reports.append(step.send(sums))
+            except StopIteration as end:
+                read.append(end.value)
+        if read:
+            return read
+        sums = [sum(numbers) for numbers in zip(*reports, strict=True)]
+
+
+def test_steps_have_the_batch_size_until_the_last_one_of_an_epoch_which_is_known_as_such():
+    feed = feed_of(stream_of())
+    sizes, lasts = [], []
+    for step in range(10):
+        portion = next(feed)
+        sizes.append(portion.samples)
+        lasts.append(feed.cursor.is_last_of_epoch(step))
+        feed.commit(portion.step)
+        assert feed.cursor.is_last_of_epoch(step) == lasts[-1], "behind the body too"
+    assert sizes == [4, 4, 4, 4, 1] * 2
+    assert lasts == [False] * 4 + [True] + [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("lengths", [[4, 4], [8], [0, 8, 0, 0], [4, 0, 4, 0, 0]])
+def test_no_step_is_empty_where_shards_end_with_a_step_or_are_empty(lengths):
+    feed = feed_of(stream_of(Opened(lengths), lanes=1))
+    for step in range(4):
+        assert next(feed).samples == 4
+        assert feed.cursor.is_last_of_epoch(step) == (step % 2 == 1)
+        feed.commit(step)
+
+
+def test_a_rank_without_samples_gets_a_stand_in_of_weight_0():
+    ranks = [feed_of(stream_of(Opened([1])), rank, 3) for rank in range(3)]
+    portions = [portion for [portion] in read(*ranks)]
+    assert [portion.samples for portion in portions] == [1, 0, 0]
+    assert [portion.weight for portion in portions] == [3, 0, 0]
+    assert [portion.batch for portion in portions] == [[(0, 0)]] * 3
+
+
+def test_micro_batches_have_the_weights_of_their_samples():
+    stream = stream_of(batch=5)
+    stream.position.accumulate(2)
+    [portions] = read(feed_of(stream))
+    assert [p.samples for p in portions] == [2, 3] and sum(p.weight for p in portions) == 1
+    assert [p.share.is_last for p in portions] == [False, True]
+
+
+def test_a_step_that_is_read_again_opens_no_shard_again():
+    opened = Opened()
+    feed = feed_of(stream_of(opened))
+    first = next(feed)
+    feed.rewind(0, 1)
+    again = next(feed)
+    assert (again.step, again.batch) == (first.step, first.batch)
+    assert opened.at == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_a_position_goes_on_in_another_process_in_the_middle_of_a_shard():
+    feed = feed_of(stream_of())
+    seen = list(next(feed).batch)
+    feed.commit(0)
+    opened = Opened()
+    ranks = [feed_of(stream_of(opened), rank, 2) for rank in range(2)]
+    for step in range(1, 5):
+        for other in ranks:
+            if step == 1:
+                other.cursor.load_state_dict(feed.cursor.state_dict())
+        for [portion] in read(*ranks):
+            seen += portion.batch[: portion.samples]
+        for other in ranks:
+            other.commit(step)
+    assert sorted(seen) == sorted((s, n) for s, count in enumerate(LENGTHS) for n in range(count))
+    assert [rank.cursor.epoch for rank in ranks] == [1, 1]
+    assert all(start for shard, start in opened.at[:2] if shard == 0)
+
+
+def test_readers_of_shards_that_this_rank_reads_no_more_are_closed():
+    closed = []
+
+    def opened(shard, start, _epoch):
+        try:
+            yield from ((shard, number) for number in range(start, 9))
+        finally:
+            closed.append(shard)
+
+    stream = ElasticStream(ShardSource(range(2), opened), 4, shuffle=False, collate_fn=list)
+    feed, other = feed_of(stream), feed_of(stream_of(Opened([9, 9]), lanes=4), 1, 2)
+    next(feed)
+    feed.commit(0)
+    feed.rewind(0, 2)
+    other.cursor.load_state_dict(feed.cursor.state_dict())
+    read(feed, other)
+    feed.commit(1)
+    assert closed == [1]
+
+
+def test_a_source_that_differs_between_two_readers_is_refused():
+    ranks = [feed_of(stream_of(Opened([n])), rank, 2) for rank, n in enumerate((1, 9))]
+    with pytest.raises(ConfigurationError, match=r"\[data-shard\]"):
+        read(*ranks)
+
+
+def test_shards_without_any_sample_are_refused():
+    with pytest.raises(ConfigurationError, match=r"\[data-no-step\]"):
+        next(feed_of(stream_of(Opened([0, 0, 0]))))
+
+
+def test_a_source_that_is_none_is_refused():
+    with pytest.raises(ConfigurationError, match=r"list.*\[data-source\]"):
+        ElasticStream([1, 2], 4)
+
+
+def test_a_step_that_was_not_read_is_not_committed():
+    feed = feed_of(stream_of())
+    with pytest.raises(ConfigurationError, match=r"\[data-step\]"):
+        feed.commit(0)
+    next(feed)
+    with pytest.raises(ConfigurationError, match=r"\[data-step\]"):
+        feed.commit(1)
+    feed.commit(0)
+    feed.commit(0)
+    assert feed.cursor.next_step == 1
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"batch": 5}, {"lanes": 3}, {"shuffle": True}])
+def test_a_state_of_other_data_is_refused(other):
+    with pytest.raises(ConfigurationError, match=r"\[data-state\]"):
+        feed_of(stream_of(**other)).cursor.load_state_dict(stream_of().position.state_dict())
