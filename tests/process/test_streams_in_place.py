@@ -1,4 +1,4 @@
-"""Workers that read a stream are killed, leave and arrive: each sample is committed exactly once.
+"""Workers that read shards are killed, leave and arrive: each sample is committed exactly once.
 
 The model counts the committed samples, so that a missing or doubled one is a wrong weight.
 """
@@ -21,18 +21,19 @@ sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from streamed import BATCH, LENGTHS, SAMPLES, numbers
 
 SCRIPT = Path(__file__).parent / "scripts" / "streamed.py"
-EPOCHS, STEP_S = 4, 0.03
+STEP_S = 0.03
 STEPS = -(-SAMPLES // BATCH)
 
 
 class Streamed:
     """A local cluster that trains over a stream, and what its workers have said."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kind: str, epochs: int) -> None:
+        self.epochs = epochs
         self.said_folder = folder / "said"
         self.said_folder.mkdir()
         self._told = Growing(self.said_folder)
-        script = [str(SCRIPT), str(self.said_folder), str(EPOCHS), str(STEP_S), kind]
+        script = [str(SCRIPT), str(self.said_folder), str(epochs), str(STEP_S), kind]
         options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 100, "redirects": "3"}
         options["rdzv_conf"] = {"last_call": 1, "gather": 0.2}
         self.cluster = LocalCluster(
@@ -59,11 +60,32 @@ class Streamed:
         assert finals
         for final in finals:
             counts = final["counts"]
-            wrong = {n: count for n, count in enumerate(counts) if count != EPOCHS}
+            wrong = {n: count for n, count in enumerate(counts) if count != self.epochs}
             assert not wrong, f"of {len(wrong)} samples"
-            assert final["steps"] == EPOCHS * STEPS
-            assert final["ends"][-1] == EPOCHS * STEPS - 1
+            assert final["steps"] == self.epochs * STEPS
+            assert final["ends"][-1] == self.epochs * STEPS - 1
             assert all((step + 1) % STEPS == 0 for step in final["ends"])
+
+
+def write(kind: str, folder: Path) -> None:
+    """Write the samples as a source of this kind expects them, with its own package."""
+    if kind == "webdataset":
+        write_tars(folder)
+    if kind == "litdata":
+        from litdata.streaming.writer import BinaryWriter
+
+        writer = BinaryWriter(str(folder / kind), chunk_size=100)
+        for number in range(SAMPLES):
+            writer.add_item(number, {"number": number})
+        writer.done()
+        writer.merge()
+    if kind == "mosaicml":
+        from streaming import MDSWriter
+
+        columns = {"number": "int"}
+        with MDSWriter(out=str(folder / kind), columns=columns, size_limit=2_000) as mds:
+            for number in range(SAMPLES):
+                mds.write({"number": number})
 
 
 def write_tars(folder: Path) -> None:
@@ -75,15 +97,23 @@ def write_tars(folder: Path) -> None:
                 tar.addfile(member, io.BytesIO(str(number).encode()))
 
 
+# The packages take seconds to import, in which the others train.
 @pytest.mark.parametrize(
-    "kind",
-    ["lists", *(pytest.param(n, marks=pytest.mark.soak) for n in ("webdataset", "hugging_face"))],
+    ("kind", "package", "epochs"),
+    [
+        ("lists", "torch", 4),
+        pytest.param("webdataset", "webdataset", 6, marks=pytest.mark.soak),
+        pytest.param("hugging_face", "datasets", 6, marks=pytest.mark.soak),
+        pytest.param("litdata", "litdata", 12, marks=pytest.mark.soak),
+        pytest.param("mosaicml", "streaming", 20, marks=pytest.mark.soak),
+    ],
 )
-def test_each_sample_is_committed_once_while_workers_are_killed_leave_and_arrive(kind, tmp_path):
-    if kind != "lists":
-        pytest.importorskip({"webdataset": "webdataset", "hugging_face": "datasets"}[kind])
-    job = Streamed(tmp_path, kind)
-    write_tars(job.said_folder)
+def test_each_sample_is_committed_once_while_workers_are_killed_leave_and_arrive(
+    kind, package, epochs, tmp_path
+):
+    pytest.importorskip(package)
+    job = Streamed(tmp_path, kind, epochs)
+    write(kind, job.said_folder)
     with job.cluster:
         a, b = (job.cluster.start(name) for name in "ab")
         job.wait_steps(5, 2)

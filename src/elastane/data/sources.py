@@ -1,4 +1,4 @@
-"""Sources for `ElasticStream`: how the shards of other packages' datasets are opened.
+"""How the shards of other packages' datasets are opened, for `ElasticStream` and `ElasticShards`.
 
 Each function takes the other package's object and imports that package when it opens a shard. It
 knows nothing of ranks or steps. How it fails: ConfigurationError for an object of another kind.
@@ -6,14 +6,115 @@ knows nothing of ranks or steps. How it fails: ConfigurationError for an object 
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from elastane.data.stream import ShardSource
 from elastane.errors import ConfigurationError
 
-__all__ = ["ShardSource", "hugging_face", "webdataset"]
+__all__ = ["KnownShards", "ShardSource", "hugging_face", "litdata", "mosaicml", "webdataset"]
+
+
+class KnownShards(NamedTuple):
+    """Shards with the number of samples in each, for `ElasticShards(*known, ...)`."""
+
+    shards: list[tuple[int, int]]
+    open_shard: Callable[[int, int], Iterable[Any]]
+
+
+def litdata(dataset: Any) -> KnownShards:
+    """Return the chunks of LitData's `StreamingDataset`, with the samples in each.
+
+    The dataset is read by index, chunk after chunk, so that its own shuffle, distribution and state
+    have no part in it.
+    """
+    chunks = getattr(dataset, "region_of_interest", None)
+    if chunks is None:
+        raise _refused(
+            f"litdata() was given a {type(dataset).__name__}",
+            "a litdata.StreamingDataset",
+            "sources.litdata(litdata.StreamingDataset(folder))",
+        )
+    lengths = [stop - start for start, stop in chunks]
+    return KnownShards([*enumerate(lengths)], _Chunks(dataset, [*accumulate(lengths, initial=0)]))
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Opens a chunk of a dataset with indices."""
+
+    dataset: Any
+    begins: list[int]
+
+    def __call__(self, chunk: int, start: int) -> Iterator[Any]:
+        begin, end = self.begins[chunk : chunk + 2]
+        return (self.dataset[index] for index in range(begin + start, end))
+
+
+def mosaicml(stream: Any) -> KnownShards:
+    """Return the shards of MosaicML's `streaming.Stream`, with the samples in each.
+
+    The stream needs a `local` folder. With a `remote` one, each shard is downloaded by the worker
+    that first reads it; workers of a node may share `local`. A StreamingDataset is refused: where
+    it is made again beside survivors, it finds its shared memory in use.
+    """
+    if not all(hasattr(stream, name) for name in ("prepare_shard", "get_shards", "local")):
+        raise _refused(
+            f"mosaicml() was given a {type(stream).__name__}",
+            "a streaming.Stream",
+            "sources.mosaicml(streaming.Stream(local=folder, remote=url))",
+        )
+    from streaming.base.world import World
+
+    stream.apply_default(_STREAM_DEFAULTS)
+    folder = Path(stream.local) / (stream.split or "")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / "elastane.lock"):
+        shards = stream.get_shards(World(1, 1, 1, 0), allow_unsafe_types=False)
+    return KnownShards([*enumerate(map(len, shards))], _MosaicmlShards(stream, folder, shards))
+
+
+# What streaming.StreamingDataset gives to its streams.
+_STREAM_DEFAULTS = {
+    "split": None,
+    "download_retry": 2,
+    "download_timeout": 60,
+    "validate_hash": None,
+    "keep_zip": False,
+}
+
+
+@dataclass(frozen=True)
+class _MosaicmlShards:
+    """Opens a shard of a stream, after its download."""
+
+    stream: Any
+    folder: Path
+    shards: list[Any]
+
+    def __call__(self, number: int, start: int) -> Iterator[Any]:
+        shard = self.shards[number]
+        # Its download overwrites what another process has begun to download.
+        with _locked(self.folder / f"elastane.{number}.lock"):
+            self.stream.prepare_shard(shard)
+        return (shard[index] for index in range(start, len(shard)))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which ends with the process; nobody writes to a read-only folder."""
+    if not os.access(path.parent, os.W_OK):
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def hugging_face(dataset: Any) -> ShardSource:

@@ -1,8 +1,9 @@
-"""Training in place over a stream; the trained weights are how often each sample was committed.
+"""Training in place over shards; the trained weights are how often each sample was committed.
 
 Each sample adds its own row to the gradient, so the model counts the committed samples exactly,
 whatever happens to the workers. Lines as those of in_place.py go into FOLDER/PID.jsonl. KIND names
-the source: lists of numbers, WebDataset's tar files, or a Hugging Face IterableDataset.
+the source: lists of numbers, WebDataset's tar files, a Hugging Face IterableDataset, or a dataset
+of LitData or MosaicML that is in FOLDER/KIND.
 
     streamed.py FOLDER EPOCHS STEP_S KIND
 """
@@ -45,6 +46,36 @@ def source(kind: str, folder: Path):
     return ShardSource(range(len(LENGTHS)), lambda shard, start, _: numbers(shard)[start:])
 
 
+def loader_of(kind: str, folder: Path):
+    """The loader of the job's steps."""
+    import elastane
+
+    if kind not in ("litdata", "mosaicml"):
+        return elastane.ElasticStream(
+            source(kind, folder), BATCH, seed=3, lanes=3, collate_fn=collate
+        )
+    from torch.utils.data import DataLoader
+
+    from elastane.data import sources
+    from elastane.data.shards import ElasticShards
+
+    if kind == "litdata":
+        from litdata import StreamingDataset
+
+        known = sources.litdata(StreamingDataset(str(folder / kind)))
+    else:
+        from streaming import Stream
+
+        stream = Stream(local=str(folder / "local"), remote=str(folder / kind))
+        known = sources.mosaicml(stream)
+    return DataLoader(
+        ElasticShards(*known, BATCH, seed=3, lanes=3),
+        batch_size=None,
+        collate_fn=collate,
+        num_workers=2,
+    )
+
+
 def collate(samples: list):
     if isinstance(samples[0], int):
         return samples
@@ -66,11 +97,9 @@ def main() -> None:
         torch.nn.init.zeros_(net.weight)
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         job.track(net=net, optimizer=optimizer)
-        stream = elastane.ElasticStream(
-            source(kind, folder), BATCH, seed=3, lanes=3, collate_fn=collate
-        )
+        loader = loader_of(kind, folder)
         ends = []
-        for step, samples in job.steps(stream, until_epoch=epochs):
+        for step, samples in job.steps(loader, until_epoch=epochs):
             with step:
                 total = torch.zeros(1, SAMPLES, dtype=torch.float64)
                 for number in samples if step.samples else ():

@@ -1,11 +1,17 @@
-"""Sources of other packages, read by the packages themselves."""
+"""Datasets and loaders of other packages, read by the packages themselves."""
 
+import gc
 import io
 import tarfile
+import threading
 
 import pytest
+from torch.utils.data import DataLoader
 
+from elastane import ElasticBatchSampler
 from elastane.data import sources
+from elastane.data.feed import Feed
+from elastane.data.shards import ElasticShards
 from elastane.data.stream import ElasticStream, StreamFeed
 from elastane.errors import ConfigurationError
 
@@ -63,3 +69,98 @@ def test_samples_of_webdataset_come_once_through_its_stages(tmp_path):
     pattern = f"{tmp_path}/part-{{0..{len(LENGTHS) - 1}}}.tar"
     source = sources.webdataset(pattern, wds.decode(), wds.to_tuple("cls"))
     assert [sorted(each) for each in epochs_of(source, lambda row: row[0])] == [SAMPLES, SAMPLES]
+
+
+def once(loader_of, count, collate=list):
+    """Whether one epoch has each of `count` samples once; the world changes within it."""
+    seen, step, world = [], 0, 2
+    with Feed(loader_of()) as feed, Feed(loader_of()) as other:
+        while feed.cursor.epoch == 0:
+            for rank, each in enumerate((feed, other)[:world]):
+                each.rewind(rank, world)
+                portion = next(each)
+                seen += [*map(int, collate(portion.batch))][: portion.samples]
+                assert portion.step == step
+            for each in (feed, other):
+                each.commit(step)
+            step += 1
+            world = 1 + step % 2
+    return sorted(seen) == [*range(count)]
+
+
+def test_a_map_style_hugging_face_dataset_is_dealt_by_index():
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"number": [*range(50)]}).with_format("torch")
+
+    def loader():
+        batches = ElasticBatchSampler(len(dataset), 8, seed=1)
+        return DataLoader(dataset, batch_sampler=batches)
+
+    assert once(loader, 50, lambda batch: batch["number"])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_stateful_data_loader_is_a_data_loader(options):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader():
+        batches = ElasticBatchSampler(50, 8, seed=1)
+        return stateful.StatefulDataLoader(range(50), batch_sampler=batches, **options)
+
+    assert once(loader, 50)
+
+
+def test_nodes_of_torchdata_are_dealt_by_index_and_leave_no_thread():
+    nodes = pytest.importorskip("torchdata.nodes")
+
+    class Loader:
+        def __init__(self):
+            self.batch_sampler = ElasticBatchSampler(50, 8, seed=1)
+            source = nodes.IterableWrapper(self.batch_sampler)
+            node = nodes.ParallelMapper(source, list, num_workers=2, method="thread")
+            self.nodes = nodes.Loader(nodes.Prefetcher(node, prefetch_factor=2))
+
+        def __iter__(self):
+            return iter(self.nodes)
+
+    before = threading.active_count()
+    assert once(Loader, 50)
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_chunks_of_litdata_are_read_once_in_any_world(tmp_path):
+    litdata = pytest.importorskip("litdata")
+    from litdata.streaming.writer import BinaryWriter
+
+    writer = BinaryWriter(str(tmp_path), chunk_size=12)
+    for number in range(50):
+        writer.add_item(number, number)
+    writer.done()
+    writer.merge()
+    known = sources.litdata(litdata.StreamingDataset(str(tmp_path)))
+    assert len(known.shards) > 3
+    assert once(lambda: DataLoader(ElasticShards(*known, 8, lanes=2), batch_size=None), 50)
+
+
+def test_shards_of_mosaicml_are_downloaded_and_read_once_in_any_world(tmp_path):
+    streaming = pytest.importorskip("streaming")
+    with streaming.MDSWriter(
+        out=str(tmp_path / "remote"), columns={"number": "int"}, size_limit=200
+    ) as writer:
+        for number in range(50):
+            writer.write({"number": number})
+    stream = streaming.Stream(local=str(tmp_path / "local"), remote=str(tmp_path / "remote"))
+    known = sources.mosaicml(stream)
+    assert len(known.shards) > 3
+    loader = lambda: DataLoader(  # noqa: E731
+        ElasticShards(*known, 8, lanes=2), batch_size=None, collate_fn=list
+    )
+    assert once(loader, 50, lambda batch: [row["number"] for row in batch])
+
+
+@pytest.mark.parametrize("source_of", [sources.litdata, sources.mosaicml, sources.hugging_face])
+def test_a_dataset_of_another_kind_is_refused(source_of):
+    with pytest.raises(ConfigurationError, match=r"given a list \[data-source\]"):
+        source_of([1, 2])
