@@ -8,7 +8,8 @@ whole jobs that go back to a checkpoint.
 import contextlib
 import random
 
-from elastane.data.stream import ElasticStream, ShardSource, StreamFeed
+from elastane.data.shard_reading import ShardSource
+from elastane.data.stream import ElasticStream, StreamFeed
 
 WORLD_MAX = 6
 

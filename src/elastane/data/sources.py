@@ -15,7 +15,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elastane.data.stream import ShardSource
+from elastane.data.shard_reading import ShardSource
 from elastane.errors import ConfigurationError
 
 __all__ = ["KnownShards", "ShardSource", "hugging_face", "litdata", "mosaicml", "webdataset"]

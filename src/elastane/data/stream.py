@@ -1,9 +1,12 @@
 """A stream: elastic data from sources that are read front to back and do not tell their length.
 
-`ElasticStream` is what a script gives to `job.steps`. `StreamFeed` reads it for one rank: it owns
-the open shards, reads this rank's part of each round, and exchanges with the other ranks what the
-shards gave. That exchange is the price of unknown lengths: the weight of a share and the end of a
-shard are known to all ranks only after it. Where lengths are known, `ElasticShards` needs none.
+`ElasticStream` is what a script gives to `job.steps`. `StreamFeed` reads it for one rank: it reads
+this rank's part of each round, and exchanges with the other ranks what the shards gave. That
+exchange is the price of unknown lengths: the weight of a share and the end of a shard are known to
+all ranks only after it. Where lengths are known, `ElasticShards` needs none.
+
+While a step is computed, a thread reads what the next one will need if this one is committed. It
+only fills the readers, which keep what is not committed, so a wrong guess costs nothing but time.
 
 How it fails: ConfigurationError, the exceptions of the source, and those of the exchange.
 """
@@ -11,14 +14,13 @@ How it fails: ConfigurationError, the exceptions of the source, and those of the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from elastane.data.checks import whole
 from elastane.data.feed import Portion
 from elastane.data.ledger import cut
-from elastane.data.shard_ledger import LaneReading
+from elastane.data.shard_reading import ReadAhead, ShardReaders, ShardSource
 from elastane.data.shards import LANES
 from elastane.data.stream_position import StreamPosition
 from elastane.errors import ConfigurationError
@@ -27,19 +29,7 @@ __all__ = ["ElasticStream", "ShardSource", "StreamFeed"]
 
 # Returns the sums of these numbers over all ranks.
 Exchange: TypeAlias = Callable[[list[int]], Sequence[int]]
-_END = object()
-
-
-@dataclass(frozen=True)
-class ShardSource:
-    """Data in shards. `open_shard(shard, start, epoch)` returns the samples from `start` on.
-
-    Each time a shard is opened for an epoch it has to give the same samples in the same order.
-    `shards` is the same list on all ranks; its items are anything that `open_shard` understands.
-    """
-
-    shards: Sequence[Any]
-    open_shard: Callable[[Any, int, int], Iterable[Any]]
+_NONE = object()
 
 
 class ElasticStream:
@@ -87,9 +77,11 @@ class StreamFeed(Iterator[Portion]):
         self.cursor = stream.position
         self._stream = stream
         self._exchange = exchange
-        self._readers = Readers(stream.source)
+        self._readers = ShardReaders(stream.source)
+        self._ahead = ReadAhead(self._readers)
+        self._trimmed_at = self.cursor.next_step
         self._waiting: deque[Portion] = deque()
-        self._spare: Any = _END
+        self._spare: Any = _NONE
 
     def __iter__(self) -> StreamFeed:
         return self
@@ -103,6 +95,7 @@ class StreamFeed(Iterator[Portion]):
                     report = step.send(sums)
                 except StopIteration as read:
                     self._waiting.extend(read.value)
+                    self._ahead.begin(*self.cursor.expected())
                     break
                 sums = report if self.cursor.world[1] == 1 else self._exchange(report)
         return self._waiting.popleft()
@@ -110,10 +103,10 @@ class StreamFeed(Iterator[Portion]):
     def commit(self, step: int) -> None:
         """Commit a step; see StreamPosition.commit."""
         self.cursor.commit(step)
-        self._readers.committed(self.cursor)
 
     def rewind(self, rank: int | None = None, world_size: int | None = None) -> None:
         """Deal again from the committed position, for this rank of this world if given."""
+        self._ahead.stop()
         if rank is None and world_size is None:
             self.cursor.forget()
         else:
@@ -122,6 +115,7 @@ class StreamFeed(Iterator[Portion]):
 
     def close(self) -> None:
         """Close the open shards; the feed may be used again."""
+        self._ahead.stop()
         self._waiting.clear()
         self.cursor.forget()
         self._readers.close()
@@ -132,6 +126,10 @@ class StreamFeed(Iterator[Portion]):
         Yields this rank's report of each round, and is sent the sum of all ranks' reports.
         """
         self.cursor.forget()
+        self._ahead.finish()
+        if self.cursor.next_step != self._trimmed_at:
+            self._trimmed_at = self.cursor.next_step
+            self._readers.trim(self.cursor.epoch, self.cursor.committed.lanes)
         own: list[Any] = []
         while not self.cursor.is_whole:
             samples, report = self._read_round()
@@ -170,91 +168,6 @@ class StreamFeed(Iterator[Portion]):
 
     def _stand_in(self) -> Any:
         """Return a sample for a share without any, which is computed with weight 0."""
-        if self._spare is _END:
+        if self._spare is _NONE:
             self._spare = self._readers.first_sample(self.cursor.epoch)
         return self._spare
-
-
-class ShardReader:
-    """An open shard: its samples by number, kept from the committed offset on."""
-
-    def __init__(self, samples: Iterable[Any], start: int) -> None:
-        self._samples = iter(samples)
-        self._kept: list[Any] = []
-        self.start = start
-        self._length: int | None = None
-
-    def read(self, first: int, stop: int) -> list[Any]:
-        """Return the samples from number `first` up to `stop`, or to the end of the shard."""
-        self._reach(stop)
-        return self._kept[first - self.start : stop - self.start]
-
-    def found(self, begin: int, stop: int) -> tuple[int, bool]:
-        """Return how many samples [begin, stop) has, and whether the shard ends there."""
-        self._reach(stop + 1)
-        there = self.start + len(self._kept)
-        return min(stop, there) - begin, there <= stop
-
-    def forget(self, before: int) -> None:
-        """Drop the samples before this number: they are committed."""
-        dropped = min(before - self.start, len(self._kept))
-        del self._kept[:dropped]
-        self.start += dropped
-
-    def close(self) -> None:
-        """Close the source's iterator, if it can be closed."""
-        close = getattr(self._samples, "close", None)
-        if close is not None:
-            close()
-
-    def _reach(self, stop: int) -> None:
-        while self._length is None and self.start + len(self._kept) < stop:
-            sample = next(self._samples, _END)
-            if sample is _END:
-                self._length = self.start + len(self._kept)
-            else:
-                self._kept.append(sample)
-
-
-class Readers:
-    """The open shards of this rank, by epoch and number."""
-
-    def __init__(self, source: ShardSource) -> None:
-        self._source = source
-        self._open: dict[tuple[int, int], ShardReader] = {}
-        self._used: set[tuple[int, int]] = set()
-
-    def at(self, reading: LaneReading, epoch: int) -> ShardReader:
-        """Return the reader of a shard, which has the samples from `reading.begin` on."""
-        key = epoch, reading.shard
-        reader = self._open.get(key)
-        if reader is None or reader.start > reading.begin:
-            reader = self._open[key] = self._opened(reading.shard, reading.begin, epoch)
-        self._used.add(key)
-        return reader
-
-    def first_sample(self, epoch: int) -> Any:
-        """Return any sample; the epoch has one."""
-        for shard in range(len(self._source.shards)):
-            sample = self._opened(shard, 0, epoch).read(0, 1)
-            if sample:
-                return sample[0]
-        raise AssertionError("a step of an epoch without samples")
-
-    def committed(self, position: StreamPosition) -> None:
-        """Keep the readers that the committed step used, if their shards are open."""
-        offsets = {(position.epoch, each.shard): each.offset for each in position.committed.lanes}
-        for key in self._open.keys() - (self._used & offsets.keys()):
-            self._open.pop(key).close()
-        for key, reader in self._open.items():
-            reader.forget(offsets[key])
-        self._used.clear()
-
-    def close(self) -> None:
-        """Close all shards."""
-        while self._open:
-            self._open.popitem()[1].close()
-        self._used.clear()
-
-    def _opened(self, shard: int, start: int, epoch: int) -> ShardReader:
-        return ShardReader(self._source.open_shard(self._source.shards[shard], start, epoch), start)

@@ -67,7 +67,7 @@ class StreamPosition:
         self._world = 0, 1
         self._next = 0
         self._epoch = 0
-        self._committed = self._beginning()
+        self._committed = self._beginning(self._epoch)
         # The step that is being read, and the round of it that the ranks have not exchanged.
         self._read = self._committed
         self._round: Round | None = None
@@ -145,6 +145,16 @@ class StreamPosition:
         """The number of samples that were read so far for the next step."""
         return self._read.samples - self._committed.samples
 
+    def expected(self) -> tuple[int, list[LaneReading]]:
+        """Return the epoch and the first readings of the step after the one that was read.
+
+        They are right if that is committed and the world stays as it is.
+        """
+        epoch, begin = self._epoch, self._read
+        if begin.is_complete:
+            epoch, begin = epoch + 1, self._beginning(epoch + 1)
+        return epoch, list(begin.round(self.global_batch_size).readings(*self._world))
+
     def report(self, found: Mapping[int, tuple[int, bool]], samples: int) -> list[int]:
         """Return this rank's report of the round; see Round.report."""
         assert self._round is not None, "readings() comes first"
@@ -185,7 +195,7 @@ class StreamPosition:
         self._committed = self._read
         if self._read.is_complete:
             self._epoch += 1
-            self._committed = self._beginning()
+            self._committed = self._beginning(self._epoch)
         self.forget()
 
     def described(self) -> dict[str, object]:
@@ -214,8 +224,8 @@ class StreamPosition:
         self._next, self._epoch, self._committed = step, epoch, committed
         self.forget()
 
-    def _beginning(self) -> ShardLedger:
-        return ShardLedger.begin(self._order(self._epoch), self.lanes)
+    def _beginning(self, epoch: int) -> ShardLedger:
+        return ShardLedger.begin(self._order(epoch), self.lanes)
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:

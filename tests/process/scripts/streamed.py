@@ -29,7 +29,7 @@ def numbers(shard: int) -> range:
 def source(kind: str, folder: Path):
     """The same samples from each kind of source."""
     from elastane.data import sources
-    from elastane.data.stream import ShardSource
+    from elastane.data.sources import ShardSource
 
     if kind == "webdataset":
         return sources.webdataset(sorted(map(str, folder.glob("*.tar"))))

@@ -1,8 +1,11 @@
 """ElasticStream in one process: shares and weights, the end of an epoch, sources that are wrong."""
 
+import threading
+
 import pytest
 
-from elastane.data.stream import ElasticStream, ShardSource, StreamFeed
+from elastane.data.shard_reading import ShardSource
+from elastane.data.stream import ElasticStream, StreamFeed
 from elastane.errors import ConfigurationError
 
 LENGTHS = [5, 0, 9, 3]
@@ -88,9 +91,9 @@ def test_micro_batches_have_the_weights_of_their_samples():
 def test_a_step_that_is_read_again_opens_no_shard_again():
     opened = Opened()
     feed = feed_of(stream_of(opened))
-    first = next(feed)
+    [[first]] = read(feed)
     feed.rewind(0, 1)
-    again = next(feed)
+    [[again]] = read(feed)
     assert (again.step, again.batch) == (first.step, first.batch)
     assert opened.at == [(0, 0), (1, 0), (2, 0)]
 
@@ -125,13 +128,71 @@ def test_readers_of_shards_that_this_rank_reads_no_more_are_closed():
 
     stream = ElasticStream(ShardSource(range(2), opened), 4, shuffle=False, collate_fn=list)
     feed, other = feed_of(stream), feed_of(stream_of(Opened([9, 9]), lanes=4), 1, 2)
-    next(feed)
+    read(feed)
     feed.commit(0)
     feed.rewind(0, 2)
     other.cursor.load_state_dict(feed.cursor.state_dict())
-    read(feed, other)
-    feed.commit(1)
+    for step in (1, 2):
+        read(feed, other)
+        feed.commit(step)
+        other.commit(step)
     assert closed == [1]
+
+
+def test_the_next_step_is_read_while_this_one_is_computed():
+    opened, reached = Opened([100]), threading.Event()
+
+    def signalling(shard, start, epoch):
+        for sample in opened(shard, start, epoch):
+            if sample[1] == 7:
+                assert threading.current_thread() is not threading.main_thread()
+                reached.set()
+            yield sample
+
+    feed = feed_of(ElasticStream(ShardSource([0], signalling), 4, collate_fn=list))
+    assert next(feed).batch[-1] == (0, 3)
+    assert reached.wait(60)
+    feed.commit(0)
+    assert next(feed).batch[-1] == (0, 7)
+    assert opened.at == [(0, 0)]
+    feed.close()
+
+
+def test_a_rewind_waits_for_one_sample_and_not_for_a_whole_step():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(_shard, start, _epoch):
+        for number in range(start, 100):
+            if number == 5:
+                begun.set()
+                assert go_on.wait(60)
+            assert number < 7, "read on after the rewind"
+            yield number
+
+    feed = feed_of(ElasticStream(ShardSource([0], slow), 4, collate_fn=list))
+    next(feed)
+    assert begun.wait(60)
+    rewinding = threading.Thread(target=feed.rewind, args=(0, 1))
+    rewinding.start()
+    while not feed._ahead._stopped.is_set():
+        assert rewinding.is_alive()
+    go_on.set()
+    rewinding.join(60)
+    assert next(feed).batch == [0, 1, 2, 3]
+    feed.close()
+
+
+def test_an_error_of_a_source_is_raised_by_the_step_that_needs_the_sample():
+    def broken(_shard, start, _epoch):
+        yield from range(start, 6)
+        raise OSError("unreadable")
+
+    feed = feed_of(ElasticStream(ShardSource([0], broken), 4, collate_fn=list))
+    assert next(feed).batch == [0, 1, 2, 3]
+    feed.commit(0)
+    for _ in range(2):
+        with pytest.raises(OSError, match="unreadable"):
+            next(feed)
 
 
 def test_a_source_that_differs_between_two_readers_is_refused():

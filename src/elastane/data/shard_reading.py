@@ -1,0 +1,175 @@
+"""The open shards of one rank, and the thread that reads ahead in them.
+
+A reader keeps the samples of its shard from the committed offset on. So a step that is retried, and
+one that was read ahead, opens and reads nothing again. `ShardReaders` opens, keeps and closes them;
+`ReadAhead` fills them while a step is computed. Nothing else uses the readers until it has stopped.
+
+How it fails: with the exceptions of the source, in the thread that asks for the sample. An error
+that the thread meets is raised when the sample is asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from elastane.data.shard_ledger import LaneReading, OpenShard
+
+__all__ = ["ReadAhead", "ShardReader", "ShardReaders", "ShardSource"]
+
+_END = object()
+
+
+@dataclass(frozen=True)
+class ShardSource:
+    """Data in shards. `open_shard(shard, start, epoch)` returns the samples from `start` on.
+
+    Each time a shard is opened for an epoch it has to give the same samples in the same order. It
+    is read in a thread while steps are computed, so it draws from no random stream of the program.
+    `shards` is the same list on all ranks; its items are anything that `open_shard` understands.
+    """
+
+    shards: Sequence[Any]
+    open_shard: Callable[[Any, int, int], Iterable[Any]]
+
+
+class ShardReader:
+    """An open shard: its samples by number, kept from the committed offset on."""
+
+    def __init__(self, samples: Iterable[Any], start: int) -> None:
+        self._samples = iter(samples)
+        self._kept: list[Any] = []
+        self.start = start
+        self._has_ended = False
+        self._failure: Exception | None = None
+
+    def read(self, first: int, stop: int) -> list[Any]:
+        """Return the samples from number `first` up to `stop`, or to the end of the shard."""
+        self.reach(stop)
+        return self._kept[first - self.start : stop - self.start]
+
+    def found(self, begin: int, stop: int) -> tuple[int, bool]:
+        """Return how many samples [begin, stop) has, and whether the shard ends there."""
+        self.reach(stop + 1)
+        there = self.start + len(self._kept)
+        return min(stop, there) - begin, there <= stop
+
+    def forget(self, before: int) -> None:
+        """Drop the samples before this number: they are committed."""
+        dropped = max(0, min(before - self.start, len(self._kept)))
+        del self._kept[:dropped]
+        self.start += dropped
+
+    def reach(self, stop: int) -> None:
+        """Read up to number `stop`, or to the end of the shard."""
+        while not self._has_ended and self.start + len(self._kept) < stop:
+            if self._failure is not None:
+                # An iterator that has failed would say that it has ended.
+                raise self._failure
+            try:
+                sample = next(self._samples, _END)
+            except Exception as error:
+                self._failure = error
+                raise
+            if sample is _END:
+                self._has_ended = True
+            else:
+                self._kept.append(sample)
+
+    def close(self) -> None:
+        """Close the source's iterator, if it can be closed."""
+        close = getattr(self._samples, "close", None)
+        if close is not None:
+            close()
+
+
+class ShardReaders:
+    """The open shards of this rank, by epoch and number."""
+
+    def __init__(self, source: ShardSource) -> None:
+        self._source = source
+        self._open: dict[tuple[int, int], ShardReader] = {}
+        self._used: set[tuple[int, int]] = set()
+
+    def at(self, reading: LaneReading, epoch: int) -> ShardReader:
+        """Return the reader of a shard, which has the samples from `reading.begin` on."""
+        key = epoch, reading.shard
+        reader = self._open.get(key)
+        if reader is None or reader.start > reading.begin:
+            reader = self._open[key] = self._opened(reading.shard, reading.begin, epoch)
+        self._used.add(key)
+        return reader
+
+    def first_sample(self, epoch: int) -> Any:
+        """Return any sample; the epoch has one."""
+        for shard in range(len(self._source.shards)):
+            sample = self._opened(shard, 0, epoch).read(0, 1)
+            if sample:
+                return sample[0]
+        raise AssertionError("a step of an epoch without samples")
+
+    def trim(self, epoch: int, lanes: Iterable[OpenShard]) -> None:
+        """After a commit, forget what is committed; close other shards, and those not used since.
+
+        `lanes` are the open shards of the committed position.
+        """
+        offsets = {(epoch, opened.shard): opened.offset for opened in lanes}
+        for key in self._open.keys() - (self._used & offsets.keys()):
+            self._open.pop(key).close()
+        for key, reader in self._open.items():
+            reader.forget(offsets[key])
+        self._used.clear()
+
+    def close(self) -> None:
+        """Close all shards."""
+        while self._open:
+            self._open.popitem()[1].close()
+        self._used.clear()
+
+    def _opened(self, shard: int, start: int, epoch: int) -> ShardReader:
+        return ShardReader(self._source.open_shard(self._source.shards[shard], start, epoch), start)
+
+
+class ReadAhead:
+    """A thread that reads what a step will need, sample by sample."""
+
+    def __init__(self, readers: ShardReaders) -> None:
+        self._readers = readers
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+
+    def begin(self, epoch: int, readings: Sequence[LaneReading]) -> None:
+        """Begin to read; `finish` or `stop` comes before any other use of the readers."""
+        self.finish()
+        # A daemon: a source that hangs must not keep a process that ends.
+        self._thread = threading.Thread(
+            target=self._read, args=(epoch, readings), name="elastane-read-ahead", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until all is read."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def stop(self) -> None:
+        """Stop after the present sample."""
+        self._stopped.set()
+        self.finish()
+        self._stopped.clear()
+
+    def _read(self, epoch: int, readings: Sequence[LaneReading]) -> None:
+        # The step that needs the sample meets the error again.
+        with suppress(Exception):
+            for reading in readings:
+                if self._stopped.is_set():
+                    return
+                reader = self._readers.at(reading, epoch)
+                for number in range(reading.begin, reading.stop + reading.reports):
+                    if self._stopped.is_set():
+                        return
+                    reader.reach(number + 1)
