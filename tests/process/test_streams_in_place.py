@@ -16,6 +16,7 @@ from growing import Growing
 from jobs import PRELOAD_OPTIMIZER
 
 from elastane.testing import LocalCluster
+from elastane.testing.cluster import LocalNode
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from streamed import BATCH, LENGTHS, SAMPLES, numbers
@@ -42,6 +43,12 @@ class Streamed:
 
     def committed(self) -> list[dict]:
         return [line for lines in self._told.lines().values() for line in lines]
+
+    def hang_reading(self, node: LocalNode) -> None:
+        """Let the node's worker hang in its source, and wait until it does."""
+        hang = self.said_folder / f"{node.workers()[0]}.hang"
+        hang.touch()
+        self.cluster.wait(lambda: not hang.exists(), "a worker hangs in its source")
 
     def wait_steps(self, count: int, world: int) -> None:
         """Wait until so many more steps are committed, in a world of this size."""
@@ -117,6 +124,8 @@ def test_each_sample_is_committed_once_while_workers_are_killed_leave_and_arrive
     with job.cluster:
         a, b = (job.cluster.start(name) for name in "ab")
         job.wait_steps(5, 2)
+        if kind == "lists":
+            job.hang_reading(b)
         b.kill_worker()
         job.wait_steps(5, 2)
         c = job.cluster.start("c")
@@ -127,3 +136,16 @@ def test_each_sample_is_committed_once_while_workers_are_killed_leave_and_arrive
         job.wait_steps(5, 1)
         job.ends_exact()
     assert not job.cluster.events("restart")
+
+
+def test_a_job_that_lost_all_workers_goes_on_within_its_shards_from_a_checkpoint(tmp_path):
+    job = Streamed(tmp_path, "lists", 4)
+    with job.cluster:
+        nodes = [job.cluster.start(name) for name in "ab"]
+        job.cluster.wait_event("checkpoint-saved")
+        for node in nodes:
+            node.kill()
+        job.cluster.start("c")
+        job.wait_steps(5, 1)
+        assert job.cluster.wait_event("restored").data["step"] % STEPS, "within an epoch"
+        job.ends_exact()

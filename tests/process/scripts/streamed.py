@@ -3,7 +3,8 @@
 Each sample adds its own row to the gradient, so the model counts the committed samples exactly,
 whatever happens to the workers. Lines as those of in_place.py go into FOLDER/PID.jsonl. KIND names
 the source: lists of numbers, WebDataset's tar files, a Hugging Face IterableDataset, or a dataset
-of LitData or MosaicML that is in FOLDER/KIND.
+of LitData or MosaicML that is in FOLDER/KIND. A worker that finds FOLDER/PID.hang takes that file
+and hangs while it reads its list.
 
     streamed.py FOLDER EPOCHS STEP_S KIND
 """
@@ -43,7 +44,16 @@ def source(kind: str, folder: Path):
         shards = {"shards": [*range(len(LENGTHS))]}
         dataset = datasets.IterableDataset.from_generator(rows, gen_kwargs=shards)
         return sources.hugging_face(dataset.shuffle(seed=5, buffer_size=20))
-    return ShardSource(range(len(LENGTHS)), lambda shard, start, _: numbers(shard)[start:])
+
+    def lists(shard: int, start: int, _epoch: int):
+        for number in numbers(shard)[start:]:
+            hang = folder / f"{os.getpid()}.hang"
+            if hang.exists():
+                hang.unlink()
+                time.sleep(100_000)
+            yield number
+
+    return ShardSource(range(len(LENGTHS)), lists)
 
 
 def loader_of(kind: str, folder: Path):
@@ -97,6 +107,8 @@ def main() -> None:
         torch.nn.init.zeros_(net.weight)
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         job.track(net=net, optimizer=optimizer)
+        saver = elastane.Checkpointer(folder / "checkpoints", every_steps=10)
+        saver.restore(job)
         loader = loader_of(kind, folder)
         ends = []
         for step, samples in job.steps(loader, until_epoch=epochs):
@@ -113,6 +125,8 @@ def main() -> None:
                 ends += [step.number] if step.last_of_epoch else []
                 line = {"what": "committed", "step": step.number, "rank": job.rank}
                 log.write(json.dumps({**line, "world": job.world_size}) + "\n")
+                saver.maybe_save(step)
+        saver.close()
         found = {"steps": job.committed, "counts": net.weight.flatten().tolist(), "ends": ends}
         (folder / f"{os.getpid()}.final").write_text(json.dumps(found))
 

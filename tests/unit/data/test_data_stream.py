@@ -6,7 +6,8 @@ import pytest
 
 from elastane.data.shard_reading import ShardSource
 from elastane.data.stream import ElasticStream, StreamFeed
-from elastane.errors import ConfigurationError
+from elastane.errors import ConfigurationError, JobError
+from elastane.worker.mode import Deterministic
 
 LENGTHS = [5, 0, 9, 3]
 
@@ -209,6 +210,11 @@ def test_shards_without_any_sample_are_refused():
 def test_a_source_that_is_none_is_refused():
     with pytest.raises(ConfigurationError, match=r"list.*\[data-source\]"):
         ElasticStream([1, 2], 4)
+
+
+def test_deterministic_mode_is_refused():
+    with pytest.raises(JobError, match=r"ElasticStream.*\[deterministic-use\]"):
+        Deterministic(4, 0).open(stream_of().position, 1)
 
 
 def test_a_step_that_was_not_read_is_not_committed():
