@@ -21,6 +21,8 @@ from elastane.data.shard_ledger import LaneReading, OpenShard
 __all__ = ["ReadAhead", "ShardReader", "ShardReaders", "ShardSource"]
 
 _END = object()
+# A job that ends waits so long for the present sample, which nobody needs any more.
+CLOSE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,13 @@ class ReadAhead:
         self._stopped.set()
         self.finish()
         self._stopped.clear()
+
+    def close(self) -> bool:
+        """Stop for good; return False if the source still holds the thread after CLOSE_S."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+        return self._thread is None or not self._thread.is_alive()
 
     def _read(self, epoch: int, readings: Sequence[LaneReading]) -> None:
         # The step that needs the sample meets the error again.

@@ -114,11 +114,10 @@ class StreamFeed(Iterator[Portion]):
         self._waiting.clear()
 
     def close(self) -> None:
-        """Close the open shards; the feed may be used again."""
-        self._ahead.stop()
+        """Close the open shards, for good; one whose source does not answer is left alone."""
         self._waiting.clear()
-        self.cursor.forget()
-        self._readers.close()
+        if self._ahead.close():
+            self._readers.close()
 
     def read_step(self) -> Generator[list[int], Sequence[int] | None, list[Portion]]:
         """Read this rank's part of the next step, from the committed position; return its portions.

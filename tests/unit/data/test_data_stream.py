@@ -183,6 +183,23 @@ def test_a_rewind_waits_for_one_sample_and_not_for_a_whole_step():
     feed.close()
 
 
+def test_a_feed_is_closed_while_its_source_hangs_beyond_the_last_step(monkeypatch):
+    monkeypatch.setattr("elastane.data.shard_reading.CLOSE_S", 0.1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hanging(_shard, start, _epoch):
+        yield from range(start, 5)
+        begun.set()
+        go_on.wait()
+
+    feed = feed_of(ElasticStream(ShardSource([0], hanging), 4, collate_fn=list))
+    next(feed)
+    assert begun.wait(60)
+    feed.close()
+    assert not go_on.is_set()
+    go_on.set()
+
+
 def test_an_error_of_a_source_is_raised_by_the_step_that_needs_the_sample():
     def broken(_shard, start, _epoch):
         yield from range(start, 6)
