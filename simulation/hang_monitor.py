@@ -21,7 +21,7 @@ class SimulatedHangMonitor:
     """The hang monitor of one node; `waiting` and `all_wait` go into its heartbeats."""
 
     def __init__(self) -> None:
-        self._watch = HangRules(Timing().hang_floor_s)
+        self._watch = HangRules(Timing().hang_floor_s, Timing().abort_limit_s)
         self.waiting: tuple[WaitPoint, ...] = ()
         self.all_wait = False
 
@@ -37,5 +37,5 @@ class SimulatedHangMonitor:
 
     def world_ended(self) -> None:
         """Begin again, for the workers of another world."""
-        self._watch = HangRules(Timing().hang_floor_s)
+        self._watch = HangRules(Timing().hang_floor_s, Timing().abort_limit_s)
         self.waiting, self.all_wait = (), False

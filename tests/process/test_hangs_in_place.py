@@ -56,6 +56,23 @@ def test_a_hanging_worker_is_killed_with_its_stack_and_replaced(tmp_path):
         job.ends_exact()
 
 
+def test_a_worker_whose_abort_never_returns_is_killed_and_replaced(tmp_path):
+    """As a driver's or NCCL's may not; its own agent sees it, and the others wait for nothing."""
+    job = InPlace(tmp_path, **ONE_NODE)
+    with job.cluster:
+        [node] = starts(job, "a", world=3)
+        hung, others = told_to_hang(job, "abort")
+        told = job.folder / "said" / f"{hung}.hang"
+        job.cluster.wait(lambda: not told.exists(), "its abort is planted")
+        [dead] = [pid for pid in others if pid == node.kill_worker(0)]
+        job.cluster.wait_event("replacement", count=2)
+        after = job.wait_steps(5, 3)
+        assert others - {dead} < set(after) and hung not in after
+        causes = [event.data["cause"] for event in job.cluster.events("replacement")]
+        assert "in an abort of its process group for" in causes[1], causes
+        job.ends_exact()
+
+
 def test_workers_in_a_deadlock_continue_in_another_world(tmp_path):
     job = InPlace(tmp_path, rdzv_conf={"hang_floor": FLOOR_S}, **{**ONE_NODE, "nproc_per_node": 2})
     with job.cluster:

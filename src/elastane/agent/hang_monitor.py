@@ -64,7 +64,7 @@ class HangMonitor:
         self._failed = failed
         self._spawn = spawn
         self._stuck = StuckWatch(setup.stuck_s)
-        self._hangs = HangRules(setup.hang_floor_s)
+        self._hangs = HangRules(setup.hang_floor_s, setup.abort_limit_s)
         self._progress_marks: dict[int, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.waits = Waits()
@@ -116,6 +116,7 @@ class HangMonitor:
                 steps=worker.page.steps,
                 stopped=states.get(pid) == "T",
                 held=states.get(pid) == "t",
+                aborts=worker.page.aborts,
             )
             for pid, worker in alive.items()
         }

@@ -237,6 +237,7 @@ class _Agent:
             stuck_s=config.supervision.stuck_s,
             spares=config.supervision.spares,
             hang_floor_s=config.spec.timing.hang_floor_s,
+            abort_limit_s=config.spec.timing.abort_limit_s,
             timers=self._node.timers,
             choose_files=config.supervision.choose_files,
         )

@@ -55,7 +55,7 @@ class GroupSetup:
     `stuck_s` is how long a worker may be in uninterruptible sleep before it is given up; 0 means no
     limit. `spares` is the number of warm spares beside workers that recover in place.
     `choose_files` decides instead of `logs` where each worker's output goes. No worker counts as
-    hung before `hang_floor_s`.
+    hung before `hang_floor_s`, except in an abort of its process group, after `abort_limit_s`.
     """
 
     kind: WorkerKind
@@ -71,6 +71,7 @@ class GroupSetup:
     stuck_s: float = 0.0
     spares: int = 0
     hang_floor_s: float = Timing().hang_floor_s
+    abort_limit_s: float = Timing().abort_limit_s
     timers: TimerWatch | None = None
     choose_files: ChooseFiles | None = None
     # Shared by all attempts, so that its threads are reused.

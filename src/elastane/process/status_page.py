@@ -30,12 +30,12 @@ PAGE_FD_VARIABLE = "ELASTANE_STATUS_PAGE_FD"
 PAGE_BYTES = 64 << 10
 _NAMES_AT = 4096
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
-VERSION = 6
+VERSION = 7
 # Word numbers, of 8 bytes each, little-endian.
 _MAGIC, _VERSION = 0, 1  # line 0: the agent, once
 _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
 _GATE, _TARGET, _STOPS, _UNTIL_NS = 16, 17, 18, 19  # line 2: the agent
-_MARK, _STEPS, _ROUND = 24, 25, 26  # line 3: the worker
+_MARK, _STEPS, _ROUND, _ABORTS = 24, 25, 26, 27  # line 3: the worker
 _NAMES_BYTES = 32  # line 4: the worker
 # The states of a worker that waits at the target.
 _WAITS, _HAS_SAVED = 1, 2
@@ -110,6 +110,11 @@ class StatusPage(_Words):
     def round(self) -> int:
         """The round of the last world whose members this worker has joined; 0: none."""
         return min(int(self._words[_ROUND]), COUNT_MAX - 1)
+
+    @property
+    def aborts(self) -> bool:
+        """Whether the worker is in an abort of its process group, which has not returned yet."""
+        return bool(self._words[_ABORTS])
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -207,6 +212,10 @@ class WorkerPage(_Words):
         """Report progress."""
         words = self._words
         words[_MARK] = (words[_MARK] + (1 << _ACTIVITY_BITS)) % _MARK_MAX
+
+    def abort(self, in_it: bool) -> None:
+        """Store whether this worker is in an abort of its process group."""
+        self._words[_ABORTS] = in_it
 
     def note_import(self, name: str) -> bool:
         """Add a module to the reported imports; False if the page has no room left."""

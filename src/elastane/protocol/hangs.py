@@ -3,7 +3,8 @@
 A worker that recovers in place marks each piece of progress on its status page. A worker whose mark
 stands still is asked whether it waits for others. One that waits is a victim and never blamed. One
 that neither waits nor moves for far longer than its kind of work ever took hangs. A worker that
-cannot answer (it holds the interpreter's lock, it is stopped) does not wait.
+cannot answer (it holds the interpreter's lock, it is stopped) does not wait. One that is in an
+abort of its process group can be in no world, and has a limit of its own.
 
 If all workers wait and nothing moves between them, no worker is to blame: no mark changes, and no
 byte goes over their connections. That is a stall, and the coordinator ends it for the whole world.
@@ -80,7 +81,7 @@ _UNJUDGED = (Activity.APART, Activity.ENTERING)
 class Observation:
     """One observation of one worker. `steps`: the number that this process has made.
 
-    `stopped`: by a signal. `held`: by a debugger.
+    `stopped`: by a signal. `held`: by a debugger. `aborts`: it is in an abort of its process group.
     """
 
     mark: int
@@ -88,6 +89,7 @@ class Observation:
     steps: int
     stopped: bool = False
     held: bool = False
+    aborts: bool = False
 
 
 @dataclass(slots=True)
@@ -102,6 +104,7 @@ class _Worker:
     at: WaitPoint | None = None
     traffic: int | None = None
     stopped_s: float | None = None
+    aborts_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -137,12 +140,14 @@ class _Longest:
 class HangRules:
     """Judges the workers of one node that have a place in a world; `now_s` is monotonic.
 
-    No worker hangs before `floor_s`, except one that a signal has stopped. Workers are named by
-    unique numbers, such as process ids. What is learned outlives them, since it is about the job.
+    No worker hangs before `floor_s`, except one that a signal has stopped, and one whose abort of
+    its process group lasts for `abort_s`. Workers are named by unique numbers, such as process ids.
+    What is learned outlives them, since it is about the job.
     """
 
-    def __init__(self, floor_s: float) -> None:
+    def __init__(self, floor_s: float, abort_s: float) -> None:
         self._floor_s = floor_s
+        self._abort_s = abort_s
         self._workers: dict[int, _Worker] = {}
         # By activity; None: waiting for others.
         self._longest = _Longest()
@@ -227,6 +232,8 @@ class HangRules:
         else:
             worker, worker.sight = before, sight
         worker.stopped_s = (before.stopped_s or now_s) if sight.stopped else None
+        aborts = sight.aborts and not sight.held
+        worker.aborts_s = (before.aborts_s or now_s) if aborts else None
         if sight.held:
             worker.busy_s = now_s
         return worker
@@ -244,6 +251,8 @@ class HangRules:
         now_s, sight = self._now_s, worker.sight
         if worker.stopped_s is not None and now_s - worker.stopped_s >= HANG_STOPPED_S:
             return f"stopped by a signal for {now_s - worker.stopped_s:.1f} s"
+        if worker.aborts_s is not None and now_s - worker.aborts_s >= self._abort_s:
+            return f"in an abort of its process group for {now_s - worker.aborts_s:.1f} s"
         idle_s, limit_s = now_s - worker.busy_s, self._limit_s(sight)
         if sight.activity in _UNJUDGED or idle_s < limit_s or not self._is_sure(worker):
             return ""

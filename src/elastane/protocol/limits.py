@@ -139,6 +139,9 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     # No worker counts as hanging sooner than this: a shared disk may take seconds to answer, and a
     # hang costs a restart of the budget.
     hang_floor_s: float = 20.0
+    # A worker whose process group is not aborted after this is killed: it could enter no other
+    # world, and the others wait for it. (NCCL took 0.3 to 0.6 s.)
+    abort_limit_s: float = 1.5
     # A new coordinator waits this long for the agents of the last world.
     reregister_s: float = 2.0
     # A lease on the store is void this long after its last renewal, ...

@@ -66,6 +66,19 @@ class ProgressReporter:
         if self._page is not None:
             self._page.beat()
 
+    @contextlib.contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Report that this thread aborts the process group: the agent limits how long that takes.
+
+        Nothing else of this process can end an abort that does not return.
+        """
+        page = self._page
+        if page is not None:
+            page.abort(True)
+        yield
+        if page is not None:
+            page.abort(False)
+
     def step_made(self) -> None:
         """Count a completed step; the code that follows is the user's own."""
         if self._page is not None:

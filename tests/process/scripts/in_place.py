@@ -70,6 +70,11 @@ def hang(folder: Path, *here: str) -> None:
             pass
     if how == "lock":
         ctypes.PyDLL(None).sleep(100_000)  # with the interpreter's lock
+    if how == "abort":
+        from elastane.comms import sockets
+
+        sockets.cut = lambda _inodes: time.sleep(100_000)
+        return
     if how == "pdb":
         sys.stdin = open(os.open(os.environ["HANG_STDIN"], os.O_RDONLY))  # noqa: SIM115
         pdb.Pdb(stdin=sys.stdin).set_trace()
@@ -146,7 +151,7 @@ def main() -> None:
         )
 
     tell_of_waiting(folder / f"{os.getpid()}.spare")
-    with elastane.init(wait_for_place=waits) as job:
+    with elastane.init(wait_for_place=waits, backend=os.environ.get("GPU_BACKEND", "")) as job:
         if waits:
             print("rank", os.environ["RANK"], "local rank", os.environ["LOCAL_RANK"], flush=True)
             say("placed", -1)
@@ -163,7 +168,7 @@ def main() -> None:
             with step:
                 say("body", step.number)
                 net.bodies += 1
-                hang(folder, "loop", "lock", "sleep", "receive", "pdb")
+                hang(folder, "loop", "lock", "sleep", "receive", "pdb", "abort")
                 mine = [gradient(step.number, int(s)) for s in samples] if step.samples else []
                 total = torch.tensor(mine, dtype=torch.float64).reshape(-1, SIZE).sum(dim=0)
                 enough = job.rank == 0 and (folder / "enough").exists()

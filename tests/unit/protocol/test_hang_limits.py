@@ -27,14 +27,14 @@ from elastane.protocol.model import WaitPoint
 
 BODY, LOADING, BETWEEN = Activity.BODY, Activity.LOADING, Activity.BETWEEN
 MARGIN_S = 2 * HANG_LOOK_S
-FLOOR_S = 5.0
+FLOOR_S, ABORT_S = 5.0, 1.5
 
 
 class Node:
     """Workers that a watch looks at: each answers what `waits` says, unless it is silent."""
 
     def __init__(self, *numbers, steps=100):
-        self.watch, self.now_s = HangRules(FLOOR_S), 0.0
+        self.watch, self.now_s = HangRules(FLOOR_S, ABORT_S), 0.0
         self.sights = {n: Observation(1, BODY, steps) for n in numbers or (1,)}
         self.waits, self.silent, self.held, self.asked = set(), set(), set(), 0
         self.hung, self.stalled_s, self.waiting = {}, None, ()
@@ -178,6 +178,21 @@ def test_who_is_stopped_by_a_signal_hangs_whatever_it_was_at(activity):
     assert "stopped by a signal" in node.hung[1]
     node.be(1, activity, progress=False)
     assert node.passes(HANG_STOPPED_S) == {}
+
+
+@pytest.mark.parametrize("activity", [BODY, BETWEEN, Activity.ENTERING])
+def test_who_does_not_return_from_an_abort_hangs_whatever_it_was_at(activity):
+    node = Node(1, 2)
+    node.waits = {1, 2}
+    node.be(1, activity)
+    node.sights[1] = replace(node.sights[1], aborts=True)
+    assert node.passes(ABORT_S / 2) == {}
+    node.watch.world_ended()
+    found = node.passes(1000)
+    assert found == {1: pytest.approx(ABORT_S / 2, abs=2 * MARGIN_S)}, "its world ended before"
+    assert "in an abort of its process group for 1.5 s" in node.hung[1]
+    node.sights[1] = replace(node.sights[1], aborts=True, held=True)
+    assert node.passes(10 * ABORT_S) == {}, "a debugger holds it"
 
 
 def test_a_host_that_stood_still_is_held_against_nobody():
