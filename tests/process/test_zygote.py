@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,14 +176,28 @@ def test_a_spawn_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
 def test_a_preload_that_touches_cuda_means_exec(tmp_path: Path) -> None:
     async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
         assert await ended(await spawner.spawn(command("script", quick(tmp_path)))) == 0
-        assert told.of("fallback") == ["a preloaded module has initialised CUDA"]
+        assert told.of("fallback") == ["a preloaded module has used CUDA"]
 
     (tmp_path / "touching.py").write_text(
         "import sys, types\nsys.modules['torch'] = torch = types.ModuleType('torch')\n"
         "torch.__spec__ = __spec__\n"
-        "torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)\n"
+        "torch.cuda = types.SimpleNamespace(is_available=lambda: True)\n"
+        "torch.cuda._is_in_bad_fork = torch.cuda.is_available\n"
     )
     in_folder(tmp_path, scenario, "touching", warm=False)
+
+
+def test_a_preload_that_asks_for_devices_forks_workers_that_see_the_same(tmp_path: Path) -> None:
+    async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
+        same = command("script", quick(tmp_path))
+        assert await ended(await spawner.spawn(same)) == 0 and told.of("fallback") == []
+        other = replace(same, env={**same.env, "CUDA_VISIBLE_DEVICES": "3"})
+        assert await ended(await spawner.spawn(other)) == 0
+        [reason] = told.of("fallback")
+        assert reason.startswith("CUDA_VISIBLE_DEVICES is '3' for the worker"), reason
+
+    (tmp_path / "asking.py").write_text("import os\nos.environ.get('CUDA_VISIBLE_DEVICES')\n")
+    in_folder(tmp_path, scenario, "asking")
 
 
 def test_a_zygote_that_cannot_live_is_given_up(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ class Imported:
     `bound`: torch and the packages that it imported, which one process can hold only once. `reads`:
     the variables that learned packages read at import, with their values then. `writes`: the
     variables that packages set, each with the package and the value. `renewed`: the modules that
-    read the worker's environment again when they are provided (`learned.RENEWALS`).
+    read the worker's environment again when they are provided (`learned.RENEWALS`). `devices`: the
+    value of CUDA_VISIBLE_DEVICES that a package of the user's choice read, if one did.
     """
 
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Imported:
     reads: Mapping[str, str | None] = field(default_factory=dict)
     writes: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
     renewed: frozenset[str] = frozenset()
+    devices: Mapping[str, str | None] = field(default_factory=dict)
 
 
 def outside(names: Iterable[str]) -> dict[str, str]:

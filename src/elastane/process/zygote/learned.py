@@ -34,7 +34,7 @@ from typing import Any
 # No worker waits for it, but it shares the host's CPUs with the training.
 LEARNED_IMPORT_S = 60.0
 # Variables of one worker or one attempt.
-_WORKER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+_WORKER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _WORKER_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ELASTANE_")
 # No job has this many workers (`COUNT_MAX` of the protocol), so it is no worker's rank.
 _TRIAL_RANK = (1 << 31) - 1

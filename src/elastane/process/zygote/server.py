@@ -44,6 +44,8 @@ Work = Callable[[], None]
 _AT_EXIT = ("tabulate",)
 _WORDS = (b"environ", b"putenv")
 _METHODS = frozenset({"setdefault", "update", "pop", "putenv", "unsetenv"})
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+_DEVICE_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 # An assignment's value: a text, None for a deletion, or a value that is not known.
 _UNKNOWN = object()
 
@@ -60,7 +62,7 @@ def main(args: Sequence[str]) -> Work | None:
     sock = socket.socket(fileno=protocol.ZYGOTE_FD)
     begun = time.monotonic()
     chosen = ImportFindings()
-    with without_collections():
+    with without_collections(), devices_counted_by_driver():
         with watched(chosen):
             problems, imported = import_all(preload)
         chosen.try_renewals()
@@ -97,6 +99,7 @@ def _with_findings(imported: Imported, chosen: ImportFindings, found: ImportFind
         reads=found.reads,
         writes={name: by for name, by in writes.items() if by[0] not in ("", "torch")},
         renewed=frozenset(chosen.renewed | found.renewed),
+        devices={name: value for name, value in chosen.reads.items() if name == _DEVICES},
     )
 
 
@@ -159,23 +162,40 @@ def without_collections() -> Iterator[None]:
             gc.set_threshold(*before)
 
 
+@contextlib.contextmanager
+def devices_counted_by_driver() -> Iterator[None]:
+    """Let `torch.cuda.is_available()` ask the driver's management library.
+
+    By default it asks the CUDA runtime, which no fork could use afterwards.
+    """
+    before = os.environ.get(_DEVICE_CHECK)
+    os.environ[_DEVICE_CHECK] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_DEVICE_CHECK]
+        if before is not None:
+            os.environ[_DEVICE_CHECK] = before
+
+
 def check_forkable() -> str:
     """End the threads that end at a fork; return why no fork is safe, or an empty text.
 
     OpenBLAS starts a pool when NumPy is imported, ends it in its own handler before a fork, and
     starts another on first use (both sides). Other pools have no such handler.
     """
+    torch = sys.modules.get("torch")
     pid = os.fork()
     if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
+        os._exit(int(torch is not None and torch.cuda._is_in_bad_fork()))
+    _, status = os.waitpid(pid, 0)
     tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     if tasks:
         names = ", ".join((task / "comm").read_text().strip() for task in tasks[:8])
         return f"a preloaded module runs {len(tasks)} threads ({names})"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "a preloaded module has initialised CUDA"
+    # Without a device no worker misses CUDA: torch for CUDA, on a machine for trying.
+    if status != 0 and torch is not None and torch.cuda.is_available():
+        return "a preloaded module has used CUDA"
     return ""
 
 
@@ -251,7 +271,7 @@ class _Loop:
         )
         os.chdir(command.cwd)
         bind_to_cpus(command.cpus)
-        reason = _unfit(command, self.origins)
+        reason = _unfit(command, self.origins) or _other_devices(command, self.imported)
         if reason:
             raise RefusedError(reason)
         return command.descriptors(), functools.partial(_start, command, self.birth, self.imported)
@@ -292,6 +312,20 @@ def _unfit(command: WorkerCommand, origins: Mapping[str, str]) -> str:
     if not reason and not sys.flags.safe_path:
         reason = fitness.shadowed(first_path_entry(command), origins)
     return reason
+
+
+def _other_devices(command: WorkerCommand, imported: Imported) -> str:
+    """Return why a worker with a device of its own needs its own imports; "" if it does not.
+
+    Many packages ask torch for devices as they are imported, and torch reads the variable.
+    """
+    for name, value in imported.devices.items():
+        if command.env.get(name) != value:
+            return (
+                f"{name} is {command.env.get(name, 'unset')!r} for the worker, and a preloaded"
+                f" package read {value or 'unset'!r}"
+            )
+    return ""
 
 
 def _module_source(command: WorkerCommand) -> bytes:
