@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -61,6 +61,7 @@ _QUESTIONS = (
         "_set_sequence_number_for_group",
     ),
 )
+T = TypeVar("T", bound=Callable[..., Any])
 # (tensor to send from or receive into, rank of the peer, tag).
 Message: TypeAlias = tuple[torch.Tensor, int, int]
 # Part of gloo's errors about a connection, and of none about wrong arguments.
@@ -477,12 +478,26 @@ def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
     return list(first) if isinstance(first, (list, tuple)) else []
 
 
+def _untraced(function: T) -> T:
+    """Make torch.compile leave alone this function and what it calls; return it.
+
+    In a compiled model, C++ calls the group's methods while the tracer listens, which refuses
+    attributes of a process group (torch 2.13). `torch.compiler.disable` would do the same, but
+    imports the compiler, which takes 2 s.
+    """
+    tracer = torch._C._dynamo.eval_frame
+    skip = tracer._FrameAction.SKIP
+    strategy = tracer._FrameExecStrategy(skip, skip)
+    tracer.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
 def _operation(name: str) -> Callable[..., Work | None]:
     def operation(self: ElasticGroup, *args: Any, **kwargs: Any) -> Work | None:
         return self._operate(name, args, kwargs)
 
     operation.__name__ = name
-    return operation
+    return _untraced(operation)
 
 
 def _question(name: str) -> Callable[..., Any]:
@@ -490,7 +505,7 @@ def _question(name: str) -> Callable[..., Any]:
         return getattr(self.world.group, name)(*args, **kwargs)
 
     question.__name__ = name
-    return question
+    return _untraced(question)
 
 
 # Signatures are torch's own, several for one name; arguments are forwarded unchanged.
@@ -500,3 +515,5 @@ for _name in _COLLECTIVES + _MESSAGES:
 for _name in _QUESTIONS:
     if hasattr(ProcessGroup, _name):
         setattr(ElasticGroup, _name, _question(_name))
+for _method in (ElasticGroup.rank, ElasticGroup.size, ElasticGroup.getSize):
+    _untraced(_method)

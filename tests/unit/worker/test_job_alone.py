@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import elastane
 from elastane.checkpoint.registered import RegisteredObjects
@@ -322,3 +323,16 @@ def test_every_attribute_of_a_job_and_of_a_step_is_documented(job):
     for name, thing in (("job", job), ("step", step)):
         public = {each for each in dir(thing) if not each.startswith("_")}
         assert not {each for each in public if f"`{name}.{each}" not in page}
+
+
+def test_a_compiled_ddp_trains_as_an_eager_one_does(job):
+    """A backend that compiles nothing is enough: tracing is what meets the process group."""
+    nets = [torch.nn.Linear(4, 1) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    eager, traced = (DistributedDataParallel(net, process_group=job.process_group) for net in nets)
+    compiled = torch.compile(traced, backend="eager")
+    for forward in (eager, compiled):
+        for _ in range(2):
+            forward(X).square().mean().backward()
+    for found, expected in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
