@@ -112,7 +112,7 @@ def described(module: DistributedDataParallel) -> dict[str, Any]:
         ],
         "buffers": [f"{name} {_shape(buffer)}" for name, buffer in buffers],
         "delayed parameters": len(ddp._delay_all_reduce_params),
-        "broadcast_buffers": ddp.forward_sync_buffers,
+        "broadcast_buffers": ddp.broadcast_buffers,
         "find_unused_parameters": ddp.find_unused_parameters,
         "static_graph": ddp.static_graph,
         "skip_all_reduce_unused_params": ddp.skip_all_reduce_unused_params,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
+
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.mesh import MeshGroups
 from elastane.data.checks import whole
@@ -37,9 +39,19 @@ def _why_never(tracked: RegisteredObjects, mesh: MeshGroups | None) -> str:
         return ""
     if mesh is None or meshes != {mesh.made}:
         return f"{_NO_REPLICA}: it is not over job.device_mesh()"
+    if not _passes_can_be_dropped():
+        return (
+            f"sharded state is healed with torch 2.13 or later; this is torch {torch.__version__}"
+        )
     if not tracked.optimizers:
         return "sharded state without its optimizer is not healed: job.track(optimizer=optimizer)"
     return ""
+
+
+def _passes_can_be_dropped() -> bool:
+    """Whether this torch's sharded modules can drop an interrupted forward or backward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is None or hasattr(fsdp.FSDPModule, "reset_iter_state")
 
 
 def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None:
