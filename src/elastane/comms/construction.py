@@ -53,7 +53,8 @@ class Wiring:
     is the address to listen at; by default it is the one from which the store is reached. `serves`:
     this worker serves the store for as long as its world lasts, since no other process does.
     `members`: for a group of only some of a world's workers, their ranks in the world, in the order
-    of this group's ranks.
+    of this group's ranks. `device_type`: where the members' tensors are; `backend`, "nccl" or
+    "gloo", takes those of "cuda". gloo copies them through the host.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class Wiring:
     fence: str
     timeout_s: float = 1800.0
     device_type: str = "cpu"
+    backend: str = "gloo"
     bind_addr: str = ""
     serves: bool = False
     members: tuple[int, ...] = ()
@@ -70,6 +72,11 @@ class Wiring:
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)
         assert self.timeout_s > 0, self.timeout_s
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether collectives of tensors on a GPU are NCCL's."""
+        return self.device_type == "cuda" and self.backend == "nccl"
 
 
 class Made(NamedTuple):
@@ -169,10 +176,13 @@ class Construction:
         wiring = self._wiring
         group = ProcessGroup(store, wiring.rank, wiring.world_size)
         kind = ProcessGroup.BackendType
-        group._set_default_backend(kind.NCCL if wiring.device_type == "cuda" else kind.GLOO)
-        group._register_backend(torch.device("cpu"), kind.GLOO, self._gloo(store, device, _THREADS))
-        if wiring.device_type == "cuda":
+        group._set_default_backend(kind.NCCL if wiring.uses_nccl else kind.GLOO)
+        gloo = self._gloo(store, device, _THREADS)
+        group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
+        if wiring.uses_nccl:
             group._register_backend(torch.device("cuda"), kind.NCCL, self._nccl())
+        elif wiring.device_type == "cuda":
+            group._register_backend(torch.device("cuda"), kind.GLOO, gloo)
         group._set_group_name(GroupName(f"elastane/{wiring.fence}"))
         return group
 
@@ -204,7 +214,9 @@ class Construction:
         wiring = self._wiring
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=wiring.timeout_s)
-        prefixed = PrefixStore(f"{wiring.fence}/nccl", self._native_store(is_master=False))
+        alone = wiring.world_size == 1
+        store = HashStore() if alone else self._native_store(is_master=False)
+        prefixed = PrefixStore(f"{wiring.fence}/nccl", store)
         return ProcessGroupNCCL(prefixed, wiring.rank, wiring.world_size, options)
 
     def _native_store(self, *, is_master: bool) -> Store:

@@ -100,7 +100,7 @@ class WorldGroup:
     @property
     def traffic(self) -> int | None:
         """The bytes sent and received over gloo's connections so far; None with NCCL."""
-        if self.wiring.device_type == "cuda":
+        if self.wiring.uses_nccl:
             return None
         return sockets.traffic(self._construction.inodes)
 
@@ -146,7 +146,7 @@ class WorldGroup:
             if self._construction.client is not None:
                 self._construction.client.interrupt()
             sockets.cut(self._construction.inodes)
-            if self.wiring.device_type == "cuda":
+            if self.wiring.uses_nccl:
                 made.group.abort()
             if self.when_aborted is not None:
                 self.when_aborted()

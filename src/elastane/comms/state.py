@@ -292,7 +292,8 @@ class _Flattener:
                 raise _refused(value, spelled(path), "not a plain dense tensor")
             return ["T", self._number(value.detach(), path)]
         if isinstance(value, torch.Generator):
-            return ["g", str(value.device), self._number(value.get_state(), path)]
+            # Members number their GPUs differently.
+            return ["g", value.device.type, self._number(value.get_state(), path)]
         if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
             raw = torch.from_numpy(np.frombuffer(value.tobytes(), dtype=np.uint8).copy())
             return ["a", value.dtype.str, list(value.shape), self._number(raw, path)]

@@ -68,7 +68,7 @@ def main() -> None:
         if job.rank == 0:
             net.eval()
             with torch.no_grad():
-                final = float(net(held_out))
+                final = float(net(held_out.to(job.device)))
             progress.report(step=job.committed, epoch=0, final_loss=final)
             print(f"{final:.3f} nats a byte on held-out text; weights {weights}", flush=True)
 

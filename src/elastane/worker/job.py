@@ -43,7 +43,7 @@ from elastane.worker.world import Worlds
 T = TypeVar("T")
 
 
-def init(
+def init(  # noqa: PLR0913 - each is a choice of the user
     *,
     deterministic: bool = False,
     shards: int = 8,
@@ -51,6 +51,7 @@ def init(
     digest_log: str | Path | None = None,
     digest_every: int = 1,
     wait_for_place: bool = True,
+    backend: str = "",
 ) -> Job:
     """Join the job that this worker was started for; without a launcher, a world of one.
 
@@ -65,12 +66,15 @@ def init(
     on the world; its body takes its data from `step.batches` (docs/deterministic.md). `digest_log`:
     a file with a digest of the state after each `digest_every` steps, for `elastane verify-run`.
     The default is the path in ELASTANE_DIGEST_LOG.
+
+    `backend`: "nccl" or "gloo", for tensors on a GPU, the same on all workers. The default is NCCL.
+    gloo copies them through the host: slower, but several workers may share one GPU.
     """
     mode = Deterministic(shards, seed) if deterministic else Mode()
     line = ControlSocket.inherited()
     if line is not None:
         warn_of_early_read(sys._getframe(1))
-    job = Job(line, mode, digest_log_of(digest_log, digest_every))
+    job = Job(line, mode, digest_log_of(digest_log, digest_every), backend)
     return job.join(wait_for_place=wait_for_place)
 
 
@@ -78,9 +82,13 @@ class Job:
     """A worker's view of its job. Not thread-safe."""
 
     def __init__(
-        self, line: ControlSocket | None, mode: Mode, digest_log: DigestLog | None
+        self,
+        line: ControlSocket | None,
+        mode: Mode,
+        digest_log: DigestLog | None,
+        backend: str = "",
     ) -> None:
-        self._world = Worlds(line)
+        self._world = Worlds(line, backend)
         self.process_group = self._world.group
         self._tracked = RegisteredObjects()
         self.mode = mode
@@ -133,7 +141,10 @@ class Job:
 
     @property
     def device(self) -> torch.device:
-        """This worker's device: a GPU by its local rank, or the CPU."""
+        """This worker's device: a GPU by its local rank, or the CPU.
+
+        A GPU is made CUDA's current device before `init` returns.
+        """
         return self._world.device
 
     def track(self, **objects: Any) -> None:

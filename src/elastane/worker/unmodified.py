@@ -82,7 +82,7 @@ class ShrinkingWorker:
         return self._build(self._place)
 
     def _build(self, place: AssignedPlace) -> WorldGroup:
-        world = self._building = WorldGroup(wiring_of(place, "cpu"))
+        world = self._building = WorldGroup(wiring_of(place))
         if self._line.world_has_ended:
             world.abort()  # The thread may have looked before this world was there.
         return world.build()
@@ -90,7 +90,8 @@ class ShrinkingWorker:
     def _end_world(self) -> None:
         """In the control socket's thread: end what waits in the current world."""
         if self._line.world_has_ended and self._building is not None:
-            self._building.abort()
+            with self._progress.aborting():
+                self._building.abort()
 
     def _show_place(self, rank: int, size: int) -> None:
         """Let the script read its rank and world size in the environment, too."""

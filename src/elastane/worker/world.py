@@ -21,7 +21,7 @@ import torch
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import ALONE, Wiring, WorldGroup
 from elastane.comms.mesh import NO_SEAT, MeshGroups, is_whole, seated
-from elastane.errors import ElastaneError, JobError, PeerLostError
+from elastane.errors import ConfigurationError, ElastaneError, JobError, PeerLostError
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.status_page import WorkerPage
 from elastane.protocol.hangs import Activity
@@ -38,7 +38,11 @@ _POLL_S = 0.0005
 class Worlds:
     """The worlds of one worker; its control socket's thread may end the current one at any time."""
 
-    def __init__(self, line: ControlSocket | None) -> None:
+    def __init__(self, line: ControlSocket | None, backend: str = "") -> None:
+        """`backend`: "nccl" or "gloo" for tensors on a GPU; "" is NCCL."""
+        if backend not in ("", "nccl", "gloo"):
+            raise _unknown_backend(backend)
+        self._backend = backend or "nccl"
         self.progress = ProgressReporter()
         self.group = ElasticGroup(when_begun=self.progress.beat)
         # None: without an agent, or not in a world yet.
@@ -327,7 +331,11 @@ class Worlds:
 
     def _build(self, place: AssignedPlace | None) -> None:
         self._building = ()
-        wiring = ALONE if place is None else wiring_of(place, self.device.type)
+        wiring = ALONE if place is None else wiring_of(place)
+        device = self.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            wiring = dataclasses.replace(wiring, device_type="cuda", backend=self._backend)
         self._connect(self.group, wiring)
 
     def _take_coordinate(self, mesh: MeshGroups) -> None:
@@ -374,8 +382,9 @@ class Worlds:
     def _end_world(self) -> None:
         """In the control socket's thread: abort the collectives that the main thread waits in."""
         if self.world_has_ended:
-            for world in self._building:
-                world.abort()
+            with self.progress.aborting():
+                for world in self._building:
+                    world.abort()
 
     def _restart(self, error: Exception) -> NoReturn:
         raise PeerLostError(
@@ -398,7 +407,7 @@ class Worlds:
         )
 
 
-def wiring_of(place: AssignedPlace, device_type: str) -> Wiring:
+def wiring_of(place: AssignedPlace) -> Wiring:
     """Return how the worker of `place` meets the other members of its world."""
     return Wiring(
         rank=place.rank,
@@ -406,8 +415,16 @@ def wiring_of(place: AssignedPlace, device_type: str) -> Wiring:
         master_addr=place.master_addr,
         master_port=place.master_port,
         fence=f"{place.fence.round}.{place.fence.attempt}",
-        device_type=device_type,
         serves=place.rank == 0 and not place.agent_store,
+    )
+
+
+def _unknown_backend(backend: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"elastane.init(backend={backend!r})",
+        slug="job-backend",
+        expected='"nccl" or "gloo", for tensors on a GPU; those of the CPU always use gloo',
+        next_step="leave it out, for NCCL where this worker has a GPU",
     )
 
 

@@ -43,7 +43,7 @@ class Told:
 
 
 def fingerprint(tensors: list[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+    return hashlib.sha256(b"".join(t.detach().cpu().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 def leave(folder: Path, steps: int, weights: str) -> None:
@@ -127,8 +127,9 @@ def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:
 def in_place(folder: Path, where: str, step_s: float, every: int = 1) -> None:
     """Train as a job that recovers in place."""
     told = Told(folder)
-    with elastane.init() as job:
+    with elastane.init(backend=os.environ.get("GPU_BACKEND", "")) as job:
         net = torch.nn.Sequential(*[layer for n, layer in enumerate(model()) if n in (0, 2)])
+        net.to(job.device)
         run = DistributedDataParallel(net, process_group=job.process_group)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
         data = torch.randn(997, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -142,7 +143,7 @@ def in_place(folder: Path, where: str, step_s: float, every: int = 1) -> None:
         for step, _ in job.steps(loader, until_step=10**6):
             with step:
                 for batch in step.batches:
-                    step.backward(run(batch).pow(2).mean())
+                    step.backward(run(batch.to(job.device)).pow(2).mean())
                 time.sleep(step_s)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -119,7 +119,8 @@ def main() -> None:
         log.write(json.dumps(line) + "\n")
         time.sleep(step_s)
 
-    with elastane.init(deterministic=True, shards=SHARDS, seed=7) as job:
+    backend = os.environ.get("GPU_BACKEND", "")
+    with elastane.init(deterministic=True, shards=SHARDS, seed=7, backend=backend) as job:
         torch.set_num_threads(1)
         found = train(job, steps, lambda: job.rank == 0 and (folder / "enough").exists(), said)
         told = dict(zip(("steps", "digest"), found, strict=True))

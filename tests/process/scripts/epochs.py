@@ -90,7 +90,7 @@ def main() -> None:
         if not between:
             saver.save(job.committed)
 
-    with elastane.init() as job:
+    with elastane.init(backend=os.environ.get("GPU_BACKEND", "")) as job:
         net = network().to(job.device)
         model = DistributedDataParallel(net, process_group=job.process_group)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

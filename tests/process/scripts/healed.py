@@ -128,8 +128,9 @@ def main() -> None:
         log.write(json.dumps({"what": what, "step": step, **place, **more}) + "\n")
 
     watch(folder, say)
-    with elastane.init() as job:
+    with elastane.init(backend=os.environ.get("GPU_BACKEND", "")) as job:
         net, optimizer, schedule = made()
+        net.to(job.device)
         batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=3)
         loader = torch.utils.data.DataLoader(range(SAMPLES), batch_sampler=batches)
         job.track(optimizer=optimizer, schedule=schedule, net=net)
@@ -138,6 +139,7 @@ def main() -> None:
                 mine = gradient(step.number, samples.tolist() if step.samples else [])
                 enough = job.rank == 0 and (folder / "enough").exists()
                 total = torch.cat([mine, torch.tensor([float(enough)], dtype=torch.float64)])
+                total = total.to(job.device)
                 time.sleep(STEP_S)
                 dist.all_reduce(total, group=job.process_group)
                 update(net, optimizer, schedule, total)

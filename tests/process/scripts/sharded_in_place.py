@@ -37,6 +37,7 @@ class Training:
 
     def __init__(self, mesh) -> None:
         torch.manual_seed(0)
+        self.device = mesh.device_type
         layers = [torch.nn.Linear(WIDTH, 37), torch.nn.Tanh(), torch.nn.LayerNorm(37)]
         self.net = torch.nn.Sequential(*layers, torch.nn.Linear(37, 5))
         for layer in (self.net[0], self.net[3]):
@@ -57,7 +58,7 @@ class Training:
         self.batches = elastane.ElasticBatchSampler(len(self.data), BATCH, seed=3)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.net(batch).pow(2).mean()
+        return self.net(batch.to(self.device)).pow(2).mean()
 
     def update(self, group=None) -> None:
         for number, optimizer in enumerate(self.optimizers):
@@ -88,7 +89,7 @@ class Training:
 
 
 def digest(result: torch.Tensor) -> str:
-    return hashlib.sha256(result.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(result.cpu().numpy().tobytes()).hexdigest()
 
 
 def plain(mesh, steps: int) -> torch.Tensor:
@@ -145,7 +146,7 @@ def main() -> None:
         at = {"at_s": time.monotonic(), **more}
         log.write(json.dumps({"what": what, "step": step, **place, **at}) + "\n")
 
-    with elastane.init() as job:
+    with elastane.init(backend=os.environ.get("GPU_BACKEND", "")) as job:
         mesh = job.device_mesh(shard=shard or job.world_size)
         run = Training(mesh)
         now["last"] = run.optimizers[-1]
