@@ -44,7 +44,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.elastane-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help env demo test pure lane-1 lane-2 lint bench soak nightly kubernetes kubernetes-bed coverage \
+.PHONY: help env demo test pure lane-1 lane-2 lint bench soak nightly gpu kubernetes kubernetes-bed coverage \
 	covered-1 covered-2 format clean
 
 help: ## list what can be made
@@ -96,6 +96,13 @@ nightly: env ## ten minutes of the long job under faults
 
 kubernetes: env kubernetes-bed ## the tests against a real Kubernetes control plane, which must be there
 	ELASTANE_KUBERNETES=required $(PYTEST) -n $(JOBS) $(KUBERNETES) $(ARGS)
+
+# GPU_BACKEND=gloo copies tensors through the host, so that all workers share one GPU.
+gpu: env ## what needs an NVIDIA GPU: make gpu TORCH="torch --index-url ..."
+	$(PYTEST) -n $(JOBS) tests/gpu $(ARGS)
+	GPU_BACKEND=gloo $(PYTEST) -n $(JOBS) $(addprefix tests/process/test_, recovery_in_place.py \
+		deterministic_in_place.py hangs_in_place.py heal_in_place.py shards_in_place.py \
+		checkpoint_jobs.py zygote.py) $(ARGS)
 
 kubernetes-bed: ## build the control plane that tests/kubernetes need, once (three minutes)
 	tests/kubernetes/bed/build.sh

@@ -19,12 +19,14 @@ def test_a_function_is_at_most_60_lines():
 
 def test_a_function_has_at_most_6_parameters_all_annotated():
     def wrong(path):
-        # There the signatures are torch's; which have more is said where ruff is told so.
+        # There the signatures are torch's.
         is_torchs = short(path).startswith("src/elastane/elastic/")
+        lines = path.read_text().splitlines()
         for node in functions_of(path):
             args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             args = [arg for arg in args if arg.arg not in ("self", "cls")]
-            if len(args) > PARAMETERS_MAX and not is_torchs:
+            is_told = "noqa: PLR0913 - " in lines[node.lineno - 1]  # with its reason
+            if len(args) > PARAMETERS_MAX and not is_torchs and not is_told:
                 yield f"{node.name} takes {len(args)}"
             yield from (f"{node.name}({arg.arg})" for arg in args if arg.annotation is None)
 
