@@ -43,14 +43,14 @@ def _ignore(local_rank: int, message: object) -> None:
     del local_rank, message
 
 
-def _nothing() -> None:
-    pass
+def _no_checkpoint(where: str) -> None:
+    del where
 
 
 class ControlSockets:
     """`changed` is called when other workers are recoverable, `lost` when one lost a peer.
 
-    `wrote` is called when a worker reports a checkpoint.
+    `wrote` is called when a worker reports a checkpoint, with its place.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ControlSockets:
         lost: Callable[[Fence, str], None],
         answered: Callable[[int, Doing], None] = _ignore,
         differed: Callable[[int, Differed], None] = _ignore,
-        wrote: Callable[[], None] = _nothing,
+        wrote: Callable[[str], None] = _no_checkpoint,
     ) -> None:
         """`answered` gets answers to a StatusQuery, `differed` workers whose replica differed."""
         self.recoverable: set[int] = set()
@@ -181,8 +181,8 @@ class ControlSockets:
                 self.recoverable.discard(local_rank)
                 self.finished.add(local_rank)
                 self._changed()
-            case CheckpointWritten():
-                self._wrote()
+            case CheckpointWritten(where=where):
+                self._wrote(where)
             case PeerLost(fence=fence, reason=reason):
                 self._peer_lost(fence, reason)
             case Doing():

@@ -61,6 +61,7 @@ from elastane.protocol.effects import (
     InterruptGroup,
     MarkGroup,
     RegroupWorkers,
+    ReleaseGroup,
     StartGroup,
     StartWorkers,
     StopGroup,
@@ -100,6 +101,7 @@ from elastane.protocol.messages import (
     Able,
     Alive,
     Assign,
+    CallOff,
     Checkpointed,
     Close,
     Drain,
@@ -143,7 +145,7 @@ FULL_TEXTS_MAX = 32
 SHORT_TEXT_CHARS = 200
 # How much of the end of a worker's error text fits into an event's data.
 EVENT_TEXT_CHARS = 500
-ToGroup = Assign | Interrupt | Prepare | Stop | Drain | DrainTarget
+ToGroup = Assign | Interrupt | Prepare | Stop | Drain | DrainTarget | CallOff
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,6 +498,8 @@ class LocalWorkers:
                 self._stop(message)
             case Drain(fence=fence):
                 self._drain(fence)
+            case CallOff(fence=fence):
+                self._call_off(fence)
             case _:
                 self._aim(message)
 
@@ -514,7 +518,7 @@ class LocalWorkers:
             case GroupAble(fence=fence) if group and fence == group.start_fence:
                 self._able(group, event)
             case GroupWroteCheckpoint(fence=fence) if group and fence == group.start_fence:
-                self._outbox.send(Checkpointed(group.fence))
+                self._outbox.send(Checkpointed(group.fence, event.where))
             case WorkerLost(fence=fence, world=world, reason=reason) if (
                 group and fence == group.start_fence and world == group.fence
             ):
@@ -665,6 +669,12 @@ class LocalWorkers:
             self._outbox.add(AimGroup(group.fence, message.calls, group.drain.stops))
         elif group.drain.stage is DrainStage.REACHED:
             self._outbox.send(Drained(group.fence))
+
+    def _call_off(self, fence: Fence) -> None:
+        group = self.group
+        if group is not None and self._is_draining(fence):
+            group.end_drain()
+            self._outbox.add(ReleaseGroup(fence))
 
     def _able(self, group: Group, event: GroupAble) -> None:
         self.offer = event.offer
@@ -851,6 +861,10 @@ class Group:
         """Record that the workers are asked to checkpoint."""
         if not self.draining:
             self.drain = replace(self.drain, stage=DrainStage.COUNTED)
+
+    def end_drain(self) -> None:
+        """Record that the drain was called off."""
+        self.drain = DrainState()
 
     def aim(self, calls: int | None, *, stops: bool) -> bool:
         """Set the target of the drain; False if it stays as it is.

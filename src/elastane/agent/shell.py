@@ -32,6 +32,7 @@ from elastane.protocol.effects import (
     InterruptGroup,
     MarkGroup,
     RegroupWorkers,
+    ReleaseGroup,
     StartGroup,
     StartWorkers,
     StopGroup,
@@ -189,7 +190,7 @@ class AgentShell:
 
     def _perform_on_group(self, effect: GroupEffect) -> None:
         group = self._group
-        of_world = isinstance(effect, MarkGroup | AimGroup)
+        of_world = isinstance(effect, MarkGroup | AimGroup | ReleaseGroup)
         if group is None or effect.fence != (group.world if of_world else group.assignment).fence:
             _log.debug("no group of %s any more", effect.fence)
             return
@@ -200,6 +201,8 @@ class AgentShell:
                 group.drain.mark(fence)
             case AimGroup(fence=fence, calls=calls, stops=stops):
                 group.drain.aim(fence, calls, stops=stops)
+            case ReleaseGroup():
+                group.drain.release()
             case StartWorkers(local_ranks=local_ranks, assignment=assignment, delay_s=delay_s):
                 group.start_more(local_ranks, assignment, delay_s)
             case InterruptGroup(reason=reason):

@@ -314,8 +314,8 @@ class LocalWorkerGroup:
     def _post_lost(self, fence: Fence, reason: str) -> None:
         self.post(WorkerLost(self.assignment.fence, fence, reason))
 
-    def _post_checkpoint(self) -> None:
-        self.post(GroupWroteCheckpoint(self.assignment.fence))
+    def _post_checkpoint(self, where: str) -> None:
+        self.post(GroupWroteCheckpoint(self.assignment.fence, where))
 
     def _post_differed(self, local_rank: int, difference: control_socket.Differed) -> None:
         fence, rank = self.assignment.fence, difference.rank
@@ -487,6 +487,12 @@ class GroupDrain:
         if self._task is not None:
             self._task.cancel()
 
+    def release(self) -> None:
+        """Let the workers go on from where they wait: the drain is called off."""
+        self.cancel()
+        for worker in self._members():
+            worker.page.release()
+
     def progress(self) -> int | None:
         """Return the smallest call count of the workers that ask should_checkpoint()."""
         counts = [w.page.calls for w in self._members() if w.is_alive]
@@ -502,7 +508,9 @@ class GroupDrain:
         for worker in members:
             if calls is not None:
                 worker.page.aim(calls, stops=stops)
-            elif worker.process is not None and worker.process.catches(signal.SIGTERM):
+                continue
+            worker.page.release()  # One that waits at its gate could not checkpoint.
+            if worker.process is not None and worker.process.catches(signal.SIGTERM):
                 worker.ask_to_checkpoint(worker.process)
         # A page of shared memory has no event to wait for.
         while any(self._is_busy(w, calls, stops=stops) for w in members):  # noqa: ASYNC110

@@ -44,6 +44,7 @@ _WARNINGS = frozenset(
         EventKind.AUTHORITY_LOST,
         EventKind.COORDINATOR_AWAY,
         EventKind.EVENTS_LOST,
+        EventKind.GROWTH,
         EventKind.INCIDENT,
         EventKind.NODE_DEPARTED,
         EventKind.NODE_REFUSED,

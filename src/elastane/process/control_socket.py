@@ -111,7 +111,12 @@ class CanRecoverInPlace(msgspec.Struct, frozen=True, tag="able"):
 
 
 class CheckpointWritten(msgspec.Struct, frozen=True, tag="written"):
-    """From a worker: the script has just written a whole checkpoint, so a restart costs little."""
+    """From a worker: the script has just written a whole checkpoint, so a restart costs little.
+
+    `where`: the last file or folder of it, for people.
+    """
+
+    where: Text = ""
 
 
 class WorkerFinished(msgspec.Struct, frozen=True, tag="finished"):

@@ -202,6 +202,10 @@ class WorkerPage(_Words):
         """Store the round of the world whose members the worker has joined, and its boundary."""
         self._words[_CALLS], self._words[_ROUND] = number, of_round
 
+    def be_in(self, of_round: int) -> None:
+        """Store the round of the world that the worker is in; its boundary stays as it is."""
+        self._words[_ROUND] = of_round
+
     def be_at(self, activity: int) -> None:
         """Report progress and the worker's activity from now on."""
         words = self._words

@@ -136,6 +136,12 @@ class AimGroup(msgspec.Struct, frozen=True):
     stops: bool = False
 
 
+class ReleaseGroup(msgspec.Struct, frozen=True):
+    """Open the gates of a drain that was called off; its workers continue. No answer follows."""
+
+    fence: Fence
+
+
 class Exit(msgspec.Struct, frozen=True):
     """End the agent with this exit code; `outcome` is set if the job has ended."""
 
@@ -145,5 +151,7 @@ class Exit(msgspec.Struct, frozen=True):
 
 
 RendezvousEffect = Persist | Send | Hangup | WriteEvent | Finished
-GroupEffect = StopGroup | MarkGroup | AimGroup | StartWorkers | InterruptGroup | RegroupWorkers
+GroupEffect = (
+    StopGroup | MarkGroup | AimGroup | ReleaseGroup | StartWorkers | InterruptGroup | RegroupWorkers
+)
 AgentEffect = Transmit | StartGroup | Decline | GroupEffect | WriteEvent | Exit

@@ -138,9 +138,10 @@ class GroupAble(msgspec.Struct, frozen=True):
 
 
 class GroupWroteCheckpoint(msgspec.Struct, frozen=True):
-    """A worker has reported that the script wrote a whole checkpoint."""
+    """A worker has reported that the script wrote a whole checkpoint, and where."""
 
     fence: Fence
+    where: str = ""
 
 
 class WorkerLost(msgspec.Struct, frozen=True):

@@ -127,6 +127,10 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     silence_s: float = 3.0
     # Workers may take this long to checkpoint before a planned change.
     drain_timeout_s: float = 30.0
+    # All workers of an unmodified script restart no sooner than this after their last start, to
+    # take in workers and nodes that wait; a node that comes and goes costs a restart at most so
+    # often.
+    growth_interval_s: float = 60.0
     # SIGTERM to SIGKILL, wherever workers are stopped; torchrun's --shutdown-timeout.
     shutdown_timeout_s: float = 30.0
     # An attempt that failed sooner than this counts towards a crash loop; from the second in a row
@@ -151,7 +155,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 # A grace of 0 is SIGKILL at once, and a crash loop of 0 never pauses.
-_MAY_BE_ZERO = ("shutdown_timeout_s", "crash_loop_s", "same_crash_s")
+_MAY_BE_ZERO = ("growth_interval_s", "shutdown_timeout_s", "crash_loop_s", "same_crash_s")
 # Bounds that constrain each other: (small, large, factor, why) demands small * factor <= large.
 PAIRS = (
     ("heartbeat_s", "silence_s", 2.0, "one lost heartbeat must not be a death"),

@@ -33,6 +33,7 @@ class EventKind(StrEnum):
     INCIDENT = "incident"
     DRAIN_STARTED = "drain-started"
     DRAIN_ENDED = "drain-ended"
+    GROWTH = "growth"
     RESTART = "restart"
     REPLACEMENT = "replacement"
     WAITING = "waiting"

@@ -147,9 +147,13 @@ class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
 
 
 class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
-    """A worker of `fence` reports that the script has just written a whole checkpoint."""
+    """A worker of `fence` reports that the script has just written a whole checkpoint.
+
+    `where`: the last file or folder of it, for people.
+    """
 
     fence: Fence
+    where: Text = ""
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
@@ -266,6 +270,12 @@ class DrainTarget(msgspec.Struct, frozen=True, tag="drain-target", kw_only=True)
     stops: bool = False
 
 
+class CallOff(msgspec.Struct, frozen=True, tag="call-off"):
+    """The drain of `fence` is called off: its workers go on from where they wait."""
+
+    fence: Fence
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):
     """Stop the workers of `fence`: SIGTERM, then SIGKILL after `grace_s`."""
 
@@ -330,6 +340,7 @@ ToAgent = (
     | Prepare
     | Drain
     | DrainTarget
+    | CallOff
     | Stop
     | Release
     | Close

@@ -48,6 +48,9 @@ class OrderedGroup(ElasticGroup):
     `enter(error)` returns the next world of this worker, built; it raises PeerLostError or
     RuntimeError if that world breaks meanwhile. `restart(reason)` restarts all workers of the job.
     `on_switch(rank, size)` is called when the program sees another rank or world size.
+    `on_progress(steps)` is called when a backward pass was delivered, or another world entered.
+    `at_boundary(number)` is called before a forward for training, and may wait: all before the
+    backward pass of that number is done.
     """
 
     def __init__(
@@ -56,12 +59,14 @@ class OrderedGroup(ElasticGroup):
         restart: Callable[[str], NoReturn],
         on_switch: Callable[[int, int], None],
         on_progress: Callable[[int], None],
+        at_boundary: Callable[[int], None],
     ) -> None:
         super().__init__()
         self._enter = enter
         self._restart = restart
         self._on_switch = on_switch
         self._on_progress = on_progress
+        self._at_boundary = at_boundary
         self._changed = threading.Condition(threading.RLock())
         self._member = Member(Identity(secrets.randbits(63)))
         self._pending: dict[int, PendingOperation] = {}
@@ -141,6 +146,8 @@ class OrderedGroup(ElasticGroup):
         """Wait until no other member can need the buckets, which the next backward pass fills."""
         with self._changed:
             self._changed.wait_for(lambda: self._member.vote is None)
+            number = self._units + 1
+        self._at_boundary(number)
         layout = self._layouts.get(id(module))
         if layout is not None:
             layout.refresh(module)

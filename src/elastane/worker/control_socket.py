@@ -128,12 +128,12 @@ class ControlSocket:
         """
         self._send(CanRecoverInPlace(sharding, shrinks_only))
 
-    def saved(self) -> None:
+    def saved(self, where: str) -> None:
         """Report a checkpoint, once it is whole on storage; one worker of the world does.
 
         If workers are missing and no other can join in place, all may restart from it at once.
         """
-        self._send(CheckpointWritten())
+        self._send(CheckpointWritten(where[-1000:]))
 
     def finished(self) -> None:
         """Report that all steps are done."""

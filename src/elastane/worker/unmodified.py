@@ -2,7 +2,8 @@
 
 `python -m elastane.worker.unmodified SCRIPT ARG...` is how `elastane run --in-place` starts it; `-m
 MODULE` runs a module. `init_process_group` then gives an `OrderedGroup` (see `synchrony`), whose
-world shrinks beneath the script. No worker can join such a world in place.
+world shrinks beneath the script. No worker can join such a world in place: it grows by a restart of
+all workers, for which this module reports the script's checkpoints and parks before a step.
 
 What the script does that cannot be kept is refused where it is called, with the reason, or restarts
 all workers at the next fault. A restart ends this process: an exception could be caught by a
@@ -17,6 +18,7 @@ import importlib.machinery
 import os
 import runpy
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -33,23 +35,27 @@ from elastane.synchrony.ordered import OrderedGroup, watch_forwards
 from elastane.worker import drain, progress_reporter
 from elastane.worker.control_socket import ControlSocket
 from elastane.worker.progress_reporter import ProgressReporter
+from elastane.worker.script_saves import ScriptSaves
 from elastane.worker.world import wiring_of
 
 SLUG = "in-place-refused"
 RESTART_SLUG = "in-place-restart"
+# How often a worker that waits at a boundary reads its status page.
+_POLL_S = 0.001
 _BACKENDS = ("", "gloo", "cpu:gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")
 
 
 class ShrinkingWorker:
     """One worker of an unmodified script: its control socket, its worlds, and its group."""
 
-    def __init__(self, line: ControlSocket) -> None:
+    def __init__(self, line: ControlSocket, saves: ScriptSaves) -> None:
         self._line = line
+        self._saves = saves
         self._progress = ProgressReporter()
         self._page = drain.take_page()
         self._place: AssignedPlace | None = None
         self._building: WorldGroup | None = None
-        self.group = OrderedGroup(self._enter, restart, self._show_place, self._step)
+        self.group = OrderedGroup(self._enter, restart, self._show_place, self._step, self._reach)
 
     def join(self) -> None:
         """Enter the first world, as the script calls init_process_group."""
@@ -100,9 +106,29 @@ class ShrinkingWorker:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
 
     def _step(self, number: int) -> None:
+        """In the delivering thread: `number` steps are made, in the current world."""
         if self._page is not None and self._place is not None:
-            self._page.meet(number, self._place.fence.round)
+            self._page.be_in(self._place.fence.round)
         self._progress.beat()
+        where = self._saves.whole_at(number)
+        if where is not None:
+            self._line.saved(where)
+
+    def _reach(self, number: int) -> None:
+        """Before step `number`: wait here if this is the boundary of a drain.
+
+        A parked worker is killed once all have parked, so it has nothing unsaved. It goes on if the
+        drain is called off, or another world follows.
+        """
+        self._saves.watch_distributed()
+        page = self._page
+        if page is None or not page.reach(number):
+            return
+        while page.gated and not page.target > number:
+            page.park(page.target > 0 and not self._saves.is_saving, saved=page.stops)
+            self._progress.beat()
+            time.sleep(_POLL_S)
+        page.park(False)
 
     def _doing(self) -> Doing:
         frames = progress_reporter.main_frames()
@@ -129,7 +155,9 @@ def restart(reason: str) -> NoReturn:
 
 def install() -> None:
     """Let torch.distributed give the script a group that survives the loss of members."""
-    make_group = _maker()
+    saves = ScriptSaves()
+    saves.watch()
+    make_group = _maker(saves)
     modules: tuple[Any, ...] = (dist, c10d)
     for module in modules:
         module.init_process_group = make_group
@@ -139,7 +167,7 @@ def install() -> None:
     watch_forwards()
 
 
-def _maker() -> Callable[..., None]:
+def _maker(saves: ScriptSaves) -> Callable[..., None]:
     workers: list[ShrinkingWorker] = []
     torchs: Callable[..., None] = c10d.init_process_group
 
@@ -161,7 +189,7 @@ def _maker() -> Callable[..., None]:
         line = ControlSocket.inherited()
         if line is None:
             raise _refusal("init_process_group() in a process without an agent", "a worker")
-        worker = ShrinkingWorker(line)
+        worker = ShrinkingWorker(line, saves)
         workers.append(worker)
         worker.join()
         atexit.register(_leave, worker)

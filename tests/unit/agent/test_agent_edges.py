@@ -2,16 +2,28 @@
 
 from test_agent_rules import FENCE, Agent
 
-from elastane.protocol.effects import Exit, Transmit
+from elastane.protocol.effects import Exit, MarkGroup, ReleaseGroup, Transmit
 from elastane.protocol.events import (
     GroupAble,
+    GroupDrained,
+    GroupMarked,
     GroupWroteCheckpoint,
     Linked,
     Signalled,
     Unlinked,
     Warm,
 )
-from elastane.protocol.messages import Able, Checkpointed, Join, Ready, Report
+from elastane.protocol.messages import (
+    Able,
+    CallOff,
+    Checkpointed,
+    Drain,
+    Drained,
+    DrainTarget,
+    Join,
+    Ready,
+    Report,
+)
 from elastane.protocol.model import Fence, PortOffer, Sharding
 
 WHOLE, SOLE = Sharding(), Sharding(sole=True)
@@ -66,8 +78,8 @@ def test_an_agent_keeps_that_its_workers_shrink_only():
 
 def test_an_agent_reports_a_checkpoint_under_the_fence_of_the_world():
     agent = Agent().running()
-    agent.does(GroupWroteCheckpoint(FENCE))
-    assert agent.sent(Checkpointed) == [Checkpointed(FENCE)]
+    agent.does(GroupWroteCheckpoint(FENCE, "run/last.pt"))
+    assert agent.sent(Checkpointed) == [Checkpointed(FENCE, "run/last.pt")]
     agent.does(GroupWroteCheckpoint(Fence(0, 7)))  # of a group that no longer exists
     assert not agent.sent(Checkpointed)
 
@@ -81,3 +93,14 @@ def test_an_agent_updates_whether_its_workers_are_sole_holders():
     assert agent.sent(Join)[0].holding.sharding.sole
     agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), WHOLE))
     assert not agent.sent(Able)[0].sharding.sole
+
+
+def test_a_drain_that_is_called_off_opens_the_gates_and_another_may_follow():
+    agent = Agent().running()
+    agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="growth"))
+    agent.does(GroupMarked(FENCE, 7))
+    agent.told(DrainTarget(fence=FENCE, calls=8, stops=True))
+    assert agent.told(CallOff(FENCE)) == [ReleaseGroup(FENCE)]
+    agent.does(GroupDrained(FENCE, True))  # crossed with it
+    assert not agent.sent(Drained)
+    assert MarkGroup(FENCE) in agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="again"))

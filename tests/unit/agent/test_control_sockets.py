@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from elastane.agent import control_sockets as of_lines
-from elastane.agent.control_sockets import ControlSockets, _ignore, _nothing
+from elastane.agent.control_sockets import ControlSockets, _ignore
 from elastane.process.control_socket import (
     CanRecoverInPlace,
     CheckpointWritten,
@@ -86,11 +86,11 @@ def test_a_node_shrinks_only_once_one_of_its_workers_does():
 
 def test_a_checkpoint_that_a_worker_wrote_is_reported():
     async def scenario():
-        wrote = asyncio.Event()
-        lines = ControlSockets(_nothing, _ignore, wrote=wrote.set)
+        wrote = asyncio.Queue()
+        lines = ControlSockets(lambda: None, _ignore, wrote=wrote.put_nowait)
         with lines.open(0) as worker:
-            worker.send(encode(CheckpointWritten()))
-            await asyncio.wait_for(wrote.wait(), 30)
+            worker.send(encode(CheckpointWritten("run/last.pt")))
+            assert await asyncio.wait_for(wrote.get(), 30) == "run/last.pt"
 
     asyncio.run(scenario())
 

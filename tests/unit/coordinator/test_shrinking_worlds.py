@@ -1,10 +1,20 @@
-"""Worlds that only shrink in place: survivors alone follow, and none is replaced."""
+"""Worlds that only shrink in place: survivors alone follow; at a checkpoint all restart, grown."""
 
 from coordinator_driver import Driver, job_spec
 from test_in_place_recovery import able, dies, kinds, regrouped
 
+from elastane.coordinator.rules import growth
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import Assign, Interrupt, Prepare, Stop
+from elastane.protocol.messages import (
+    Assign,
+    CallOff,
+    Checkpointed,
+    Drain,
+    DrainTarget,
+    Interrupt,
+    Prepare,
+    Stop,
+)
 from elastane.protocol.model import Fence
 
 
@@ -56,3 +66,161 @@ def test_too_few_survivors_restart_at_once():
     dies(job, "a", local_rank=1)
     assert Stop in kinds(job, "a") and Stop in kinds(job, "b")
     assert Prepare not in kinds(job, "a")
+
+
+def shrunk(**more):
+    """A world that lost one of its four workers, a moment ago."""
+    job = shrinking(min_workers=1, **more)
+    dies(job, "a", local_rank=0)
+    able(job, "a", workers=(1,), shrinks_only=True)
+    job.inbox.clear()
+    return job
+
+
+def checkpoints(job, node_id="b", where="run/last.pt"):
+    job.says(node_id, Checkpointed(job.assigned[node_id].fence, where))
+
+
+def reaches_boundary(job, *node_ids, calls=7):
+    for node_id in node_ids:
+        job.marks(node_id, calls)
+    for node_id in node_ids:
+        job.drains(node_id)
+
+
+def reasons(job, kind):
+    return [event.reason for event in job.events if event.kind == kind]
+
+
+SOON = {"timing": {"growth_interval_s": 0.0}}
+
+
+def test_a_checkpoint_lets_all_workers_restart_with_those_that_wait():
+    job = shrunk(restarts=0, **SOON)
+    job.passes(3.0, alive="ab")
+    checkpoints(job)
+    reaches_boundary(job, "a", "b")
+    assert job.got("a", DrainTarget) == [DrainTarget(fence=Fence(2, 0), calls=8, stops=True)]
+    assert Stop in kinds(job, "a") and Stop in kinds(job, "b")
+    job.stops("a", "b")
+    assert job.phase == "running" and job.persisted[-1].world.world_size == 4
+    assert not job.assigned["a"].in_place and job.persisted[-1].restarts_used == 0
+    [event] = [event for event in job.events if event.kind == EventKind.GROWTH]
+    assert event.data["checkpoint"] == "run/last.pt" and event.data["workers"] == 1
+    assert event.data["nodes"] == "a" and 2.9 < event.data["waited_s"] < 3.2
+
+
+def test_a_node_that_waits_is_taken_in_at_a_checkpoint():
+    job = shrinking(min_workers=1, **SOON)
+    job.join("c")
+    job.passes(5.0, alive="abc")
+    assert "2 more workers could run on c" in reasons(job, EventKind.WAITING)[-1]
+    checkpoints(job)
+    reaches_boundary(job, "a", "b")
+    job.stops("a", "b")
+    assert job.ranks() == ["a", "b", "c"] and job.persisted[-1].restarts_used == 0
+
+
+def test_without_waiting_capacity_a_checkpoint_changes_nothing_also_not_later():
+    job = shrinking(min_workers=1, **SOON)
+    checkpoints(job)
+    assert not kinds(job, "a")
+    dies(job, "a", local_rank=0)  # Its place waits for the next checkpoint, not the last one.
+    assert job.phase == "running" and Drain not in kinds(job, "b")
+
+
+def test_a_checkpoint_of_an_older_world_is_ignored():
+    job = shrunk(**SOON)
+    job.says("b", Checkpointed(Fence(1, 0), "run/last.pt"))
+    assert not kinds(job, "b")
+
+
+def test_workers_do_not_restart_again_before_the_interval_has_passed():
+    job = shrunk(timing={"growth_interval_s": 60.0})
+    assert "at the earliest" in reasons(job, EventKind.WAITING)[-1]
+    job.passes(30.0, alive="ab")
+    checkpoints(job)
+    assert job.phase == "running"
+    job.passes(40.0, alive="ab")
+    assert job.phase == "running"  # It is not made up for: the next checkpoint counts.
+    checkpoints(job)
+    assert job.phase == "draining"
+
+
+def test_a_node_that_comes_and_goes_before_the_checkpoint_changes_nothing():
+    job = shrinking(min_workers=1, **SOON)
+    job.join("c")
+    job.passes(2.0, alive="abc")
+    job.breaks("c")
+    job.passes(2.0, alive="ab")
+    checkpoints(job)
+    assert not kinds(job, "a") and not kinds(job, "b")
+
+
+def test_a_worker_lost_on_the_way_to_the_boundary_shrinks_the_world_again():
+    job = shrunk(**SOON)
+    checkpoints(job)
+    job.marks("a", 7), job.marks("b", 7)
+    dies(job, "b", local_rank=1)
+    assert regrouped(job, "a")[1:] == (0, (1,), 2) and regrouped(job, "b")[1:] == (1, (0,), 2)
+    assert Stop not in kinds(job, "a") and job.persisted[-1].restarts_used == 0
+    able(job, "b", workers=(0,), shrinks_only=True)
+    checkpoints(job)
+    reaches_boundary(job, "a", "b")
+    job.stops("a", "b")
+    assert job.persisted[-1].world.world_size == 4
+
+
+def test_workers_that_reach_no_boundary_go_on_until_a_later_checkpoint():
+    job = shrunk(timing={"growth_interval_s": 0.0, "drain_timeout_s": 5.0})
+    checkpoints(job)
+    job.marks("a", 7), job.marks("b", 7), job.drains("a")
+    job.passes(6.0, alive="ab")
+    assert job.phase == "running" and Stop not in kinds(job, "a")
+    assert kinds(job, "a")[-1] is CallOff and kinds(job, "b")[-1] is CallOff
+    assert "b reached no step boundary within 5 s" in reasons(job, EventKind.DRAIN_ENDED)[-1]
+    checkpoints(job)
+    assert job.phase == "draining"
+
+
+def test_an_agent_without_a_session_learns_later_that_the_drain_was_called_off():
+    job = shrunk(timing={"growth_interval_s": 0.0, "drain_timeout_s": 5.0, "silence_s": 60.0})
+    checkpoints(job)
+    job.marks("a", 7), job.marks("b", 7), job.drains("a")
+    job.passes(4.99, alive="ab")
+    job.breaks("a")
+    job.passes(0.02, alive="b")
+    job.inbox.clear()
+    job.join("a", holding=job.holding("a", draining=True, able=(1,), shrinks_only=True))
+    assert CallOff in kinds(job, "a")
+
+
+def test_a_script_without_checkpoints_is_told_once():
+    job = shrunk(**SOON)
+    for _ in range(3):
+        job.passes(growth.QUIET_S, alive="ab")
+    told = [why for why in reasons(job, EventKind.WAITING) if why.startswith("no checkpoint")]
+    assert len(told) == 1 and job.phase == "running"
+
+
+def test_workers_that_finish_do_not_restart_for_growth():
+    job = shrunk(**SOON)
+    checkpoints(job)
+    job.marks("a", 7), job.marks("b", 7)
+    able(job, "a", workers=(), shrinks_only=True), able(job, "b", workers=(), shrinks_only=True)
+    assert job.phase == "running" and Stop not in kinds(job, "a")
+
+
+def test_a_leaving_node_is_left_at_a_boundary_and_restarts_nobody():
+    job = shrinking(min_workers=1)
+    job.leaves("b")
+    reaches_boundary(job, "a", "b")
+    assert job.got("a", DrainTarget) == [DrainTarget(fence=Fence(1, 0), calls=8)]
+    assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 2) and Stop not in kinds(job, "a")
+
+
+def test_workers_that_all_leave_get_sigterm_since_they_know_no_step_to_save_at():
+    job = shrinking(min_workers=1)
+    job.leaves("a"), job.leaves("b")
+    job.marks("a", 7), job.marks("b", 7)
+    assert job.got("a", DrainTarget)[-1] == DrainTarget(fence=Fence(1, 0), calls=None, stops=True)

@@ -8,6 +8,16 @@ from elastane.protocol.limits import Timing
 from elastane.protocol.model import World
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedGrowth:
+    """A restart of all workers at a checkpoint, to take in what has waited."""
+
+    checkpoint: str
+    workers: int  # how many more there will be
+    nodes: str  # of which nodes, in words
+    since_s: float
+
+
 @dataclass(slots=True)
 class CurrentDrain:
     """How far the drain of the current world is; `drain` has its rules."""
@@ -16,9 +26,11 @@ class CurrentDrain:
     target: int | None = None  # the call at which all workers checkpoint; None: where they are
     stops_all: bool = False  # all workers stop at the target
     began_earlier: bool = False  # a previous coordinator may have asked the workers to drain
+    growth: PlannedGrowth | None = None  # all workers restart at its end, to grow the world
 
-    def begin(self) -> None:
-        """Begin a drain that has no target yet."""
+    def begin(self, growth: PlannedGrowth | None) -> None:
+        """Begin a drain that has no target yet; with `growth`, all workers restart at its end."""
+        self.growth = growth
         self.target_sent, self.target = False, None
         self.stops_all, self.began_earlier = False, False
 
@@ -82,6 +94,51 @@ class ArrivalGathering:
         """Return when a job without a world stops gathering arrivals."""
         last_s = self.begins_s(now_s) + timing.last_call_max_s
         return min(self.last_arrival_s + timing.last_call_s, last_s)
+
+
+@dataclass(slots=True)
+class WaitingCapacity:
+    """What waits beside a shrink-only world, and its checkpoints; `growth` has the rules."""
+
+    started_s: float  # when all workers last started, as far as this coordinator knows
+    waits_since_s: float | None = None  # None: nothing waits
+    quiet_since_s: float | None = None  # the last checkpoint of the wait; None: nothing to explain
+    _told: tuple[int, str] = (0, "")
+    _is_explained: bool = False
+    _checkpoint: str | None = None  # written since the rules last looked
+
+    def start_all(self, now_s: float) -> None:
+        """Record that all workers start now."""
+        self.started_s, self._checkpoint = now_s, None
+        self.forget_waiting()
+
+    def note_checkpoint(self, where: str, now_s: float) -> None:
+        """Record a checkpoint that is whole on storage."""
+        self._checkpoint = where
+        if self.quiet_since_s is not None:
+            self.quiet_since_s = now_s
+
+    def pop_checkpoint(self) -> str | None:
+        """Return the checkpoint that was written since the last call, or None."""
+        where, self._checkpoint = self._checkpoint, None
+        return where
+
+    def note_waiting(self, workers: int, nodes: str, now_s: float) -> bool:
+        """Record how many workers wait, and on which nodes; return whether that is new."""
+        if self.waits_since_s is None:
+            self.waits_since_s = now_s
+            self.quiet_since_s = None if self._is_explained else now_s
+        before, self._told = self._told, (workers, nodes)
+        return self._told != before
+
+    def note_explained(self) -> None:
+        """Record that the lack of checkpoints was explained, which is done once."""
+        self._is_explained, self.quiet_since_s = True, None
+
+    def forget_waiting(self) -> None:
+        """Record that nothing waits."""
+        self.waits_since_s = self.quiet_since_s = None
+        self._told = (0, "")
 
 
 @dataclass(slots=True)

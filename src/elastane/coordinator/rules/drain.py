@@ -8,7 +8,8 @@ ends like one whose workers have checkpointed.
 
 from __future__ import annotations
 
-from elastane.coordinator.rules import recovery
+from elastane.coordinator.rules import next_world, recovery
+from elastane.coordinator.rules.changes import PlannedGrowth
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import KnownNode
 from elastane.coordinator.rules.state import Phase, State
@@ -16,10 +17,13 @@ from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Drain, DrainTarget
 
 
-def begin_drain(state: State, reason: str) -> bool:
-    """Begin a drain of the current world; always True, so that a rule can return it."""
+def begin_drain(state: State, reason: str, growth: PlannedGrowth | None = None) -> bool:
+    """Begin a drain of the current world; always True, so that a rule can return it.
+
+    With `growth`, all workers restart at its end.
+    """
     state.incidents.open(Incident(at_s=state.now_s, reason=reason, planned=True))
-    state.drain.begin()
+    state.drain.begin(growth)
     state.enter(Phase.DRAINING, reason)
     state.log(EventKind.DRAIN_STARTED, reason)
     for node in state.roster.members():
@@ -46,14 +50,19 @@ def set_target(state: State) -> None:
     assert state.world is not None
     nodes = state.roster.members()
     furthest = max((node.drain.calls or 0 for node in nodes), default=0)
-    state.drain.aim(furthest, stops_all=nobody_continues(state))
+    stops_all = nobody_continues(state)
+    if stops_all and state.drain.growth is None and next_world.shrinks_only(state):
+        # An unmodified script cannot be asked to checkpoint at a step; it may catch SIGTERM.
+        furthest = 0
+    state.drain.aim(furthest, stops_all=stops_all)
     for node in nodes:
         send_drain_request(state, node)
 
 
 def nobody_continues(state: State) -> bool:
     """Whether no worker keeps its process after the drain, so that all have to checkpoint."""
-    return not (state.in_place.active and recovery.has_survivors(state))
+    survive = state.in_place.active and recovery.has_survivors(state)
+    return state.drain.growth is not None or not survive
 
 
 def stop_at_target(state: State) -> None:

@@ -30,9 +30,12 @@ The phases, and what moves the job from one to another; the first condition that
                 all workers succeeded                                  CLOSING
                 a partial replica, and all members are level           REGROUPING
                 nodes leave, arrive, or exceed the maximum             DRAINING
+                a checkpoint, and capacity beside a shrink-only world  DRAINING
     DRAINING    an unplanned incident                                  REGROUPING or STOPPING
                 all workers succeeded before they were asked           CLOSING
                 in place, and all workers finished their steps         RUNNING
+                it was for growth, and timed out                       RUNNING
+                it was for growth, and all workers checkpointed        STOPPING
                 all workers checkpointed, or the drain timed out       REGROUPING or STOPPING
     REGROUPING  a lost worker alone held part of the state             STOPPING
                 no survivor is left, or the others finished            STOPPING
@@ -62,12 +65,14 @@ from elastane.coordinator.rules import (
     drain,
     ending,
     forming,
+    growth,
     liveness,
     recovery,
     reports,
     sizing,
     status,
 )
+from elastane.coordinator.rules.changes import WaitingCapacity
 from elastane.coordinator.rules.incident import Incident, RestartBudget
 from elastane.coordinator.rules.nodes import KnownNode, Place, named
 from elastane.coordinator.rules.ranks import member_of
@@ -131,6 +136,7 @@ class Rendezvous:
             budget,
             Stage(now_s),
             StateHolders(store_backed),
+            WaitingCapacity(now_s),
         )
         self._state.queue.wait_until(now_s)
         if record is not None:
@@ -406,6 +412,8 @@ def _running(state: State) -> bool:
     _release_leaving(state)
     recovery.stop_leaving(state)
     recovery.prepare_standbys(state)
+    if planned := growth.growth_due(state):
+        return drain.begin_drain(state, growth.describe(planned, state.now_s), planned)
     goes_on = not state.in_place.active or state.roster.is_stepping()
     if goes_on and (parting := sizing.reason_to_shrink(state)):
         return drain.begin_drain(state, parting)
@@ -440,17 +448,32 @@ def _draining(state: State) -> bool:
     ):
         drain.stop_at_target(state)
     if state.drain.target_sent and not state.roster.unsaved:
-        took_s = state.now_s - state.stage.began_s
-        state.log(EventKind.DRAIN_ENDED, f"all workers were asked, within {took_s:.2f} s")
-        return _end_world(state, state.incidents.current.reason)
+        return _end_drained(state, state.incidents.current.reason)
+    return _await_drained(state, state.incidents.current.reason)
+
+
+def _end_drained(state: State, reason: str) -> bool:
+    """End the world, all of whose workers are where the drain wants them."""
+    took_s = state.now_s - state.stage.began_s
+    state.log(EventKind.DRAIN_ENDED, f"all workers were asked, within {took_s:.2f} s")
+    if state.drain.growth is not None:
+        growth.log_growth(state, state.drain.growth)
+        return _stop_world(state, reason)
+    return _end_world(state, reason)
+
+
+def _await_drained(state: State, reason: str) -> bool:
+    """Wait for the rest of the workers until the drain times out."""
     deadline_s = state.stage.began_s + state.spec.timing.drain_timeout_s
     if state.now_s < deadline_s:
         state.queue.wait_until(deadline_s)
         return False
+    if state.drain.growth is not None:
+        return growth.call_off(state)
     state.log(EventKind.DRAIN_ENDED, f"workers of {named(state.roster.unsaved)} did not checkpoint")
     if not drain.nobody_continues(state):
         drain.drained_late(state)
-    return _end_world(state, state.incidents.current.reason)
+    return _end_world(state, reason)
 
 
 def _call_off(state: State) -> bool:

@@ -249,8 +249,7 @@ def commit_when_enough(state: State) -> bool:
     if shrinks:
         state.log(
             EventKind.WAITING,
-            f"continues with {state.world.world_size} of {before} workers; the others start again"
-            " when all workers restart",
+            f"continues with {state.world.world_size} of {before} workers",
         )
     return True
 

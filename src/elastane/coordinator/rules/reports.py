@@ -6,7 +6,7 @@ decides; the return value says whether a rule may now decide otherwise.
 
 from __future__ import annotations
 
-from elastane.coordinator.rules import ending, liveness, recovery
+from elastane.coordinator.rules import ending, growth, liveness, recovery
 from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.diagnosis import end_text, exit_text, is_lost_peer, worker_text
@@ -16,6 +16,7 @@ from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Able,
     Alive,
+    Checkpointed,
     Conclude,
     Drained,
     Failed,
@@ -53,7 +54,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
             node.workers.succeed()
         case Marked() | Drained() if message.fence == node.fence:
             _drained(node, message)
-        case Able() | Lost():
+        case Able() | Lost() | Checkpointed():
             _in_place(state, node, message)
         case Stopped():
             _stopped(state, node, message)
@@ -81,9 +82,13 @@ def _drained(node: KnownNode, message: Marked | Drained) -> None:
         node.drain.save()
 
 
-def _in_place(state: State, node: KnownNode, message: Able | Lost) -> None:
+def _in_place(state: State, node: KnownNode, message: Able | Lost | Checkpointed) -> None:
     if isinstance(message, Lost):
         recovery.record_lost_peer(state, node, message.fence, message.reason)
+        return
+    if isinstance(message, Checkpointed):
+        if node.is_of(message.fence) and node.is_member:
+            growth.record_checkpoint(state, message.where)
         return
     node.renew_offer(message.offer, message.fence)
     node.workers.shard(message.sharding)

@@ -11,7 +11,12 @@ from enum import StrEnum
 
 import msgspec
 
-from elastane.coordinator.rules.changes import ArrivalGathering, CurrentDrain, OwnerOrders
+from elastane.coordinator.rules.changes import (
+    ArrivalGathering,
+    CurrentDrain,
+    OwnerOrders,
+    WaitingCapacity,
+)
 from elastane.coordinator.rules.incident import Incidents, RestartBudget
 from elastane.coordinator.rules.nodes import KnownNode, Roster
 from elastane.coordinator.rules.state_holders import StateHolders
@@ -155,6 +160,7 @@ class State:
     budget: RestartBudget
     stage: Stage
     holders: StateHolders
+    growth: WaitingCapacity
     roster: Roster = field(default_factory=Roster)
     worlds: WorldHistory = field(default_factory=WorldHistory)
     in_place: InPlaceRecovery = field(default_factory=InPlaceRecovery)

@@ -1,0 +1,137 @@
+"""Growth of a shrink-only world: all workers restart at a checkpoint, with what waits beside it.
+
+No worker can join such a world in place. Places of lost workers and nodes that arrived wait until
+the script has written a checkpoint, since a restart at any other time repeats the steps after the
+last one. A worker reports the checkpoint; `machine` asks whether a restart is due. The workers are
+then brought to one boundary of steps by a drain, so that none of them is killed while it writes. If
+some do not reach it in time, the drain is called off, and the next checkpoint is another chance.
+"""
+
+from __future__ import annotations
+
+from elastane.coordinator.rules import next_world, sizing
+from elastane.coordinator.rules.changes import PlannedGrowth
+from elastane.coordinator.rules.nodes import KnownNode, named
+from elastane.coordinator.rules.state import Phase, State
+from elastane.protocol.limits import REASON_CHARS_MAX
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import CallOff
+
+# Capacity that has waited for this long without a checkpoint is worth one message.
+QUIET_S = 600.0
+
+
+def record_checkpoint(state: State, where: str) -> None:
+    """Record that the script has written a whole checkpoint in the current world."""
+    state.growth.note_checkpoint(where[-REASON_CHARS_MAX:], state.now_s)
+
+
+def growth_due(state: State) -> PlannedGrowth | None:
+    """Return the growth for which all workers restart now; None: there is none, or not yet."""
+    growth = state.growth
+    checkpoint = growth.pop_checkpoint()
+    workers, nodes = _waiting(state)
+    if not workers:
+        growth.forget_waiting()
+        return None
+    _explain_waiting(state, workers, nodes)
+    goes_on = all(node.survivors and node.session for node in state.roster.members())
+    if checkpoint is None or not goes_on or state.now_s < _earliest_s(state):
+        return None
+    return PlannedGrowth(checkpoint, workers, nodes, growth.waits_since_s or state.now_s)
+
+
+def describe(planned: PlannedGrowth, now_s: float) -> str:
+    """Return why all workers restart, in words."""
+    return (
+        f"checkpoint {planned.checkpoint} is written: all workers restart, with"
+        f" {_more_workers(planned.workers)} on {planned.nodes} that waited for"
+        f" {now_s - planned.since_s:.1f} s"
+    )
+
+
+def log_growth(state: State, planned: PlannedGrowth) -> None:
+    """Log that all workers restart, which uses no restart of the budget."""
+    state.log(
+        EventKind.GROWTH,
+        describe(planned, state.now_s),
+        checkpoint=planned.checkpoint,
+        workers=planned.workers,
+        nodes=planned.nodes,
+        waited_s=round(state.now_s - planned.since_s, 3),
+    )
+
+
+def call_off(state: State) -> bool:
+    """Let the workers go on, since some did not reach the boundary; always True, as a rule."""
+    limit_s = state.spec.timing.drain_timeout_s
+    reason = (
+        f"workers of {named(state.roster.unsaved)} reached no step boundary within {limit_s:g} s:"
+        " all workers go on, and restart at a later checkpoint"
+    )
+    state.incidents.drop()
+    state.enter(Phase.RUNNING, reason)
+    state.log(EventKind.DRAIN_ENDED, reason)
+    for node in state.roster.members():
+        node.drain.restart()
+        state.roster.reindex(node)
+        send_call_off(state, node)
+    return True
+
+
+def send_call_off(state: State, node: KnownNode) -> None:
+    """Tell `node` that no drain of the current world is going on."""
+    assert state.world is not None
+    state.queue.send(node, CallOff(state.world.fence))
+
+
+def _waiting(state: State) -> tuple[int, str]:
+    """Return how many workers a restart would add to the world, and on which nodes."""
+    if not (state.in_place.active and next_world.shrinks_only(state)):
+        return 0, ""
+    assert state.world is not None
+    staying = [node for node in state.roster.members() if not node.leaving]
+    others = [state.roster.nodes[i] for i in sorted(state.roster.nodes) if _may_come(state, i)]
+    found = [*staying, *others][: sizing.most_nodes(state)]
+    size = sum(node.spec.local_world_size for node in found)
+    added = [n for n in found if not (n.is_member and n.has_all_in_world)]
+    return max(0, size - state.world.world_size), named([node.id for node in added])
+
+
+def _may_come(state: State, node_id: str) -> bool:
+    node = state.roster.nodes[node_id]
+    away = node.is_member or node.leaving or node.session is None
+    return not away and node_id not in state.roster.unready
+
+
+def _explain_waiting(state: State, workers: int, nodes: str) -> None:
+    """Log what waits whenever that is new, and once that no checkpoint comes."""
+    growth = state.growth
+    if growth.note_waiting(workers, nodes, state.now_s):
+        reason = (
+            f"{_more_workers(workers)} could run on {nodes}: all workers restart with them at the"
+            " next checkpoint of the script"
+        )
+        rest_s = _earliest_s(state) - state.now_s
+        reason += f", in {rest_s:.0f} s at the earliest" if rest_s > 0 else ""
+        state.log(EventKind.WAITING, reason, workers=workers)
+    since_s = growth.quiet_since_s
+    if since_s is None:
+        return
+    if state.now_s < since_s + QUIET_S:
+        state.queue.wait_until(since_s + QUIET_S)
+        return
+    growth.note_explained()
+    reason = (
+        f"no checkpoint of the script was seen for {QUIET_S:g} s, so the world does not grow;"
+        " docs/unmodified-scripts.md says which ones are seen"
+    )
+    state.log(EventKind.WAITING, reason, workers=workers)
+
+
+def _earliest_s(state: State) -> float:
+    return state.growth.started_s + state.spec.timing.growth_interval_s
+
+
+def _more_workers(count: int) -> str:
+    return f"{count} more worker" + "s" * (count > 1)
