@@ -81,9 +81,9 @@ def program_of(choose: random.Random, kinds: Sequence[str], *, in_order: bool) -
 class Process:
     """One member: its rules, its place in the program, and what it has in memory."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, *, keeps_ranks: bool) -> None:
         self.identity = identity
-        self.member = Member(identity)
+        self.member = Member(identity, keeps_ranks=keeps_ranks)
         self.at = 0
         self.is_alive = True
         self.has_left = False
@@ -130,14 +130,17 @@ class History:
         kinds = _KEPT if keepable else _ALL
         self.program = program_of(self.choose, kinds, in_order=keepable)
         size = self.choose.randint(2, 5)
-        self.processes = [Process(Identity(100 + i)) for i in range(size)]
+        keeps = not keepable and self.choose.random() < 0.3
+        self.processes = [Process(Identity(100 + i), keeps_ranks=keeps) for i in range(size)]
         everybody = tuple(each.identity for each in self.processes)
         self.views = [View((1, 0), everybody)]
         self.deaths = self.choose.randint(1, 3)
         self.exclusions = self.choose.randint(0, 1)
-        # By view and number: who has started what; who votes; who leaves; the tables of a meeting.
+        # By view and number: who has started what; who votes; whose program has ended, who knows
+        # that all have; the tables of a meeting.
         self.started: dict[tuple[int, int], dict[Identity, tuple[Signature, Start]]] = {}
         self.votes: dict[int, dict[Identity, list[int]]] = {0: {}}
+        self.ended: dict[int, set[Identity]] = {}
         self.leaving: dict[int, set[Identity]] = {}
         self.tables: dict[int, dict[Identity, Table]] = {}
         self.counts: Counter[str] = Counter()
@@ -191,8 +194,8 @@ class History:
                     found.append(functools.partial(self._complete, process, view, number))
             if member.vote is not None:
                 found += self._vote_events(process, view)
-            elif self._may_leave(process, view):
-                found.append(lambda: self._leave(process, view))
+            elif process.at == len(self.program) and member.delivered == member.issued:
+                found += self._end_events(process, view)
             if self._is_broken(view):
                 found.append(lambda: self._seal(process))
         elif member.phase is Phase.SEALED:
@@ -364,16 +367,22 @@ class History:
         process.member.vote_passed(self.views[view])
         self._deliver(process)
 
-    def _may_leave(self, process: Process, view: int) -> bool:
-        """Whether it is at its end, and has agreed with the others on that."""
-        member = process.member
-        if process.at < len(self.program) or member.delivered < member.issued:
-            return False
-        leaving = self.leaving.setdefault(view, set())
-        leaving.add(process.identity)
-        return leaving >= {*self.views[view].members}
+    def _end_events(self, process: Process, view: int) -> list[Callable[[], None]]:
+        """At the end of its program: it agrees twice with the others, then it leaves."""
+        members = {*self.views[view].members}
+        ended, leaving = self.ended.setdefault(view, set()), self.leaving.setdefault(view, set())
+        ended.add(process.identity)
+        if not ended >= members:
+            return []
+        if process.identity not in leaving:
+            return [lambda: self._learn_that_all_ended(process, leaving)]
+        return [lambda: self._leave(process)] if leaving >= members else []
 
-    def _leave(self, process: Process, _view: int) -> None:
+    def _learn_that_all_ended(self, process: Process, leaving: set[Identity]) -> None:
+        process.member.all_ended = True
+        leaving.add(process.identity)
+
+    def _leave(self, process: Process) -> None:
         process.has_left = True
 
     # Faults.
@@ -468,6 +477,8 @@ class History:
     def _decide(self, process: Process, view: int) -> None:
         tables = [self.tables[view][each] for each in self.views[view].members]
         process.decided = plan(tables)
+        if process.decided.restart and self.processes[0].has_left:
+            raise Violation(f"rank 0 had ended: {process.decided.restart}")
         if process.decided.restart:
             raise Restart(process.decided.restart)
 
@@ -491,6 +502,10 @@ class History:
         process.complete = {}
         if process.member.phase is not Phase.RUNNING:
             raise Violation(f"{process.identity} was never excluded, and is left out")
+        first = self.processes[0]
+        is_missed = first.at < len(self.program) and first.identity not in self.views[view].members
+        if process.member.keeps_ranks and is_missed:
+            raise Violation(f"rank 0 is lost before its end, and {process.identity} continues")
         self.counts["repeated"] += len(starts)
         for start in starts:
             self._start(process, process.member.signature_of(start.number), start)

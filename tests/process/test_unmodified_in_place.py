@@ -69,7 +69,7 @@ def kill(pids: set[int]) -> None:
 @pytest.mark.parametrize(("seed", "way"), [(1, "ordinary"), (2, "static")])
 def test_survivors_of_an_unmodified_script_continue_with_equal_weights(tmp_path, seed, way):
     choose = random.Random(seed)
-    job = Unmodified(tmp_path, way)
+    job = Unmodified(tmp_path, way, ranks_may_change=True)
     with job.cluster as cluster:
         cluster.start("a")
         cluster.wait_world(nodes=1)
@@ -92,6 +92,27 @@ def test_a_sum_without_a_known_meaning_among_fewer_workers_restarts_all(tmp_path
         job.ends_alike({*cluster.world().pids["a"]})
         assert "allreduce (sum) was interrupted" in node.output
         assert "[in-place-restart]" in node.output
+
+
+@pytest.mark.parametrize(
+    ("way", "lost", "reason"),
+    [
+        ("ordinary", 0, "the worker of rank 0 is lost, and no other would save and log"),
+        ("by hand", 1, "the script sums floats without DistributedDataParallel"),
+    ],
+)
+def test_what_a_script_may_have_kept_in_a_variable_restarts_all(tmp_path, way, lost, reason):
+    job = Unmodified(tmp_path, way, nproc_per_node=3, max_restarts=1)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        cluster.wait_world(nodes=1)
+        job.wait_steps({*cluster.world().pids["a"]}, 3)
+        node.kill_worker(lost)
+        cluster.wait(lambda: len(job.said()) == 6, "three workers, and three after the restart")
+        again = {*cluster.world().pids["a"]}
+        job.wait_steps(again, 3)
+        job.ends_alike(again)
+        assert reason in node.output and "add --ranks-may-change" in node.output
 
 
 def test_a_group_of_some_workers_is_refused_with_the_call_and_the_way_out(tmp_path):

@@ -116,16 +116,35 @@ def delivered_operations_run_again(patch):
     patch.setattr(rules, "_cut", lambda survivors: min(t.delivered for t in survivors))
 
 
+def rank_0_is_not_missed(patch):
+    patch.setattr(rules, "_why_rank_0_is_missed", lambda survivors: "")
+
+
+def all_have_ended_once_one_has(patch):
+    def wrong(self, process, view):
+        process.member.all_ended = True
+        return ends(self, process, view)
+
+    ends = History._end_events
+    patch.setattr(History, "_end_events", wrong)
+
+
 def roots_by_rank(patch):
     patch.setattr(rules, "root_in", lambda signature, view: view.members[0])
 
 
 def leaving_without_agreement(patch):
-    def wrong(self, process, _view):
-        member = process.member
-        return process.at == len(self.program) and member.delivered == member.issued
+    patch.setattr(History, "_end_events", lambda self, p, _view: [lambda: self._leave(p)])
 
-    patch.setattr(History, "_may_leave", wrong)
+
+def leaving_after_one_agreement(patch):
+    right = History._learn_that_all_ended
+
+    def wrong(self, process, leaving):
+        right(self, process, leaving)
+        self._leave(process)
+
+    patch.setattr(History, "_learn_that_all_ended", wrong)
 
 
 def old_sums_read_with_the_new_size(patch):
@@ -139,13 +158,16 @@ BUGS = {
     stable_by_the_pace_of_deliveries: 0,
     results_dropped_at_delivery: 0,
     survivors_need_the_last_view: 31,
-    divisor_of_the_old_view: 1,
+    divisor_of_the_old_view: 2,
     buckets_delivered_one_by_one: 36,
     no_vote: 24,
     passed_switches_forgotten: 2164,
     delivered_operations_run_again: 0,
-    roots_by_rank: 1,
-    leaving_without_agreement: 267,
+    roots_by_rank: 23,
+    leaving_without_agreement: 99,
+    leaving_after_one_agreement: 10_337,
+    rank_0_is_not_missed: 1,
+    all_have_ended_once_one_has: 71,
     old_sums_read_with_the_new_size: 9,
 }
 

@@ -308,6 +308,15 @@ TABLE: tuple[Option, ...] = (
         ours=True,
     ),
     Option(
+        "ranks-may-change",
+        "0",
+        "with --in-place: the script asks for its rank and the world size wherever it uses them, "
+        "so another worker can become rank 0 (default: the loss of rank 0 restarts all workers)",
+        OURS,
+        kind="flag",
+        ours=True,
+    ),
+    Option(
         "min-workers",
         "0",
         "minimum number of workers that continue after a fault, if the script recovers in place "

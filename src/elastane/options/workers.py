@@ -39,7 +39,12 @@ from elastane.process.streams.plan import (
     parse_std_map,
     prefix_template,
 )
-from elastane.process.worker_environment import LOCAL_RANK_MACRO, RUN_IN_PLACE, only_device
+from elastane.process.worker_environment import (
+    LOCAL_RANK_MACRO,
+    RANKS_MAY_CHANGE,
+    RUN_IN_PLACE,
+    only_device,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -62,7 +67,14 @@ def read_command(options: Options, environ: Mapping[str, str]) -> Command:
     _check_target(kind, options.script)
     target, args = options.script, options.script_args
     if options.flag("in_place"):
-        kind, target, args = _in_place(kind, target, args)
+        kind, target, args = _in_place(kind, target, args, options.flag("ranks_may_change"))
+    elif options.flag("ranks_may_change"):
+        raise UsageError(
+            "--ranks-may-change without --in-place",
+            slug="bad-option-value",
+            expected="both, for a script that does not call elastane.init(): one that does reads"
+            " job.rank",
+        )
     preload = [name.strip() for name in options.text("preload").split(",")]
     if "preload" not in options.given and not torch_build():
         preload = []  # The default is torch and its parts; a job without torch needs none.
@@ -78,7 +90,7 @@ def read_command(options: Options, environ: Mapping[str, str]) -> Command:
 
 
 def _in_place(
-    kind: WorkerKind, target: str, args: tuple[str, ...]
+    kind: WorkerKind, target: str, args: tuple[str, ...], ranks_may_change: bool
 ) -> tuple[WorkerKind, str, tuple[str, ...]]:
     """Return the command that runs a script or module beneath collectives that survive faults."""
     if kind not in ("script", "module"):
@@ -87,8 +99,9 @@ def _in_place(
             slug="bad-option-value",
             expected="a Python script, or a module with -m",
         )
+    ours = (RANKS_MAY_CHANGE,) if ranks_may_change else ()
     lead = ("-m", target) if kind == "module" else (target,)
-    return "module", RUN_IN_PLACE, (*lead, *args)
+    return "module", RUN_IN_PLACE, (*ours, *lead, *args)
 
 
 def read_logs(options: Options, environ: Mapping[str, str], local_world_size: int) -> LogPlan:

@@ -25,6 +25,8 @@ _PER_WORKER = (
 )
 # The module that runs an unmodified script, with its path and arguments (`--in-place`).
 RUN_IN_PLACE = "elastane.worker.unmodified"
+# Its option, before the script's path.
+RANKS_MAY_CHANGE = "--ranks-may-change"
 # Variables for a worker's rank in its world. A worker that waits for an assignment has none.
 RANK_VARIABLES = (
     *("RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),

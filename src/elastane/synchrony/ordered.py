@@ -33,13 +33,13 @@ from elastane.synchrony import callsites
 from elastane.synchrony.calls import Call, call_of
 from elastane.synchrony.contributions import BucketLayout, Copied, Gradients, Slot
 from elastane.synchrony.meeting import Meeting
-from elastane.synchrony.operations import Identity, Site
+from elastane.synchrony.operations import Identity, Rule, Site
 from elastane.synchrony.pending import OrderedWork, PendingOperation, RestartingWork
 from elastane.synchrony.rules import Delivery, Member, Phase, Start, View, plan
 
 _MESSAGES = frozenset(("send", "recv"))
-# A vote is a sum over the members; each adds twice its count, and one if it leaves.
-_LEAVING = 1
+# A vote is a sum over the members; each adds twice its count, and one if its program has ended.
+_ENDED = 1
 
 
 class OrderedGroup(ElasticGroup):
@@ -51,6 +51,7 @@ class OrderedGroup(ElasticGroup):
     `on_progress(steps)` is called when a backward pass was delivered, or another world entered.
     `at_boundary(number)` is called before a forward for training, and may wait: all before the
     backward pass of that number is done.
+    `keeps_ranks`: the script may keep a rank or a world size in a variable.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class OrderedGroup(ElasticGroup):
         on_switch: Callable[[int, int], None],
         on_progress: Callable[[int], None],
         at_boundary: Callable[[int], None],
+        *,
+        keeps_ranks: bool,
     ) -> None:
         super().__init__()
         self._enter = enter
@@ -68,7 +71,7 @@ class OrderedGroup(ElasticGroup):
         self._on_progress = on_progress
         self._at_boundary = at_boundary
         self._changed = threading.Condition(threading.RLock())
-        self._member = Member(Identity(secrets.randbits(63)))
+        self._member = Member(Identity(secrets.randbits(63)), keeps_ranks=keeps_ranks)
         self._pending: dict[int, PendingOperation] = {}
         # Results that this member keeps for others, and those that it got from others, by number.
         self._kept: dict[int, list[torch.Tensor]] = {}
@@ -81,6 +84,8 @@ class OrderedGroup(ElasticGroup):
         self._open_task: int | None = None
         # The members that torch's tables and the environment show.
         self._shown: tuple[Identity, ...] = ()
+        # Whether the script has summed floats by a call of its own.
+        self._has_summed = False
         self._is_leaving = self._has_left = False
         self._thread = threading.Thread(target=self._run, name="elastane-deliver", daemon=True)
 
@@ -104,6 +109,11 @@ class OrderedGroup(ElasticGroup):
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
+
+    def let_ranks_change(self) -> None:
+        """Record that no rank and no size is kept: a framework's are set when the world changes."""
+        with self._changed:
+            self._member.keeps_ranks = False
 
     def shutdown(self) -> None:
         """Leave and close: destroy_process_group() uses this name."""
@@ -160,6 +170,8 @@ class OrderedGroup(ElasticGroup):
             self._changed.wait_for(lambda: self._member.phase is Phase.RUNNING)
             site, slots = self._site(frame, name, args)
             call = call_of(name, args, kwargs, self._member.visible, site)
+            is_sum = call.signature.kind.startswith("allreduce")
+            self._has_summed |= is_sum and call.signature.rule is Rule.REFUSED
             pending = self._issue(call, slots)
             self._pump()
             self._changed.notify_all()
@@ -258,8 +270,7 @@ class OrderedGroup(ElasticGroup):
                 elif pending is not None:
                     self._await(world, pending)
                 else:
-                    self._agree(world, 2 * self._member.delivered + _LEAVING)
-                    self._has_left = True
+                    self._end(world)
             except (RuntimeError, PeerLostError) as error:
                 self._recover(world, error)
 
@@ -294,6 +305,15 @@ class OrderedGroup(ElasticGroup):
             self._prune()
             self._pump()
             self._changed.notify_all()
+
+    def _end(self, world: WorldGroup) -> None:
+        """Agree twice with the others to leave: who has left knows that all know that all ended."""
+        mark = 2 * self._member.delivered + _ENDED
+        self._agree(world, mark)
+        with self._changed:
+            self._member.all_ended = True
+        self._agree(world, mark)
+        self._has_left = True
 
     def _agree(self, world: WorldGroup, mark: int) -> None:
         """Wait until all members have given the same mark; others run another program."""
@@ -364,6 +384,12 @@ class OrderedGroup(ElasticGroup):
     def _meet(self, world: WorldGroup, log: WorkLog) -> None:
         meeting = Meeting(world, log)
         with self._changed:
+            if self._has_summed and self._member.keeps_ranks and not self._layouts:
+                self._member.refuse(
+                    "the script sums floats without DistributedDataParallel, and may divide them by"
+                    " a world size that it keeps in a variable; if it asks for it each time, add"
+                    " --ranks-may-change"
+                )
             own = self._member.table()
         tables = meeting.exchange(own)
         decided = plan(tables)

@@ -39,7 +39,9 @@ survivors decide the same:
    alone changes nothing: that may come while the program does something else.
 
 What cannot be kept restarts the job: a program that diverged, a result that no survivor keeps, an
-operation that has no meaning in a smaller world (`operations.Rule`).
+operation that has no meaning in a smaller world (`operations.Rule`). So does the loss of the first
+member of the first view, while a program may have kept its rank in a variable: no other member
+would save and log in its place. At the end of all programs nothing is left to save.
 
 States of a member::
 
@@ -93,7 +95,9 @@ class Table:
     survivor may lack, and those to come. `kept`: the numbers of the delivered operations whose
     results it keeps. `received`: the numbers of operations that it has completed and not delivered,
     whose result another member may take from it. `signatures`: of its unstable operations, by
-    number. `refused`: why the job can only restart; or "".
+    number. `refused`: why the job can only restart; or "". `first`: the member of rank 0 in the
+    first view. `keeps_ranks`: the program may have kept its rank. `all_ended`: the programs of all
+    members have ended.
     """
 
     identity: Identity
@@ -106,6 +110,9 @@ class Table:
     received: tuple[int, ...] = ()
     signatures: Mapping[int, Signature] = field(default_factory=dict)
     refused: str = ""
+    first: Identity | None = None
+    keeps_ranks: bool = False
+    all_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +188,9 @@ def _receiver(survivors: Sequence[Table], number: int) -> Table | None:
 
 def _why_not(survivors: Sequence[Table], cut: int) -> str:
     """Return why these survivors cannot continue; "" if they can."""
-    for table in survivors:
-        if table.refused:
-            return table.refused
+    refused = next((table.refused for table in survivors if table.refused), "")
+    if why := refused or _why_rank_0_is_missed(survivors):
+        return why
     signatures: dict[int, Signature] = {}
     for table in survivors:
         for number, signature in sorted(table.signatures.items()):
@@ -203,6 +210,21 @@ def _why_not(survivors: Sequence[Table], cut: int) -> str:
         if number >= cut and not is_rooted and (why := why_not_repeated(signature, alive)):
             return why
     return ""
+
+
+def _why_rank_0_is_missed(survivors: Sequence[Table]) -> str:
+    """Return why nobody can take the place of the worker of rank 0; "" if it is there, or one can.
+
+    If one survivor knows that all programs have ended, that of rank 0 has: it may just have left.
+    """
+    alive = {table.identity for table in survivors}
+    keepers = [t for t in survivors if t.keeps_ranks and t.first not in alive]
+    if not keepers or any(table.all_ended for table in survivors):
+        return ""
+    return (
+        "the worker of rank 0 is lost, and no other would save and log if the script keeps its rank"
+        " in a variable; if it asks for it each time, add --ranks-may-change"
+    )
 
 
 def _why_not_given(
@@ -334,8 +356,13 @@ class Delivery:
 class Member:
     """The view-synchronous state of one member."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, *, keeps_ranks: bool = False) -> None:
         self.identity = identity
+        # Whether the program may have kept a rank or a world size in a variable.
+        self.keeps_ranks = keeps_ranks
+        # Whether the programs of all members have ended.
+        self.all_ended = False
+        self._first: Identity | None = None
         self.phase = Phase.NEW
         # The last view that was installed; nobody is in the one before the first.
         self.view = View((-1, -1), ())
@@ -367,6 +394,7 @@ class Member:
         self.phase = Phase.RUNNING
         self.view = view
         self.visible = view.members
+        self._first = view.members[0]
 
     def refuse(self, reason: str) -> None:
         """Record that the program did what cannot be kept: the next fault restarts the job."""
@@ -505,6 +533,9 @@ class Member:
             received=tuple(sorted(received)),
             signatures={**self._kept, **undelivered},
             refused=self.refused,
+            first=self._first,
+            keeps_ranks=self.keeps_ranks,
+            all_ended=self.all_ended,
         )
 
     def install(self, view: View, decided: Plan) -> list[Start]:

@@ -1,9 +1,10 @@
 """Runs a script that knows nothing of elastane, so that it survives the loss of other workers.
 
-`python -m elastane.worker.unmodified SCRIPT ARG...` is how `elastane run --in-place` starts it; `-m
-MODULE` runs a module. `init_process_group` then gives an `OrderedGroup` (see `synchrony`), whose
-world shrinks beneath the script. No worker can join such a world in place: it grows by a restart of
-all workers, for which this module reports the script's checkpoints and parks before a step.
+`python -m elastane.worker.unmodified [--ranks-may-change] SCRIPT ARG...` is how `elastane run
+--in-place` starts it; `-m MODULE` runs a module. `init_process_group` then gives an `OrderedGroup`
+(see `synchrony`), whose world shrinks beneath the script. No worker can join such a world in place:
+it grows by a restart of all workers, for which this module reports the script's checkpoints and
+parks before a step.
 
 What the script does that cannot be kept is refused where it is called, with the reason, or restarts
 all workers at the next fault. A restart ends this process: an exception could be caught by a
@@ -30,6 +31,7 @@ import torch.distributed.distributed_c10d as c10d
 from elastane.comms.group import WorldGroup
 from elastane.errors import ConfigurationError, ExitCode
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
+from elastane.process.worker_environment import RANKS_MAY_CHANGE
 from elastane.protocol.hangs import Activity
 from elastane.synchrony.ordered import OrderedGroup, watch_forwards
 from elastane.worker import drain, progress_reporter
@@ -48,14 +50,23 @@ _BACKENDS = ("", "gloo", "cpu:gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")
 class ShrinkingWorker:
     """One worker of an unmodified script: its control socket, its worlds, and its group."""
 
-    def __init__(self, line: ControlSocket, saves: ScriptSaves) -> None:
+    def __init__(
+        self, line: ControlSocket, saves: ScriptSaves, *, keeps_ranks: bool
+    ) -> None:
         self._line = line
         self._saves = saves
         self._progress = ProgressReporter()
         self._page = drain.take_page()
         self._place: AssignedPlace | None = None
         self._building: WorldGroup | None = None
-        self.group = OrderedGroup(self._enter, restart, self._show_place, self._step, self._reach)
+        self.group = OrderedGroup(
+            self._enter,
+            restart,
+            self._show_place,
+            self._step,
+            self._reach,
+            keeps_ranks=keeps_ranks,
+        )
 
     def join(self) -> None:
         """Enter the first world, as the script calls init_process_group."""
@@ -153,11 +164,14 @@ def restart(reason: str) -> NoReturn:
     os._exit(ExitCode.TRY_AGAIN)
 
 
-def install() -> None:
-    """Let torch.distributed give the script a group that survives the loss of members."""
+def install(*, keeps_ranks: bool) -> None:
+    """Let torch.distributed give the script a group that survives the loss of members.
+
+    `keeps_ranks`: the script may keep a rank or a world size in a variable.
+    """
     saves = ScriptSaves()
     saves.watch()
-    make_group = _maker(saves)
+    make_group = _maker(saves, keeps_ranks=keeps_ranks)
     modules: tuple[Any, ...] = (dist, c10d)
     for module in modules:
         module.init_process_group = make_group
@@ -167,7 +181,7 @@ def install() -> None:
     watch_forwards()
 
 
-def _maker(saves: ScriptSaves) -> Callable[..., None]:
+def _maker(saves: ScriptSaves, *, keeps_ranks: bool) -> Callable[..., None]:
     workers: list[ShrinkingWorker] = []
     torchs: Callable[..., None] = c10d.init_process_group
 
@@ -189,7 +203,7 @@ def _maker(saves: ScriptSaves) -> Callable[..., None]:
         line = ControlSocket.inherited()
         if line is None:
             raise _refusal("init_process_group() in a process without an agent", "a worker")
-        worker = ShrinkingWorker(line, saves)
+        worker = ShrinkingWorker(line, saves, keeps_ranks=keeps_ranks)
         workers.append(worker)
         worker.join()
         atexit.register(_leave, worker)
@@ -243,8 +257,10 @@ def _ended_badly() -> bool:
 
 
 def main(argv: list[str]) -> None:
-    """Run the script or module of `argv` as `__main__`."""
-    install()
+    """Run the script or module of `argv` as `__main__`, after the option of ours if it is there."""
+    may_change = argv[0] == RANKS_MAY_CHANGE
+    install(keeps_ranks=not may_change)
+    argv = argv[may_change:]
     try:
         _run(argv)
     except SystemExit as error:

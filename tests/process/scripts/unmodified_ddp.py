@@ -1,8 +1,8 @@
 """An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
 
-Usage: unmodified_ddp.py FOLDER [static | sum | group]. It ends once a file "enough" is there. With
+Usage: unmodified_ddp.py FOLDER [static | sum | by hand | group]. It ends once a file "enough" is there. With
 `sum` it sums floats of its own in each step; before one of these, rank 1 of the first attempt dies.
-With `group` it asks for a group of one worker.
+With `by hand` it averages gradients itself. With `group` it asks for a group of one worker.
 """
 
 import hashlib
@@ -50,7 +50,10 @@ def main():
     model = torch.nn.Sequential(
         torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
     )
-    trained = DistributedDataParallel(model, bucket_cap_mb=0.002, static_graph=WAY == "static")
+    trained, size = model, dist.get_world_size()
+    if WAY != "by hand":
+        is_static = WAY == "static"
+        trained = DistributedDataParallel(model, bucket_cap_mb=0.002, static_graph=is_static)
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
     data = torch.Generator().manual_seed(dist.get_rank())
     with (FOLDER / f"{os.getpid()}.jsonl").open("w") as file:
@@ -60,6 +63,9 @@ def main():
             optimizer.zero_grad()
             loss = (trained(inputs).squeeze(-1) - inputs.sum(1)).square().mean()
             loss.backward()
+            for parameter in model.parameters() if WAY == "by hand" else ():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= size
             optimizer.step()
             if WAY == "sum":
                 if step == DIES_AT and dist.get_rank() == 1 and is_first_attempt():

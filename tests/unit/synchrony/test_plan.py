@@ -32,6 +32,14 @@ def test_what_nobody_has_delivered_runs_again_and_changes_the_size():
     assert decided.switches == (Switch(1, (A, C)),)
 
 
+def test_the_loss_of_rank_0_restarts_while_the_script_may_have_kept_its_rank():
+    keeps = {"first": C, "keeps_ranks": True}
+    assert "the worker of rank 0 is lost" in plan([table(A, 0, 0, **keeps)]).restart
+    assert not plan([table(A, 0, 0, **{**keeps, "first": A})]).restart
+    assert not plan([table(A, 0, 0, **{**keeps, "keeps_ranks": False})]).restart
+    assert not plan([table(A, 0, 0, **keeps, all_ended=True), table(B, 0, 0, **keeps)]).restart
+
+
 def test_an_interrupted_sum_of_the_script_restarts():
     assert "allreduce (sum) was interrupted" in plan([table(A, 0, 1, SUM)]).restart
 
