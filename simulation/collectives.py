@@ -499,7 +499,8 @@ class History:
     def _install(self, process: Process, view: int) -> None:
         assert process.decided is not None
         starts = process.member.install(self.views[view], process.decided)
-        process.complete = {}
+        again = {start.number for start in starts}
+        process.complete = {n: r for n, r in process.complete.items() if n not in again}
         if process.member.phase is not Phase.RUNNING:
             raise Violation(f"{process.identity} was never excluded, and is left out")
         first = self.processes[0]

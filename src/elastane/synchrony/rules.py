@@ -302,7 +302,7 @@ class Operation:
     `unit`: the backward pass that it belongs to; None outside of one. `divided_by`: the number of
     members that its contribution was divided by; 0 if it was not. `waited_before`: how many
     operations the program had waited for when it issued this one. `is_complete`: in the current
-    view.
+    view. `is_held`: it completed here since it was last started, so its tensors hold the result.
     """
 
     number: int
@@ -311,6 +311,7 @@ class Operation:
     divided_by: int
     waited_before: int
     is_complete: bool = False
+    is_held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +450,8 @@ class Member:
         """Record that an operation has completed in `view`; ignored if that view is sealed."""
         is_current = self.phase is Phase.RUNNING and view.number == self.view.number
         if is_current and number in self._operations:
-            self._operations[number].is_complete = True
+            operation = self._operations[number]
+            operation.is_complete = operation.is_held = True
 
     def next_incomplete(self) -> int | None:
         """Return the first issued operation that has not completed; None if there is none."""
@@ -519,7 +521,7 @@ class Member:
         received = tuple(
             n
             for n, operation in self._operations.items()
-            if operation.is_complete
+            if operation.is_held
             and operation.signature.rule in (Rule.ROOTED, Rule.AUTHORITY, Rule.SHAPED)
         )
         return Table(
@@ -563,6 +565,7 @@ class Member:
             operation = self._operations[number]
             operation.is_complete = number in self._handed
             if not operation.is_complete:
+                operation.is_held = False
                 starts.append(self._start(operation, is_repeated=True))
         return starts
 

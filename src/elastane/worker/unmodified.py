@@ -50,9 +50,7 @@ _BACKENDS = ("", "gloo", "cpu:gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")
 class ShrinkingWorker:
     """One worker of an unmodified script: its control socket, its worlds, and its group."""
 
-    def __init__(
-        self, line: ControlSocket, saves: ScriptSaves, *, keeps_ranks: bool
-    ) -> None:
+    def __init__(self, line: ControlSocket, saves: ScriptSaves, *, keeps_ranks: bool) -> None:
         self._line = line
         self._saves = saves
         self._progress = ProgressReporter()
