@@ -29,6 +29,7 @@ class GrowingJob:
             "nproc_per_node": 3,
             "min_workers": 1,
             "max_restarts": 0,
+            "ranks_may_change": True,
             **options,
         }
         conf = f"growth_interval={interval_s},last_call=0.1"

@@ -1,8 +1,9 @@
 """An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
 
-Usage: unmodified_ddp.py FOLDER [static | sum | by hand | group]. It ends once a file "enough" is there. With
-`sum` it sums floats of its own in each step; before one of these, rank 1 of the first attempt dies.
-With `by hand` it averages gradients itself. With `group` it asks for a group of one worker.
+Usage: unmodified_ddp.py FOLDER [static | sum | by hand | group]. It ends once a file "enough" is
+there. With `sum` it sums floats of its own in each step; before one of these, rank 1 of the first
+attempt dies. With `by hand` it averages gradients itself. With `group` it asks for a group of one
+worker.
 """
 
 import hashlib
