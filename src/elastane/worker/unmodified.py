@@ -34,8 +34,10 @@ from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.worker_environment import RANKS_MAY_CHANGE
 from elastane.protocol.hangs import Activity
 from elastane.synchrony.ordered import OrderedGroup, watch_forwards
+from elastane.synchrony.visible import VisibleWorld
 from elastane.worker import drain, progress_reporter
 from elastane.worker.control_socket import ControlSocket
+from elastane.worker.frameworks import Frameworks
 from elastane.worker.progress_reporter import ProgressReporter
 from elastane.worker.script_saves import ScriptSaves
 from elastane.worker.world import wiring_of
@@ -53,6 +55,8 @@ class ShrinkingWorker:
     def __init__(self, line: ControlSocket, saves: ScriptSaves, *, keeps_ranks: bool) -> None:
         self._line = line
         self._saves = saves
+        self._visible = VisibleWorld()
+        self._frameworks = Frameworks(self._visible)
         self._progress = ProgressReporter()
         self._page = drain.take_page()
         self._place: AssignedPlace | None = None
@@ -69,6 +73,7 @@ class ShrinkingWorker:
     def join(self) -> None:
         """Enter the first world, as the script calls init_process_group."""
         self._progress.show_on(self._page)
+        self._frameworks.adopt()
         word = self._line.first()
         if isinstance(word, Wait):
             restart("a worker of an unmodified script cannot join a world that has begun")
@@ -109,10 +114,12 @@ class ShrinkingWorker:
                 self._building.abort()
 
     def _show_place(self, rank: int, size: int) -> None:
-        """Let the script read its rank and world size in the environment, too."""
+        """Let the script and its frameworks read its rank and world size where they look."""
         if self._place is not None:
             os.environ.update(self._place.env)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+        self._frameworks.adopt()
+        self._visible.show(rank, size)
 
     def _step(self, number: int) -> None:
         """In the delivering thread: `number` steps are made, in the current world."""

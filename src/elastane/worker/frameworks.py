@@ -1,0 +1,34 @@
+"""Frameworks that a script has imported, and that have to follow a change of its world.
+
+Our module for a framework is imported only if the script has imported the framework. Fails as the
+adoption does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from elastane.synchrony.visible import VisibleWorld
+
+# By the name that a script imports: our module, whose `adopt(name, world)` is called once.
+_ADOPTERS = {
+    "lightning.pytorch": "elastane.integrations.lightning",
+    "pytorch_lightning": "elastane.integrations.lightning",
+    "torchmetrics": "elastane.integrations.torchmetrics",
+}
+
+
+class Frameworks:
+    """Lets the frameworks of one process follow `world`, each once."""
+
+    def __init__(self, world: VisibleWorld) -> None:
+        self._world = world
+        self._adopted: set[str] = set()
+
+    def adopt(self) -> None:
+        """Adopt those that were imported since the last call."""
+        for name, module in _ADOPTERS.items():
+            if name in sys.modules and name not in self._adopted:
+                self._adopted.add(name)
+                importlib.import_module(module).adopt(name, self._world)
