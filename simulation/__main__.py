@@ -28,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", metavar="N", type=int, default=1, help="how many seeds (default: 1)")
     add("--mode", choices=[*_MODES], default="both", help="jobs with a store, without, or both")
     add("--in-place", action="store_true", help="jobs whose workers recover in place")
+    add("--shrinks", action="store_true", help="of these, such as run an unmodified script")
     what = "of these, such as shard their state over replicas of N nodes"
     add("--span", metavar="N", type=int, default=0, help=what)
     add("--story", action="store_true", help="tell what happened, also where all held")
@@ -100,7 +101,8 @@ def _tell(args: argparse.Namespace) -> int:
 
 def _drawn(args: argparse.Namespace) -> dict[str, Any]:
     """Return what kind of jobs are drawn."""
-    return {"in_place": args.in_place or args.span > 0, "span": args.span}
+    in_place = args.in_place or args.span > 0 or args.shrinks
+    return {"in_place": in_place, "span": args.span, "shrinks": args.shrinks}
 
 
 def _explain(seed: int, store_backed: bool, **drawn: Any) -> int:

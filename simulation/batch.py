@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import msgspec
 
@@ -42,10 +43,12 @@ def play(
     *,
     in_place: bool = False,
     span: int = 0,
+    shrinks: bool = False,
 ) -> BatchTally:
     """Play each seed with a store (True) or without (False), as `modes` says."""
     total = BatchTally()
-    for tally in _chunks(seeds, modes, jobs, in_place, span):
+    drawn = {"in_place": in_place, "span": span, "shrinks": shrinks}
+    for tally in _chunks(seeds, modes, jobs, drawn):
         total.add(tally)
         if total.failed:
             break
@@ -53,10 +56,10 @@ def play(
 
 
 def _chunks(
-    seeds: range, modes: Sequence[bool], jobs: int, in_place: bool, span: int
+    seeds: range, modes: Sequence[bool], jobs: int, drawn: dict[str, Any]
 ) -> Iterator[BatchTally]:
     tasks = [
-        (seeds[at : at + _CHUNK], store_backed, in_place, span)
+        (seeds[at : at + _CHUNK], store_backed, drawn)
         for at in range(0, len(seeds), _CHUNK)
         for store_backed in modes
     ]
@@ -66,17 +69,16 @@ def _chunks(
     # Each process is a new interpreter: nothing is forked that may hold a lock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        act: Callable[[range, bool, bool, bool], BatchTally] = _play_chunk
+        act: Callable[[range, bool, dict[str, Any]], BatchTally] = _play_chunk
         yield from pool.map(act, *zip(*tasks, strict=True))
 
 
-def _play_chunk(seeds: range, store_backed: bool, in_place: bool, span: int) -> BatchTally:
+def _play_chunk(seeds: range, store_backed: bool, drawn: dict[str, Any]) -> BatchTally:
     tally = BatchTally()
     for seed in seeds:
         tally.histories += 1
         try:
-            setting = setup_of(seed, store_backed=store_backed, in_place=in_place, span=span)
-            result = History(setting).run()
+            result = History(setup_of(seed, store_backed=store_backed, **drawn)).run()
         except HistoryFailedError:
             tally.failed = (seed, store_backed)
             return tally

@@ -101,15 +101,38 @@ class PerDeathBudgetCheck(BudgetCheck):
     def __init__(self, cluster: SimulatedCluster) -> None:
         super().__init__(cluster)
         self._dead = 0
+        # The world of the last growth, and what was used and known then.
+        self._grown: tuple[Fence, tuple[int, int], int] | None = None
 
     def died(self, fence: Fence) -> None:
         """Record that a worker died by itself; `fence` is of its node's last assignment."""
         self._dead += 1
 
+    def noted(self, event: LogEvent) -> str:
+        """Check an event, and take note of a growth."""
+        if event.kind is EventKind.GROWTH and event.fence is not None:
+            self._grown = (event.fence, self._known(), self.used)
+        return super().noted(event)
+
+    def _known(self) -> tuple[int, int]:
+        """Count deaths and coordinators: a new one may charge a death that was charged before."""
+        return self._dead, self._cluster.coordinators_started
+
+    def _grew_for_free(self, record: JobRecord) -> bool:
+        """Whether the last growth used no restart; once the next world is there it is settled."""
+        if self._grown is None or record.world is None:
+            return True
+        of, known, used = self._grown
+        if record.world.fence > of:
+            self._grown = None
+        return record.restarts_used <= used or known != self._known()
+
     def wrote(self, record: JobRecord, *, durable: bool) -> str:
         """Check a record that was written."""
         used, before = record.restarts_used, self.used
         self.used = max(before, used)
+        if not self._grew_for_free(record):
+            return f"restart {used} was charged for a growth"
         if used > self._cluster.spec.max_restarts:
             return f"{used} restarts were used of {self._cluster.spec.max_restarts} allowed"
         if used > before + 1:

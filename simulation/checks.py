@@ -16,6 +16,7 @@ from elastane.protocol.log_events import LogEvent
 from elastane.protocol.messages import Assign, Close, ToAgent
 from elastane.protocol.model import Assignment, Fence, JobRecord, Member, Outcome, World
 from simulation.budget_checks import BudgetCheck, PerDeathBudgetCheck
+from simulation.growth_checks import GrowthCheck
 from simulation.state_checks import StateChecks
 from simulation.store import SimulatedRecord
 
@@ -50,6 +51,7 @@ class Checks:
         self.ended_s, self.here = 0.0, list[int]()
         self.ledger = (PerDeathBudgetCheck if cluster.in_place else BudgetCheck)(cluster)
         self.line = StateChecks(cluster, self._require, self.stepped)
+        self.growth = GrowthCheck(cluster, self._require)
         self.settled = 0
         self.steps = 0
         self.step_s = 0.0
@@ -68,6 +70,7 @@ class Checks:
 
     def noted(self, event: LogEvent) -> None:
         """Check an event of the log."""
+        self.growth.noted(event)
         self._require(not (fault := self.ledger.noted(event)), fault)
 
     def wrote(self, before: JobRecord | None, after: JobRecord, *, durable: bool) -> None:
@@ -204,6 +207,7 @@ class Checks:
             last is None or fence > last, f"{node.name} started {fence} after it started {last}"
         )
         self._started[owner] = fence
+        self.growth.starts(assignment)
         self.placed(node, assignment)
 
     def placed(self, node: SimulatedNode, assignment: Assignment) -> None:
@@ -260,6 +264,11 @@ class Checks:
             calls is None or group.saved or group.passed < calls,
             f"{group.fence}: {node.name} went past call {group.passed} before it was told {calls}",
         )
+
+    def released(self, group: InPlaceGroup) -> None:
+        """Forget the target of a drain that was called off: the world may drain again."""
+        at = group.assignment
+        self._targets.pop((group.fence, at.master_addr, at.master_port), None)
 
     def exits(self, node: SimulatedNode, exit_: Exit) -> None:
         """Check an agent that ends by its own decision."""

@@ -20,6 +20,7 @@ from elastane.protocol.effects import (
     MarkGroup,
     Persist,
     RegroupWorkers,
+    ReleaseGroup,
     RendezvousEffect,
     Send,
     StartGroup,
@@ -59,6 +60,7 @@ _BEFORE: dict[type, EffectGap] = {
     InterruptGroup: EffectGap.BEFORE_STOP,
     MarkGroup: EffectGap.BEFORE_DRAIN,
     AimGroup: EffectGap.BEFORE_DRAIN,
+    ReleaseGroup: EffectGap.BEFORE_DRAIN,
     Transmit: EffectGap.BEFORE_REPORT,
     Exit: EffectGap.BEFORE_END,
 }

@@ -9,13 +9,16 @@ from collections.abc import Callable
 
 from elastane.protocol.events import GroupDrained, GroupMarked
 from simulation.clock import VirtualClock
-from simulation.places import Gathering, InPlaceGroup
+from simulation.places import Gathering, InPlaceGroup, SimulatedWorker
 
 
 class Drains:
-    """Those of one job; `save` takes the step of a state that was saved."""
+    """Those of one job; `save` takes the step of a state that was saved.
 
-    def __init__(self, clock: VirtualClock, save: Callable[[int], None]) -> None:
+    None: the script is unmodified, so its workers only park.
+    """
+
+    def __init__(self, clock: VirtualClock, save: Callable[[int], None] | None) -> None:
         self._clock, self._save = clock, save
 
     def mark(self, group: InPlaceGroup) -> None:
@@ -49,10 +52,17 @@ class Drains:
         if group.target is not None:
             if any(w.stage != "parked" for w in group.placed()):
                 return
-            if group.stops and not all(map(self._is_saved, _worlds_of(group))):
+            saves = group.stops and self._save is not None
+            if saves and not all(map(self._is_saved, _worlds_of(group))):
                 return
         group.drained, fence, stops = True, group.fence, group.stops
         self._clock.after(0.002, lambda: group.feed(GroupDrained(fence, stops)))
+
+    def release(self, group: InPlaceGroup) -> list[SimulatedWorker]:
+        """Open the gates of a drain that was called off; return the workers that were parked."""
+        group.gated, group.target, group.aimed_s = False, None, None
+        group.stops = group.drained = False
+        return [w for w in group.placed() if w.stage == "parked"]
 
     def _is_saved(self, world: Gathering) -> bool:
         """Whether a save is over; it came to nothing where somebody is lost."""
@@ -61,6 +71,7 @@ class Drains:
             return True
         if not all(w.stage == "parked" and w.group.stops for w in members):
             return False
+        assert self._save is not None
         self._save(members[0].calls)
         return True
 

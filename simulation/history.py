@@ -16,7 +16,7 @@ from elastane.protocol.limits import BACKOFF_MAX_S, FENCE_WAIT_S, STOP_MARGIN_S
 from simulation.checks import Violation
 from simulation.cluster import SimulatedCluster
 from simulation.faults import Faults
-from simulation.in_place_workers import COLLECTIVE_TIMEOUT_S, MEETING_TIMEOUT_S
+from simulation.in_place_workers import COLLECTIVE_TIMEOUT_S, EVALUATION_S, MEETING_TIMEOUT_S
 from simulation.setup import TIMING, WHOLE, Cut, HistorySetup, setup_of
 
 # After the last fault, once everything healed that can, the job trains or has ended within this. In
@@ -38,6 +38,9 @@ LIVENESS_S = (
 # Workers that recover in place wait for lost peers, at a meeting and in a collective; joining ones
 # are gathered and wait for a drain.
 IN_PLACE_S = MEETING_TIMEOUT_S + COLLECTIVE_TIMEOUT_S + TIMING.gather_max_s + TIMING.drain_timeout_s
+# A world that only shrinks grows at a checkpoint of its script: after the interval, five steps of
+# 2 s with a save and an evaluation, and a drain that may be called off once.
+GROWTH_S = TIMING.growth_interval_s + 2 * (5 * 2.0 + 1.0 + EVALUATION_S + TIMING.drain_timeout_s)
 # All agents know that a job has ended, and have stopped their workers, within this.
 TOLD_S = TIMING.silence_s + TIMING.shutdown_timeout_s + STOP_MARGIN_S
 # A job that had enough nodes for this long after the last fault must not end for lack of nodes.
@@ -133,6 +136,7 @@ class History:
 
     def _deadline_s(self) -> float:
         due_s = self._quiet_s() + LIVENESS_S + (IN_PLACE_S if self.setting.in_place else 0.0)
+        due_s += GROWTH_S if self.setting.script.shrinks else 0.0
         checks = self.cluster.checks
         return due_s if checks.outcome is None else max(due_s, checks.ended_s + TOLD_S)
 
@@ -173,6 +177,14 @@ def trains(cluster: SimulatedCluster) -> bool:
 
 def left_out(cluster: SimulatedCluster) -> str:
     """Return which workers should have a place in the newest world, and have none."""
+    if cluster.residents.script.shrinks:
+        able = {
+            node.name: node.size
+            for node in cluster.nodes.values()
+            if node.alive and node.session is not None and not node.signalled
+            if node.incarnation not in cluster.given_up
+        }
+        return cluster.residents.short_of(able, cluster.most)
     paid = cluster.checks.restarts_used < cluster.spec.max_restarts
     return cluster.residents.left_out(paid=paid)
 
@@ -220,7 +232,8 @@ def replay(setting: HistorySetup, cut: Cut) -> str:
     """Return the command that plays a history again."""
     words = f"python -m simulation --seed {setting.seed} --mode {setting.mode}"
     if setting.in_place:
-        words += " --in-place" + f" --span {setting.script.span}" * bool(setting.script.span)
+        words += " --shrinks" if setting.script.shrinks else " --in-place"
+        words += f" --span {setting.script.span}" * bool(setting.script.span)
     if cut.without:
         words += " --without " + ",".join(map(str, cut.without))
     if cut.nodes:

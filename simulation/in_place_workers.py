@@ -9,13 +9,14 @@ ahead. A dead peer makes some fail and others hang.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from elastane.protocol.events import (
     GroupAble,
     GroupGone,
     GroupStarted,
+    GroupWroteCheckpoint,
     WorkerFailed,
     WorkerLost,
     WorkerSucceeded,
@@ -32,6 +33,7 @@ from simulation.places import (
     InPlaceGroup,
     SimulatedWorker,
     left_out,
+    short_of,
 )
 from simulation.workers import STALL_S, HasHosts, Script, StoppedProcesses
 
@@ -43,6 +45,10 @@ MEETING_TIMEOUT_S = 15.0
 COLLECTIVE_TIMEOUT_S = 30.0
 _WATCH_S = 5.0
 _CLOSED = "Connection closed by peer [10.0.0.1]"
+# The longest that an unmodified script takes to write a checkpoint.
+_SAVE_S = 1.0
+# How long it evaluates a model, if it does: longer than a drain may take.
+EVALUATION_S = 8.0
 # The share of a step's time in which some have applied it and others have not.
 _APPLY_SHARE = 0.3
 
@@ -66,7 +72,7 @@ class InPlaceTraining:
         self._pids = 1000
         self.groups: list[InPlaceGroup] = []
         self.saved_step = 0
-        self.drains = Drains(clock, self._save)
+        self.drains = Drains(clock, None if script.shrinks else self._save)
         self.slow_start_s = 0.0
         self.mismatches, self._mismatch_until_s = 0, 0.0
 
@@ -143,12 +149,29 @@ class InPlaceTraining:
         """SIGTERM, and SIGKILL after the grace; a shorter one may follow."""
         if group.phase == "gone":
             return
+        is_parked = self.script.shrinks and group.stops and group.drained
+        is_parked = is_parked and group.target is not None
+        if is_parked:
+            self._checks.growth.stops(group)
         self._checks.line.stops(group)
         group.phase = "stopping"
         lives_s = min(grace_s, self.script.trap_s) if any(group.inside()) else 0.0
+        lives_s = 0.0 if is_parked else lives_s
         if not lives_s:
             self.interrupt(group)
         self._clock.after(lives_s + 0.01, lambda: self._gone(group))
+
+    def release(self, group: InPlaceGroup) -> None:
+        """Let the workers of a node go on: the drain was called off."""
+        self._checks.released(group)
+        for worker in self.drains.release(group):
+            worker.stage = "boundary"
+            if worker.world is not None:
+                self._call(worker, worker.world)
+
+    def short_of(self, able: Mapping[str, int], most: int) -> str:
+        """Return which nodes could have more workers in the newest world."""
+        return short_of(self._worlds.values(), able, most)
 
     def left_out(self, *, paid: bool) -> str:
         """Return which workers wait for a place in the newest world, as `places.left_out` does."""
@@ -186,7 +209,12 @@ class InPlaceTraining:
     def _tell_able(self, group: InPlaceGroup) -> None:
         if group.phase == "running":
             sharding = self._mesh.said(group)
-            group.feed(GroupAble(group.start_fence, group.able, group.offer, sharding))
+            shrinks = self.script.shrinks
+            group.feed(
+                GroupAble(
+                    group.start_fence, group.able, group.offer, sharding, shrinks_only=shrinks
+                )
+            )
 
     def _die(self, worker: SimulatedWorker, exit_code: int, message: str) -> None:
         group = worker.group
@@ -391,7 +419,11 @@ class InPlaceTraining:
         worker.moved_s = self._clock.now_s
         self._checks.line.commits(worker, world)
         is_due = worker.committed % self.script.checkpoint_every == 0
-        if worker.rank == 0 and is_due and not self._still.snapshot_servers & {*world.hosts}:
+        if self.script.shrinks:
+            worker.owes_save = worker.rank == 0 and is_due
+            worker.owes_evaluation = worker.rank == 0 and self._evaluates_at(worker.committed)
+            self._report(worker)
+        elif worker.rank == 0 and is_due and not self._still.snapshot_servers & {*world.hosts}:
             self._save(worker.committed)
 
     def _call(self, worker: SimulatedWorker, world: Gathering) -> None:
@@ -400,6 +432,12 @@ class InPlaceTraining:
         if worker.world is not world or worker.stage != "boundary":
             return
         assert worker.committed is not None
+        if worker.owes_save:
+            self._write(worker)
+        if worker.owes_evaluation:
+            self._evaluate(worker)
+        if worker.is_busy:
+            return
         if worker.committed >= self.script.steps:
             self._finish(world)
             return
@@ -417,6 +455,48 @@ class InPlaceTraining:
 
     def _save(self, steps: int) -> None:
         self.saved_step = max(self.saved_step, steps)
+
+    def _write(self, worker: SimulatedWorker) -> None:
+        """Let an unmodified script write a checkpoint, which takes its main thread a while."""
+        assert worker.committed is not None
+        step, worker.owes_save = worker.committed, False
+
+        def written() -> None:
+            worker.reports = step
+            self._checks.growth.written(step)
+            self._save(step)
+
+        self._keep_busy(worker, 0.01 + self._rng.random() * _SAVE_S, written)
+
+    def _evaluates_at(self, step: int) -> bool:
+        """Whether the script evaluates after this step: the next one after every other save."""
+        return self.script.evaluates and step % (2 * self.script.checkpoint_every) == 1
+
+    def _evaluate(self, worker: SimulatedWorker) -> None:
+        worker.owes_evaluation = False
+        self._keep_busy(worker, EVALUATION_S, lambda: None)
+
+    def _keep_busy(
+        self, worker: SimulatedWorker, duration_s: float, done: Callable[[], None]
+    ) -> None:
+        """Let the main thread do something between two steps, if the process lives that long."""
+        worker.is_busy = True
+
+        def ends() -> None:
+            if not worker.alive:
+                return
+            worker.is_busy = False
+            done()
+            if worker.world is not None:
+                self._call(worker, worker.world)
+
+        self._clock.after(duration_s, ends)
+
+    def _report(self, worker: SimulatedWorker) -> None:
+        """Report a checkpoint, since all workers have made another step by now."""
+        step, worker.reports = worker.reports, None
+        if step is not None:
+            worker.group.feed(GroupWroteCheckpoint(worker.group.start_fence, f"step-{step}"))
 
     def _finish(self, world: Gathering) -> None:
         """After the last step each worker exits at its own moment, unless it is interrupted."""

@@ -18,6 +18,7 @@ from elastane.protocol.effects import (
     InterruptGroup,
     MarkGroup,
     RegroupWorkers,
+    ReleaseGroup,
     StartGroup,
     StartWorkers,
     StopGroup,
@@ -369,6 +370,8 @@ class SimulatedNode:
             case AimGroup(calls=calls, stops=stops):
                 checks.aims(self, group, calls)
                 residents.drains.aim(group, calls, stops=stops)
+            case ReleaseGroup():
+                residents.release(group)
             case StartWorkers(local_ranks=ranks, delay_s=delay_s):
                 residents.start_workers(group, ranks, delay_s)
             case InterruptGroup():

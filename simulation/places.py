@@ -5,7 +5,8 @@ Facts alone: which exist, what each has committed, what it does. `in_place_worke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from elastane.protocol.events import AgentEvent
@@ -42,6 +43,12 @@ class SimulatedWorker:
     ready: bool = False  # it was interrupted with a step that it could have applied
     made: int = 0  # how many steps this process has made
     places: int = 0  # how many worlds it was assigned to
+    # An unmodified script: what its main thread has to do before the next step, whether it is at
+    # it, and the step of a checkpoint that is whole and not yet reported.
+    owes_save: bool = False
+    owes_evaluation: bool = False
+    is_busy: bool = False
+    reports: int | None = None
     last: tuple[Fence, int] | None = None  # its place in the last world that began with it
 
     @property
@@ -196,3 +203,19 @@ def left_out(worlds: Iterable[Gathering], groups: Iterable[InPlaceGroup], *, pai
         if worker.stage == "waiting" or (paid and worker.stage == "dead")
     ]
     return ", ".join(out)
+
+
+def short_of(worlds: Iterable[Gathering], able: Mapping[str, int], most: int) -> str:
+    """Return which nodes have workers that could be in the newest world after a restart of all.
+
+    `able`: the number of workers of each node that could take part.
+    """
+    begun = [world for world in worlds if world.began_s is not None]
+    newest = max(begun, key=lambda world: world.began_s or 0.0, default=None)
+    if newest is None:
+        return ""
+    here = Counter(worker.group.host for worker in newest.workers.values())
+    lacking = [host for host, count in here.items() if count < able.get(host, 0)]
+    if len(here) < min(most, len(able)):
+        lacking += [host for host in able if host not in here]
+    return ", ".join(lacking)

@@ -20,6 +20,7 @@ TIMING = Timing(
     last_call_max_s=5.0,
     drain_timeout_s=6.0,
     shutdown_timeout_s=4.0,
+    growth_interval_s=10.0,
 )
 # The virtual seconds between which faults begin.
 FIRST_S, LAST_S = 1.0, 40.0
@@ -127,9 +128,13 @@ class HistorySetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def setup_of(
-    seed: int, *, store_backed: bool, in_place: bool = False, span: int = 0
+    seed: int, *, store_backed: bool, in_place: bool = False, span: int = 0, shrinks: bool = False
 ) -> HistorySetup:
-    """Draw the job, its nodes and its faults; `span` draws the same with sharded state."""
+    """Draw the job, its nodes and its faults; `span` draws the same with sharded state.
+
+    `shrinks`: the script is unmodified, and its worlds only shrink in place.
+    """
+    in_place = in_place or shrinks
     rng = random.Random(f"setting {seed} {store_backed}" + " in place" * in_place)
     nodes = rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
     low = rng.randint(1, nodes)
@@ -153,6 +158,8 @@ def setup_of(
         in_place=in_place,
         heal_s=rng.choice((0.05, 0.5, 2.0)) if in_place else 0.0,
         span=span,
+        shrinks=shrinks,
+        evaluates=shrinks and random.Random(f"evaluates {seed}").random() < 0.3,
     )
     sizes = tuple(rng.choice((1, 2)) if unequal else 2 for _ in range(nodes))
     # A replica of several nodes needs equal nodes, and there is more than one replica.

@@ -198,6 +198,8 @@ class StateChecks:
         ]
         if group.phase != "running" or not held or not self.is_strict or self._ended:
             return
+        if self._cluster.residents.script.shrinks:
+            return  # All restart from the checkpoint, where too few are left and where they grow.
         furthest = max(held, key=lambda w: w.committed or 0)
         if self._is_incomplete():
             if self._stopped.step <= furthest.held:  # Then that state is lost too, and rightly.

@@ -47,6 +47,8 @@ class Script:
     in_place: bool = False  # it uses the library: see `in_place_workers`
     heal_s: float = 0.5  # the longest transfer of one worker's state
     span: int = 0  # nodes per replica of a sharded state; 0: each worker has the whole
+    shrinks: bool = False  # it is unmodified: its worlds recover in place, and only shrink
+    evaluates: bool = False  # its main thread is busy for a while after some of its checkpoints
 
 
 @dataclass(slots=True)

@@ -1,0 +1,104 @@
+"""The growth of shrink-only worlds: what must hold of each planned restart of all workers.
+
+A restart comes only right after a checkpoint that is whole, with all workers parked before a step
+and none of them writing, and not sooner than the interval after the last start. If the drain is
+called off instead, all workers go on. `budget_checks` has that a restart is not charged; `history`
+has that no capacity waits for ever while checkpoints are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from elastane.protocol.log_events import EventKind, LogEvent
+from elastane.protocol.model import Assignment, Fence
+from simulation.places import InPlaceGroup
+
+if TYPE_CHECKING:
+    from simulation.cluster import SimulatedCluster
+
+# The worker that saved reports it after one more step; the boundary of the drain is one or two
+# steps further, as messages take no step's time in a history that is strict.
+_STEPS_SINCE_MAX = 4
+# Agents start workers within this of the commit, where hosts are not slow.
+_START_S = 1.0
+# Workers go on within this after a drain was called off; the next drain cannot park them so soon.
+_RELEASE_S = 0.5
+
+
+class GrowthCheck:
+    """What was saved and started, and each growth against it."""
+
+    def __init__(self, cluster: SimulatedCluster, require: Callable[[bool, str], None]) -> None:
+        self._cluster, self._require = cluster, require
+        self._whole: set[int] = set()  # the steps of checkpoints on storage
+        self._started: dict[Fence, float] = {}
+        self.grown = 0
+        self.called_off = 0
+
+    def written(self, step: int) -> None:
+        """Record a checkpoint that is whole."""
+        self._whole.add(step)
+
+    def starts(self, assignment: Assignment) -> None:
+        """Record when the first node starts all its workers in a world."""
+        self._started.setdefault(assignment.fence, self._cluster.clock.now_s)
+
+    def noted(self, event: LogEvent) -> None:
+        """Check a growth, as the coordinator has decided it, and a drain that was called off."""
+        if event.kind is EventKind.DRAIN_ENDED and "all workers go on" in event.reason:
+            self._is_called_off(event)
+        if event.kind is not EventKind.GROWTH:
+            return
+        self.grown += 1
+        step = int(str(event.data["checkpoint"]).removeprefix("step-"))
+        self._require(
+            step in self._whole, f"{event.fence} is to restart at step {step}, which is not saved"
+        )
+        if self._cluster.checks.line.is_strict and event.fence is not None:
+            self._is_timely(event.fence, step)
+            for group in self._groups(event.fence):
+                self.stops(group)
+
+    def _is_timely(self, fence: Fence, step: int) -> None:
+        made = max((w.held for g in self._groups(fence) for w in g.inside()), default=step)
+        self._require(
+            made - step <= _STEPS_SINCE_MAX,
+            f"{fence} is to restart at step {step}, and has made {made} steps",
+        )
+        started_s = max((at for of, at in self._started.items() if of <= fence), default=0.0)
+        timing = self._cluster.spec.timing
+        self._require(
+            self._cluster.clock.now_s - started_s > timing.growth_interval_s - _START_S,
+            f"{fence} is to restart {self._cluster.clock.now_s - started_s:.1f} s after its start",
+        )
+
+    def _is_called_off(self, event: LogEvent) -> None:
+        self.called_off += 1
+        cluster, fence = self._cluster, event.fence
+        if not cluster.checks.line.is_strict or fence is None:
+            return
+        started = cluster.coordinators_started
+
+        def released() -> None:
+            if cluster.coordinators_started > started or not cluster.checks.line.is_strict:
+                return
+            parked = [
+                w.name for g in self._groups(fence) for w in g.inside() if w.stage == "parked"
+            ]
+            self._require(
+                not parked, f"{', '.join(parked)} stay parked in {fence}, whose drain is called off"
+            )
+
+        cluster.clock.after(_RELEASE_S, released)
+
+    def _groups(self, fence: Fence) -> list[InPlaceGroup]:
+        return [group for group in self._cluster.residents.groups if group.fence == fence]
+
+    def stops(self, group: InPlaceGroup) -> None:
+        """Check workers that are killed at the boundary of a drain."""
+        busy = [w.name for w in group.inside() if w.stage != "parked" or w.is_busy]
+        self._require(
+            not busy or group.crashed, f"{', '.join(busy)} is killed, and not parked before a step"
+        )

@@ -1,0 +1,114 @@
+"""Worlds of unmodified scripts in the simulation: they shrink in place, and grow at checkpoints.
+
+`python -m simulation --shrinks` replays a seed; its line in kept_seeds.txt has the same option.
+"""
+
+import os
+
+import pytest
+
+from elastane.coordinator.rules import drain, growth, machine
+from elastane.coordinator.rules.changes import WaitingCapacity
+from simulation import Cut, History, HistoryFailedError, run_seed, setup_of
+from simulation.batch import play
+from simulation.shrink import shrunk
+
+SEEDS = 150
+SOAK_SEEDS = int(os.environ.get("ELASTANE_SOAK_SEEDS", "500000")) // 5
+MODES = pytest.mark.parametrize("store_backed", [True, False], ids=["store", "endpoint"])
+
+
+def holds(tally):
+    """Fail with the smallest story of the first history that failed."""
+    if tally.failed is not None:
+        seed, store_backed = tally.failed
+        setting = setup_of(seed, store_backed=store_backed, shrinks=True)
+        with pytest.raises(HistoryFailedError) as failure:
+            History(setting).run()
+        pytest.fail(str(shrunk(setting, Cut(), failure.value)))
+
+
+@MODES
+def test_worlds_grow_only_at_whole_checkpoints_and_no_capacity_waits_for_ever(store_backed):
+    holds(play(range(SEEDS), [store_backed], shrinks=True))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(36_000)
+@MODES
+def test_growth_holds_in_a_hundred_thousand_histories(store_backed):
+    jobs = len(os.sched_getaffinity(0))
+    holds(play(range(SEEDS, SEEDS + SOAK_SEEDS), [store_backed], jobs, shrinks=True))
+
+
+def test_histories_meet_growth_and_drains_that_are_called_off():
+    grown = called_off = 0
+    for seed in range(100):
+        history = History(setup_of(seed, store_backed=True, shrinks=True))
+        history.run()
+        grown += history.cluster.checks.growth.grown
+        called_off += history.cluster.checks.growth.called_off
+    assert grown > 30 and called_off > 0, (grown, called_off)
+
+
+def first_failure(seeds, *, first=0):
+    for seed in range(first, first + seeds):
+        try:
+            run_seed(seed, store_backed=True, shrinks=True)
+        except HistoryFailedError as fault:
+            return str(fault).splitlines()[-2]
+    pytest.fail(f"{seeds} seeds did not find the bug")
+
+
+def test_a_growth_without_a_checkpoint_is_found(monkeypatch):
+    monkeypatch.setattr(WaitingCapacity, "pop_checkpoint", lambda self: "step-0")
+    assert "step 0, which is not saved" in first_failure(100)
+
+
+def test_a_growth_at_a_checkpoint_of_long_ago_is_found(monkeypatch):
+    monkeypatch.setattr(WaitingCapacity, "pop_checkpoint", lambda self: self._checkpoint)
+    assert "and has made" in first_failure(300)
+
+
+def test_workers_that_are_killed_without_a_common_boundary_are_found(monkeypatch):
+    begin = drain.begin_drain
+
+    def at_once(state, reason, planned=None):
+        begin(state, reason, planned)
+        if planned is not None:
+            for node in state.roster.members():
+                node.drain.excuse()
+                state.roster.reindex(node)
+            state.drain.aim(0, stops_all=True)
+        return True
+
+    monkeypatch.setattr(machine.drain, "begin_drain", at_once)
+    assert "not parked before a step" in first_failure(100)
+
+
+def test_capacity_that_waits_for_ever_is_found(monkeypatch):
+    monkeypatch.setattr(machine.growth, "growth_due", lambda state: None)
+    assert "have no place" in first_failure(100)
+
+
+def test_a_restart_before_the_interval_has_passed_is_found(monkeypatch):
+    monkeypatch.setattr(growth, "_earliest_s", lambda state: 0.0)
+    assert "s after its start" in first_failure(300)
+
+
+def test_workers_that_stay_parked_after_a_drain_was_called_off_are_found(monkeypatch):
+    monkeypatch.setattr(growth, "send_call_off", lambda state, node: None)
+    found = first_failure(100)
+    assert "stay parked" in found or "nothing was trained" in found
+
+
+def test_a_growth_that_is_charged_is_found(monkeypatch):
+    log = growth.log_growth
+
+    def charges(state, planned):
+        log(state, planned)
+        state.budget.used = min(state.budget.used + 1, state.budget.allowed)
+        state.persist()
+
+    monkeypatch.setattr(machine.growth, "log_growth", charges)
+    assert "was charged" in first_failure(100)
