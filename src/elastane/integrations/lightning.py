@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from elastane.integrations.versions import require_known
@@ -82,9 +81,9 @@ def _rebuild_evaluation_loaders(name: str, world: VisibleWorld) -> None:
 def _keep_together(name: str, world: VisibleWorld) -> None:
     """Let what takes several collectives be over one membership."""
     strategy: Any = importlib.import_module(f"{name}.strategies").DDPStrategy
-    strategy.broadcast = _whole(strategy.broadcast, world)
+    world.make_whole(strategy, "broadcast")
     module: Any = importlib.import_module(name).LightningModule
-    module.all_gather = _whole(module.all_gather, world)
+    world.make_whole(module, "all_gather")
     result: Any = importlib.import_module(f"{name}.trainer.connectors.logger_connector.result")
     metric = result._ResultMetric
     compute = metric.compute
@@ -106,16 +105,9 @@ def _keep_together(name: str, world: VisibleWorld) -> None:
 def _save_by_a_survivor(name: str, world: VisibleWorld) -> None:
     """Save a checkpoint again if rank 0 was lost meanwhile: it may not have written it."""
     trainer: Any = importlib.import_module(name).Trainer
-    trainer.save_checkpoint = _whole(trainer.save_checkpoint, world)
+    world.make_whole(trainer, "save_checkpoint")
     callback: Any = importlib.import_module(f"{name}.callbacks").ModelCheckpoint
-    callback._link_checkpoint = staticmethod(_whole(callback._link_checkpoint, world))
-
-
-def _whole(function: Callable[..., Any], world: VisibleWorld) -> Callable[..., Any]:
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        return world.whole(lambda: function(*args, **kwargs))
-
-    return whole
+    world.make_whole(callback, "_link_checkpoint")
 
 
 def _continue_csv_logs(fabric: str, world: VisibleWorld) -> None:

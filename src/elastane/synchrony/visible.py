@@ -7,8 +7,10 @@ function was interrupted by a change.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -42,17 +44,37 @@ class VisibleWorld:
         """Call `told` at each change, also at the first."""
         self._told.append(told)
 
-    def whole(self, call: Callable[[], T], restore: Callable[[], None] = lambda: None) -> T:
+    def whole(
+        self,
+        call: Callable[[], T],
+        restore: Callable[[], None] = lambda: None,
+        *,
+        waits: bool = False,
+    ) -> T:
         """Return `call()`, with all its collectives over the same members.
 
         `call` runs again, after `restore`, if the world has changed in it. A barrier comes first,
         so that the loss of a member for which the others wait falls into none of its collectives:
-        an all-gather could not be repeated in a smaller world.
+        an all-gather could not be repeated in a smaller world. `waits`: also wait until all members
+        have made it, for what only one of them does, such as a save.
         """
         while True:
             dist.barrier()
             before = self._changes
             result = call()
+            if waits:
+                dist.barrier()
             if self._changes == before:
                 return result
             restore()
+
+    def make_whole(self, owner: Any, name: str, *, waits: bool = False) -> None:
+        """Let the function `name` of a class or module always run as `whole` does."""
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return self.whole(lambda: function(*args, **kwargs), waits=waits)
+
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(called) if is_static else called)

@@ -13,9 +13,11 @@ from elastane.synchrony.visible import VisibleWorld
 
 # By the name that a script imports: our module, whose `adopt(name, world)` is called once.
 _ADOPTERS = {
+    "accelerate": "elastane.integrations.accelerate",
     "lightning.pytorch": "elastane.integrations.lightning",
     "pytorch_lightning": "elastane.integrations.lightning",
     "torchmetrics": "elastane.integrations.torchmetrics",
+    "transformers.trainer": "elastane.integrations.transformers",
 }
 
 

@@ -1,0 +1,32 @@
+"""The Hugging Face Trainer under `elastane run --in-place`.
+
+Its rank and world size are Accelerate's. What it gathers itself, and its checkpoints, are made by
+one membership.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from elastane.integrations.versions import require_known
+from elastane.synchrony.visible import VisibleWorld
+
+# The versions whose private names these are.
+KNOWN = ("5.",)
+
+
+def adopt(name: str, world: VisibleWorld) -> None:
+    """Let the Trainer follow `world`; `name`: its module as the script has imported it.
+
+    Raises ConfigurationError if the version is not known.
+    """
+    package: Any = importlib.import_module(name.partition(".")[0])
+    require_known(package.__name__, str(package.__version__), KNOWN)
+    helpers: Any = importlib.import_module(f"{package.__name__}.trainer_pt_utils")
+    for gather in ("distributed_concat", "distributed_broadcast_scalars"):
+        world.make_whole(helpers, gather)
+    trainer: Any = importlib.import_module(name)
+    # It has imported the name; rank 0 writes, and another has to if it is lost meanwhile.
+    trainer.distributed_broadcast_scalars = helpers.distributed_broadcast_scalars
+    world.make_whole(trainer.Trainer, "_save_checkpoint", waits=True)

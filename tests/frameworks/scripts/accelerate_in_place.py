@@ -1,0 +1,48 @@
+"""An ordinary Accelerate script, which knows no elastane; it writes what it has after each step.
+
+Usage: accelerate_in_place.py FOLDER. Each process writes to PID.jsonl, until a file "enough" is
+there.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+FOLDER = Path(sys.argv[1])
+
+
+def main():
+    """Train until it is enough."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    net = torch.nn.Linear(16, 1)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 1e-3))
+    data = torch.Generator().manual_seed(accelerator.process_index)
+    is_enough = False
+    with (FOLDER / f"{os.getpid()}.jsonl").open("w") as file:
+        while not is_enough:
+            time.sleep(0.01)
+            inputs = torch.randn(8, 16, generator=data)
+            # As the Hugging Face Trainer does: DDP divides the sum of the workers by their number.
+            loss = (net(inputs) - 1).square().mean() * accelerator.num_processes
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            digest = hashlib.sha1(net.module.weight.detach().numpy().tobytes()).hexdigest()
+            what = {"digest": digest, "world": torch.distributed.get_world_size()}
+            what |= {"size": accelerator.num_processes, "rank": accelerator.process_index}
+            file.write(json.dumps(what) + "\n")
+            file.flush()
+            enough = torch.tensor([int((FOLDER / "enough").exists())])
+            is_enough = bool(accelerator.gather(enough).max())
+    accelerator.end_training()
+
+
+main()
