@@ -13,11 +13,11 @@ from memory_store import MemoryBackend, MemoryStore
 
 from elastane.cli.explain import story_lines
 from elastane.errors import ElastaneError, WireError
-from elastane.observe.dashboard import decode_progress
 from elastane.observe.events import LoggedEvent, decode_line, read_events
 from elastane.observe.merge import _read_worker
 from elastane.observe.report import FinalReport, read_report
 from elastane.observe.story import story_of
+from elastane.observe.view import decode_progress
 from elastane.options.rendezvous import read_conf
 from elastane.options.secret import read_tokens
 from elastane.options.settings import load

@@ -35,7 +35,8 @@ from elastane.cli._demo_story import (
     next_act,
 )
 from elastane.errors import WorkerFailedError
-from elastane.observe.dashboard import (
+from elastane.observe.events import EventReader
+from elastane.observe.view import (
     JobView,
     StepProgress,
     after_act,
@@ -43,7 +44,6 @@ from elastane.observe.dashboard import (
     after_progress,
     decode_progress,
 )
-from elastane.observe.events import EventReader
 from elastane.process.kernel import become_subreaper, die_with_parent
 from elastane.protocol.unreadable import UNREADABLE
 
@@ -314,7 +314,7 @@ class Show:
     def _start_second(self) -> None:
         """Start node-b once node-a coordinates: the node to kill must not coordinate."""
         alone = len(self.cluster.agents) == 1 and not self.points
-        if alone and any(node.coordinates for node in self.view.nodes):
+        if alone and any(node.coordinates for node in self.view.nodes.values()):
             self.cluster.start(self.cluster.next_name())
 
     def _perform(self, planned: PlannedAct) -> None:

@@ -19,7 +19,7 @@ import msgspec
 import elastane
 
 if TYPE_CHECKING:
-    from elastane.observe.dashboard import StepProgress
+    from elastane.observe.view import StepProgress
 
 
 @dataclass(frozen=True)

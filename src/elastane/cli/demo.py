@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     example, plan, seed = chosen(args)
     check_packages(example)
     from elastane.cli._demo_show import DemoCluster, Show
-    from elastane.observe.dashboard import face_for
+    from elastane.observe.screen import face_for
     from elastane.process import environment
 
     stream = sys.stderr if args.json else sys.stdout

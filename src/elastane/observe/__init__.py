@@ -2,7 +2,7 @@
 
 `events` defines, writes and reads the event log; `merge` merges the workers' own logs. `logging`
 and `box` print to stderr, and `report` writes the final report. `story` tells the history of a job
-from its events, and `dashboard` draws its live view.
+from its events. `view` is what is displayed of a job, with its `incidents`; `screen` draws it.
 
 The command line reads all of them; the agent uses `events`, `logging`, `box` and `report`. Nothing
 here decides anything about a job, and nothing here blocks its caller: a full disk or a stuck

@@ -43,6 +43,10 @@ LINE_BYTES_MAX = 4096
 REASON_CHARS_MAX = 1000
 DATA_CHARS_MAX = 500
 NAME_CHARS_MAX = 200
+# The last second of the last year with four digits, because a log may hold any number.
+TIME_MAX_S = 253402300799.0
+# JSON has numbers of any size, and its readers have not.
+_NUMBER_MAX = 2**53
 _NS = 1_000_000_000
 
 Data = dict[str, str | int | float | bool]
@@ -77,6 +81,22 @@ class LoggedEvent(msgspec.Struct, frozen=True, kw_only=True):
     def order(self) -> tuple[float, str, int, int]:
         """The position in the merged view."""
         return (self.time_s, self.host, self.pid, self.seq)
+
+    def number(self, name: str) -> int | None:
+        """Return a field of the data as a whole number; None if it is missing or no number."""
+        value = self.data.get(name)
+        if not isinstance(value, int | float):
+            return None
+        return int(min(max(value, -_NUMBER_MAX), _NUMBER_MAX))
+
+    def measure(self, name: str) -> float:
+        """Return a field of the data as a number that is not negative; 0 if it is none."""
+        value = self.data.get(name)
+        return float(min(max(value, 0), _NUMBER_MAX)) if isinstance(value, int | float) else 0.0
+
+    def text(self, name: str) -> str:
+        """Return a field of the data as text; "" if it is missing."""
+        return str(self.data.get(name, ""))
 
 
 class EventOrigin(msgspec.Struct, frozen=True, kw_only=True):

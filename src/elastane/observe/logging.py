@@ -76,6 +76,8 @@ def level_of(text: str) -> int:
 
 def event_level(event: LogEvent) -> int:
     """Return the log level of an event."""
+    if event.kind is EventKind.PROGRESS:
+        return logging.DEBUG
     return logging.WARNING if event.kind in _WARNINGS else logging.INFO
 
 

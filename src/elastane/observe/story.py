@@ -11,13 +11,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from elastane.observe.events import LoggedEvent, iso_time
+from elastane.observe.events import TIME_MAX_S, LoggedEvent, iso_time
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_RANK
 
 _NS = 1e9
-# The last year with four digits, because a log may hold any number.
-_TIME_MAX_S = 253402300799.0
 
 
 class SeenFailure(msgspec.Struct, kw_only=True):
@@ -68,9 +66,9 @@ class AttemptStory(msgspec.Struct, kw_only=True):
             case EventKind.ROUND_SETTLED:
                 self.began = event.time
                 self.began_because = event.reason
-                self.world_size = _number(event, "world_size") or 0
-                self.nodes = _number(event, "nodes") or 0
-                self.members = str(event.data.get("members", ""))
+                self.world_size = event.number("world_size") or 0
+                self.nodes = event.number("nodes") or 0
+                self.members = event.text("members")
             case EventKind.WORKER_EXITED:
                 self._add_exit(event)
             case EventKind.REPLICA_DIFFERED:
@@ -81,11 +79,11 @@ class AttemptStory(msgspec.Struct, kw_only=True):
                 pass  # For a worker without a rank: the world continues.
             case EventKind.RESTART | EventKind.REPLACEMENT | EventKind.JOB_ENDED:
                 self._record_reason(event)
-                self.root_cause = str(event.data.get("cause", ""))
-                self.root_node = str(event.data.get("cause_node", ""))
-                self.root_rank = _number(event, "cause_rank")
-                self.consequences = _number(event, "consequences") or 0
-                self.alike = _number(event, "alike") or 0
+                self.root_cause = event.text("cause")
+                self.root_node = event.text("cause_node")
+                self.root_rank = event.number("cause_rank")
+                self.consequences = event.number("consequences") or 0
+                self.alike = event.number("alike") or 0
 
     def last(self, began_s: float, ended_s: float) -> None:
         """Record how long it lasted, by the clock of the coordinator's host."""
@@ -98,27 +96,27 @@ class AttemptStory(msgspec.Struct, kw_only=True):
             self.ended_because = event.reason
 
     def _add_exit(self, event: LoggedEvent) -> None:
-        code = _number(event, "exit_code")
+        code = event.number("exit_code")
         if code is None:
             self.succeeded += 1
             return
-        rank = _number(event, "rank")
+        rank = event.number("rank")
         age_s = event.data.get("age_s", 0.0)
         time_s = event.time_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
         self.failures.append(
             SeenFailure(
                 node=event.node,
                 rank=None if rank == NO_RANK else rank,
-                local_rank=_number(event, "local_rank") or 0,
-                pid=_number(event, "pid") or 0,
+                local_rank=event.number("local_rank") or 0,
+                pid=event.number("pid") or 0,
                 exit=event.reason,
                 exit_code=code,
-                time=iso_time(int(min(max(time_s, 0.0), _TIME_MAX_S) * _NS)),
+                time=iso_time(int(min(max(time_s, 0.0), TIME_MAX_S) * _NS)),
                 stopped=bool(event.data.get("stopped")),
                 output=bool(event.data.get("output")),
-                message=str(event.data.get("message", "")),
-                error_file=str(event.data.get("error_file", "")),
-                log_file=str(event.data.get("log_file", "")),
+                message=event.text("message"),
+                error_file=event.text("error_file"),
+                log_file=event.text("log_file"),
             )
         )
 
@@ -163,9 +161,9 @@ class JobStory(msgspec.Struct, kw_only=True):
             self.ended = event.time
             self.reason = event.reason
             self.ok = bool(event.data.get("ok"))
-            self.exit_code = _number(event, "exit_code")
+            self.exit_code = event.number("exit_code")
         elif event.kind in (EventKind.RESTART, EventKind.REPLACEMENT):
-            self.restarts_used = _number(event, "used") or self.restarts_used
+            self.restarts_used = event.number("used") or self.restarts_used
             self.replacements += event.kind == EventKind.REPLACEMENT
         elif event.kind == EventKind.NODE_DEPARTED:
             self.departures.append(f"{event.time} {event.node}: {event.reason}")
@@ -175,7 +173,7 @@ class JobStory(msgspec.Struct, kw_only=True):
         agent = event.host, event.pid
         if event.kind == EventKind.AGENT_STOPPED:
             here.discard(agent)
-            code = _number(event, "exit_code")
+            code = event.number("exit_code")
             self.agents_left.append(f"{event.time} {event.node}: exit code {code}: {event.reason}")
         elif event.kind == EventKind.AGENT_STARTED:
             here.add(agent)
@@ -200,8 +198,3 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
             attempt.last(began_s[fence], event.time_s)
     story.complete([table[fence] for fence in sorted(table)], len(here))
     return story
-
-
-def _number(event: LoggedEvent, name: str) -> int | None:
-    value = event.data.get(name)
-    return int(value) if isinstance(value, int | float) else None

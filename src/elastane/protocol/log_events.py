@@ -38,6 +38,7 @@ class EventKind(StrEnum):
     REPLACEMENT = "replacement"
     WAITING = "waiting"
     STALL = "stall"
+    PROGRESS = "progress"
     RESIZED = "resized"
     JOB_ENDED = "job-ended"
     # Logged by an agent.

@@ -47,3 +47,24 @@ def test_status_has_the_rate_of_each_node():
         job.says("b", Heartbeat())
     found = {node.node_id: node.steps_per_s for node in job.machine.report().nodes}
     assert found == {"a": 2.0, "b": None}
+
+
+def test_the_event_log_gets_the_least_count_of_all_nodes_every_ten_seconds():
+    job = Driver()
+    for node_id in "ab":
+        job.join(node_id)
+    for beat in range(25):
+        job.now_s += 1.0
+        job.says("a", Heartbeat(progress=2 * beat))
+        job.says("b", Heartbeat(progress=beat if beat < 15 else 14))
+    made = [event.data["steps"] for event in job.events if event.kind == "progress"]
+    assert made == [0, 9, 14], "the last is the fourteenth step: nothing moved after it"
+
+
+def test_a_node_that_reports_no_steps_leaves_the_progress_of_the_job_unknown():
+    job = Driver()
+    for node_id in "ab":
+        job.join(node_id)
+    job.says("a", Heartbeat(progress=7))
+    job.says("b", Heartbeat())
+    assert not [event for event in job.events if event.kind == "progress"]

@@ -7,6 +7,7 @@ from io import StringIO
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from view_events import event, play, settled, started
 
 from elastane.cli._demo_story import (
     EXAMPLES,
@@ -21,55 +22,18 @@ from elastane.cli._demo_story import (
     cost_of,
     next_act,
 )
-from elastane.observe.dashboard import (
+from elastane.observe.screen import LiveScreen, PlainLines, face_for, sparkline
+from elastane.observe.view import (
     HISTORY_MAX,
     LINES_MAX,
     JobView,
-    LiveScreen,
-    PlainLines,
     StepProgress,
     after_act,
     after_event,
     after_progress,
     decode_progress,
-    face_for,
-    sparkline,
 )
-from elastane.observe.events import LoggedEvent
 from elastane.protocol.log_events import EventKind
-
-
-def event(kind: str, node: str = "node-a", reason: str = "because", **data) -> LoggedEvent:
-    return LoggedEvent(
-        time="",
-        time_s=data.pop("time_s", 100.0),
-        mono_s=0.0,
-        seq=0,
-        job="demo",
-        kind=kind,
-        reason=reason,
-        node=node,
-        host="h",
-        pid=1,
-        round=data.pop("round", None),
-        attempt=data.pop("attempt", None),
-        data=data,
-    )
-
-
-def play(*events: LoggedEvent) -> JobView:
-    view = JobView()
-    for one in events:
-        view = after_event(view, one)
-    return view
-
-
-def started(node: str, *pids: int) -> LoggedEvent:
-    return event(EventKind.WORKERS_STARTED, node, pids=str(tuple(pids)))
-
-
-def settled(round_: int, members: str, size: int) -> LoggedEvent:
-    return event(EventKind.ROUND_SETTLED, round=round_, attempt=0, members=members, world_size=size)
 
 
 def point(step: int, *, pid: int = 1, at: float | None = None, **more) -> StepProgress:
@@ -86,8 +50,7 @@ def test_a_nodes_workers_are_those_of_its_latest_start_with_ranks_from_the_world
     )
     assert [worker.pid for worker in view.node("node-b").workers] == [30, 31]
     assert view.node("node-b").state == "training"
-    assert view.first_rank("node-a") == 0
-    assert view.first_rank("node-b") == 2
+    assert view.first_ranks() == {"node-a": 0, "node-b": 2}
     assert (view.round, view.attempt, view.world_size) == (1, 0, 4)
 
 
@@ -138,7 +101,7 @@ def test_a_node_that_ended_well_keeps_its_workers_in_the_picture_and_a_lost_one_
 def test_the_reason_of_every_event_is_a_line_even_of_a_kind_from_the_future():
     view = play(event("node-teleported", reason="it could"))
     assert [(line.kind, line.text) for line in view.lines] == [("node-teleported", "it could")]
-    assert view.nodes == ()
+    assert view.nodes == {}
 
 
 def test_one_node_at_a_time_is_shown_as_the_coordinators():
@@ -146,7 +109,7 @@ def test_one_node_at_a_time_is_shown_as_the_coordinators():
         event(EventKind.COORDINATOR_STARTED, "node-a"),
         event(EventKind.COORDINATOR_STARTED, "node-b"),
     )
-    assert [node.coordinates for node in view.nodes] == [False, True]
+    assert [node.coordinates for node in view.nodes.values()] == [False, True]
 
 
 def test_what_is_kept_is_bounded():

@@ -79,7 +79,8 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
                 "lost workers are replaced, the others go on:"
                 f" {budget.used} of {budget.allowed} restarts of the budget used"
             )
-        state.log(kind, reason, used=budget.used, **cause_data(cause))
+        counts = {"used": budget.used, "allowed": budget.allowed}
+        state.log(kind, reason, **counts, **cause_data(cause))
         state.persist()
     return verdict
 

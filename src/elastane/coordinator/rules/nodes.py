@@ -66,6 +66,28 @@ class StepPace:
         return (last - first) / ((now_s if overdue_s else last_s) - first_s)
 
 
+# One line of the event log: a rate that a chart can draw, for 20 MB a week.
+PROGRESS_LOG_S = 10.0
+
+
+@dataclass(slots=True)
+class LoggedProgress:
+    """The step count of the job that the event log got last."""
+
+    logged_s: float = float("-inf")
+    steps: int | None = None
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether the step count may be logged again."""
+        return now_s - self.logged_s >= PROGRESS_LOG_S
+
+    def note(self, now_s: float, steps: int) -> bool:
+        """Record the job's step count; return whether it has changed since it was logged."""
+        self.logged_s = now_s
+        changed, self.steps = steps != self.steps, steps
+        return changed
+
+
 class Place(StrEnum):
     """Which world the workers of a node belong to."""
 

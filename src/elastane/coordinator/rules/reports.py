@@ -68,11 +68,25 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
 def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     """Record a heartbeat; return whether a rule has to look at it."""
     node.progress.record_steps(state.now_s, message.progress)
+    _log_progress(state)
     news = state.holders.record_heartbeat(node, message, state.world)
     if not node.progress.record_waiting(message, is_of_now=message.fence == node.fence):
         return news
     state.roster.reindex(node)
     return True
+
+
+def _log_progress(state: State) -> None:
+    """Log how many steps the whole world has made, now and then."""
+    if state.world is None or not state.progress.is_due(state.now_s):
+        return
+    counts = [node.progress.steps for node in state.roster.members()]
+    made = [steps for steps in counts if steps is not None]
+    if not made or len(made) < len(counts):
+        return
+    if state.progress.note(state.now_s, min(made)):
+        size = state.world.world_size
+        state.log(EventKind.PROGRESS, f"step {min(made)}", steps=min(made), workers=size)
 
 
 def _drained(node: KnownNode, message: Marked | Drained) -> None:

@@ -18,7 +18,7 @@ from elastane.coordinator.rules.changes import (
     WaitingCapacity,
 )
 from elastane.coordinator.rules.incident import Incidents, RestartBudget
-from elastane.coordinator.rules.nodes import KnownNode, Roster
+from elastane.coordinator.rules.nodes import KnownNode, LoggedProgress, Roster
 from elastane.coordinator.rules.state_holders import StateHolders
 from elastane.coordinator.rules.worlds import InPlaceRecovery, WorldHistory
 from elastane.protocol.effects import Hangup, Persist, RendezvousEffect, Send, WriteEvent
@@ -166,6 +166,7 @@ class State:
     in_place: InPlaceRecovery = field(default_factory=InPlaceRecovery)
     incidents: Incidents = field(default_factory=Incidents)
     drain: CurrentDrain = field(default_factory=CurrentDrain)
+    progress: LoggedProgress = field(default_factory=LoggedProgress)
     gathering: ArrivalGathering = field(default_factory=ArrivalGathering)
     owner: OwnerOrders = field(default_factory=OwnerOrders)
     ending: JobEnding = field(default_factory=JobEnding)

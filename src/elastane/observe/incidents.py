@@ -1,0 +1,357 @@
+"""The incidents of a job, from its event log: what ended a world, why, and when training went on.
+
+Pure: an event in, the next history out. The root cause is the coordinator's finding. An incident is
+open from the failure until the workers of the next world have started, and whole again once as many
+workers as before train. A planned change is an incident of kind `change`, which blames nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from elastane.observe.events import LoggedEvent
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.model import NO_RANK
+
+# Bounds: a page lists some hundred incidents, and a card shows some lines of evidence.
+INCIDENTS_MAX = 4096
+EVIDENCE_MAX = 8
+TITLE_CHARS_MAX = 120
+# States of a node that asked to go, so that its departure is no incident.
+GOING = frozenset({"leaving", "left", "done", "stopping", "draining"})
+# Events that belong to the incident that is open while they are logged.
+_FOLLOWING = frozenset(
+    {
+        EventKind.WORKERS_INTERRUPTED,
+        EventKind.WORKERS_REGROUPED,
+        EventKind.WORKERS_STARTING,
+        EventKind.WORKERS_STOPPING,
+        EventKind.WORKERS_STOPPED,
+        EventKind.WORKERS_DRAINING,
+        EventKind.NODE_LEAVING,
+        EventKind.NODE_RELEASED,
+        EventKind.RESTORED,
+        EventKind.WAITING,
+        EventKind.DRAIN_ENDED,
+    }
+)
+
+
+class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
+    """One incident. `state`: open, recovered or fatal; times are wall clock seconds.
+
+    `to_s`: when the next world's workers had started. `whole_s`: when as many workers as before
+    trained again. `detected_s`: how old the failure was as its agent logged it.
+    """
+
+    id: int
+    kind: str
+    from_s: float
+    round: int | None
+    attempt: int | None
+    title: str
+    state: str = "open"
+    to_s: float | None = None
+    whole_s: float | None = None
+    detected_s: float | None = None
+    node: str = ""
+    rank: int | None = None
+    local_rank: int | None = None
+    pid: int | None = None
+    cause: str = ""
+    evidence: tuple[str, ...] = ()
+    did: tuple[str, ...] = ()
+    message: str = ""
+    log_file: str = ""
+    consequences: int = 0
+    world_before: int = 0
+    world_after: int = 0
+    # The world that follows it, and the one whose start ended it.
+    next_fence: tuple[int | None, int | None] | None = None
+    to_fence: tuple[int | None, int | None] | None = None
+
+    @property
+    def fence(self) -> tuple[int | None, int | None]:
+        """The world that it ended."""
+        return self.round, self.attempt
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no later event can belong to it."""
+        return self.state == "fatal" or (self.state == "recovered" and self.whole_s is not None)
+
+
+class IncidentHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """All incidents, oldest first. `belongs_to`: the incident of the last event, or 0."""
+
+    listed: tuple[IncidentView, ...] = ()
+    world_size: int = 0
+    belongs_to: int = 0
+
+    def last(self) -> IncidentView | None:
+        """Return the newest incident."""
+        return self.listed[-1] if self.listed else None
+
+    def current(self) -> IncidentView | None:
+        """Return the newest incident if later events may belong to it."""
+        last = self.last()
+        return last if last is not None and not last.is_over else None
+
+
+def after_incident_event(
+    history: IncidentHistory, event: LoggedEvent, node_state: str
+) -> IncidentHistory:
+    """Return the history after one event, which belongs to no incident as yet.
+
+    `node_state`: the state of its node before it.
+    """
+    if event.kind == EventKind.NODE_DEPARTED and node_state in GOING:
+        return _noted(history)
+    rule = _RULES.get(event.kind)
+    if rule is not None:
+        return rule(history, event)
+    return _noted(history) if event.kind in _FOLLOWING else history
+
+
+def _noted(history: IncidentHistory) -> IncidentHistory:
+    """Let the last event belong to the current incident."""
+    current = history.current()
+    return msgspec.structs.replace(history, belongs_to=current.id if current else 0)
+
+
+def _changed(
+    history: IncidentHistory, incident: IncidentView, /, **changes: object
+) -> IncidentHistory:
+    """Return the history with one incident changed, to which the last event belongs."""
+    replaced = msgspec.structs.replace(incident, **changes)
+    listed = history.listed
+    index = len(listed) - 1
+    while listed[index].id != incident.id:
+        index -= 1
+    return msgspec.structs.replace(
+        history,
+        listed=(*listed[:index], replaced, *listed[index + 1 :]),
+        belongs_to=incident.id,
+    )
+
+
+def _opened(
+    history: IncidentHistory, event: LoggedEvent, kind: str, title: str, /, **more: object
+) -> IncidentHistory:
+    """Return the history with another incident, to which the last event belongs."""
+    last = history.last()
+    opened = IncidentView(
+        id=last.id + 1 if last else 1,
+        kind=kind,
+        from_s=event.time_s,
+        round=event.round,
+        attempt=event.attempt,
+        title=title[:TITLE_CHARS_MAX],
+        node=event.node,
+        world_before=history.world_size,
+        world_after=history.world_size,
+    )
+    opened = msgspec.structs.replace(opened, **more)
+    listed = (*history.listed, opened)[-INCIDENTS_MAX:]
+    return msgspec.structs.replace(history, listed=listed, belongs_to=opened.id)
+
+
+def _of_world(history: IncidentHistory, event: LoggedEvent) -> IncidentView | None:
+    """Return the current incident if it ended the world that the event is about."""
+    current = history.current()
+    if current is None or current.kind in ("authority", "stall"):
+        return None
+    return current if current.fence == (event.round, event.attempt) else None
+
+
+def _worker_exited(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    code = event.number("exit_code")
+    if code is None or code == 0 or event.data.get("stopped"):
+        return _noted(history)
+    rank = event.number("rank")
+    rank = None if rank in (None, NO_RANK) else rank
+    who = f"worker of local rank {event.number('local_rank')}" if rank is None else f"rank {rank}"
+    text = f"{who} on {event.node}: {event.reason}"
+    incident = _of_world(history, event)
+    if incident is not None:
+        return _changed(history, incident, evidence=(*incident.evidence, text)[:EVIDENCE_MAX])
+    age_s = event.measure("age_s")
+    return _opened(
+        history,
+        event,
+        "worker",
+        f"{who[0].upper()}{who[1:]} on {event.node}: {event.reason.partition(' (')[0]}",
+        from_s=event.time_s - age_s,
+        detected_s=age_s,
+        rank=rank,
+        local_rank=event.number("local_rank"),
+        pid=event.number("pid"),
+        cause=event.reason,
+        message=event.text("message"),
+        log_file=event.text("log_file"),
+        evidence=(text,),
+    )
+
+
+def _node_departed(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    incident = _of_world(history, event)
+    if incident is None:
+        return _opened(history, event, "node", f"Node {event.node} was lost", cause=event.reason)
+    text = f"node {event.node}: {event.reason}"
+    return _changed(history, incident, evidence=(*incident.evidence, text)[:EVIDENCE_MAX])
+
+
+def _incident(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    incident = _of_world(history, event)
+    if incident is None:
+        return _opened(history, event, "failure", _sentence(event.reason), cause=event.reason)
+    return _changed(history, incident, cause=incident.cause or event.reason)
+
+
+def _charged(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    """Add the coordinator's finding, at a restart or a replacement."""
+    incident = _of_world(history, event)
+    if incident is None:
+        history = _opened(history, event, "worker", _sentence(event.text("cause") or event.reason))
+        incident = history.listed[-1]
+    rank = event.number("cause_rank")
+    return _changed(
+        history,
+        incident,
+        cause=event.text("cause") or incident.cause,
+        node=event.text("cause_node") or incident.node,
+        rank=incident.rank if rank is None else rank,
+        consequences=event.number("consequences") or 0,
+        did=(*incident.did, event.reason),
+    )
+
+
+def _round_settled(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    size = event.number("world_size") or 0
+    before, first = history.world_size, not history.world_size
+    history = msgspec.structs.replace(history, world_size=size)
+    incident = history.current()
+    if incident is None or incident.kind in ("authority", "stall"):
+        if first or size == before:
+            return history
+        sign = "joined" if size > before else "left"
+        title = f"{abs(size - before)} workers {sign}"
+        history = _opened(history, event, "change", title, world_before=before, cause=event.reason)
+        incident = history.listed[-1]
+    is_whole = incident.kind == "change" or size >= incident.world_before
+    return _changed(
+        history,
+        incident,
+        world_after=size,
+        next_fence=(event.round, event.attempt),
+        whole_s=event.time_s if is_whole else None,
+        did=(*incident.did, f"world of {size} workers (round {event.round})"),
+    )
+
+
+def _workers_started(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    """End the incident as the workers of the next world start; the last node of it counts."""
+    last, fence = history.last(), (event.round, event.attempt)
+    if last is None or last.state == "fatal" or fence not in (last.next_fence, last.to_fence):
+        return history
+    if last.to_s is not None and fence != last.to_fence:
+        return _noted(history)
+    to_s = max(event.time_s, last.to_s or event.time_s)
+    return _changed(history, last, state="recovered", to_s=to_s, to_fence=fence)
+
+
+def _drain_started(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    if history.current() is not None:
+        return _noted(history)
+    return _opened(history, event, "change", _sentence(event.reason), cause=event.reason)
+
+
+def _stall(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    return _opened(history, event, "stall", "All workers wait for one another", cause=event.reason)
+
+
+def _progress(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    """End a stall at the next step."""
+    last = history.last()
+    if last is None or last.kind != "stall" or last.is_over:
+        return history
+    return _changed(history, last, state="recovered", to_s=event.time_s, whole_s=event.time_s)
+
+
+def _authority_lost(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    title = "The store does not accept decisions"
+    return _opened(history, event, "authority", title, cause=event.reason)
+
+
+def _authority_regained(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    for incident in reversed(history.listed):
+        if incident.kind == "authority" and not incident.is_over:
+            return _changed(
+                history, incident, state="recovered", to_s=event.time_s, whole_s=event.time_s
+            )
+    return history
+
+
+def _replica_differed(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    return _opened(
+        history,
+        event,
+        "difference",
+        f"A worker on {event.node} differed and was healed",
+        cause=event.reason,
+        rank=event.number("rank"),
+        local_rank=event.number("local_rank"),
+        state="recovered",
+        to_s=event.time_s,
+        whole_s=event.time_s,
+    )
+
+
+def _job_ended(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    current = history.current()
+    if event.data.get("ok"):
+        if current is None:
+            return history
+        to_s = event.time_s if current.to_s is None else current.to_s
+        return _changed(history, current, state="recovered", to_s=to_s, whole_s=event.time_s)
+    if current is None or current.state == "recovered":
+        history = _opened(history, event, "end", _sentence(event.reason), cause=event.reason)
+        current = history.listed[-1]
+    rank = event.number("cause_rank")
+    return _changed(
+        history,
+        current,
+        state="fatal",
+        to_s=event.time_s,
+        cause=event.text("cause") or current.cause,
+        node=event.text("cause_node") or current.node,
+        rank=current.rank if rank is None else rank,
+        did=(*current.did, f"the job ended: {event.reason}"),
+    )
+
+
+def _sentence(text: str) -> str:
+    """Return the first clause of a reason as a title."""
+    head = text.partition(" (")[0].partition("; ")[0]
+    return head[:1].upper() + head[1:]
+
+
+_RULES: dict[str, Callable[[IncidentHistory, LoggedEvent], IncidentHistory]] = {
+    EventKind.WORKER_EXITED: _worker_exited,
+    EventKind.NODE_DEPARTED: _node_departed,
+    EventKind.INCIDENT: _incident,
+    EventKind.RESTART: _charged,
+    EventKind.REPLACEMENT: _charged,
+    EventKind.ROUND_SETTLED: _round_settled,
+    EventKind.WORKERS_STARTED: _workers_started,
+    EventKind.DRAIN_STARTED: _drain_started,
+    EventKind.GROWTH: _drain_started,
+    EventKind.STALL: _stall,
+    EventKind.PROGRESS: _progress,
+    EventKind.AUTHORITY_LOST: _authority_lost,
+    EventKind.AUTHORITY_REGAINED: _authority_regained,
+    EventKind.REPLICA_DIFFERED: _replica_differed,
+    EventKind.JOB_ENDED: _job_ended,
+}

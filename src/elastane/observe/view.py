@@ -1,0 +1,448 @@
+"""The view of a job that is displayed: built from its logged events and its training progress.
+
+The view is pure: each function takes a view and an input, and returns the next view; it uses no
+file, clock or screen. An unknown kind of event, such as one of a newer version, becomes a line of
+text and changes nothing else. The terminal (`screen`) and the web page show the same view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from elastane.observe.events import TIME_MAX_S, LoggedEvent
+from elastane.observe.incidents import IncidentHistory, after_incident_event
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.unreadable import UNREADABLE
+
+# Bounds: a screen shows some tens of lines, and a curve has at most as many points as the screen.
+LINES_MAX = 500
+HISTORY_MAX = 4096
+# A job that saves every five minutes makes 2,016 checkpoints a week.
+CHECKPOINTS_MAX = 4096
+# The older half of the points is thinned out beyond this: eleven hours of progress stay whole.
+STEP_POINTS_MAX = 8192
+
+NODE_STATES = {
+    EventKind.AGENT_STARTED: "starting",
+    EventKind.NODE_JOINED: "waiting",
+    EventKind.NODE_REGISTERED_AGAIN: "waiting",
+    EventKind.WORKERS_STARTING: "starting",
+    EventKind.WORKERS_STARTED: "training",
+    EventKind.WORKERS_DRAINING: "draining",
+    EventKind.WORKERS_STOPPING: "stopping",
+    EventKind.WORKERS_STOPPED: "waiting",
+    EventKind.NODE_LEAVING: "leaving",
+    EventKind.NODE_RELEASED: "left",
+    EventKind.NODE_DEPARTED: "gone",
+    EventKind.AGENT_STOPPED: "left",
+}
+# Events whose reasons repeat those of the incident, the round or the job's end that caused them,
+# and the step count, which has a curve of its own.
+ECHOES = frozenset(
+    {
+        EventKind.COORDINATOR_FOUND,
+        EventKind.NODE_READY,
+        EventKind.WORKERS_STARTING,
+        EventKind.WORKERS_STOPPING,
+        EventKind.WORKERS_STOPPED,
+        EventKind.AGENT_STOPPED,
+        EventKind.COORDINATOR_STOPPED,
+        EventKind.PROGRESS,
+    }
+)
+# Final states that a later event of the same life of a node must not overwrite.
+_ENDED = ("gone", "left", "done")
+_REVIVING = (EventKind.AGENT_STARTED, EventKind.NODE_JOINED, EventKind.WORKERS_STARTING)
+TONES = {
+    EventKind.INCIDENT: "bad",
+    EventKind.NODE_DEPARTED: "bad",
+    EventKind.NODE_REFUSED: "bad",
+    EventKind.AUTHORITY_LOST: "bad",
+    EventKind.COORDINATOR_AWAY: "bad",
+    EventKind.CHECKPOINT_FAILED: "bad",
+    EventKind.ZYGOTE_DIED: "bad",
+    EventKind.ROUND_SETTLED: "good",
+    EventKind.NODE_JOINED: "good",
+    EventKind.DRAIN_ENDED: "good",
+    EventKind.JOB_ENDED: "good",
+}
+
+
+class StepProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """One line that a training script reported; `time` is its host's clock in seconds.
+
+    A script that recovers in place reports `round`, because one process sees several rounds.
+    """
+
+    time: float
+    step: int
+    total_steps: int
+    world_size: int
+    pid: int
+    round: int = 0
+    restart_count: int = 0
+    epoch: int = 0
+    loss: float | None = None
+    accuracy: float | None = None
+    final_accuracy: float | None = None
+    final_loss: float | None = None
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """One worker: its process and its state."""
+
+    pid: int
+    state: str = "training"
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """One node: its state in a word and the reason, and its workers in the order of local rank."""
+
+    name: str
+    state: str = "starting"
+    workers: tuple[WorkerView, ...] = ()
+    coordinates: bool = False
+    host: str = ""
+    since_s: float = 0.0
+    why: str = ""
+
+
+class ViewLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One event in words. `tone` is good, bad, plain, or act (an action by a person).
+
+    `incident`: the number of the incident that the event belongs to, or 0.
+    """
+
+    time_s: float
+    node: str
+    kind: str
+    text: str
+    tone: str = "plain"
+    incident: int = 0
+
+
+class StepPoint(msgspec.Struct, frozen=True):
+    """How many steps the whole world had made at a time."""
+
+    time_s: float
+    steps: int
+
+
+class WorldPoint(msgspec.Struct, frozen=True):
+    """The size of the world from a time on."""
+
+    time_s: float
+    size: int
+
+
+class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint that was saved, or that failed if it has a slug."""
+
+    time_s: float
+    step: int
+    location: str
+    node: str
+    stored_bytes: int = 0
+    seconds: float = 0.0
+    why: str = ""
+    slug: str = ""
+
+
+class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How the job ended."""
+
+    time_s: float
+    ok: bool
+    reason: str
+    exit_code: int | None = None
+
+
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is displayed. `run` counts the jobs that ran under this name, one by one.
+
+    `restarts`: used and allowed ones; `waiting`: what the job waits for, in words.
+    """
+
+    job: str = ""
+    run: int = 1
+    started_s: float | None = None
+    last_s: float | None = None
+    nodes: dict[str, NodeView] = {}
+    members: tuple[str, ...] = ()
+    round: int | None = None
+    attempt: int | None = None
+    world_size: int = 0
+    worlds: tuple[WorldPoint, ...] = ()
+    step: int = 0
+    total_steps: int = 0
+    steps: tuple[StepPoint, ...] = ()
+    losses: tuple[float, ...] = ()
+    accuracies: tuple[float, ...] = ()
+    learned: float | None = None
+    lines: tuple[ViewLine, ...] = ()
+    incidents: IncidentHistory = IncidentHistory()
+    checkpoints: tuple[CheckpointView, ...] = ()
+    restarts: tuple[int, int | None] = (0, None)
+    waiting: str = ""
+    events_lost: int = 0
+    end: JobEnd | None = None
+
+    def node(self, name: str) -> NodeView | None:
+        """Return a node by its name."""
+        return self.nodes.get(name)
+
+    def first_ranks(self) -> dict[str, int]:
+        """Return the rank of the first worker of each node that the world is known to have."""
+        ranks: dict[str, int] = {}
+        rank = 0
+        for member in self.members:
+            node = self.node(member)
+            if node is None:
+                break  # later ranks depend on the number of its workers
+            ranks[member] = rank
+            rank += len(node.workers)
+        return ranks
+
+
+def after_event(view: JobView, event: LoggedEvent) -> JobView:
+    """Return the view after one logged event; an event in ECHOES adds no line."""
+    if not 0.0 <= event.time_s <= TIME_MAX_S:
+        return view
+    kind = EventKind(event.kind) if event.kind in _KINDS else None
+    if kind is EventKind.COORDINATOR_STARTED and view.end is not None:
+        view = _next_run(view)
+    node = view.node(event.node)
+    incidents = msgspec.structs.replace(view.incidents, belongs_to=0)
+    if view.end is None:
+        incidents = after_incident_event(incidents, event, node.state if node else "")
+    view = msgspec.structs.replace(
+        view,
+        job=event.job or view.job,
+        started_s=event.time_s if view.started_s is None else view.started_s,
+        last_s=max(event.time_s, view.last_s or 0.0),
+        incidents=incidents,
+    )
+    if kind not in ECHOES:
+        view = _with_line(view, line_of(event, node, incidents.belongs_to))
+    if kind is None:
+        return view
+    rule = _RULES.get(kind)
+    if rule is not None:
+        return rule(view, event)
+    return _with_node(view, _next_node(node, kind, event))
+
+
+def line_of(event: LoggedEvent, node: NodeView | None, incident: int = 0) -> ViewLine:
+    """Return one event in words; `node` is its node before it."""
+    kind = EventKind(event.kind) if event.kind in _KINDS else None
+    return ViewLine(
+        time_s=event.time_s,
+        node=event.node,
+        kind=event.kind,
+        text=event.reason,
+        tone=_tone(node, kind, event),
+        incident=incident,
+    )
+
+
+def after_steps(view: JobView, time_s: float, steps: int) -> JobView:
+    """Return the view after the coordinator said how many steps the world has made."""
+    if view.steps and time_s <= view.steps[-1].time_s:
+        return view
+    points = (*view.steps, StepPoint(time_s, steps))
+    if len(points) > STEP_POINTS_MAX:
+        half = STEP_POINTS_MAX // 2
+        points = (*points[:half:2], *points[half:])
+    return msgspec.structs.replace(view, step=steps, steps=points)
+
+
+def after_progress(view: JobView, point: StepProgress) -> JobView:
+    """Return the view after one line of training progress."""
+    losses, accuracies = view.losses, view.accuracies
+    if point.loss is not None:
+        losses = (*losses, point.loss)[-HISTORY_MAX:]
+    if point.accuracy is not None:
+        accuracies = (*accuracies, point.accuracy)[-HISTORY_MAX:]
+    return msgspec.structs.replace(
+        view,
+        step=point.step,
+        total_steps=point.total_steps,
+        losses=losses,
+        accuracies=accuracies,
+        learned=point.final_loss if point.final_accuracy is None else point.final_accuracy,
+    )
+
+
+def after_act(view: JobView, time_s: float, node: str, text: str) -> JobView:
+    """Return the view after a person outside the job acted on it."""
+    return _with_line(view, ViewLine(time_s=time_s, node=node, kind="act", text=text, tone="act"))
+
+
+def decode_progress(line: bytes) -> StepProgress | None:
+    """Return the progress in a line, or None if the line is torn or something else."""
+    try:
+        return msgspec.json.decode(line, type=StepProgress)
+    except UNREADABLE:
+        return None
+
+
+def pids_of(event: LoggedEvent) -> tuple[int, ...]:
+    """Return the pids in a workers-started event, in the order of local rank."""
+    words = event.text("pids").strip("()[]").replace(",", " ").split()
+    return tuple(int(word) for word in words if word.isdecimal() and len(word) < 12)
+
+
+def _tone(node: NodeView | None, kind: EventKind | None, event: LoggedEvent) -> str:
+    if kind is EventKind.WORKER_EXITED:
+        asked = node is not None and node.state in ("draining", "stopping")
+        return "plain" if asked or event.data.get("exit_code", 0) == 0 else "bad"
+    if kind is EventKind.JOB_ENDED and not event.data.get("ok", True):
+        return "bad"
+    if kind is EventKind.NODE_DEPARTED and node is not None and node.state in _ENDED:
+        return "plain"
+    return TONES.get(kind, "plain") if kind else "plain"
+
+
+def _next_run(view: JobView) -> JobView:
+    """Return the view of another job that begins under the same name."""
+    nodes = {name: node for name, node in view.nodes.items() if node.state == "starting"}
+    return JobView(job=view.job, run=view.run + 1, nodes=nodes)
+
+
+def _next_node(node: NodeView | None, kind: EventKind, event: LoggedEvent) -> NodeView | None:
+    """Return a node after an event about it; None if the event changes no node."""
+    if kind is EventKind.WORKER_EXITED:
+        return _with_exit(node, event) if node else None
+    state = NODE_STATES.get(kind)
+    if state is None:
+        return None
+    if node is None:
+        node = NodeView(name=event.node)
+    if node.state in _ENDED and kind not in _REVIVING:
+        return node
+    workers = node.workers
+    if kind is EventKind.WORKERS_STARTED:
+        workers = tuple(WorkerView(pid) for pid in pids_of(event))
+    elif kind is EventKind.WORKERS_STOPPED:
+        workers = tuple(WorkerView(w.pid, "stopped") for w in workers)
+    elif kind is EventKind.AGENT_STOPPED and event.data.get("exit_code") == 0:
+        state = "done"
+    elif state in _ENDED:
+        workers = ()
+    changed = (state, workers) != (node.state, node.workers)
+    return msgspec.structs.replace(
+        node,
+        state=state,
+        workers=workers,
+        host=event.host if event.source == "agent" else node.host,
+        since_s=event.time_s if changed else node.since_s,
+        why=event.reason if changed else node.why,
+    )
+
+
+def _with_exit(node: NodeView, event: LoggedEvent) -> NodeView:
+    local_rank = event.number("local_rank")
+    state = "done" if event.data.get("exit_code", 0) == 0 else "failed"
+    workers = tuple(
+        WorkerView(worker.pid, state) if index == local_rank else worker
+        for index, worker in enumerate(node.workers)
+    )
+    return msgspec.structs.replace(node, workers=workers)
+
+
+def _with_node(view: JobView, node: NodeView | None) -> JobView:
+    if node is None or view.node(node.name) == node:
+        return view
+    return msgspec.structs.replace(view, nodes={**view.nodes, node.name: node})
+
+
+def _with_coordinator(view: JobView, event: LoggedEvent) -> JobView:
+    """Let one node alone be the coordinator's."""
+    nodes = {
+        name: msgspec.structs.replace(node, coordinates=False) if node.coordinates else node
+        for name, node in view.nodes.items()
+    }
+    node = nodes.get(event.node) or NodeView(name=event.node)
+    nodes[event.node] = msgspec.structs.replace(node, coordinates=True)
+    return msgspec.structs.replace(view, nodes=nodes)
+
+
+def _with_world(view: JobView, event: LoggedEvent) -> JobView:
+    size = event.number("world_size") or 0
+    return msgspec.structs.replace(
+        view,
+        round=event.round,
+        attempt=event.attempt,
+        members=tuple(event.text("members").split()),
+        world_size=size,
+        worlds=(*view.worlds, WorldPoint(event.time_s, size))[-HISTORY_MAX:],
+        waiting="",
+    )
+
+
+def _with_progress(view: JobView, event: LoggedEvent) -> JobView:
+    steps = event.number("steps")
+    return view if steps is None else after_steps(view, event.time_s, steps)
+
+
+def _with_budget(view: JobView, event: LoggedEvent) -> JobView:
+    used = event.number("used")
+    allowed = event.number("allowed")
+    used = view.restarts[0] if used is None else used
+    return msgspec.structs.replace(
+        view, restarts=(used, view.restarts[1] if allowed is None else allowed)
+    )
+
+
+def _with_checkpoint(view: JobView, event: LoggedEvent) -> JobView:
+    made = CheckpointView(
+        time_s=event.time_s,
+        step=event.number("step") or 0,
+        location=event.text("location"),
+        node=event.node,
+        stored_bytes=event.number("bytes") or 0,
+        seconds=event.measure("seconds"),
+        why=event.text("why"),
+        slug=event.text("slug") if event.kind == EventKind.CHECKPOINT_FAILED else "",
+    )
+    return msgspec.structs.replace(view, checkpoints=(*view.checkpoints, made)[-CHECKPOINTS_MAX:])
+
+
+def _with_waiting(view: JobView, event: LoggedEvent) -> JobView:
+    return msgspec.structs.replace(view, waiting=event.reason)
+
+
+def _with_losses(view: JobView, event: LoggedEvent) -> JobView:
+    lost = view.events_lost + (event.number("events") or 0)
+    return msgspec.structs.replace(view, events_lost=lost)
+
+
+def _with_end(view: JobView, event: LoggedEvent) -> JobView:
+    end = JobEnd(
+        time_s=event.time_s,
+        ok=bool(event.data.get("ok")),
+        reason=event.reason,
+        exit_code=event.number("exit_code"),
+    )
+    return msgspec.structs.replace(view, end=end, waiting="")
+
+
+def _with_line(view: JobView, line: ViewLine) -> JobView:
+    return msgspec.structs.replace(view, lines=(*view.lines, line)[-LINES_MAX:])
+
+
+_KINDS = frozenset(EventKind)
+_RULES: dict[EventKind, Callable[[JobView, LoggedEvent], JobView]] = {
+    EventKind.COORDINATOR_STARTED: _with_coordinator,
+    EventKind.ROUND_SETTLED: _with_world,
+    EventKind.PROGRESS: _with_progress,
+    EventKind.RESTART: _with_budget,
+    EventKind.REPLACEMENT: _with_budget,
+    EventKind.CHECKPOINT_SAVED: _with_checkpoint,
+    EventKind.CHECKPOINT_FAILED: _with_checkpoint,
+    EventKind.WAITING: _with_waiting,
+    EventKind.EVENTS_LOST: _with_losses,
+    EventKind.JOB_ENDED: _with_end,
+}

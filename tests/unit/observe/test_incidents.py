@@ -1,0 +1,138 @@
+"""The incidents of a job follow from its events: cause, evidence, and when training went on."""
+
+import msgspec
+import pytest
+from view_events import event, exited, play, settled, started
+
+from elastane.observe.incidents import EVIDENCE_MAX
+
+
+def killed(**more):
+    """A worker of rank 2 is killed and replaced: the events of a real job, shortened."""
+    return [
+        settled(1, "a", 4, time_s=10.0),
+        started("a", 1, 2, 3, 4, round=1, attempt=0, time_s=11.0),
+        exited(2, time_s=20.0, round=1, **more),
+        event("incident", round=1, attempt=0, time_s=20.1, reason="worker of rank 2 ended"),
+        event("replacement", round=1, attempt=0, time_s=20.1, used=1, allowed=3, cause="SIGKILL!",
+              cause_node="a", cause_rank=2, consequences=1),
+        settled(2, "a", 3, time_s=20.2),
+        started("a", 1, 2, 4, round=2, attempt=0, time_s=20.3),
+        event("drain-started", round=2, attempt=0, time_s=21.0, reason="taking in a"),
+        settled(3, "a", 4, time_s=21.2),
+        started("a", 1, 2, 4, 9, round=3, attempt=0, time_s=21.3),
+    ]  # fmt: skip
+
+
+def test_a_killed_worker_is_one_incident_with_cause_evidence_and_times():
+    [one] = play(*killed(age_s=0.5, log_file="/logs/x")).incidents.listed
+    assert (one.kind, one.state, one.rank, one.node) == ("worker", "recovered", 2, "a")
+    assert one.title == "Rank 2 on a: SIGKILL"
+    assert (one.from_s, one.detected_s) == (19.5, 0.5)
+    assert one.to_s == 20.3, "training goes on as the workers of the next world have started"
+    assert one.whole_s == 21.2, "the replacement is there"
+    assert one.cause == "SIGKILL!" and one.consequences == 1 and one.log_file == "/logs/x"
+    assert one.evidence == ("rank 2 on a: SIGKILL (from outside)",)
+    assert (one.world_before, one.world_after) == (4, 4)
+
+
+def test_events_of_an_incident_are_marked_as_its_own_and_others_are_not():
+    view = play(*killed(), event("node-joined", "b", time_s=30.0))
+    marks = {(line.kind, line.time_s): line.incident for line in view.lines}
+    assert marks["worker-exited", 20.0] == marks["drain-started", 21.0] == 1
+    assert marks["round-settled", 10.0] == marks["node-joined", 30.0] == 0
+
+
+def test_the_last_node_of_the_next_world_ends_an_incident():
+    view = play(
+        settled(1, "a b", 4),
+        exited(2, node="b", round=1, time_s=20.0),
+        settled(2, "a b", 4, time_s=20.2),
+        started("a", 1, 2, round=2, attempt=0, time_s=20.5),
+        started("b", 3, 4, round=2, attempt=0, time_s=20.9),
+    )
+    assert view.incidents.listed[0].to_s == 20.9
+
+
+def test_failures_of_one_world_are_one_incident_with_bounded_evidence():
+    many = [exited(rank, round=1, time_s=20.0 + rank) for rank in range(20)]
+    [one] = play(settled(1, "a", 20), *many).incidents.listed
+    assert one.rank == 0 and len(one.evidence) == EVIDENCE_MAX
+
+
+def test_a_worker_that_was_stopped_or_succeeded_is_no_incident():
+    view = play(settled(1, "a", 2), exited(0, stopped=True), exited(1, exit_code=0))
+    assert view.incidents.listed == ()
+
+
+def test_a_lost_node_is_an_incident_and_one_that_asked_to_leave_is_a_change():
+    lost = play(settled(1, "a b", 4), event("node-departed", "b", round=1, attempt=0))
+    assert [one.kind for one in lost.incidents.listed] == ["node"]
+    left = play(
+        settled(1, "a b", 4),
+        event("node-leaving", "b"),
+        event("drain-started", round=1, attempt=0, reason="b leaves (SIGTERM)"),
+        settled(2, "a", 2),
+        event("node-departed", "b", round=2, attempt=0),
+    )
+    [one] = left.incidents.listed
+    assert (one.kind, one.title, one.world_after) == ("change", "B leaves", 2)
+
+
+def test_a_stall_lasts_until_the_next_step():
+    stalled = play(settled(1, "a", 4), event("stall", round=1, attempt=0, time_s=50.0))
+    assert stalled.incidents.current().state == "open"
+    [one] = play(
+        settled(1, "a", 4),
+        event("stall", round=1, attempt=0, time_s=50.0),
+        event("progress", steps=7, time_s=60.0),
+    ).incidents.listed
+    assert (one.state, one.to_s) == ("recovered", 60.0)
+
+
+def test_the_loss_of_authority_ends_no_world_and_is_over_when_it_is_back():
+    view = play(
+        settled(1, "a", 4),
+        event("authority-lost", time_s=50.0),
+        exited(1, round=1, time_s=51.0),
+        settled(2, "a", 4, time_s=52.0),
+        event("authority-regained", time_s=53.0),
+    )
+    assert [(one.kind, one.to_s) for one in view.incidents.listed] == [
+        ("authority", 53.0), ("worker", None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_the_failure_that_ends_the_job_is_fatal(opened):
+    before = [exited(1, round=1, time_s=20.0)] if opened else []
+    end = event("job-ended", round=1, attempt=0, time_s=21.0, ok=False, exit_code=1,
+                reason="it failed", cause="out of memory", cause_node="a")  # fmt: skip
+    late = exited(0, round=1, time_s=22.0)
+    view = play(settled(1, "a", 4), *before, end)
+    [one] = view.incidents.listed
+    assert (one.state, one.cause, one.to_s) == ("fatal", "out of memory", 21.0)
+    assert (view.end.ok, view.end.exit_code) == (False, 1)
+    assert len(play(settled(1, "a", 4), *before, end, late).incidents.listed) == 1
+
+
+def test_a_job_that_runs_again_under_its_name_is_another_run():
+    view = play(
+        *killed(),
+        event("job-ended", round=3, attempt=0, ok=True, time_s=40.0),
+        event("agent-stopped", "a", time_s=41.0),
+        event("agent-started", "c", time_s=50.0),
+        event("coordinator-started", "c", time_s=50.1),
+    )
+    assert (view.run, view.incidents.listed, view.end) == (2, (), None)
+    assert set(view.nodes) == {"c"}
+
+
+@pytest.mark.parametrize("value", ["x", True, -1, 1e308, 10**400])
+def test_data_of_other_types_than_documented_breaks_nothing(value):
+    kinds = ["worker-exited", "round-settled", "workers-started", "replacement", "job-ended",
+             "checkpoint-saved", "progress", "events-lost", "replica-differed"]  # fmt: skip
+    fields = ["rank", "exit_code", "age_s", "used", "steps", "world_size", "pids", "events",
+              "bytes", "ok", "cause_rank", "local_rank", "pid"]  # fmt: skip
+    view = play(*(event(kind, **dict.fromkeys(fields, value)) for kind in kinds))
+    assert view.lines and msgspec.json.encode(view)
