@@ -129,6 +129,24 @@ class Worker:
         return steps
 
 
+def successor(slots: int = 3) -> Worker:
+    """Return a new worker that has inherited the slots of a dead one.
+
+    A worker that asks before the server has seen the death gets slots of its own, and keeps those.
+    """
+    asked: list[Worker] = []
+
+    def has_inherited() -> bool:
+        asked.append(Worker(slots=1))
+        if len(asked[-1].slots) == slots:
+            return True
+        asked[-1].client.close()
+        return False
+
+    until(has_inherited, "the slots of the dead")
+    return asked[-1]
+
+
 def snapshot(step: int, size: int, persist: PersistRequest | None, **more: object) -> Snapshot:
     given = {"key": Key(0, 1, 0, step), "nonce": f"{step:08x}", "first": 0, "end": size}
     given |= {"image_bytes": size, "files": {"state.msgpack": b"%d" % step}, "persist": persist}

@@ -28,6 +28,7 @@ from snapshot_server_support import (
     published,
     snapshot,
     snapshot_servers,
+    successor,
 )
 from supervise import alive
 
@@ -98,7 +99,7 @@ def test_a_restarted_worker_reads_its_predecessors_snapshot(node):
     for step in range(1, 6):
         first.save(step, layout="L", streams=b"random")
     first.client.close()
-    second = SnapshotClient.connect()
+    second = successor().client
     newest, older = second.held()
     assert (newest.key.step, older.key.step) == (5, 4)
     assert newest.words.layout_files == {"layout.json": b"{}", ".metadata": b"m"}
@@ -371,14 +372,8 @@ def test_a_worker_is_gone_with_its_process_though_a_child_holds_its_connection(n
     )
     assert run.stdout.read() == b"ready\n"
     run.wait()
-
-    def are_taken_over() -> bool:
-        # One that asks before it is held to be gone gets slots of its own, and keeps to those.
-        with contextlib.closing(SnapshotClient.connect()) as again:
-            return len(again.slots(1, 65536)) == 3
-
     try:
-        until(are_taken_over, "the slots of the dead")
+        successor()
     finally:
         os.killpg(run.pid, signal.SIGKILL)
 
