@@ -131,7 +131,7 @@ def _views(args: argparse.Namespace, job: str) -> list[_View]:
         by_job.setdefault(entry.job, []).append(entry)
     if not by_job and job:
         return [_from_log(job, args.log_dir)]
-    return [_from_agents(entries, _tls(args)) for entries in by_job.values()]
+    return [_from_agents(entries, tls_of(args)) for entries in by_job.values()]
 
 
 def _from_endpoint(args: argparse.Namespace, job: str) -> _View:
@@ -149,7 +149,7 @@ def _from_endpoint(args: argparse.Namespace, job: str) -> _View:
         )
     endpoint = str(parse_endpoint(args.rdzv_endpoint))
     token = read_token(args.token_file) if args.token_file else environment.get("ELASTANE_TOKEN")
-    return _View(job, endpoint, report=_ask(endpoint, job, token, _tls(args)))
+    return _View(job, endpoint, report=_ask(endpoint, job, token, tls_of(args)))
 
 
 def _from_agents(entries: list[JobEntry], tls: TlsConfig | None) -> _View:
@@ -202,7 +202,8 @@ def _ask(endpoint: str, job: str, token: str, tls: TlsConfig | None) -> Report:
     return asyncio.run(query(where.host, where.port, job, secret, tls))
 
 
-def _tls(args: argparse.Namespace) -> TlsConfig | None:
+def tls_of(args: argparse.Namespace) -> TlsConfig | None:
+    """Return the TLS files of the command line, if it names any."""
     from elastane.options.secret import read_tls
     from elastane.process.tls import TlsConfig
 

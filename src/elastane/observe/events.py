@@ -17,8 +17,10 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,6 +39,8 @@ CLOSE_S = 1.0
 # Processes of one host write to one file, each line a moment after its timestamp was read.
 _REORDER_EVENTS = 256
 _READ_BYTES = 1 << 20
+# Of each file of a log of many hosts, more than three lines of full length.
+_PIECE_BYTES_MIN = 16 << 10
 FORMAT_VERSION = 1
 # One line is one write; a page of this size is appended whole by local file systems.
 LINE_BYTES_MAX = 4096
@@ -293,40 +297,104 @@ def _ordered(events: Iterator[LoggedEvent]) -> Iterator[LoggedEvent]:
         yield heapq.heappop(waiting)[2]
 
 
+class PlacedEvent(NamedTuple):
+    """An event, and where its line begins in which file."""
+
+    event: LoggedEvent
+    path: Path
+    offset: int
+
+
+class _Tail:
+    """One file of a log, read piece by piece as it grows."""
+
+    def __init__(self, path: Path, offset: int) -> None:
+        self.path = path
+        self.ready: deque[PlacedEvent] = deque()
+        self._offset = offset
+
+    def fill(self, piece_bytes: int) -> bool:
+        """Read on until an event is ready; return whether one is. Only whole lines are read."""
+        while not self.ready:
+            data = self._piece(piece_bytes)
+            end = data.rfind(b"\n") + 1
+            if not end and len(data) == piece_bytes:
+                end = len(data)  # no valid line is that long
+            if not end:
+                return False
+            at = self._offset
+            for line in data[:end].split(b"\n"):
+                event = decode_line(line) if line else None
+                if event is not None:
+                    self.ready.append(PlacedEvent(event, self.path, at))
+                at += len(line) + 1
+            self._offset += end
+        return True
+
+    def _piece(self, piece_bytes: int) -> bytes:
+        size_bytes = _size_bytes(self.path)
+        if 0 < size_bytes < self._offset:
+            self._offset = 0  # another file took its place
+        if size_bytes <= self._offset:
+            return b""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                return file.read(piece_bytes)
+        except OSError:
+            return b""  # The file may come back: on NFS a file can be missing for a moment.
+
+
 class EventReader:
-    """Reads a job's folder as it grows; `poll` never waits."""
+    """Reads a job's folder as it grows; it never waits. Memory does not grow with the log."""
 
     def __init__(self, folder: str | Path, *, from_now: bool = False) -> None:
         self._folder = Path(folder)
-        self._offsets: dict[Path, int] = {}
+        self._tails: dict[Path, _Tail] = {}
         self._from_now = from_now
         self._first = True
 
     def poll(self) -> list[LoggedEvent]:
         """Return the events since the last poll, in order of time; files may come and go."""
-        new: list[LoggedEvent] = []
-        for path in self._folder.glob("events.*.jsonl"):
-            if path not in self._offsets:
-                skip = self._first and self._from_now
-                self._offsets[path] = _size_bytes(path) if skip else 0
-            new += self._read_new(path)
-        self._first = False
+        new = [placed.event for placed in self.read()]
         return sorted(new, key=lambda event: event.order)
 
-    def _read_new(self, path: Path) -> list[LoggedEvent]:
-        """Read whole lines only; the rest of a line is read by the next poll."""
-        try:
-            with path.open("rb") as file:
-                file.seek(self._offsets[path])
-                data = file.read(_READ_BYTES)
-        except OSError:
-            return []  # The file may come back: on NFS a file can be missing for a moment.
-        end = data.rfind(b"\n") + 1
-        if not end and len(data) == _READ_BYTES:
-            end = len(data)  # no valid line is that long
-        self._offsets[path] += end
-        decoded = (decode_line(line) for line in data[:end].splitlines())
-        return [event for event in decoded if event is not None]
+    def read(self, events_max: int | None = None) -> list[PlacedEvent]:
+        """Return the next events of all hosts merged by time, at most `events_max`."""
+        paths = list(self._folder.glob("events.*.jsonl"))
+        piece_bytes = max(_PIECE_BYTES_MIN, _READ_BYTES // max(1, len(paths)))
+        waiting: list[tuple[tuple[float, str, int, int], int, _Tail]] = []
+        for count, path in enumerate(paths):
+            tail = self._tail(path)
+            if tail.fill(piece_bytes):
+                waiting.append((tail.ready[0].event.order, count, tail))
+        self._first = False
+        heapq.heapify(waiting)
+        found: list[PlacedEvent] = []
+        while waiting and (events_max is None or len(found) < events_max):
+            _, count, tail = waiting[0]
+            found.append(tail.ready.popleft())
+            if tail.fill(piece_bytes):
+                heapq.heapreplace(waiting, (tail.ready[0].event.order, count, tail))
+            else:
+                heapq.heappop(waiting)
+        return found
+
+    def _tail(self, path: Path) -> _Tail:
+        if path not in self._tails:
+            skip = self._first and self._from_now
+            self._tails[path] = _Tail(path, _size_bytes(path) if skip else 0)
+        return self._tails[path]
+
+
+def read_placed(path: Path, offset: int) -> LoggedEvent | None:
+    """Return the event whose line begins at `offset`; None if the file no longer has it."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return decode_line(file.readline(LINE_BYTES_MAX * 4))
+    except OSError:
+        return None
 
 
 def follow(

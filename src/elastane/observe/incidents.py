@@ -140,8 +140,14 @@ def _changed(
 def _opened(
     history: IncidentHistory, event: LoggedEvent, kind: str, title: str, /, **more: object
 ) -> IncidentHistory:
-    """Return the history with another incident, to which the last event belongs."""
+    """Return the history with another incident, to which the last event belongs.
+
+    One that ended a world and is still open is over: the new one takes its place.
+    """
     last = history.last()
+    if last is not None and last.state == "open" and last.kind not in ("authority", "stall"):
+        did = (*last.did, "another incident came before its workers had started")
+        history = _changed(history, last, state="recovered", to_s=event.time_s, did=did)
     opened = IncidentView(
         id=last.id + 1 if last else 1,
         kind=kind,
@@ -328,8 +334,14 @@ def _job_ended(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
         cause=event.text("cause") or current.cause,
         node=event.text("cause_node") or current.node,
         rank=current.rank if rank is None else rank,
-        did=(*current.did, f"the job ended: {event.reason}"),
+        did=(*current.did, f"the job ended: {_without_cause(event)}"),
     )
+
+
+def _without_cause(event: LoggedEvent) -> str:
+    """Return the reason of the job's end after the words for the failure."""
+    found = event.reason.rpartition("; ")[2]
+    return found or event.reason
 
 
 def _sentence(text: str) -> str:

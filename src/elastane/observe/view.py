@@ -53,7 +53,7 @@ ECHOES = frozenset(
     }
 )
 # Final states that a later event of the same life of a node must not overwrite.
-_ENDED = ("gone", "left", "done")
+_ENDED = ("gone", "left", "done", "failed", "stopped")
 _REVIVING = (EventKind.AGENT_STARTED, EventKind.NODE_JOINED, EventKind.WORKERS_STARTING)
 TONES = {
     EventKind.INCIDENT: "bad",
@@ -231,7 +231,7 @@ def after_event(view: JobView, event: LoggedEvent) -> JobView:
     rule = _RULES.get(kind)
     if rule is not None:
         return rule(view, event)
-    return _with_node(view, _next_node(node, kind, event))
+    return _with_node(view, _next_node(node, kind, event, is_over=view.end is not None))
 
 
 def line_of(event: LoggedEvent, node: NodeView | None, incident: int = 0) -> ViewLine:
@@ -311,8 +311,13 @@ def _next_run(view: JobView) -> JobView:
     return JobView(job=view.job, run=view.run + 1, nodes=nodes)
 
 
-def _next_node(node: NodeView | None, kind: EventKind, event: LoggedEvent) -> NodeView | None:
-    """Return a node after an event about it; None if the event changes no node."""
+def _next_node(
+    node: NodeView | None, kind: EventKind, event: LoggedEvent, *, is_over: bool
+) -> NodeView | None:
+    """Return a node after an event about it; None if the event changes no node.
+
+    `is_over`: the job has ended, so that the node stays as it was then.
+    """
     if kind is EventKind.WORKER_EXITED:
         return _with_exit(node, event) if node else None
     state = NODE_STATES.get(kind)
@@ -326,9 +331,14 @@ def _next_node(node: NodeView | None, kind: EventKind, event: LoggedEvent) -> No
     if kind is EventKind.WORKERS_STARTED:
         workers = tuple(WorkerView(pid) for pid in pids_of(event))
     elif kind is EventKind.WORKERS_STOPPED:
-        workers = tuple(WorkerView(w.pid, "stopped") for w in workers)
+        workers = tuple(
+            WorkerView(w.pid, "stopped") if w.state == "training" else w for w in workers
+        )
     elif kind is EventKind.AGENT_STOPPED and event.data.get("exit_code") == 0:
         state = "done"
+    elif state in _ENDED and is_over:
+        failed = any(worker.state == "failed" for worker in workers)
+        state = "failed" if failed else "stopped"
     elif state in _ENDED:
         workers = ()
     changed = (state, workers) != (node.state, node.workers)

@@ -60,6 +60,16 @@ def test_failures_of_one_world_are_one_incident_with_bounded_evidence():
     assert one.rank == 0 and len(one.evidence) == EVIDENCE_MAX
 
 
+def test_a_failure_of_the_next_world_takes_the_place_of_one_that_is_open():
+    first, second = play(
+        settled(1, "a", 4),
+        exited(1, round=1, time_s=20.0),
+        settled(2, "a", 3, time_s=20.2),
+        exited(0, round=2, time_s=20.3),
+    ).incidents.listed
+    assert (first.state, first.to_s, second.state) == ("recovered", 20.3, "open")
+
+
 def test_a_worker_that_was_stopped_or_succeeded_is_no_incident():
     view = play(settled(1, "a", 2), exited(0, stopped=True), exited(1, exit_code=0))
     assert view.incidents.listed == ()

@@ -1,0 +1,147 @@
+"""`elastane dashboard`: the web page of the jobs on this machine, or of the folder of one job.
+
+It serves until interrupted, and changes nothing. Without a token it listens on the loopback alone;
+from another machine, `ssh -L` reaches it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastane.errors import ConfigurationError, UsageError
+
+if TYPE_CHECKING:
+    from elastane.dashboard.following import Jobs
+
+PORT = 8470
+_PORT_MAX = 65535
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add(
+        "job",
+        metavar="JOB_OR_DIR",
+        nargs="?",
+        default="",
+        help="name of the job to show first, or its log folder (default: the newest)",
+    )
+    add("--log-dir", metavar="DIR", default="", help="the --log-dir of elastane run")
+    add("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add(
+        "--port", metavar="N", type=int, default=PORT, help="port; 0 takes a free one (%(default)s)"
+    )
+    add(
+        "--token-file",
+        metavar="FILE",
+        default="",
+        help="secret of the job, which browsers must prove on other addresses than the loopback"
+        " (or set ELASTANE_TOKEN)",
+    )
+    add(
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="another name of this server, such as that of a proxy; may be repeated",
+    )
+    add("--tls-cert", metavar="FILE", default="", help="certificate to ask the coordinator (PEM)")
+    add("--tls-key", metavar="FILE", default="", help="private key of --tls-cert (PEM)")
+    add("--tls-ca", metavar="FILE", default="", help="authority that all nodes trust (PEM)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    check_packages()
+    from elastane.dashboard.guard import Guard
+    from elastane.dashboard.server import DashboardServer, server_of
+
+    token = _token(args)
+    listener = _listener(args)
+    host, port = listener.getsockname()[:2]
+    guard = Guard(args.host, token, tuple(args.allow_host))
+    server = server_of(DashboardServer(_jobs(args), guard).app())
+    where = f"[{host}]" if ":" in host else host
+    print(f"elastane dashboard: http://{where}:{port}/  (Ctrl-C ends it)", flush=True)
+    server.run(sockets=[listener])
+    return 0
+
+
+def check_packages() -> None:
+    """Raise ConfigurationError if the packages of the extra are missing."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"elastane dashboard needs {' and '.join(missing)}",
+            slug="extra-missing",
+            where=sys.executable,
+            expected="the packages of elastane's extra `dashboard`",
+            next_step="pip install 'elastane[dashboard]'",
+        )
+
+
+def _jobs(args: argparse.Namespace) -> Jobs:
+    from elastane.cli.logs import find_job
+    from elastane.cli.status import tls_of
+    from elastane.dashboard.following import Jobs
+    from elastane.process import environment
+    from elastane.process.files import JobRegistry, runtime_folder
+    from elastane.process.streams.files import default_base_dir
+
+    registry = JobRegistry(runtime_folder(environment.snapshot()))
+    base = Path(args.log_dir or environment.get("PET_LOG_DIR") or default_base_dir())
+    chosen = None
+    if args.job:
+        running = [entry.log_dir for entry in registry.running(args.job) if entry.log_dir]
+        chosen = find_job(args.job, args.log_dir or (running[-1] if running else "")).resolve()
+    return Jobs(base, registry, chosen, tls_of(args))
+
+
+def _token(args: argparse.Namespace) -> str:
+    """Return the secret that requests prove; "" on the loopback without --token-file."""
+    from elastane.dashboard.guard import is_loopback
+    from elastane.options.secret import read_token
+    from elastane.process import environment
+
+    if args.token_file:
+        return read_token(args.token_file)
+    if is_loopback(args.host):
+        return ""
+    token = environment.get("ELASTANE_TOKEN").strip()
+    if not token:
+        raise UsageError(
+            f"--host {args.host} would show logs to everybody who reaches this machine",
+            slug="dashboard-token",
+            expected="--token-file or ELASTANE_TOKEN with the secret of the job",
+            next_step=f"ssh -L {args.port}:127.0.0.1:{args.port} THIS_HOST, and leave out --host",
+        )
+    return token
+
+
+def _listener(args: argparse.Namespace) -> socket.socket:
+    """Return the listening socket."""
+    if not 0 <= args.port <= _PORT_MAX:
+        raise UsageError(
+            f"--port {args.port}", slug="dashboard-listen", expected=f"0 to {_PORT_MAX}"
+        )
+    try:
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((args.host, args.port))
+        listener.listen()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {args.host} port {args.port}: {error.strerror or error}",
+            slug="dashboard-listen",
+            expected="an address of this machine and a port that no other process has",
+            next_step="elastane dashboard --port 0, which takes a free port",
+        ) from error
+    return listener

@@ -1,0 +1,283 @@
+"""Follows jobs for the page: their event logs as these grow, and their coordinators' reports.
+
+A job is followed from the first request on, and let go when others are asked for. The log is read
+in a thread, piece by piece, so that a slow disk or a long log stops no answer. A coordinator is
+asked only while somebody looks. Each publication counts up; a stream waits for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from elastane.coordinator.client import query
+from elastane.dashboard.index import EventFilter, EventIndex, EventPage
+from elastane.dashboard.snapshot import BUCKETS, SourceFacts, sections_of
+from elastane.errors import ElastaneError
+from elastane.observe.events import EventReader, PlacedEvent
+from elastane.observe.incidents import IncidentView
+from elastane.observe.rates import Series, series_of
+from elastane.observe.view import JobView, after_event, after_steps, line_of
+from elastane.process.endpoint import parse_endpoint
+from elastane.process.files import JobEntry, JobRegistry, safe_name
+from elastane.process.tls import TlsConfig
+from elastane.protocol.messages import Report
+from elastane.protocol.wire import derive_secret
+
+# At most two publications a second: a person does not read faster.
+PUBLISH_S = 0.5
+REPORT_S = 1.0
+# Agents report steps once a second, so a rate over less time than this is noise.
+STEPS_S = 5.0
+# The agents of a job are looked for in the runtime folder.
+AGENTS_S = 2.0
+REPORT_TIMEOUT_S = 3.0
+# Events between two looks at the other tasks: some tens of milliseconds.
+PIECE_EVENTS = 1000
+# Jobs whose views are kept in memory.
+FOLLOWED_MAX = 8
+JOBS_LISTED_MAX = 200
+
+
+class JobName(msgspec.Struct, frozen=True, kw_only=True):
+    """One job that can be shown."""
+
+    key: str
+    name: str
+    is_running: bool
+    touched_s: float
+
+
+class Publication(msgspec.Struct, frozen=True, kw_only=True):
+    """All sections of a job as JSON, each with the number of its last change."""
+
+    number: int
+    now_s: float
+    sections: dict[str, tuple[int, msgspec.Raw]]
+
+    def since(self, number: int) -> dict[str, msgspec.Raw]:
+        """Return the sections that changed after publication `number`."""
+        return {name: raw for name, (at, raw) in self.sections.items() if at > number}
+
+
+class FollowedJob:
+    """One job that is followed until `close`."""
+
+    def __init__(
+        self,
+        key: str,
+        folder: Path,
+        find_agents: Callable[[str], list[JobEntry]],
+        tls: TlsConfig | None,
+    ) -> None:
+        self.key = key
+        self.folder = folder
+        self._tls = tls
+        self.used_s = time.monotonic()
+        self.watchers = 0
+        self.publication = Publication(number=0, now_s=time.time(), sections={})
+        self._view = JobView()
+        self._index = EventIndex()
+        self._reader = EventReader(folder)
+        self._find_agents = find_agents
+        self._agents: list[JobEntry] = []
+        self._report: Report | None = None
+        self._is_read = False
+        self._changed = asyncio.Condition()
+        self._encode = msgspec.json.Encoder().encode
+        self._tasks = [
+            asyncio.create_task(self._follow_agents()),
+            asyncio.create_task(self._follow_log()),
+            asyncio.create_task(self._follow_coordinator()),
+        ]
+
+    async def close(self) -> None:
+        """Stop following."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def next_publication(self, number: int, timeout_s: float) -> Publication | None:
+        """Return the first publication after `number`; None if none comes in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self.publication.number > number)
+                return self.publication
+        return None
+
+    async def events(self, wanted: EventFilter) -> EventPage:
+        """Return a page of events."""
+        return await asyncio.to_thread(self._index.page, wanted)
+
+    def incident(self, number: int) -> IncidentView | None:
+        """Return one incident whole."""
+        listed = self._view.incidents.listed
+        return next((one for one in reversed(listed) if one.id == number), None)
+
+    def series(self, from_s: float, to_s: float) -> Series:
+        """Return the curves of a span of time."""
+        return series_of(self._view, from_s, to_s, BUCKETS)
+
+    async def _follow_log(self) -> None:
+        while True:
+            placed = await asyncio.to_thread(self._reader.read, PIECE_EVENTS)
+            for one in placed:
+                self._add(one)
+            self._is_read = self._is_read or len(placed) < PIECE_EVENTS
+            if time.time() - self.publication.now_s >= PUBLISH_S or not self.publication.number:
+                await self._publish()
+            await asyncio.sleep(0 if len(placed) == PIECE_EVENTS else PUBLISH_S)
+
+    def _add(self, placed: PlacedEvent) -> None:
+        run, event = self._view.run, placed.event
+        node = self._view.node(event.node)
+        self._view = after_event(self._view, event)
+        if self._view.run != run:
+            self._index = EventIndex()
+        tone = line_of(event, node).tone
+        self._index.add(placed, tone, self._view.incidents.belongs_to)
+
+    async def _follow_agents(self) -> None:
+        while True:
+            name = self._view.job or self.key
+            self._agents = await asyncio.to_thread(self._find_agents, name)
+            await asyncio.sleep(AGENTS_S)
+
+    async def _follow_coordinator(self) -> None:
+        """Ask for reports while somebody looks; without an answer the last one is dropped."""
+        while True:
+            if self.watchers and self._agents and self._view.end is None:
+                self._report = await self._ask()
+                if self._report is not None:
+                    self._add_steps(self._report)
+            else:
+                self._report = None
+            await asyncio.sleep(REPORT_S)
+
+    async def _ask(self) -> Report | None:
+        entry = self._agents[-1]  # the youngest agent has the newest address
+        secret = derive_secret(entry.job, entry.token or None)
+        with contextlib.suppress(ElastaneError, OSError):
+            at = parse_endpoint(entry.endpoint)
+            return await query(at.host, at.port, entry.job, secret, self._tls, REPORT_TIMEOUT_S)
+        return None
+
+    def _add_steps(self, report: Report) -> None:
+        counts = [node.progress for node in report.nodes if node.node_rank is not None]
+        made = [count for count in counts if count is not None]
+        last_s = self._view.steps[-1].time_s if self._view.steps else 0.0
+        if made and len(made) == len(counts) and time.time() - last_s >= STEPS_S:
+            self._view = after_steps(self._view, time.time(), min(made))
+
+    async def _publish(self) -> None:
+        now_s = time.time()
+        source = SourceFacts(
+            now_s=now_s,
+            key=self.key,
+            folder=str(self.folder),
+            events=len(self._index),
+            has_agents=bool(self._agents),
+            is_read=self._is_read,
+            report=self._report,
+        )
+        sections = sections_of(self._view, source)
+        number, old = self.publication.number + 1, self.publication.sections
+        new: dict[str, tuple[int, msgspec.Raw]] = {}
+        for name in sections.__struct_fields__:
+            raw = self._encode(getattr(sections, name))
+            before = old.get(name)
+            same = before is not None and bytes(before[1]) == raw
+            new[name] = before if same and before is not None else (number, msgspec.Raw(raw))
+        async with self._changed:
+            self.publication = Publication(number=number, now_s=now_s, sections=new)
+            self._changed.notify_all()
+
+
+class Jobs:
+    """The jobs of a folder of logs and those that run on this machine."""
+
+    def __init__(
+        self,
+        base_dir: Path,
+        registry: JobRegistry,
+        chosen: Path | None = None,
+        tls: TlsConfig | None = None,
+    ) -> None:
+        self.chosen = chosen
+        self._tls = tls
+        # Numbers of publications begin again with each server.
+        self.server_id = secrets.token_hex(4)
+        self._base_dir = base_dir
+        self._registry = registry
+        self._followed: dict[str, FollowedJob] = {}
+
+    def listed(self) -> list[JobName]:
+        """Return the jobs, those that run first, then the newest; reads folders."""
+        running = {safe_name(entry.job) for entry in self._registry.running()}
+        found = [
+            JobName(
+                key=key,
+                name=key,
+                is_running=key in running,
+                touched_s=_touched_s(folder),
+            )
+            for key, folder in self._folders().items()
+        ]
+        found.sort(key=lambda job: (not job.is_running, -job.touched_s))
+        return found[:JOBS_LISTED_MAX]
+
+    async def follow(self, key: str) -> FollowedJob | None:
+        """Return the job of this name, followed from now on; None if there is none."""
+        job = self._followed.get(key)
+        if job is None:
+            folder = (await asyncio.to_thread(self._folders)).get(key)
+            if folder is None:
+                return None
+            job = self._followed.get(key) or self._begin(key, folder)  # another may have come first
+            await self._let_go(job)
+        job.used_s = time.monotonic()
+        return job
+
+    async def close(self) -> None:
+        """Stop following all jobs."""
+        for job in self._followed.values():
+            await job.close()
+
+    def _begin(self, key: str, folder: Path) -> FollowedJob:
+        job = FollowedJob(key, folder, self._registry.running, self._tls)
+        self._followed[key] = job
+        return job
+
+    async def _let_go(self, kept: FollowedJob) -> None:
+        """Let the job go that was not asked for the longest, if there are too many."""
+        idle = [job for job in self._followed.values() if not job.watchers and job is not kept]
+        if len(self._followed) > FOLLOWED_MAX and idle:
+            oldest = min(idle, key=lambda job: job.used_s)
+            del self._followed[oldest.key]
+            await oldest.close()
+
+    def _folders(self) -> dict[str, Path]:
+        """Return the folder of each job by its key."""
+        found: dict[str, Path] = {}
+        for entry in self._registry.running():
+            if entry.log_dir and (folder := Path(entry.log_dir) / safe_name(entry.job)).is_dir():
+                found[folder.name] = folder
+        if self._base_dir.is_dir():
+            for folder in self._base_dir.iterdir():
+                if any(folder.glob("events.*.jsonl")):
+                    found.setdefault(folder.name, folder)
+        if self.chosen is not None:
+            found[self.chosen.name] = self.chosen
+        return found
+
+
+def _touched_s(folder: Path) -> float:
+    with contextlib.suppress(OSError):
+        return folder.stat().st_mtime
+    return 0.0

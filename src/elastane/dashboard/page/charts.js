@@ -1,0 +1,246 @@
+// The timeline: step rate, world size, incidents and checkpoints on one axis of time.
+
+import { SHAPES, clock, count, incidentLook, rate, svg, tickLabel } from "/dom.js";
+
+const MARKS = 34, RATE = 170, GAP = 26, WORLD = 62, SAVES = 18, AXIS = 20, LEFT = 46, RIGHT = 12;
+const HEIGHT = MARKS + RATE + GAP + WORLD + SAVES + AXIS;
+const TICKS = [1, 2, 5, 10, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 43200, 86400, 172800];
+// Marks that are nearer than this become one with a count.
+const MARK_WIDTH = 24;
+const ORDER = ["plan", "warn", "lost"];
+
+export function drawTimeline(box, data) {
+  const width = Math.max(280, box.clientWidth);
+  const x = (s) => LEFT + ((s - data.from_s) / (data.to_s - data.from_s)) * (width - LEFT - RIGHT);
+  const root = svg("svg", {
+    viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "group", tabindex: 0,
+    "aria-label": "Step rate and world size over time. Arrow keys read out, j and k go from incident to incident.",
+  });
+  const plot = { root, width, x, data };
+  axis(plot);
+  spans(plot);
+  curves(plot);
+  saves(plot);
+  incidentMarks(plot);
+  pointer(plot, box);
+  const hadFocus = box.contains(document.activeElement) && document.activeElement.tagName === "svg";
+  const markFocus = document.activeElement?.closest?.(".incident-mark")?.dataset.first;
+  box.replaceChildren(root);
+  if (markFocus) box.querySelector(`[data-first="${CSS.escape(markFocus)}"]`)?.focus();
+  else if (hadFocus) root.focus();
+}
+
+function axis({ root, width, x, data }) {
+  const span = data.to_s - data.from_s;
+  const most = Math.max(2, Math.floor((width - LEFT) / 90));
+  const step = TICKS.find((each) => span / each <= most) ?? Math.ceil(span / most / 86400) * 86400;
+  const offset = new Date(data.from_s * 1000).getTimezoneOffset() * 60;
+  for (let s = Math.ceil((data.from_s - offset) / step) * step + offset; s <= data.to_s; s += step) {
+    root.append(svg("line", { class: "grid", x1: x(s), x2: x(s), y1: MARKS, y2: HEIGHT - AXIS }));
+    const label = svg("text", { x: Math.min(x(s), width - 22), y: HEIGHT - 6, "text-anchor": "middle" });
+    label.textContent = tickLabel(s, step);
+    root.append(label);
+  }
+}
+
+function scale(values, floorAtZero) {
+  const known = values.filter((value) => value !== null);
+  let high = known.length ? Math.max(...known) : 1;
+  let low = known.length && !floorAtZero ? Math.min(...known) : 0;
+  if (low <= high * 0.8) low = 0;
+  if (high === low) high = low + 1;
+  return [low, high];
+}
+
+function label(root, className, xAt, yAt, text, anchor = "start") {
+  const made = svg("text", { class: className, x: xAt, y: yAt, "text-anchor": anchor });
+  made.textContent = text;
+  root.append(made);
+}
+
+function curves(plot) {
+  const { root, width, data } = plot;
+  const [, top] = scale(data.rate, true);
+  const high = top * 1.08;
+  const yRate = (value) => MARKS + RATE - (value / high) * (RATE - 16);
+  label(root, "name", LEFT, MARKS + 8, "Steps per second");
+  for (const part of [0, 0.5, 1]) {
+    const value = top * part;
+    root.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: yRate(value), y2: yRate(value) }));
+    label(root, "", LEFT - 6, yRate(value) + 4, rate(value), "end");
+  }
+  if (data.usual) {
+    const y = yRate(Math.min(data.usual, high));
+    root.append(svg("line", { class: "usual", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }));
+    label(root, "", width - RIGHT, MARKS + 8, `dotted: usual, ${rate(data.usual)}`, "end");
+  }
+  if (data.rate.some((value) => value !== null)) {
+    curve(plot, data.rate, yRate, MARKS + RATE, "rate", false);
+  } else {
+    label(root, "", LEFT + 8, MARKS + RATE / 2, "No step count in the log: the script does not report its steps, or has not yet.");
+  }
+  const worldTop = MARKS + RATE + GAP;
+  const [low, most] = scale(data.world, false);
+  const yWorld = (value) => worldTop + WORLD - ((value - low) / (most - low)) * (WORLD - 6);
+  label(root, "name", LEFT, worldTop - 6, `Workers in the world${low ? ` (axis from ${count(low)})` : ""}`);
+  for (const value of [low, most]) {
+    root.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: yWorld(value), y2: yWorld(value) }));
+    label(root, "", LEFT - 6, yWorld(value) + 4, count(value), "end");
+  }
+  curve(plot, data.world, yWorld, worldTop + WORLD, "world", true);
+}
+
+function curve({ root, x, data }, values, y, base, name, stepped) {
+  let line = "", area = "", begun = null;
+  const end = (s) => { if (begun !== null) area += `L${x(s).toFixed(1)} ${base}L${begun.toFixed(1)} ${base}Z`; begun = null; };
+  values.forEach((value, index) => {
+    const from = data.series_from_s + index * data.bucket_s;
+    const middle = stepped ? from : from + data.bucket_s / 2;
+    if (value === null) { end(from); return; }
+    const [xAt, yAt] = [x(Math.min(Math.max(middle, data.from_s), data.to_s)), y(value).toFixed(1)];
+    const xText = xAt.toFixed(1);
+    if (begun === null) { line += `M${xText} ${yAt}`; area += `M${xText} ${yAt}`; begun = xAt; }
+    else { line += `L${xText} ${yAt}`; area += `L${xText} ${yAt}`; }
+    if (stepped) {
+      const right = x(Math.min(from + data.bucket_s, data.to_s)).toFixed(1);
+      line += `L${right} ${yAt}`; area += `L${right} ${yAt}`;
+    }
+  });
+  end(Math.min(data.series_from_s + values.length * data.bucket_s, data.to_s));
+  root.append(svg("path", { class: `${name}-area`, d: area || "M0 0" }), svg("path", { class: `${name}-line`, d: line || "M0 0" }));
+}
+
+const endOf = (one, data) => one.to_s ?? (one.state === "open" ? data.end_s : one.from_s);
+const isSeen = (one, data) => one.from_s <= data.to_s && endOf(one, data) >= data.from_s;
+
+function spans({ root, x, data }) {
+  for (const one of data.incidents) {
+    if (!isSeen(one, data)) continue;
+    const tone = incidentLook(one)[1];
+    const [from, to] = [Math.max(one.from_s, data.from_s), Math.min(endOf(one, data), data.to_s)];
+    const [y, height] = [MARKS, RATE + GAP + WORLD];
+    root.append(svg("rect", { class: `span-${tone}`, x: x(from), y, width: Math.max(0, x(to) - x(from)), height }));
+    if (one.from_s >= data.from_s) {
+      const chosen = one.id === data.chosen ? " chosen-line" : "";
+      root.append(svg("line", { class: `line-${tone}${chosen}`, x1: x(one.from_s), x2: x(one.from_s), y1: MARKS - 6, y2: MARKS + height, opacity: chosen ? 1 : 0.55 }));
+    }
+  }
+}
+
+function saves({ root, x, data }) {
+  const y = MARKS + RATE + GAP + WORLD + 7;
+  let last = -10;
+  for (const [atS, step, failed] of data.saves) {
+    if (atS < data.from_s || atS > data.to_s || (x(atS) - last < 6 && !failed)) continue;
+    last = x(atS);
+    const made = svg("path", { class: failed ? "failed-save" : "saved", d: SHAPES[failed ? "cross" : "triangle"], transform: `translate(${last - 4.2} ${y}) scale(.6)` });
+    const title = svg("title");
+    title.textContent = `${failed ? "save failed" : "checkpoint saved"}: step ${count(step)}, ${clock(atS)}`;
+    made.append(title);
+    root.append(made);
+  }
+}
+
+function grouped({ x, data }) {
+  const groups = [];
+  for (const one of data.incidents) {
+    if (one.from_s < data.from_s || one.from_s > data.to_s) continue;
+    const at = x(one.from_s), last = groups.at(-1);
+    if (last && at - last.at < MARK_WIDTH) last.all.push(one);
+    else groups.push({ at, all: [one] });
+  }
+  return groups;
+}
+
+function incidentMarks(plot) {
+  const { root, data } = plot;
+  for (const { at, all } of grouped(plot)) {
+    const chosen = all.some((one) => one.id === data.chosen);
+    const worst = all.reduce((a, b) => (ORDER.indexOf(incidentLook(b)[1]) > ORDER.indexOf(incidentLook(a)[1]) ? b : a));
+    const [shape, tone] = incidentLook(worst);
+    const words = all.length === 1 ? `${worst.title}, ${clock(worst.from_s)}` : `${all.length} incidents from ${clock(all[0].from_s)}`;
+    const group = svg("g", { class: `incident-mark t-${tone}${chosen ? " chosen" : ""}`, transform: `translate(${at} 15)`, tabindex: 0, role: "button", "aria-label": words, "data-first": all[0].id });
+    const title = svg("title");
+    title.textContent = words;
+    group.append(title, svg("circle", { r: 12 }));
+    if (all.length === 1) group.append(svg("path", { d: SHAPES[shape], transform: "translate(-7 -7)", "fill-rule": "evenodd" }));
+    else { const text = svg("text", { y: 4 }); text.textContent = all.length > 99 ? "99+" : all.length; group.append(text); }
+    const open = () => data.choose(all);
+    group.addEventListener("click", open);
+    group.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); open(); } });
+    root.append(group);
+  }
+}
+
+function pointer({ root, width, x, data }, box) {
+  const cursor = svg("line", { class: "cursor", y1: MARKS, y2: HEIGHT - AXIS, visibility: "hidden" });
+  const zoom = svg("rect", { class: "zoom-box", y: MARKS, height: RATE + GAP + WORLD, visibility: "hidden" });
+  root.append(zoom, cursor);
+  const timeAt = (px) => data.from_s + ((px - LEFT) / (width - LEFT - RIGHT)) * (data.to_s - data.from_s);
+  const within = (event) => Math.min(width - RIGHT, Math.max(LEFT, (event.clientX - root.getBoundingClientRect().left) * (width / root.getBoundingClientRect().width)));
+  const readAt = (s) => {
+    const index = Math.floor((s - data.series_from_s) / data.bucket_s);
+    cursor.setAttribute("x1", x(s)); cursor.setAttribute("x2", x(s)); cursor.setAttribute("visibility", "visible");
+    data.read(s, data.rate[index] ?? null, data.world[index] ?? null);
+  };
+  let from = null;
+  root.addEventListener("pointerdown", (event) => {
+    if (event.target.closest(".incident-mark") || event.button !== 0) return;
+    from = within(event); box.dataset.dragging = "yes"; root.setPointerCapture(event.pointerId);
+  });
+  root.addEventListener("pointermove", (event) => {
+    const at = within(event);
+    readAt(timeAt(at));
+    if (from === null) return;
+    zoom.setAttribute("visibility", "visible");
+    zoom.setAttribute("x", Math.min(from, at)); zoom.setAttribute("width", Math.abs(at - from));
+  });
+  const stop = (event) => {
+    delete box.dataset.dragging;
+    if (from === null) return;
+    const [a, b] = [from, within(event)].sort((one, other) => one - other);
+    from = null; zoom.setAttribute("visibility", "hidden");
+    if (event.type === "pointerup" && b - a > 8) data.zoom(timeAt(a), timeAt(b));
+  };
+  root.addEventListener("pointerup", stop);
+  root.addEventListener("pointercancel", stop);
+  root.addEventListener("pointerleave", () => { if (from === null) { cursor.setAttribute("visibility", "hidden"); data.read(null); } });
+  let read = data.to_s;
+  root.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step || event.target !== root) return;
+    event.preventDefault();
+    read = Math.min(data.to_s, Math.max(data.from_s, read + step * data.bucket_s * (event.shiftKey ? 20 : 4)));
+    readAt(read);
+  });
+}
+
+// A map of many nodes: one square each, in the order of node rank; what is not well has a shape.
+export function drawMap(canvas, nodes, looks) {
+  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth || 600;
+  const cell = Math.max(8, Math.min(16, Math.floor(Math.sqrt((width * 190) / nodes.length))));
+  const columns = Math.max(1, Math.floor(width / cell)), rows = Math.ceil(nodes.length / columns);
+  canvas.width = width * ratio; canvas.height = rows * cell * ratio; canvas.style.height = `${rows * cell}px`;
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name) => style.getPropertyValue(`--${name}`);
+  const fills = { use: colour("use-soft"), over: colour("over"), warn: colour("warn-mark"), lost: colour("lost"), plan: colour("plan") };
+  nodes.forEach((node, index) => {
+    const [shape, tone] = looks(node.state);
+    const [left, top] = [(index % columns) * cell, Math.floor(index / columns) * cell];
+    pen.fillStyle = fills[tone];
+    pen.fillRect(left, top, cell - 1.5, cell - 1.5);
+    if (tone === "use") return;
+    pen.save();
+    pen.translate(left + 1, top + 1); pen.scale((cell - 3.5) / 14, (cell - 3.5) / 14);
+    pen.fillStyle = colour("panel");
+    pen.fill(new Path2D(SHAPES[shape]), "evenodd");
+    pen.restore();
+  });
+  return (event) => {
+    const box = canvas.getBoundingClientRect();
+    const [column, row] = [Math.floor((event.clientX - box.left) / cell), Math.floor((event.clientY - box.top) / cell)];
+    return column < columns ? nodes[row * columns + column] : undefined;
+  };
+}

@@ -1,0 +1,326 @@
+"""What the page shows of a job, in sections, from its view and its coordinator's report.
+
+Pure. A section is sent again only if it has changed, so each holds what changes together. Sizes are
+bounded: a job of a thousand nodes has some hundred kilobytes.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+import msgspec
+
+from elastane.observe.incidents import IncidentView
+from elastane.observe.needs import Need, needs_of
+from elastane.observe.rates import Series, StepRates, rates_of, series_of
+from elastane.observe.view import CheckpointView, JobView, NodeView
+from elastane.protocol.messages import NodeStatus, Report
+
+# As many as a chart of full width has pairs of pixels.
+BUCKETS = 480
+# Nodes up to this number are listed with all their workers, more only with those not well.
+DETAILED_NODES_MAX = 64
+MARKS_MAX = 1000
+# A job that trains logs its progress every ten seconds, wherever its agents run.
+SILENT_S = 60.0
+CHECKPOINTS_LISTED = 30
+GONE_LISTED = 20
+_WELL = frozenset({"training", "done"})
+
+
+class JobSection(msgspec.Struct, kw_only=True):
+    """The job as a whole; `state` is that of `state_of`."""
+
+    key: str
+    name: str
+    state: str
+    reason: str
+    log_dir: str
+    run: int
+    started_s: float | None
+    ended_s: float | None
+    exit_code: int | None
+    step: int
+    has_steps: bool
+    world_size: int
+    world_full: int
+    nodes: int
+    round: int | None
+    attempt: int | None
+    restarts_used: int
+    restarts_allowed: int | None
+    min_nodes: int | None
+    max_nodes: int | None
+    events: int
+    is_live: bool
+    is_read: bool
+
+
+class WorkerRow(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One worker; `rank` is missing where the log does not say it."""
+
+    local_rank: int
+    pid: int
+    state: str
+    rank: int | None = None
+
+
+class NodeRow(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One node; what only a coordinator knows is missing without one."""
+
+    name: str
+    state: str
+    host: str = ""
+    why: str = ""
+    since_s: float = 0.0
+    workers: list[WorkerRow] = []
+    worker_count: int = 0
+    coordinates: bool = False
+    heard_s: float | None = None
+    step: int | None = None
+    rate: float | None = None
+
+
+class NodesSection(msgspec.Struct, kw_only=True):
+    """The nodes in the order of their ranks, and the ones that are gone, newest first."""
+
+    here: list[NodeRow]
+    gone: list[NodeRow]
+    gone_count: int
+    has_all_workers: bool
+
+
+class Mark(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One incident as a mark on the timeline."""
+
+    id: int
+    kind: str
+    state: str
+    from_s: float
+    to_s: float | None
+    whole_s: float | None
+    title: str
+    node: str = ""
+    rank: int | None = None
+
+
+class CheckpointsSection(msgspec.Struct, kw_only=True):
+    """The newest checkpoints, newest first, and all of them as (time, step, failed)."""
+
+    newest: list[CheckpointView]
+    saved: int
+    failed: int
+    marks: list[tuple[float, int, bool]]
+
+
+class Sections(msgspec.Struct, kw_only=True):
+    """Everything that the page shows without asking further."""
+
+    job: JobSection
+    rate: StepRates
+    needs: list[Need]
+    nodes: NodesSection
+    series: Series
+    incidents: list[Mark]
+    checkpoints: CheckpointsSection
+
+
+class SourceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a view comes from, as of `now_s`, the clock of the machine that reads the log.
+
+    `has_agents`: whether agents of the job run on this machine.
+    """
+
+    now_s: float
+    key: str
+    folder: str
+    events: int
+    has_agents: bool
+    is_read: bool
+    report: Report | None = None
+
+
+def sections_of(view: JobView, source: SourceFacts) -> Sections:
+    """Return all sections of a job."""
+    end_s = _end_s(view, source)
+    begin_s = end_s if view.started_s is None else view.started_s
+    return Sections(
+        job=_job(view, source),
+        rate=_rate(view, source.report, end_s),
+        needs=needs_of(view),
+        nodes=_nodes(view, source.report),
+        series=series_of(view, begin_s, max(end_s, begin_s + 60.0), BUCKETS),
+        incidents=[_mark(one) for one in view.incidents.listed[-MARKS_MAX:]],
+        checkpoints=_checkpoints(view),
+    )
+
+
+def state_of(view: JobView, source: SourceFacts) -> str:
+    """Return the state of a job in a word.
+
+    starting, training, recovering, waiting, done, failed; or silent: its log has neither an end nor
+    a recent event, and no agent runs on this machine.
+    """
+    if view.end is not None:
+        return "done" if view.end.ok else "failed"
+    if not _is_alive(view, source):
+        return "silent"
+    last = view.incidents.last()
+    if last is not None and last.state == "open" and last.kind in ("worker", "node", "failure"):
+        return "recovering"
+    if view.waiting:
+        return "waiting"
+    is_training = any(node.state == "training" for node in view.nodes.values())
+    return "training" if is_training and view.world_size else "starting"
+
+
+def _rate(view: JobView, report: Report | None, end_s: float) -> StepRates:
+    """Return the rates, that of now from the coordinator if it answers."""
+    rates = rates_of(view, end_s)
+    told = (
+        [node.steps_per_s for node in report.nodes if node.steps_per_s is not None]
+        if report
+        else []
+    )
+    return StepRates(now=median(told), usual=rates.usual) if told else rates
+
+
+def _is_alive(view: JobView, source: SourceFacts) -> bool:
+    return source.has_agents or source.now_s - (view.last_s or 0.0) < SILENT_S
+
+
+def _end_s(view: JobView, source: SourceFacts) -> float:
+    """Return until when the job is shown: now, its end, or its last event."""
+    if view.end is not None:
+        return view.end.time_s
+    if view.last_s is None or _is_alive(view, source):
+        return max(source.now_s, view.last_s or 0.0)
+    return view.last_s
+
+
+def _reason(view: JobView, source: SourceFacts) -> str:
+    if view.end is not None:
+        return view.end.reason
+    if source.report is not None:
+        return source.report.reason
+    return view.waiting
+
+
+def _job(view: JobView, source: SourceFacts) -> JobSection:
+    report = source.report
+    used, allowed = view.restarts
+    return JobSection(
+        key=source.key,
+        name=view.job or source.key,
+        state=state_of(view, source),
+        reason=_reason(view, source),
+        log_dir=source.folder,
+        run=view.run,
+        started_s=view.started_s,
+        ended_s=view.end.time_s if view.end else None,
+        exit_code=view.end.exit_code if view.end else None,
+        step=view.step,
+        has_steps=bool(view.steps),
+        world_size=view.world_size,
+        world_full=max((point.size for point in view.worlds), default=0),
+        nodes=sum(node.state not in ("gone", "left", "done") for node in view.nodes.values()),
+        round=view.round,
+        attempt=view.attempt,
+        restarts_used=max(used, report.restarts_used) if report else used,
+        restarts_allowed=report.max_restarts if report else allowed,
+        min_nodes=report.min_nodes if report else None,
+        max_nodes=report.max_nodes if report else None,
+        events=source.events,
+        is_live=report is not None,
+        is_read=source.is_read,
+    )
+
+
+def _nodes(view: JobView, report: Report | None) -> NodesSection:
+    ranks = view.first_ranks()
+    known = {node.node_id: node for node in report.nodes} if report else {}
+    over = view.end is not None
+    here = [node for node in view.nodes.values() if over or node.state not in ("gone", "left")]
+    gone = [node for node in view.nodes.values() if not over and node.state in ("gone", "left")]
+    detailed = len(here) <= DETAILED_NODES_MAX
+    here.sort(key=lambda node: _order(node, ranks, known))
+    gone.sort(key=lambda node: -node.since_s)
+    return NodesSection(
+        here=[_row(node, ranks.get(node.name), known.get(node.name), detailed) for node in here],
+        gone=[_row(node, None, None, detailed=False) for node in gone[:GONE_LISTED]],
+        gone_count=len(gone),
+        has_all_workers=detailed,
+    )
+
+
+def _order(node: NodeView, ranks: dict[str, int], known: dict[str, NodeStatus]) -> tuple[int, str]:
+    status = known.get(node.name)
+    if status is not None and status.node_rank is not None:
+        return status.node_rank, node.name
+    return ranks.get(node.name, 1 << 30), node.name
+
+
+def _row(
+    node: NodeView, first_rank: int | None, status: NodeStatus | None, detailed: bool
+) -> NodeRow:
+    """Return one node; one that is well in a large job is only counted, not described."""
+    well = node.state in _WELL and all(worker.state in _WELL for worker in node.workers)
+    row = NodeRow(
+        name=node.name,
+        state=_node_state(node, status),
+        worker_count=len(node.workers),
+        coordinates=node.coordinates,
+    )
+    if well and not detailed and row.state == node.state:
+        return row
+    row.host, row.why, row.since_s = node.host, node.why, node.since_s
+    row.workers = [
+        WorkerRow(
+            local_rank=index,
+            pid=worker.pid,
+            state=_worker_state(node, worker.state),
+            rank=None if first_rank is None else first_rank + index,
+        )
+        for index, worker in enumerate(node.workers)
+    ]
+    if status is not None:
+        row.heard_s = round(status.heard_s, 1)
+        row.step = status.progress
+        row.rate = None if status.steps_per_s is None else round(status.steps_per_s, 3)
+    return row
+
+
+def _node_state(node: NodeView, status: NodeStatus | None) -> str:
+    if status is not None and status.state == "away":
+        return "away"
+    if node.state == "training" and any(worker.state == "failed" for worker in node.workers):
+        return "failed"
+    return node.state
+
+
+def _worker_state(node: NodeView, state: str) -> str:
+    return node.state if state == "training" else state
+
+
+def _mark(one: IncidentView) -> Mark:
+    return Mark(
+        id=one.id,
+        kind=one.kind,
+        state=one.state,
+        from_s=one.from_s,
+        to_s=one.to_s,
+        whole_s=one.whole_s,
+        title=one.title,
+        node=one.node,
+        rank=one.rank,
+    )
+
+
+def _checkpoints(view: JobView) -> CheckpointsSection:
+    failed = sum(bool(made.slug) for made in view.checkpoints)
+    return CheckpointsSection(
+        newest=list(reversed(view.checkpoints[-CHECKPOINTS_LISTED:])),
+        saved=len(view.checkpoints) - failed,
+        failed=failed,
+        marks=[(made.time_s, made.step, bool(made.slug)) for made in view.checkpoints[-MARKS_MAX:]],
+    )

@@ -1,0 +1,99 @@
+"""What a job needs from a person, worst first, from its view. Pure.
+
+A need is something that a person can act on, or has to know before it becomes a failure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from elastane.observe.view import JobView
+
+NEEDS_MAX = 3
+# Two failures of one node may be chance; the third is a reason to look at the node.
+REPEATED = 3
+_RECENT = 20
+
+
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """One need. `severity`: act, watch, or next (what can be done after the end)."""
+
+    severity: str
+    text: str
+    hint: str = ""
+    incident: int = 0
+
+
+def needs_of(view: JobView) -> list[Need]:
+    """Return the needs, at most NEEDS_MAX."""
+    found = _after_the_end(view) if view.end is not None else _while_it_runs(view)
+    order = ("act", "watch", "next")
+    return sorted(found, key=lambda need: order.index(need.severity))[:NEEDS_MAX]
+
+
+def _after_the_end(view: JobView) -> list[Need]:
+    assert view.end is not None
+    if view.end.ok:
+        return []
+    found = []
+    fatal = view.incidents.last()
+    if fatal is not None and fatal.state == "fatal":
+        text = f"Find out why: {fatal.title}"
+        found.append(Need(severity="act", text=text, hint=fatal.cause, incident=fatal.id))
+    saved = [made for made in view.checkpoints if not made.slug]
+    if saved:
+        text = f"Start it again: step {saved[-1].step:,} is saved"
+        found.append(Need(severity="next", text=text, hint=saved[-1].location))
+    return found
+
+
+def _while_it_runs(view: JobView) -> list[Need]:
+    found = [*_open_incidents(view), *_budget(view), *_repeated(view), *_checkpoints(view)]
+    if view.waiting:
+        found.append(Need(severity="act", text="The job waits", hint=view.waiting))
+    if view.events_lost:
+        text = f"{view.events_lost:,} events could not be written"
+        hint = "The disk of the log folder was full or away: this page has gaps."
+        found.append(Need(severity="watch", text=text, hint=hint))
+    return found
+
+
+def _open_incidents(view: JobView) -> list[Need]:
+    return [
+        Need(severity="act", text=one.title, hint=one.cause, incident=one.id)
+        for one in view.incidents.listed[-_RECENT:]
+        if one.state == "open" and one.kind != "change"
+    ]
+
+
+def _budget(view: JobView) -> list[Need]:
+    used, allowed = view.restarts
+    if allowed is None or not used or allowed - used > 1:
+        return []
+    left = allowed - used
+    text = f"{'One restart is' if left else 'No restart is'} left of {allowed}"
+    hint = "One failure more than that ends the job (--max-restarts)."
+    return [Need(severity="watch" if left else "act", text=text, hint=hint)]
+
+
+def _repeated(view: JobView) -> list[Need]:
+    failures = [one for one in view.incidents.listed[-_RECENT:] if one.kind in ("worker", "node")]
+    nodes = Counter(one.node for one in failures)
+    if len(view.nodes) < 2 or not nodes:
+        return []
+    node, count = nodes.most_common(1)[0]
+    if count < REPEATED:
+        return []
+    last = next(one for one in reversed(failures) if one.node == node)
+    text = f"{node} failed {count} times in the last {len(failures)} failures"
+    return [Need(severity="watch", text=text, hint=last.cause, incident=last.id)]
+
+
+def _checkpoints(view: JobView) -> list[Need]:
+    last = view.checkpoints[-1] if view.checkpoints else None
+    if last is None or not last.slug:
+        return []
+    hint = f"{last.location} on {last.node} [{last.slug}]"
+    return [Need(severity="act", text=f"The save of step {last.step:,} failed", hint=hint)]
