@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from growing import Growing
-from jobs import PRELOAD_OPTIMIZER
+from jobs import PRELOAD_COMPILER
 
 from elastane.testing import LocalCluster
 from elastane.testing.cluster import LocalNode
@@ -30,7 +30,7 @@ PER_EPOCH = -(-SAMPLES // BATCH)
 STEPS = EPOCHS * PER_EPOCH
 DEADLINE_S = 90.0
 MARK = "TEST_IMAGENET_MARK"
-PRELOAD = f"{PRELOAD_OPTIMIZER},torch.utils.data,PIL.Image"
+PRELOAD = f"{PRELOAD_COMPILER},torch.utils.data,PIL.Image"
 
 
 class Training:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from growing import Growing
-from jobs import PRELOAD_OPTIMIZER
+from jobs import PRELOAD_COMPILER, PRELOAD_OPTIMIZER
 from snapshot_server_support import snapshot_servers
 
 from elastane.cli.main import main
@@ -24,6 +24,11 @@ from elastane.testing import LocalCluster
 SCRIPT = Path(__file__).parent / "scripts" / "checkpointed.py"
 STEP_S = 0.02
 RENAME_EXCHANGE = 2
+
+
+def preload(way: str) -> str:
+    """Return what its workers import; only a job in place imports uncompiled.py."""
+    return PRELOAD_OPTIMIZER if way == "job" else PRELOAD_COMPILER
 
 
 class Saving:
@@ -41,8 +46,8 @@ class Saving:
         script = [str(word) for word in words]
         options = {"nnodes": "1", "nproc_per_node": 2, "max_restarts": 1000, **options}
         options |= {
-            "preload": PRELOAD_OPTIMIZER,
-            "rdzv_conf": {"crash_loop": 0},
+            "preload": preload(way),
+            "rdzv_conf": {"crash_loop": 0, "last_call": 1, "gather": 0.2},
         }
         self.cluster = LocalCluster(script, folder=folder / "c", **options)
 
@@ -114,7 +119,7 @@ folder = pathlib.Path({str(said)!r})
     script = folder / "undisturbed.py"
     script.write_text(program)
     command = ["-m", "elastane", "run", "--standalone", "--nproc-per-node", str(world)]
-    command += ["--preload", PRELOAD_OPTIMIZER, str(script)]
+    command += ["--preload", preload(way), str(script)]
     subprocess.run([sys.executable, *command], check=True, timeout=100)
     lines = [line for told in Growing(said).lines().values() for line in told]
     made = {x["step"]: x["weights"] for x in lines if x["what"] == "step" and x["rank"] == 0}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from growing import Growing
-from jobs import PRELOAD_OPTIMIZER
+from jobs import PRELOAD_COMPILER
 
 from elastane.testing import LocalCluster
 from elastane.worker.digest_log import read_digest_log
@@ -33,7 +33,7 @@ class Changing:
         self.told = Growing(folder / "said")
         script = [str(SCRIPT), str(folder / "said"), "0", "0.03"]
         options = {"nnodes": "1:5", "nproc_per_node": 1, "max_restarts": 1000, "tee": "0"}
-        options["preload"] = PRELOAD_OPTIMIZER
+        options["preload"] = PRELOAD_COMPILER
         options["rdzv_conf"] = {"last_call": 0.3, "crash_loop": 0}
         env = {"ELASTANE_DIGEST_LOG": str(folder / "a" / "digests.jsonl")}
         self.cluster = LocalCluster(script, folder=folder / "c", env=env, **options)

@@ -90,7 +90,7 @@ def test_sigterm_to_one_worker_stops_all_after_the_same_step_and_none_is_redone(
         assert first_new_step(tmp_path, len(lines)) == lines[-1]["step"] + 1
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_it_learns_the_digits_at_any_world_size(tmp_path, world_size):
     with training(tmp_path, world_size, "--epochs", "10") as workers:
         assert [w.wait(DEADLINE_S) for w in workers] == [0] * world_size

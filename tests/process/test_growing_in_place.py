@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from growing import Growing
-from jobs import PRELOAD
+from jobs import PRELOAD_COMPILER
 
 from elastane.errors import ExitCode
 from elastane.testing import LocalCluster
@@ -34,7 +34,7 @@ class GrowingJob:
         }
         conf = f"growth_interval={interval_s},last_call=0.1"
         self.cluster = LocalCluster(
-            script, folder=folder / "c", in_place=True, preload=f"{PRELOAD},torch.optim",
+            script, folder=folder / "c", in_place=True, preload=PRELOAD_COMPILER,
             rdzv_conf=conf, **options,
         )  # fmt: skip
 

@@ -288,7 +288,11 @@ def test_an_error_of_the_handlers_own_is_shown_with_its_traceback(start):
     ("backend", "said"),
     [
         ("absent", "ModuleNotFoundError: No module named 'no_module_of_this_name'"),
-        ("nameless", "AttributeError: module 'json' has no attribute 'no_such_name'"),
+        pytest.param(
+            "nameless",
+            "AttributeError: module 'json' has no attribute 'no_such_name'",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_a_handler_that_cannot_be_loaded_is_said_with_its_reason(start, site, backend, said):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from growing import Growing
-from jobs import PRELOAD
+from jobs import PRELOAD_OPTIMIZER
 
 from elastane.process.status_page import PAGE_BYTES, StatusPage
 from elastane.testing import Fault, FaultPlan, LocalCluster
@@ -38,7 +38,7 @@ class InPlace:
         script = [str(script_path), str(folder / "said"), "1000000", str(STEP_S)]
         options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 1000, **options}
         options.setdefault("rdzv_conf", {"last_call": 1, "gather": 0.2})
-        options |= {"preload": f"{PRELOAD},torch.optim", "tee": "0"}
+        options |= {"preload": PRELOAD_OPTIMIZER, "tee": "0"}
         self.cluster = LocalCluster(script, folder=folder / "c", **options)
 
     def said(self, what: str = "committed") -> dict[int, list[dict]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from growing import Growing
-from jobs import PRELOAD_OPTIMIZER
+from jobs import PRELOAD_COMPILER
 
 from elastane.testing import LocalCluster
 from elastane.testing.cluster import LocalNode
@@ -38,8 +38,8 @@ class Sharding:
         words = [str(word) for word in (SCRIPT, self.said_folder, shard, STEP_S, where, *more)]
         options = {"nnodes": "1", "nproc_per_node": 4, "max_restarts": 30, **options}
         self.workers = int(options["nproc_per_node"])
-        options |= {"preload": f"{PRELOAD_OPTIMIZER},torch.distributed.fsdp"}
-        options |= {"rdzv_conf": {"crash_loop": 0}}
+        options |= {"preload": f"{PRELOAD_COMPILER},torch.distributed.fsdp"}
+        options |= {"rdzv_conf": {"crash_loop": 0, "last_call": 1, "gather": 0.2}}
         self.cluster = LocalCluster(words, folder=folder / "c", **options)
 
     def said(self, what: str = "committed") -> dict[int, list[dict]]:

@@ -238,6 +238,7 @@ def test_a_torchrun_that_waits_for_others_ends_by_a_signal_at_once(
         assert time.monotonic() - begun_s < 5.0
 
 
+@pytest.mark.soak
 def test_torchruns_meet_in_etcd(job: Callable[..., Torchruns]) -> None:
     need_etcd()
     server = EtcdServer()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from growing import Growing
-from jobs import PRELOAD
+from jobs import PRELOAD_COMPILER
 
 from elastane.testing import LocalCluster
 
@@ -26,7 +26,7 @@ class Unmodified:
         script = [str(SCRIPT), str(self.folder), *args]
         options = {"nnodes": "1", "nproc_per_node": 4, "min_workers": 1, **options}
         self.cluster = LocalCluster(
-            script, folder=folder / "c", in_place=True, preload=f"{PRELOAD},torch.optim", **options
+            script, folder=folder / "c", in_place=True, preload=PRELOAD_COMPILER, **options
         )
 
     def said(self) -> dict[int, list[dict]]:

@@ -126,6 +126,8 @@ def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:
 
 def in_place(folder: Path, where: str, step_s: float, every: int = 1) -> None:
     """Train as a job that recovers in place."""
+    import uncompiled  # noqa: F401 - before the optimizer is made
+
     told = Told(folder)
     with elastane.init(backend=os.environ.get("GPU_BACKEND", "")) as job:
         net = torch.nn.Sequential(*[layer for n, layer in enumerate(model()) if n in (0, 2)])

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import uncompiled  # noqa: F401 - before the optimizer is made
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+import uncompiled  # noqa: F401 - before the optimizer is made
 
 SAMPLES, BATCH, SIDE, STEP_S = 1009, 8, 8, 0.03
 COUNT = 2 * SIDE * SIDE

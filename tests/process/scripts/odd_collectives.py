@@ -6,6 +6,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+import uncompiled  # noqa: F401 - before the optimizer is made
 
 import elastane
 

@@ -9,6 +9,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import uncompiled  # noqa: F401 - before the optimizer is made
 
 import elastane
 
