@@ -158,11 +158,13 @@ def sections_of(view: JobView, source: SourceFacts) -> Sections:
 def state_of(view: JobView, source: SourceFacts) -> str:
     """Return the state of a job in a word.
 
-    starting, training, recovering, waiting, done, failed; or silent: its log has neither an end nor
-    a recent event, and no agent runs on this machine.
+    starting, training, recovering, waiting, done, failed; stopped: all its nodes left before its
+    end; silent: its log has no end and no recent event, and no agent runs on this machine.
     """
     if view.end is not None:
         return "done" if view.end.ok else "failed"
+    if _is_stopped(view):
+        return "stopped"
     if not _is_alive(view, source):
         return "silent"
     last = view.incidents.last()
@@ -189,13 +191,25 @@ def _is_alive(view: JobView, source: SourceFacts) -> bool:
     return source.has_agents or source.now_s - (view.last_s or 0.0) < SILENT_S
 
 
+def _is_stopped(view: JobView) -> bool:
+    """Return whether all nodes left before the job's end, so that nothing of it runs."""
+    states = {node.state for node in view.nodes.values()}
+    return bool(states) and states <= {"left", "gone"} and "left" in states
+
+
 def _end_s(view: JobView, source: SourceFacts) -> float:
     """Return until when the job is shown: now, its end, or its last event."""
     if view.end is not None:
         return view.end.time_s
-    if view.last_s is None or _is_alive(view, source):
+    if view.last_s is None or (_is_alive(view, source) and not _is_stopped(view)):
         return max(source.now_s, view.last_s or 0.0)
     return view.last_s
+
+
+def _ended_s(view: JobView) -> float | None:
+    if view.end is not None:
+        return view.end.time_s
+    return view.last_s if _is_stopped(view) else None
 
 
 def _reason(view: JobView, source: SourceFacts) -> str:
@@ -203,6 +217,8 @@ def _reason(view: JobView, source: SourceFacts) -> str:
         return view.end.reason
     if source.report is not None:
         return source.report.reason
+    if _is_stopped(view):
+        return "all nodes left before the job's end; it can be started again"
     return view.waiting
 
 
@@ -217,7 +233,7 @@ def _job(view: JobView, source: SourceFacts) -> JobSection:
         log_dir=source.folder,
         run=view.run,
         started_s=view.started_s,
-        ended_s=view.end.time_s if view.end else None,
+        ended_s=_ended_s(view),
         exit_code=view.end.exit_code if view.end else None,
         step=view.step,
         has_steps=bool(view.steps),

@@ -1,22 +1,17 @@
 """How fast a job trains, from its view: the step rate now, the usual one, and both over time.
 
-Pure. The event log has the step count every ten seconds while it changes, so a longer silence is a
-time without steps: the steps of the next count were made just before it. A count that falls, as
-after a restart, begins again from there.
+Pure. A silence in the event log is a time without steps: the steps of the next count were made just
+before it. A count that falls, as after a restart, begins again from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
 from statistics import median
 
 import msgspec
 
 from elastane.observe.view import JobView, StepPoint
 
-# Twice the interval of the log: a count that is one heartbeat late leaves no gap.
-SPREAD_S = 20.0
 NOW_S = 25.0
 USUAL_S = 3600.0
 
@@ -42,12 +37,15 @@ def rates_of(view: JobView, now_s: float) -> StepRates:
     recent = [point for point in view.steps if now_s - NOW_S <= point.time_s <= now_s]
     now: float | None = None
     if len(recent) > 1:
-        made = sum(max(0, b.steps - a.steps) for a, b in pairwise(recent))
+        made = sum(point.made for point in recent[1:])
         now = made / (recent[-1].time_s - recent[0].time_s)
     elif view.steps and now_s - view.steps[-1].time_s > NOW_S:
         now = 0.0
-    spans = _spans(view.steps, now_s - USUAL_S)
-    usual = [made / (end_s - begin_s) for begin_s, end_s, made in spans]
+    usual = [
+        point.made / (point.time_s - point.since_s)
+        for point in view.steps[1:]
+        if point.since_s >= now_s - USUAL_S
+    ]
     return StepRates(now=now, usual=median(usual) if usual else None)
 
 
@@ -62,30 +60,23 @@ def series_of(view: JobView, from_s: float, to_s: float, buckets: int) -> Series
     )
 
 
-def _spans(
-    points: tuple[StepPoint, ...], since_s: float = float("-inf")
-) -> Iterator[tuple[float, float, int]]:
-    """Yield the spans in which steps were made: begin, end, and how many steps."""
-    for before, after in pairwise(points):
-        begin_s = max(before.time_s, after.time_s - SPREAD_S)
-        if begin_s >= since_s and after.time_s > begin_s:
-            yield begin_s, after.time_s, max(0, after.steps - before.steps)
-
-
 def _rates(
     points: tuple[StepPoint, ...], from_s: float, bucket_s: float, buckets: int
 ) -> list[float | None]:
     if not points:
         return [None] * buckets
     made = [0.0] * buckets
-    for begin_s, end_s, steps in _spans(points):
-        first = max(0, int((begin_s - from_s) / bucket_s))
-        last = min(buckets - 1, int((end_s - from_s) / bucket_s))
+    for point in points:
+        if not point.made:
+            continue
+        rate = point.made / (point.time_s - point.since_s)
+        first = max(0, int((point.since_s - from_s) / bucket_s))
+        last = min(buckets - 1, int((point.time_s - from_s) / bucket_s))
         for index in range(first, last + 1):
             low_s = from_s + index * bucket_s
-            covered_s = min(end_s, low_s + bucket_s) - max(begin_s, low_s)
-            made[index] += steps * max(0.0, covered_s) / (end_s - begin_s)
-    begin = (points[0].time_s - from_s) / bucket_s
+            covered_s = min(point.time_s, low_s + bucket_s) - max(point.since_s, low_s)
+            made[index] += rate * max(0.0, covered_s)
+    begin = (points[0].since_s - from_s) / bucket_s
     end = (points[-1].time_s - from_s) / bucket_s
     return [
         round(steps / bucket_s, 4) if begin - 1 < index <= end - 1 else None

@@ -21,8 +21,11 @@ LINES_MAX = 500
 HISTORY_MAX = 4096
 # A job that saves every five minutes makes 2,016 checkpoints a week.
 CHECKPOINTS_MAX = 4096
-# The older half of the points is thinned out beyond this: eleven hours of progress stay whole.
+# Points of the older half are merged beyond this: eleven hours of progress stay whole.
 STEP_POINTS_MAX = 8192
+# The log has the step count every ten seconds while it changes, so the steps that a count adds were
+# made shortly before it. Twice the interval: a count that is one heartbeat late leaves no gap.
+SPREAD_S = 20.0
 
 NODE_STATES = {
     EventKind.AGENT_STARTED: "starting",
@@ -124,10 +127,15 @@ class ViewLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPoint(msgspec.Struct, frozen=True):
-    """How many steps the whole world had made at a time."""
+    """How many steps the whole world had made at a time.
+
+    `made`: those of them that are of no earlier point; all were made after `since_s`.
+    """
 
     time_s: float
     steps: int
+    since_s: float
+    made: int = 0
 
 
 class WorldPoint(msgspec.Struct, frozen=True):
@@ -249,12 +257,18 @@ def line_of(event: LoggedEvent, node: NodeView | None, incident: int = 0) -> Vie
 
 def after_steps(view: JobView, time_s: float, steps: int) -> JobView:
     """Return the view after the coordinator said how many steps the world has made."""
-    if view.steps and time_s <= view.steps[-1].time_s:
+    last = view.steps[-1] if view.steps else None
+    if last is None:
+        point = StepPoint(time_s, steps, time_s)
+    elif time_s <= last.time_s:
         return view
-    points = (*view.steps, StepPoint(time_s, steps))
+    else:
+        since_s = max(last.time_s, time_s - SPREAD_S)
+        point = StepPoint(time_s, steps, since_s, max(0, steps - last.steps))
+    points = (*view.steps, point)
     if len(points) > STEP_POINTS_MAX:
         half = STEP_POINTS_MAX // 2
-        points = (*points[:half:2], *points[half:])
+        points = (*_merged(points[:half]), *points[half:])
     return msgspec.structs.replace(view, step=steps, steps=points)
 
 
@@ -294,13 +308,30 @@ def pids_of(event: LoggedEvent) -> tuple[int, ...]:
     return tuple(int(word) for word in words if word.isdecimal() and len(word) < 12)
 
 
+def _merged(points: tuple[StepPoint, ...]) -> list[StepPoint]:
+    """Merge neighbours into points of nearly equal length, at most half as many and one more.
+
+    A merged point keeps the sum of the steps and the time in which they were made. A silence longer
+    than a point stays one, since the points beside it are not merged over it.
+    """
+    length_s = (points[-1].time_s - points[0].since_s) * 4 / len(points)
+    merged = [points[0]]
+    for point in points[1:]:
+        last = merged[-1]
+        if point.time_s - last.since_s > length_s:
+            merged.append(point)
+        else:
+            made = last.made + point.made
+            merged[-1] = StepPoint(point.time_s, point.steps, last.since_s, made)
+    return merged
+
+
 def _tone(node: NodeView | None, kind: EventKind | None, event: LoggedEvent) -> str:
     if kind is EventKind.WORKER_EXITED:
-        asked = node is not None and node.state in ("draining", "stopping")
-        return "plain" if asked or event.data.get("exit_code", 0) == 0 else "bad"
+        return "bad" if _exit_state(event) == "failed" else "plain"
     if kind is EventKind.JOB_ENDED and not event.data.get("ok", True):
         return "bad"
-    if kind is EventKind.NODE_DEPARTED and node is not None and node.state in _ENDED:
+    if kind is EventKind.NODE_DEPARTED and node is not None and node.state in (*_ENDED, "leaving"):
         return "plain"
     return TONES.get(kind, "plain") if kind else "plain"
 
@@ -327,20 +358,7 @@ def _next_node(
         node = NodeView(name=event.node)
     if node.state in _ENDED and kind not in _REVIVING:
         return node
-    workers = node.workers
-    if kind is EventKind.WORKERS_STARTED:
-        workers = tuple(WorkerView(pid) for pid in pids_of(event))
-    elif kind is EventKind.WORKERS_STOPPED:
-        workers = tuple(
-            WorkerView(w.pid, "stopped") if w.state == "training" else w for w in workers
-        )
-    elif kind is EventKind.AGENT_STOPPED and event.data.get("exit_code") == 0:
-        state = "done"
-    elif state in _ENDED and is_over:
-        failed = any(worker.state == "failed" for worker in workers)
-        state = "failed" if failed else "stopped"
-    elif state in _ENDED:
-        workers = ()
+    state, workers = _next_workers(node, kind, event, state, is_over=is_over)
     changed = (state, workers) != (node.state, node.workers)
     return msgspec.structs.replace(
         node,
@@ -352,14 +370,41 @@ def _next_node(
     )
 
 
+def _next_workers(
+    node: NodeView, kind: EventKind, event: LoggedEvent, state: str, *, is_over: bool
+) -> tuple[str, tuple[WorkerView, ...]]:
+    """Return the state of a node after an event, and its workers; `state`: the usual one."""
+    workers = node.workers
+    if kind is EventKind.WORKERS_STARTED:
+        return state, tuple(WorkerView(pid) for pid in pids_of(event))
+    if kind is EventKind.WORKERS_STOPPED:
+        return state, tuple(
+            WorkerView(w.pid, "stopped") if w.state == "training" else w for w in workers
+        )
+    if kind is EventKind.AGENT_STOPPED and event.data.get("exit_code") == 0:
+        return "done", workers
+    if state not in _ENDED:
+        return state, workers
+    if is_over:
+        failed = any(worker.state == "failed" for worker in workers)
+        return "failed" if failed else "stopped", workers
+    return "left" if node.state == "leaving" else state, ()
+
+
 def _with_exit(node: NodeView, event: LoggedEvent) -> NodeView:
-    local_rank = event.number("local_rank")
-    state = "done" if event.data.get("exit_code", 0) == 0 else "failed"
+    local_rank, state = event.number("local_rank"), _exit_state(event)
     workers = tuple(
         WorkerView(worker.pid, state) if index == local_rank else worker
         for index, worker in enumerate(node.workers)
     )
     return msgspec.structs.replace(node, workers=workers)
+
+
+def _exit_state(event: LoggedEvent) -> str:
+    """Return the state of a worker that exited; one that was asked to stop has not failed."""
+    if event.data.get("exit_code", 0) == 0:
+        return "done"
+    return "stopped" if event.data.get("stopped") else "failed"
 
 
 def _with_node(view: JobView, node: NodeView | None) -> JobView:

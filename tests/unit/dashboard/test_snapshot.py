@@ -16,6 +16,7 @@ from elastane.dashboard.snapshot import (
 from elastane.observe.events import PlacedEvent, encode_line
 from elastane.observe.needs import needs_of
 from elastane.observe.rates import rates_of, series_of
+from elastane.observe.view import STEP_POINTS_MAX
 from elastane.protocol.messages import NodeStatus
 
 
@@ -41,6 +42,9 @@ def failure(at_s=110.0, rank=1, node="a", round_=1):
         ([event("waiting")], {}, "waiting"),
         ([event("job-ended", ok=True)], {"has_agents": False}, "done"),
         ([event("job-ended", ok=False)], {}, "failed"),
+        ([event("node-released", node) for node in "ab"], {}, "stopped"),
+        ([event("node-released", "a"), event("node-departed", "b")], {}, "stopped"),
+        ([event("node-departed", node) for node in "ab"], {"has_agents": False}, "silent"),
         ([], {"has_agents": False}, "silent"),
         ([], {"has_agents": False, "now_s": 120.0}, "training"),
     ],
@@ -110,6 +114,25 @@ def test_steps_after_a_silence_were_made_at_its_end_and_a_restart_makes_none_neg
     view = training(*steps((100, 0), (110, 20), (170, 40), (180, 10), (190, 30)))
     series = series_of(view, 100.0, 200.0, 10)
     assert series.rate == [2.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 2.0, None]
+
+
+def test_the_curve_of_days_at_one_rate_is_flat_and_keeps_every_step():
+    """Play four days, with the jitter of real heartbeats and an hour without steps in the first."""
+    at_s, made, logged = 1e9, 0, []
+    for number in range(4 * 8640):
+        length_s = 10.0 + 0.04 * (number % 5 - 2)
+        at_s += length_s + (3600.0 if number == 5000 else 0.0)
+        made += round(200.0 * length_s)
+        logged.append((at_s, made))
+    view = play(*steps(*logged))
+    assert len(view.steps) <= STEP_POINTS_MAX
+    series = series_of(view, logged[0][0], logged[-1][0], BUCKETS)
+    known = [rate for rate in series.rate if rate is not None]
+    silent = [rate for rate in known if rate < 198.0]
+    assert len(known) >= BUCKETS - 1 and max(known) < 202.0
+    assert silent.count(0.0) >= 3 and len(silent) <= 6, "the hour is not averaged away"
+    total = sum(rate * series.bucket_s for rate in known)
+    assert total == pytest.approx(made - logged[0][1], rel=0.005)
 
 
 def test_the_world_of_a_bucket_is_its_smallest():

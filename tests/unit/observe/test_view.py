@@ -68,9 +68,35 @@ def test_a_successful_worker_is_not_shown_as_a_failure():
     assert view.lines[-1].tone == "plain"
 
 
-def test_a_stopped_worker_is_not_shown_as_a_failure():
-    gone = event(EventKind.WORKER_EXITED, local_rank=0, exit_code=143)
-    view = play(started("node-a", 10), event(EventKind.WORKERS_DRAINING), gone)
+def test_a_worker_that_was_asked_to_stop_is_not_shown_as_a_failure():
+    stopped = event(EventKind.WORKER_EXITED, local_rank=0, exit_code=-15, stopped=True)
+    view = play(started("node-a", 10, 11), event(EventKind.WORKERS_STOPPING), stopped)
+    assert view.lines[-1].tone == "plain"
+    assert [worker.state for worker in view.node("node-a").workers] == ["stopped", "training"]
+
+
+def test_a_worker_that_fails_while_others_are_asked_to_stop_is_shown_as_failed():
+    failed = event(EventKind.WORKER_EXITED, local_rank=0, exit_code=1, stopped=False)
+    view = play(started("node-a", 10, 11), event(EventKind.WORKERS_DRAINING), failed)
+    assert view.lines[-1].tone == "bad"
+    assert view.node("node-a").workers[0].state == "failed"
+
+
+def test_at_the_end_of_a_job_only_the_node_whose_worker_failed_is_shown_as_failed():
+    exits = [
+        event(EventKind.WORKER_EXITED, node, local_rank=0, exit_code=code, stopped=stopped)
+        for node, code, stopped in (("node-a", 3, False), ("node-b", -15, True))
+    ]
+    ends = [event(EventKind.AGENT_STOPPED, node, exit_code=1) for node in ("node-a", "node-b")]
+    view = play(started("node-a", 10), started("node-b", 20), *exits,
+                event(EventKind.JOB_ENDED, ok=False), *ends)  # fmt: skip
+    assert [node.state for node in view.nodes.values()] == ["failed", "stopped"]
+
+
+def test_a_node_that_said_it_leaves_has_left_and_is_not_lost():
+    leaving = event(EventKind.NODE_LEAVING, "node-b", "SIGTERM")
+    view = play(started("node-b", 20), leaving, event(EventKind.NODE_DEPARTED, "node-b"))
+    assert view.node("node-b").state == "left"
     assert view.lines[-1].tone == "plain"
 
 

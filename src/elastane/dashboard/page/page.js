@@ -85,7 +85,7 @@ function watch() {
 
 function draw(changed) {
   const { job, incidents } = page.sections;
-  document.title = `${{ failed: "✕ failed", done: "✓ done" }[job.state] ?? `● ${count(job.step)}`} · ${job.name}`;
+  document.title = `${{ failed: "✕ failed", done: "✓ done", stopped: "■ stopped" }[job.state] ?? `● ${count(job.step)}`} · ${job.name}`;
   const round = job.round === null ? "" : ` · round ${job.round}.${job.attempt}`;
   byId("about").textContent = `since ${job.started_s === null ? "–" : clock(job.started_s, true)}${round}${job.run > 1 ? ` · run ${job.run} of this name` : ""}`;
   if (page.follows && incidents.length) page.chosen = worstOf(incidents);

@@ -5,7 +5,7 @@ import { STATES, byId, clock, count, duration, element, incidentLook, mark, plur
 
 const WORDS = {
   starting: "Starting", training: "Training", recovering: "Recovering", waiting: "Waiting",
-  done: "Done", failed: "Failed", silent: "No word",
+  done: "Done", failed: "Failed", stopped: "Stopped", silent: "No word",
 };
 
 function fill(id, ...children) {
@@ -16,7 +16,7 @@ const heading = (id, text) => { byId(id).querySelector("h2").textContent = text;
 
 export function drawAnswers(page) {
   const { job, rate: rates, needs, incidents } = page.sections;
-  const over = job.state === "done" || job.state === "failed";
+  const over = job.ended_s !== null;
   drawState(job, page.now_s);
   drawRate(job, rates, over);
   drawInterruptions(job, incidents, page);
@@ -86,7 +86,7 @@ export function drawNodes(page) {
   byId("nodes-key").replaceChildren(...[...states].map(([state, number]) => element("span", {}, stateMark(state), ` ${rows.length > 16 ? `${count(number)} ` : ""}${state}`)));
   const body = byId("nodes-body");
   const focused = body.contains(document.activeElement) ? document.activeElement.dataset.key : null;
-  if (!rows.length) body.replaceChildren(element("p", { class: "empty", text: "No node has come yet." }));
+  if (!rows.length) body.replaceChildren(element("p", { class: "empty", text: nodes.gone_count ? "No node is here." : "No node has come yet." }), gone(nodes));
   else if (nodes.has_all_workers) body.replaceChildren(element("div", { class: "cards" }, ...rows.map((node) => card(node, page))), gone(nodes));
   else nodeMap(body, rows, nodes, page);
   if (focused) body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
