@@ -6,6 +6,9 @@ members, and each part of a meeting. The members are the product's (`elastane.sy
 only their world is played here. It completes operations as gloo does: an operation completes at a
 member once those that it needs have started it in the same view, at each member at another time.
 
+With `--admits` the program has boundaries, at which a coordinator holds all members and admits new
+ones, or changes its mind.
+
 A result is who contributed to it, so the checks are exact. `Violation` names the first one broken.
 """
 
@@ -51,13 +54,19 @@ class Result:
     parts: frozenset[tuple[Identity, int]]
 
 
-def program_of(choose: random.Random, kinds: Sequence[str], *, in_order: bool) -> list[Act]:
+def program_of(
+    choose: random.Random, kinds: Sequence[str], *, in_order: bool, has_boundaries: bool = False
+) -> list[Act]:
     """Return a program: operations in flight together, backward passes, waits, reads of the size.
 
-    `in_order`: it waits for everything before a backward pass.
+    `in_order`: it waits for everything before a backward pass, and before a boundary.
     """
     acts, open_, index = list[Act](), list[int](), 0
     while index < _OPERATIONS:
+        if has_boundaries and choose.random() < 0.2:
+            while in_order and open_:
+                acts.append(Act("wait", index=open_.pop(0)))
+            acts += [Act("arrive"), Act("depart"), Act("read")]
         dice = choose.random()
         if dice < 0.2:
             buckets = choose.randint(1, 3)
@@ -91,6 +100,8 @@ class Process:
         self.tables_of: int | None = None
         self.taken: set[int] = set()
         self.decided: Plan | None = None
+        # How many operations the job had delivered when this newcomer got its state.
+        self.began_at = 0
         # Results by number: complete here, kept for others, handed over by others.
         self.complete: dict[int, Result] = {}
         self.kept: dict[int, Result] = {}
@@ -124,11 +135,14 @@ class Played:
 class History:
     """One history: `play` runs it to its end."""
 
-    def __init__(self, seed: int, *, keepable: bool) -> None:
+    def __init__(self, seed: int, *, keepable: bool, admits: bool = False) -> None:
         self.choose = random.Random(seed)
         self.keepable = keepable
         kinds = _KEPT if keepable else _ALL
-        self.program = program_of(self.choose, kinds, in_order=keepable)
+        self.program = program_of(self.choose, kinds, in_order=keepable, has_boundaries=admits)
+        # How often new members may still be admitted, and the boundary at which all are held.
+        self.admissions = self.choose.randint(1, 3) if admits else 0
+        self.gate: int | None = None
         size = self.choose.randint(2, 5)
         keeps = not keepable and self.choose.random() < 0.3
         self.processes = [Process(Identity(100 + i), keeps_ranks=keeps) for i in range(size)]
@@ -136,6 +150,7 @@ class History:
         self.views = [View((1, 0), everybody)]
         self.deaths = self.choose.randint(1, 3)
         self.exclusions = self.choose.randint(0, 1)
+        self.keeps_ranks = keeps
         # By view and number: who has started what; who votes; whose program has ended, who knows
         # that all have; the tables of a meeting.
         self.started: dict[tuple[int, int], dict[Identity, tuple[Signature, Start]]] = {}
@@ -143,6 +158,8 @@ class History:
         self.ended: dict[int, set[Identity]] = {}
         self.leaving: dict[int, set[Identity]] = {}
         self.tables: dict[int, dict[Identity, Table]] = {}
+        # By view with newcomers: who has what it needs to install it.
+        self.settled: dict[int, set[Identity]] = {}
         self.counts: Counter[str] = Counter()
         for process in self.processes:
             process.member.begin(self.views[0])
@@ -152,6 +169,8 @@ class History:
         try:
             for _ in range(EVENTS_MAX):
                 events = self._events()
+                if not events and self.gate is not None:
+                    events = [lambda: self._hold_at(None)]
                 if not events:
                     break
                 self.choose.choice(events)()
@@ -161,7 +180,7 @@ class History:
                 stuck = [(p.identity, p.at, p.member.phase, p.member.delivered) for p in present]
                 raise Violation(f"liveness: {stuck} of {len(self.program)} acts")
         except Restart as restart:
-            if self.keepable:
+            if self.keepable and not self._is_lost():
                 raise Violation(f"a needless restart: {restart}") from restart
             return Played(str(restart), self.counts)
         return Played("", self.counts)
@@ -180,7 +199,7 @@ class History:
             found.append(self._next_view)
         elif self.exclusions and len(alive) > 2 and self.choose.random() < 0.02:
             found.append(self._exclude)
-        return found
+        return found + self._admission_events(alive)
 
     def _events_of(self, process: Process) -> list[Callable[[], None]]:
         found = list[Callable[[], None]]()
@@ -198,7 +217,7 @@ class History:
                 found += self._end_events(process, view)
             if self._is_broken(view):
                 found.append(lambda: self._seal(process))
-        elif member.phase is Phase.SEALED:
+        elif member.phase in (Phase.SEALED, Phase.NEW):
             found += self._meeting_events(process)
         return found
 
@@ -210,6 +229,10 @@ class History:
             return member.delivered > act.index
         if act.what == "forward":
             return member.vote is None
+        if act.what == "arrive":
+            return member.phase is Phase.RUNNING and member.delivered == member.issued
+        if act.what == "depart":
+            return member.phase is Phase.RUNNING and not self._is_held(process)
         return act.what in ("read", "close") or member.phase is Phase.RUNNING
 
     def _act(self, process: Process) -> None:
@@ -217,10 +240,16 @@ class History:
         process.at += 1
         if act.what == "read":
             process.reads[process.at] = len(member.visible)
-        elif act.what == "wait":
+        elif act.what == "wait" and act.index >= process.began_at:
             member.waited(act.index)
             self._restart_if_asked(process)
             self._check_result(process, act.index)
+        elif act.what == "wait":
+            return  # Begun by the program before this newcomer was a member: it holds no work.
+        elif act.what in ("arrive", "depart"):
+            if not (member.arrive() if act.what == "arrive" else member.depart()):
+                raise Violation(f"{process.identity} may {act.what}, and does not")
+            self._restart_if_asked(process)
         elif act.what == "forward":
             process.overwritten |= process.buckets
         elif act.what == "close":
@@ -447,6 +476,60 @@ class History:
             if self._kind(number) in ("broadcast", "authority", "gather")
         }
 
+    # Newcomers.
+
+    def _admission_events(self, alive: Sequence[Process]) -> list[Callable[[], None]]:
+        if self.gate is not None and self.choose.random() < 0.05:
+            return [lambda: self._hold_at(None)]
+        members = [p for p in alive if p.identity in self.views[-1].members]
+        holders = [p for p in members if p.member.phase is not Phase.NEW]
+        if not self.admissions or not holders:
+            return []
+        if self.gate is None and self.choose.random() < 0.1:
+            return [lambda: self._hold_at(1 + max(p.member.boundaries for p in holders))]
+        if self.gate is not None and holders == members and all(map(self._is_held, holders)):
+            return [lambda: self._admit(holders)]
+        return []
+
+    def _hold_at(self, boundary: int | None) -> None:
+        self.gate = boundary
+
+    def _is_held(self, process: Process) -> bool:
+        """Whether it waits at the gate, or in a meeting at it for a view that is not complete."""
+        member = process.member
+        view = self._view_of(process) if member.phase is Phase.RUNNING else 0
+        settles = view in self.settled and not {*self.views[view].members} <= self.settled[view]
+        return member.at_boundary and (settles or member.boundaries == self.gate)
+
+    def _admit(self, holders: Sequence[Process]) -> None:
+        """The coordinator forms a view of all members and of new ones."""
+        self.admissions -= 1
+        count, used = self.choose.randint(1, 2), len(self.processes)
+        new = [
+            Process(Identity(100 + used + each), keeps_ranks=self.keeps_ranks)
+            for each in range(count)
+        ]
+        self.processes += new
+        self.counts["arrivals"] += count
+        self._add_view([each.identity for each in (*holders, *new)])
+
+    def _is_lost(self) -> bool:
+        """Whether no member is left that holds the state of the job."""
+        present = [p for p in self.processes if p.is_present]
+        return all(p.member.phase is Phase.NEW for p in present)
+
+    def _give_state(self, process: Process, giver: Process, view: int) -> None:
+        assert process.decided is not None
+        if not giver.member.at_boundary or giver.member.view.number >= self.views[view].number:
+            raise Violation(f"{giver.identity} gives its state behind the boundary")
+        process.at = giver.at
+        process.began_at = giver.member.issued
+        process.returned = dict(giver.returned)
+        process.reads = dict(giver.reads)
+        self.counts["joined"] += 1
+        self._install(process, view)
+        self.settled.setdefault(view, set()).add(process.identity)
+
     # Meetings.
 
     def _meeting_events(self, process: Process) -> list[Callable[[], None]]:
@@ -461,13 +544,34 @@ class History:
             if {*self.views[view].members} <= {*tables}:
                 return [lambda: self._decide(process, view)]
             return []
+        if process.identity in process.decided.newcomers:
+            giver = self._process(process.decided.survivors[0])
+            gives = giver.is_present and giver.tables_of == view and giver.decided is not None
+            return [lambda: self._give_state(process, giver, view)] if gives else []
         gift = self._next_gift(process)
         if gift is None:
-            return [lambda: self._install(process, view)]
-        giver = next(p for p in self.processes if p.identity == gift.giver)
+            return self._install_events(process, view)
+        giver = self._process(gift.giver)
         if giver.is_present and giver.tables_of == view and giver.decided is not None:
             return [lambda: self._take(process, giver, gift)]
         return []
+
+    def _install_events(self, process: Process, view: int) -> list[Callable[[], None]]:
+        """Install the view; with newcomers in it, once all members know that they are whole."""
+        assert process.decided is not None
+        if not process.decided.newcomers:
+            return [lambda: self._install(process, view)]
+        settled = self.settled.setdefault(view, set())
+        settled.add(process.identity)
+        is_whole = {*self.views[view].members} <= settled
+        return [lambda: self._install(process, view)] if is_whole else []
+
+    def _leaves_newcomers_out(self, decided: Plan, view: int) -> bool:
+        tables = self.tables[view]
+        return bool(decided.left_out) and all(tables[each].is_new for each in decided.left_out)
+
+    def _process(self, identity: Identity) -> Process:
+        return next(p for p in self.processes if p.identity == identity)
 
     def _bring_table(self, process: Process, view: int) -> None:
         self._seal(process)
@@ -502,6 +606,10 @@ class History:
         again = {start.number for start in starts}
         process.complete = {n: r for n, r in process.complete.items() if n not in again}
         if process.member.phase is not Phase.RUNNING:
+            if self.tables[view][process.identity].is_new:
+                return  # A planned view whose members went on; it is told so, and ends.
+            if self._leaves_newcomers_out(process.decided, view):
+                return  # It waits for the next view.
             raise Violation(f"{process.identity} was never excluded, and is left out")
         first = self.processes[0]
         is_missed = first.at < len(self.program) and first.identity not in self.views[view].members
@@ -515,7 +623,8 @@ class History:
     # What holds always.
 
     def _check(self) -> None:
-        present = [p for p in self.processes if p.is_alive and p.member.phase is not Phase.LEFT]
+        gone = (Phase.NEW, Phase.LEFT)
+        present = [p for p in self.processes if p.is_alive and p.member.phase not in gone]
         results: dict[int, Result] = {}
         reads: dict[int, int] = {}
         for process in present:
@@ -535,10 +644,10 @@ class History:
             process.kept = {n: r for n, r in process.kept.items() if process.member.keeps(n)}
 
 
-def play(seed: int, *, keepable: bool | None = None) -> Played:
+def play(seed: int, *, keepable: bool | None = None, admits: bool = False) -> Played:
     """Play the history of a seed; raises Violation."""
     is_keepable = seed % 2 == 0 if keepable is None else keepable
-    return History(seed, keepable=is_keepable).play()
+    return History(seed, keepable=is_keepable, admits=admits).play()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -546,11 +655,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m simulation.collectives")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--admits", action="store_true", help="members join at boundaries")
     options: Any = parser.parse_args(argv)
     counts: Counter[str] = Counter()
     for seed in range(options.seed, options.seed + options.seeds):
         try:
-            played = play(seed)
+            played = play(seed, admits=options.admits)
         except (Violation, AssertionError) as error:
             print(f"seed {seed}: {type(error).__name__}: {error}")
             return 1

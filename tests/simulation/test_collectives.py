@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from elastane.synchrony import rules
-from elastane.synchrony.rules import Member
+from elastane.synchrony.rules import Member, Phase
 from simulation import collectives
 from simulation.collectives import History, Violation, play
 
@@ -19,6 +19,11 @@ KEPT = (2, 5, 30_975)
 def test_no_history_breaks_a_promise():
     handed = sum(play(seed).counts["handed"] for seed in (*KEPT, *range(1000, 1000 + HISTORIES)))
     assert handed > 50, "the faults of these histories never made a member lack a result"
+
+
+def test_no_history_with_newcomers_breaks_a_promise():
+    joined = sum(play(seed, admits=True).counts["joined"] for seed in range(3000, 3000 + HISTORIES))
+    assert joined > HISTORIES / 2, "hardly any newcomer got the state of the others"
 
 
 def test_operations_with_a_known_meaning_never_restart_a_job():
@@ -161,6 +166,94 @@ def leaving_after_one_agreement(patch):
 
 def old_sums_read_with_the_new_size(patch):
     patch.setattr(Member, "_refuse_unread", lambda _self, _at: None)
+
+
+# Of boundaries.
+
+
+def newcomers_where_one_survivor_waits(patch):
+    patch.setattr(rules, "_boundary", lambda survivors: survivors[0].boundary)
+
+
+def size_at_the_next_operation(patch):
+    right = rules.plan
+
+    def wrong(tables):
+        decided = right(tables)
+        late = (dataclasses.replace(s, boundary=None) for s in decided.switches)
+        return dataclasses.replace(decided, switches=tuple(late))
+
+    patch.setattr(collectives, "plan", wrong)
+
+
+def leaving_a_boundary_between_views(patch):
+    def wrong(self):
+        self.phase, phase = Phase.RUNNING, self.phase
+        left = depart(self)
+        self.phase = phase
+        return left
+
+    def may_act(self, process):
+        is_gone = process.member.phase in (Phase.NEW, Phase.LEFT)
+        if self.program[process.at].what == "depart" and not is_gone:
+            return not self._is_held(process)
+        return acts(self, process)
+
+    depart, acts = Member.depart, History._may_act
+    patch.setattr(Member, "depart", wrong)
+    patch.setattr(History, "_may_act", may_act)
+
+
+def survivors_do_not_wait_for_newcomers(patch):
+    patch.setattr(
+        History, "_install_events", lambda self, p, view: [lambda: self._install(p, view)]
+    )
+    patch.setattr(
+        History,
+        "_is_held",
+        lambda self, p: p.member.at_boundary and p.member.boundaries == self.gate,
+    )
+
+
+def void_switches_at_a_boundary(patch):
+    right = Member.install
+
+    def wrong(self, view, decided):
+        pending = list(self._pending)
+        starts = right(self, view, decided)
+        self._pending += [s for s in pending if s not in self._pending]
+        return starts
+
+    patch.setattr(Member, "install", wrong)
+
+
+def arriving_is_no_wait(patch):
+    def wrong(self):
+        if self.phase is not Phase.RUNNING or self.delivered < self.issued:
+            return False
+        self.boundaries += 1
+        self.at_boundary = True
+        return True
+
+    patch.setattr(Member, "arrive", wrong)
+
+
+# The first seed that finds each.
+BUGS_OF_BOUNDARIES = {
+    newcomers_where_one_survivor_waits: 24,
+    size_at_the_next_operation: 1,
+    leaving_a_boundary_between_views: 7,
+    survivors_do_not_wait_for_newcomers: 1,
+    void_switches_at_a_boundary: 2,
+    arriving_is_no_wait: 73,
+}
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_BOUNDARIES, ids=lambda bug: bug.__name__)
+def test_each_planted_bug_of_boundaries_is_found(bug, monkeypatch):
+    bug(monkeypatch)
+    with pytest.raises((Violation, AssertionError)):
+        play(BUGS_OF_BOUNDARIES[bug], admits=True)
 
 
 # The first seed that finds each.

@@ -38,6 +38,20 @@ survivors decide the same:
    operation behind the cut. No member has returned from it before, and each will. Its delivery
    alone changes nothing: that may come while the program does something else.
 
+A newcomer has no state and no place in the program, so it cannot enter where a fault left the
+others. It enters at a *boundary*: a place of the program that all members pass, numbered by the
+program. A member that arrives there has waited for all its operations. If all survivors that meet
+are at one boundary, nothing is in flight; members without a state (NEW) may be in their view. One
+survivor hands its state to them. A newcomer installs the view once it has that state, a survivor
+once all newcomers have it, and nobody leaves the boundary before it has installed the view. So
+
+- if a survivor has left the boundary, all newcomers of that view have the state, and are survivors
+  of the next fault like any other;
+- if a newcomer lacks the state, all survivors are still at the boundary, where the next view can
+  hand it over again.
+
+Rank and world size change as the program leaves the boundary.
+
 What cannot be kept restarts the job: a program that diverged, a result that no survivor keeps, an
 operation that has no meaning in a smaller world (`operations.Rule`). So does the loss of the first
 member of the first view, while a program may have kept its rank in a variable: no other member
@@ -45,9 +59,11 @@ would save and log in its place. At the end of all programs nothing is left to s
 
 States of a member::
 
-    NEW ──first view──> RUNNING ──a member is lost──> SEALED ──all tables of a view──> RUNNING
-                                                        │ └──another member is lost──> SEALED
-                                                        └──it was left out of a view──> LEFT
+    NEW ──first view──> RUNNING ──the view ends──> SEALED ──all tables of a view──> RUNNING
+     │                                               │ └──another member is lost──> SEALED
+     │                                               └──it was left out of a view──> LEFT
+     ├──it has the state of a view at a boundary──> RUNNING
+     └──a view has members that are not at a boundary──> LEFT
 
 This module is pure: no torch, no clock, no I/O. The caller serialises all calls of one member.
 """
@@ -81,10 +97,20 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """The members as the program sees them once it has waited for operation `at`."""
+    """The members as the program sees them once it has waited for operation `at`.
+
+    `boundary`: the number of the boundary at which it sees them instead, as it leaves that; all
+    operations before `at` are delivered there, and none after it is issued.
+    """
 
     at: int
     members: tuple[Identity, ...]
+    boundary: int | None = None
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """Where it is in the program, among others."""
+        return self.at, self.boundary is None, self.boundary or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +123,8 @@ class Table:
     whose result another member may take from it. `signatures`: of its unstable operations, by
     number. `refused`: why the job can only restart; or "". `first`: the member of rank 0 in the
     first view. `keeps_ranks`: the program may have kept its rank. `all_ended`: the programs of all
-    members have ended.
+    members have ended. `is_new`: the member has no state; the other fields are void. `boundary`:
+    the number of the boundary at which the program waits; None elsewhere.
     """
 
     identity: Identity
@@ -113,6 +140,8 @@ class Table:
     first: Identity | None = None
     keeps_ranks: bool = False
     all_ended: bool = False
+    is_new: bool = False
+    boundary: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +160,9 @@ class Plan:
     `survivors`: members of the new view that were never left out, in the order of their ranks.
     `left_out`: the other members of the new view. `cut`: how many operations are delivered when
     everything was handed over. `restart`: why the job has to restart instead; or "".
+    `newcomers`: members that enter with the state of the first survivor. `boundary`: the number
+    of the boundary at which all survivors are, if they are. `first`: the member of rank 0 in the
+    first view.
     """
 
     survivors: tuple[Identity, ...]
@@ -140,28 +172,65 @@ class Plan:
     gifts: tuple[Gift, ...] = ()
     switches: tuple[Switch, ...] = ()
     restart: str = ""
+    newcomers: tuple[Identity, ...] = ()
+    boundary: int | None = None
+    first: Identity | None = None
 
 
 def plan(tables: Sequence[Table]) -> Plan:
     """Decide what the members of a view do; `tables` are theirs, in the order of their ranks."""
-    latest = max(table.view.number for table in tables)
-    informed = [table for table in tables if table.view.number == latest]
+    holders = [table for table in tables if not table.is_new]
+    newcomers = tuple(table.identity for table in tables if table.is_new)
+    if not holders:
+        return Plan((), (), 0, 0, restart="no worker is left that holds the state of the job")
+    latest = max(table.view.number for table in holders)
+    informed = [table for table in holders if table.view.number == latest]
     lineage = informed[0].view.members
     # A member that missed the last view may be in its lineage: then it was waited for there.
-    survivors = [table for table in tables if table.identity in lineage]
+    survivors = [table for table in holders if table.identity in lineage]
     identities = tuple(table.identity for table in survivors)
-    left_out = tuple(t.identity for t in tables if t.identity not in identities)
+    left_out = tuple(t.identity for t in holders if t.identity not in identities)
+    boundary = _boundary(survivors)
+    if boundary is None:
+        left_out, newcomers = (*left_out, *newcomers), ()
     cut = _cut(survivors)
-    stable = max(table.stable for table in survivors)
+    stable = cut if boundary is not None else max(table.stable for table in survivors)
     restart = _why_not(survivors, cut)
     if restart or left_out:
         return Plan(identities, left_out, cut, stable, restart=restart)
     gifts = (*_gifts_of_delivered(survivors, cut), *_gifts_of_received(survivors, cut))
-    # Switches of a member that missed the last view may be void.
-    switches = {s.at: s for table in informed for s in table.switches if s.at < cut}
-    switches[cut] = Switch(cut, identities)
-    ordered = tuple(switches[at] for at in sorted(switches))
-    return Plan(identities, left_out, cut, stable, gifts, ordered)
+    return Plan(
+        identities,
+        left_out,
+        cut,
+        stable,
+        gifts,
+        _switches(informed, cut, boundary, (*identities, *newcomers)),
+        newcomers=newcomers,
+        boundary=boundary,
+        first=survivors[0].first,
+    )
+
+
+def _boundary(survivors: Sequence[Table]) -> int | None:
+    """Return the number of the boundary at which all survivors are; None if they are not."""
+    boundary = survivors[0].boundary
+    return boundary if all(table.boundary == boundary for table in survivors) else None
+
+
+def _switches(
+    informed: Sequence[Table], cut: int, boundary: int | None, members: tuple[Identity, ...]
+) -> tuple[Switch, ...]:
+    """Return what any survivor may lack, and the switch to `members`.
+
+    Switches of a member that missed the last view may be void. So is one at the boundary where all
+    are: nobody has left it.
+    """
+    known = {s.order: s for table in informed for s in table.switches}
+    found = [s for s in known.values() if s.at < cut or s.boundary is not None]
+    found = [s for s in found if s.at <= cut and (s.boundary is None or s.boundary != boundary)]
+    own = Switch(cut, members, boundary)
+    return tuple(sorted((*found, own), key=lambda switch: switch.order))
 
 
 def _cut(survivors: Sequence[Table]) -> int:
@@ -191,6 +260,12 @@ def _why_not(survivors: Sequence[Table], cut: int) -> str:
     refused = next((table.refused for table in survivors if table.refused), "")
     if why := refused or _why_rank_0_is_missed(survivors):
         return why
+    if _boundary(survivors) is not None and len({table.issued for table in survivors}) > 1:
+        counts = sorted({table.issued for table in survivors})
+        return (
+            "workers do not run the same program: at one boundary they have issued"
+            f" {counts[0]} and {counts[-1]} collectives"
+        )
     signatures: dict[int, Signature] = {}
     for table in survivors:
         for number, signature in sorted(table.signatures.items()):
@@ -384,6 +459,11 @@ class Member:
         self._handed: set[int] = set()
         self._passed: list[Switch] = []
         self._pending: list[Switch] = []
+        # How many boundaries the program has arrived at, and whether it waits at the last.
+        self.boundaries = 0
+        self.at_boundary = False
+        # What the program sees as it leaves the boundary at which it waits; None: nothing new.
+        self._entering: Switch | None = None
         self._open_unit: int | None = None
         # How many operations the current vote is about: it follows each unit, and nothing else is
         # delivered before it passes, so that all members hold the same votes. None: no vote.
@@ -446,6 +526,35 @@ class Member:
         self._unread.pop(number, None)
         self._switch()
 
+    def arrive(self) -> bool:
+        """Wait at the program's next boundary; False if operations are not delivered yet.
+
+        Only in a view: the caller waits until then, and until all that it has issued is delivered.
+        """
+        if self.phase is not Phase.RUNNING or self.delivered < self.issued:
+            return False
+        assert not self.at_boundary, "the program leaves a boundary before the next one"
+        self.boundaries += 1
+        self.at_boundary = True
+        # It may still hold works of its operations, whose results it reads behind the boundary.
+        self._waited = self.issued
+        self._switch()
+        return True
+
+    def depart(self) -> bool:
+        """Leave the boundary; False while the view has ended: the next one may change the size."""
+        assert self.at_boundary, "the program leaves a boundary after it has arrived there"
+        if self.phase is not Phase.RUNNING:
+            return False
+        self.at_boundary = False
+        if self._entering is not None:
+            if self._entering.members != self.visible:
+                self._refuse_unread(self.delivered)
+            self._passed.append(self._entering)
+            self.visible = self._entering.members
+            self._entering = None
+        return True
+
     def complete(self, number: int, view: View) -> None:
         """Record that an operation has completed in `view`; ignored if that view is sealed."""
         is_current = self.phase is Phase.RUNNING and view.number == self.view.number
@@ -506,16 +615,17 @@ class Member:
     def seal(self) -> None:
         """End the current view: nothing of it counts as completed any more. Idempotent.
 
-        Results that were handed over in it and not delivered are void.
+        Results that were handed over in it and not delivered are void. A newcomer stays one.
         """
-        assert self.phase is not Phase.NEW
-        if self.phase is Phase.LEFT:
+        if self.phase in (Phase.NEW, Phase.LEFT):
             return
         self.phase = Phase.SEALED
         self._handed.clear()
 
     def table(self) -> Table:
         """Return what this member brings into the next meeting."""
+        if self.phase is Phase.NEW:
+            return Table(self.identity, self.view, 0, 0, 0, is_new=True)
         assert self.phase is Phase.SEALED, self.phase
         undelivered = {n: operation.signature for n, operation in self._operations.items()}
         received = tuple(
@@ -530,7 +640,7 @@ class Member:
             stable=self.stable,
             delivered=self.delivered,
             issued=self.issued,
-            switches=(*self._passed, *self._pending),
+            switches=(*self._passed, *self._entered(), *self._pending),
             kept=tuple(sorted(self._kept)),
             received=tuple(sorted(received)),
             signatures={**self._kept, **undelivered},
@@ -538,19 +648,23 @@ class Member:
             first=self._first,
             keeps_ranks=self.keeps_ranks,
             all_ended=self.all_ended,
+            boundary=self.boundaries if self.at_boundary else None,
         )
 
     def install(self, view: View, decided: Plan) -> list[Start]:
         """Enter `view` as its members decided; return the operations to start, in order.
 
-        All gifts to this member have arrived. Not called if the plan is a restart. If the view has
-        members that were left out, it is not entered: those leave, and the others wait for another.
+        All gifts to this member have arrived; all newcomers have the state, and this one if it is
+        one. Not called if the plan is a restart. If the view has members that were left out, it is
+        not entered: those leave, and the others wait for another.
         """
-        assert self.phase is Phase.SEALED and not decided.restart
+        assert self.phase in (Phase.SEALED, Phase.NEW) and not decided.restart
         if decided.left_out:
             if self.identity in decided.left_out:
                 self.phase = Phase.LEFT
             return []
+        if self.phase is Phase.NEW:
+            self._begin_at_boundary(decided)
         self.phase = Phase.RUNNING
         self.view = view
         self._handed = {g.number for g in decided.gifts if self.identity in g.takers}
@@ -558,7 +672,10 @@ class Member:
         if self.vote is not None and self.vote <= self.stable:
             self.vote = None
         own = [switch for switch in self._pending if switch.at < self.delivered]
-        self._pending = own + [s for s in decided.switches if s.at >= self.delivered]
+        later = [s for s in decided.switches if s.boundary is None and s.at >= self.delivered]
+        self._pending = own + later
+        here = (s for s in decided.switches if self.at_boundary and s.boundary == self.boundaries)
+        self._entering = next(here, None)
         self._forget()
         starts = []
         for number in range(self.delivered, self.issued):
@@ -568,6 +685,16 @@ class Member:
                 operation.is_held = False
                 starts.append(self._start(operation, is_repeated=True))
         return starts
+
+    def _begin_at_boundary(self, decided: Plan) -> None:
+        """Take the place in the program that all survivors have, with their state."""
+        assert decided.boundary is not None and decided.first is not None, decided
+        self.stable = self.delivered = self.issued = self._waited = decided.cut
+        self.boundaries, self.at_boundary = decided.boundary, True
+        self._first = decided.first
+
+    def _entered(self) -> Iterable[Switch]:
+        return () if self._entering is None else (self._entering,)
 
     def _start(self, operation: Operation, *, is_repeated: bool = False) -> Start:
         signature = operation.signature
