@@ -49,6 +49,10 @@ class GrowthCheck:
         """Check a growth, as the coordinator has decided it, and a drain that was called off."""
         if event.kind is EventKind.DRAIN_ENDED and "all workers go on" in event.reason:
             self._is_called_off(event)
+        self._require(
+            event.kind is not EventKind.REPLACEMENT or not self._cluster.residents.script.shrinks,
+            f"a worker of {event.fence} is replaced, though no other can join",
+        )
         if event.kind is not EventKind.GROWTH:
             return
         self.grown += 1

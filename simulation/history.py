@@ -38,9 +38,11 @@ LIVENESS_S = (
 # Workers that recover in place wait for lost peers, at a meeting and in a collective; joining ones
 # are gathered and wait for a drain.
 IN_PLACE_S = MEETING_TIMEOUT_S + COLLECTIVE_TIMEOUT_S + TIMING.gather_max_s + TIMING.drain_timeout_s
-# A world that only shrinks grows at a checkpoint of its script: after the interval, five steps of
-# 2 s with a save and an evaluation, and a drain that may be called off once.
-GROWTH_S = TIMING.growth_interval_s + 2 * (5 * 2.0 + 1.0 + EVALUATION_S + TIMING.drain_timeout_s)
+# A world that only shrinks grows at a checkpoint of its script. First the interval passes, doubled
+# twice after growths that failed. Then come five steps of 2 s with a save and an evaluation, and a
+# drain that may be called off once and has twice the time after that.
+GROWTH_S = 4 * TIMING.growth_interval_s + 2 * (5 * 2.0 + 1.0 + EVALUATION_S)
+GROWTH_S += 3 * TIMING.drain_timeout_s
 # All agents know that a job has ended, and have stopped their workers, within this.
 TOLD_S = TIMING.silence_s + TIMING.shutdown_timeout_s + STOP_MARGIN_S
 # A job that had enough nodes for this long after the last fault must not end for lack of nodes.

@@ -129,7 +129,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     drain_timeout_s: float = 30.0
     # All workers of an unmodified script restart no sooner than this after their last start, to
     # take in workers and nodes that wait; a node that comes and goes costs a restart at most so
-    # often.
+    # often. Doubled while such restarts fail.
     growth_interval_s: float = 60.0
     # SIGTERM to SIGKILL, wherever workers are stopped; torchrun's --shutdown-timeout.
     shutdown_timeout_s: float = 30.0

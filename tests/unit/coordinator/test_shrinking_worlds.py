@@ -15,7 +15,7 @@ from elastane.protocol.messages import (
     Prepare,
     Stop,
 )
-from elastane.protocol.model import Fence
+from elastane.protocol.model import Failure, Fence
 
 
 def shrinking(low=1, high=3, nodes="ab", restarts=3, **more):
@@ -224,3 +224,148 @@ def test_workers_that_all_leave_get_sigterm_since_they_know_no_step_to_save_at()
     job.leaves("a"), job.leaves("b")
     job.marks("a", 7), job.marks("b", 7)
     assert job.got("a", DrainTarget)[-1] == DrainTarget(fence=Fence(1, 0), calls=None, stops=True)
+
+
+def taken_over(job, **holdings):
+    """Let a new coordinator take over from the record, and the agents come back to it."""
+    after = Driver(job.spec, job.persisted[-1], store_backed=True)
+    after.assigned = dict(job.assigned)
+    for node_id, holding in holdings.items():
+        after.join(node_id, holding=holding, incarnation="1")
+    return after
+
+
+def test_a_new_coordinator_charges_no_death_that_its_world_had_survived():
+    job = shrunk(restarts=2)
+    died = Failure(local_rank=0, rank=0, pid=4242, exit_code=-9, age_s=5.0)
+    after = taken_over(
+        job,
+        a=job.holding("a", able=(1,), in_place=True, shrinks_only=True, failures=(died,)),
+        b=job.holding("b", able=(0, 1), in_place=True, shrinks_only=True),
+    )
+    assert after.phase == "running" and after.persisted[-1].restarts_used == 0
+    assert not after.got("a", Prepare), "a worker could join no world of these"
+
+
+def test_a_worker_without_a_place_ends_at_no_cost():
+    job = shrunk(restarts=2)
+    dies(job, "a", local_rank=0, pid=4343)
+    assert job.phase == "running" and job.persisted[-1].restarts_used == 0
+    assert Prepare not in kinds(job, "a")
+
+
+def grows(job, wait_s=0.0, lost=0):
+    """Let all workers restart at a checkpoint after a worker of node a was lost."""
+    dies(job, "a", local_rank=0, pid=5000 + lost)
+    able(job, "a", workers=(1,), shrinks_only=True)
+    job.passes(wait_s, alive="ab")
+    checkpoints(job)
+    if job.phase != "draining":
+        return False
+    reaches_boundary(job, "a", "b")
+    job.stops("a", "b")
+    assert job.phase == "running" and not job.assigned["a"].in_place
+    able(job, "a", "b", shrinks_only=True)
+    return True
+
+
+def test_the_pause_before_a_growth_doubles_while_faults_follow_each_one_soon():
+    job = shrinking(min_workers=1, timing={"growth_interval_s": 10.0})
+    job.passes(10.0, alive="ab")
+    assert grows(job, lost=1)
+    assert not grows(job, 19.0, lost=2)  # The growth of before has failed.
+    job.passes(2.0, alive="ab")
+    checkpoints(job)
+    reaches_boundary(job, "a", "b")
+    job.stops("a", "b")
+    able(job, "a", "b", shrinks_only=True)
+    assert not grows(job, 38.0, lost=3)
+    job.passes(3.0, alive="ab")
+    checkpoints(job)
+    assert job.phase == "draining"
+
+
+def test_a_growth_that_holds_ends_the_pauses():
+    job = shrinking(min_workers=1, timing={"growth_interval_s": 10.0})
+    job.passes(10.0, alive="ab")
+    assert grows(job, lost=1) and grows(job, 21.0, lost=2)
+    job.passes(growth.LASTS_S, alive="ab")
+    assert grows(job, lost=3) and grows(job, growth.LASTS_S / 2, lost=4)
+
+
+def test_a_pause_after_failed_growths_has_a_bound():
+    job = shrinking(min_workers=1, timing={"growth_interval_s": 3000.0, "silence_s": 1e6})
+    job.now_s += 3000.0
+    assert grows(job, lost=1)
+    dies(job, "a", local_rank=0, pid=5002)  # A growth that failed; twice the interval is too long.
+    able(job, "a", workers=(1,), shrinks_only=True)
+    job.now_s += growth.PAUSE_MAX_S - 1.0
+    checkpoints(job)
+    assert job.phase == "running"
+    job.now_s += 2.0
+    checkpoints(job)
+    assert job.phase == "draining"
+
+
+def test_a_planned_departure_after_a_growth_is_no_failed_growth():
+    job = shrinking(nodes="ab", min_workers=1, timing={"growth_interval_s": 10.0})
+    job.passes(10.0, alive="ab")
+    assert grows(job, lost=1)
+    job.leaves("b")
+    reaches_boundary(job, "a", "b")
+    able(job, "a", shrinks_only=True)
+    job.stops("b"), job.join("b", incarnation="2"), job.warms("b")
+    job.passes(10.5, alive="ab")
+    checkpoints(job, "a")
+    assert job.phase == "draining"
+
+
+def test_a_drain_for_growth_gets_twice_the_time_after_each_that_was_called_off():
+    job = shrunk(timing={"growth_interval_s": 0.0, "drain_timeout_s": 5.0})
+    for limit_s in (5.0, 10.0, 20.0):
+        checkpoints(job)
+        assert job.got("a", Drain)[-1].timeout_s == limit_s
+        job.marks("a", 7), job.marks("b", 7), job.drains("a")
+        job.passes(limit_s - 0.2, alive="ab")
+        assert job.phase == "draining"
+        job.passes(0.4, alive="ab")
+        assert job.phase == "running"
+    checkpoints(job)
+    job.marks("a", 7), job.marks("b", 7), job.drains("a")
+    job.passes(30.0, alive="ab")
+    job.drains("b")
+    job.stops("a", "b")
+    assert job.persisted[-1].world.world_size == 4
+    able(job, "a", "b", shrinks_only=True)
+    dies(job, "a", local_rank=0, pid=4244)
+    job.passes(3.0, alive="ab")
+    checkpoints(job)
+    assert job.got("a", Drain)[-1].timeout_s == 5.0, "all workers have started since"
+
+
+def test_a_node_that_leaves_does_not_wait_for_a_long_drain_of_a_growth():
+    job = shrunk(timing={"growth_interval_s": 0.0, "drain_timeout_s": 5.0})
+    checkpoints(job)
+    job.marks("a", 7), job.marks("b", 7), job.drains("a")
+    job.passes(5.1, alive="ab")
+    checkpoints(job)
+    job.marks("a", 9), job.marks("b", 9), job.drains("a")
+    job.passes(6.0, alive="ab")
+    assert job.phase == "draining"
+    job.leaves("b")
+    assert [type(m) for m in job.inbox["b"] if isinstance(m, CallOff | Drain)][-2:] == [
+        CallOff,
+        Drain,
+    ]
+    assert job.got("b", Drain)[-1].timeout_s == 5.0
+
+
+def test_a_drain_before_all_workers_have_joined_aims_at_the_step_of_those_who_have():
+    job = Driver(job_spec(1, 3, 3, min_workers=1))
+    job.join("a"), job.join("b")
+    job.passes(4.0, alive="ab")
+    able(job, "a", shrinks_only=True)
+    job.leaves("b")
+    job.marks("a", 1), job.marks("b", None)
+    assert job.got("a", DrainTarget) == [DrainTarget(fence=Fence(1, 0), calls=2, stops=True)]
+    assert job.got("b", DrainTarget) == job.got("a", DrainTarget)

@@ -98,19 +98,44 @@ class ArrivalGathering:
 
 @dataclass(slots=True)
 class WaitingCapacity:
-    """What waits beside a shrink-only world, and its checkpoints; `growth` has the rules."""
+    """What waits beside a shrink-only world, and its checkpoints; `growth` has the rules.
+
+    Also how the last growths went: `failed` in a row met a fault soon after the workers' start, and
+    `called_off` drains since that start were not reached by all workers in time.
+    """
 
     started_s: float  # when all workers last started, as far as this coordinator knows
     waits_since_s: float | None = None  # None: nothing waits
     quiet_since_s: float | None = None  # the last checkpoint of the wait; None: nothing to explain
+    failed: int = 0
+    called_off: int = 0
+    _grows: bool = False  # the next start of all workers is a growth
+    _has_grown: bool = False  # the last one was, and no fault has followed
     _told: tuple[int, str] = (0, "")
     _is_explained: bool = False
     _checkpoint: str | None = None  # written since the rules last looked
 
     def start_all(self, now_s: float) -> None:
         """Record that all workers start now."""
-        self.started_s, self._checkpoint = now_s, None
+        self.started_s, self._checkpoint, self.called_off = now_s, None, 0
+        self._has_grown, self._grows = self._grows, False
         self.forget_waiting()
+
+    def note_growth(self) -> None:
+        """Record that all workers restart for a growth; an earlier one without a fault has held."""
+        if self._has_grown:
+            self.failed = 0
+        self._grows = True
+
+    def note_fault(self, now_s: float, lasts_s: float) -> None:
+        """Record a fault; the first after a growth shows whether that held for `lasts_s`."""
+        if self._has_grown:
+            self.failed = self.failed + 1 if now_s < self.started_s + lasts_s else 0
+        self._has_grown = self._grows = False
+
+    def note_called_off(self) -> None:
+        """Record that some workers did not reach the boundary of a growth in time."""
+        self.called_off += 1
 
     def note_checkpoint(self, where: str, now_s: float) -> None:
         """Record a checkpoint that is whole on storage."""

@@ -8,7 +8,7 @@ ends like one whose workers have checkpointed.
 
 from __future__ import annotations
 
-from elastane.coordinator.rules import next_world, recovery
+from elastane.coordinator.rules import growth, next_world, recovery
 from elastane.coordinator.rules.changes import PlannedGrowth
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import KnownNode
@@ -36,7 +36,7 @@ def begin_drain(state: State, reason: str, growth: PlannedGrowth | None = None) 
 def send_drain_request(state: State, node: KnownNode) -> None:
     """Send `node` what it has to know of the current drain, also when it comes back during it."""
     assert state.world is not None
-    fence, timeout_s = state.world.fence, state.spec.timing.drain_timeout_s
+    fence, timeout_s = state.world.fence, growth.drain_limit_s(state)
     if state.drain.target_sent and not node.drain.saved:
         state.queue.send(
             node, DrainTarget(fence=fence, calls=state.drain.target, stops=state.drain.stops_all)
@@ -51,12 +51,21 @@ def set_target(state: State) -> None:
     nodes = state.roster.members()
     furthest = max((node.drain.calls or 0 for node in nodes), default=0)
     stops_all = nobody_continues(state)
-    if stops_all and state.drain.growth is None and next_world.shrinks_only(state):
-        # An unmodified script cannot be asked to checkpoint at a step; it may catch SIGTERM.
+    if _has_sigterm_only(state, stops_all=stops_all):
         furthest = 0
     state.drain.aim(furthest, stops_all=stops_all)
     for node in nodes:
         send_drain_request(state, node)
+
+
+def _has_sigterm_only(state: State, *, stops_all: bool) -> bool:
+    """Whether workers can save nothing at a step, and may catch SIGTERM: of an unmodified script.
+
+    Until all have joined they are aimed at a step: with all of them there, a new coordinator of the
+    same drain would do so, and workers follow the first aim alone.
+    """
+    ends = stops_all and state.drain.growth is None and state.in_place.active
+    return ends and next_world.shrinks_only(state)
 
 
 def nobody_continues(state: State) -> bool:

@@ -4,7 +4,9 @@ No worker can join such a world in place. Places of lost workers and nodes that 
 the script has written a checkpoint, since a restart at any other time repeats the steps after the
 last one. A worker reports the checkpoint; `machine` asks whether a restart is due. The workers are
 then brought to one boundary of steps by a drain, so that none of them is killed while it writes. If
-some do not reach it in time, the drain is called off, and the next checkpoint is another chance.
+some do not reach it in time, the drain is called off, and the next checkpoint is another chance,
+with twice the time: the script may evaluate after each checkpoint. If a fault follows soon after a
+growth, the next one waits for twice as long: the new worker may be unable to train.
 """
 
 from __future__ import annotations
@@ -19,6 +21,18 @@ from elastane.protocol.messages import CallOff
 
 # Capacity that has waited for this long without a checkpoint is worth one message.
 QUIET_S = 600.0
+# A growth has failed if a fault follows within this. New workers import and build their model
+# first, which takes tens of seconds.
+LASTS_S = 60.0
+# After failed growths the pause doubles from at least the first, and is bounded by the second: a
+# broken node then costs a restart of all workers an hour.
+PAUSE_FIRST_S = 1.0
+PAUSE_MAX_S = 3600.0
+# The longest time to reach the boundary of a growth. It is longer than most evaluations; a worker
+# that hangs meanwhile is noticed after it.
+DRAIN_MAX_S = 1800.0
+# No exponent is larger, so that no float overflows.
+_DOUBLINGS_MAX = 16
 
 
 def record_checkpoint(state: State, where: str) -> None:
@@ -41,6 +55,24 @@ def growth_due(state: State) -> PlannedGrowth | None:
     return PlannedGrowth(checkpoint, workers, nodes, growth.waits_since_s or state.now_s)
 
 
+def record_fault(state: State) -> None:
+    """Record that an unplanned incident ends the current world, which may be of a failed growth."""
+    if not state.incidents.is_planned:
+        state.growth.note_fault(state.now_s, LASTS_S)
+
+
+def drain_limit_s(state: State) -> float:
+    """Return how long the workers may take to reach the boundary of the current drain.
+
+    A node that leaves does not wait for longer than in other drains.
+    """
+    usual_s = state.spec.timing.drain_timeout_s
+    if state.drain.growth is None or state.roster.leaving:
+        return usual_s
+    longer_s = _doubled(usual_s, state.growth.called_off)
+    return max(usual_s, min(longer_s, DRAIN_MAX_S))
+
+
 def describe(planned: PlannedGrowth, now_s: float) -> str:
     """Return why all workers restart, in words."""
     return (
@@ -52,6 +84,7 @@ def describe(planned: PlannedGrowth, now_s: float) -> str:
 
 def log_growth(state: State, planned: PlannedGrowth) -> None:
     """Log that all workers restart, which uses no restart of the budget."""
+    state.growth.note_growth()
     state.log(
         EventKind.GROWTH,
         describe(planned, state.now_s),
@@ -64,7 +97,8 @@ def log_growth(state: State, planned: PlannedGrowth) -> None:
 
 def call_off(state: State) -> bool:
     """Let the workers go on, since some did not reach the boundary; always True, as a rule."""
-    limit_s = state.spec.timing.drain_timeout_s
+    limit_s = drain_limit_s(state)
+    state.growth.note_called_off()
     reason = (
         f"workers of {named(state.roster.unsaved)} reached no step boundary within {limit_s:g} s:"
         " all workers go on, and restart at a later checkpoint"
@@ -130,7 +164,17 @@ def _explain_waiting(state: State, workers: int, nodes: str) -> None:
 
 
 def _earliest_s(state: State) -> float:
-    return state.growth.started_s + state.spec.timing.growth_interval_s
+    interval_s, failed = state.spec.timing.growth_interval_s, state.growth.failed
+    if failed:
+        longer_s = _doubled(max(interval_s, PAUSE_FIRST_S), failed)
+        interval_s = max(interval_s, min(longer_s, PAUSE_MAX_S))
+    return state.growth.started_s + interval_s
+
+
+def _doubled(base_s: float, times: int) -> float:
+    """Return a duration, doubled so many times."""
+    doubled_s: float = base_s * 2.0 ** min(times, _DOUBLINGS_MAX)
+    return doubled_s
 
 
 def _more_workers(count: int) -> str:

@@ -464,7 +464,7 @@ def _end_drained(state: State, reason: str) -> bool:
 
 def _await_drained(state: State, reason: str) -> bool:
     """Wait for the rest of the workers until the drain times out."""
-    deadline_s = state.stage.began_s + state.spec.timing.drain_timeout_s
+    deadline_s = state.stage.began_s + growth.drain_limit_s(state)
     if state.now_s < deadline_s:
         state.queue.wait_until(deadline_s)
         return False
@@ -486,6 +486,7 @@ def _call_off(state: State) -> bool:
 
 def _end_world(state: State, reason: str) -> bool:
     """Move to the next world, with the same processes if workers recover in place."""
+    growth.record_fault(state)
     if recovery.is_beyond_healing(state):
         return _stop_unhealed(state, reason)
     if state.in_place.active and (recovery.has_survivors(state) or recovery.may_return(state)):

@@ -365,9 +365,15 @@ def start_replacements(state: State, node: KnownNode) -> None:
 
 
 def record_standby_failure(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
-    """Record that standby workers ended; they are replaced as long as the budget pays for it."""
+    """Record that standby workers ended; they are replaced as long as the budget pays for it.
+
+    No replacement could join a shrink-only world. A worker without a place there may also be one
+    that an earlier world has lost, and that a new coordinator does not know.
+    """
     node.workers.lose(failures)
     state.roster.reindex(node)
+    if next_world.shrinks_only(state):
+        return
     failures = tuple(msgspec.structs.replace(f, rank=NO_RANK) for f in failures)
     reason = f"a worker of node {node.id} ended before it had a place"
     incident = Incident(at_s=state.now_s, reason=reason, planned=False)
