@@ -187,13 +187,22 @@ class Gathering:
         return self.began_s is None and not any(w.alive for w in self.workers.values())
 
 
+def _newest(worlds: Iterable[Gathering]) -> Gathering | None:
+    """Return the world that began last, if possible of those that still have a worker.
+
+    Without a store, a host that was suspended may begin a world that is over, and be stopped.
+    """
+    begun = [world for world in worlds if world.began_s is not None]
+    inhabited = [w for w in begun if any(each.world is w for each in w.workers.values())]
+    return max(inhabited or begun, key=lambda world: world.began_s or 0.0, default=None)
+
+
 def left_out(worlds: Iterable[Gathering], groups: Iterable[InPlaceGroup], *, paid: bool) -> str:
     """Return who waits in the nodes of the newest world for a place in it; there is room.
 
     And who is dead and has no successor, where the budget would have `paid`.
     """
-    begun = [world for world in worlds if world.began_s is not None]
-    newest = max(begun, key=lambda world: world.began_s or 0.0, default=None)
+    newest = _newest(worlds)
     hosts = {*newest.hosts} if newest is not None else set[str]()
     out = [
         worker.name
@@ -210,8 +219,7 @@ def short_of(worlds: Iterable[Gathering], able: Mapping[str, int], most: int) ->
 
     `able`: the number of workers of each node that could take part.
     """
-    begun = [world for world in worlds if world.began_s is not None]
-    newest = max(begun, key=lambda world: world.began_s or 0.0, default=None)
+    newest = _newest(worlds)
     if newest is None:
         return ""
     here = Counter(worker.group.host for worker in newest.workers.values())

@@ -122,3 +122,12 @@ def test_a_group_of_some_workers_is_refused_with_the_call_and_the_way_out(tmp_pa
         assert node.wait() != 0
         assert "new_group([0]): not possible with --in-place" in node.output
         assert "start the script without --in-place" in node.output
+
+
+def test_an_asynchronous_save_by_all_workers_is_refused_at_its_first_call(tmp_path):
+    job = Unmodified(tmp_path, "async save", nproc_per_node=2)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        assert node.wait() != 0
+        assert "async_save(): not possible with --in-place" in node.output
+        assert "no_dist=True" in node.output and "in-place-refused" in node.output

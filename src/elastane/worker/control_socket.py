@@ -35,6 +35,7 @@ from elastane.process.control_socket import (
     WorkerFinished,
 )
 from elastane.protocol.model import Fence, Sharding
+from elastane.worker import running_saves
 
 # The agent sends the first message before it starts the worker.
 _FIRST_S = 60.0
@@ -205,8 +206,12 @@ class ControlSocket:
             self._end_world()
 
     def _end_if_waiting(self) -> None:
-        """End this process if it waits for a place and is to be stopped; the lock is held."""
+        """End this process if it waits for a place and is to be stopped; the lock is held.
+
+        Its program may be saving meanwhile.
+        """
         if self._waits and self._ends:
+            running_saves.of_process.finish()
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     stream.flush()

@@ -1,15 +1,19 @@
 """Sees the checkpoints that a script writes which knows nothing of elastane.
 
-`watch` puts itself around torch.save and what torch.distributed.checkpoint.save calls. A save
-counts if it is surely one to resume from: it holds the state of an optimizer, goes to a file, and
-was called by the main thread. A checkpoint may consist of several files, and be renamed after its
-save; so it is whole only once training goes on, which `whole_at` is asked for. What cannot be seen
-is not guessed: other formats, saves of other threads, object stores. Never fails, and changes
-nothing about a save.
+`watch` puts itself around torch.save and what torch.distributed.checkpoint.save and async_save
+call. A save counts if it is surely one to resume from: it holds the state of an optimizer, goes to
+a file, and was called by the main thread. A checkpoint may consist of several files, and be renamed
+after its save; so it is whole only once training goes on, which `whole_at` is asked for. What
+cannot be seen is not guessed: other formats, saves of other threads, object stores.
+
+A save that has begun is not cut off: SIGTERM waits for the main thread's, and a worker that ends
+waits for those of its threads. An asynchronous save by all workers is refused. Otherwise nothing
+about a save changes, and it never fails because it is watched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import stat
@@ -17,16 +21,29 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-_DCP = "torch.distributed.checkpoint.state_dict_saver"
+from elastane.worker import running_saves
+
+_DCP_PACKAGE = "torch.distributed.checkpoint"
+_DCP = f"{_DCP_PACKAGE}.state_dict_saver"
+# What torch.distributed.checkpoint.async_save calls: the module, the class, and whether it saves
+# by a process that has a process group of its own.
+_ASYNC = (
+    ("_async_thread_executor", "_ThreadBasedAsyncCheckpointExecutor", False),
+    ("_async_process_executor", "_ProcessBasedAsyncCheckpointExecutor", True),
+)
 # A function of Lightning that writes to a file what it has saved to memory. Its package has four
 # names.
 _BY_MEMORY = ("utilities.cloud_io", "_atomic_save", "filepath")
+# The place of no_dist among the arguments of `_save_state_dict`.
+_NO_DIST_AT = 4
 # How many values of a saved object are looked at.
 _VALUES_MAX = 10_000
 
@@ -49,18 +66,18 @@ class SavedFile:
 
 
 class ScriptSaves:
-    """The saves of this process."""
+    """The saves of this process; `refusal(what, expected)` makes the error of a refused one."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusal: Callable[[str, str], Exception]) -> None:
+        self._refusal = refusal
         self._steps = 0
         self._last: SavedFile | None = None
-        self._lock = threading.Lock()
-        self._running = 0
+        self._running = running_saves.of_process
 
     def watch(self) -> None:
         """See what is saved from here on."""
         saver: Any = torch.serialization
-        saver.save = torch.save = self._around(torch.save, _target_of_file)
+        saver.save = torch.save = self._around(torch.save, _target_of_file, lambda *_, **__: True)
         self.watch_distributed()
 
     def watch_distributed(self) -> None:
@@ -68,12 +85,17 @@ class ScriptSaves:
         module: Any = sys.modules.get(_DCP)
         save = getattr(module, "_save_state_dict", None)
         if save is not None and not hasattr(save, "__wrapped__"):
-            module._save_state_dict = self._around(save, _target_of_writer)
+            module._save_state_dict = self._around(save, _target_of_writer, _is_alone)
+        for name, kind, by_process in _ASYNC:
+            executor: Any = getattr(sys.modules.get(f"{_DCP_PACKAGE}.{name}"), kind, None)
+            begin = getattr(executor, "execute_save", None)
+            if begin is not None and not hasattr(begin, "__wrapped__"):
+                executor.execute_save = self._around_async(begin, by_process=by_process)
 
     @property
     def is_saving(self) -> bool:
         """Whether a save runs in any thread."""
-        return self._running > 0
+        return self._running.any
 
     def whole_at(self, steps: int) -> str | None:
         """Return a checkpoint that is whole now that `steps` steps are made, once; or None.
@@ -87,27 +109,62 @@ class ScriptSaves:
         self._last = None
         return saved.where if saved.is_closed else None
 
-    def _around(self, save: Callable[..., Any], target: _Target) -> Callable[..., Any]:
+    def _around(
+        self, save: Callable[..., Any], target: _Target, is_alone: Callable[..., bool]
+    ) -> Callable[..., Any]:
         @functools.wraps(save)
         def saving(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
-            with self._lock:
-                self._running += 1
+            alone = is_alone(*args, **kwargs)
+            number = self._running.begin(alone=alone)
             try:
-                result = save(*args, **kwargs)
-                self._note(frame, target, args, kwargs)
-                return result
+                # Without peers a save that needs them would hold the signal for ever.
+                with running_saves.sigterm_held() if alone else contextlib.nullcontext():
+                    result = save(*args, **kwargs)
+                    self._note(frame, target, args, kwargs)
+                    return result
             finally:
-                with self._lock:
-                    self._running -= 1
+                self._running.end(number)
 
         return saving
 
-    def _note(self, frame: FrameType, target: _Target, args: Any, kwargs: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
+    def _around_async(self, begin: Callable[..., Any], *, by_process: bool) -> Callable[..., Any]:
+        @functools.wraps(begin)
+        def beginning(*args: Any, **kwargs: Any) -> Any:
+            if dist.is_initialized() and (by_process or not _is_alone(*args, **kwargs)):
+                what = "torch.distributed.checkpoint.async_save()" + " by a process" * by_process
+                expected = "save(), or async_save(no_dist=True) by a thread, on one rank or each"
+                raise self._refusal(what, expected)
+            # The thread that will save is not there yet, so it is none that could wait for itself.
+            number = self._running.begin(alone=True, thread=0)
+            try:
+                future: Future[Any] = begin(*args, **kwargs)
+            except BaseException:
+                self._running.end(number)
+                raise
+            future.add_done_callback(lambda done: self._end_async(number, done, args, kwargs))
+            return future
+
+        return beginning
+
+    def _end_async(self, number: int, done: Future[Any], args: Any, kwargs: Any) -> None:
+        """In the thread of an asynchronous save: note it as one of the main thread, which began it.
+
+        The save counts before it has ended, so that no worker parks between the two.
+        """
         try:
-            state, where, file = target(frame, *args, **kwargs)
+            if not done.cancelled() and done.exception() is None:
+                self._keep(_target_of_staged, args, kwargs)
+        finally:
+            self._running.end(number)
+
+    def _note(self, frame: FrameType, target: _Target, args: Any, kwargs: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._keep(functools.partial(target, frame), args, kwargs)
+
+    def _keep(self, target: _Target, args: Any, kwargs: Any) -> None:
+        try:
+            state, where, file = target(*args, **kwargs)
             if where and holds_optimizer(state):
                 self._last = SavedFile(where, self._steps, file)
         except Exception:
@@ -133,6 +190,26 @@ def _target_of_writer(
 ) -> tuple[Any, str, Any]:
     where = getattr(storage_writer, "path", None) or type(storage_writer).__name__
     return state_dict, str(where), None
+
+
+def _target_of_staged(
+    _executor: Any,
+    staged: Any,
+    *_: Any,
+    checkpoint_id: Any = None,
+    storage_writer: Any = None,
+    **__: Any,
+) -> tuple[Any, str, Any]:
+    """Return what an asynchronous save wrote, and where; `staged` may be a future by torch."""
+    state = staged.result() if isinstance(staged, Future) else staged
+    path = checkpoint_id or getattr(storage_writer, "path", None)
+    return state, str(path or type(storage_writer).__name__), None
+
+
+def _is_alone(*args: Any, no_dist: bool = False, use_collectives: bool = True, **_: Any) -> bool:
+    """Whether a save of torch.distributed.checkpoint needs no other worker."""
+    no_dist = no_dist or (len(args) > _NO_DIST_AT and bool(args[_NO_DIST_AT]))
+    return no_dist or not use_collectives or not dist.is_initialized()
 
 
 def holds_optimizer(state: Any) -> bool:

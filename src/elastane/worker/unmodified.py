@@ -35,7 +35,7 @@ from elastane.process.worker_environment import RANKS_MAY_CHANGE
 from elastane.protocol.hangs import Activity
 from elastane.synchrony.ordered import OrderedGroup, watch_forwards
 from elastane.synchrony.visible import VisibleWorld
-from elastane.worker import drain, progress_reporter
+from elastane.worker import drain, progress_reporter, running_saves
 from elastane.worker.control_socket import ControlSocket
 from elastane.worker.frameworks import Frameworks
 from elastane.worker.progress_reporter import ProgressReporter
@@ -166,6 +166,7 @@ def restart(reason: str) -> NoReturn:
             f" script's last checkpoint [{RESTART_SLUG}]\n"
         )
         sys.stderr.flush()
+    running_saves.of_process.finish()
     os._exit(ExitCode.TRY_AGAIN)
 
 
@@ -174,7 +175,7 @@ def install(*, keeps_ranks: bool) -> None:
 
     `keeps_ranks`: the script may keep a rank or a world size in a variable.
     """
-    saves = ScriptSaves()
+    saves = ScriptSaves(_refusal)
     saves.watch()
     make_group = _maker(saves, keeps_ranks=keeps_ranks)
     modules: tuple[Any, ...] = (dist, c10d)

@@ -1,9 +1,9 @@
 """An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
 
-Usage: unmodified_ddp.py FOLDER [static | sum | by hand | group]. It ends once a file "enough" is
-there. With `sum` it sums floats of its own in each step; before one of these, rank 1 of the first
-attempt dies. With `by hand` it averages gradients itself. With `group` it asks for a group of one
-worker.
+Usage: unmodified_ddp.py FOLDER [static | sum | by hand | group | async save]. It ends once a file
+"enough" is there. With `sum` it sums floats of its own in each step; before one of these, rank 1 of
+the first attempt dies. With `by hand` it averages gradients itself. With `group` it asks for a
+group of one worker. With `async save` all workers save together while they train.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import async_save
 from torch.nn.parallel import DistributedDataParallel
 
 FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:])
@@ -68,6 +69,8 @@ def main():
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= size
             optimizer.step()
+            if WAY == "async save":
+                async_save({"optimizer": optimizer.state_dict()}, checkpoint_id=FOLDER / "dcp")
             if WAY == "sum":
                 if step == DIES_AT and dist.get_rank() == 1 and is_first_attempt():
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -6,17 +6,37 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_saver as saver
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint._async_process_executor import (
+    _ProcessBasedAsyncCheckpointExecutor,
+)
+from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from elastane.worker.running_saves import of_process
 from elastane.worker.script_saves import ScriptSaves, holds_optimizer
 
 
 @pytest.fixture
 def saves(monkeypatch):
-    monkeypatch.setattr(torch, "save", torch.save)
-    monkeypatch.setattr(torch.serialization, "save", torch.save)
-    saves = ScriptSaves()
+    for owner, name in (
+        (torch, "save"),
+        (torch.serialization, "save"),
+        (saver, "_save_state_dict"),
+        (_ThreadBasedAsyncCheckpointExecutor, "execute_save"),
+        (_ProcessBasedAsyncCheckpointExecutor, "execute_save"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    saves = ScriptSaves(refusal)
     saves.watch()
     return saves
+
+
+def refusal(what, expected):
+    return ValueError(f"{what}; expected: {expected}")
 
 
 def state():
@@ -84,12 +104,7 @@ def test_a_file_that_lightning_writes_by_way_of_memory_counts(saves, tmp_path):
     assert saves.whole_at(1) == str(tmp_path / "epoch=3.ckpt")
 
 
-def test_a_distributed_checkpoint_counts(saves, tmp_path, monkeypatch):
-    import torch.distributed.checkpoint as dcp
-    import torch.distributed.checkpoint.state_dict_saver as saver
-
-    monkeypatch.setattr(saver, "_save_state_dict", saver._save_state_dict)
-    saves.watch_distributed()
+def test_a_distributed_checkpoint_counts(saves, tmp_path):
     with pytest.warns(UserWarning, match="single process"):
         dcp.save(state(), checkpoint_id=tmp_path / "step-7")
     assert saves.whole_at(1) == str(tmp_path / "step-7")
@@ -102,3 +117,66 @@ def test_an_optimizer_is_found_in_nested_containers_and_a_huge_object_is_given_u
     assert holds_optimizer({"trainer": ({"optimizers": [optimizer]},)})
     assert not holds_optimizer({"model": {"weight": torch.zeros(2)}, "state": 3})
     assert not holds_optimizer([[0] * 20_000, [optimizer]])
+
+
+@pytest.fixture
+def one_worker(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class SlowWriter(FileSystemWriter):
+    """A writer that waits until it may go on."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.goes_on = threading.Event()
+
+    def finish(self, *args, **kwargs):
+        assert self.goes_on.wait(30)
+        super().finish(*args, **kwargs)
+
+
+def test_an_asynchronous_save_of_one_rank_counts_once_its_future_is_done(
+    saves, one_worker, tmp_path
+):
+    writer = SlowWriter(tmp_path / "step-7")
+    saves.whole_at(7)
+    future = saver.async_save(state(), storage_writer=writer, no_dist=True)
+    assert saves.is_saving and saves.whole_at(8) is None
+    writer.goes_on.set()
+    future.result(30)
+    assert of_process.finish(30)
+    assert saves.whole_at(8) is None, "the next step shows that it is whole"
+    assert saves.whole_at(9) == str(tmp_path / "step-7")
+
+
+def test_an_asynchronous_save_that_failed_does_not_count(saves, one_worker, tmp_path):
+    (tmp_path / "file").touch()
+    future = saver.async_save(state(), checkpoint_id=tmp_path / "file" / "step-7", no_dist=True)
+    assert future.exception(30) is not None
+    assert of_process.finish(30)
+    assert saves.whole_at(1) is None
+
+
+def test_an_asynchronous_save_by_all_workers_is_refused_as_it_is_called(
+    saves, one_worker, tmp_path
+):
+    with pytest.raises(ValueError, match=r"async_save\(\); expected: save\(\), or async_save"):
+        saver.async_save(state(), checkpoint_id=tmp_path / "step-7")
+    with pytest.raises(ValueError, match=r"async_save.* by a process"):
+        saver.async_save(
+            state(),
+            checkpoint_id=tmp_path / "step-7",
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            no_dist=True,
+        )
+    assert not saves.is_saving and not (tmp_path / "step-7").exists()
+
+
+def test_an_asynchronous_save_without_a_process_group_is_not_refused(saves, tmp_path):
+    with pytest.warns(UserWarning, match="single process"):
+        saver.async_save(state(), checkpoint_id=tmp_path / "step-7").result(30)
+    assert of_process.finish(30)
+    assert saves.whole_at(1) == str(tmp_path / "step-7")
