@@ -11,19 +11,23 @@ from jobs import PRELOAD_COMPILER
 from elastane.errors import ExitCode
 from elastane.testing import LocalCluster
 
-SCRIPT = Path(__file__).parent / "scripts" / "growing_ddp.py"
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
 class GrowingJob:
     """A cluster that runs the script, and what its workers have written after each step."""
 
     def __init__(
-        self, folder: Path, *args: str, interval_s: float = 0.0, **options: object
+        self,
+        folder: Path,
+        name: str = "growing_ddp.py",
+        interval_s: float = 0.0,
+        **options: object,
     ) -> None:
         self.folder = folder / "said"
         self.folder.mkdir()
         self._growing = Growing(self.folder)
-        script = [str(SCRIPT), str(self.folder), *args]
+        script = [str(SCRIPTS / name), str(self.folder)]
         options = {
             "nnodes": "1:3",
             "nproc_per_node": 3,
@@ -75,7 +79,7 @@ class GrowingJob:
         )
         return event
 
-    def continues_from_checkpoint(self, before: set[int], now: set[int]) -> int:
+    def continues_from_checkpoint(self, before: set[int], now: set[int], repeated: int = 4) -> int:
         """The restarted workers began with the bits that the others had as they saved."""
         said = self.said()
         begins = {(said[pid][0]["step"], said[pid][0]["digest"]) for pid in now}
@@ -83,7 +87,8 @@ class GrowingJob:
         [(step, digest)] = begins
         survivor = said[min(before)]
         assert digest == next(line["digest"] for line in survivor if line["step"] == step)
-        assert survivor[-1]["step"] - step <= 4, "it restarted long after the checkpoint"
+        made = survivor[-1]["step"] - step
+        assert made <= repeated, f"it restarted {made} steps after the checkpoint"
         return step
 
     def ends_well(self, *nodes: str) -> None:
@@ -196,3 +201,24 @@ def test_nodes_that_come_late_leave_and_come_back_are_taken_in_at_checkpoints(tm
         job.wait_growth(count=2, workers=1, nodes="b")
         job.wait_steps(job.pids("a", "b"), 2)
         job.ends_well("a", "b")
+
+
+def test_a_script_that_saves_by_a_checkpointer_shrinks_in_place_and_grows_at_its_checkpoints(
+    tmp_path,
+):
+    job = GrowingJob(tmp_path, "checkpointed_ddp.py")
+    with job.cluster as cluster:
+        cluster.start("a")
+        cluster.wait_world(nodes=1)
+        first = job.pids("a")
+        cluster.wait_event("checkpoint-saved")
+        kill({max(first)})
+        event = job.wait_growth(workers=1, nodes="a")
+        assert str(job.folder / "checkpoints") in event.data["checkpoint"]
+        second = job.pids("a")
+        assert len(second) == 3 and not second & first
+        job.wait_steps(second, 3)
+        # Reports of durable checkpoints are put together, so some steps may have passed.
+        assert job.continues_from_checkpoint(first - {max(first)}, second, repeated=1000) >= 10
+        assert {line["world"] for line in job.said()[min(first)]} == {2, 3}
+        job.ends_well("a")

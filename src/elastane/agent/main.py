@@ -154,6 +154,7 @@ class _Agent:
         link = CoordinatorLink(leadership, dialer, queue.put_nowait, config.spec)
         outlets = Outlets(link, node.log.write, node.reaper.allow_until)
         shell = AgentShell(core, self._group_setup(), node.port, queue, outlets)
+        node.snapshot_server.when_saved(shell.checkpoint_saved)
         return _Parts(core, shell, dialer, link, leadership, keys)
 
     async def _run_tasks(self, parts: _Parts) -> Exit:

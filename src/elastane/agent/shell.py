@@ -82,6 +82,11 @@ class AgentShell:
         """Queue an event; call it from the loop's thread."""
         self._queue.put_nowait(event)
 
+    def checkpoint_saved(self, where: str) -> None:
+        """Report a checkpoint of an `elastane.Checkpointer` in the workers, which is durable."""
+        if self._group is not None:
+            self._group.report_checkpoint(where)
+
     def handle_signals(self, names: Sequence[str]) -> None:
         """Leave the job on these signals, except those that the parent process ignores.
 

@@ -78,6 +78,7 @@ class SnapshotServerHandle:
         self._peers: Callable[[], ReplicationSettings] | None = None
         self._log_event = log_event
         self._lost = lost
+        self._saved: Callable[[str], None] = _nothing
 
     @property
     def pid(self) -> int | None:
@@ -110,6 +111,10 @@ class SnapshotServerHandle:
     def replicate_with(self, peers: Callable[[], ReplicationSettings]) -> None:
         """Let servers exchange copies with those of other nodes; `peers` returns how."""
         self._peers = peers
+
+    def when_saved(self, saved: Callable[[str], None]) -> None:
+        """Call `saved` with the place of each checkpoint that the server reports as durable."""
+        self._saved = saved
 
     def send_peers(self) -> None:
         """Send the server the current secrets and address for other nodes' servers."""
@@ -202,7 +207,7 @@ class SnapshotServerHandle:
                 self._control.send(encode(message), socket.MSG_DONTWAIT)
 
     def _read(self, control: socket.socket) -> None:
-        from elastane.snapshots.messages import SNAPSHOT_EVENTS
+        from elastane.snapshots.messages import SNAPSHOT_EVENTS, Saved
 
         try:
             event = SNAPSHOT_EVENTS.decode(control.recv(HELLO_BYTES_MAX, socket.MSG_DONTWAIT))
@@ -213,6 +218,8 @@ class SnapshotServerHandle:
             asyncio.get_running_loop().remove_reader(control)
         else:
             self._log_event(event)
+            if isinstance(event, Saved):
+                self._saved(event.place)
 
     def _close_control(self) -> None:
         if self._control is not None:
@@ -256,6 +263,10 @@ def snapshot_event(event: SnapshotEvent, node_id: str) -> LogEvent:
             kind, reason = EventKind.RESTORED, f"step {event.key.step} from {event.place}"
             reason += f": {event.why}" if event.why else ""
     return LogEvent(kind=kind, reason=reason, node_id=node_id, data=data)
+
+
+def _nothing(_place: str) -> None:
+    """Do nothing."""
 
 
 def _warn_slow_end() -> None:

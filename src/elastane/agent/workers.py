@@ -98,7 +98,7 @@ class LocalWorkerGroup:
             self._post_lost,
             self._answered,
             self._post_differed,
-            self._post_checkpoint,
+            self.report_checkpoint,
         )
         self._store_host = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
         self.drain = GroupDrain(self._members, self._sockets, self.post, self._spawn_task)
@@ -134,6 +134,10 @@ class LocalWorkerGroup:
             self._stopped_s = time.monotonic()
             self.drain.cancel()
             self._spawn_task(self._stop())
+
+    def report_checkpoint(self, where: str) -> None:
+        """Report a checkpoint of the workers that is whole on storage."""
+        self.post(GroupWroteCheckpoint(self.assignment.fence, where))
 
     def interrupt(self, reason: str) -> None:
         """Ask the workers that have a place to end their step."""
@@ -313,9 +317,6 @@ class LocalWorkerGroup:
 
     def _post_lost(self, fence: Fence, reason: str) -> None:
         self.post(WorkerLost(self.assignment.fence, fence, reason))
-
-    def _post_checkpoint(self, where: str) -> None:
-        self.post(GroupWroteCheckpoint(self.assignment.fence, where))
 
     def _post_differed(self, local_rank: int, difference: control_socket.Differed) -> None:
         fence, rank = self.assignment.fence, difference.rank
