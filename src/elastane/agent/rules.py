@@ -75,6 +75,7 @@ from elastane.protocol.events import (
     GroupGone,
     GroupMarked,
     GroupStarted,
+    GroupTraining,
     GroupWroteCheckpoint,
     Linked,
     MessageReceived,
@@ -507,8 +508,8 @@ class LocalWorkers:
         """Handle an event of the group or of one of its workers."""
         group = self.group
         match event:
-            case GroupStarted(fence=fence, pids=pids) if group and fence == group.start_fence:
-                self._log(EventKind.WORKERS_STARTED, f"{len(pids)} workers", pids=str(pids))
+            case GroupStarted() | GroupTraining() if group and event.fence == group.start_fence:
+                self._began(group, event)
             case WorkerSucceeded(fence=fence, local_rank=rank) if (
                 group and fence == group.start_fence
             ):
@@ -699,6 +700,20 @@ class LocalWorkers:
         group = self.group
         return group is not None and group.fence == fence and group.draining
 
+    def _began(self, group: Group, event: GroupStarted | GroupTraining) -> None:
+        if isinstance(event, GroupStarted):
+            pids = event.pids
+            self._log(EventKind.WORKERS_STARTED, f"{len(pids)} workers", pids=str(pids))
+        elif event.world == group.fence:
+            self._log_first_step(event)
+
+    def _log_first_step(self, event: GroupTraining) -> None:
+        data = {"age_s": _age_s(event.trained_s, self.now_s)}
+        if event.built_s is not None and event.healed_s is not None:
+            data["built_age_s"] = _age_s(event.built_s, self.now_s)
+            data["healed_age_s"] = _age_s(event.healed_s, self.now_s)
+        self._log(EventKind.WORKERS_TRAINING, "all workers made their first step", **data)
+
     def _succeeded(self, group: Group, local_rank: int) -> None:
         if group.phase == "stopping":
             return
@@ -744,6 +759,10 @@ class LocalWorkers:
     def _log(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
         fence = self.group.fence if self.group else None
         self._outbox.log(kind, fence, reason, **data)
+
+
+def _age_s(then_s: float, now_s: float) -> float:
+    return round(max(0.0, now_s - then_s), 4)
 
 
 class DrainStage(Enum):

@@ -23,6 +23,7 @@ from functools import partial
 
 from elastane.agent.control_sockets import ControlSockets, place_message
 from elastane.agent.failure_reports import OomCounters, kill_evidence, read_memory
+from elastane.agent.first_steps import Beginning, FirstSteps
 from elastane.agent.hang_monitor import UNKILLABLE_SLUG, HangMonitor
 from elastane.agent.process_group_store import OfferedPort, StoreHost
 from elastane.agent.spares import Spares
@@ -42,6 +43,7 @@ from elastane.protocol.events import (
     GroupGone,
     GroupMarked,
     GroupStarted,
+    GroupTraining,
     GroupWroteCheckpoint,
     ReplicaDiffered,
     Signalled,
@@ -83,6 +85,7 @@ class LocalWorkerGroup:
     _start_task: asyncio.Task[None] | None = None
     drain: GroupDrain = field(init=False)
     hang_monitor: HangMonitor = field(init=False)
+    _first_steps: FirstSteps = field(init=False)
     _spares: Spares = field(init=False)
     _kill: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: bool = False
@@ -105,6 +108,10 @@ class LocalWorkerGroup:
         self._spares = Spares(self.setup, self._sockets, self._spawn_task)
         self.hang_monitor = HangMonitor(
             self._members, self._sockets, self._post_failed, self._spawn_task, self.setup
+        )
+
+        self._first_steps = FirstSteps(
+            self._members, self._sockets, self._post_training, self._spawn_task
         )
 
     def begin(self) -> None:
@@ -142,6 +149,7 @@ class LocalWorkerGroup:
     def interrupt(self, reason: str) -> None:
         """Ask the workers that have a place to end their step."""
         self.hang_monitor.world_ended()
+        self._first_steps.end()
         for worker in self._members():
             self._sockets.send(worker.local_rank, control_socket.InterruptWorker(reason))
 
@@ -160,6 +168,7 @@ class LocalWorkerGroup:
                 self._sockets.send(worker.local_rank, place_message(assignment, worker.local_rank))
         self._post_recoverable()
         self._post_started(self._members())
+        self._first_steps.await_them(assignment.fence)
 
     def start_more(self, local_ranks: tuple[int, ...], standby: Assignment, delay_s: float) -> None:
         """Start replacements for these local ranks; they have no place yet."""
@@ -181,6 +190,8 @@ class LocalWorkerGroup:
         self.hang_monitor.begin(self._workers)
         asyncio.get_running_loop().call_later(_LEARN_AFTER_S, self._learn)
         self._post_started(self._workers)
+        if not self._stopping:
+            self._first_steps.await_them(self.world.fence)
 
     def _learn(self) -> None:
         """Have the spawner preload what a worker of this group has imported by now."""
@@ -305,6 +316,10 @@ class LocalWorkerGroup:
         pids = tuple(w.process.pid for w in by_local_rank if w.process is not None)
         self.post(GroupStarted(self.assignment.fence, pids))
 
+    def _post_training(self, world: Fence, came: Beginning) -> None:
+        times_s = came.trained_s, came.built_s, came.healed_s
+        self.post(GroupTraining(self.assignment.fence, world, *times_s))
+
     def _post_not_started(self, local_rank: int, rank: int, reason: str) -> None:
         code = EXIT_NOT_STARTED
         self._post_failed(
@@ -332,6 +347,7 @@ class LocalWorkerGroup:
         self._store_host.end()
         await self._end_start()
         self.hang_monitor.end()
+        self._first_steps.end()
         await self._spares.end()
         alive = [w.process for w in self._workers if w.process is not None and w.is_alive]
         for worker in self._workers:

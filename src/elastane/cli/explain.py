@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from elastane.observe.account import Account
     from elastane.observe.story import AttemptStory, JobStory, SeenFailure
 
 # How many failures of one attempt are shown; --json has all.
@@ -32,12 +33,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the story; returns 0 for every outcome of the job."""
     from elastane.cli.logs import find_job
+    from elastane.observe.account import account_of
     from elastane.observe.box import printable
     from elastane.observe.events import read_events
     from elastane.observe.story import story_of
 
     folder = find_job(args.job, args.log_dir)
-    story = story_of(folder.name, str(folder), read_events(folder))
+    events = list(read_events(folder))
+    story = story_of(folder.name, str(folder), events)
+    account = account_of(events)
     story.attempts = [
         one
         for one in story.attempts
@@ -46,15 +50,18 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         import msgspec
 
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(story)).decode() + "\n")
+        found = {**msgspec.to_builtins(story), "account": account}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     else:
-        lines = (printable(line.expandtabs()) for line in story_lines(story))
+        lines = (printable(line.expandtabs()) for line in story_lines(story, account))
         sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
-def story_lines(story: JobStory) -> list[str]:
-    """Return the story for a person."""
+def story_lines(story: JobStory, account: Account | None = None) -> list[str]:
+    """Return the story for a person, with the account of where the time went."""
+    from elastane.observe.account import account_lines
+
     lines = [f"job {story.job}: {_verdict(story)}"]
     if story.restarts_used:
         lines.append(_budget_line(story))
@@ -62,6 +69,8 @@ def story_lines(story: JobStory) -> list[str]:
         lines += ["", *_attempt_lines(attempt)]
     if story.departures:
         lines += ["", "nodes that departed:", *(f"  {line}" for line in story.departures)]
+    if account is not None:
+        lines += ["", *account_lines(account)]
     lines += ["", f"logs: {story.log_dir}", f"output: elastane logs {story.log_dir}"]
     return lines
 

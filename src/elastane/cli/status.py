@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from elastane.errors import ElastaneError, ExitCode, UsageError
 
 if TYPE_CHECKING:
+    from elastane.observe.account import Account
     from elastane.observe.events import LoggedEvent
     from elastane.process.files import JobEntry
     from elastane.process.tls import TlsConfig
@@ -52,6 +54,7 @@ class _View:
     agents: list[JobEntry] = field(default_factory=list)
     folder: str = ""
     events: list[LoggedEvent] = field(default_factory=list)
+    account: Account | None = None
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +166,7 @@ def _from_agents(entries: list[JobEntry], tls: TlsConfig | None) -> _View:
             view.error = error
         else:
             view.error = None
+            _add_account(view, entry.log_dir)
             return view
     _add_events(view, entries[-1].log_dir)
     return view
@@ -176,6 +180,7 @@ def _from_log(job: str, log_dir: str) -> _View:
 
 def _add_events(view: _View, log_dir: str, *, must_exist: bool = False) -> None:
     from elastane.cli.logs import find_job
+    from elastane.observe.account import account_of
     from elastane.observe.events import read_events
 
     try:
@@ -187,6 +192,20 @@ def _add_events(view: _View, log_dir: str, *, must_exist: bool = False) -> None:
     view.job = view.job if view.job != str(folder) else folder.name
     view.folder = str(folder)
     view.events = list(read_events(folder))
+    view.account = account_of(view.events)
+
+
+def _add_account(view: _View, log_dir: str) -> None:
+    """Add the account of a running job, if its log is on this machine."""
+    from elastane.cli.logs import find_job
+    from elastane.observe.account import account_of
+    from elastane.observe.events import read_events
+
+    try:
+        folder = find_job(view.job, log_dir)
+    except UsageError:
+        return
+    view.account = account_of(read_events(folder), time.time())
 
 
 def _ask(endpoint: str, job: str, token: str, tls: TlsConfig | None) -> Report:
@@ -212,6 +231,16 @@ def tls_of(args: argparse.Namespace) -> TlsConfig | None:
 
 
 def _lines(view: _View) -> list[str]:
+    return [*_story(view), *_account_lines(view.account)]
+
+
+def _account_lines(account: Account | None) -> list[str]:
+    from elastane.observe.account import account_lines
+
+    return ["", *(f"  {line}" for line in account_lines(account))] if account is not None else []
+
+
+def _story(view: _View) -> list[str]:
     if view.report is not None:
         return report_lines(view.report, view.endpoint)
     if view.error is not None:
@@ -329,6 +358,7 @@ def _print_json(views: list[_View]) -> None:
             "agents": [{"node": entry.node, "pid": entry.pid} for entry in view.agents],
             "log_dir": view.folder,
             "events": view.events,
+            "account": view.account,
         }
         for view in views
     ]

@@ -98,6 +98,20 @@ class GroupStarted(msgspec.Struct, frozen=True):
     pids: tuple[int, ...]
 
 
+class GroupTraining(msgspec.Struct, frozen=True):
+    """All members of the group have made their first step in `world`.
+
+    `built_s` and `healed_s`: when they all had built the process group and held the state, on the
+    clock of `handle`; None for a script that is not in the job's steps.
+    """
+
+    fence: Fence
+    world: Fence
+    trained_s: float
+    built_s: float | None = None
+    healed_s: float | None = None
+
+
 class WorkerSucceeded(msgspec.Struct, frozen=True):
     """A worker exited with 0."""
 
@@ -188,6 +202,7 @@ AgentEvent = (
     | MessageReceived
     | Warm
     | GroupStarted
+    | GroupTraining
     | WorkerSucceeded
     | WorkerFailed
     | GroupGone

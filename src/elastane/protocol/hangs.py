@@ -60,8 +60,9 @@ class Activity(IntEnum):
     BODY = 2  # in the body of a step
     COMPILING = 3
     BETWEEN = 4  # the user's own code between two steps: evaluation, checkpoints
-    ENTERING = 5  # waits for a world, or to receive the state
+    ENTERING = 5  # waits for a world
     BUILDING = 6  # has a place and builds its model; the others wait for its first step
+    HEALING = 7  # has entered a world, and compares or receives the state
 
 
 _WORDS = {
@@ -72,9 +73,11 @@ _WORDS = {
     Activity.BETWEEN: "between two steps",
     Activity.ENTERING: "entering a world",
     Activity.BUILDING: "building its model, between elastane.init() and job.steps()",
+    Activity.HEALING: "comparing or receiving the state",
 }
 # Never judged by time: such work may take as long as it takes, or is a wait for others.
-_UNJUDGED = (Activity.APART, Activity.ENTERING)
+_ENTERING = (Activity.ENTERING, Activity.HEALING)
+_UNJUDGED = (Activity.APART, *_ENTERING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,12 +287,12 @@ class HangRules:
 
     def _is_still(self, worker: _Worker) -> bool:
         """Whether it has waited for others for a while, and nothing has moved."""
-        waits = worker.sight.activity is Activity.ENTERING or self._waits(worker)
+        waits = worker.sight.activity in _ENTERING or self._waits(worker)
         return waits and self._now_s - worker.still_s >= HANG_STALL_S
 
     def _is_stalled(self, worker: _Worker) -> bool:
         """Whether it has been still for so long that nothing will come."""
-        if worker.sight.activity is Activity.ENTERING:
+        if worker.sight.activity in _ENTERING:
             return self._now_s - worker.still_s >= HANG_ENTER_S
         if worker.traffic is not None:
             return self._is_still(worker)

@@ -50,6 +50,7 @@ class EventKind(StrEnum):
     WORKERS_STARTED = "workers-started"
     WORKERS_INTERRUPTED = "workers-interrupted"
     WORKERS_REGROUPED = "workers-regrouped"
+    WORKERS_TRAINING = "workers-training"
     WORKER_EXITED = "worker-exited"
     REPLICA_DIFFERED = "replica-differed"
     CHECKPOINT_SAVED = "checkpoint-saved"

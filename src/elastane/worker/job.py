@@ -496,6 +496,7 @@ class Job:
             self.process_group.pairing.meet(updated=self._health.cut_short)
             comparison.align_ddps(self.process_group, self.committed if self._health.holds else -1)
             self._calls.meet()
+            self._world.progress.at(Activity.HEALING)
             self._health.compare(RetryProgress(self._open_feed.cursor, self._calls))
         except MispairedError:
             raise

@@ -109,6 +109,10 @@ def test_each_attempt_shows_its_root_cause_first(folder, capsys):
         f"  ended      {at(31)} (after 23 s): all workers succeeded",
         "  others     4 succeeded",
         "",
+        "goodput 0.0% of 31.00 s",
+        "  rebuilding             23.00 s  74.2%  incidents #1 23.00 s",
+        "  starting                8.00 s  25.8%",
+        "",
         f"logs: {folder}",
         f"output: elastane logs {folder}",
     ]

@@ -1,0 +1,506 @@
+"""The goodput account of a job: each second of its wall time has one cause, from its event log.
+
+Pure: events in, intervals out. The intervals follow each other without a gap, so they sum to the
+wall time whatever the log lacks. A time is never before the one of the event before it, so a clock
+that steps back shortens no interval below zero.
+
+The account reads the job as one machine, whose state is the cause of the seconds that pass:
+
+    state         event                              next state
+    starting      first world's first step           productive
+    starting      waiting (for nodes or workers)     waiting for nodes
+    productive    drain-started, growth              saving
+    productive    incident                           rebuilding
+    productive    stall                              stalled, for the 10 s before it too
+    stalled       progress                           productive
+    any           round-settled of another world     starting (the first) or rebuilding
+    any           waiting (for nodes or workers)     waiting for nodes
+    any           all agents have stopped            waiting for nodes
+    rebuilding    first step of all nodes            productive, or retried
+
+Some causes are known only afterwards, and replace what was entered:
+
+- `incident`: detecting, from the earliest failure of the world until then.
+- first step of all nodes (`workers-training`): rebuilding until the process group was built,
+  healing until all members held the state, and retried until the step that a fault interrupted was
+  committed. New workers are starting instead, since they import, build a model and restore.
+- after a restore: retried until the step count is back at its highest, by `progress`.
+- `events-lost`: unknown, since the last event of the process that lost them.
+
+A script that reports no steps is productive once its workers have started. The log does not tell an
+evaluation from training, nor a pause for a save that does not end a world (a few milliseconds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+
+from elastane.observe.events import LoggedEvent
+from elastane.observe.incidents import IncidentView
+from elastane.observe.view import JobView, after_event
+from elastane.protocol.hangs import HANG_STALL_S
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.model import NO_RANK
+
+_Fence = tuple[int | None, int | None]
+# A hint is worth a line if it concerns this share of the wall time, and this many seconds.
+HELP_SHARE = 0.01
+HELP_S = 1.0
+# Incidents of one cause that a line names, the longest first.
+INCIDENTS_SHOWN = 3
+
+
+class Cause(StrEnum):
+    """Why a second passed; the value is what people read."""
+
+    PRODUCTIVE = "productive"
+    RETRIED = "retried"
+    DETECTING = "detecting"
+    REBUILDING = "rebuilding"
+    HEALING = "healing"
+    SAVING = "saving"
+    WAITING = "waiting for nodes"
+    STARTING = "starting"
+    STALLED = "stalled"
+    UNKNOWN = "unknown"
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """Seconds of one cause. `incident`: the number of the incident that they belong to, or 0."""
+
+    from_s: float
+    to_s: float
+    cause: Cause
+    incident: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.to_s - self.from_s
+
+
+class CauseSeconds(msgspec.Struct, frozen=True):
+    """The seconds of one cause, and those of each incident among them."""
+
+    seconds: float
+    incidents: dict[int, float]
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """The account of one run of a job; times are wall clock seconds.
+
+    `helped`: what would have made the lost time shorter, in words; empty if nothing follows.
+    """
+
+    from_s: float
+    to_s: float
+    intervals: tuple[Interval, ...]
+    helped: tuple[str, ...] = ()
+
+    @property
+    def wall_s(self) -> float:
+        """The wall time of the job."""
+        return self.to_s - self.from_s
+
+    @property
+    def goodput(self) -> float:
+        """The productive share of the wall time; 0 for a job without a second."""
+        productive = sum(one.seconds for one in self.intervals if one.cause is Cause.PRODUCTIVE)
+        return productive / self.wall_s if self.wall_s > 0 else 0.0
+
+    def causes(self) -> dict[Cause, CauseSeconds]:
+        """Return the seconds by cause, the longest first."""
+        seconds: dict[Cause, float] = {}
+        incidents: dict[Cause, dict[int, float]] = {}
+        for one in self.intervals:
+            seconds[one.cause] = seconds.get(one.cause, 0.0) + one.seconds
+            if one.incident:
+                of_cause = incidents.setdefault(one.cause, {})
+                of_cause[one.incident] = of_cause.get(one.incident, 0.0) + one.seconds
+        ordered = sorted(seconds, key=lambda cause: -seconds[cause])
+        return {cause: CauseSeconds(seconds[cause], incidents.get(cause, {})) for cause in ordered}
+
+
+def account_of(events: Iterable[LoggedEvent], now_s: float | None = None) -> Account | None:
+    """Return the account of a job's last run, from its events in the merged order.
+
+    `now_s`: until when a job that has not ended is accounted; None: until its last event. None if
+    there is no event.
+    """
+    runs = _Runs()
+    for event in events:
+        runs.add(event)
+    return runs.last(now_s)
+
+
+class _Runs:
+    """The run that the events are of; another one begins after the job's end."""
+
+    def __init__(self) -> None:
+        self._view = JobView()
+        self._machine: _Machine | None = None
+
+    def add(self, event: LoggedEvent) -> None:
+        """Add an event, and the incident that it belongs to."""
+        run = self._view.run
+        # A step count changes no incident but a stall, and most events of a long job are counts.
+        last = self._view.incidents.last()
+        if event.kind != EventKind.PROGRESS or (last is not None and not last.is_over):
+            self._view = after_event(self._view, event)
+        if self._machine is None or self._view.run != run:
+            self._machine = _Machine(event.time_s)
+        incidents = self._view.incidents
+        self._machine.add(event, incidents.belongs_to)
+
+    def last(self, now_s: float | None) -> Account | None:
+        """Return the account of the newest run."""
+        if self._machine is None:
+            return None
+        intervals = self._machine.close(now_s)
+        from_s = self._machine.from_s
+        to_s = intervals[-1].to_s if intervals else from_s
+        account = Account(from_s=from_s, to_s=to_s, intervals=intervals)
+        helped = _helped(account, self._view.incidents.listed)
+        return msgspec.structs.replace(account, helped=helped)
+
+
+class _Ledger:
+    """Intervals without gaps, up to a time that never goes back."""
+
+    def __init__(self, from_s: float) -> None:
+        self.from_s = from_s
+        self.until_s = from_s
+        self.entries: list[Interval] = []
+
+    def enter(self, to_s: float, cause: Cause, incident: int) -> None:
+        """Enter the time until `to_s`."""
+        if to_s <= self.until_s:
+            return
+        from_s, self.until_s = self.until_s, to_s
+        last = self.entries[-1] if self.entries else None
+        if last is not None and (last.cause, last.incident) == (cause, incident):
+            from_s = self.entries.pop().from_s
+        self.entries.append(Interval(from_s, to_s, cause, incident))
+
+    def replace(self, from_s: float, to_s: float, cause: Cause, incident: int) -> None:
+        """Enter another cause for a time that was entered already; what lies outside stays."""
+        from_s, until_s = max(from_s, self.from_s), self.until_s
+        if min(to_s, until_s) <= from_s:
+            return
+        kept: list[Interval] = []
+        while self.entries and self.entries[-1].to_s > from_s:
+            kept.append(self.entries.pop())
+        first = kept[-1]
+        self.until_s = first.from_s
+        self.enter(from_s, first.cause, first.incident)
+        self.enter(min(to_s, until_s), cause, incident)
+        for one in reversed(kept):
+            self.enter(one.to_s, one.cause, one.incident)
+
+    def since(self, causes: frozenset[Cause]) -> float:
+        """Return since when each second has had one of these causes."""
+        from_s = self.until_s
+        for one in reversed(self.entries):
+            if one.cause not in causes:
+                break
+            from_s = one.from_s
+        return from_s
+
+
+@dataclass(slots=True)
+class _World:
+    """What is known of the current world."""
+
+    fence: _Fence = (None, None)
+    from_s: float = 0.0
+    nodes: int = 0
+    failed_s: float | None = None  # when its first worker failed
+    is_in_place: bool = False  # survivors entered it with their processes
+    started_s: float | None = None
+    trained: set[str] = field(default_factory=set)  # nodes with a first step
+    built_s: float | None = None
+    healed_s: float | None = None
+    trained_s: float | None = None
+    is_restored: bool = False
+    counts: tuple[float, int] | None = None  # the time of the last step count, and the count
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether all its nodes have made their first step."""
+        return bool(self.trained) and len(self.trained) >= self.nodes
+
+
+_WORKING = frozenset({Cause.PRODUCTIVE, Cause.RETRIED})
+
+
+class _Machine:
+    """The job as one machine: the cause of the seconds that pass now."""
+
+    def __init__(self, from_s: float) -> None:
+        self.from_s = from_s
+        self._ledger = _Ledger(from_s)
+        self._cause = Cause.STARTING
+        self._incident = 0
+        self._fault = False  # whether the world ended by a failure, not by a planned change
+        self._world = _World()
+        self._had_world = False
+        self._has_steps = False
+        self._assumed: list[Interval] = []
+        self._highest = 0
+        self._agents: set[tuple[str, int]] = set()
+        self._logged_s: dict[tuple[str, int], float] = {}
+        self._is_over = False
+
+    def add(self, event: LoggedEvent, incident: int) -> None:
+        """Let the time pass until an event, and enter its effect; nothing follows the end."""
+        if self._is_over:
+            return
+        self._ledger.enter(event.time_s, self._cause, self._incident)
+        rule = _RULES.get(event.kind)
+        if rule is not None:
+            rule(self, event, incident)
+        self._logged_s[event.host, event.pid] = event.time_s
+
+    def close(self, now_s: float | None) -> tuple[Interval, ...]:
+        """Return the intervals until the end, or until `now_s`."""
+        if now_s is not None and not self._is_over:
+            self._ledger.enter(now_s, self._cause, self._incident)
+        self._end_world()
+        return tuple(self._ledger.entries)
+
+    def job_ended(self, _event: LoggedEvent, _incident: int) -> None:
+        self._is_over = True
+
+    def round_settled(self, event: LoggedEvent, incident: int) -> None:
+        self._end_world()
+        self._world = _World(
+            fence=(event.round, event.attempt),
+            from_s=self._ledger.until_s,
+            nodes=event.number("nodes") or 0,
+        )
+        if self._had_world:
+            self._become(Cause.REBUILDING, incident or self._incident)
+        else:
+            self._become(Cause.STARTING, 0)
+        self._had_world = True
+
+    def worker_exited(self, event: LoggedEvent, _incident: int) -> None:
+        """Note when the first worker with a place failed: the coordinator learns of it later."""
+        code = event.number("exit_code")
+        if not code or event.data.get("stopped") or event.number("rank") in (None, NO_RANK):
+            return
+        if self._is_of_world(event):
+            failed_s = event.time_s - event.measure("age_s")
+            self._world.failed_s = min(failed_s, self._world.failed_s or failed_s)
+
+    def world_failed(self, event: LoggedEvent, incident: int) -> None:
+        self._end_world()
+        self._fault = True
+        if self._world.failed_s is not None:
+            failed_s = max(self._world.failed_s, self._ledger.since(_WORKING))
+            self._ledger.replace(failed_s, self._ledger.until_s, Cause.DETECTING, incident)
+        self._become(Cause.REBUILDING, incident or self._incident)
+
+    def drain_started(self, _event: LoggedEvent, incident: int) -> None:
+        if self._cause in _WORKING:
+            self._fault = False
+            self._become(Cause.SAVING, incident)
+
+    def drain_ended(self, _event: LoggedEvent, incident: int) -> None:
+        if self._cause is Cause.SAVING:
+            self._become(Cause.REBUILDING, incident or self._incident)
+
+    def waiting(self, event: LoggedEvent, incident: int) -> None:
+        """Wait for nodes, unless workers continue: that is told by an event of this kind too."""
+        if "min_nodes" in event.data or "min_workers" in event.data:
+            self._become(Cause.WAITING, incident or self._incident)
+
+    def stalled(self, _event: LoggedEvent, incident: int) -> None:
+        from_s = max(self._ledger.until_s - HANG_STALL_S, self._ledger.since(_WORKING))
+        self._ledger.replace(from_s, self._ledger.until_s, Cause.STALLED, incident)
+        self._become(Cause.STALLED, incident)
+
+    def workers_started(self, event: LoggedEvent, _incident: int) -> None:
+        if self._is_of_world(event):
+            self._world.started_s = self._ledger.until_s
+
+    def workers_regrouped(self, event: LoggedEvent, _incident: int) -> None:
+        if self._is_of_world(event):
+            self._world.is_in_place = True
+
+    def workers_training(self, event: LoggedEvent, _incident: int) -> None:
+        """Enter how the workers came to their first step, once all nodes have made it."""
+        if not self._is_of_world(event):
+            return
+        self._note_steps()
+        world = self._world
+        had_trained = world.has_trained
+        world.trained.add(event.node)
+        trained_s = event.time_s - event.measure("age_s")
+        world.trained_s = _later(world.trained_s, trained_s)
+        if "built_age_s" in event.data:
+            world.built_s = _later(world.built_s, event.time_s - event.measure("built_age_s"))
+            world.healed_s = _later(world.healed_s, event.time_s - event.measure("healed_age_s"))
+        if world.has_trained and not had_trained:
+            self._enter_start()
+
+    def restored(self, event: LoggedEvent, _incident: int) -> None:
+        if self._is_of_world(event):
+            self._world.is_restored = True
+
+    def progress(self, event: LoggedEvent, _incident: int) -> None:
+        steps = event.number("steps")
+        if steps is None or not self._is_of_world(event):
+            return
+        self._note_steps()
+        before, world = self._highest, self._world
+        if not world.has_trained and world.counts is not None and steps > world.counts[1]:
+            # Events of first steps are missing: the world trained by its first count.
+            world.trained_s = world.counts[0]
+            world.nodes = 0
+            world.trained.add(event.node)
+            self._enter_start()
+        elif self._cause is Cause.STALLED:
+            self._become(Cause.PRODUCTIVE, 0)
+        if world.is_restored and world.has_trained:
+            self._enter_repeated(event.time_s, steps, before)
+        world.counts = event.time_s, steps
+        self._highest = max(before, steps)
+
+    def agent_started(self, event: LoggedEvent, _incident: int) -> None:
+        self._agents.add((event.host, event.pid))
+
+    def agent_stopped(self, event: LoggedEvent, incident: int) -> None:
+        self._agents.discard((event.host, event.pid))
+        if not self._agents:
+            self._end_world()
+            self._world = _World()
+            self._become(Cause.WAITING, incident)
+
+    def events_lost(self, event: LoggedEvent, _incident: int) -> None:
+        from_s = self._logged_s.get((event.host, event.pid), self.from_s)
+        self._ledger.replace(from_s, event.time_s, Cause.UNKNOWN, 0)
+
+    def _is_of_world(self, event: LoggedEvent) -> bool:
+        return (event.round, event.attempt) == self._world.fence and event.round is not None
+
+    def _become(self, cause: Cause, incident: int) -> None:
+        self._cause, self._incident = cause, incident
+
+    def _enter_start(self) -> None:
+        """Replace the time from the world's beginning to its first step."""
+        world, ledger, incident = self._world, self._ledger, self._incident
+        assert world.trained_s is not None
+        until_s = ledger.until_s
+        trained_s = min(max(world.trained_s, world.from_s), until_s)
+        healed_s = min(max(world.healed_s or trained_s, world.from_s), trained_s)
+        built_s = min(max(world.built_s or healed_s, world.from_s), healed_s)
+        if incident and not world.is_in_place:
+            started_s = min(world.started_s or built_s, built_s)
+            ledger.replace(started_s, built_s, Cause.STARTING, incident)
+        if incident:
+            ledger.replace(built_s, healed_s, Cause.HEALING, incident)
+            if self._fault and world.is_in_place:
+                ledger.replace(healed_s, trained_s, Cause.RETRIED, incident)
+            else:
+                ledger.replace(healed_s, trained_s, Cause.PRODUCTIVE, 0)
+        ledger.replace(trained_s, until_s, Cause.PRODUCTIVE, 0)
+        repeats = world.is_restored and self._fault
+        self._become(*((Cause.RETRIED, incident) if repeats else (Cause.PRODUCTIVE, 0)))
+
+    def _enter_repeated(self, now_s: float, steps: int, highest: int) -> None:
+        """End the time in which steps are repeated that were made before a restore."""
+        if self._cause is not Cause.RETRIED or steps < highest:
+            return
+        since_s, count = self._world.counts or (self._ledger.since(_WORKING), steps)
+        share = (highest - count) / (steps - count) if steps > count else 0.0
+        back_s = since_s + max(0.0, share) * (now_s - since_s)
+        self._ledger.replace(back_s, now_s, Cause.PRODUCTIVE, 0)
+        self._become(Cause.PRODUCTIVE, 0)
+
+    def _end_world(self) -> None:
+        """Call the time of workers productive as long as the script has reported no step."""
+        started_s = self._world.started_s
+        if self._has_steps or started_s is None:
+            return
+        self._world.started_s = None  # It has ended; what follows is no work of its workers.
+        for one in tuple(self._ledger.entries):
+            if one.to_s > started_s and one.cause in (Cause.STARTING, Cause.REBUILDING):
+                from_s = max(one.from_s, started_s)
+                self._assumed.append(Interval(from_s, one.to_s, one.cause, one.incident))
+                self._ledger.replace(from_s, one.to_s, Cause.PRODUCTIVE, 0)
+
+    def _note_steps(self) -> None:
+        """Take back what was assumed of a script without steps: this one reports them."""
+        self._has_steps = True
+        for one in self._assumed:
+            self._ledger.replace(one.from_s, one.to_s, one.cause, one.incident)
+        self._assumed.clear()
+
+
+def _later(known_s: float | None, time_s: float) -> float:
+    return time_s if known_s is None else max(known_s, time_s)
+
+
+_RULES: dict[str, Callable[[_Machine, LoggedEvent, int], None]] = {
+    EventKind.ROUND_SETTLED: _Machine.round_settled,
+    EventKind.WORKER_EXITED: _Machine.worker_exited,
+    EventKind.INCIDENT: _Machine.world_failed,
+    EventKind.DRAIN_STARTED: _Machine.drain_started,
+    EventKind.GROWTH: _Machine.drain_started,
+    EventKind.DRAIN_ENDED: _Machine.drain_ended,
+    EventKind.WAITING: _Machine.waiting,
+    EventKind.STALL: _Machine.stalled,
+    EventKind.WORKERS_STARTED: _Machine.workers_started,
+    EventKind.WORKERS_REGROUPED: _Machine.workers_regrouped,
+    EventKind.WORKERS_TRAINING: _Machine.workers_training,
+    EventKind.RESTORED: _Machine.restored,
+    EventKind.PROGRESS: _Machine.progress,
+    EventKind.AGENT_STARTED: _Machine.agent_started,
+    EventKind.AGENT_STOPPED: _Machine.agent_stopped,
+    EventKind.EVENTS_LOST: _Machine.events_lost,
+    EventKind.JOB_ENDED: _Machine.job_ended,
+}
+
+
+def _helped(account: Account, incidents: Sequence[IncidentView]) -> tuple[str, ...]:
+    """Return what would have made the lost time shorter."""
+    causes = account.causes()
+    faults = {one.id for one in incidents if one.kind in ("worker", "node", "failure")}
+    waited_s = causes[Cause.WAITING].seconds if Cause.WAITING in causes else 0.0
+    small_s = sum(
+        max(0.0, one.whole_s - one.to_s)
+        for one in incidents
+        if one.kind == "worker" and one.to_s is not None and one.whole_s is not None
+    )
+    repeated_s = sum(
+        one.seconds
+        for one in account.intervals
+        if one.cause is Cause.RETRIED and one.incident in faults
+    )
+    found = (
+        (waited_s, "waiting for nodes: another node, or a lower --nnodes MIN"),
+        (small_s, "with fewer workers until replacements were ready: --spares-per-node 1"),
+        (repeated_s, "repeating steps: with a restart, a shorter checkpoint interval"),
+    )
+    least_s = max(HELP_S, HELP_SHARE * account.wall_s)
+    return tuple(f"{seconds:.1f} s {text}" for seconds, text in found if seconds >= least_s)
+
+
+def account_lines(account: Account) -> list[str]:
+    """Return the account for people: a line of the whole, a line for each cause, what helps."""
+    lines = [f"goodput {account.goodput:.1%} of {account.wall_s:.2f} s"]
+    for cause, of in account.causes().items():
+        lost = sorted(of.incidents.items(), key=lambda item: -item[1])[:INCIDENTS_SHOWN]
+        where = ", ".join(f"#{number} {seconds:.2f} s" for number, seconds in lost)
+        where += (
+            f" and {len(of.incidents) - len(lost)} more" if len(of.incidents) > len(lost) else ""
+        )
+        share = of.seconds / account.wall_s if account.wall_s > 0 else 0.0
+        line = f"  {cause:<18}{of.seconds:10.2f} s {share:6.1%}"
+        lines.append(f"{line}  incidents {where}" if where else line)
+    return lines + [f"  would help        {text}" for text in account.helped]

@@ -1,0 +1,232 @@
+"""The goodput account follows from the events: each second has one cause and its incident."""
+
+import pytest
+from view_events import event, exited, settled, started
+
+from elastane.observe.account import Account, Cause, account_lines, account_of
+
+
+def training(node="a", *, round, time_s, **ages):
+    return event("workers-training", node, round=round, attempt=0, time_s=time_s, **ages)
+
+
+def in_place():
+    """A job that starts in 10 s, loses a worker at 100.0 and takes in the replacement at 110."""
+    return [
+        event("agent-started", "a", time_s=0.0),
+        settled(1, "a", 2, time_s=2.0, nodes=1),
+        started("a", 1, 2, round=1, attempt=0, time_s=3.0),
+        training(round=1, time_s=10.0),
+        exited(1, round=1, time_s=100.2, age_s=0.2),
+        event("incident", "a", round=1, attempt=0, time_s=100.5),
+        settled(2, "a", 1, time_s=100.6, nodes=1),
+        event("workers-regrouped", "a", round=2, attempt=0, time_s=100.6),
+        started("a", 1, round=2, attempt=0, time_s=100.6),
+        training(round=2, time_s=102.0, age_s=0.1, built_age_s=1.0, healed_age_s=0.5),
+        event("drain-started", "a", round=2, attempt=0, time_s=110.0),
+        event("drain-ended", "a", round=2, attempt=0, time_s=110.1),
+        settled(3, "a", 2, time_s=110.1, nodes=1),
+        event("workers-regrouped", "a", round=3, attempt=0, time_s=110.1),
+        training(round=3, time_s=113.0, built_age_s=2.0, healed_age_s=1.0),
+    ]
+
+
+def ended(time_s, *, ok=True, **data):
+    return event("job-ended", "a", time_s=time_s, ok=ok, exit_code=int(not ok), **data)
+
+
+def told(account: Account) -> list[tuple]:
+    return [
+        (round(one.from_s, 3), round(one.to_s, 3), str(one.cause), one.incident)
+        for one in account.intervals
+    ]
+
+
+def test_a_worker_lost_in_place_has_a_cause_for_each_second_and_points_at_its_incident():
+    account = account_of([*in_place(), ended(120.0)])
+    assert told(account) == [
+        (0.0, 10.0, "starting", 0),
+        (10.0, 100.0, "productive", 0),
+        (100.0, 100.5, "detecting", 1),
+        (100.5, 101.0, "rebuilding", 1),
+        (101.0, 101.5, "healing", 1),
+        (101.5, 101.9, "retried", 1),
+        (101.9, 110.0, "productive", 0),
+        (110.0, 110.1, "saving", 1),
+        (110.1, 111.0, "rebuilding", 1),
+        (111.0, 112.0, "healing", 1),
+        (112.0, 120.0, "productive", 0),
+    ]
+    assert account.goodput == pytest.approx((90 + 8.1 + 8) / 120)
+    assert account.causes()[Cause.HEALING].incidents == {1: pytest.approx(1.5)}
+
+
+def test_all_nodes_must_have_made_a_step_and_the_last_one_counts():
+    events = [
+        settled(1, "a b", 4, time_s=2.0, nodes=2),
+        training("a", round=1, time_s=10.0),
+        training("a", round=1, time_s=11.0),
+        training("b", round=1, time_s=14.0, age_s=0.5),
+    ]
+    assert told(account_of(events, 20.0)) == [
+        (2.0, 13.5, "starting", 0),
+        (13.5, 20.0, "productive", 0),
+    ]
+
+
+def restarted(*, restored=True):
+    """A restart of all workers at step 300 of a job that had saved step 200."""
+    progress = [
+        event("progress", round=1, attempt=0, time_s=10.0 * at, steps=100 * at, workers=2)
+        for at in (1, 2, 3)
+    ]
+    more = [event("restored", round=2, attempt=0, time_s=38.0, step=200)] if restored else []
+    return [
+        settled(1, "a", 2, time_s=0.0, nodes=1),
+        training(round=1, time_s=0.0),
+        *progress,
+        exited(1, round=1, time_s=31.0),
+        event("incident", "a", round=1, attempt=0, time_s=31.0),
+        event("restart", "a", round=1, attempt=0, time_s=31.0, used=1, allowed=3),
+        settled(2, "a", 2, time_s=33.0, nodes=1),
+        started("a", 7, 8, round=2, attempt=0, time_s=34.0),
+        *more,
+        training(round=2, time_s=40.0),
+        event("progress", round=2, attempt=0, time_s=42.0, steps=220, workers=2),
+        event("progress", round=2, attempt=0, time_s=52.0, steps=320, workers=2),
+    ]
+
+
+def test_steps_repeated_after_a_restore_are_retried_until_the_count_is_back():
+    account = account_of(restarted(), 60.0)
+    assert told(account) == [
+        (0.0, 31.0, "productive", 0),
+        (31.0, 34.0, "rebuilding", 1),
+        (34.0, 40.0, "starting", 1),
+        (40.0, 50.0, "retried", 1),
+        (50.0, 60.0, "productive", 0),
+    ]
+    assert account.helped == (
+        "10.0 s repeating steps: with a restart, a shorter checkpoint interval",
+    )
+
+
+def test_without_a_restore_the_count_says_nothing_about_repeated_steps():
+    account = account_of(restarted(restored=False), 60.0)
+    assert Cause.RETRIED not in account.causes() and account.helped == ()
+
+
+def test_a_script_without_steps_is_productive_while_its_workers_run():
+    events = [
+        settled(1, "a", 2, time_s=0.0, nodes=1),
+        started("a", 1, 2, round=1, attempt=0, time_s=3.0),
+        exited(1, round=1, time_s=50.0, age_s=1.0),
+        event("incident", "a", round=1, attempt=0, time_s=51.0),
+        settled(2, "a", 2, time_s=52.0, nodes=1),
+        started("a", 3, 4, round=2, attempt=0, time_s=53.0),
+        ended(60.0),
+    ]
+    assert told(account_of(events)) == [
+        (0.0, 3.0, "starting", 0),
+        (3.0, 49.0, "productive", 0),
+        (49.0, 51.0, "detecting", 1),
+        (51.0, 53.0, "rebuilding", 1),
+        (53.0, 60.0, "productive", 0),
+    ]
+
+
+def test_workers_that_fail_before_the_first_step_of_a_job_were_starting():
+    events = [
+        settled(1, "a", 2, time_s=0.0, nodes=1),
+        started("a", 1, 2, round=1, attempt=0, time_s=3.0),
+        exited(1, round=1, time_s=50.0),
+        event("incident", "a", round=1, attempt=0, time_s=51.0),
+        settled(2, "a", 2, time_s=52.0, nodes=1),
+        started("a", 3, 4, round=2, attempt=0, time_s=53.0),
+        training(round=2, time_s=55.0),
+    ]
+    assert told(account_of(events, 60.0)) == [
+        (0.0, 51.0, "starting", 0),
+        (51.0, 53.0, "rebuilding", 1),
+        (53.0, 55.0, "starting", 1),
+        (55.0, 60.0, "productive", 0),
+    ]
+
+
+def test_a_wait_for_nodes_is_lost_and_another_node_would_help():
+    events = [
+        *in_place(),
+        exited(0, round=3, time_s=120.0),
+        event("incident", "a", round=3, attempt=0, time_s=120.0),
+        event("waiting", "a", round=3, attempt=0, time_s=121.0, nodes=0, min_nodes=1),
+    ]
+    account = account_of(events, 141.0)
+    assert told(account)[-2:] == [
+        (120.0, 121.0, "rebuilding", 2),
+        (121.0, 141.0, "waiting for nodes", 2),
+    ]
+    assert account.helped[0].startswith("20.0 s waiting for nodes: another node")
+
+
+def test_workers_that_continue_with_fewer_wait_for_nothing_but_a_spare_would_help():
+    found = account_of(
+        [*in_place(), event("waiting", "a", round=3, attempt=0, time_s=114.0)], 130.0
+    )
+    assert Cause.WAITING not in found.causes()
+    assert found.helped == (
+        "9.5 s with fewer workers until replacements were ready: --spares-per-node 1",
+    )
+
+
+def test_a_stall_counts_from_when_the_workers_stood_until_the_next_step():
+    events = [
+        *in_place(),
+        event("stall", "a", round=3, attempt=0, time_s=150.0),
+        event("progress", round=3, attempt=0, time_s=160.0, steps=5, workers=2),
+    ]
+    assert told(account_of(events, 170.0))[-2:] == [
+        (140.0, 160.0, "stalled", 2),
+        (160.0, 170.0, "productive", 0),
+    ]
+
+
+def test_time_in_which_events_were_lost_is_unknown():
+    lost = event("events-lost", "a", time_s=140.0, events=3)
+    assert told(account_of([*in_place(), lost], 150.0))[-2:] == [
+        (113.0, 140.0, "unknown", 0),
+        (140.0, 150.0, "productive", 0),
+    ]
+
+
+def test_first_steps_that_are_missing_are_found_by_the_step_count():
+    progress = [
+        event("progress", round=1, attempt=0, time_s=at, steps=int(at), workers=2)
+        for at in (20.0, 30.0)
+    ]
+    events = [settled(1, "a", 2, time_s=0.0, nodes=1), *progress]
+    assert told(account_of(events, 40.0)) == [
+        (0.0, 20.0, "starting", 0),
+        (20.0, 40.0, "productive", 0),
+    ]
+
+
+def test_another_run_under_the_same_name_has_an_account_of_its_own():
+    second = [event("coordinator-started", "a", time_s=500.0), settled(1, "a", 2, time_s=501.0)]
+    account = account_of([*in_place(), ended(120.0), *second], 510.0)
+    assert (account.from_s, account.to_s) == (500.0, 510.0)
+
+
+def test_nothing_is_accounted_after_the_end_and_without_events():
+    assert account_of([]) is None
+    assert account_of([*in_place(), ended(120.0)], 999.0).to_s == 120.0
+    assert account_of([event("agent-started", time_s=5.0)]).goodput == 0.0
+
+
+def test_the_lines_name_each_cause_with_its_longest_incidents():
+    lines = account_lines(account_of([*in_place(), ended(120.0)]))
+    assert lines[0] == "goodput 88.4% of 120.00 s"
+    assert [line.split()[0] for line in lines[1:3]] == ["productive", "starting"]
+    assert any("healing" in line and line.endswith("incidents #1 1.50 s") for line in lines)
+    assert lines[-1].split(maxsplit=2)[2] == (
+        "9.5 s with fewer workers until replacements were ready: --spares-per-node 1"
+    )
