@@ -225,7 +225,7 @@ class _World:
     built_s: float | None = None
     healed_s: float | None = None
     trained_s: float | None = None
-    is_restored: bool = False
+    restored_step: int | None = None  # where its workers continue from a saved state
     counts: tuple[float, int] | None = None  # the time of the last step count, and the count
 
     @property
@@ -349,8 +349,9 @@ class _Machine:
             self._enter_start()
 
     def restored(self, event: LoggedEvent, _incident: int) -> None:
-        if self._is_of_world(event):
-            self._world.is_restored = True
+        """Note where new workers continue; the snapshot server does not know their world."""
+        if not self._world.has_trained:
+            self._world.restored_step = event.number("step")
 
     def progress(self, event: LoggedEvent, _incident: int) -> None:
         steps = event.number("steps")
@@ -366,7 +367,7 @@ class _Machine:
             self._enter_start()
         elif self._cause is Cause.STALLED:
             self._become(Cause.PRODUCTIVE, 0)
-        if world.is_restored and world.has_trained:
+        if self._cause is Cause.RETRIED and world.has_trained:
             self._enter_repeated(event.time_s, steps, before)
         world.counts = event.time_s, steps
         self._highest = max(before, steps)
@@ -409,14 +410,17 @@ class _Machine:
             else:
                 ledger.replace(healed_s, trained_s, Cause.PRODUCTIVE, 0)
         ledger.replace(trained_s, until_s, Cause.PRODUCTIVE, 0)
-        repeats = world.is_restored and self._fault
+        restored, in_place = world.restored_step is not None, world.is_in_place
+        repeats = restored and self._fault and not in_place
         self._become(*((Cause.RETRIED, incident) if repeats else (Cause.PRODUCTIVE, 0)))
 
     def _enter_repeated(self, now_s: float, steps: int, highest: int) -> None:
         """End the time in which steps are repeated that were made before a restore."""
-        if self._cause is not Cause.RETRIED or steps < highest:
+        world = self._world
+        if steps < highest:
             return
-        since_s, count = self._world.counts or (self._ledger.since(_WORKING), steps)
+        since_s = world.from_s if world.trained_s is None else world.trained_s
+        since_s, count = world.counts or (since_s, world.restored_step or 0)
         share = (highest - count) / (steps - count) if steps > count else 0.0
         back_s = since_s + max(0.0, share) * (now_s - since_s)
         self._ledger.replace(back_s, now_s, Cause.PRODUCTIVE, 0)

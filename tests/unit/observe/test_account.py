@@ -80,7 +80,7 @@ def restarted(*, restored=True):
         event("progress", round=1, attempt=0, time_s=10.0 * at, steps=100 * at, workers=2)
         for at in (1, 2, 3)
     ]
-    more = [event("restored", round=2, attempt=0, time_s=38.0, step=200)] if restored else []
+    more = [event("restored", time_s=38.0, step=200)] if restored else []
     return [
         settled(1, "a", 2, time_s=0.0, nodes=1),
         training(round=1, time_s=0.0),
@@ -109,6 +109,14 @@ def test_steps_repeated_after_a_restore_are_retried_until_the_count_is_back():
     assert account.helped == (
         "10.0 s repeating steps: with a restart, a shorter checkpoint interval",
     )
+
+
+def test_steps_are_repeated_since_the_restored_one_before_the_first_count():
+    *events, _, last = restarted()
+    assert told(account_of([*events, last], 60.0))[3:] == [
+        (40.0, 50.0, "retried", 1),
+        (50.0, 60.0, "productive", 0),
+    ]
 
 
 def test_without_a_restore_the_count_says_nothing_about_repeated_steps():
