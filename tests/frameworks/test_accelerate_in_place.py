@@ -35,7 +35,11 @@ def test_accelerates_rank_and_size_are_those_of_the_world_after_a_loss(tmp_path)
         cluster.wait_world(nodes=1)
         left = {*cluster.world().pids["a"]}
         cluster.wait(lambda: made_steps(left, 3), "steps of three")
-        left -= {node.kill_worker(1)}
+        lost = cluster.world().pids["a"][1]
+        (folder / f"{lost}.hold").touch()
+        cluster.wait((folder / f"{lost}.held").exists, "a step after which one can be lost")
+        assert node.kill_worker(1) == lost
+        left -= {lost}
         cluster.wait(lambda: made_steps(left, 2), "steps of two")
         (folder / "enough").touch()
         cluster.wait(lambda: not node.is_alive, "the agent ends")

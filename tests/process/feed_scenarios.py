@@ -85,6 +85,17 @@ def wait_gone(pids, deadline_s=20.0):
     return not set(pids) & set(workers())
 
 
+def only_current(feed, deadline_s=20.0):
+    """Wait until the present iterator's workers are the only ones; return how many there are.
+
+    A worker that has just been forked has not named itself yet, and is no worker to workers().
+    """
+    end = time.monotonic() + deadline_s
+    while workers() != sorted(current(feed)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return len(workers())
+
+
 def rewound_to_another_world(persistent):
     with make(persistent_workers=persistent) as feed:
         first = [next(feed) for _ in range(3)]
@@ -104,7 +115,7 @@ def rewound_to_another_world(persistent):
 
 def many_rewinds(persistent):
     """Two epochs, the world changed at random: what was committed, and the workers at each time."""
-    rng, committed, at_once, pids = random.Random(5), [], 0, set()
+    rng, committed, pids = random.Random(5), [], set()
     with make(persistent_workers=persistent) as feed:
         while feed.cursor.epoch < 2:
             world = rng.randint(1, 3)
@@ -117,13 +128,12 @@ def many_rewinds(persistent):
             if rng.random() < 0.7:
                 committed.append((portion.share.epoch, of_step))
                 feed.commit(portion.step)
-        wait_gone(set(workers()) - set(current(feed)))
-        at_once = len(workers())
+        at_end = only_current(feed)
     epochs = [sorted(i for e, step in committed if e == epoch for i in step) for epoch in (0, 1)]
     return {
         "once": [epoch == list(range(N)) for epoch in epochs],
         "pids": len(pids),
-        "at_end": at_once,
+        "at_end": at_end,
         "left": workers(),
     }
 

@@ -402,7 +402,7 @@ def test_200_saves_and_20_restarts_leave_nothing_behind(node, tmp_path):
             early = state_of(node.server_pid)
         if life < 19:
             worker.client.close()
-            worker = Worker()
+            worker = successor()
     until(lambda: all(map(le, state_of(node.server_pid), early)), f"no more than {early}")
     assert [found[0] for found in published(store)] == [200, 190]
     assert len([*store.iterdir()]) == 3, "two folders, and the place's own file"

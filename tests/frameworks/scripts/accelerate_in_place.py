@@ -1,12 +1,13 @@
 """An ordinary Accelerate script, which knows no elastane; it writes what it has after each step.
 
 Usage: accelerate_in_place.py FOLDER. Each process writes to PID.jsonl, until a file "enough" is
-there.
+there. The process of a file PID.hold makes PID.held after its next step, and waits to be killed.
 """
 
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -40,6 +41,11 @@ def main():
             what |= {"size": accelerator.num_processes, "rank": accelerator.process_index}
             file.write(json.dumps(what) + "\n")
             file.flush()
+            # The others wait in the gather's barrier then: a loss in the gather itself, which is
+            # for workers of that number, would restart them all.
+            if (FOLDER / f"{os.getpid()}.hold").exists():
+                (FOLDER / f"{os.getpid()}.held").touch()
+                signal.pause()
             enough = torch.tensor([int((FOLDER / "enough").exists())])
             is_enough = bool(accelerator.gather(enough).max())
     accelerator.end_training()
