@@ -6,17 +6,21 @@ import ast
 import asyncio
 import contextlib
 import os
+import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from attackers import Insiders
-from hostile_support import Victim, dice, listening, processes_of
+from hostile_support import TOKEN, Victim, descriptors, dice, listening, processes_of
 from jobs import free_port
 from process_harness import until
 from snapshot_server_support import Node, Worker
 
 import elastane
+from elastane.dashboard import connections
 from elastane.process import health
 from elastane.process.endpoint import Unproven
 from elastane.process.rpc.listener import UNPROVEN_MAX
@@ -30,6 +34,7 @@ from elastane.snapshots.messages import Replica
 LISTENERS = {
     "process/endpoint.py": "coordinator",
     "process/health.py": "health check",
+    "cli/dashboard.py": "dashboard",
     "agent/process_group_store.py": "process-group store",
     "snapshots/replication.py": "snapshot server",
     "elastic/rendezvous/static_tcp_rendezvous.py": "store of an agent without a handler",
@@ -39,7 +44,11 @@ LISTENERS = {
 }
 _CALLS = {"listen", "create_server", "start_server", "start_unix_server", "serve_forever"}
 # More than any of the bounds, and fewer than a process may have open.
-_CROWD = 2 * max(UNPROVEN_MAX, PEERS_UNPROVEN_MAX, health._CONNECTIONS_MAX)
+_CROWD = 2 * max(
+    UNPROVEN_MAX, PEERS_UNPROVEN_MAX, health._CONNECTIONS_MAX, connections.UNPROVEN_MAX
+)
+# Descriptors beyond those of a crowd: the asker's, and a folder that is read meanwhile.
+_SPARE = 8
 
 
 def test_every_file_that_listens_is_listed():
@@ -53,8 +62,8 @@ def test_every_file_that_listens_is_listed():
 
 
 @contextlib.contextmanager
-def crowd(port, count=_CROWD):
-    """Hold silent connections; some of them said a few bytes."""
+def crowd(port, count=_CROWD, said=b"ELASTANE\r"):
+    """Hold silent connections; some of them said the first bytes of `said`, or all of it."""
     with contextlib.ExitStack() as stack:
         for number in range(count):
             sock = stack.enter_context(socket.socket())
@@ -62,7 +71,7 @@ def crowd(port, count=_CROWD):
             with contextlib.suppress(BlockingIOError):
                 sock.connect(("127.0.0.1", port))
             with contextlib.suppress(OSError):
-                sock.send(b"ELASTANE\r"[: number % 9])
+                sock.send(said[: len(said) * (number % 9) // 8])
         yield
 
 
@@ -137,6 +146,86 @@ def test_the_snapshot_server_takes_copies(tmp_path):
             a.save(step, replica=Replica(b.client.door, "g", ""), replicated=False)
             until(lambda nonce=f"{step:08x}": nonce in a.client.progress().copied, "it is copied")
         assert len(os.listdir(f"/proc/{node.server_pid}/task")) < PEERS_UNPROVEN_MAX + 32
+
+
+class Dashboard:
+    """A dashboard that asks for a token; `bounds` replaces some of `connections`."""
+
+    def __init__(self, folder, **bounds):
+        secret = folder / "token"
+        secret.write_text(TOKEN)
+        changed = "".join(f"connections.{name} = {value}; " for name, value in bounds.items())
+        code = f"from elastane.dashboard import connections; {changed}"
+        code += "import sys; from elastane.cli.main import main; sys.exit(main())"
+        options = ("--port", "0", "--token-file", str(secret), "--log-dir", str(folder))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, "dashboard", *options], stdout=subprocess.PIPE, text=True
+        )
+        self.port = int(re.search(r":(\d+)/", self.process.stdout.readline())[1])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.wait(60)
+
+    def connect(self):
+        sock = socket.create_connection(("127.0.0.1", self.port), 60)
+        sock.settimeout(60)
+        return sock
+
+    def status(self):
+        """Return the status of a request of somebody who has the token."""
+        with self.connect() as sock:
+            sock.sendall(request("/api/jobs", f"Authorization: Bearer {TOKEN}"))
+            return sock.recv(12)
+
+
+def request(path, *headers, method="GET"):
+    lines = (f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", *headers)
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def test_the_dashboard_answers(tmp_path):
+    """Strangers say nothing, half a request, or a whole one without the token."""
+    with Dashboard(tmp_path, REQUEST_S=600.0) as one:
+        assert one.status() == b"HTTP/1.1 200"
+        before = descriptors(one.process.pid)
+        with crowd(one.port, said=request("/api/jobs")):
+            assert one.status() == b"HTTP/1.1 200"
+            held = descriptors(one.process.pid) - before
+            assert held <= connections.UNPROVEN_MAX + _SPARE
+        until(lambda: descriptors(one.process.pid) <= before, "descriptors return", 60.0)
+
+
+def test_the_dashboard_closes_a_connection_whose_request_does_not_end(tmp_path):
+    proof = f"Authorization: Bearer {TOKEN}"
+    whole = request("/api/jobs", proof)
+    pieces = {
+        "nothing": b"",
+        "half a request": whole[:-2],
+        "half a second request": whole + whole[:9],
+        "no body": request("/login", "Content-Length: 20", method="POST") + b"token=",
+        "no body after the answer": request("/api/jobs", proof, "Content-Length: 9") + b"{",
+    }
+    with Dashboard(tmp_path, REQUEST_S=0.5) as one:
+        for name, piece in pieces.items():
+            print(name)
+            with one.connect() as sock, contextlib.suppress(ConnectionResetError):
+                sock.sendall(piece)
+                while sock.recv(1 << 16):
+                    pass
+        assert one.status() == b"HTTP/1.1 200"
+
+
+def test_the_dashboard_closes_a_connection_that_does_not_read(tmp_path):
+    page = request("/page.js", f"Authorization: Bearer {TOKEN}")
+    with Dashboard(tmp_path, SEND_S=0.5) as one, one.connect() as sock:
+        with pytest.raises(ConnectionError):
+            while True:
+                sock.sendall(page)
+        assert one.status() == b"HTTP/1.1 200"
 
 
 # The rule that those ports share.

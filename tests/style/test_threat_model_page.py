@@ -7,6 +7,7 @@ import pytest
 from style_sources import ROOT
 
 from elastane.coordinator.server import MESSAGES_PER_S_MAX
+from elastane.dashboard import connections
 from elastane.options import secret
 from elastane.process import health
 from elastane.process.rpc.listener import UNPROVEN_MAX
@@ -40,6 +41,8 @@ def test_its_figures_are_those_of_the_code():
     assert f"beyond {HANDSHAKE_BYTES_MAX >> 10} KiB" in defended
     assert f"{MESSAGES_PER_S_MAX:g} messages a second" in defended
     assert f"{health._CONNECTIONS_MAX} at most" in defended
+    assert f"{connections.UNPROVEN_MAX} connections without an accepted request" in defended
+    assert f"{connections.PROVEN_MAX} with one; {connections.REQUEST_S:g} s for a whole" in defended
     assert secret._LOOK_S == 1.0 and "once a second" in section("Changing the secret")
 
 

@@ -58,14 +58,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     check_packages()
+    from elastane.dashboard.connections import BoundedServer
     from elastane.dashboard.guard import Guard
-    from elastane.dashboard.server import DashboardServer, server_of
+    from elastane.dashboard.server import DashboardServer
 
     token = _token(args)
     listener = _listener(args)
     host, port = listener.getsockname()[:2]
     guard = Guard(args.host, token, tuple(args.allow_host))
-    server = server_of(DashboardServer(_jobs(args), guard).app())
+    server = BoundedServer(DashboardServer(_jobs(args), guard).app())
     where = f"[{host}]" if ":" in host else host
     print(f"elastane dashboard: http://{where}:{port}/  (Ctrl-C ends it)", flush=True)
     server.run(sockets=[listener])

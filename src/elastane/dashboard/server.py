@@ -3,7 +3,7 @@
 A stream sends the sections of a job that have changed, at most twice a second, and a heartbeat
 otherwise. Its ids let a browser that lost the connection continue: the next message has what
 changed since. Nothing is queued for a browser: one that does not read gets the newest state when it
-reads again, and is let go after SEND_S. Connections and streams are bounded.
+reads again. Streams are bounded here, and connections in `connections`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from importlib.resources import files
 from typing import Any
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -25,22 +24,16 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from elastane.dashboard.connections import prove
 from elastane.dashboard.following import FollowedJob, Jobs, Publication
-from elastane.dashboard.guard import COOKIE, HEADERS, Guard, Refusal, is_loopback, is_of_this_user
+from elastane.dashboard.guard import COOKIE, HEADERS, Guard, Refusal
 from elastane.dashboard.index import EventFilter
 from elastane.dashboard.outputs import WorkerChoice, tail_of
 
 HEARTBEAT_S = 2.0
-# A browser that takes nothing for this long is gone or stopped; it connects again by itself.
-SEND_S = 30.0
 # A person has some windows open; a crowd beyond this is told to come again.
 STREAMS_MAX = 128
-CONNECTIONS_MAX = 512
-# A request is one piece of some hundred bytes; a connection without one is closed.
-REQUEST_S = 10.0
-REQUEST_BYTES_MAX = 16 << 10
 _FORM_BYTES_MAX = 8 << 10
 _PAGE_FILES = {
     "page.css": "text/css",
@@ -59,26 +52,6 @@ class RequestError(Exception):
         super().__init__(what)
         self.status = status
         self.next_step = next_step
-
-
-class GuardedProtocol(H11Protocol):
-    """A connection that is refused to other users of this machine, and must bring a request."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection, or end it."""
-        super().connection_made(transport)
-        peer = transport.get_extra_info("peername")
-        if is_loopback(peer[0]) and not is_of_this_user(
-            peer[:2], transport.get_extra_info("sockname")[:2]
-        ):
-            transport.abort()
-            return
-        self.loop.call_later(REQUEST_S, self._end_without_request)
-
-    def _end_without_request(self) -> None:
-        began: object = self.cycle  # set at the first request
-        if began is None and not self.transport.is_closing():
-            self.transport.abort()
 
 
 class Entrance:
@@ -107,7 +80,10 @@ class Entrance:
 
     def _unproven(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         path = scope["path"]
-        if self._guard.is_proven(headers) or path in ("/login", "/page.css"):
+        if self._guard.is_proven(headers):
+            prove(scope)
+            return None
+        if path in ("/login", "/page.css"):
             return None
         if path == "/":
             return RedirectResponse("/login", status_code=303)
@@ -163,8 +139,7 @@ class Stream:
         while True:
             found = await self._job.next_publication(self._number, HEARTBEAT_S)
             body = self._message(found)
-            async with asyncio.timeout(SEND_S):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
     def _message(self, found: Publication | None) -> bytes:
         changed: dict[str, Any] = {"now_s": time.time()}
@@ -364,21 +339,3 @@ def _number(request: Request, name: str) -> float:
     if not re.fullmatch(r"\d{1,15}(\.\d{1,9})?", text):
         raise RequestError(400, f"{name}={text[:40]!r} is no number")
     return float(text)
-
-
-def server_of(app: ASGIApp) -> uvicorn.Server:
-    """Return the HTTP server of the application, to run on listening sockets."""
-    config = uvicorn.Config(
-        app,
-        http=GuardedProtocol,
-        ws="none",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        server_header=False,
-        limit_concurrency=CONNECTIONS_MAX,
-        h11_max_incomplete_event_size=REQUEST_BYTES_MAX,
-        timeout_graceful_shutdown=1,
-        proxy_headers=False,
-    )
-    return uvicorn.Server(config)
