@@ -10,8 +10,9 @@ VENV ?= .venv
 # gigabytes of CUDA packages. For a GPU machine: make test TORCH="torch --index-url ...".
 TORCH ?= torch==2.13.0
 # Parallel test processes of each lane; JOBS=4 is for a quick look on a larger machine. Tests of real
-# processes fork, which workers of xdist, having threads, must not: so there are two lanes of one
-# process each, which take about as long as each other. Tests of what is pure run before them.
+# processes fork, which workers of xdist, having threads, must not: so there are three lanes of one
+# process each, which take about as long as each other. A lane waits for a large part of its time,
+# so two would leave two cores idle. Pure tests use all of two cores, and run before the lanes.
 JOBS ?= 0
 PURE := tests/cli tests/properties tests/simulation tests/style tests/unit
 # Most of what trains on a real Kubernetes control plane takes three minutes more than these have:
@@ -21,10 +22,13 @@ TRAINED := $(wildcard tests/kubernetes/test_bed.py tests/kubernetes/test_elastic
 	tests/process/test_kubernetes_jobs.py)
 KUBERNETES := tests/kubernetes tests/conformance tests/process/test_kubernetes_jobs.py \
 	tests/process/test_kubernetes_store.py
+# What to build beside lint and the pure tests: BED=kubernetes-bed, where the lanes are to have it.
+BED ?=
 LANE_1 := tests/conformance tests/frameworks tests/gpu tests/hostile tests/hosts tests/numerics \
 	$(filter-out $(TRAINED), $(wildcard tests/kubernetes/test_*.py)) \
-	$(wildcard tests/process/test_[a-h]*.py)
-LANE_2 := $(filter-out $(TRAINED), $(wildcard tests/process/test_[i-z]*.py))
+	$(wildcard tests/process/test_[a-d]*.py)
+LANE_2 := $(filter-out $(TRAINED), $(wildcard tests/process/test_[e-m]*.py))
+LANE_3 := $(wildcard tests/process/test_[n-z]*.py)
 # What runs in workers mostly, and takes long: `make coverage` is of the control plane.
 UNCOVERED := tests/frameworks tests/gpu tests/hosts tests/numerics tests/style \
 	$(wildcard $(addprefix tests/process/test_, checkpoint_faults.py comms_*.py data_*.py \
@@ -44,8 +48,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.elastane-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help env demo test pure lane-1 lane-2 lint bench soak nightly gpu kubernetes kubernetes-bed coverage \
-	covered-1 covered-2 format clean
+.PHONY: help env demo test pure lane-1 lane-2 lane-3 lint bench soak nightly gpu kubernetes kubernetes-bed \
+	coverage covered-1 covered-2 covered-3 format clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -72,18 +76,21 @@ lint: env ## style, formatting, types and layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: env ## lint, and all tests but the soak
-	@$(MAKE) --no-print-directory -j 2 lint pure
-	@$(MAKE) --no-print-directory -j 2 --output-sync=target lane-1 lane-2
+test: ## lint, and all tests but the soak
+	@$(MAKE) --no-print-directory -j 3 lint pure $(BED)
+	@$(MAKE) --no-print-directory -j 3 --output-sync=target lane-1 lane-2 lane-3
 
-pure:
+pure: env
 	$(PYTEST) -n 2 --dist worksteal $(PURE) $(ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
 
-lane-1:
+lane-1: env
 	$(PYTEST) -n $(JOBS) $(LANE_1) $(ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
 
-lane-2:
+lane-2: env
 	$(PYTEST) -n $(JOBS) $(LANE_2) $(ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
+
+lane-3: env
+	$(PYTEST) -n $(JOBS) $(LANE_3) $(ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
 
 bench: env ## elastane and its peers side by side; prints the tables, writes JSON (an hour)
 	$(BIN)/python -m bench $(ARGS)
@@ -112,7 +119,7 @@ coverage: env ## branches that tests reach: all of core, 90% of the rest of the 
 	rm -rf build/coverage
 	mkdir -p build/coverage
 	$(COVERED) -n 2 --dist worksteal $(filter-out $(UNCOVERED), $(PURE)) $(ARGS) || [ $$? -eq $(TESTS_FAILED) ]
-	@$(MAKE) --no-print-directory -j 2 --output-sync=target covered-1 covered-2
+	@$(MAKE) --no-print-directory -j 3 --output-sync=target covered-1 covered-2 covered-3
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage json --quiet -o build/coverage/rooms.json
 	$(BIN)/python tests/shared/reach.py build/coverage/rooms.json
@@ -122,6 +129,9 @@ covered-1:
 
 covered-2:
 	$(COVERED) $(filter-out $(UNCOVERED), $(LANE_2)) $(ARGS) || [ $$? -eq $(TESTS_FAILED) ]
+
+covered-3:
+	$(COVERED) $(filter-out $(UNCOVERED), $(LANE_3)) $(ARGS) || [ $$? -eq $(TESTS_FAILED) ]
 
 format: env ## format the code, sort its imports, write what deploy/generate.py makes of it
 	$(BIN)/ruff check --fix --select I .

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from unittest import mock
 
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["comms_bodies"])
 

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from growing import Growing
-from jobs import PRELOAD_COMPILER
+from jobs import PRELOAD_COMPILER, PRELOAD_OPTIMIZER
+from polling import look
 
 from elastane.testing import LocalCluster
 from elastane.testing.cluster import LocalNode
@@ -30,7 +31,7 @@ PER_EPOCH = -(-SAMPLES // BATCH)
 STEPS = EPOCHS * PER_EPOCH
 DEADLINE_S = 90.0
 MARK = "TEST_IMAGENET_MARK"
-PRELOAD = f"{PRELOAD_COMPILER},torch.utils.data,PIL.Image"
+PRELOAD_IMAGES = "torch.utils.data,PIL.Image"
 
 
 class Training:
@@ -130,7 +131,10 @@ class Nodes(Training):
 
     def __init__(self, script: str, data: Path, folder: Path, nnodes: str = "2", **more: bool):
         super().__init__(script, data, folder, **more)
-        options = {"nnodes": nnodes, "nproc_per_node": 1, "max_restarts": 9, "preload": PRELOAD}
+        # Only the script in place imports scripts/uncompiled.py.
+        preload = PRELOAD_OPTIMIZER if script == IN_PLACE else PRELOAD_COMPILER
+        options = {"nnodes": nnodes, "nproc_per_node": 1, "max_restarts": 9}
+        options["preload"] = f"{preload},{PRELOAD_IMAGES}"
         self.cluster = LocalCluster(self.words, folder=folder / "c", tee="3", **options)
 
     def start(self, *names: str) -> list[LocalNode]:
@@ -186,9 +190,9 @@ class Torchrun(Training):
     def wait(self, condition: Callable[[], object], what: str) -> None:
         """Wait until `condition` holds."""
         end_s = time.monotonic() + DEADLINE_S
-        while not condition():
+        while (pause_s := look(condition, 0.02)) is not None:
             assert time.monotonic() < end_s, f"not within {DEADLINE_S:g} s: {what}"
-            time.sleep(0.02)
+            time.sleep(pause_s)
 
 
 def end(mark: str) -> None:

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from polling import look
+
 from elastane.observe.events import LoggedEvent, read_events
 from elastane.process.files import process_start
 from elastane.protocol.log_events import EventKind
@@ -27,7 +29,7 @@ from elastane.protocol.log_events import EventKind
 SCRIPT = Path(__file__).parent / "scripts" / "member_steps.py"
 LONE = SCRIPT.with_name("lone_coordinator.py")
 # Generous: the bound of a test that fails, on a machine that does other things as well.
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 MARK = "TEST_MEMBERSHIP_MARK"
 # What the step script imports; the default preload costs twice as much.
 PRELOAD = "torch,torch.distributed"
@@ -270,9 +272,9 @@ def ranks(steps: list[Step]) -> dict[int, str]:
 def until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
     """Wait for `condition`."""
     end = time.monotonic() + deadline_s
-    while not condition():
+    while (pause_s := look(condition, 0.02)) is not None:
         assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
-        time.sleep(0.02)
+        time.sleep(pause_s)
 
 
 def runs(pid: int) -> bool:

@@ -223,6 +223,7 @@ def test_a_new_node_restores_from_a_surviving_nodes_memory(tmp_path):
     exact(job, final)
 
 
+@pytest.mark.soak
 def test_a_node_local_folder_gets_the_checkpoint_it_lacks(tmp_path):
     where = str(tmp_path / "own" / "{node}")
     job = Saving(tmp_path, "objects", where, nnodes="2", nproc_per_node=1)

@@ -169,7 +169,8 @@ def test_in_place_a_lost_worker_a_lost_node_and_the_loss_of_all_leave_no_trace(
     assert job.end()["weights"] == undisturbed(IN_PLACE).end()["weights"]
 
 
-@pytest.mark.parametrize("script", [pytest.param(CHECKPOINTS, marks=SOAK), IN_PLACE])
+@SOAK
+@pytest.mark.parametrize("script", [CHECKPOINTS, IN_PLACE])
 def test_a_node_that_comes_without_a_checkpoint_gets_state_and_a_share(script, data, tmp_path):
     """In a world of another size BatchNorm sees other batches: weights differ, the ledger not."""
     job = Nodes(script, data, tmp_path, nnodes="1:2")

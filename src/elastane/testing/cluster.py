@@ -37,7 +37,10 @@ from elastane.protocol.log_events import EventKind
 from elastane.testing import processes
 
 DEADLINE_S = 60.0
-_POLL_S = 0.02
+# The least pause between two looks, and the most.
+_POLL_S, _POLL_MAX_S = 0.02, 0.1
+# Nine parts of pause to one of looking: the job that is waited for needs the processors.
+_PAUSE_PER_LOOK = 9
 _GONE_S = 15.0
 _STORY_CHARS_MAX = 6000
 # Variables that a job must not inherit from the testing program, which may be a worker itself.
@@ -261,10 +264,13 @@ class LocalCluster:
     ) -> None:
         """Wait until `condition` holds; else raises ClusterError with `what` after `deadline_s`."""
         end_s = time.monotonic() + deadline_s
+        begun_s = time.thread_time()
         while not condition():
             if time.monotonic() >= end_s:
                 raise ClusterError(f"not within {deadline_s:g} s: {what}", self.story())
-            time.sleep(_POLL_S)
+            spent_s = time.thread_time() - begun_s
+            time.sleep(min(max(_POLL_S, _PAUSE_PER_LOOK * spent_s), _POLL_MAX_S))
+            begun_s = time.thread_time()
 
     def wait_world(
         self, nodes: int, *, after: ClusterWorld | None = None, deadline_s: float = DEADLINE_S

@@ -28,6 +28,8 @@ def keep_pace(ledger, pace):
 
 if __name__ == "__main__":
     del sys.argv[0]
+    if sys.argv[0].endswith("train_in_place.py"):
+        import uncompiled  # noqa: F401
     sys.path[0] = os.path.dirname(sys.argv[0])
     from common import Ledger
 
