@@ -22,7 +22,7 @@ from elastane.protocol.events import (
     WorkerSucceeded,
 )
 from elastane.protocol.hangs import HANG_LOOK_S
-from elastane.protocol.model import NO_SLICE, Assignment, Failure, Fence
+from elastane.protocol.model import NO_SLICE, Assignment, Failure, Fence, Joining
 from simulation.clock import VirtualClock
 from simulation.drains import Drains
 from simulation.mesh import Mesh
@@ -209,12 +209,8 @@ class InPlaceTraining:
     def _tell_able(self, group: InPlaceGroup) -> None:
         if group.phase == "running":
             sharding = self._mesh.said(group)
-            shrinks = self.script.shrinks
-            group.feed(
-                GroupAble(
-                    group.start_fence, group.able, group.offer, sharding, shrinks_only=shrinks
-                )
-            )
+            joining = Joining.NEVER if self.script.shrinks else Joining.ANYTIME
+            group.feed(GroupAble(group.start_fence, group.able, group.offer, sharding, joining))
 
     def _die(self, worker: SimulatedWorker, exit_code: int, message: str) -> None:
         group = worker.group

@@ -47,7 +47,7 @@ def test_a_worker_parked_after_its_checkpoint_is_killed_at_once(tmp_path: Path, 
 @pytest.mark.parametrize("at", ["waits", "works"])
 def test_a_standby_ends_when_its_agent_asks(at: str) -> None:
     agent, worker = control_socket.pair()
-    agent.send(control_socket.encode(control_socket.Wait(local_rank=0)))
+    agent.send(control_socket.encode(control_socket.Wait(local_rank=0, world_size=2)))
     with subprocess.Popen(
         [sys.executable, "-c", WAITER, at],
         env=worker_environment(ELASTANE_CONTROL_FD=str(worker.fileno())),

@@ -41,6 +41,8 @@ def of_type(info):
             return st.lists(of_type(item), max_size=2).map(tuple)
         case msgspec.inspect.LiteralType(values=values):
             return st.sampled_from(list(values))
+        case msgspec.inspect.EnumType(cls=cls):
+            return st.sampled_from(cls)
     return PLAIN[type(info)]
 
 

@@ -30,7 +30,7 @@ from elastane.process.control_socket import (
 )
 from elastane.process.streams.group import WorkerStreams
 from elastane.process.worker_environment import place_variables
-from elastane.protocol.model import Assignment, Fence, Sharding, merge_shardings
+from elastane.protocol.model import Assignment, Fence, Joining, Sharding, merge_shardings
 
 _log = logging.getLogger("elastane.workers")
 # How long the end of a worker's process is awaited after its control socket closed. After that the
@@ -63,7 +63,8 @@ class ControlSockets:
     ) -> None:
         """`answered` gets answers to a StatusQuery, `differed` workers whose replica differed."""
         self.recoverable: set[int] = set()
-        self.shrinks_only = False  # no worker can join the world of these in place
+        self.joining = Joining.ANYTIME  # when others can join the world of these workers
+        self._joinings: dict[int, Joining] = {}
         self._shardings: dict[int, Sharding] = {}
         self.ready: set[int] = set()  # warm spares that wait in init(); their keys are negative
         self.finished: set[int] = set()
@@ -120,6 +121,8 @@ class ControlSockets:
         for ranks in (self.recoverable, self.ready, self.finished):
             ranks.discard(local_rank)
         self._shardings.pop(local_rank, None)
+        self._joinings.pop(local_rank, None)
+        self._update_joining()
 
     @property
     def recoverable_or_unreported(self) -> set[int]:
@@ -133,6 +136,10 @@ class ControlSockets:
     def sharding(self) -> Sharding | None:
         """How the workers share a sharded state; None: it is not sharded."""
         return merge_shardings(self._shardings.values())
+
+    def _update_joining(self) -> None:
+        """Take the least value of the workers; once none is left, the last value stays."""
+        self.joining = min(self._joinings.values(), default=self.joining)
 
     def end_reported(self, local_rank: int) -> None:
         """Forget a worker whose socket closed: its end was reported, or it lives on."""
@@ -172,7 +179,8 @@ class ControlSockets:
                 self.ready.add(local_rank)
             case CanRecoverInPlace(sharding=sharding) if local_rank >= 0:
                 self.recoverable.add(local_rank)
-                self.shrinks_only = self.shrinks_only or message.shrinks_only
+                self._joinings[local_rank] = message.joining
+                self._update_joining()
                 if sharding is not None:
                     self._shardings[local_rank] = sharding
                 self.finished.discard(local_rank)
@@ -194,7 +202,7 @@ class ControlSockets:
 def place_message(assignment: Assignment, local_rank: int) -> AssignedPlace | Wait:
     """Return the message that gives a worker its place in an assignment of its node."""
     if assignment.waiting:
-        return Wait(local_rank=local_rank)
+        return Wait(local_rank=local_rank, world_size=assignment.world_size)
     return AssignedPlace(
         fence=assignment.fence,
         rank=assignment.rank_base + assignment.index_of(local_rank),

@@ -16,7 +16,7 @@ from elastane.agent.control_sockets import ControlSockets
 from elastane.agent.worker import LocalWorker, SpawnTask
 from elastane.process.status_page import StatusPage
 from elastane.protocol.hangs import Activity
-from elastane.protocol.model import Fence
+from elastane.protocol.model import Fence, Joining
 
 # The time between two looks: this share of the time since the world began, within the bounds. So
 # what is measured is late by 2% at most beyond the least time.
@@ -97,7 +97,8 @@ class FirstSteps:
             members = self._members()
             alive = {w.process.pid: w.page for w in members if w.process and w.is_alive}
             now_s = time.monotonic()
-            in_steps = bool(self._sockets.recoverable) and not self._sockets.shrinks_only
+            is_unmodified = self._sockets.joining is not Joining.ANYTIME
+            in_steps = bool(self._sockets.recoverable) and not is_unmodified
             if beginning.look(alive, now_s, counts_steps=in_steps) and len(alive) == len(members):
                 self._found(world, beginning)
                 return

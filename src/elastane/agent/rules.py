@@ -134,6 +134,7 @@ from elastane.protocol.model import (
     Failure,
     Fence,
     JobSpec,
+    Joining,
     NodeSpec,
     Outcome,
     PortOffer,
@@ -686,7 +687,7 @@ class LocalWorkers:
                 offer=event.offer,
                 fence=group.fence,
                 sharding=group.sharding,
-                shrinks_only=group.shrinks_only,
+                joining=group.joining,
             )
         )
 
@@ -821,7 +822,7 @@ class Group:
     recoverable: tuple[int, ...] = ()
     sharding: Sharding | None = None  # of the training state that the workers hold
     in_place: bool = False  # every worker with a place could recover in place at some time
-    shrinks_only: bool = False  # no worker can join the world of these in place
+    joining: Joining = Joining.ANYTIME  # when others can join the world of these
     # local ranks that failed and have a replacement
     replaced: set[int] = field(default_factory=set)
     phase: GroupState = "running"
@@ -845,7 +846,7 @@ class Group:
             draining=self.draining,
             able=self.recoverable,
             in_place=self.in_place,
-            shrinks_only=self.shrinks_only,
+            joining=self.joining,
             sharding=self.sharding,
             halted=self.interrupted,
             renewed=tuple(sorted(self.replaced)),
@@ -909,7 +910,7 @@ class Group:
         """Set which workers can enter another world; workers that finished their steps cannot."""
         self.recoverable = event.workers
         self.sharding = event.sharding or self.sharding
-        self.shrinks_only = self.shrinks_only or event.shrinks_only
+        self.joining = event.joining
         places = self.assignment.workers or range(local_world_size)
         self.in_place = self.in_place or {*event.workers}.issuperset(places)
 

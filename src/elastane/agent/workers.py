@@ -51,7 +51,7 @@ from elastane.protocol.events import (
     WorkerLost,
     WorkerSucceeded,
 )
-from elastane.protocol.model import Assignment, Failure, Fence
+from elastane.protocol.model import Assignment, Failure, Fence, Joining
 
 _log = logging.getLogger("elastane.workers")
 _streams_log = logging.getLogger("elastane.streams")
@@ -306,10 +306,11 @@ class LocalWorkerGroup:
         if not self._stopping and (able or self._reported_recoverable):
             self._reported_recoverable = True
             fence, sockets = self.assignment.fence, self._sockets
-            if len(able) == self.setup.run.local_world_size and not sockets.shrinks_only:
+            all_able = len(able) == self.setup.run.local_world_size
+            if all_able and sockets.joining is not Joining.NEVER:
                 self._spares.begin(self.world)
-            offer, shrinks = self.port.offer, sockets.shrinks_only
-            self.post(GroupAble(fence, able, offer, sockets.sharding, shrinks_only=shrinks))
+            offer, joining = self.port.offer, sockets.joining
+            self.post(GroupAble(fence, able, offer, sockets.sharding, joining))
 
     def _post_started(self, workers: list[LocalWorker]) -> None:
         by_local_rank = sorted(workers, key=lambda worker: worker.local_rank)

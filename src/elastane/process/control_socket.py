@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from elastane.protocol.limits import WHERE_CHARS_MAX
-from elastane.protocol.model import Count, Fence, LocalRank, Port, Sharding, Text
+from elastane.protocol.model import Count, Fence, Joining, LocalRank, Port, Sharding, Text
 from elastane.protocol.unreadable import decoded
 
 Where = Annotated[str, msgspec.Meta(max_length=WHERE_CHARS_MAX)]
@@ -43,9 +43,14 @@ class AssignedPlace(msgspec.Struct, frozen=True, tag="place", kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait", kw_only=True):
-    """To a worker: it has no rank yet, because no world includes it."""
+    """To a worker: it has no rank yet, because no world includes it.
+
+    `world_size`: of the current world with the workers of this node that are to join it. Another
+    world may follow before they do.
+    """
 
     local_rank: LocalRank
+    world_size: Count
 
 
 class InterruptWorker(msgspec.Struct, frozen=True, tag="interrupt"):
@@ -102,12 +107,11 @@ class CanRecoverInPlace(msgspec.Struct, frozen=True, tag="able"):
     """From a worker: it can enter another world with its process and its state.
 
     `sharding`: the layout of the state that it holds. The worker sends the message again in each
-    world in which that layout has changed. `shrinks_only`: no worker can join its world in place;
-    lost ones start again only when all workers restart.
+    world in which that layout has changed, or if `joining` has: when others can join its world.
     """
 
     sharding: Sharding | None = None
-    shrinks_only: bool = False
+    joining: Joining = Joining.ANYTIME
 
 
 class CheckpointWritten(msgspec.Struct, frozen=True, tag="written"):

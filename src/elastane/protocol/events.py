@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from elastane.protocol.messages import ToAgent, ToCoordinator
-from elastane.protocol.model import Failure, Fence, PortOffer, Sharding
+from elastane.protocol.model import Failure, Fence, Joining, PortOffer, Sharding
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,15 +140,15 @@ class GroupGone(msgspec.Struct, frozen=True):
 class GroupAble(msgspec.Struct, frozen=True):
     """These local workers can enter another world as they are; `offer` is for that world.
 
-    `sharding` describes the state that they hold, if it is sharded. `shrinks_only`: no worker can
-    join their world in place.
+    `sharding` describes the state that they hold, if it is sharded. `joining`: when others can join
+    their world.
     """
 
     fence: Fence
     workers: tuple[int, ...]
     offer: PortOffer
     sharding: Sharding | None = None
-    shrinks_only: bool = False
+    joining: Joining = Joining.ANYTIME
 
 
 class GroupWroteCheckpoint(msgspec.Struct, frozen=True):

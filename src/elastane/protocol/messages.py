@@ -17,6 +17,7 @@ from elastane.protocol.model import (
     Failure,
     Fence,
     JobSpec,
+    Joining,
     LocalRank,
     NodeSpec,
     Outcome,
@@ -47,7 +48,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     able: tuple[LocalRank, ...] = ()
     in_place: bool = False  # its workers recover in place, also those that finished their steps
-    shrinks_only: bool = False  # no worker can join their world in place
+    joining: Joining = Joining.ANYTIME  # when others can join the world of its workers
     sharding: Sharding | None = None  # how the state that they hold is sharded
     # Why its workers make no step in their world and wait for another one.
     halted: Text = ""
@@ -135,15 +136,15 @@ class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
     """These local workers can enter another world as they are, also those of the current one.
 
     The whole list each time. `offer` is where the next process-group store would be, after that of
-    the world of `fence`, the last one assigned to the agent. `shrinks_only`: no worker can join
-    their world in place.
+    the world of `fence`, the last one assigned to the agent. `joining`: when others can join their
+    world.
     """
 
     workers: tuple[LocalRank, ...]
     offer: PortOffer
     fence: Fence | None = None
     sharding: Sharding | None = None
-    shrinks_only: bool = False
+    joining: Joining = Joining.ANYTIME
 
 
 class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):

@@ -13,6 +13,7 @@ brings them to one step, since any may be ahead. Surplus nodes leave it afterwar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 from typing import Annotated
 
 import msgspec
@@ -274,6 +275,14 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[str, ...] = ()
     # All nodes were released and no worker of `world` is left: a new coordinator waits for none.
     over: bool = False
+
+
+class Joining(IntEnum):
+    """When new workers can join a world in place; a world has the least of its workers' values."""
+
+    NEVER = 0  # no worker can join: the script is unmodified
+    PLANNED = 1  # by a planned change, at a boundary of the script that all members reach
+    ANYTIME = 2  # also in the middle of a recovery: the workers use `elastane.init`
 
 
 class Sharding(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ from elastane.process.control_socket import (
     Wait,
     WorkerFinished,
 )
-from elastane.protocol.model import Fence, Sharding
+from elastane.protocol.model import Fence, Joining, Sharding
 from elastane.worker import running_saves
 
 # The agent sends the first message before it starts the worker.
@@ -122,12 +122,12 @@ class ControlSocket:
             raise _no_agent("it closed the control socket")
         return place
 
-    def able(self, sharding: Sharding | None, *, shrinks_only: bool = False) -> None:
-        """Report that this worker can recover in place.
+    def able(self, sharding: Sharding | None, *, joining: Joining = Joining.ANYTIME) -> None:
+        """Report that this worker can recover in place, and when others can join its world.
 
-        `shrinks_only`: no worker can join its world in place.
+        The last report holds.
         """
-        self._send(CanRecoverInPlace(sharding, shrinks_only))
+        self._send(CanRecoverInPlace(sharding, joining))
 
     def saved(self, where: str) -> None:
         """Report a checkpoint, once it is whole on storage; one worker of the world does.

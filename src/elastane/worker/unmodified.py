@@ -33,6 +33,7 @@ from elastane.errors import ConfigurationError, ExitCode
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.worker_environment import RANKS_MAY_CHANGE
 from elastane.protocol.hangs import Activity
+from elastane.protocol.model import Joining
 from elastane.synchrony.ordered import OrderedGroup, watch_forwards
 from elastane.synchrony.visible import VisibleWorld
 from elastane.worker import drain, progress_reporter, running_saves
@@ -82,7 +83,7 @@ class ShrinkingWorker:
         self._progress.at(Activity.BODY)
         self.group.begin(self._build(word))
         self.group.register()
-        self._line.able(None, shrinks_only=True)
+        self._line.able(None, joining=Joining.NEVER)
 
     def leave(self) -> None:
         """Leave the job with the other members, at the end of the script."""

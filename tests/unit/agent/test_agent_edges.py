@@ -24,7 +24,7 @@ from elastane.protocol.messages import (
     Ready,
     Report,
 )
-from elastane.protocol.model import Fence, PortOffer, Sharding
+from elastane.protocol.model import Fence, Joining, PortOffer, Sharding
 
 WHOLE, SOLE = Sharding(), Sharding(sole=True)
 
@@ -65,15 +65,15 @@ def test_an_agent_says_it_and_brings_it_along():
     assert agent.sent(Join)[0].holding.sharding == WHOLE
 
 
-def test_an_agent_keeps_that_its_workers_shrink_only():
+def test_an_agent_says_when_others_can_join_its_workers_as_they_last_reported():
     agent = Agent().running()
-    agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), shrinks_only=True))
-    assert agent.sent(Able)[0].shrinks_only
-    agent.does(GroupAble(FENCE, (), PortOffer(7200, True)))
-    assert agent.sent(Able)[0].shrinks_only
+    agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), joining=Joining.NEVER))
+    assert agent.sent(Able)[0].joining is Joining.NEVER
+    agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), joining=Joining.PLANNED))
+    assert agent.sent(Able)[0].joining is Joining.PLANNED
     agent.does(Unlinked("EOF"))
     agent.does(Linked())
-    assert agent.sent(Join)[0].holding.shrinks_only
+    assert agent.sent(Join)[0].holding.joining is Joining.PLANNED
 
 
 def test_an_agent_reports_a_checkpoint_under_the_fence_of_the_world():

@@ -7,14 +7,15 @@ import asyncio
 import pytest
 
 from elastane.agent import control_sockets as of_lines
-from elastane.agent.control_sockets import ControlSockets, _ignore
+from elastane.agent.control_sockets import ControlSockets, _ignore, place_message
 from elastane.process.control_socket import (
     CanRecoverInPlace,
     CheckpointWritten,
+    Wait,
     WorkerFinished,
     encode,
 )
-from elastane.protocol.model import Sharding
+from elastane.protocol.model import Assignment, Fence, Joining, Sharding
 
 
 class Heard:
@@ -70,16 +71,32 @@ def test_a_living_worker_with_a_closed_socket_has_left_its_loop_after_a_while(mo
     asyncio.run(scenario())
 
 
-def test_a_node_shrinks_only_once_one_of_its_workers_does():
+def test_a_node_has_the_least_joining_of_the_latest_reports_of_its_workers():
     async def scenario():
         heard = Heard()
         with heard.lines.open(0) as one, heard.lines.open(1) as other:
-            one.send(encode(CanRecoverInPlace(shrinks_only=True)))
+            one.send(encode(CanRecoverInPlace(joining=Joining.NEVER)))
             await heard.wait(1)
-            assert heard.lines.shrinks_only
+            assert heard.lines.joining is Joining.NEVER
             other.send(encode(CanRecoverInPlace()))
             await heard.wait(2)
-            assert heard.lines.shrinks_only
+            assert heard.lines.joining is Joining.NEVER
+            one.send(encode(CanRecoverInPlace(joining=Joining.PLANNED)))
+            await heard.wait(3)
+            assert heard.lines.joining is Joining.PLANNED
+        await heard.wait_closed(0)
+        await heard.wait_closed(1)
+        assert heard.lines.joining is not Joining.NEVER
+
+
+def test_a_node_whose_workers_are_all_gone_keeps_the_last_joining():
+    async def scenario():
+        heard = Heard()
+        with heard.lines.open(0) as one:
+            one.send(encode(CanRecoverInPlace(joining=Joining.NEVER)))
+            await heard.wait(1)
+        await heard.wait_closed(0)
+        assert heard.lines.joining is Joining.NEVER
 
     asyncio.run(scenario())
 
@@ -126,3 +143,12 @@ def test_sole_shards_are_known_until_a_worker_reports_otherwise_or_closes():
         assert heard.lines.sharding is None
 
     asyncio.run(scenario())
+
+
+def test_a_worker_without_a_place_is_told_how_large_its_world_may_be():
+    standby = Assignment(
+        fence=Fence(3, 0), node_rank=1, nodes=2, rank_base=6, world_size=4, role_rank_base=6,
+        role_world_size=4, master_addr="", master_port=0, agent_store=False, restarts_used=0,
+        max_restarts=3, reason="", waiting=True,
+    )  # fmt: skip
+    assert place_message(standby, 1) == Wait(local_rank=1, world_size=4)

@@ -104,3 +104,12 @@ def test_the_request_is_repeated_once_the_world_is_known_to_recover_in_place():
     assert not kinds(job, "c").count(Prepare)
     able(job, "a")
     assert kinds(job, "c").count(Prepare) == 1
+
+
+def test_a_standby_is_told_the_size_of_the_world_with_the_workers_of_its_node():
+    job = in_place(min_workers=1, nodes="ab", high=3)
+    job.join("c")
+    job.passes(0.1, alive="abc")
+    assert job.got("c", Prepare)[-1].assignment.world_size == 4 + 2
+    dies(job, "a", local_rank=0)
+    assert job.got("a", Prepare)[-1].assignment.world_size == 4 + 1

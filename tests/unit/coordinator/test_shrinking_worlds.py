@@ -15,7 +15,7 @@ from elastane.protocol.messages import (
     Prepare,
     Stop,
 )
-from elastane.protocol.model import Failure, Fence
+from elastane.protocol.model import Failure, Fence, Joining
 
 
 def shrinking(low=1, high=3, nodes="ab", restarts=3, **more):
@@ -24,7 +24,7 @@ def shrinking(low=1, high=3, nodes="ab", restarts=3, **more):
     for node_id in nodes:
         job.join(node_id)
     job.passes(4.0, alive=nodes)
-    able(job, *nodes, shrinks_only=True)
+    able(job, *nodes, joining=Joining.NEVER)
     job.inbox.clear()
     return job
 
@@ -49,7 +49,7 @@ def test_a_world_that_shrinks_uses_no_restart_and_says_what_is_missing():
 def test_a_worker_that_was_left_out_does_not_come_back_in_place():
     job = shrinking(min_workers=1)
     dies(job, "a", local_rank=0)
-    able(job, "a", workers=(0, 1), shrinks_only=True), able(job, "b", shrinks_only=True)
+    able(job, "a", workers=(0, 1), joining=Joining.NEVER), able(job, "b", joining=Joining.NEVER)
     dies(job, "b", local_rank=1)
     assert regrouped(job, "a")[1:] == (0, (1,), 2) and regrouped(job, "b")[1:] == (1, (0,), 2)
 
@@ -59,6 +59,16 @@ def test_a_node_that_arrives_gets_no_standby():
     job.join("c")
     job.passes(5.0, alive="abc")
     assert Prepare not in kinds(job, "c") and job.machine.phase == "running"
+
+
+def test_the_latest_report_of_each_node_says_whether_others_can_join():
+    job = shrinking(min_workers=1)
+    job.join("c")
+    able(job, "a", joining=Joining.ANYTIME)
+    job.passes(0.2, alive="abc")
+    assert Prepare not in kinds(job, "c")
+    able(job, "b", joining=Joining.ANYTIME)
+    assert Prepare in kinds(job, "c")
 
 
 def test_too_few_survivors_restart_at_once():
@@ -72,7 +82,7 @@ def shrunk(**more):
     """A world that lost one of its four workers, a moment ago."""
     job = shrinking(min_workers=1, **more)
     dies(job, "a", local_rank=0)
-    able(job, "a", workers=(1,), shrinks_only=True)
+    able(job, "a", workers=(1,), joining=Joining.NEVER)
     job.inbox.clear()
     return job
 
@@ -164,7 +174,7 @@ def test_a_worker_lost_on_the_way_to_the_boundary_shrinks_the_world_again():
     dies(job, "b", local_rank=1)
     assert regrouped(job, "a")[1:] == (0, (1,), 2) and regrouped(job, "b")[1:] == (1, (0,), 2)
     assert Stop not in kinds(job, "a") and job.persisted[-1].restarts_used == 0
-    able(job, "b", workers=(0,), shrinks_only=True)
+    able(job, "b", workers=(0,), joining=Joining.NEVER)
     checkpoints(job)
     reaches_boundary(job, "a", "b")
     job.stops("a", "b")
@@ -191,7 +201,7 @@ def test_an_agent_without_a_session_learns_later_that_the_drain_was_called_off()
     job.breaks("a")
     job.passes(0.02, alive="b")
     job.inbox.clear()
-    job.join("a", holding=job.holding("a", draining=True, able=(1,), shrinks_only=True))
+    job.join("a", holding=job.holding("a", draining=True, able=(1,), joining=Joining.NEVER))
     assert CallOff in kinds(job, "a")
 
 
@@ -207,7 +217,10 @@ def test_workers_that_finish_do_not_restart_for_growth():
     job = shrunk(**SOON)
     checkpoints(job)
     job.marks("a", 7), job.marks("b", 7)
-    able(job, "a", workers=(), shrinks_only=True), able(job, "b", workers=(), shrinks_only=True)
+    (
+        able(job, "a", workers=(), joining=Joining.NEVER),
+        able(job, "b", workers=(), joining=Joining.NEVER),
+    )
     assert job.phase == "running" and Stop not in kinds(job, "a")
 
 
@@ -240,8 +253,8 @@ def test_a_new_coordinator_charges_no_death_that_its_world_had_survived():
     died = Failure(local_rank=0, rank=0, pid=4242, exit_code=-9, age_s=5.0)
     after = taken_over(
         job,
-        a=job.holding("a", able=(1,), in_place=True, shrinks_only=True, failures=(died,)),
-        b=job.holding("b", able=(0, 1), in_place=True, shrinks_only=True),
+        a=job.holding("a", able=(1,), in_place=True, joining=Joining.NEVER, failures=(died,)),
+        b=job.holding("b", able=(0, 1), in_place=True, joining=Joining.NEVER),
     )
     assert after.phase == "running" and after.persisted[-1].restarts_used == 0
     assert not after.got("a", Prepare), "a worker could join no world of these"
@@ -257,7 +270,7 @@ def test_a_worker_without_a_place_ends_at_no_cost():
 def grows(job, wait_s=0.0, lost=0):
     """Let all workers restart at a checkpoint after a worker of node a was lost."""
     dies(job, "a", local_rank=0, pid=5000 + lost)
-    able(job, "a", workers=(1,), shrinks_only=True)
+    able(job, "a", workers=(1,), joining=Joining.NEVER)
     job.passes(wait_s, alive="ab")
     checkpoints(job)
     if job.phase != "draining":
@@ -265,7 +278,7 @@ def grows(job, wait_s=0.0, lost=0):
     reaches_boundary(job, "a", "b")
     job.stops("a", "b")
     assert job.phase == "running" and not job.assigned["a"].in_place
-    able(job, "a", "b", shrinks_only=True)
+    able(job, "a", "b", joining=Joining.NEVER)
     return True
 
 
@@ -278,7 +291,7 @@ def test_the_pause_before_a_growth_doubles_while_faults_follow_each_one_soon():
     checkpoints(job)
     reaches_boundary(job, "a", "b")
     job.stops("a", "b")
-    able(job, "a", "b", shrinks_only=True)
+    able(job, "a", "b", joining=Joining.NEVER)
     assert not grows(job, 38.0, lost=3)
     job.passes(3.0, alive="ab")
     checkpoints(job)
@@ -298,7 +311,7 @@ def test_a_pause_after_failed_growths_has_a_bound():
     job.now_s += 3000.0
     assert grows(job, lost=1)
     dies(job, "a", local_rank=0, pid=5002)  # A growth that failed; twice the interval is too long.
-    able(job, "a", workers=(1,), shrinks_only=True)
+    able(job, "a", workers=(1,), joining=Joining.NEVER)
     job.now_s += growth.PAUSE_MAX_S - 1.0
     checkpoints(job)
     assert job.phase == "running"
@@ -313,7 +326,7 @@ def test_a_planned_departure_after_a_growth_is_no_failed_growth():
     assert grows(job, lost=1)
     job.leaves("b")
     reaches_boundary(job, "a", "b")
-    able(job, "a", shrinks_only=True)
+    able(job, "a", joining=Joining.NEVER)
     job.stops("b"), job.join("b", incarnation="2"), job.warms("b")
     job.passes(10.5, alive="ab")
     checkpoints(job, "a")
@@ -336,7 +349,7 @@ def test_a_drain_for_growth_gets_twice_the_time_after_each_that_was_called_off()
     job.drains("b")
     job.stops("a", "b")
     assert job.persisted[-1].world.world_size == 4
-    able(job, "a", "b", shrinks_only=True)
+    able(job, "a", "b", joining=Joining.NEVER)
     dies(job, "a", local_rank=0, pid=4244)
     job.passes(3.0, alive="ab")
     checkpoints(job)
@@ -364,7 +377,7 @@ def test_a_drain_before_all_workers_have_joined_aims_at_the_step_of_those_who_ha
     job = Driver(job_spec(1, 3, 3, min_workers=1))
     job.join("a"), job.join("b")
     job.passes(4.0, alive="ab")
-    able(job, "a", shrinks_only=True)
+    able(job, "a", joining=Joining.NEVER)
     job.leaves("b")
     job.marks("a", 1), job.marks("b", None)
     assert job.got("a", DrainTarget) == [DrainTarget(fence=Fence(1, 0), calls=2, stops=True)]

@@ -15,6 +15,7 @@ from elastane.coordinator.rules.nodes import KnownNode
 from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Drain, DrainTarget
+from elastane.protocol.model import Joining
 
 
 def begin_drain(state: State, reason: str, growth: PlannedGrowth | None = None) -> bool:
@@ -65,7 +66,7 @@ def _has_sigterm_only(state: State, *, stops_all: bool) -> bool:
     same drain would do so, and workers follow the first aim alone.
     """
     ends = stops_all and state.drain.growth is None and state.in_place.active
-    return ends and next_world.shrinks_only(state)
+    return ends and next_world.joining(state) is Joining.NEVER
 
 
 def nobody_continues(state: State) -> bool:

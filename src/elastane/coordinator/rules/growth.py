@@ -18,6 +18,7 @@ from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.limits import REASON_CHARS_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import CallOff
+from elastane.protocol.model import Joining
 
 # Capacity that has waited for this long without a checkpoint is worth one message.
 QUIET_S = 600.0
@@ -121,7 +122,7 @@ def send_call_off(state: State, node: KnownNode) -> None:
 
 def _waiting(state: State) -> tuple[int, str]:
     """Return how many workers a restart would add to the world, and on which nodes."""
-    if not (state.in_place.active and next_world.shrinks_only(state)):
+    if not (state.in_place.active and next_world.joining(state) is Joining.NEVER):
         return 0, ""
     assert state.world is not None
     staying = [node for node in state.roster.members() if not node.leaving]

@@ -22,7 +22,7 @@ from elastane.coordinator.rules.sizing import NodeWorkers
 from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Assign
-from elastane.protocol.model import World
+from elastane.protocol.model import Joining, World
 
 
 def next_world(state: State) -> list[NodeWorkers]:
@@ -66,15 +66,16 @@ def _in_place(state: State) -> list[NodeWorkers]:
     return [one for one in staying + coming if one.node.id in chosen]
 
 
-def shrinks_only(state: State) -> bool:
-    """Whether no worker can join the current world in place: it has those of unmodified scripts."""
-    return any(node.workers.shrinks_only for node in state.roster.members())
+def joining(state: State) -> Joining:
+    """Return when new workers can join the current world: the least value of its members."""
+    values = (node.workers.joining for node in state.roster.members())
+    return min(values, default=Joining.ANYTIME)
 
 
 def _able_nodes(state: State) -> tuple[list[NodeWorkers], list[NodeWorkers]]:
     """Return the nodes with survivors in the order of their ranks, and the arrivals in theirs."""
     assert state.world is not None
-    takes_survivors_only = shrinks_only(state)
+    takes_survivors_only = joining(state) is Joining.NEVER
     needs_displaced = _needs_displaced(state) and not takes_survivors_only
     is_sharded = _is_sharded(state)
     staying, coming = list[NodeWorkers](), list[NodeWorkers]()
@@ -85,10 +86,10 @@ def _able_nodes(state: State) -> tuple[list[NodeWorkers], list[NodeWorkers]]:
         survivors = node.survivors if node.is_member else ()
         if needs_displaced and state.holders.is_displaced_holder(node):
             survivors = tuple(sorted(able))
-        joining = () if takes_survivors_only else tuple(sorted(able - set(survivors)))
-        if not survivors and not joining:
+        arriving = () if takes_survivors_only else tuple(sorted(able - set(survivors)))
+        if not survivors and not arriving:
             continue
-        one = NodeWorkers(node, survivors, joining)
+        one = NodeWorkers(node, survivors, arriving)
         if is_sharded and not survivors and len(one.joining) < node.spec.local_world_size:
             continue
         (staying if survivors else coming).append(one)

@@ -18,6 +18,7 @@ from elastane.protocol.messages import GroupState, Heartbeat, Holding, ToCoordin
 from elastane.protocol.model import (
     Failure,
     Fence,
+    Joining,
     NodeSpec,
     PortOffer,
     Sharding,
@@ -192,7 +193,7 @@ class HeldWorkers:
     # Said at registration: they recover in place, also those that finished their steps.
     recovers_in_place: bool = False
     sharding: Sharding | None = None  # how the state that they hold is sharded
-    shrinks_only: bool = False  # no worker can join their world in place
+    joining: Joining = Joining.ANYTIME  # when others can join their world
     # Those that made a step or received the state in this world or the one before.
     holding_state: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)  # those whose processes have ended
@@ -273,9 +274,9 @@ class HeldWorkers:
         """Record how the state is sharded."""
         self.sharding = sharding
 
-    def accept_none(self) -> None:
-        """Record that no worker can join their world in place."""
-        self.shrinks_only = True
+    def admit(self, joining: Joining) -> None:
+        """Record when others can join their world."""
+        self.joining = joining
 
     def replace_lost(self) -> None:
         """Record that replacements of all lost workers are requested."""
@@ -402,7 +403,7 @@ class KnownNode:
             recoverable={*holding.able},
             recovers_in_place=holding.in_place,
             sharding=holding.sharding,
-            shrinks_only=holding.shrinks_only,
+            joining=holding.joining,
             lost_pids=ends,
         )
 

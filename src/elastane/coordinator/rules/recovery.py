@@ -19,7 +19,7 @@ from elastane.protocol.hangs import HANG_STALL_S, waiting_text
 from elastane.protocol.limits import FENCE_WAIT_S, LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Interrupt, Prepare
-from elastane.protocol.model import NO_RANK, Assignment, Failure, Fence, World
+from elastane.protocol.model import NO_RANK, Assignment, Failure, Fence, Joining, World
 
 _WITH_WORLD = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
 
@@ -184,7 +184,7 @@ def is_ending(state: State) -> bool:
 
 def is_too_small(state: State) -> bool:
     """Whether too few workers are left of a world that no other worker can join."""
-    if state.roster.unreachable or not next_world.shrinks_only(state):
+    if state.roster.unreachable or next_world.joining(state) is not Joining.NEVER:
         return False
     return not next_world.are_enough(state, next_world.next_world(state))
 
@@ -222,7 +222,7 @@ def commit_when_enough(state: State) -> bool:
         return ending.no_replica(state)
     if state.roster.unreachable:
         return False  # The reconnect grace is short, and ends by itself.
-    shrinks = next_world.shrinks_only(state)
+    shrinks = next_world.joining(state) is Joining.NEVER
     if not incident.charged and incident.is_chargeable and not shrinks:
         if ending.verdict_pending(state, incident):
             return False
@@ -305,7 +305,9 @@ def _returning_until_s(state: State) -> float:
 
 def prepare_standbys(state: State) -> None:
     """Start workers on nodes that arrived, as far as the next world has room for them."""
-    if not state.in_place.active or state.world is None or next_world.shrinks_only(state):
+    if not state.in_place.active or state.world is None:
+        return
+    if next_world.joining(state) is Joining.NEVER:
         return
     # The record of the world does not count: a departed node has freed its place.
     here = {node.id for node in state.roster.members()}
@@ -358,7 +360,7 @@ def start_replacements(state: State, node: KnownNode) -> None:
         state.in_place.active
         and state.incidents.unpaid is None
         and node.workers.lost - node.workers.replacing
-        and not next_world.shrinks_only(state)
+        and next_world.joining(state) is not Joining.NEVER
     )
     if is_due and state.world is not None:
         _prepare_replacements(state, state.world, node, 0.0)
@@ -372,7 +374,7 @@ def record_standby_failure(state: State, node: KnownNode, failures: tuple[Failur
     """
     node.workers.lose(failures)
     state.roster.reindex(node)
-    if next_world.shrinks_only(state):
+    if next_world.joining(state) is Joining.NEVER:
         return
     failures = tuple(msgspec.structs.replace(f, rank=NO_RANK) for f in failures)
     reason = f"a worker of node {node.id} ended before it had a place"
@@ -416,14 +418,16 @@ def _prepare_replacements(state: State, world: World, node: KnownNode, delay_s: 
 def standby_assignment(state: State, world: World, node: KnownNode) -> Assignment:
     """Return the assignment of workers without a place: their ranks lie beyond all real ones."""
     base = world.world_size + node.order * node.spec.local_world_size
+    coming = len(node.workers.replacing) if node.is_member else node.spec.local_world_size
+    size = world.world_size + coming
     return Assignment(
         fence=world.fence,
         node_rank=len(world.members),
         nodes=len(world.members) + 1,
         rank_base=base,
-        world_size=world.world_size + 1,
+        world_size=size,
         role_rank_base=base,
-        role_world_size=world.world_size + 1,
+        role_world_size=size,
         master_addr="",
         master_port=0,
         agent_store=False,

@@ -106,8 +106,7 @@ def _in_place(state: State, node: KnownNode, message: Able | Lost | Checkpointed
         return
     node.renew_offer(message.offer, message.fence)
     node.workers.shard(message.sharding)
-    if message.shrinks_only:
-        node.workers.accept_none()
+    node.workers.admit(message.joining)
     recovery.record_recoverable(state, node, message.workers)
 
 
