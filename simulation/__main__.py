@@ -29,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--mode", choices=[*_MODES], default="both", help="jobs with a store, without, or both")
     add("--in-place", action="store_true", help="jobs whose workers recover in place")
     add("--shrinks", action="store_true", help="of these, such as run an unmodified script")
+    add("--planned", action="store_true", help="of these, with boundaries where workers join")
     what = "of these, such as shard their state over replicas of N nodes"
     add("--span", metavar="N", type=int, default=0, help=what)
     add("--story", action="store_true", help="tell what happened, also where all held")
@@ -101,8 +102,9 @@ def _tell(args: argparse.Namespace) -> int:
 
 def _drawn(args: argparse.Namespace) -> dict[str, Any]:
     """Return what kind of jobs are drawn."""
-    in_place = args.in_place or args.span > 0 or args.shrinks
-    return {"in_place": in_place, "span": args.span, "shrinks": args.shrinks}
+    in_place = args.in_place or args.span > 0 or args.shrinks or args.planned
+    kinds = {"shrinks": args.shrinks, "planned": args.planned}
+    return {"in_place": in_place, "span": args.span, **kinds}
 
 
 def _explain(seed: int, store_backed: bool, **drawn: Any) -> int:

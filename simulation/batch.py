@@ -36,18 +36,12 @@ class BatchTally(msgspec.Struct, kw_only=True):
         self.failed = self.failed or other.failed
 
 
-def play(
-    seeds: range,
-    modes: Sequence[bool],
-    jobs: int = 1,
-    *,
-    in_place: bool = False,
-    span: int = 0,
-    shrinks: bool = False,
-) -> BatchTally:
-    """Play each seed with a store (True) or without (False), as `modes` says."""
+def play(seeds: range, modes: Sequence[bool], jobs: int = 1, **drawn: Any) -> BatchTally:
+    """Play each seed with a store (True) or without (False), as `modes` says.
+
+    `drawn`: what else `setup_of` takes, such as `in_place`.
+    """
     total = BatchTally()
-    drawn = {"in_place": in_place, "span": span, "shrinks": shrinks}
     for tally in _chunks(seeds, modes, jobs, drawn):
         total.add(tally)
         if total.failed:

@@ -15,6 +15,7 @@ from elastane.protocol.effects import Exit
 from elastane.protocol.log_events import LogEvent
 from elastane.protocol.messages import Assign, Close, ToAgent
 from elastane.protocol.model import Assignment, Fence, JobRecord, Member, Outcome, World
+from simulation.boundary_checks import BoundaryCheck
 from simulation.budget_checks import BudgetCheck, PerDeathBudgetCheck
 from simulation.growth_checks import GrowthCheck
 from simulation.state_checks import StateChecks
@@ -52,6 +53,7 @@ class Checks:
         self.ledger = (PerDeathBudgetCheck if cluster.in_place else BudgetCheck)(cluster)
         self.line = StateChecks(cluster, self._require, self.stepped)
         self.growth = GrowthCheck(cluster, self._require)
+        self.boundaries = BoundaryCheck(cluster, self._require)
         self.settled = 0
         self.steps = 0
         self.step_s = 0.0
@@ -71,6 +73,7 @@ class Checks:
     def noted(self, event: LogEvent) -> None:
         """Check an event of the log."""
         self.growth.noted(event)
+        self.boundaries.noted(event)
         self._require(not (fault := self.ledger.noted(event)), fault)
 
     def wrote(self, before: JobRecord | None, after: JobRecord, *, durable: bool) -> None:
@@ -78,6 +81,8 @@ class Checks:
         self._require(not (fault := invariants.broken_record(before, after)), fault)
         if before is not None and before.world is not None and after.world is not None:
             self._placed(before.world, after.world)
+        if after.world is not None:
+            self.boundaries.commits(before.world if before is not None else None, after.world)
         if self.outcome is not None and durable:
             self._require(after.outcome == self.outcome, "the job went on after its end")
         self.outcome = after.outcome

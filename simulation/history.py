@@ -43,6 +43,10 @@ IN_PLACE_S = MEETING_TIMEOUT_S + COLLECTIVE_TIMEOUT_S + TIMING.gather_max_s + TI
 # drain that may be called off once and has twice the time after that.
 GROWTH_S = 4 * TIMING.growth_interval_s + 2 * (5 * 2.0 + 1.0 + EVALUATION_S)
 GROWTH_S += 3 * TIMING.drain_timeout_s
+# Workers that join at boundaries wait for a drain. Two drains that were called off meanwhile give
+# the next one four times the time, after a pause of that length. In the script's first steps and
+# after a save, the boundary comes late.
+JOIN_S = 8 * TIMING.drain_timeout_s + 5 * 2.0 + 1.0 + EVALUATION_S
 # All agents know that a job has ended, and have stopped their workers, within this.
 TOLD_S = TIMING.silence_s + TIMING.shutdown_timeout_s + STOP_MARGIN_S
 # A job that had enough nodes for this long after the last fault must not end for lack of nodes.
@@ -139,6 +143,7 @@ class History:
     def _deadline_s(self) -> float:
         due_s = self._quiet_s() + LIVENESS_S + (IN_PLACE_S if self.setting.in_place else 0.0)
         due_s += GROWTH_S if self.setting.script.shrinks else 0.0
+        due_s += JOIN_S if self.setting.script.planned else 0.0
         checks = self.cluster.checks
         return due_s if checks.outcome is None else max(due_s, checks.ended_s + TOLD_S)
 
@@ -188,7 +193,19 @@ def left_out(cluster: SimulatedCluster) -> str:
         }
         return cluster.residents.short_of(able, cluster.most)
     paid = cluster.checks.restarts_used < cluster.spec.max_restarts
-    return cluster.residents.left_out(paid=paid)
+    out = cluster.residents.left_out(paid=paid)
+    return out or (_absent(cluster) if cluster.residents.script.planned else "")
+
+
+def _absent(cluster: SimulatedCluster) -> str:
+    """Return which nodes have no worker in the newest world, though it has room for one."""
+    able = {
+        node.name: int(node.household is None or any(node.household.able))
+        for node in cluster.nodes.values()
+        if node.alive and node.session is not None and not node.signalled
+        if node.incarnation not in cluster.given_up
+    }
+    return cluster.residents.short_of({name: n for name, n in able.items() if n}, cluster.most)
 
 
 def stuck(cluster: SimulatedCluster) -> str:
@@ -234,7 +251,8 @@ def replay(setting: HistorySetup, cut: Cut) -> str:
     """Return the command that plays a history again."""
     words = f"python -m simulation --seed {setting.seed} --mode {setting.mode}"
     if setting.in_place:
-        words += " --shrinks" if setting.script.shrinks else " --in-place"
+        kinds = {"--shrinks": setting.script.shrinks, "--planned": setting.script.planned}
+        words += " " + next((option for option, is_so in kinds.items() if is_so), "--in-place")
         words += f" --span {setting.script.span}" * bool(setting.script.span)
     if cut.without:
         words += " --without " + ",".join(map(str, cut.without))

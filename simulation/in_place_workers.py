@@ -72,7 +72,7 @@ class InPlaceTraining:
         self._pids = 1000
         self.groups: list[InPlaceGroup] = []
         self.saved_step = 0
-        self.drains = Drains(clock, None if script.shrinks else self._save)
+        self.drains = Drains(clock, None if script.is_unmodified else self._save)
         self.slow_start_s = 0.0
         self.mismatches, self._mismatch_until_s = 0, 0.0
 
@@ -149,7 +149,7 @@ class InPlaceTraining:
         """SIGTERM, and SIGKILL after the grace; a shorter one may follow."""
         if group.phase == "gone":
             return
-        is_parked = self.script.shrinks and group.stops and group.drained
+        is_parked = self.script.is_unmodified and group.stops and group.drained
         is_parked = is_parked and group.target is not None
         if is_parked:
             self._checks.growth.stops(group)
@@ -182,6 +182,8 @@ class InPlaceTraining:
     def _fork(self, group: InPlaceGroup, local_rank: int, first: Assignment | None) -> None:
         self._pids += 1
         worker = SimulatedWorker(group, local_rank, self._pids)
+        if self.script.is_unmodified:
+            worker.joins = Joining.NEVER
         group.workers[local_rank] = worker
         delay_s = 0.05 + self._rng.random() * 0.4 + self.slow_start_s
         self._clock.after(delay_s, lambda: self._imported(worker, first))
@@ -194,6 +196,8 @@ class InPlaceTraining:
             return
         worker.stage = "waiting"
         if first is None or first.waiting:
+            if self.script.planned:  # It waits at its loader.
+                worker.joins = Joining.PLANNED
             self._declare(worker)
         else:
             worker.places = 1
@@ -209,8 +213,11 @@ class InPlaceTraining:
     def _tell_able(self, group: InPlaceGroup) -> None:
         if group.phase == "running":
             sharding = self._mesh.said(group)
-            joining = Joining.NEVER if self.script.shrinks else Joining.ANYTIME
-            group.feed(GroupAble(group.start_fence, group.able, group.offer, sharding, joining))
+            known = [w.joins for w in group.workers.values() if w.alive and w.able]
+            group.joining = min(known, default=group.joining)
+            group.feed(
+                GroupAble(group.start_fence, group.able, group.offer, sharding, group.joining)
+            )
 
     def _die(self, worker: SimulatedWorker, exit_code: int, message: str) -> None:
         group = worker.group
@@ -263,6 +270,7 @@ class InPlaceTraining:
             if not worker.ready:
                 self._apply(worker, world)
         self._checks.line.breaks_off(worker)
+        worker.left = worker.stage if world is not None else worker.left
         worker.world, worker.stage = None, "waiting" if worker.alive else worker.stage
         self.drains.mind(worker.group)
         if world is not None:
@@ -324,6 +332,10 @@ class InPlaceTraining:
                 self._lose(worker, world, "no whole replicas")
             return
         known = [w.committed for w in members if w.committed is not None]
+        if self.script.planned and world.in_place and not known:
+            for worker in members:
+                self._die(worker, 1, "JobError: all workers that held the state are lost")
+            return
         base = max(known, default=self.saved_step)
         self._mesh.advance(members, base)
         if known and self._mesh.is_lost(members, base):
@@ -415,7 +427,7 @@ class InPlaceTraining:
         worker.moved_s = self._clock.now_s
         self._checks.line.commits(worker, world)
         is_due = worker.committed % self.script.checkpoint_every == 0
-        if self.script.shrinks:
+        if self.script.is_unmodified:
             worker.owes_save = worker.rank == 0 and is_due
             worker.owes_evaluation = worker.rank == 0 and self._evaluates_at(worker.committed)
             self._report(worker)
@@ -428,6 +440,7 @@ class InPlaceTraining:
         if worker.world is not world or worker.stage != "boundary":
             return
         assert worker.committed is not None
+        self._load(worker)
         if worker.owes_save:
             self._write(worker)
         if worker.owes_evaluation:
@@ -448,6 +461,13 @@ class InPlaceTraining:
             return
         worker.stage, worker.moved_s = "computing", self._clock.now_s
         self._go_on(world)
+
+    def _load(self, worker: SimulatedWorker) -> None:
+        """Let the script make its loader: from now on it has boundaries where workers join."""
+        is_due = self.script.planned and worker.made >= self.script.loads_after
+        if is_due and worker.joins is Joining.NEVER:
+            worker.joins = Joining.PLANNED
+            self._clock.after(0.001, lambda: self._tell_able(worker.group))
 
     def _save(self, steps: int) -> None:
         self.saved_step = max(self.saved_step, steps)

@@ -24,6 +24,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     in_place: bool
     span: int
     shrinks: bool
+    planned: bool
     cut: Cut
     was: str
 
@@ -46,13 +47,14 @@ def _kept(line: str) -> Kept:
     seed, mode, *rest = words.split()
     if mode not in ("store", "endpoint") or not was.strip():
         raise ValueError(
-            f"{line!r}: expected SEED store|endpoint [--in-place | --shrinks] [--without ...] "
-            " # what was wrong"
+            f"{line!r}: expected SEED store|endpoint [--in-place | --shrinks | --planned]"
+            " [--without ...]  # what was wrong"
         )
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--without", default="")
     parser.add_argument("--in-place", action="store_true")
     parser.add_argument("--shrinks", action="store_true")
+    parser.add_argument("--planned", action="store_true")
     parser.add_argument("--span", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=0)
     cut = parser.parse_args(rest)
@@ -62,6 +64,7 @@ def _kept(line: str) -> Kept:
         in_place=cut.in_place,
         span=cut.span,
         shrinks=cut.shrinks,
+        planned=cut.planned,
         cut=cut_of(cut.without, cut.nodes),
         was=was.strip(),
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from elastane.protocol.events import AgentEvent
-from elastane.protocol.model import NO_SLICE, Assignment, Fence, PortOffer
+from elastane.protocol.model import NO_SLICE, Assignment, Fence, Joining, PortOffer
 from simulation.hang_monitor import SimulatedHangMonitor
 
 # Stages of a worker that takes part in its world; others wait, or have ended.
@@ -49,6 +49,8 @@ class SimulatedWorker:
     owes_evaluation: bool = False
     is_busy: bool = False
     reports: int | None = None
+    joins: Joining = Joining.ANYTIME  # when others can join its world, as it last reported
+    left: str = ""  # the stage in which it left its last world
     last: tuple[Fence, int] | None = None  # its place in the last world that began with it
 
     @property
@@ -89,6 +91,7 @@ class InPlaceGroup:
     lacks: bool = False  # a lost worker was the only holder of its state
     part: int = NO_SLICE  # its slice, if a replica spans several nodes
     level: Fence | None = None  # a world with a partial replica whose members are at one step
+    joining: Joining = Joining.ANYTIME  # the least value of its workers; the last one if none
     minding: SimulatedHangMonitor = field(default_factory=SimulatedHangMonitor)
 
     @property

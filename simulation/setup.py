@@ -128,13 +128,20 @@ class HistorySetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def setup_of(
-    seed: int, *, store_backed: bool, in_place: bool = False, span: int = 0, shrinks: bool = False
+    seed: int,
+    *,
+    store_backed: bool,
+    in_place: bool = False,
+    span: int = 0,
+    shrinks: bool = False,
+    planned: bool = False,
 ) -> HistorySetup:
     """Draw the job, its nodes and its faults; `span` draws the same with sharded state.
 
-    `shrinks`: the script is unmodified, and its worlds only shrink in place.
+    `shrinks`: the script is unmodified, and its worlds only shrink in place. `planned`: workers
+    join its worlds at boundaries.
     """
-    in_place = in_place or shrinks
+    in_place = in_place or shrinks or planned
     rng = random.Random(f"setting {seed} {store_backed}" + " in place" * in_place)
     nodes = rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
     low = rng.randint(1, nodes)
@@ -159,7 +166,9 @@ def setup_of(
         heal_s=rng.choice((0.05, 0.5, 2.0)) if in_place else 0.0,
         span=span,
         shrinks=shrinks,
-        evaluates=shrinks and random.Random(f"evaluates {seed}").random() < 0.3,
+        planned=planned,
+        loads_after=random.Random(f"loads after {seed}").choice((0, 0, 1, 3)),
+        evaluates=(shrinks or planned) and random.Random(f"evaluates {seed}").random() < 0.3,
     )
     sizes = tuple(rng.choice((1, 2)) if unequal else 2 for _ in range(nodes))
     # A replica of several nodes needs equal nodes, and there is more than one replica.

@@ -93,6 +93,8 @@ class StateChecks:
         self._ordered(world, members)
         self._whole(world, members)
         self._give_way(world)
+        had_place = [self._had_place(w, world.fence) for w in members]
+        self._cluster.checks.boundaries.begins(world, members, had_place)
         ahead = [f"{w.name} (step {w.committed})" for w in members if w.held > world.base]
         self._require(
             not ahead, f"{world.fence} has {', '.join(ahead)}, and goes on from step {world.base}"
@@ -151,6 +153,7 @@ class StateChecks:
             if self._entered[w.pid] != world.fence or w.committed is None
         ]
         self._require(not late, f"{', '.join(late)} step in {world.fence}, and are not of it")
+        self._cluster.checks.boundaries.steps(world)
 
     def commits(self, worker: SimulatedWorker, world: Gathering) -> None:
         """Check a worker that has applied a step."""
@@ -198,7 +201,7 @@ class StateChecks:
         ]
         if group.phase != "running" or not held or not self.is_strict or self._ended:
             return
-        if self._cluster.residents.script.shrinks:
+        if self._cluster.residents.script.is_unmodified:
             return  # All restart from the checkpoint, where too few are left and where they grow.
         furthest = max(held, key=lambda w: w.committed or 0)
         if self._is_incomplete():

@@ -48,7 +48,14 @@ class Script:
     heal_s: float = 0.5  # the longest transfer of one worker's state
     span: int = 0  # nodes per replica of a sharded state; 0: each worker has the whole
     shrinks: bool = False  # it is unmodified: its worlds recover in place, and only shrink
+    planned: bool = False  # it is unmodified, and workers join at its boundaries
+    loads_after: int = 0  # of these: how many steps a process makes before there are boundaries
     evaluates: bool = False  # its main thread is busy for a while after some of its checkpoints
+
+    @property
+    def is_unmodified(self) -> bool:
+        """Whether it does not use the job's steps, and saves by itself."""
+        return self.shrinks or self.planned
 
 
 @dataclass(slots=True)

@@ -41,7 +41,10 @@ def test_no_history_breaks_what_must_hold(chunk, store_backed):
     "kept", KEPT, ids=[f"{k.seed}-{k.store_backed}-{k.in_place}" for k in KEPT]
 )
 def test_a_seed_that_once_failed_holds(kept):
-    drawn = {name: getattr(kept, name) for name in ("store_backed", "in_place", "span", "shrinks")}
+    drawn = {
+        name: getattr(kept, name)
+        for name in ("store_backed", "in_place", "span", "shrinks", "planned")
+    }
     assert run_seed(kept.seed, cut=kept.cut, **drawn).events, kept.was
 
 
