@@ -65,6 +65,7 @@ class ControlSockets:
         self.recoverable: set[int] = set()
         self.joining = Joining.ANYTIME  # when others can join the world of these workers
         self._joinings: dict[int, Joining] = {}
+        self._without_place: set[int] = set()
         self._shardings: dict[int, Sharding] = {}
         self.ready: set[int] = set()  # warm spares that wait in init(); their keys are negative
         self.finished: set[int] = set()
@@ -89,6 +90,10 @@ class ControlSockets:
 
     def send(self, local_rank: int, message: ToWorker) -> None:
         """Send to a worker; dropped if its socket is closed, as its process has ended or will."""
+        if isinstance(message, Wait):
+            self._without_place.add(local_rank)
+        elif isinstance(message, AssignedPlace):
+            self._without_place.discard(local_rank)
         end = self._ends.get(local_rank)
         if end is not None:
             with contextlib.suppress(OSError):
@@ -137,6 +142,19 @@ class ControlSockets:
         """How the workers share a sharded state; None: it is not sharded."""
         return merge_shardings(self._shardings.values())
 
+    def _able(self, local_rank: int, message: CanRecoverInPlace) -> None:
+        """Record what a worker can do; one without a place or a boundary cannot join yet."""
+        self.finished.discard(local_rank)
+        if message.joining is Joining.NEVER and local_rank in self._without_place:
+            self.recoverable.discard(local_rank)
+            self._joinings.pop(local_rank, None)
+        else:
+            self.recoverable.add(local_rank)
+            self._joinings[local_rank] = message.joining
+        self._update_joining()
+        if message.sharding is not None:
+            self._shardings[local_rank] = message.sharding
+
     def _update_joining(self) -> None:
         """Take the least value of the workers; once none is left, the last value stays."""
         self.joining = min(self._joinings.values(), default=self.joining)
@@ -177,13 +195,8 @@ class ControlSockets:
         match message:
             case SpareReady():
                 self.ready.add(local_rank)
-            case CanRecoverInPlace(sharding=sharding) if local_rank >= 0:
-                self.recoverable.add(local_rank)
-                self._joinings[local_rank] = message.joining
-                self._update_joining()
-                if sharding is not None:
-                    self._shardings[local_rank] = sharding
-                self.finished.discard(local_rank)
+            case CanRecoverInPlace() if local_rank >= 0:
+                self._able(local_rank, message)
                 self._changed()
             case WorkerFinished():
                 self.recoverable.discard(local_rank)

@@ -152,3 +152,19 @@ def test_a_worker_without_a_place_is_told_how_large_its_world_may_be():
         max_restarts=3, reason="", waiting=True,
     )  # fmt: skip
     assert place_message(standby, 1) == Wait(local_rank=1, world_size=4)
+
+
+def test_a_worker_without_a_place_cannot_join_before_its_script_has_boundaries():
+    async def scenario():
+        heard = Heard()
+        with heard.lines.open(0) as member, heard.lines.open(1) as standby:
+            member.send(encode(CanRecoverInPlace(joining=Joining.PLANNED)))
+            await heard.wait(1)
+            heard.lines.send(1, Wait(local_rank=1, world_size=2))
+            standby.send(encode(CanRecoverInPlace(joining=Joining.NEVER)))
+            assert await heard.wait(2) == [{0}, {0}]
+            assert heard.lines.joining is Joining.PLANNED
+            standby.send(encode(CanRecoverInPlace(joining=Joining.PLANNED)))
+            assert (await heard.wait(3))[-1] == {0, 1}
+
+    asyncio.run(scenario())

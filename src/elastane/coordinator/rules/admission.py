@@ -9,7 +9,7 @@ other world are stopped.
 
 from __future__ import annotations
 
-from elastane.coordinator.rules import drain, growth, liveness, recovery, reports, sizing
+from elastane.coordinator.rules import drain, liveness, recovery, reports, sizing
 from elastane.coordinator.rules.nodes import KnownNode, NodeConnection, Place
 from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.effects import Hangup
@@ -324,7 +324,7 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
     if state.phase is Phase.DRAINING and node.is_member:
         drain.send_drain_request(state, node)
     elif state.phase is Phase.RUNNING and join.holding is not None and join.holding.draining:
-        growth.send_call_off(state, node)  # It had no session when the others were told.
+        drain.send_call_off(state, node)  # It had no session when the others were told.
     state.log(EventKind.NODE_REGISTERED_AGAIN, "over a new connection", node.id)
 
 

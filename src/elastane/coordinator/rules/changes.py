@@ -27,10 +27,16 @@ class CurrentDrain:
     stops_all: bool = False  # all workers stop at the target
     began_earlier: bool = False  # a previous coordinator may have asked the workers to drain
     growth: PlannedGrowth | None = None  # all workers restart at its end, to grow the world
+    admits: bool = False  # workers that cannot join at another time join at its end
 
-    def begin(self, growth: PlannedGrowth | None) -> None:
+    @property
+    def is_optional(self) -> bool:
+        """Whether it is called off if it times out, since nothing has to leave the world."""
+        return self.admits or self.growth is not None
+
+    def begin(self, growth: PlannedGrowth | None, *, admits: bool) -> None:
         """Begin a drain that has no target yet; with `growth`, all workers restart at its end."""
-        self.growth = growth
+        self.growth, self.admits = growth, admits
         self.target_sent, self.target = False, None
         self.stops_all, self.began_earlier = False, False
 
@@ -164,6 +170,26 @@ class WaitingCapacity:
         """Record that nothing waits."""
         self.waits_since_s = self.quiet_since_s = None
         self._told = (0, "")
+
+
+@dataclass(slots=True)
+class JoiningTries:
+    """How the drains went at whose end workers join; `drain` has the rules."""
+
+    called_off: int = 0  # in a row, since not all workers reached a boundary in time
+    not_before_s: float = 0.0  # when the next one may begin
+
+    def note_called_off(self) -> None:
+        """Record a drain that was called off."""
+        self.called_off += 1
+
+    def pause(self, until_s: float) -> None:
+        """Begin no other drain before `until_s`."""
+        self.not_before_s = until_s
+
+    def end_pauses(self) -> None:
+        """Record that all workers reached a boundary in time, or that all start afresh."""
+        self.called_off, self.not_before_s = 0, 0.0
 
 
 @dataclass(slots=True)

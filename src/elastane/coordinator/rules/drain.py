@@ -2,8 +2,10 @@
 
 The coordinator first gates the workers and asks each node for its furthest call of
 should_checkpoint(). It then sets the target one call later, which no worker has passed. A node that
-comes back is asked again. `machine` decides when the drain ends; a drain that passes its timeout
-ends like one whose workers have checkpointed.
+comes back is asked again. `machine` decides when the drain ends. A drain that passes its timeout
+ends like one whose workers have checkpointed if a node is to leave. One that only adds workers to
+the world is called off, and all go on: the script may evaluate before it reaches the next boundary.
+The next such drain has twice the time.
 """
 
 from __future__ import annotations
@@ -11,20 +13,27 @@ from __future__ import annotations
 from elastane.coordinator.rules import growth, next_world, recovery
 from elastane.coordinator.rules.changes import PlannedGrowth
 from elastane.coordinator.rules.incident import Incident
-from elastane.coordinator.rules.nodes import KnownNode
+from elastane.coordinator.rules.nodes import KnownNode, named
 from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import Drain, DrainTarget
+from elastane.protocol.messages import CallOff, Drain, DrainTarget
 from elastane.protocol.model import Joining
 
+# The longest time to reach the boundary of a drain that is called off otherwise. It is longer than
+# most evaluations; a worker that hangs meanwhile is noticed after it.
+DRAIN_MAX_S = 1800.0
 
-def begin_drain(state: State, reason: str, growth: PlannedGrowth | None = None) -> bool:
+
+def begin_drain(
+    state: State, reason: str, growth: PlannedGrowth | None = None, *, admits: bool = False
+) -> bool:
     """Begin a drain of the current world; always True, so that a rule can return it.
 
-    With `growth`, all workers restart at its end.
+    With `growth`, all workers restart at its end. `admits`: it only lets workers join at a
+    boundary.
     """
     state.incidents.open(Incident(at_s=state.now_s, reason=reason, planned=True))
-    state.drain.begin(growth)
+    state.drain.begin(growth, admits=admits)
     state.enter(Phase.DRAINING, reason)
     state.log(EventKind.DRAIN_STARTED, reason)
     for node in state.roster.members():
@@ -37,7 +46,7 @@ def begin_drain(state: State, reason: str, growth: PlannedGrowth | None = None) 
 def send_drain_request(state: State, node: KnownNode) -> None:
     """Send `node` what it has to know of the current drain, also when it comes back during it."""
     assert state.world is not None
-    fence, timeout_s = state.world.fence, growth.drain_limit_s(state)
+    fence, timeout_s = state.world.fence, limit_s(state)
     if state.drain.target_sent and not node.drain.saved:
         state.queue.send(
             node, DrainTarget(fence=fence, calls=state.drain.target, stops=state.drain.stops_all)
@@ -66,7 +75,7 @@ def _has_sigterm_only(state: State, *, stops_all: bool) -> bool:
     same drain would do so, and workers follow the first aim alone.
     """
     ends = stops_all and state.drain.growth is None and state.in_place.active
-    return ends and next_world.joining(state) is Joining.NEVER
+    return ends and next_world.joining(state) is not Joining.ANYTIME
 
 
 def nobody_continues(state: State) -> bool:
@@ -84,13 +93,65 @@ def stop_at_target(state: State) -> None:
         send_drain_request(state, node)
 
 
+def lacks_boundary(state: State) -> bool:
+    """Whether no worker has reached any boundary, where others join and leave at boundaries."""
+    if next_world.joining(state) is not Joining.PLANNED or nobody_continues(state):
+        return False
+    return not any(node.drain.calls for node in state.roster.members())
+
+
+def limit_s(state: State) -> float:
+    """Return how long the workers may take to reach the boundary of the current drain.
+
+    A node that leaves does not wait for longer than in other drains.
+    """
+    usual_s, drain = state.spec.timing.drain_timeout_s, state.drain
+    if not drain.is_optional or state.roster.leaving:
+        return usual_s
+    called_off = (state.joining_tries if drain.admits else state.growth).called_off
+    return max(usual_s, min(growth.doubled(usual_s, called_off), DRAIN_MAX_S))
+
+
+def call_off(state: State) -> bool:
+    """Let the workers go on, since some did not reach the boundary; always True, as a rule."""
+    waited_s = limit_s(state)
+    if state.drain.admits:
+        # The next such drain begins after the time that it may take itself.
+        state.joining_tries.note_called_off()
+        state.joining_tries.pause(state.now_s + limit_s(state))
+        later = "others join at a later boundary"
+    else:
+        state.growth.note_called_off()
+        later = "restart at a later checkpoint"
+    reason = (
+        f"workers of {named(state.roster.unsaved)} reached no step boundary within {waited_s:g} s:"
+        f" all workers go on, and {later}"
+    )
+    state.incidents.drop()
+    state.enter(Phase.RUNNING, reason)
+    state.log(EventKind.DRAIN_ENDED, reason)
+    for node in state.roster.members():
+        node.drain.restart()
+        state.roster.reindex(node)
+        send_call_off(state, node)
+    return True
+
+
+def send_call_off(state: State, node: KnownNode) -> None:
+    """Tell `node` that no drain of the current world is going on."""
+    assert state.world is not None
+    state.queue.send(node, CallOff(state.world.fence))
+
+
 def drained_late(state: State) -> None:
     """Record that the drain timed out with some workers not at the boundary.
 
     If any node is there, no worker is beyond it. If none is, any worker may be a step ahead: then
-    no node leaves the world now, and the change is tried again later.
+    no node leaves the world now, and the change is tried again later. Neither can workers join that
+    need all survivors at a boundary.
     """
     assert state.incidents.current is not None
-    if not any(node.drain.saved for node in state.roster.members()):
+    joins_here = next_world.joining(state) is Joining.PLANNED
+    if joins_here or not any(node.drain.saved for node in state.roster.members()):
         state.incidents.current.become_unplanned()
         state.owner.note_change(state.now_s)

@@ -4,20 +4,19 @@ No worker can join such a world in place. Places of lost workers and nodes that 
 the script has written a checkpoint, since a restart at any other time repeats the steps after the
 last one. A worker reports the checkpoint; `machine` asks whether a restart is due. The workers are
 then brought to one boundary of steps by a drain, so that none of them is killed while it writes. If
-some do not reach it in time, the drain is called off, and the next checkpoint is another chance,
-with twice the time: the script may evaluate after each checkpoint. If a fault follows soon after a
-growth, the next one waits for twice as long: the new worker may be unable to train.
+some do not reach it in time, the drain is called off, and the next checkpoint is another chance. If
+a fault follows soon after a growth, the next one waits for twice as long: the new worker may be
+unable to train.
 """
 
 from __future__ import annotations
 
 from elastane.coordinator.rules import next_world, sizing
 from elastane.coordinator.rules.changes import PlannedGrowth
-from elastane.coordinator.rules.nodes import KnownNode, named
-from elastane.coordinator.rules.state import Phase, State
+from elastane.coordinator.rules.nodes import named
+from elastane.coordinator.rules.state import State
 from elastane.protocol.limits import REASON_CHARS_MAX
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import CallOff
 from elastane.protocol.model import Joining
 
 # Capacity that has waited for this long without a checkpoint is worth one message.
@@ -29,9 +28,6 @@ LASTS_S = 60.0
 # broken node then costs a restart of all workers an hour.
 PAUSE_FIRST_S = 1.0
 PAUSE_MAX_S = 3600.0
-# The longest time to reach the boundary of a growth. It is longer than most evaluations; a worker
-# that hangs meanwhile is noticed after it.
-DRAIN_MAX_S = 1800.0
 # No exponent is larger, so that no float overflows.
 _DOUBLINGS_MAX = 16
 
@@ -62,18 +58,6 @@ def record_fault(state: State) -> None:
         state.growth.note_fault(state.now_s, LASTS_S)
 
 
-def drain_limit_s(state: State) -> float:
-    """Return how long the workers may take to reach the boundary of the current drain.
-
-    A node that leaves does not wait for longer than in other drains.
-    """
-    usual_s = state.spec.timing.drain_timeout_s
-    if state.drain.growth is None or state.roster.leaving:
-        return usual_s
-    longer_s = _doubled(usual_s, state.growth.called_off)
-    return max(usual_s, min(longer_s, DRAIN_MAX_S))
-
-
 def describe(planned: PlannedGrowth, now_s: float) -> str:
     """Return why all workers restart, in words."""
     return (
@@ -94,30 +78,6 @@ def log_growth(state: State, planned: PlannedGrowth) -> None:
         nodes=planned.nodes,
         waited_s=round(state.now_s - planned.since_s, 3),
     )
-
-
-def call_off(state: State) -> bool:
-    """Let the workers go on, since some did not reach the boundary; always True, as a rule."""
-    limit_s = drain_limit_s(state)
-    state.growth.note_called_off()
-    reason = (
-        f"workers of {named(state.roster.unsaved)} reached no step boundary within {limit_s:g} s:"
-        " all workers go on, and restart at a later checkpoint"
-    )
-    state.incidents.drop()
-    state.enter(Phase.RUNNING, reason)
-    state.log(EventKind.DRAIN_ENDED, reason)
-    for node in state.roster.members():
-        node.drain.restart()
-        state.roster.reindex(node)
-        send_call_off(state, node)
-    return True
-
-
-def send_call_off(state: State, node: KnownNode) -> None:
-    """Tell `node` that no drain of the current world is going on."""
-    assert state.world is not None
-    state.queue.send(node, CallOff(state.world.fence))
 
 
 def _waiting(state: State) -> tuple[int, str]:
@@ -167,12 +127,12 @@ def _explain_waiting(state: State, workers: int, nodes: str) -> None:
 def _earliest_s(state: State) -> float:
     interval_s, failed = state.spec.timing.growth_interval_s, state.growth.failed
     if failed:
-        longer_s = _doubled(max(interval_s, PAUSE_FIRST_S), failed)
+        longer_s = doubled(max(interval_s, PAUSE_FIRST_S), failed)
         interval_s = max(interval_s, min(longer_s, PAUSE_MAX_S))
     return state.growth.started_s + interval_s
 
 
-def _doubled(base_s: float, times: int) -> float:
+def doubled(base_s: float, times: int) -> float:
     """Return a duration, doubled so many times."""
     doubled_s: float = base_s * 2.0 ** min(times, _DOUBLINGS_MAX)
     return doubled_s

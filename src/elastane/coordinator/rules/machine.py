@@ -34,11 +34,12 @@ The phases, and what moves the job from one to another; the first condition that
     DRAINING    an unplanned incident                                  REGROUPING or STOPPING
                 all workers succeeded before they were asked           CLOSING
                 in place, and all workers finished their steps         RUNNING
-                it was for growth, and timed out                       RUNNING
+                it only adds workers at a boundary, and timed out      RUNNING
                 it was for growth, and all workers checkpointed        STOPPING
                 all workers checkpointed, or the drain timed out       REGROUPING or STOPPING
     REGROUPING  a lost worker alone held part of the state             STOPPING
                 no survivor is left, or the others finished            STOPPING
+                too few are left, and none can join before a boundary  STOPPING
                 enough workers can enter the next world                RUNNING
                 too few for join_timeout, the budget refuses,          CLOSING
                 or no replica fits
@@ -67,6 +68,7 @@ from elastane.coordinator.rules import (
     forming,
     growth,
     liveness,
+    next_world,
     recovery,
     reports,
     sizing,
@@ -96,7 +98,7 @@ from elastane.protocol.messages import (
     Release,
     Report,
 )
-from elastane.protocol.model import JobRecord, JobSpec, World
+from elastane.protocol.model import JobRecord, JobSpec, Joining, World
 
 # After this many worlds in a row that stalled without a step, the machines do not let their workers
 # connect, and a further world is of no use.
@@ -379,7 +381,9 @@ def _resume(state: State, present: list[KnownNode]) -> bool:
     state.persist()
     if any(node.drain.was_draining for node in present):
         # Before failures are counted: those may follow from the drain.
-        drain.begin_drain(state, "continuing the drain that the last coordinator began")
+        admits = next_world.joining(state) is Joining.PLANNED
+        reason = "continuing the drain that the last coordinator began"
+        drain.begin_drain(state, reason, admits=admits)
         state.drain.note_earlier()
     _apply_reported_failures(state)
     return True
@@ -412,6 +416,7 @@ def _running(state: State) -> bool:
     _release_leaving(state)
     recovery.stop_leaving(state)
     recovery.prepare_standbys(state)
+    recovery.replace_uncharged(state)
     if planned := growth.growth_due(state):
         return drain.begin_drain(state, growth.describe(planned, state.now_s), planned)
     goes_on = not state.in_place.active or state.roster.is_stepping()
@@ -421,7 +426,8 @@ def _running(state: State) -> bool:
         recovery.standbys_due(state) if state.in_place.active else forming.arrivals_due(state)
     )
     if arrivals:
-        return drain.begin_drain(state, f"taking in {named(arrivals)}")
+        admits = next_world.joining(state) is Joining.PLANNED
+        return drain.begin_drain(state, f"taking in {named(arrivals)}", admits=admits)
     return False
 
 
@@ -439,6 +445,8 @@ def _draining(state: State) -> bool:
     if state.in_place.active and not state.roster.is_stepping():
         return _call_off(state)
     if not state.drain.target_sent and not state.roster.ungated:
+        if drain.lacks_boundary(state):
+            return _give_up_drain(state)
         drain.set_target(state)
     elif (
         state.drain.target_sent
@@ -449,31 +457,39 @@ def _draining(state: State) -> bool:
         drain.stop_at_target(state)
     if state.drain.target_sent and not state.roster.unsaved:
         return _end_drained(state, state.incidents.current.reason)
-    return _await_drained(state, state.incidents.current.reason)
+    return _await_drained(state)
 
 
 def _end_drained(state: State, reason: str) -> bool:
     """End the world, all of whose workers are where the drain wants them."""
     took_s = state.now_s - state.stage.began_s
     state.log(EventKind.DRAIN_ENDED, f"all workers were asked, within {took_s:.2f} s")
+    if state.drain.admits:
+        state.joining_tries.end_pauses()
     if state.drain.growth is not None:
         growth.log_growth(state, state.drain.growth)
         return _stop_world(state, reason)
     return _end_world(state, reason)
 
 
-def _await_drained(state: State, reason: str) -> bool:
+def _await_drained(state: State) -> bool:
     """Wait for the rest of the workers until the drain times out."""
-    deadline_s = state.stage.began_s + growth.drain_limit_s(state)
+    deadline_s = state.stage.began_s + drain.limit_s(state)
     if state.now_s < deadline_s:
         state.queue.wait_until(deadline_s)
         return False
-    if state.drain.growth is not None:
-        return growth.call_off(state)
+    return _give_up_drain(state)
+
+
+def _give_up_drain(state: State) -> bool:
+    """Call the drain off, or end the world although workers are not where the drain wants them."""
+    assert state.incidents.current is not None
+    if state.drain.is_optional:
+        return drain.call_off(state)
     state.log(EventKind.DRAIN_ENDED, f"workers of {named(state.roster.unsaved)} did not checkpoint")
     if not drain.nobody_continues(state):
         drain.drained_late(state)
-    return _end_world(state, reason)
+    return _end_world(state, state.incidents.current.reason)
 
 
 def _call_off(state: State) -> bool:

@@ -68,15 +68,24 @@ def _in_place(state: State) -> list[NodeWorkers]:
 
 def joining(state: State) -> Joining:
     """Return when new workers can join the current world: the least value of its members."""
-    values = (node.workers.joining for node in state.roster.members())
-    return min(values, default=Joining.ANYTIME)
+    nodes = map(state.roster.nodes.__getitem__, state.roster.with_workers)
+    return min((n.workers.joining for n in nodes if n.is_member), default=Joining.ANYTIME)
+
+
+def takes_survivors_only(state: State) -> bool:
+    """Whether no worker can join the next world.
+
+    After a fault survivors may be at different steps, and not at a boundary.
+    """
+    when = joining(state)
+    return when is Joining.NEVER or (when is Joining.PLANNED and not state.incidents.is_planned)
 
 
 def _able_nodes(state: State) -> tuple[list[NodeWorkers], list[NodeWorkers]]:
     """Return the nodes with survivors in the order of their ranks, and the arrivals in theirs."""
     assert state.world is not None
-    takes_survivors_only = joining(state) is Joining.NEVER
-    needs_displaced = _needs_displaced(state) and not takes_survivors_only
+    survivors_only, anytime = takes_survivors_only(state), joining(state) is Joining.ANYTIME
+    needs_displaced = _needs_displaced(state) and anytime
     is_sharded = _is_sharded(state)
     staying, coming = list[NodeWorkers](), list[NodeWorkers]()
     for node in state.roster.nodes.values():
@@ -86,7 +95,8 @@ def _able_nodes(state: State) -> tuple[list[NodeWorkers], list[NodeWorkers]]:
         survivors = node.survivors if node.is_member else ()
         if needs_displaced and state.holders.is_displaced_holder(node):
             survivors = tuple(sorted(able))
-        arriving = () if takes_survivors_only else tuple(sorted(able - set(survivors)))
+        joins = not survivors_only and (anytime or not node.workers.left_place)
+        arriving = tuple(sorted(able - set(survivors))) if joins else ()
         if not survivors and not arriving:
             continue
         one = NodeWorkers(node, survivors, arriving)
@@ -153,6 +163,7 @@ def commit(state: State, found: list[NodeWorkers], why: str) -> None:
         state.in_place.begin(active=False)
         state.holders.start_afresh()
         state.growth.start_all(state.now_s)
+        state.joining_tries.end_pauses()
     else:
         assert state.world is not None, "only a world is recovered in place"
         displaced |= state.holders.displaced.keys()

@@ -198,7 +198,9 @@ class HeldWorkers:
     holding_state: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)  # those whose processes have ended
     replacing: set[int] = field(default_factory=set)  # lost ones with a requested replacement
+    forgone: set[int] = field(default_factory=set)  # lost ones that the budget does not replace
     lost_pids: dict[int, int] = field(default_factory=dict)  # the last lost process of each
+    left_place: bool = False  # some had a place in a world that went on without them
     state: GroupState = "running"
     interrupted: str = ""  # why they make no further step in their world; empty: they do
     # Their agent is stopping them. They may be members, or standbys, or of a reported world.
@@ -209,14 +211,14 @@ class HeldWorkers:
         for failure in failures:
             self.lost_pids[failure.local_rank] = failure.pid
             self.lost.add(failure.local_rank)
-            for ranks in (self.replacing, self.recoverable, self.holding_state):
+            for ranks in (self.replacing, self.recoverable, self.holding_state, self.forgone):
                 ranks.discard(failure.local_rank)
 
     def lose_charged(self, failures: tuple[Failure, ...], renewed: set[int]) -> None:
         """Record ends that were charged before; replacements may have started since."""
-        recoverable = {*self.recoverable}
+        recoverable, forgone = {*self.recoverable}, {*self.forgone}
         self.lose(failures)
-        self.recoverable = recoverable
+        self.recoverable, self.forgone = recoverable, forgone
         self.replacing |= renewed
 
     def is_known_loss(self, failure: Failure) -> bool:
@@ -225,9 +227,14 @@ class HeldWorkers:
 
     def enter_world(self, ranks: tuple[int, ...]) -> None:
         """Record that these local ranks have a place in a world from now on."""
-        self.ranks = ranks
+        self.ranks, self.left_place = ranks, False
         self.lost -= set(ranks)
         self.replacing -= set(ranks)
+        self.forgone -= set(ranks)
+
+    def leave_world(self, ranks: tuple[int, ...]) -> None:
+        """Record that these local ranks, if any, lose their place and keep their processes."""
+        self.left_place = bool(ranks)
 
     def hold_state(self) -> bool:
         """Record that all workers in the world hold the state; return whether that is new."""
@@ -244,6 +251,11 @@ class HeldWorkers:
     def lost_ranks(self) -> set[int]:
         """The local ranks with a place whose processes have ended."""
         return self.lost & {*self.ranks}
+
+    @property
+    def unreplaced(self) -> set[int]:
+        """The local ranks of lost workers whose replacements are to be started."""
+        return self.lost - self.replacing - self.forgone
 
     @property
     def finished(self) -> set[int]:
@@ -280,7 +292,13 @@ class HeldWorkers:
 
     def replace_lost(self) -> None:
         """Record that replacements of all lost workers are requested."""
-        self.replacing |= self.lost
+        self.replacing |= self.unreplaced
+
+    def forgo_lost(self) -> bool:
+        """Record that the budget replaces no lost worker; return whether that is new."""
+        news = bool(self.unreplaced)
+        self.forgone |= self.unreplaced
+        return news
 
     def stop(self, *, keep_recoverable: bool = False) -> None:
         """Record that the agent is stopping the workers."""
@@ -391,7 +409,7 @@ class KnownNode:
 
         Without workers the node is idle. Otherwise its place is still to be determined.
         """
-        ends = self.workers.lost_pids
+        ends, forgone = self.workers.lost_pids, self.workers.forgone
         self.forget_workers()
         self.drain.was_draining = False
         if holding is None:
@@ -405,6 +423,7 @@ class KnownNode:
             sharding=holding.sharding,
             joining=holding.joining,
             lost_pids=ends,
+            forgone=forgone,
         )
 
     def miss_assignment(self, fence: Fence, ranks: tuple[int, ...]) -> None:
@@ -425,6 +444,7 @@ class KnownNode:
 
     def become_standby(self, fence: Fence | None = None) -> None:
         """Record that the workers have no place; `fence`: they are started under it."""
+        self.workers.leave_world(self.survivors)
         self.place = Place.STANDBY
         if fence is not None:
             self.fence = self.agent_fence = fence

@@ -5,6 +5,11 @@ nodes and workers without a place, and the replacements for lost workers, which 
 pays for. A world of the survivors follows at once if enough workers are left. The others get ready
 meanwhile and join at a step boundary. Without a survivor all workers start afresh, which `machine`
 decides.
+
+What differs by `Joining` of the world. If workers join at any time, a world that is too small waits
+for them in memory, and the job fails if the budget does not pay for them. If they join by a planned
+change, survivors go on alone after each fault, all restart if they are too few, and a loss that the
+budget does not pay for is not replaced. If they never join, no loss is replaced or charged.
 """
 
 from __future__ import annotations
@@ -183,8 +188,8 @@ def is_ending(state: State) -> bool:
 
 
 def is_too_small(state: State) -> bool:
-    """Whether too few workers are left of a world that no other worker can join."""
-    if state.roster.unreachable or next_world.joining(state) is not Joining.NEVER:
+    """Whether too few workers are left of a world that others cannot join as it recovers."""
+    if state.roster.unreachable or next_world.joining(state) is Joining.ANYTIME:
         return False
     return not next_world.are_enough(state, next_world.next_world(state))
 
@@ -222,14 +227,17 @@ def commit_when_enough(state: State) -> bool:
         return ending.no_replica(state)
     if state.roster.unreachable:
         return False  # The reconnect grace is short, and ends by itself.
-    shrinks = next_world.joining(state) is Joining.NEVER
-    if not incident.charged and incident.is_chargeable and not shrinks:
+    when = next_world.joining(state)
+    is_due = incident.is_chargeable and not incident.charged
+    if is_due and when is Joining.ANYTIME:
         if ending.verdict_pending(state, incident):
             return False
         why = charge_replacements(state, incident)
         if why:
             return ending.failure(state, incident, why)
-    if not shrinks:
+    elif is_due and when is Joining.PLANNED:
+        _charge_or_forgo(state, incident)
+    if when is not Joining.NEVER:
         replace_lost(state, incident, 0.0)  # The charge covers workers lost since.
     found = next_world.next_world(state)
     if not next_world.are_enough(state, found):
@@ -244,14 +252,18 @@ def commit_when_enough(state: State) -> bool:
         state.queue.wait_until(port_due_s)
         return False
     state.incidents.finish(incident.reason)
-    before = state.world.world_size
-    next_world.commit(state, found, incident.reason)
-    if shrinks:
-        state.log(
-            EventKind.WAITING,
-            f"continues with {state.world.world_size} of {before} workers",
-        )
+    _commit(state, state.world, found, incident.reason)
     return True
+
+
+def _commit(state: State, before: World, found: list[sizing.NodeWorkers], why: str) -> None:
+    """Commit the next world; say so if it has fewer workers until a planned change."""
+    when = next_world.joining(state)
+    next_world.commit(state, found, why)
+    size = sum(len(one.workers) for one in found)
+    if when is Joining.NEVER or (when is Joining.PLANNED and size < before.world_size):
+        reason = f"continues with {size} of {before.world_size} workers"
+        state.log(EventKind.WAITING, reason)
 
 
 def _wait(state: State, workers: int, needed: int) -> bool:
@@ -314,20 +326,59 @@ def prepare_standbys(state: State) -> None:
     room = sizing.most_nodes(state) - len(here | state.roster.with_standbys)
     arrived = sorted(state.roster.idle - state.roster.unready)
     for node in sizing.nodes_to_start_afresh(state):
-        assert node.fence is not None
-        node.workers.stop()
-        state.roster.reindex(node)
-        state.stop(node, node.fence, "restarts: what its workers hold completes no replica")
+        _start_afresh(state, node, "what its workers hold completes no replica")
+    for node in _displaced_from_boundaries(state):
+        _start_afresh(state, node, "its workers have no place and can join only as new ones")
     for node in [state.roster.nodes[i] for i in arrived[: max(0, room)]]:
         node.become_standby(state.world.fence)
         state.roster.reindex(node)
         state.queue.send(node, Prepare(assignment=standby_assignment(state, state.world, node)))
 
 
+def _start_afresh(state: State, node: KnownNode, why: str) -> None:
+    """Stop workers without a place; the node gets new ones once the next world has room."""
+    assert node.fence is not None
+    node.workers.stop()
+    state.roster.reindex(node)
+    state.stop(node, node.fence, f"restarts: {why}")
+
+
+def _displaced_from_boundaries(state: State) -> list[KnownNode]:
+    """Return nodes whose workers left a place where others join by planned changes alone.
+
+    They are in the middle of their program, and the others go on without them.
+    """
+    if next_world.joining(state) is not Joining.PLANNED:
+        return []
+    return [n for n in state.roster.holders_of_workers() if _is_displaced(n)]
+
+
+def _is_displaced(node: KnownNode) -> bool:
+    held = node.workers
+    here = node.place is Place.STANDBY and node.session is not None
+    return here and held.left_place and not held.stopping
+
+
+def replace_uncharged(state: State) -> None:
+    """Start replacements for workers that were lost before others could join, at no cost.
+
+    A script has no boundary until it makes its loader. What it lost before is replaced as in a
+    growth, once for each loss.
+    """
+    if not state.in_place.active or next_world.joining(state) is not Joining.PLANNED:
+        return
+    for node in state.roster.holders_of_workers():
+        if not (node.leaving or node.workers.stopping or node.session is None):
+            start_replacements(state, node)
+
+
 def standbys_due(state: State) -> list[str]:
     """Return the nodes with workers that join now; empty: there are none, or not yet."""
     if state.roster.unreachable or not state.roster.with_standbys or not state.roster.is_stepping():
         return []  # Workers that have finished their steps do not admit others.
+    if state.now_s < state.joining_tries.not_before_s:
+        state.queue.wait_until(state.joining_tries.not_before_s)
+        return []
     timing, incomplete = state.spec.timing, _is_incomplete(state)
     due_s = state.gathering.ends_s(state.now_s, timing, incomplete=incomplete)
     if state.now_s < due_s and _more_may_come(state):
@@ -359,7 +410,7 @@ def start_replacements(state: State, node: KnownNode) -> None:
     is_due = (
         state.in_place.active
         and state.incidents.unpaid is None
-        and node.workers.lost - node.workers.replacing
+        and node.workers.unreplaced
         and next_world.joining(state) is not Joining.NEVER
     )
     if is_due and state.world is not None:
@@ -374,16 +425,27 @@ def record_standby_failure(state: State, node: KnownNode, failures: tuple[Failur
     """
     node.workers.lose(failures)
     state.roster.reindex(node)
-    if next_world.joining(state) is Joining.NEVER:
+    when = next_world.joining(state)
+    if when is Joining.NEVER:
         return
     failures = tuple(msgspec.structs.replace(f, rank=NO_RANK) for f in failures)
     reason = f"a worker of node {node.id} ended before it had a place"
     incident = Incident(at_s=state.now_s, reason=reason, planned=False)
     incident.record(node.id, failures, state.now_s)
-    why = charge_replacements(state, incident)
-    if why:
+    if when is Joining.PLANNED:
+        _charge_or_forgo(state, incident)
+    elif why := charge_replacements(state, incident):
         state.incidents.refuse_payment(incident)
         state.log(EventKind.WAITING, f"{reason}; it is not replaced: {why}", node.id)
+
+
+def _charge_or_forgo(state: State, incident: Incident) -> None:
+    """Charge replacements; if the budget refuses, others go on without them."""
+    why = charge_replacements(state, incident)
+    nodes = [state.roster.nodes[i] for i in _nodes_of(incident) if i in state.roster.nodes]
+    news = [node.id for node in nodes if why and node.workers.forgo_lost()]
+    if news:
+        state.log(EventKind.WAITING, f"{incident.reason}; no worker is replaced: {why}", *news[:1])
 
 
 def charge_replacements(state: State, incident: Incident) -> str:
@@ -398,14 +460,14 @@ def charge_replacements(state: State, incident: Incident) -> str:
 def replace_lost(state: State, incident: Incident, delay_s: float) -> None:
     """Start replacements for the lost workers of an incident; they wait for a place as standbys."""
     assert state.world is not None
-    for node_id in sorted({sighting.node_id for sighting in incident.sightings}):
+    for node_id in _nodes_of(incident):
         node = state.roster.nodes.get(node_id)
-        if (
-            node is not None
-            and node.workers.lost - node.workers.replacing
-            and node.fence is not None
-        ):
+        if node is not None and node.workers.unreplaced and node.fence is not None:
             _prepare_replacements(state, state.world, node, delay_s)
+
+
+def _nodes_of(incident: Incident) -> list[str]:
+    return sorted({sighting.node_id for sighting in incident.sightings})
 
 
 def _prepare_replacements(state: State, world: World, node: KnownNode, delay_s: float) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from elastane.coordinator.rules.changes import (
     ArrivalGathering,
     CurrentDrain,
+    JoiningTries,
     OwnerOrders,
     WaitingCapacity,
 )
@@ -168,6 +169,7 @@ class State:
     drain: CurrentDrain = field(default_factory=CurrentDrain)
     progress: LoggedProgress = field(default_factory=LoggedProgress)
     gathering: ArrivalGathering = field(default_factory=ArrivalGathering)
+    joining_tries: JoiningTries = field(default_factory=JoiningTries)
     owner: OwnerOrders = field(default_factory=OwnerOrders)
     ending: JobEnding = field(default_factory=JobEnding)
     queue: EffectQueue = field(default_factory=EffectQueue)
