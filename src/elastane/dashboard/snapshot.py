@@ -167,7 +167,7 @@ def state_of(view: JobView, source: SourceFacts) -> str:
         return "stopped"
     if not _is_alive(view, source):
         return "silent"
-    last = view.incidents.last()
+    last = view.incidents.of_world()
     if last is not None and last.state == "open" and last.kind in ("worker", "node", "failure"):
         return "recovering"
     if view.waiting:

@@ -33,7 +33,9 @@ evaluation from training, nor a pause for a save that does not end a world (a fe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -50,6 +52,9 @@ _Fence = tuple[int | None, int | None]
 # A hint is worth a line if it concerns this share of the wall time, and this many seconds.
 HELP_SHARE = 0.01
 HELP_S = 1.0
+# Intervals that are kept one by one: those of some thousand incidents. Beyond that only the seconds
+# of the older half stay, so that a job may fail for months.
+INTERVALS_MAX = 16_384
 # Incidents of one cause that a line names, the longest first.
 INCIDENTS_SHOWN = 3
 
@@ -93,12 +98,14 @@ class CauseSeconds(msgspec.Struct, frozen=True):
 class Account(msgspec.Struct, frozen=True, kw_only=True):
     """The account of one run of a job; times are wall clock seconds.
 
-    `helped`: what would have made the lost time shorter, in words; empty if nothing follows.
+    `older`: the seconds by cause before the first of the intervals. `helped`: what would have made
+    the lost time shorter, in words; empty if nothing follows.
     """
 
     from_s: float
     to_s: float
     intervals: tuple[Interval, ...]
+    older: dict[Cause, float] = {}
     helped: tuple[str, ...] = ()
 
     @property
@@ -109,12 +116,13 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def goodput(self) -> float:
         """The productive share of the wall time; 0 for a job without a second."""
-        productive = sum(one.seconds for one in self.intervals if one.cause is Cause.PRODUCTIVE)
+        productive = self.older.get(Cause.PRODUCTIVE, 0.0)
+        productive += sum(one.seconds for one in self.intervals if one.cause is Cause.PRODUCTIVE)
         return productive / self.wall_s if self.wall_s > 0 else 0.0
 
     def causes(self) -> dict[Cause, CauseSeconds]:
         """Return the seconds by cause, the longest first."""
-        seconds: dict[Cause, float] = {}
+        seconds = dict(self.older)
         incidents: dict[Cause, dict[int, float]] = {}
         for one in self.intervals:
             seconds[one.cause] = seconds.get(one.cause, 0.0) + one.seconds
@@ -131,40 +139,45 @@ def account_of(events: Iterable[LoggedEvent], now_s: float | None = None) -> Acc
     `now_s`: until when a job that has not ended is accounted; None: until its last event. None if
     there is no event.
     """
-    runs = _Runs()
+    view, accountant = JobView(), Accountant()
     for event in events:
-        runs.add(event)
-    return runs.last(now_s)
+        # A step count changes no incident but a stall, and most events of a long job are counts.
+        if event.kind != EventKind.PROGRESS or view.incidents.beside("stall") is not None:
+            view = after_event(view, event)
+        accountant.add(event, view)
+    return accountant.account(view, now_s)
 
 
-class _Runs:
-    """The run that the events are of; another one begins after the job's end."""
+class Accountant:
+    """Keeps the account of a job while its events come; memory does not grow with the job."""
 
     def __init__(self) -> None:
-        self._view = JobView()
+        self._run = 0
         self._machine: _Machine | None = None
 
-    def add(self, event: LoggedEvent) -> None:
-        """Add an event, and the incident that it belongs to."""
-        run = self._view.run
-        # A step count changes no incident but a stall, and most events of a long job are counts.
-        last = self._view.incidents.last()
-        if event.kind != EventKind.PROGRESS or (last is not None and not last.is_over):
-            self._view = after_event(self._view, event)
-        if self._machine is None or self._view.run != run:
+    def add(self, event: LoggedEvent, view: JobView) -> None:
+        """Add an event; `view`: the one after it, which knows its run and its incident."""
+        if self._machine is None or view.run != self._run:
             self._machine = _Machine(event.time_s)
-        incidents = self._view.incidents
-        self._machine.add(event, incidents.belongs_to)
+            self._run = view.run
+        self._machine.add(event, view.incidents.belongs_to)
 
-    def last(self, now_s: float | None) -> Account | None:
-        """Return the account of the newest run."""
+    def account(self, view: JobView, now_s: float | None = None) -> Account | None:
+        """Return the account of the newest run; None if there is no event.
+
+        `now_s`: until when a job that has not ended is accounted; None: until its last event.
+        """
         if self._machine is None:
             return None
-        intervals = self._machine.close(now_s)
-        from_s = self._machine.from_s
-        to_s = intervals[-1].to_s if intervals else from_s
-        account = Account(from_s=from_s, to_s=to_s, intervals=intervals)
-        helped = _helped(account, self._view.incidents.listed)
+        # Closed on a copy: the next event may say what these last seconds were.
+        ledger = self._machine.copy().close(now_s)
+        account = Account(
+            from_s=ledger.from_s,
+            to_s=ledger.until_s,
+            intervals=tuple(ledger.entries),
+            older=ledger.older,
+        )
+        helped = _helped(account, view.incidents.listed)
         return msgspec.structs.replace(account, helped=helped)
 
 
@@ -175,6 +188,13 @@ class _Ledger:
         self.from_s = from_s
         self.until_s = from_s
         self.entries: list[Interval] = []
+        self.older: dict[Cause, float] = {}  # seconds before the first entry
+
+    def copy(self) -> _Ledger:
+        """Return a ledger that changes by itself."""
+        copied = copy(self)
+        copied.entries, copied.older = list(self.entries), dict(self.older)
+        return copied
 
     def enter(self, to_s: float, cause: Cause, incident: int) -> None:
         """Enter the time until `to_s`."""
@@ -185,10 +205,20 @@ class _Ledger:
         if last is not None and (last.cause, last.incident) == (cause, incident):
             from_s = self.entries.pop().from_s
         self.entries.append(Interval(from_s, to_s, cause, incident))
+        if len(self.entries) > INTERVALS_MAX:
+            self._sum_up(INTERVALS_MAX // 2)
+
+    def _sum_up(self, count: int) -> None:
+        """Keep only the seconds of the oldest entries."""
+        for one in self.entries[:count]:
+            self.older[one.cause] = self.older.get(one.cause, 0.0) + one.seconds
+        del self.entries[:count]
 
     def replace(self, from_s: float, to_s: float, cause: Cause, incident: int) -> None:
         """Enter another cause for a time that was entered already; what lies outside stays."""
-        from_s, until_s = max(from_s, self.from_s), self.until_s
+        if not self.entries:
+            return
+        from_s, until_s = max(from_s, self.entries[0].from_s), self.until_s
         if min(to_s, until_s) <= from_s:
             return
         kept: list[Interval] = []
@@ -249,7 +279,7 @@ class _Machine:
         self._world = _World()
         self._had_world = False
         self._has_steps = False
-        self._assumed: list[Interval] = []
+        self._assumed: deque[Interval] = deque(maxlen=INTERVALS_MAX)
         self._highest = 0
         self._agents: set[tuple[str, int]] = set()
         self._logged_s: dict[tuple[str, int], float] = {}
@@ -265,12 +295,20 @@ class _Machine:
             rule(self, event, incident)
         self._logged_s[event.host, event.pid] = event.time_s
 
-    def close(self, now_s: float | None) -> tuple[Interval, ...]:
+    def copy(self) -> _Machine:
+        """Return a machine that can be closed while this one goes on."""
+        copied = copy(self)
+        copied._ledger = self._ledger.copy()
+        copied._world = copy(self._world)
+        copied._assumed = deque(self._assumed, self._assumed.maxlen)
+        return copied
+
+    def close(self, now_s: float | None) -> _Ledger:
         """Return the intervals until the end, or until `now_s`."""
         if now_s is not None and not self._is_over:
             self._ledger.enter(now_s, self._cause, self._incident)
         self._end_world()
-        return tuple(self._ledger.entries)
+        return self._ledger
 
     def job_ended(self, _event: LoggedEvent, _incident: int) -> None:
         self._is_over = True

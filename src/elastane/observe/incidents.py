@@ -18,9 +18,13 @@ from elastane.protocol.model import NO_RANK
 # Bounds: a page lists some hundred incidents, and a card shows some lines of evidence.
 INCIDENTS_MAX = 4096
 EVIDENCE_MAX = 8
+# An incident that never has all its workers again gets a line for each later world.
+DID_MAX = 32
 TITLE_CHARS_MAX = 120
 # States of a node that asked to go, so that its departure is no incident.
 GOING = frozenset({"leaving", "left", "done", "stopping", "draining"})
+# Kinds that end no world: an incident of another kind may begin and end while one of them is open.
+BESIDE = frozenset({"authority", "stall", "difference"})
 # Events that belong to the incident that is open while they are logged.
 _FOLLOWING = frozenset(
     {
@@ -91,13 +95,36 @@ class IncidentHistory(msgspec.Struct, frozen=True, kw_only=True):
     belongs_to: int = 0
 
     def last(self) -> IncidentView | None:
-        """Return the newest incident."""
+        """Return the incident that was found last; one that was found before may have begun later.
+
+        An incident is found when it is reported, and its failure may be older than that.
+        """
         return self.listed[-1] if self.listed else None
 
+    def of_world(self) -> IncidentView | None:
+        """Return the newest incident that ended a world, or planned its end."""
+        return next((one for one in reversed(self.listed) if one.kind not in BESIDE), None)
+
     def current(self) -> IncidentView | None:
-        """Return the newest incident if later events may belong to it."""
+        """Return the incident that later events may belong to: of a world, or else the last."""
+        of_world = self.of_world()
+        if of_world is not None and not of_world.is_over:
+            return of_world
         last = self.last()
         return last if last is not None and not last.is_over else None
+
+    def beside(self, kind: str) -> IncidentView | None:
+        """Return the newest incident of a kind in BESIDE, if it is not over."""
+        newest = next((one for one in reversed(self.listed) if one.kind == kind), None)
+        return newest if newest is not None and not newest.is_over else None
+
+    def fatal(self) -> IncidentView | None:
+        """Return the incident that ended the job."""
+        return next((one for one in reversed(self.listed) if one.state == "fatal"), None)
+
+    def by_time(self, count: int) -> list[IncidentView]:
+        """Return the newest incidents, at most `count`, the one that began last first."""
+        return sorted(self.listed[-count:], key=lambda one: (-one.from_s, -one.id))
 
 
 def after_incident_event(
@@ -142,12 +169,13 @@ def _opened(
 ) -> IncidentHistory:
     """Return the history with another incident, to which the last event belongs.
 
-    One that ended a world and is still open is over: the new one takes its place.
+    One that ended a world and is still open is over if the new one ended the next world.
     """
+    replaced = history.of_world()
+    if replaced is not None and replaced.state == "open" and kind not in BESIDE:
+        did = _with_did(replaced, "another incident came before its workers had started")
+        history = _changed(history, replaced, state="recovered", to_s=event.time_s, did=did)
     last = history.last()
-    if last is not None and last.state == "open" and last.kind not in ("authority", "stall"):
-        did = (*last.did, "another incident came before its workers had started")
-        history = _changed(history, last, state="recovered", to_s=event.time_s, did=did)
     opened = IncidentView(
         id=last.id + 1 if last else 1,
         kind=kind,
@@ -167,7 +195,7 @@ def _opened(
 def _of_world(history: IncidentHistory, event: LoggedEvent) -> IncidentView | None:
     """Return the current incident if it ended the world that the event is about."""
     current = history.current()
-    if current is None or current.kind in ("authority", "stall"):
+    if current is None or current.kind in BESIDE:
         return None
     return current if current.fence == (event.round, event.attempt) else None
 
@@ -230,7 +258,7 @@ def _charged(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
         node=event.text("cause_node") or incident.node,
         rank=incident.rank if rank is None else rank,
         consequences=event.number("consequences") or 0,
-        did=(*incident.did, event.reason),
+        did=_with_did(incident, event.reason),
     )
 
 
@@ -239,7 +267,7 @@ def _round_settled(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
     before, first = history.world_size, not history.world_size
     history = msgspec.structs.replace(history, world_size=size)
     incident = history.current()
-    if incident is None or incident.kind in ("authority", "stall"):
+    if incident is None or incident.kind in BESIDE:
         if first or size == before:
             return history
         sign = "joined" if size > before else "left"
@@ -253,13 +281,13 @@ def _round_settled(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
         world_after=size,
         next_fence=(event.round, event.attempt),
         whole_s=event.time_s if is_whole else None,
-        did=(*incident.did, f"world of {size} workers (round {event.round})"),
+        did=_with_did(incident, f"world of {size} workers (round {event.round})"),
     )
 
 
 def _workers_started(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     """End the incident as the workers of the next world start; the last node of it counts."""
-    last, fence = history.last(), (event.round, event.attempt)
+    last, fence = history.of_world(), (event.round, event.attempt)
     if last is None or last.state == "fatal" or fence not in (last.next_fence, last.to_fence):
         return history
     if last.to_s is not None and fence != last.to_fence:
@@ -269,9 +297,10 @@ def _workers_started(history: IncidentHistory, event: LoggedEvent) -> IncidentHi
 
 
 def _drain_started(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
-    if history.current() is not None:
+    current = history.current()
+    if current is not None and current.kind not in BESIDE:
         return _noted(history)
-    return _opened(history, event, "change", _sentence(event.reason), cause=event.reason)
+    return _opened(history, event, "change", _clause(event.reason), cause=event.reason)
 
 
 def _stall(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
@@ -280,10 +309,8 @@ def _stall(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
 
 def _progress(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     """End a stall at the next step."""
-    last = history.last()
-    if last is None or last.kind != "stall" or last.is_over:
-        return history
-    return _changed(history, last, state="recovered", to_s=event.time_s, whole_s=event.time_s)
+    stall = history.beside("stall")
+    return history if stall is None else _ended(history, stall, event)
 
 
 def _authority_lost(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
@@ -292,12 +319,13 @@ def _authority_lost(history: IncidentHistory, event: LoggedEvent) -> IncidentHis
 
 
 def _authority_regained(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
-    for incident in reversed(history.listed):
-        if incident.kind == "authority" and not incident.is_over:
-            return _changed(
-                history, incident, state="recovered", to_s=event.time_s, whole_s=event.time_s
-            )
-    return history
+    authority = history.beside("authority")
+    return history if authority is None else _ended(history, authority, event)
+
+
+def _ended(history: IncidentHistory, incident: IncidentView, event: LoggedEvent) -> IncidentHistory:
+    """End an incident that ended no world, so that no worker is missing after it."""
+    return _changed(history, incident, state="recovered", to_s=event.time_s, whole_s=event.time_s)
 
 
 def _replica_differed(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
@@ -317,7 +345,13 @@ def _replica_differed(history: IncidentHistory, event: LoggedEvent) -> IncidentH
 
 def _job_ended(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     current = history.current()
-    if event.data.get("ok"):
+    is_ok = bool(event.data.get("ok"))
+    for kind in BESIDE:
+        beside = history.beside(kind)
+        if beside is not None and (is_ok or beside is not current):
+            history = _ended(history, beside, event)
+    if is_ok:
+        current = history.current()
         if current is None:
             return history
         to_s = event.time_s if current.to_s is None else current.to_s
@@ -334,8 +368,13 @@ def _job_ended(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
         cause=event.text("cause") or current.cause,
         node=event.text("cause_node") or current.node,
         rank=current.rank if rank is None else rank,
-        did=(*current.did, f"the job ended: {_without_cause(event)}"),
+        did=_with_did(current, f"the job ended: {_without_cause(event)}"),
     )
+
+
+def _with_did(incident: IncidentView, text: str) -> tuple[str, ...]:
+    """Return what was done about an incident, with one line more; the oldest lines go."""
+    return (*incident.did, text)[-DID_MAX:]
 
 
 def _without_cause(event: LoggedEvent) -> str:
@@ -345,9 +384,14 @@ def _without_cause(event: LoggedEvent) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return the first clause of a reason as a title."""
-    head = text.partition(" (")[0].partition("; ")[0]
-    return head[:1].upper() + head[1:]
+    """Return the first clause of a reason as a title; it does not begin with a name."""
+    clause = _clause(text)
+    return clause[:1].upper() + clause[1:]
+
+
+def _clause(text: str) -> str:
+    """Return the first clause of a reason."""
+    return text.partition(" (")[0].partition("; ")[0]
 
 
 _RULES: dict[str, Callable[[IncidentHistory, LoggedEvent], IncidentHistory]] = {

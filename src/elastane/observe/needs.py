@@ -38,8 +38,8 @@ def _after_the_end(view: JobView) -> list[Need]:
     if view.end.ok:
         return []
     found = []
-    fatal = view.incidents.last()
-    if fatal is not None and fatal.state == "fatal":
+    fatal = view.incidents.fatal()
+    if fatal is not None:
         text = f"Find out why: {fatal.title}"
         found.append(Need(severity="act", text=text, hint=fatal.cause, incident=fatal.id))
     saved = [made for made in view.checkpoints if not made.slug]

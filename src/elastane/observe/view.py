@@ -21,6 +21,8 @@ LINES_MAX = 500
 HISTORY_MAX = 4096
 # A job that saves every five minutes makes 2,016 checkpoints a week.
 CHECKPOINTS_MAX = 4096
+# Hosts may come under another name each time: beyond this many, the one that left first is dropped.
+NODES_MAX = 4096
 # Points of the older half are merged beyond this: eleven hours of progress stay whole.
 STEP_POINTS_MAX = 8192
 # The log has the step count every ten seconds while it changes, so the steps that a count adds were
@@ -410,7 +412,12 @@ def _exit_state(event: LoggedEvent) -> str:
 def _with_node(view: JobView, node: NodeView | None) -> JobView:
     if node is None or view.node(node.name) == node:
         return view
-    return msgspec.structs.replace(view, nodes={**view.nodes, node.name: node})
+    nodes = {**view.nodes, node.name: node}
+    if len(nodes) > NODES_MAX:
+        gone = [one for one in nodes.values() if one.state in ("gone", "left")]
+        if gone:
+            del nodes[min(gone, key=lambda one: one.since_s).name]
+    return msgspec.structs.replace(view, nodes=nodes)
 
 
 def _with_coordinator(view: JobView, event: LoggedEvent) -> JobView:

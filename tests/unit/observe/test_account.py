@@ -3,7 +3,8 @@
 import pytest
 from view_events import event, exited, settled, started
 
-from elastane.observe.account import Account, Cause, account_lines, account_of
+from elastane.observe.account import Account, Accountant, Cause, account_lines, account_of
+from elastane.observe.view import JobView, after_event
 
 
 def training(node="a", *, round, time_s, **ages):
@@ -29,6 +30,26 @@ def in_place():
         event("workers-regrouped", "a", round=3, attempt=0, time_s=110.1),
         training(round=3, time_s=113.0, built_age_s=2.0, healed_age_s=1.0),
     ]
+
+
+def test_an_account_can_be_read_at_any_time_and_does_not_change_by_that():
+    view, accountant, plain = JobView(), Accountant(), []
+    for one in in_place():
+        view = after_event(view, one)
+        accountant.add(one, view)
+        plain.append(one)
+        for now_s in (None, one.time_s + 1000.0):
+            assert accountant.account(view, now_s) == account_of(plain, now_s)
+
+
+def test_of_very_many_intervals_the_older_keep_their_seconds_alone(monkeypatch):
+    whole = account_of([*in_place(), ended(120.0)])
+    monkeypatch.setattr("elastane.observe.account.INTERVALS_MAX", 6)
+    short = account_of([*in_place(), ended(120.0)])
+    assert len(short.intervals) <= 6 < len(whole.intervals)
+    assert short.goodput == pytest.approx(whole.goodput)
+    seconds = {cause: of.seconds for cause, of in whole.causes().items()}
+    assert {cause: of.seconds for cause, of in short.causes().items()} == pytest.approx(seconds)
 
 
 def ended(time_s, *, ok=True, **data):

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 from view_events import event, exited, play, settled, started
 
-from elastane.observe.incidents import EVIDENCE_MAX
+from elastane.observe.incidents import DID_MAX, EVIDENCE_MAX
+from elastane.observe.needs import needs_of
 
 
 def killed(**more):
@@ -86,7 +87,7 @@ def test_a_lost_node_is_an_incident_and_one_that_asked_to_leave_is_a_change():
         event("node-departed", "b", round=2, attempt=0),
     )
     [one] = left.incidents.listed
-    assert (one.kind, one.title, one.world_after) == ("change", "B leaves", 2)
+    assert (one.kind, one.title, one.world_after) == ("change", "b leaves", 2)
 
 
 def test_a_stall_lasts_until_the_next_step():
@@ -111,6 +112,76 @@ def test_the_loss_of_authority_ends_no_world_and_is_over_when_it_is_back():
     assert [(one.kind, one.to_s) for one in view.incidents.listed] == [
         ("authority", 53.0), ("worker", None),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", ["authority-lost", "stall", "replica-differed"])
+def test_an_incident_goes_on_while_one_that_ends_no_world_begins_and_ends(beside):
+    view = play(
+        settled(1, "a", 4),
+        exited(1, round=1, time_s=50.0),
+        event(beside, "a", round=1, attempt=0, time_s=51.0),
+        settled(2, "a", 3, time_s=52.0),
+        event("authority-regained", time_s=53.0),
+        started("a", 1, 2, 4, round=2, attempt=0, time_s=54.0),
+        event("progress", steps=7, round=2, attempt=0, time_s=60.0),
+    )
+    worker, other = view.incidents.listed
+    assert (worker.kind, worker.state, worker.to_s) == ("worker", "recovered", 54.0)
+    assert worker.world_after == 3, "the next world is that of the failure, not a change"
+    assert other.state == "recovered" and other.is_over
+
+
+def test_a_stall_that_a_failure_follows_is_over_at_the_next_step():
+    view = play(
+        settled(1, "a", 2),
+        event("stall", round=1, attempt=0, time_s=50.0),
+        exited(1, round=1, time_s=51.0),
+        settled(2, "a", 2, time_s=52.0),
+        started("a", 1, 2, round=2, attempt=0, time_s=53.0),
+        event("progress", steps=7, round=2, attempt=0, time_s=60.0),
+    )
+    assert [(one.kind, one.to_s) for one in view.incidents.listed] == [
+        ("stall", 60.0), ("worker", 53.0),
+    ]  # fmt: skip
+
+
+def test_incidents_are_listed_by_when_they_began_not_by_when_they_were_found():
+    view = play(
+        settled(1, "a", 4),
+        event("authority-lost", time_s=50.0),
+        exited(1, round=1, time_s=51.0, age_s=4.0),
+    )
+    assert [one.kind for one in view.incidents.listed] == ["authority", "worker"]
+    assert [(one.kind, one.from_s) for one in view.incidents.by_time(9)] == [
+        ("authority", 50.0), ("worker", 47.0),
+    ]  # fmt: skip
+
+
+def test_what_is_still_open_beside_the_fatal_failure_ends_with_the_job():
+    view = play(
+        settled(1, "a", 4),
+        exited(1, round=1, time_s=50.0),
+        event("authority-lost", time_s=51.0),
+        event("job-ended", round=1, attempt=0, time_s=52.0, ok=False, exit_code=1),
+    )
+    assert [(one.kind, one.state) for one in view.incidents.listed] == [
+        ("worker", "fatal"), ("authority", "recovered"),
+    ]  # fmt: skip
+    assert needs_of(view)[0].incident == view.incidents.fatal().id == 1
+
+
+def test_an_incident_keeps_a_bounded_number_of_lines_about_what_was_done():
+    worlds = [settled(2 + n, "a", 3, time_s=60.0 + n) for n in range(3 * DID_MAX)]
+    [one] = play(settled(1, "a", 4), exited(1, round=1), *worlds).incidents.listed
+    assert len(one.did) == DID_MAX
+
+
+def test_nodes_that_left_under_names_of_their_own_are_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr("elastane.observe.view.NODES_MAX", 4)
+    came = [event("node-joined", f"spot-{n}", time_s=100.0 + n) for n in range(9)]
+    went = [event("node-released", f"spot-{n}", time_s=100.5 + n) for n in range(8)]
+    order = sorted([event("node-joined", "a"), *came, *went], key=lambda one: one.time_s)
+    assert set(play(*order).nodes) == {"a", "spot-8", "spot-7", "spot-6"}
 
 
 @pytest.mark.parametrize("opened", [True, False])
