@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -45,12 +46,15 @@ class Served:
         private = folder / "run"
         private.mkdir(mode=0o700, exist_ok=True)
         command = [sys.executable, "-m", "elastane", "dashboard", "--port", "0", *options]
-        self.process = subprocess.Popen(
-            [*command, "--log-dir", str(self.logs)],
-            env={**os.environ, "XDG_RUNTIME_DIR": str(private)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.said = folder / "said"
+        with self.said.open("wb") as said:
+            self.process = subprocess.Popen(
+                [*command, "--log-dir", str(self.logs)],
+                env={**os.environ, "XDG_RUNTIME_DIR": str(private)},
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+            )
         told = self.process.stdout.readline()
         self.port = int(re.search(r"http://[\d.]+:(\d+)/", told)[1])
         self.url = f"http://127.0.0.1:{self.port}"
@@ -59,8 +63,10 @@ class Served:
         return httpx.get(self.url + path, headers=headers, timeout=DEADLINE_S)
 
     def close(self):
+        """End it; a task or connection that it left open would be named on its way out."""
         self.process.terminate()
-        assert self.process.wait(DEADLINE_S) is not None
+        code = self.process.wait(DEADLINE_S)
+        assert (code, self.said.read_text()) == (-signal.SIGTERM, "")
 
 
 @pytest.fixture(scope="module")

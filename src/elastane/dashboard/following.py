@@ -1,8 +1,8 @@
-"""Follows jobs for the page: their event logs as these grow, and their coordinators' reports.
+"""Follows jobs: their event logs as these grow, and their coordinators' reports.
 
-A job is followed from the first request on, and let go when others are asked for. The log is read
-in a thread, piece by piece, so that a slow disk or a long log stops no answer. A coordinator is
-asked only while somebody looks. Each publication counts up; a stream waits for the next one.
+The log is read in a thread, piece by piece, so that a slow disk or a long log stops nothing else. A
+coordinator is asked only while somebody looks. The page follows a job from the first request on,
+and lets it go when others are asked for. Each publication counts up; a stream waits for the next.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ import msgspec
 
 from elastane.coordinator.client import query
 from elastane.dashboard.index import EventFilter, EventIndex, EventPage
-from elastane.dashboard.snapshot import BUCKETS, SourceFacts, sections_of
+from elastane.dashboard.snapshot import (
+    BUCKETS,
+    Sections,
+    SourceFacts,
+    sections_of,
+    shown_until_s,
+)
 from elastane.errors import ElastaneError
+from elastane.observe.account import Accountant
 from elastane.observe.events import EventReader, PlacedEvent
 from elastane.observe.incidents import IncidentView
 from elastane.observe.rates import Series, series_of
@@ -38,6 +45,8 @@ STEPS_S = 5.0
 # The agents of a job are looked for in the runtime folder.
 AGENTS_S = 2.0
 REPORT_TIMEOUT_S = 3.0
+# A question that runs when nobody looks any more is answered in milliseconds, or not at all.
+CLOSE_S = 1.0
 # Events between two looks at the other tasks: some tens of milliseconds.
 PIECE_EVENTS = 1000
 # Jobs whose views are kept in memory.
@@ -66,8 +75,11 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
         return {name: raw for name, (at, raw) in self.sections.items() if at > number}
 
 
-class FollowedJob:
-    """One job that is followed until `close`."""
+class JobFollower:
+    """The view of one job, its account and its coordinator's report, kept up to date until `close`.
+
+    `watchers`: how many look at it. Memory does not grow with the log.
+    """
 
     def __init__(
         self,
@@ -78,19 +90,17 @@ class FollowedJob:
     ) -> None:
         self.key = key
         self.folder = folder
-        self._tls = tls
-        self.used_s = time.monotonic()
+        self.view = JobView()
         self.watchers = 0
-        self.publication = Publication(number=0, now_s=time.time(), sections={})
-        self._view = JobView()
-        self._index = EventIndex()
+        self._tls = tls
+        self._events = 0
+        self._accountant = Accountant()
         self._reader = EventReader(folder)
         self._find_agents = find_agents
         self._agents: list[JobEntry] = []
         self._report: Report | None = None
-        self._is_read = False
-        self._changed = asyncio.Condition()
-        self._encode = msgspec.json.Encoder().encode
+        self._has_read, self._has_looked, self._has_asked = (asyncio.Event() for _ in range(3))
+        self._question: asyncio.Task[Report | None] | None = None
         self._tasks = [
             asyncio.create_task(self._follow_agents()),
             asyncio.create_task(self._follow_log()),
@@ -98,10 +108,111 @@ class FollowedJob:
         ]
 
     async def close(self) -> None:
-        """Stop following."""
+        """Stop following; a question to the coordinator that runs gets CLOSE_S for its answer."""
+        if self._question is not None:
+            await asyncio.wait([self._question], timeout=CLOSE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def ready(self) -> None:
+        """Wait until the log was read, and the coordinator asked if an agent runs here."""
+        await self._has_asked.wait()
+
+    def check(self) -> None:
+        """Raise what ended the following, if something did."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    def sections(self) -> Sections:
+        """Return what is shown of the job now."""
+        source = SourceFacts(
+            now_s=time.time(),
+            key=self.key,
+            folder=str(self.folder),
+            events=self._events,
+            has_agents=bool(self._agents),
+            is_read=self._has_read.is_set(),
+            report=self._report,
+        )
+        until_s = shown_until_s(self.view, source)
+        return sections_of(self.view, source, self._accountant.account(self.view, until_s))
+
+    def _note(self, placed: PlacedEvent, before: JobView) -> None:
+        """Note an event that was added; `before`: the view before it."""
+
+    async def _publish(self) -> None:
+        """Say that a piece of the log was read."""
+
+    async def _follow_log(self) -> None:
+        while True:
+            placed = await asyncio.to_thread(self._reader.read, PIECE_EVENTS)
+            for one in placed:
+                before = self.view
+                self.view = after_event(before, one.event)
+                self._events = self._events + 1 if self.view.run == before.run else 1
+                self._accountant.add(one.event, self.view)
+                self._note(one, before)
+            if len(placed) < PIECE_EVENTS:
+                self._has_read.set()
+            await self._publish()
+            await asyncio.sleep(0 if len(placed) == PIECE_EVENTS else PUBLISH_S)
+
+    async def _follow_agents(self) -> None:
+        while True:
+            name = self.view.job or self.key
+            self._agents = await asyncio.to_thread(self._find_agents, name)
+            self._has_looked.set()
+            await asyncio.sleep(AGENTS_S)
+
+    async def _follow_coordinator(self) -> None:
+        """Ask for reports while somebody looks; without an answer the last one is dropped."""
+        await self._has_read.wait()
+        await self._has_looked.wait()
+        while True:
+            if self.watchers and self._agents and self.view.end is None:
+                self._question = asyncio.create_task(self._ask())
+                self._report = await self._question
+                if self._report is not None:
+                    self._add_steps(self._report)
+            else:
+                self._report = None
+            self._has_asked.set()
+            await asyncio.sleep(REPORT_S)
+
+    async def _ask(self) -> Report | None:
+        entry = self._agents[-1]  # the youngest agent has the newest address
+        secret = derive_secret(entry.job, entry.token or None)
+        with contextlib.suppress(ElastaneError, OSError):
+            at = parse_endpoint(entry.endpoint)
+            return await query(at.host, at.port, entry.job, secret, self._tls, REPORT_TIMEOUT_S)
+        return None
+
+    def _add_steps(self, report: Report) -> None:
+        counts = [node.progress for node in report.nodes if node.node_rank is not None]
+        made = [count for count in counts if count is not None]
+        last_s = self.view.steps[-1].time_s if self.view.steps else 0.0
+        if made and len(made) == len(counts) and time.time() - last_s >= STEPS_S:
+            self.view = after_steps(self.view, time.time(), min(made))
+
+
+class FollowedJob(JobFollower):
+    """One job that is followed for the page: its events are found again, its sections published."""
+
+    def __init__(
+        self,
+        key: str,
+        folder: Path,
+        find_agents: Callable[[str], list[JobEntry]],
+        tls: TlsConfig | None,
+    ) -> None:
+        super().__init__(key, folder, find_agents, tls)
+        self.used_s = time.monotonic()
+        self.publication = Publication(number=0, now_s=time.time(), sections={})
+        self._index = EventIndex()
+        self._changed = asyncio.Condition()
+        self._encode = msgspec.json.Encoder().encode
 
     async def next_publication(self, number: int, timeout_s: float) -> Publication | None:
         """Return the first publication after `number`; None if none comes in time."""
@@ -117,76 +228,24 @@ class FollowedJob:
 
     def incident(self, number: int) -> IncidentView | None:
         """Return one incident whole."""
-        listed = self._view.incidents.listed
+        listed = self.view.incidents.listed
         return next((one for one in reversed(listed) if one.id == number), None)
 
     def series(self, from_s: float, to_s: float) -> Series:
         """Return the curves of a span of time."""
-        return series_of(self._view, from_s, to_s, BUCKETS)
+        return series_of(self.view, from_s, to_s, BUCKETS)
 
-    async def _follow_log(self) -> None:
-        while True:
-            placed = await asyncio.to_thread(self._reader.read, PIECE_EVENTS)
-            for one in placed:
-                self._add(one)
-            self._is_read = self._is_read or len(placed) < PIECE_EVENTS
-            if time.time() - self.publication.now_s >= PUBLISH_S or not self.publication.number:
-                await self._publish()
-            await asyncio.sleep(0 if len(placed) == PIECE_EVENTS else PUBLISH_S)
-
-    def _add(self, placed: PlacedEvent) -> None:
-        run, event = self._view.run, placed.event
-        node = self._view.node(event.node)
-        self._view = after_event(self._view, event)
-        if self._view.run != run:
+    def _note(self, placed: PlacedEvent, before: JobView) -> None:
+        if self.view.run != before.run:
             self._index = EventIndex()
-        tone = line_of(event, node).tone
-        self._index.add(placed, tone, self._view.incidents.belongs_to)
-
-    async def _follow_agents(self) -> None:
-        while True:
-            name = self._view.job or self.key
-            self._agents = await asyncio.to_thread(self._find_agents, name)
-            await asyncio.sleep(AGENTS_S)
-
-    async def _follow_coordinator(self) -> None:
-        """Ask for reports while somebody looks; without an answer the last one is dropped."""
-        while True:
-            if self.watchers and self._agents and self._view.end is None:
-                self._report = await self._ask()
-                if self._report is not None:
-                    self._add_steps(self._report)
-            else:
-                self._report = None
-            await asyncio.sleep(REPORT_S)
-
-    async def _ask(self) -> Report | None:
-        entry = self._agents[-1]  # the youngest agent has the newest address
-        secret = derive_secret(entry.job, entry.token or None)
-        with contextlib.suppress(ElastaneError, OSError):
-            at = parse_endpoint(entry.endpoint)
-            return await query(at.host, at.port, entry.job, secret, self._tls, REPORT_TIMEOUT_S)
-        return None
-
-    def _add_steps(self, report: Report) -> None:
-        counts = [node.progress for node in report.nodes if node.node_rank is not None]
-        made = [count for count in counts if count is not None]
-        last_s = self._view.steps[-1].time_s if self._view.steps else 0.0
-        if made and len(made) == len(counts) and time.time() - last_s >= STEPS_S:
-            self._view = after_steps(self._view, time.time(), min(made))
+        tone = line_of(placed.event, before.node(placed.event.node)).tone
+        self._index.add(placed, tone, self.view.incidents.belongs_to)
 
     async def _publish(self) -> None:
         now_s = time.time()
-        source = SourceFacts(
-            now_s=now_s,
-            key=self.key,
-            folder=str(self.folder),
-            events=len(self._index),
-            has_agents=bool(self._agents),
-            is_read=self._is_read,
-            report=self._report,
-        )
-        sections = sections_of(self._view, source)
+        if self.publication.number and now_s - self.publication.now_s < PUBLISH_S:
+            return
+        sections = self.sections()
         number, old = self.publication.number + 1, self.publication.sections
         new: dict[str, tuple[int, msgspec.Raw]] = {}
         for name in sections.__struct_fields__:

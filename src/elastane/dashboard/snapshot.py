@@ -1,4 +1,4 @@
-"""What the page shows of a job, in sections, from its view and its coordinator's report.
+"""What is shown of a job, in sections, from its view, its account and its coordinator's report.
 
 Pure. A section is sent again only if it has changed, so each holds what changes together. Sizes are
 bounded: a job of a thousand nodes has some hundred kilobytes.
@@ -10,6 +10,7 @@ from statistics import median
 
 import msgspec
 
+from elastane.observe.account import INCIDENTS_SHOWN, Account, CauseSeconds
 from elastane.observe.incidents import IncidentView
 from elastane.observe.needs import Need, needs_of
 from elastane.observe.rates import Series, StepRates, rates_of, series_of
@@ -113,8 +114,25 @@ class CheckpointsSection(msgspec.Struct, kw_only=True):
     marks: list[tuple[float, int, bool]]
 
 
+class CauseRow(msgspec.Struct, kw_only=True):
+    """The seconds of one cause, and its longest incidents as (number, seconds)."""
+
+    cause: str
+    seconds: float
+    incidents: list[tuple[int, float]]
+
+
+class AccountSection(msgspec.Struct, kw_only=True):
+    """Where the time went: the causes, the longest first, sum to the wall time."""
+
+    wall_s: float
+    goodput: float
+    causes: list[CauseRow]
+    helped: tuple[str, ...]
+
+
 class Sections(msgspec.Struct, kw_only=True):
-    """Everything that the page shows without asking further."""
+    """Everything that is shown without asking further."""
 
     job: JobSection
     rate: StepRates
@@ -123,6 +141,7 @@ class Sections(msgspec.Struct, kw_only=True):
     series: Series
     incidents: list[Mark]
     checkpoints: CheckpointsSection
+    account: AccountSection | None
 
 
 class SourceFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,9 +159,9 @@ class SourceFacts(msgspec.Struct, frozen=True, kw_only=True):
     report: Report | None = None
 
 
-def sections_of(view: JobView, source: SourceFacts) -> Sections:
-    """Return all sections of a job."""
-    end_s = _end_s(view, source)
+def sections_of(view: JobView, source: SourceFacts, account: Account | None = None) -> Sections:
+    """Return all sections of a job; `account`: the one until `shown_until_s`."""
+    end_s = shown_until_s(view, source)
     begin_s = end_s if view.started_s is None else view.started_s
     return Sections(
         job=_job(view, source),
@@ -152,6 +171,7 @@ def sections_of(view: JobView, source: SourceFacts) -> Sections:
         series=series_of(view, begin_s, max(end_s, begin_s + 60.0), BUCKETS),
         incidents=[_mark(one) for one in view.incidents.listed[-MARKS_MAX:]],
         checkpoints=_checkpoints(view),
+        account=None if account is None else _account(account),
     )
 
 
@@ -197,7 +217,7 @@ def _is_stopped(view: JobView) -> bool:
     return bool(states) and states <= {"left", "gone"} and "left" in states
 
 
-def _end_s(view: JobView, source: SourceFacts) -> float:
+def shown_until_s(view: JobView, source: SourceFacts) -> float:
     """Return until when the job is shown: now, its end, or its last event."""
     if view.end is not None:
         return view.end.time_s
@@ -329,6 +349,25 @@ def _mark(one: IncidentView) -> Mark:
         title=one.title,
         node=one.node,
         rank=one.rank,
+    )
+
+
+def _account(account: Account) -> AccountSection:
+    """Return the account, rounded to what is shown of it."""
+    return AccountSection(
+        wall_s=round(account.wall_s, 2),
+        goodput=round(account.goodput, 4),
+        causes=[_cause(cause, of) for cause, of in account.causes().items()],
+        helped=account.helped,
+    )
+
+
+def _cause(cause: str, of: CauseSeconds) -> CauseRow:
+    longest = sorted(of.incidents.items(), key=lambda item: -item[1])[:INCIDENTS_SHOWN]
+    return CauseRow(
+        cause=str(cause),
+        seconds=round(of.seconds, 2),
+        incidents=[(number, round(seconds, 2)) for number, seconds in longest],
     )
 
 
