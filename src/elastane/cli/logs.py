@@ -59,8 +59,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def find_job(job: str, log_dir: str) -> Path:
-    """Return the folder of a job given by name or path."""
+def find_job(job: str, log_dir: str, verb: str = "logs") -> Path:
+    """Return the folder of a job given by name or path; `verb`: the command that asks."""
     from elastane.process import environment
     from elastane.process.files import safe_name
     from elastane.process.streams.files import default_base_dir
@@ -73,7 +73,7 @@ def find_job(job: str, log_dir: str) -> Path:
         if len(inside) == 1:
             return inside[0]
         if inside:
-            raise _which_job(job, [str(path) for path in inside])
+            raise _which_job(job, [str(path) for path in inside], verb)
     base = Path(log_dir or environment.get("PET_LOG_DIR") or default_base_dir())
     folder = base / safe_name(job)
     if folder.is_dir():
@@ -83,7 +83,7 @@ def find_job(job: str, log_dir: str) -> Path:
         f"no job {job!r} in {base}",
         slug="no-such-job",
         expected=f"one of {', '.join(known[:_JOBS_NAMED_MAX])}" if known else "a folder of logs",
-        next_step="elastane logs --log-dir DIR JOB, with the DIR of elastane run",
+        next_step=f"elastane {verb} --log-dir DIR JOB, with the DIR of elastane run",
     )
 
 
@@ -91,12 +91,12 @@ def _is_job_dir(path: Path) -> bool:
     return any(path.glob("round_*")) or any(path.glob("events.*.jsonl"))
 
 
-def _which_job(given: str, folders: list[str]) -> UsageError:
+def _which_job(given: str, folders: list[str], verb: str) -> UsageError:
     return UsageError(
         f"{given} holds the logs of {len(folders)} jobs",
         slug="several-jobs",
         expected=f"one of {', '.join(folders[:_JOBS_NAMED_MAX])}",
-        next_step=f"elastane logs {folders[-1]}",
+        next_step=f"elastane {verb} {folders[-1]}",
     )
 
 

@@ -28,6 +28,7 @@ VERBS = {
     "status": "show the state of a job: nodes, round, and what it is waiting for",
     "logs": "show the output of a job's workers, merged by time",
     "explain": "explain why a job failed or restarted, attempt by attempt",
+    "top": "show a job live in the terminal: nodes, speed, incidents, where the time went",
     "dashboard": "serve the web page of the jobs on this machine, or of a folder of logs",
     "checkpoint": "list, verify, show and prune the checkpoints of a job",
     "kubernetes": "run jobs on Kubernetes: the operator, its manifests, the status of a job",

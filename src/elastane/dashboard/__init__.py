@@ -1,8 +1,8 @@
-"""The web page of a job: `elastane dashboard`.
+"""What is shown of a job while somebody looks: `elastane dashboard` and `elastane top`.
 
-`snapshot` makes what the page shows from the view of a job (observe.view); it is pure. `following`
-keeps the views of jobs up to date from their folders and coordinators, and `index` finds their
-events again. `server` answers requests, `guard` says which are allowed, `connections` bounds who
-asks, and `page` holds the files of the page itself. Nothing here changes a job, and a page that
-does not read blocks nobody.
+`snapshot` makes what is shown from the view of a job (observe.view); it is pure. `following` keeps
+the views of jobs up to date from their folders and coordinators. Of the web page, `index` finds
+events again, `server` answers requests, `guard` says which are allowed, `connections` bounds who
+asks, and `page` holds the files. Nothing here changes a job, and a page that does not read blocks
+nobody.
 """

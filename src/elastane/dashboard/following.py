@@ -51,6 +51,8 @@ CLOSE_S = 1.0
 PIECE_EVENTS = 1000
 # Jobs whose views are kept in memory.
 FOLLOWED_MAX = 8
+# States in which nothing of a job runs any more.
+OVER = frozenset({"done", "failed", "stopped"})
 JOBS_LISTED_MAX = 200
 
 
@@ -118,6 +120,16 @@ class JobFollower:
     async def ready(self) -> None:
         """Wait until the log was read, and the coordinator asked if an agent runs here."""
         await self._has_asked.wait()
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether an agent of the job runs on this machine."""
+        return bool(self._agents)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all is known, and nothing of the job runs any more."""
+        return self._has_asked.is_set() and self.sections().job.state in OVER
 
     def check(self) -> None:
         """Raise what ended the following, if something did."""

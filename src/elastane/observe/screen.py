@@ -50,9 +50,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
     count = min(width, len(values))
     edges = [len(values) * index // count for index in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
+    return bars(means, min(means), max(means))
+
+
+def bars(values: Sequence[float | None], low: float, high: float) -> str:
+    """Draw values between `low` and `high` as one bar each; an unknown one is a blank."""
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    return "".join(
+        " " if value is None else _BARS[round((min(value, high) - low) * scale)] for value in values
+    )
 
 
 class Face(Protocol):

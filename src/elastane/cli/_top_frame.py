@@ -1,0 +1,472 @@
+"""One frame of `elastane top`: the sections of a job as lines of text that fill a terminal.
+
+Pure. It shows the same sections as the web page. Colour repeats what a word or a sign says, so a
+frame without colours loses nothing. Texts of the log cannot move the cursor: what controls a
+terminal is replaced.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+from rich.text import Text
+
+from elastane.cli._top_layout import (
+    TITLE_STYLE,
+    Beside,
+    Entry,
+    Lines,
+    Listed,
+    Panel,
+    Stack,
+    entry,
+    fitted,
+    titled,
+)
+from elastane.cli.status import duration
+from elastane.dashboard.snapshot import NodeRow, Sections, WorkerRow
+from elastane.observe.box import printable
+from elastane.observe.incidents import IncidentView
+from elastane.observe.rates import series_of
+from elastane.observe.screen import STATE_STYLES, bars
+from elastane.observe.view import CheckpointView, JobView
+
+# Widths from which panels stand side by side: two of them, or two columns of them.
+PAIR_WIDTH = 72
+COLUMNS_WIDTH = 110
+# The curve beside the step rate.
+RECENT_S = 600.0
+_RECENT_BARS = 20
+_LABEL = 9
+_DAY_S = 86400.0
+_SCALE = 7
+INCIDENTS_LISTED = 50
+_CAUSE_LINES = 2
+_SIGNS = {
+    "training": "●",
+    "done": "✓",
+    "starting": "○",
+    "waiting": "○",
+    "recovering": "○",
+    "draining": "↓",
+    "stopping": "↓",
+    "leaving": "↓",
+    "left": "↓",
+    "stopped": "■",
+    "silent": "?",
+    "away": "?",
+}
+_FAULTS = ("worker", "node", "failure", "end")
+# What a terminal shows that has no more than ASCII.
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█●✓○↓■×…±≠", "_.:-=+*#*v.-#x~+!")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a frame is drawn from, as of `now_s`. `is_live`: more frames follow."""
+
+    sections: Sections
+    view: JobView
+    now_s: float
+    is_live: bool = False
+
+
+def frame(picture: Picture, width: int, height: int) -> list[Text]:
+    """Return at most `height` lines of at most `width` columns."""
+    sections = picture.sections
+    nodes = _nodes(sections)
+    incidents = _incidents(picture)
+    account, checkpoints = _account(sections), _checkpoints(picture)
+    below: Panel
+    if width >= COLUMNS_WIDTH:
+        below = Beside(
+            Stack(nodes, _space(), incidents), Stack(account, _space(), checkpoints), 0.6
+        )
+    elif width >= PAIR_WIDTH:
+        below = Stack(nodes, incidents, Beside(account, checkpoints, 0.5))
+    else:
+        below = Stack(nodes, incidents, account, checkpoints)
+    lines = _head(picture, width)
+    head = Lines((*lines, Text()), least=len(lines))
+    needs = Lines(tuple(_needs(sections)), least=min(1, len(sections.needs)))
+    timeline = Lines((*_timeline(picture, width), Text()), least=4)
+    return Stack(head, needs, timeline, below).drawn(width, height)
+
+
+def plain(text: str) -> str:
+    """Return the text of a frame in ASCII alone."""
+    return text.translate(_ASCII)
+
+
+def _space() -> Lines:
+    return Lines((Text(),), least=0)
+
+
+def _head(picture: Picture, width: int) -> list[Text]:
+    job = picture.sections.job
+    clock = time.strftime("%H:%M:%S", time.localtime(picture.now_s))
+    right = f"q leaves   {clock} " if picture.is_live else f"{clock} "
+    title = fitted(Text(f" elastane top   {printable(job.name)}"), max(0, width - len(right)))
+    title.pad_right(max(0, width - len(right) - title.cell_len))
+    title.append(right)
+    title.stylize("bold reverse")
+    lines = [title, _state(picture, width)]
+    if job.reason and job.state != "training":
+        lines.append(Text(f"  {printable(job.reason)}"))
+    return [*lines, _speed(picture, width), _budget(picture, width)]
+
+
+def _speed(picture: Picture, width: int) -> Text:
+    """Return step and step rate; of a job that is over, the last that it logged."""
+    job, rate = picture.sections.job, picture.sections.rate
+    if not job.has_steps:
+        return Text("no step reported", style="bold")
+    is_over = job.ended_s is not None
+    text = Text(f"step {job.step:,}" + (" at the last count" if is_over else ""), style="bold")
+    parts = []
+    if rate.now is not None and not is_over:
+        parts.append(Text(f"{rate.now:.3g} steps/s", style="bold"))
+    if rate.usual is not None:
+        parts.append(Text(f"usual {rate.usual:.3g}" + (" steps/s" if is_over else "")))
+    if not is_over:
+        parts.append(Text(_recent(picture), style="cyan"))
+    return _joined(text, parts, width)
+
+
+def _joined(text: Text, parts: Sequence[Text], width: int) -> Text:
+    """Return a line with those of the parts that fit, the first ones first."""
+    for part in parts:
+        if text.cell_len + 3 + part.cell_len <= width:
+            text = Text.assemble(text, "   " if text else "", part)
+    return text
+
+
+def _state(picture: Picture, width: int) -> Text:
+    job = picture.sections.job
+    style = f"bold {STATE_STYLES.get(job.state, 'red')}"
+    text = Text(f"{_SIGNS.get(job.state, '×')} {job.state}", style=style)
+    if job.state == "silent":
+        text.append(f", no word for {duration(picture.now_s - (picture.view.last_s or 0.0))}")
+    more = []
+    if job.world_full:
+        of = f" of {job.world_full}" if job.world_full != job.world_size else ""
+        where = f" on {_count(job.nodes, 'node')}" if job.nodes else ""
+        more.append(_count(job.world_size, "worker", of) + where)
+    if job.exit_code:
+        more.append(f"exit code {job.exit_code}")
+    if job.started_s is not None:
+        until_s = picture.now_s if job.ended_s is None else job.ended_s
+        more.append(duration(max(0.0, until_s - job.started_s)))
+    if job.round is not None:
+        more.append(f"round {job.round}, attempt {job.attempt}")
+    return _joined(text, [Text(part) for part in more], width)
+
+
+def _budget(picture: Picture, width: int) -> Text:
+    """Return the line of what is left: goodput, restarts, the newest checkpoint."""
+    sections = picture.sections
+    job, account = sections.job, sections.account
+    parts = [] if account is None else [f"goodput {account.goodput:.1%}"]
+    allowed = "" if job.restarts_allowed is None else f" of {job.restarts_allowed}"
+    saved = [made for made in sections.checkpoints.newest if not made.slug]
+    parts += [f"saved step {saved[0].step:,}, {_ago(picture, saved[0].time_s)}"] if saved else []
+    parts.append(f"restarts {job.restarts_used}{allowed} used")
+    return _joined(Text(), [Text(part) for part in parts], width)
+
+
+def _recent(picture: Picture) -> str:
+    """Return the step rate of the last minutes as bars."""
+    begun_s = picture.now_s if picture.view.started_s is None else picture.view.started_s
+    span_s = min(RECENT_S, max(60.0, picture.now_s - begun_s))
+    series = series_of(picture.view, picture.now_s - span_s, picture.now_s, _RECENT_BARS)
+    highest = max((rate for rate in series.rate if rate is not None), default=0.0)
+    return f"{bars(series.rate, 0.0, highest)} {_age(span_s)}"
+
+
+def _needs(sections: Sections) -> list[Text]:
+    """Return what a person can do, or has to know."""
+    lines = []
+    for need in sections.needs:
+        sign, style = ("→", "bold") if need.severity == "next" else ("!", "bold yellow")
+        number = f" (#{need.incident})" if need.incident else ""
+        text = Text(f"{sign} {printable(need.text)}{number}", style=style)
+        text.append(f": {printable(need.hint)}" if need.hint else "", style="not bold default")
+        lines.append(text)
+    return [*lines, Text()] if lines else []
+
+
+def _timeline(picture: Picture, width: int) -> list[Text]:
+    """Return world size, step rate and incidents of the whole job above one axis of time."""
+    series, job = picture.sections.series, picture.sections.job
+    room = max(1, width - _LABEL - _SCALE)
+    end_s = picture.now_s if job.ended_s is None else job.ended_s
+    span_s = max(series.bucket_s, end_s - series.from_s)
+    known = math.ceil(span_s / series.bucket_s)  # the series of a young job reaches beyond now
+    world = _gathered(series.world[:known], room, min)
+    rate = _gathered(series.rate[:known], room, lambda some: sum(some) / len(some))
+    fastest = max((one for one in rate if one is not None), default=0.0)
+    lines = [
+        _row("workers", Text(bars(world, 0.0, job.world_full), style="cyan"), f"{job.world_full}"),
+    ]
+    if fastest:
+        lines.append(
+            _row("steps/s", Text(bars(rate, 0.0, fastest), style="blue"), f"{fastest:.3g}")
+        )
+    lines.append(_row("incidents", _marks(picture, series.from_s, span_s, room), ""))
+    if job.started_s is None:
+        return lines
+    from_text, to_text = _clock(job.started_s, picture), _clock(end_s, picture)
+    legend = "× fault  + - world  ! stall"
+    free = room - len(from_text) - len(to_text)
+    middle = legend.center(free) if free > len(legend) + 2 else " " * max(1, free)
+    lines.append(_row("", Text(f"{from_text}{middle}{to_text}", style="dim"), ""))
+    return lines
+
+
+def _row(label: str, drawn: Text, scale: str) -> Text:
+    return Text.assemble((f"{label:<{_LABEL}}", "dim"), drawn, (f" {scale}", "dim"))
+
+
+def _gathered(
+    values: Sequence[float | None], room: int, of: Callable[[list[float]], float]
+) -> list[float | None]:
+    """Return one value for each column of `room`; None where nothing is known."""
+    gathered: list[float | None] = []
+    for column in range(room):
+        first = len(values) * column // room
+        after = max(first + 1, len(values) * (column + 1) // room)
+        known = [value for value in values[first:after] if value is not None]
+        gathered.append(of(known) if known else None)
+    return gathered
+
+
+def _marks(picture: Picture, from_s: float, span_s: float, room: int) -> Text:
+    """Return a sign where incidents began; a column with several of them has their number."""
+    columns: dict[int, list[IncidentView]] = {}
+    for one in picture.view.incidents.listed:
+        column = int((one.from_s - from_s) / span_s * room) if span_s > 0 else 0
+        columns.setdefault(min(max(column, 0), room - 1), []).append(one)
+    text = Text()
+    for column in range(max(columns, default=-1) + 1):
+        found = columns.get(column, [])
+        signs = sorted((_sign(one) for one in found), key="×!≠-+±".index)
+        styles = ["red" if sign in "×!" else "default" for sign in signs]
+        if len(found) > 1:
+            text.append(str(len(found)) if len(found) < 10 else "*", style=styles[0])
+        else:
+            text.append(*((signs[0], styles[0]) if found else (" ", "default")))
+    text.pad_right(room - text.cell_len)
+    return text
+
+
+def _sign(one: IncidentView) -> str:
+    if one.kind in _FAULTS:
+        return "×"
+    if one.kind == "change":
+        change = one.world_after - one.world_before
+        return "+" if change > 0 else "-" if change < 0 else "±"
+    return "≠" if one.kind == "difference" else "!"
+
+
+def _nodes(sections: Sections) -> Panel:
+    """Return the table of nodes; those that are not well stay if it is cut."""
+    here = sections.nodes.here
+    names = [printable(row.name) for row in here]
+    longest = min(24, max(map(len, names), default=4))
+    states = max((len(row.state) for row in here), default=5) + 2
+
+    def title(width: int) -> Text:
+        heads = ("NODE".ljust(longest + 2), "STATE".ljust(states), "     STEP", "STEPS/S", "RANKS")
+        return _joined(Text("  ".join(heads), style=TITLE_STYLE), [Text("* coordinator")], width)
+
+    def entries(width: int) -> list[Entry]:
+        rows = [
+            Entry(1, partial(_node, row, longest, states), is_important=not _is_well(row))
+            for row in here
+        ]
+        gone = ", ".join(f"{printable(row.name)} ({row.state})" for row in sections.nodes.gone)
+        if gone:
+            text = f"no longer here: {_count(sections.nodes.gone_count, 'node')}: {gone}"
+            rows.append(entry(Text(text, style="dim")))
+        return rows
+
+    return Listed(title, entries, least=min(5, 1 + max(1, len(here))))
+
+
+def _is_well(row: NodeRow) -> bool:
+    is_well = row.state in ("training", "done")
+    return is_well and all(worker.state == row.state for worker in row.workers)
+
+
+def _node(row: NodeRow, longest: int, states: int) -> list[Text]:
+    name = Text(printable(row.name))
+    name.truncate(longest, overflow="ellipsis", pad=True)
+    sign = _SIGNS.get(row.state, "×")
+    step = "-" if row.step is None else f"{row.step:,}"
+    rate = "-" if row.rate is None else f"{row.rate:.3g}"
+    line = Text.assemble(
+        name,
+        " *" if row.coordinates else "  ",
+        "  ",
+        (f"{sign} {row.state}".ljust(states), STATE_STYLES.get(row.state, "red")),
+        f"  {step:>9}  {rate:>7}  ",
+        _workers(row),
+    )
+    return [line]
+
+
+def _workers(row: NodeRow) -> Text:
+    """Return the ranks of a node's workers, and the states that differ from the node's."""
+    if not row.workers:
+        return Text(_count(row.worker_count, "worker") if row.worker_count else "")
+    parts = []
+    for state, same in groupby(sorted(row.workers, key=_worker_order), lambda one: one.state):
+        ranks = [worker.rank for worker in same]
+        said = _spans([rank for rank in ranks if rank is not None])
+        part = Text(said or _count(len(ranks), "worker"))
+        if state != row.state:
+            part.append(f" {state}", style=STATE_STYLES.get(state, "bold red"))
+        parts.append(part)
+    return Text("; ").join(parts)
+
+
+def _worker_order(worker: WorkerRow) -> tuple[bool, str, int]:
+    return worker.state not in ("failed", "away"), worker.state, worker.local_rank
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Return ranks as in 0-3,5."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _incidents(picture: Picture) -> Panel:
+    """Return the incidents, newest first, each with its cause."""
+    history = picture.view.incidents
+    count = Counter(one.kind == "change" for one in history.listed)
+    title = f"INCIDENTS   {_count(count[False], 'fault')}, {_count(count[True], 'planned change')}"
+
+    def entries(width: int) -> list[Entry]:
+        found = history.by_time(INCIDENTS_LISTED)
+        if not found:
+            return [entry(Text("none so far", style="dim"))]
+        return [_incident(one, picture, width) for one in found]
+
+    return Listed(titled(title), entries, least=min(4, 2 + 2 * len(history.listed)))
+
+
+def _incident(one: IncidentView, picture: Picture, width: int) -> Entry:
+    style = "default" if one.kind == "change" else "red" if one.state != "recovered" else "yellow"
+    head = f"#{one.id:<3} {_clock(one.from_s, picture)}  {_sign(one)} "
+    line = Text.assemble(
+        head, (f"{_course(one, picture):<17}", style), "  ", (printable(one.title), "bold")
+    )
+    cause = printable(one.cause)
+    if one.kind == "change" or cause in one.title:
+        return entry(line)
+    said = textwrap.wrap(cause, max(20, width - 5), max_lines=_CAUSE_LINES, placeholder=" …")
+    return entry(line, *(Text(f"     {part}", style="dim") for part in said))
+
+
+def _course(one: IncidentView, picture: Picture) -> str:
+    """Return how far an incident is, and how long it took."""
+    if one.state == "fatal":
+        return "ended the job"
+    if one.to_s is None:
+        return f"open for {duration(max(0.0, picture.now_s - one.from_s))}"
+    word = "took" if one.kind == "change" else "recovered"
+    return f"{word} {_brief(max(0.0, one.to_s - one.from_s))}"
+
+
+def _brief(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 10 else duration(seconds)
+
+
+def _account(sections: Sections) -> Panel:
+    """Return where the time went, by cause."""
+    account = sections.account
+
+    def entries(width: int) -> list[Entry]:
+        if account is None:
+            return [entry(Text("nothing is known yet", style="dim"))]
+        rows = []
+        for row in account.causes:
+            share = row.seconds / account.wall_s if account.wall_s else 0.0
+            line = Text(f"{row.cause:<17} {_brief(row.seconds):>12} {share:6.1%}")
+            numbers = " ".join(f"#{number}" for number, _ in row.incidents)
+            if line.cell_len + 2 + len(numbers) <= width:
+                line.append(f"  {numbers}", style="dim")
+            rows.append(entry(line))
+        rows += [entry(Text(f"would help: {text}", style="dim")) for text in account.helped]
+        return rows
+
+    goodput = "" if account is None else f"   goodput {account.goodput:.1%}"
+    return Listed(titled(f"WHERE THE TIME WENT{goodput}"), entries, least=4)
+
+
+def _checkpoints(picture: Picture) -> Panel:
+    """Return the newest checkpoints with their age."""
+    found = picture.sections.checkpoints
+    failed = f", {found.failed} failed" if found.failed else ""
+
+    def entries(width: int) -> list[Entry]:
+        if not found.newest:
+            return [entry(Text("none saved by elastane's Checkpointer", style="dim"))]
+        return [entry(_checkpoint(made, picture)) for made in found.newest]
+
+    return Listed(titled(f"CHECKPOINTS   {found.saved} saved{failed}"), entries, least=2)
+
+
+def _checkpoint(made: CheckpointView, picture: Picture) -> Text:
+    if made.slug:
+        return Text(f"× step {made.step:,} failed [{printable(made.slug)}]", style="red")
+    when = _ago(picture, made.time_s)
+    size, took = _bytes(made.stored_bytes), f"{made.seconds:.1f} s"
+    return Text(f"step {made.step:,}  {when}  {size}  {took}")
+
+
+def _ago(picture: Picture, time_s: float) -> str:
+    """Return how old something is; of a job that is over, when it was before the end."""
+    end_s = picture.sections.job.ended_s
+    if end_s is not None:
+        return f"{_age(end_s - time_s)} before the end"
+    return f"{_age(picture.now_s - time_s)} ago"
+
+
+def _age(seconds: float) -> str:
+    """Return a time in the unit that matters."""
+    for unit_s, name in ((_DAY_S, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * unit_s:
+            return f"{seconds // unit_s:.0f} {name}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _clock(time_s: float, picture: Picture) -> str:
+    """Return the local time of day, with the date if it is of another day than now."""
+    is_recent = picture.now_s - time_s < _DAY_S
+    return time.strftime("%H:%M:%S" if is_recent else "%m-%d %H:%M", time.localtime(time_s))
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _count(number: int, noun: str, of: str = "") -> str:
+    many = number != 1 or bool(of)
+    return f"{number}{of} {noun}{'s' if many else ''}"

@@ -1,0 +1,229 @@
+"""The frames of `elastane top`: what they say, and that they fit any terminal."""
+
+import time
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reports import report_of
+from view_events import event, exited, settled, started
+
+from elastane.cli._top_frame import Picture, frame, plain
+from elastane.dashboard.snapshot import SourceFacts, sections_of, shown_until_s
+from elastane.observe.account import Accountant
+from elastane.observe.view import JobView, after_event
+from elastane.protocol.messages import NodeStatus
+
+BEGUN_S = 1_795_780_000.0
+NODES = ("node-a", "node-b", "node-c")
+
+
+@pytest.fixture(autouse=True)
+def in_utc(monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def at(seconds):
+    return {"time_s": BEGUN_S + seconds}
+
+
+def workers_of(round_, seconds, nodes=NODES):
+    fence = {"round": round_, "attempt": 0}
+    return [
+        each
+        for number, node in enumerate(nodes)
+        for each in (
+            started(node, *range(100 + 4 * number, 104 + 4 * number), **fence, **at(seconds)),
+            event("workers-training", node, **fence, **at(seconds + 1)),
+        )
+    ]
+
+
+def begun():
+    return [
+        event("agent-started", "node-a", **at(0)),
+        event("coordinator-started", "node-a", **at(1)),
+        settled(1, " ".join(NODES), 12, nodes=3, **at(2)),
+        *workers_of(1, 4),
+        *(
+            event("progress", "node-a", round=1, attempt=0, steps=30 * n, **at(10 * n))
+            for n in range(1, 41)
+        ),
+        event("checkpoint-saved", "node-a", step=900, bytes=4.26e9, seconds=2.3, **at(301)),
+    ]
+
+
+def killed():
+    """A worker is killed at 400 s, and another world trains on without it."""
+    cause = "worker of rank 6 (local rank 2, pid 106) on node node-b ended with SIGKILL: no memory"
+    return [
+        event("worker-exited", "node-b", "SIGKILL (out of memory)", rank=6, local_rank=2, pid=106,
+              exit_code=-9, round=1, attempt=0, **at(400)),
+        event("incident", "node-a", round=1, attempt=0, **at(400.2)),
+        event("replacement", "node-a", round=1, attempt=0, used=1, allowed=3, cause=cause,
+              cause_node="node-b", cause_rank=6, **at(400.2)),
+        settled(2, " ".join(NODES), 11, nodes=3, **at(401)),
+        *workers_of(2, 402),
+    ]  # fmt: skip
+
+
+def picture(*events, now=500, report=None, **facts):
+    view, accountant = JobView(), Accountant()
+    for one in sorted(events, key=lambda one: one.time_s):
+        view = after_event(view, one)
+        accountant.add(one, view)
+    known = {"key": "j", "folder": "/f", "events": 1, "has_agents": True, "is_read": True, **facts}
+    source = SourceFacts(now_s=BEGUN_S + now, report=report, **known)
+    account = accountant.account(view, shown_until_s(view, source))
+    return Picture(sections_of(view, source, account), view, BEGUN_S + now)
+
+
+def reported(*names):
+    nodes = tuple(
+        NodeStatus(node_id=name, host=name, state="joined", node_rank=rank, local_world_size=4,
+                   heard_s=0.2, progress=1234, steps_per_s=3.2)
+        for rank, name in enumerate(names)
+    )  # fmt: skip
+    return msgspec.structs.replace(report_of("demo"), nodes=nodes, max_restarts=3)
+
+
+def text(picture, width=80, height=24):
+    lines = frame(picture, width, height)
+    assert len(lines) <= height and all(line.cell_len <= width for line in lines)
+    return "\n".join(line.plain.rstrip() for line in lines)
+
+
+def test_a_frame_of_80_by_24_answers_what_a_person_asks():
+    said = text(picture(*begun(), *killed(), report=reported(*NODES)))
+    for answer in (
+        "elastane top   demo",
+        "● training   11 of 12 workers on 3 nodes   8 min 20 s   round 2, attempt 0",
+        "step 1,200   3.2 steps/s   usual 3   ",
+        "goodput 9",
+        "saved step 900, 3 min ago   restarts 1 of 3 used",
+        "workers  ",
+        "steps/s  ",
+        "11:46:40",
+        "node-b    ● training      1,234      3.2  4-7",
+        "INCIDENTS   1 fault, 0 planned changes",
+        "#1   11:53:20  × recovered 2.00 s   Rank 6 on node-b: SIGKILL",
+        "WHERE THE TIME WENT   goodput 9",
+        "productive ",
+        "CHECKPOINTS   1 saved",
+        "step 900  3 min ago  4.26 GB  2.3 s",
+    ):
+        assert answer in said, f"{answer}\n{said}"
+
+
+def test_the_curve_of_workers_and_the_marks_stand_under_the_same_time():
+    rows = text(picture(*begun(), *killed(), now=500)).splitlines()
+    [world] = [row for row in rows if row.startswith("workers")]
+    [marks] = [row for row in rows if row.startswith("incidents ")]
+    column = marks.index("×")
+    assert column == 9 + 64 * 400 // 500
+    assert world[column - 1] == "█" != world[column + 1], "a smaller world follows the fault"
+
+
+def test_a_wide_terminal_shows_causes_and_all_panels_side_by_side():
+    said = text(picture(*begun(), *killed()), 120, 40)
+    assert "worker of rank 6" in said and "with SIGKILL: no memory" in said
+    [row] = [row for row in said.splitlines() if row.startswith("NODE")]
+    assert "WHERE THE TIME WENT" in row
+
+
+def test_a_narrow_terminal_shows_whole_facts_and_leaves_others_out():
+    said = text(picture(*begun(), *killed(), report=reported(*NODES)), 60, 40)
+    assert "…" not in "\n".join(said.splitlines()[:6]), said
+    assert "11 of 12 workers on 3 nodes" in said and "round 2" not in said
+    assert "CHECKPOINTS   1 saved" in said
+
+
+def test_what_needs_a_person_is_said_first():
+    said = text(picture(*begun(), event("checkpoint-failed", "node-a", step=1100, slug="disk-full",
+                                        location="/ckpt", **at(405))))  # fmt: skip
+    [need] = [row for row in said.splitlines() if row.startswith("!")]
+    assert need == "! The save of step 1,100 failed: /ckpt on node-a [disk-full]"
+    assert "× step 1,100 failed [disk-full]" in said
+
+
+@pytest.mark.parametrize(
+    ("events", "facts", "words"),
+    [
+        ([event("agent-started", "a", **at(0))], {"now": 5}, "○ starting   5.0 s"),
+        ([], {"now": 5}, "no step reported"),
+        ([*begun(), event("waiting", "node-a", "2 nodes of 3", min_nodes=3, **at(405))], {},
+         "○ waiting"),
+        (begun(), {"has_agents": False, "now": 4000}, "? silent, no word for 1 h 0 min"),
+        ([*begun(), event("job-ended", "node-a", "all succeeded", ok=True, **at(450))], {},
+         "✓ done   12 workers on 3 nodes   7 min 30 s"),
+        ([*begun(), *killed()[:1],
+          event("job-ended", "node-a", "no restarts left", ok=False, exit_code=1, **at(450))], {},
+         "× failed   12 workers on 3 nodes   exit code 1"),
+    ],
+    ids=["starting", "empty", "waiting", "silent", "done", "failed"],
+)  # fmt: skip
+def test_each_state_has_a_sign_and_a_word(events, facts, words):
+    assert words in text(picture(*events, **facts))
+
+
+def test_the_end_of_a_failed_job_names_its_reason_and_the_next_step():
+    said = text(picture(*begun(), *killed()[:1], event(
+        "job-ended", "node-a", "no restarts left", ok=False, exit_code=1, **at(450))))  # fmt: skip
+    assert "no restarts left" in said and "ended the job" in said
+    assert "! Find out why: Rank 6 on node-b: SIGKILL (#1)" in said
+    assert "→ Start it again: step 900 is saved" in said
+    assert "step 1,200 at the last count" in said and "before the end" in said
+
+
+def test_a_failed_worker_is_named_among_the_well_ones_of_its_node():
+    said = text(picture(*begun(), killed()[0]))
+    assert "node-b    × failed            -        -  6; 4-5,7 training" in said
+
+
+def test_of_many_nodes_those_that_are_not_well_stay_and_the_others_are_counted():
+    names = [f"n{number:03}" for number in range(200)]
+    events = [settled(1, " ".join(names), 800, nodes=200, **at(0)), *workers_of(1, 1, names)]
+    events.append(event("workers-draining", "n150", **at(100)))
+    said = text(picture(*events))
+    assert "n150" in said and "↓ draining" in said and "  and 19" in said
+    assert text(picture(*events), 120, 2000).count("● training") == 200
+
+
+def test_several_incidents_of_one_moment_are_counted_on_the_timeline():
+    events = [settled(1, "node-a", 4, nodes=1, **at(0)), *workers_of(1, 1, ["node-a"])]
+    for round_ in range(1, 13):
+        events += [exited(0, node="node-a", round=round_, **at(100 + round_)),
+                   settled(round_ + 1, "node-a", 4, **at(100.5 + round_)),
+                   *workers_of(round_ + 1, 100.6 + round_, ["node-a"])]  # fmt: skip
+    view = picture(*events, now=5000)
+    [marks] = [row for row in text(view).splitlines() if row.startswith("incidents ")]
+    assert marks.split() == ["incidents", "*"]
+    assert "#12 " in text(view) and "  and 8 more" in text(view)
+
+
+def test_texts_of_the_log_cannot_move_the_cursor():
+    bad = "\x1b[2J\x07\u202e[bold]x"
+    waiting = event("waiting", "node-a", bad, min_nodes=3, **at(411))
+    said = text(picture(*begun(), event("node-joined", bad, **at(410)), waiting), 120, 50)
+    assert "[bold]x" in said
+    assert not [char for char in said if not char.isprintable() and char != "\n"]
+
+
+def test_every_sign_has_one_of_ascii():
+    for width, height in ((80, 24), (120, 50)):
+        said = plain(text(picture(*begun(), *killed(), report=reported(*NODES)), width, height))
+        assert said.replace("…", "~").isascii(), [c for c in said if not c.isascii()]
+        assert "* training" in said
+
+
+@settings(max_examples=60, deadline=None)
+@given(width=st.integers(1, 200), height=st.integers(1, 70), live=st.booleans())
+def test_a_frame_never_exceeds_its_terminal(width, height, live):
+    for one in (picture(), picture(*begun(), *killed(), report=reported(*NODES))):
+        text(replace(one, is_live=live), width, height)
