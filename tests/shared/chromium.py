@@ -57,6 +57,7 @@ class Browser:
 
     async def __aexit__(self, *_):
         self._reading.cancel()
+        await self._socket.close()
         await self._http.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -90,14 +90,18 @@ def frame(picture: Picture, width: int, height: int) -> list[Text]:
             Stack(nodes, _space(), incidents), Stack(account, _space(), checkpoints), 0.6
         )
     elif width >= PAIR_WIDTH:
-        below = Stack(nodes, incidents, Beside(account, checkpoints, 0.5))
+        pair = Beside(account, checkpoints, 0.5)
+        below = Stack(nodes, _space(), incidents, _space(), pair)
     else:
-        below = Stack(nodes, incidents, account, checkpoints)
+        below = Stack(nodes, _space(), incidents, _space(), account, _space(), checkpoints)
     lines = _head(picture, width)
-    head = Lines((*lines, Text()), least=len(lines))
+    head = Lines(tuple(lines), least=len(lines))
     needs = Lines(tuple(_needs(sections)), least=min(1, len(sections.needs)))
-    timeline = Lines((*_timeline(picture, width), Text()), least=4)
-    return Stack(head, needs, timeline, below).drawn(width, height)
+    timeline = Lines(tuple(_timeline(picture, width)), least=4)
+    parts: list[Panel] = [head, _space(), timeline, _space(), below]
+    if sections.needs:
+        parts[1:1] = [_space(), needs]
+    return Stack(*parts).drawn(width, height)
 
 
 def plain(text: str) -> str:
@@ -199,7 +203,7 @@ def _needs(sections: Sections) -> list[Text]:
         text = Text(f"{sign} {printable(need.text)}{number}", style=style)
         text.append(f": {printable(need.hint)}" if need.hint else "", style="not bold default")
         lines.append(text)
-    return [*lines, Text()] if lines else []
+    return lines
 
 
 def _timeline(picture: Picture, width: int) -> list[Text]:
@@ -213,11 +217,11 @@ def _timeline(picture: Picture, width: int) -> list[Text]:
     rate = _gathered(series.rate[:known], room, lambda some: sum(some) / len(some))
     fastest = max((one for one in rate if one is not None), default=0.0)
     lines = [
-        _row("workers", Text(bars(world, 0.0, job.world_full), style="cyan"), f"{job.world_full}"),
+        _row("workers", Text(bars(world, 0.0, job.world_full)), f"{job.world_full}"),
     ]
     if fastest:
         lines.append(
-            _row("steps/s", Text(bars(rate, 0.0, fastest), style="blue"), f"{fastest:.3g}")
+            _row("steps/s", Text(bars(rate, 0.0, fastest), style="cyan"), f"{fastest:.3g}")
         )
     lines.append(_row("incidents", _marks(picture, series.from_s, span_s, room), ""))
     if job.started_s is None:

@@ -1,7 +1,8 @@
 """Divides a screen of text between panels: what is cut says how much is missing.
 
 Pure. A panel has a title and entries of one line or more. A stack gives each panel its least number
-of lines, and shares the others line by line among those that want more.
+of lines, and shares the others line by line among those that want more. Panels that need none come
+last, such as empty lines.
 """
 
 from __future__ import annotations
@@ -104,9 +105,11 @@ class Stack:
         heights = [min(one, all_) for one, all_ in zip(least, wanted, strict=True)]
         for index in reversed(range(len(heights))):  # too low a screen loses the last panels
             heights[index] -= min(heights[index], max(0, sum(heights) - height))
-        while sum(heights) < height and heights != wanted:
-            for index, all_ in enumerate(wanted):
-                heights[index] += heights[index] < all_ and sum(heights) < height
+        first = {index for index, panel in enumerate(self._panels) if panel.least}
+        for sharing in (first, set(range(len(wanted))) - first):  # what may be missing comes last
+            while sum(heights) < height and any(heights[at] < wanted[at] for at in sharing):
+                for index in sorted(sharing):
+                    heights[index] += heights[index] < wanted[index] and sum(heights) < height
         return heights
 
 
@@ -129,7 +132,7 @@ class Beside:
         right = self._right.drawn(right_width, height)
         lines = []
         for index in range(max(len(left), len(right))):
-            line = left[index].copy() if index < len(left) else Text()
+            line = Text.assemble(left[index] if index < len(left) else "")
             if index < len(right):
                 line.append(" " * (left_width + GAP - line.cell_len))
                 line.append_text(right[index])

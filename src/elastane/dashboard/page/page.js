@@ -2,12 +2,12 @@
 
 import { drawTimeline } from "/charts.js";
 import { byId, clock, count, duration, element, rate } from "/dom.js";
-import { drawAnswers, drawCheckpoints, drawEvents, drawIncident, drawNodes } from "/panels.js";
+import { drawAccount, drawAnswers, drawCheckpoints, drawEvents, drawIncident, drawNodes } from "/panels.js";
 
 const LATE_MS = 5000;
 const GROUPS = [["", "All"], ["trouble", "Trouble"], ["world", "World"], ["saved", "Saved"], ["incident", "This incident"]];
-const KEYS = [["j  k", "later, earlier incident"], ["Esc", "close the output, else the whole time"], ["l", "output of the incident's worker"], ["/", "search events"], ["1 – 6", "go to a panel"], ["t", "light or dark"], ["?", "these keys"]];
-const PANELS = ["answers", "nodes", "timeline", "incident", "checkpoints", "events"];
+const KEYS = [["j  k", "later, earlier incident"], ["Esc", "close the output, else the whole time"], ["l", "output of the incident's worker"], ["/", "search events"], ["1 – 7", "go to a panel"], ["t", "light or dark"], ["?", "these keys"]];
+const PANELS = ["answers", "nodes", "timeline", "incident", "account", "checkpoints", "events"];
 
 const asked = new URLSearchParams(location.search);
 const page = {
@@ -93,6 +93,7 @@ function draw(changed) {
   if (changed.has("nodes") || changed.has("job")) drawNodes(page);
   timeline();
   if (changed.has("incidents") || page.details?.id !== page.chosen) details();
+  if (changed.has("account")) drawAccount(page);
   drawCheckpoints(page);
   const key = JSON.stringify([job.events, page.wanted, page.before, page.chosen, job.run]);
   if (key !== drawnEvents) { drawnEvents = key; events(); }

@@ -59,11 +59,12 @@ function drawInterruptions(job, incidents, page) {
     .filter(([number]) => number)
     .map(([number, word]) => (word === "stall" ? plural(number, "stall") : `${plural(number, word)} lost`));
   const changes = incidents.length - faults.length;
+  const { account } = page.sections;
   const allowed = job.restarts_allowed === null ? "" : ` of ${count(job.restarts_allowed)}`;
   fill(
     "answer-lost",
     element("p", { class: "big" }, faults.length ? count(faults.length) : "Nothing", faults.length ? element("small", { text: `${faults.length === 1 ? "incident" : "incidents"}, ${duration(stood)} until training went on` }) : null),
-    kinds.length ? element("p", { text: kinds.join(" · ") }) : null,
+    account?.causes.length ? element("p", {}, "Goodput ", element("b", { text: share(account.goodput) }), kinds.length ? ` · ${kinds.join(" · ")}` : "") : null,
     element("p", { class: "quiet", text: `${count(job.restarts_used)}${allowed} restarts of the budget used${changes ? ` · ${plural(changes, "planned change")}` : ""}` }),
   );
 }
@@ -201,6 +202,34 @@ function command(text) {
   const copied = element("button", { type: "button", click: async () => { await navigator.clipboard?.writeText(text); copied.textContent = "Copied"; } }, "Copy");
   return element("div", { class: "command" }, element("code", { text }), copied);
 }
+
+// Causes of time that are no loss; every other one is.
+const CAUSE_TONES = { productive: "use", starting: "over", saving: "over", unknown: "over" };
+
+export function drawAccount(page) {
+  const { account } = page.sections;
+  const body = byId("account-body");
+  byId("account-note").textContent = account ? `goodput ${share(account.goodput)} of ${duration(account.wall_s)}` : "";
+  if (!account?.causes.length) { body.replaceChildren(element("p", { class: "empty", text: "Nothing is known yet." })); return; }
+  const focused = body.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+  const whole = element("div", { class: "shares", "aria-hidden": "true" });
+  const most = Math.max(...account.causes.map((one) => one.seconds), 1e-9);
+  const rows = account.causes.map((one) => {
+    const tone = `t-${CAUSE_TONES[one.cause] ?? "lost"}`, part = element("i", { class: tone }), bar = element("i", { class: `share ${tone}` });
+    part.style.flexGrow = String(one.seconds);
+    bar.style.width = `${(100 * one.seconds) / most}%`;
+    whole.append(part);
+    const numbers = one.incidents.map(([number, seconds]) => element("button", { type: "button", "data-key": `${one.cause}/${number}`, title: duration(seconds), "aria-label": `incident ${number}: ${duration(seconds)}`, click: () => page.choose(number) }, `#${number}`));
+    return element("tr", {}, element("td", { class: "short", text: one.cause }), element("td", { class: "number", text: duration(one.seconds) }),
+      element("td", { class: "number", text: share(one.seconds / Math.max(account.wall_s, 1e-9)) }), element("td", { class: "bar wide" }, bar), element("td", { class: "incidents" }, ...numbers));
+  });
+  const head = element("tr", {}, ...["cause", "time", "share", "", "longest incidents"].map((name, at) => element("th", { text: name, class: at === 1 || at === 2 ? "number" : at === 3 ? "wide" : "" })));
+  body.replaceChildren(whole, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)),
+    ...account.helped.map((text) => element("p", { class: "quiet", text: `Would help: ${text}` })));
+  if (focused) body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+}
+
+const share = (part) => `${(100 * part).toFixed(1)}%`;
 
 export function drawCheckpoints(page) {
   const { checkpoints, job } = page.sections;

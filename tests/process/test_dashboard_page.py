@@ -1,0 +1,139 @@
+"""The page of `elastane dashboard` in a real browser, wide and on a phone, light and dark."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from chromium import MISSING, PROGRAM, Browser
+from shown_job import write_job
+from view_events import event
+
+from elastane.observe.events import encode_line
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
+# Generous: a browser on a busy machine.
+DEADLINE_S = 120.0
+SHAPES = [(1280, 900, False), (390, 844, True)]
+READ = (
+    "document.querySelector('#account-body table') && document.querySelector('#events-body table')"
+)
+# What is wider than the page scrolls the whole of it sideways, on a phone under each finger.
+TOO_WIDE = """
+[...document.querySelectorAll("main *, header *")].filter((one) => {
+  const box = one.getBoundingClientRect(), width = document.documentElement.clientWidth;
+  return box.width && box.right > width + 1 && !one.closest(".scroll");
+}).map((one) => `${one.tagName} ${one.id} ${one.className.baseVal ?? one.className}`).slice(0, 5)
+"""
+SMALL = """
+[...document.querySelectorAll("button, select, input")].filter((one) => {
+  const box = one.getBoundingClientRect();
+  return box.width && (box.width < 24 || box.height < 24);
+}).map((one) => one.outerHTML.slice(0, 90)).slice(0, 5)
+"""
+OVERLAPPING = """
+(() => {
+  const texts = [...document.querySelectorAll("#chart text")].filter((one) => one.textContent);
+  const boxes = texts.map((one) => one.getBoundingClientRect()), found = [];
+  for (let a = 0; a < boxes.length; a += 1) for (let b = a + 1; b < boxes.length; b += 1) {
+    const [p, q] = [boxes[a], boxes[b]];
+    const wide = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+    const high = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+    if (wide > 1 && high > 3) found.push(`${texts[a].textContent} / ${texts[b].textContent}`);
+  }
+  return found.slice(0, 5);
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The address of a dashboard, and the log of the job that it shows."""
+    folder = tmp_path_factory.mktemp("page")
+    job = write_job(folder / "logs")
+    private = folder / "run"
+    private.mkdir(mode=0o700)
+    command = [sys.executable, "-m", "elastane", "dashboard", "--port", "0", "--log-dir"]
+    server = subprocess.Popen(
+        [*command, str(folder / "logs")],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(private)}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield re.search(r"http://\S+/", server.stdout.readline())[0], job
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(DEADLINE_S)
+
+
+def seen(url, look, width=1280, height=900, **options):
+    """Return what `look` finds on the page, which must load without a problem."""
+
+    async def play():
+        async with Browser(width, height, **options) as page:
+            await page.open(url)
+            await page.until(READ, DEADLINE_S)
+            found = await look(page)
+            assert page.problems == []
+            return found
+
+    return asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(("width", "height", "mobile"), SHAPES, ids=["1280", "390"])
+def test_the_page_fits_its_window_and_can_be_touched(served, width, height, mobile, dark):
+    async def look(page):
+        return {
+            "theme": await page.run("document.documentElement.dataset.theme"),
+            "page": await page.run("document.documentElement.scrollWidth"),
+            "wide": await page.run(TOO_WIDE),
+            "small": await page.run(SMALL),
+            "overlapping": await page.run(OVERLAPPING),
+        }
+
+    assert seen(served[0], look, width, height, dark=dark, mobile=mobile) == {
+        "theme": "dark" if dark else "light",
+        "page": width, "wide": [], "small": [], "overlapping": [],
+    }  # fmt: skip
+
+
+def test_the_page_shows_the_job_and_an_incident_opens_from_the_time_that_it_cost(served):
+    async def look(page):
+        parts = ("answers", "nodes", "account", "checkpoints", "events")
+        texts = {part: await page.run(f"document.getElementById('{part}').innerText")
+                 for part in parts}  # fmt: skip
+        await page.run("document.querySelector(`#account-body button[data-key$='/2']`).click()")
+        await page.until(
+            "document.getElementById('incident-head').innerText.startsWith('Incident 2')"
+        )
+        await page.until("document.getElementById('incident-body').innerText.includes('node-d')")
+        return texts
+
+    texts = seen(served[0], look)
+    assert "Training" in texts["answers"] and "Goodput" in texts["answers"]
+    assert "The save of step" in texts["answers"], "what needs a person"
+    assert "4 nodes, 16 workers" in texts["nodes"] and "node-d lost" in texts["nodes"]
+    for cause in ("productive", "rebuilding", "starting", "detecting"):
+        assert cause in texts["account"]
+    assert "3 saved, 1 failed" in texts["checkpoints"]
+    assert "storage-unreachable" in texts["checkpoints"]
+    assert "events" in texts["events"]
+
+
+def test_the_page_moves_with_the_job_without_being_loaded_again(served):
+    url, job = served
+
+    async def look(page):
+        await page.run("window.mine = 1")
+        ended = event("job-ended", "node-a", "all workers succeeded", ok=True, time_s=4e9)
+        with (job.parent / "moving" / "events.h.jsonl").open("ab") as file:
+            file.write(encode_line(ended))
+        await page.until("document.title.startsWith('✓ done')", DEADLINE_S)
+        return await page.run("window.mine")
+
+    shutil.copytree(job, job.parent / "moving")
+    assert seen(f"{url}?job=moving", look) == 1
