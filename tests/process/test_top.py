@@ -18,6 +18,7 @@ from view_events import event, exited, settled, started
 from elastane.cli.main import main
 from elastane.errors import ExitCode
 from elastane.observe.events import encode_line
+from elastane.process.files import JobEntry, JobRegistry, process_start, runtime_folder
 from elastane.testing import LocalCluster
 
 # Generous: the bound of a test that fails on a busy machine.
@@ -314,3 +315,20 @@ def test_a_job_that_is_not_there_is_named_with_the_next_step(tmp_path, over, cap
     write(tmp_path / "logs" / "second", *STORY)
     assert main(["top", str(tmp_path / "logs")]) == ExitCode.USAGE
     assert "[several-jobs]" in capsys.readouterr().err
+
+
+def test_without_a_name_the_one_job_that_runs_here_is_shown(tmp_path, over, capsys):
+    def runs(job, log_dir):
+        pid = os.getpid()
+        entry = JobEntry(job=job, node="a", endpoint="127.0.0.1:1", token="", pid=pid,
+                         process=process_start(pid), log_dir=str(log_dir))  # fmt: skip
+        JobRegistry(runtime_folder(os.environ)).write(entry)
+
+    runs("over", tmp_path / "logs")
+    assert "elastane top   demo" in printed()
+    runs("mute", "")
+    assert main(["top", "mute"]) == ExitCode.USAGE
+    assert "job mute keeps no event log" in capsys.readouterr().err
+    assert main(["top"]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert "2 jobs run on this machine" in said and "one of mute, over" in said

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from elastane.cli._terminal import Terminal
 from elastane.cli._top_frame import Picture, frame, plain
-from elastane.dashboard.following import JobFollower
+from elastane.dashboard.following import OVER, JobFollower
 
 # A person does not read faster, and ages are shown in seconds.
 REDRAW_S = 0.5
@@ -35,15 +35,16 @@ async def print_once(follower: JobFollower) -> int:
         await asyncio.wait([ready], timeout=REDRAW_S)
         follower.check()
     console = Console(highlight=False)
-    print("\n".join(_drawn(follower, console, PRINTED_ROWS_MAX)))
+    print("\n".join(_drawn(_picture(follower), console, PRINTED_ROWS_MAX)))
     return 0
 
 
-def _drawn(
-    follower: JobFollower, console: Console, rows: int, *, is_live: bool = False
-) -> list[str]:
+def _picture(follower: JobFollower, *, is_live: bool = False) -> Picture:
+    return Picture(follower.sections(), follower.view, time.time(), is_live)
+
+
+def _drawn(picture: Picture, console: Console, rows: int) -> list[str]:
     """Return the rows of a frame as the console of this width writes them."""
-    picture = Picture(follower.sections(), follower.view, time.time(), is_live)
     lines = frame(picture, console.width, rows)
     while lines and not lines[-1].plain.strip():
         lines.pop()
@@ -78,7 +79,7 @@ class LiveView:
             await self._show()
         with contextlib.suppress(OSError):  # the terminal may be gone
             rows = self._terminal.size()[1] - 1
-            print("\n".join(_drawn(self._follower, self._console, rows)), flush=True)
+            print("\n".join(_drawn(_picture(self._follower), self._console, rows)), flush=True)
         return self._code or 0
 
     async def _show(self) -> None:
@@ -87,10 +88,11 @@ class LiveView:
             self._follower.check()
             columns, rows = self._terminal.size()
             self._console.width = columns
-            drawn = _drawn(self._follower, self._console, rows, is_live=True)
+            picture = _picture(self._follower, is_live=True)
+            drawn = _drawn(picture, self._console, rows)
             with contextlib.suppress(OSError):
                 self._terminal.show(drawn, (columns, rows))
-            if self._follower.is_over:
+            if self._follower.is_ready and picture.sections.job.state in OVER:
                 over_s = over_s or time.monotonic()
                 if not self._follower.has_agents or time.monotonic() - over_s > SETTLE_S:
                     return

@@ -127,9 +127,9 @@ class JobFollower:
         return bool(self._agents)
 
     @property
-    def is_over(self) -> bool:
-        """Whether all is known, and nothing of the job runs any more."""
-        return self._has_asked.is_set() and self.sections().job.state in OVER
+    def is_ready(self) -> bool:
+        """Whether the log was read, and the coordinator asked if an agent runs here."""
+        return self._has_asked.is_set()
 
     def check(self) -> None:
         """Raise what ended the following, if something did."""
@@ -240,8 +240,7 @@ class FollowedJob(JobFollower):
 
     def incident(self, number: int) -> IncidentView | None:
         """Return one incident whole."""
-        listed = self.view.incidents.listed
-        return next((one for one in reversed(listed) if one.id == number), None)
+        return self.view.incidents.by_number(number)
 
     def series(self, from_s: float, to_s: float) -> Series:
         """Return the curves of a span of time."""

@@ -88,11 +88,21 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IncidentHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """All incidents, oldest first. `belongs_to`: the incident of the last event, or 0."""
+    """All incidents, oldest first; their numbers follow each other.
+
+    `belongs_to`: the incident of the last event, or 0. `newest`: the number of the newest one of
+    each kind in BESIDE, and under "" of the newest that ended a world.
+    """
 
     listed: tuple[IncidentView, ...] = ()
     world_size: int = 0
     belongs_to: int = 0
+    newest: dict[str, int] = {}
+
+    def by_number(self, number: int) -> IncidentView | None:
+        """Return an incident by its number; None if there is none, or it is kept no more."""
+        index = number - self.listed[0].id if self.listed else -1
+        return self.listed[index] if 0 <= index < len(self.listed) else None
 
     def last(self) -> IncidentView | None:
         """Return the incident that was found last; one that was found before may have begun later.
@@ -103,7 +113,7 @@ class IncidentHistory(msgspec.Struct, frozen=True, kw_only=True):
 
     def of_world(self) -> IncidentView | None:
         """Return the newest incident that ended a world, or planned its end."""
-        return next((one for one in reversed(self.listed) if one.kind not in BESIDE), None)
+        return self.by_number(self.newest.get("", 0))
 
     def current(self) -> IncidentView | None:
         """Return the incident that later events may belong to: of a world, or else the last."""
@@ -115,7 +125,7 @@ class IncidentHistory(msgspec.Struct, frozen=True, kw_only=True):
 
     def beside(self, kind: str) -> IncidentView | None:
         """Return the newest incident of a kind in BESIDE, if it is not over."""
-        newest = next((one for one in reversed(self.listed) if one.kind == kind), None)
+        newest = self.by_number(self.newest.get(kind, 0))
         return newest if newest is not None and not newest.is_over else None
 
     def fatal(self) -> IncidentView | None:
@@ -154,9 +164,7 @@ def _changed(
     """Return the history with one incident changed, to which the last event belongs."""
     replaced = msgspec.structs.replace(incident, **changes)
     listed = history.listed
-    index = len(listed) - 1
-    while listed[index].id != incident.id:
-        index -= 1
+    index = incident.id - listed[0].id
     return msgspec.structs.replace(
         history,
         listed=(*listed[:index], replaced, *listed[index + 1 :]),
@@ -189,7 +197,8 @@ def _opened(
     )
     opened = msgspec.structs.replace(opened, **more)
     listed = (*history.listed, opened)[-INCIDENTS_MAX:]
-    return msgspec.structs.replace(history, listed=listed, belongs_to=opened.id)
+    newest = {**history.newest, kind if kind in BESIDE else "": opened.id}
+    return msgspec.structs.replace(history, listed=listed, belongs_to=opened.id, newest=newest)
 
 
 def _of_world(history: IncidentHistory, event: LoggedEvent) -> IncidentView | None:

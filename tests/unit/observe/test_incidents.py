@@ -176,6 +176,27 @@ def test_an_incident_keeps_a_bounded_number_of_lines_about_what_was_done():
     assert len(one.did) == DID_MAX
 
 
+def test_of_very_many_incidents_the_oldest_are_dropped_and_the_others_keep_their_numbers(
+    monkeypatch,
+):
+    monkeypatch.setattr("elastane.observe.incidents.INCIDENTS_MAX", 4)
+    worlds = [
+        one
+        for n in range(1, 8)
+        for one in (
+            exited(1, round=n, time_s=20.0 + n),
+            settled(n + 1, "a", 4, time_s=20.2 + n),
+            started("a", 1, 2, round=n + 1, attempt=0, time_s=20.3 + n),
+        )
+    ]
+    history = play(settled(1, "a", 4), event("stall", time_s=19.0), *worlds).incidents
+    assert [one.id for one in history.listed] == [5, 6, 7, 8]
+    assert {one.state for one in history.listed} == {"recovered"}
+    assert history.by_number(5) is history.listed[0]
+    assert history.by_number(4) is None and history.by_number(9) is None
+    assert history.beside("stall") is None and history.of_world() is history.listed[-1]
+
+
 def test_nodes_that_left_under_names_of_their_own_are_not_kept_for_ever(monkeypatch):
     monkeypatch.setattr("elastane.observe.view.NODES_MAX", 4)
     came = [event("node-joined", f"spot-{n}", time_s=100.0 + n) for n in range(9)]
