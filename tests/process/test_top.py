@@ -64,7 +64,7 @@ class Screen:
     def _put(self, text):
         if not self.is_other:
             self.after += text
-        else:
+        elif text:
             self.rows[self.row] = self.rows.get(self.row, "") + text
 
     def _obey(self, numbers, letter):
