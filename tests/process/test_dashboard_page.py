@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from chromium import MISSING, PROGRAM, Browser
@@ -83,22 +84,38 @@ def seen(url, look, width=1280, height=900, **options):
     return asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
 
 
+async def shape(page):
+    """Return what does not fit: the width of the page, and what is too wide, small or covered."""
+    return {
+        "page": await page.run("document.documentElement.scrollWidth"),
+        "wide": await page.run(TOO_WIDE),
+        "small": await page.run(SMALL),
+        "overlapping": await page.run(OVERLAPPING),
+    }
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize(("width", "height", "mobile"), SHAPES, ids=["1280", "390"])
 def test_the_page_fits_its_window_and_can_be_touched(served, width, height, mobile, dark):
     async def look(page):
-        return {
-            "theme": await page.run("document.documentElement.dataset.theme"),
-            "page": await page.run("document.documentElement.scrollWidth"),
-            "wide": await page.run(TOO_WIDE),
-            "small": await page.run(SMALL),
-            "overlapping": await page.run(OVERLAPPING),
-        }
+        return await page.run("document.documentElement.dataset.theme"), await shape(page)
 
-    assert seen(served[0], look, width, height, dark=dark, mobile=mobile) == {
-        "theme": "dark" if dark else "light",
-        "page": width, "wide": [], "small": [], "overlapping": [],
-    }  # fmt: skip
+    theme, found = seen(served[0], look, width, height, dark=dark, mobile=mobile)
+    assert theme == ("dark" if dark else "light")
+    assert found == {"page": width, "wide": [], "small": [], "overlapping": []}
+
+
+def test_the_page_of_a_job_that_waits_fits_a_small_phone(served):
+    url, job = served
+    now_s = time.time()
+    waiting = job.parent / "waiting"
+    waiting.mkdir()
+    (waiting / "events.h.jsonl").write_bytes(
+        encode_line(event("agent-started", "node-a", time_s=now_s))
+        + encode_line(event("waiting", "node-a", "1 node of 4", min_nodes=4, time_s=now_s))
+    )
+    found = seen(f"{url}?job=waiting", shape, 360, 640, mobile=True)
+    assert found == {"page": 360, "wide": [], "small": [], "overlapping": []}
 
 
 def test_the_page_shows_the_job_and_an_incident_opens_from_the_time_that_it_cost(served):

@@ -37,7 +37,7 @@ function axis({ root, width, x, data }) {
   const offset = new Date(data.from_s * 1000).getTimezoneOffset() * 60;
   for (let s = Math.ceil((data.from_s - offset) / step) * step + offset; s <= data.to_s; s += step) {
     root.append(svg("line", { class: "grid", x1: x(s), x2: x(s), y1: MARKS, y2: HEIGHT - AXIS }));
-    const label = svg("text", { x: Math.min(x(s), width - 22), y: HEIGHT - 6, "text-anchor": "middle" });
+    const label = svg("text", { x: Math.min(x(s), width - 28), y: HEIGHT - 6, "text-anchor": "middle" });
     label.textContent = tickLabel(s, step);
     root.append(label);
   }
@@ -77,7 +77,7 @@ function curves(plot) {
   if (data.rate.some((value) => value !== null)) {
     curve(plot, data.rate, yRate, MARKS + RATE, "rate", false);
   } else {
-    label(root, "", LEFT + 8, MARKS + RATE / 2, "No step count in the log: the script does not report its steps, or has not yet.");
+    label(root, "", LEFT + 8, MARKS + RATE / 2, "No step was reported so far.");
   }
   const worldTop = MARKS + RATE + GAP;
   const [low, most] = scale(data.world, false);

@@ -220,7 +220,7 @@ export function drawAccount(page) {
     bar.style.width = `${(100 * one.seconds) / most}%`;
     whole.append(part);
     const numbers = one.incidents.map(([number, seconds]) => element("button", { type: "button", "data-key": `${one.cause}/${number}`, title: duration(seconds), "aria-label": `incident ${number}: ${duration(seconds)}`, click: () => page.choose(number) }, `#${number}`));
-    return element("tr", {}, element("td", { class: "short", text: one.cause }), element("td", { class: "number", text: duration(one.seconds) }),
+    return element("tr", {}, element("td", { text: one.cause }), element("td", { class: "number", text: duration(one.seconds) }),
       element("td", { class: "number", text: share(one.seconds / Math.max(account.wall_s, 1e-9)) }), element("td", { class: "bar wide" }, bar), element("td", { class: "incidents" }, ...numbers));
   });
   const head = element("tr", {}, ...["cause", "time", "share", "", "longest incidents"].map((name, at) => element("th", { text: name, class: at === 1 || at === 2 ? "number" : at === 3 ? "wide" : "" })));
