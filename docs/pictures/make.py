@@ -29,7 +29,10 @@ PAGES: dict[str, dict[str, Any]] = {
     "dashboard-dark": {"width": 1280, "height": 900, "dark": True},
     "dashboard-phone": {"width": 390, "height": 844, "mobile": True},
 }
-READ = "['account', 'events'].every((id) => document.querySelector(`#${id}-body table`))"
+READ = """
+["account", "events"].every((id) => document.querySelector(`#${id}-body table`))
+  && /live|folder/.test(document.getElementById("connection").textContent)
+"""
 COLUMNS = 100
 # A dark terminal: black, red, green, yellow, blue, magenta, cyan, white.
 _COLOURS = [

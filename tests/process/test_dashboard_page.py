@@ -20,9 +20,10 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
 # Generous: a browser on a busy machine.
 DEADLINE_S = 120.0
 SHAPES = [(1280, 900, False), (390, 844, True)]
-READ = (
-    "document.querySelector('#account-body table') && document.querySelector('#events-body table')"
-)
+READ = """
+["account", "events"].every((id) => document.querySelector(`#${id}-body table`))
+  && /live|folder/.test(document.getElementById("connection").textContent)
+"""
 # What is wider than the page scrolls the whole of it sideways, on a phone under each finger.
 TOO_WIDE = """
 [...document.querySelectorAll("main *, header *")].filter((one) => {
@@ -123,7 +124,9 @@ def test_the_page_shows_the_job_and_an_incident_opens_from_the_time_that_it_cost
         parts = ("answers", "nodes", "account", "checkpoints", "events")
         texts = {part: await page.run(f"document.getElementById('{part}').innerText")
                  for part in parts}  # fmt: skip
-        await page.run("document.querySelector(`#account-body button[data-key$='/2']`).click()")
+        button = "document.querySelector(`#account-body button[data-key$='/2']`)"
+        await page.until(button)
+        await page.run(f"{button}.click()")
         await page.until(
             "document.getElementById('incident-head').innerText.startsWith('Incident 2')"
         )

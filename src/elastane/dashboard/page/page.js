@@ -89,15 +89,18 @@ function draw(changed) {
   const round = job.round === null ? "" : ` · round ${job.round}.${job.attempt}`;
   byId("about").textContent = `since ${job.started_s === null ? "–" : clock(job.started_s, true)}${round}${job.run > 1 ? ` · run ${job.run} of this name` : ""}`;
   if (page.follows && incidents.length) page.chosen = worstOf(incidents);
-  drawAnswers(page);
-  if (changed.has("nodes") || changed.has("job")) drawNodes(page);
+  if (!isPressed("answers")) drawAnswers(page);
+  if ((changed.has("nodes") || changed.has("job")) && !isPressed("nodes")) drawNodes(page);
   timeline();
   if (changed.has("incidents") || page.details?.id !== page.chosen) details();
-  if (changed.has("account")) drawAccount(page);
+  if (changed.has("account") && !isPressed("account")) drawAccount(page);
   drawCheckpoints(page);
   const key = JSON.stringify([job.events, page.wanted, page.before, page.chosen, job.run]);
   if (key !== drawnEvents) { drawnEvents = key; events(); }
 }
+
+// A button that is replaced between press and release gets no click; the next message draws it.
+const isPressed = (id) => byId(id).matches(":active");
 
 const worstOf = (all) => (all.findLast((one) => one.state !== "recovered") ?? all.findLast((one) => one.kind !== "change") ?? all.at(-1)).id;
 
