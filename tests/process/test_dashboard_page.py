@@ -101,7 +101,9 @@ def test_the_page_fits_its_window_and_can_be_touched(served, width, height, mobi
     async def look(page):
         return await page.run("document.documentElement.dataset.theme"), await shape(page)
 
-    theme, found = seen(served[0], look, width, height, dark=dark, mobile=mobile)
+    theme, found = seen(
+        f"{served[0]}?job={served[1].name}", look, width, height, dark=dark, mobile=mobile
+    )
     assert theme == ("dark" if dark else "light")
     assert found == {"page": width, "wide": [], "small": [], "overlapping": []}
 
@@ -133,7 +135,7 @@ def test_the_page_shows_the_job_and_an_incident_opens_from_the_time_that_it_cost
         await page.until("document.getElementById('incident-body').innerText.includes('node-d')")
         return texts
 
-    texts = seen(served[0], look)
+    texts = seen(f"{served[0]}?job={served[1].name}", look)
     assert "Training" in texts["answers"] and "Goodput" in texts["answers"]
     assert "The save of step" in texts["answers"], "what needs a person"
     assert "4 nodes, 16 workers" in texts["nodes"] and "node-d lost" in texts["nodes"]
