@@ -12,6 +12,7 @@ even if torch still waits. That thread is then released and frees what it had ma
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 import weakref
@@ -34,15 +35,40 @@ ALONE = Wiring(rank=0, world_size=1, master_addr="", master_port=0, fence="alone
 # the middle of C++, which aborts the process (seen in 2 of 25 ends of a job).
 _closers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _CLOSE_S = 5.0
+_CLOSER = "elastane-close"
+_exits = threading.Event()
+# The time between two looks at a group that something still refers to.
+_DROP_S = 0.02
+_DROP_MAX_S = 1.0
+# Of an object in a list: the list's, and that of the call which counts.
+_OWN_REFERENCES = 2
 
 
 def _wait_closed() -> None:
+    _exits.set()
     end_s = time.monotonic() + _CLOSE_S
     for closer in list(_closers):
         closer.join(max(0.0, end_s - time.monotonic()))
 
 
 atexit.register(_wait_closed)
+
+
+def _drop(last: list[ProcessGroup]) -> None:
+    """Drop torch's groups, once no one else refers to them.
+
+    Their destructors wait for their threads. A thread that gloo has forgotten (see
+    `works.WorkLog.release`) would block whoever drops the last reference, such as one in a frame of
+    an exception that is handled: the delivery of collectives stopped for ever (2026-11-27).
+    """
+    pause_s = _DROP_S
+    while last and not _exits.is_set():
+        if sys.getrefcount(last[-1]) <= _OWN_REFERENCES:
+            last.pop()
+        else:
+            _exits.wait(pause_s)
+            pause_s = min(2 * pause_s, _DROP_MAX_S)
+    last.clear()
 
 
 class _Phase(Enum):
@@ -161,11 +187,11 @@ class WorldGroup:
         if made is not None and self._construction.client is not None:
             self._construction.client.close()
         if made is not None:
-            # torch's destructor waits for its threads. A thread that gloo has forgotten (see
-            # `works.Ledger.release`) would block the entry into the next world.
-            last = [made]
+            last = [each for each in (made.group, made.aside) if each is not None]
             made = None
-            closer = threading.Thread(target=last.clear, name="elastane-close", daemon=True)
+            closer = threading.Thread(
+                target=_drop, args=(last,), name="elastane-close", daemon=True
+            )
             _closers.add(closer)
             closer.start()
 
