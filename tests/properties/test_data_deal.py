@@ -38,7 +38,7 @@ def test_the_shares_of_a_world_are_each_step_once(size, world, micro_batches):
             assert max(s.samples for s in shares) - min(s.samples for s in shares) <= 1
         # Local mean times weight, summed and divided by the world, is the mean over the step.
         total = sum(
-            Fraction(sum(range(*s.reads)), len(range(*s.reads)))
+            Fraction(sum(range(*s.reads[0])), len(range(*s.reads[0])))
             * Fraction(s.weight).limit_denominator(1_000)
             for s in flat
         )

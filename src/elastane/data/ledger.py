@@ -5,6 +5,10 @@ world. Step `s` of an epoch is the positions [s * B, min(n, (s + 1) * B)) of the
 is dealt to a world when the world computes it, and is retried as a whole if it was not committed.
 Hence each position is in exactly one committed step of its epoch.
 
+A step may also be committed without the shares of members that were lost in it (`ElasticLoader`).
+Their positions are *owed*: later steps of the epoch are dealt some of them in addition, and what is
+left at the end of the epoch is dealt in further steps, which bear the number of the last one.
+
 It knows nothing of NumPy, torch, processes or samples. How it fails: ConfigurationError for sizes
 out of range.
 """
@@ -13,12 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from elastane.data.checks import N_MAX, ceil_div, whole
 from elastane.errors import ConfigurationError
 
-__all__ = ["CommittedPosition", "Ledger", "LedgerShare", "cut"]
+__all__ = ["CommittedPosition", "Ledger", "LedgerShare", "Owing", "Spans", "cut", "split"]
+
+# Positions [start, stop), one range after another.
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+# A step is dealt at most this part of a global batch in addition, since the memory of a worker may
+# have room for little more than its share.
+_OWED_PART = 4
 
 
 class CommittedPosition(NamedTuple):
@@ -29,7 +39,11 @@ class CommittedPosition(NamedTuple):
 
 
 class LedgerShare(NamedTuple):
-    """One rank's share of a step, or of one micro-batch of it: positions [start, stop)."""
+    """One rank's share of a step, or of one micro-batch of it: [start, stop).
+
+    These count the positions of the step, so that its own begin at `batch_start`; the owed ones
+    that it is dealt come before them.
+    """
 
     step: int  # Counted from the start of epoch 0, so it determines the epoch.
     epoch: int
@@ -37,10 +51,11 @@ class LedgerShare(NamedTuple):
     micro_batches: int
     start: int
     stop: int
-    batch_start: int  # The whole step's positions, over all ranks.
+    batch_start: int  # The whole step's own positions, over all ranks.
     batch_stop: int
     world_size: int  # Or the number of virtual shards of the step.
     shard: int = 0  # The number of the virtual shard; 0 without any.
+    owed: Spans = ()  # The owed positions of the whole step.
 
     @property
     def samples(self) -> int:
@@ -55,7 +70,8 @@ class LedgerShare(NamedTuple):
         and ranks, divided by the world size, is the mean over the step's samples. The same holds
         for virtual shards if their gradients are averaged.
         """
-        return self.samples * self.world_size / (self.batch_stop - self.batch_start)
+        in_step = self.batch_stop - self.batch_start + length_of_spans(self.owed)
+        return self.samples * self.world_size / in_step
 
     @property
     def is_last(self) -> bool:
@@ -63,7 +79,12 @@ class LedgerShare(NamedTuple):
         return self.micro == self.micro_batches - 1
 
     @property
-    def reads(self) -> tuple[int, int]:
+    def spans(self) -> Spans:
+        """The positions of the share."""
+        return self._positions(self.start, self.stop)
+
+    @property
+    def reads(self) -> Spans:
         """The positions to read: the share, or for an empty share the step's first position.
 
         A rank without samples must still take part in the reduction, with forward and backward.
@@ -71,14 +92,52 @@ class LedgerShare(NamedTuple):
         that of the sample's owner is too.
         """
         if self.samples:
-            return self.start, self.stop
-        return self.batch_start, self.batch_start + 1
+            return self.spans
+        first = self.batch_start - length_of_spans(self.owed)
+        return self._positions(first, first + 1)
+
+    def _positions(self, start: int, stop: int) -> Spans:
+        if not self.owed or start >= self.batch_start:
+            return ((start, stop),) if start < stop else ()
+        before = start - (self.batch_start - length_of_spans(self.owed))
+        count = min(stop, self.batch_start) - start
+        of_owed = split(split(self.owed, before)[1], count)[0]
+        return (*of_owed, *self._positions(self.batch_start, stop))
+
+
+def length_of_spans(spans: Spans) -> int:
+    """Return the number of positions."""
+    return sum(stop - start for start, stop in spans)
+
+
+def split(spans: Spans, count: int) -> tuple[Spans, Spans]:
+    """Return the first `count` positions, or all if there are fewer, and the rest."""
+    first: list[tuple[int, int]] = []
+    for number, (start, stop) in enumerate(spans):
+        taken = min(count, stop - start)
+        if taken < stop - start:
+            if taken:
+                first.append((start, start + taken))
+            return tuple(first), ((start + taken, stop), *spans[number + 1 :])
+        first.append((start, stop))
+        count -= taken
+    return tuple(first), ()
 
 
 def cut(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
     """Return contiguous part `part` of `parts` of [start, stop); sizes differ by at most one."""
     length = stop - start
     return start + length * part // parts, start + length * (part + 1) // parts
+
+
+class Owing(NamedTuple):
+    """What an epoch owes. `is_further`: its own steps are all done, and nothing else is left."""
+
+    spans: Spans
+    is_further: bool
+
+
+NOTHING_OWED = Owing((), is_further=False)
 
 
 @dataclass(frozen=True)
@@ -137,18 +196,50 @@ class Ledger:
             )
         return place.epoch * self.steps_per_epoch + within
 
+    @property
+    def owed_max(self) -> int:
+        """The most owed positions that a step is dealt beside its own."""
+        return ceil_div(self.global_batch_size, _OWED_PART)
+
+    def dealt_owed(self, owed: Spans, *, is_further: bool) -> tuple[Spans, Spans]:
+        """Return the owed positions that the next step is dealt, and the rest.
+
+        `is_further`: it is a step behind the last one, and has no positions of its own.
+        """
+        return split(owed, self.global_batch_size if is_further else self.owed_max)
+
+    def steps_left(self, step: int, owing: Owing) -> int:
+        """Return the number of steps from `step` to the end of its epoch, further ones included."""
+        own = 0 if owing.is_further else self.steps_per_epoch - step % self.steps_per_epoch
+        left = max(0, length_of_spans(owing.spans) - own * self.owed_max)
+        return own + ceil_div(left, self.global_batch_size)
+
     def deal_epoch(
-        self, step: int, rank: int, world_size: int, micro_batches: int = 1, shards: int = 0
+        self,
+        step: int,
+        rank: int,
+        world_size: int,
+        micro_batches: int = 1,
+        shards: int = 0,
+        owing: Owing = NOTHING_OWED,
     ) -> Iterator[LedgerShare]:
         """Yield this rank's shares from a step to the end of its epoch.
 
         With `shards` they are those of `deal_shards`, and micro-batches are ignored.
         """
-        for s in range(step, (step // self.steps_per_epoch + 1) * self.steps_per_epoch):
+        world, owed, is_further = (rank, world_size), owing.spans, owing.is_further
+        end = (step // self.steps_per_epoch + 1) * self.steps_per_epoch
+        for s in range(step, step if is_further else end):
             if shards:
                 yield from self.deal_shards(s, rank, world_size, shards)
-            else:
-                yield from self.deal(s, rank, world_size, micro_batches)
+                continue
+            now, owed = self.dealt_owed(owed, is_further=False)
+            low, high = self.span(s)
+            yield from self._deal(s, (low, high), now, world, micro_batches)
+        while owed:
+            now, owed = self.dealt_owed(owed, is_further=True)
+            high = self.span(end - 1)[1]
+            yield from self._deal(end - 1, (high, high), now, world, micro_batches)
 
     def deal(
         self, step: int, rank: int, world_size: int, micro_batches: int = 1
@@ -158,11 +249,23 @@ class Ledger:
         A share is a contiguous part of the step, as even as possible; so is each micro-batch of the
         share. Every rank has all micro-batches, so that all call the same collectives.
         """
-        epoch, (low, high) = step // self.steps_per_epoch, self.span(step)
-        first, end = cut(low, high, rank, world_size)
+        yield from self._deal(step, self.span(step), (), (rank, world_size), micro_batches)
+
+    def _deal(
+        self,
+        step: int,
+        span: tuple[int, int],
+        owed: Spans,
+        world: tuple[int, int],
+        micro_batches: int,
+    ) -> Iterator[LedgerShare]:
+        epoch, (low, high) = step // self.steps_per_epoch, span
+        first, end = cut(low - length_of_spans(owed), high, *world)
         for micro in range(micro_batches):
             start, stop = cut(first, end, micro, micro_batches)
-            yield LedgerShare(step, epoch, micro, micro_batches, start, stop, low, high, world_size)
+            yield LedgerShare(
+                step, epoch, micro, micro_batches, start, stop, low, high, world[1], owed=owed
+            )
 
     def deal_shards(
         self, step: int, rank: int, world_size: int, shards: int

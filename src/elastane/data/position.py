@@ -17,7 +17,15 @@ from itertools import islice
 from typing import Any, Protocol, Self
 
 from elastane.data.checks import SEED_END, whole
-from elastane.data.ledger import CommittedPosition, Ledger, LedgerShare, cut
+from elastane.data.ledger import (
+    NOTHING_OWED,
+    CommittedPosition,
+    Ledger,
+    LedgerShare,
+    Owing,
+    Spans,
+    cut,
+)
 from elastane.data.recall import Recall
 from elastane.data.streams import FOR_LOADER
 from elastane.errors import ConfigurationError
@@ -54,6 +62,15 @@ def _refused(what: str, expected: str) -> ConfigurationError:
         next_step="make it as the saved run made it, or read the data from its start, without this",
         slug="data-state",
     )
+
+
+def _spans_of(owed: Any, end: int) -> Spans:
+    """Return the owed positions of a state; raises ConfigurationError for impossible ones."""
+    try:
+        spans = tuple((whole("start", a, 0, end), whole("stop", b, a + 1, end)) for a, b in owed)
+    except (TypeError, ValueError) as error:
+        raise _refused(f"owed is {owed!r:.100} in the state", "pairs of positions") from error
+    return spans
 
 
 class JobPosition(Protocol):
@@ -101,6 +118,8 @@ class DataPosition:
         # Set by the feed that deals from here.
         self.recall: Recall | None = None
         self._next = 0
+        # What the current epoch owes.
+        self._owing = NOTHING_OWED
         self._world: tuple[int, int] | None = None
 
     def accumulate(self, micro_batches: int) -> Self:
@@ -164,6 +183,7 @@ class DataPosition:
         epoch = whole("epoch", epoch)
         if epoch != self.epoch:
             self._next = epoch * self.ledger.steps_per_epoch
+            self._owing = NOTHING_OWED
 
     def commit(self, step: int | None = None) -> None:
         """Commit a step by its number; None is the next one.
@@ -179,7 +199,33 @@ class DataPosition:
                 next_step="commit each step, or load another rank's position by load_state_dict",
                 slug="data-step",
             )
-        self._next = max(self._next, step + 1)
+        if step == self._next:
+            self.commit_without(())
+
+    def commit_without(self, lost: Spans) -> None:
+        """Commit the next step without these positions, which are then owed to the epoch.
+
+        The owed positions that the step was dealt are not owed any more, unless they are lost.
+        """
+        step, owing = self._next, self._owing
+        rest = self.ledger.dealt_owed(owing.spans, is_further=owing.is_further)[1]
+        owed = (*rest, *lost)
+        if owed and self.is_last_of_epoch(step):
+            self._owing = Owing(owed, is_further=True)
+            return
+        self._next, self._owing = step + 1, Owing(owed, is_further=False)
+
+    def spans_of(self, rank: int) -> Spans:
+        """Return the positions of another rank's share of the next step, in this world."""
+        shares = self.ledger.deal_epoch(
+            self._next, rank, self.world[1], self.micro_batches, owing=self._owing
+        )
+        return tuple(span for share in islice(shares, self.micro_batches) for span in share.spans)
+
+    @property
+    def deals_owed(self) -> bool:
+        """Whether positions that were lost can be dealt again."""
+        return True
 
     def shares(self) -> Iterator[LedgerShare]:
         """Yield this rank's shares from the position to the end of its epoch.
@@ -187,7 +233,7 @@ class DataPosition:
         Position and world are those at the call, and do not change with later calls.
         """
         return self.ledger.deal_epoch(
-            self._next, *self.world, self.micro_batches, self.virtual_shards
+            self._next, *self.world, self.micro_batches, self.virtual_shards, self._owing
         )
 
     def share(self, step: int | None = None, micro: int = 0) -> LedgerShare:
@@ -205,8 +251,7 @@ class DataPosition:
 
     def portions_left(self) -> int:
         """Return the number of shares, micro-batches included, that are left of the epoch."""
-        per_epoch = self.ledger.steps_per_epoch
-        return (per_epoch - self._next % per_epoch) * self.portions_per_step
+        return self.ledger.steps_left(self._next, self._owing) * self.portions_per_step
 
     def described(self) -> dict[str, object]:
         """Return the properties that define the order and its steps; a state must agree."""
@@ -222,7 +267,11 @@ class DataPosition:
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the data that it belongs to, equal on all ranks."""
         epoch, samples = self.place
-        return {"format": _FORMAT, **self.described(), "epoch": epoch, "samples": samples}
+        state = {"format": _FORMAT, **self.described(), "epoch": epoch, "samples": samples}
+        spans, is_further = self._owing
+        if spans:
+            state.update(owed=[list(span) for span in spans], is_further=is_further)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of a state; raises ConfigurationError, unchanged, for other data.
@@ -231,4 +280,12 @@ class DataPosition:
         """
         matching(self.described(), state, type(self).__name__)
         epoch, samples = (whole(key, state.get(key)) for key in ("epoch", "samples"))
-        self._next = self.ledger.step_at(CommittedPosition(epoch, samples))
+        step = self.ledger.step_at(CommittedPosition(epoch, samples))
+        owed = _spans_of(state.get("owed", []), self.ledger.samples_per_epoch)
+        if owed and (self.virtual_shards or not self.deals_owed):
+            raise _refused(
+                "the state owes samples of workers that were lost",
+                "a state of a job.steps() loop, or data by an ElasticBatchSampler",
+            )
+        self._next = step
+        self._owing = Owing(owed, is_further=bool(owed) and bool(state.get("is_further")))

@@ -17,7 +17,7 @@ from itertools import islice, tee
 from typing import Any
 
 from elastane.data.checks import SEED_END, ceil_div, length_of, whole
-from elastane.data.ledger import Ledger, LedgerShare
+from elastane.data.ledger import Ledger, LedgerShare, length_of_spans
 from elastane.data.permutation import Permutation, np
 from elastane.data.position import DataPosition, matching, world_of_process
 
@@ -163,11 +163,13 @@ class ElasticBatchSampler(DataPosition):
         order = Permutation(self.ledger.n, self.seed, epoch) if self.shuffle else None
         while ahead := self._ahead(shares):
             spans = [share.reads for share in ahead]
-            positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
+            positions = np.concatenate(
+                [np.arange(*s, dtype=np.int64) for each in spans for s in each]
+            )
             indices: Sequence[int] = (positions if order is None else order.map(positions)).tolist()
             begin = 0
-            for start, stop in spans:
-                end = begin + stop - start
+            for each in spans:
+                end = begin + length_of_spans(each)
                 yield list(indices[begin:end])
                 begin = end
 

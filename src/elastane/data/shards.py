@@ -179,6 +179,11 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
         self._publish()
         return self
 
+    @property
+    def deals_owed(self) -> bool:
+        """False: shards are read forwards."""
+        return False
+
     def _here(self) -> Begin:
         return self.next_step, *self.world, self.micro_batches, self.virtual_shards
 
@@ -194,7 +199,8 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
         for share in shares:
             lanes = lanes or self._lanes(share.epoch)
             batch = share.batch_start, share.batch_stop
-            runs = lanes.runs(batch, share.reads)
+            (span,) = share.reads  # Shards are read forwards, so nothing is owed.
+            runs = lanes.runs(batch, span)
             samples = [sample for run in runs for sample in readers.read(run)]
             if words := self.words(share):
                 begin_streams(*words)
