@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from elastane.data.stream import ElasticStream
     from elastane.functions.launch import launch
     from elastane.worker.drain import should_checkpoint
+    from elastane.worker.elastic_loader import ElasticLoader
     from elastane.worker.job import Job, init
     from elastane.worker.record import record
     from elastane.worker.step import Step
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpointer",
     "ElasticBatchSampler",
+    "ElasticLoader",
     "ElasticSampler",
     "ElasticStream",
     "Job",
@@ -42,6 +44,7 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "elastane.checkpoint.checkpointer",
     "ElasticBatchSampler": "elastane.data.sampler",
+    "ElasticLoader": "elastane.worker.elastic_loader",
     "ElasticSampler": "elastane.data.sampler",
     "ElasticStream": "elastane.data.stream",
     "Job": "elastane.worker.job",

@@ -32,8 +32,12 @@ class Meeting:
     """One meeting of the members of `world`; each method is a collective of all of them."""
 
     def __init__(self, world: WorldGroup, log: WorkLog) -> None:
-        self._world = world
-        self._log = log
+        self.world = world
+        self.log = log
+
+    def come_together(self) -> None:
+        """Wait until all members have come here."""
+        self._gather(b"\0")
 
     def exchange(self, table: Table) -> list[Table]:
         """Return the tables of all members, in the order of their ranks."""
@@ -48,7 +52,7 @@ class Meeting:
 
     def hand_over(self, rank: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors of the member of `rank`; what the others pass is not used."""
-        is_giver = self._world.rank == rank
+        is_giver = self.world.rank == rank
         forms = [TensorForm(str(t.dtype), tuple(t.shape)) for t in tensors] if is_giver else []
         sent = self._gather(msgspec.msgpack.encode(forms))[rank]
         if is_giver:
@@ -59,23 +63,23 @@ class Meeting:
         for tensor in own:
             options = BroadcastOptions()
             options.rootRank, options.rootTensor = rank, 0
-            self._wait(self._world.group.broadcast([tensor], options))
+            self._wait(self.world.group.broadcast([tensor], options))
         return own
 
     def _gather(self, sent: bytes) -> list[bytes]:
-        size = self._world.size
+        size = self.world.size
         if size == 1:
             return [sent]
         lengths = torch.empty(size, dtype=torch.int64)
         own = torch.tensor([len(sent)], dtype=torch.int64)
-        self._wait(self._world.group.allgather([[*lengths.view(size, 1)]], [own]))
+        self._wait(self.world.group.allgather([[*lengths.view(size, 1)]], [own]))
         longest = int(lengths.max())
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
         received = [torch.empty_like(padded) for _ in range(size)]
-        self._wait(self._world.group.allgather([received], [padded]))
+        self._wait(self.world.group.allgather([received], [padded]))
         pairs = zip(received, lengths.tolist(), strict=True)
         return [each[:length].numpy(force=True).tobytes() for each, length in pairs]
 
     def _wait(self, work: Work | Any) -> None:
-        Waited(work, self._log, [], sliced=True).wait()
+        Waited(work, self.log, [], sliced=True).wait()

@@ -6,6 +6,9 @@ enters the next view with the survivors. So a member takes part in a meeting whi
 computes. What cannot be kept calls `restart`, which does not return: an exception could be caught
 by a framework, whose training would then be wrong.
 
+A program that passes boundaries and names its state (`share`) lets newcomers join there. The group
+of a newcomer begins outside of any world; its first boundary is where it enters one.
+
 Locking: one condition guards the rules and everything in flight. Operations are started while it is
 held, so that their numbers have the order in which torch started them. It is never held in a wait
 for another member.
@@ -13,12 +16,14 @@ for another member.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.distributed import Work
@@ -29,47 +34,66 @@ from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import WorldGroup
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import PeerLostError
-from elastane.synchrony import callsites
+from elastane.synchrony import callsites, newcomers
 from elastane.synchrony.calls import Call, call_of
 from elastane.synchrony.contributions import BucketLayout, Copied, Gradients, Slot
 from elastane.synchrony.meeting import Meeting
+from elastane.synchrony.newcomers import SharedState
 from elastane.synchrony.operations import Identity, Rule, Site
 from elastane.synchrony.pending import OrderedWork, PendingOperation, RestartingWork
-from elastane.synchrony.rules import Delivery, Member, Phase, Start, View, plan
+from elastane.synchrony.rules import Delivery, Member, Phase, Plan, Start, Table, View, plan
 
 _MESSAGES = frozenset(("send", "recv"))
 # A vote is a sum over the members; each adds twice its count, and one if its program has ended.
 _ENDED = 1
 
 
-class OrderedGroup(ElasticGroup):
-    """A group whose operations all survivors deliver alike; `begin` starts it, `leave` ends it.
+class Host(Protocol):
+    """What the worker that owns a group does for it."""
 
-    `enter(error)` returns the next world of this worker, built; it raises PeerLostError or
-    RuntimeError if that world breaks meanwhile. `restart(reason)` restarts all workers of the job.
-    `on_switch(rank, size)` is called when the program sees another rank or world size.
-    `on_progress(steps)` is called when a backward pass was delivered, or another world entered.
-    `at_boundary(number)` is called before a forward for training, and may wait: all before the
-    backward pass of that number is done.
+    @property
+    def world_has_ended(self) -> bool:
+        """Whether this worker was told so, or that it has a place in another world."""
+
+    def enter(self, error: Exception | None) -> WorldGroup:
+        """Return the next world of this worker, built; `error` ended the last one.
+
+        Raises PeerLostError or RuntimeError if the world breaks meanwhile.
+        """
+
+    def restart(self, reason: str) -> NoReturn:
+        """Restart all workers of the job."""
+
+    def left_out(self) -> NoReturn:
+        """End this worker: the others have gone on from the boundary at which it would join."""
+
+    def show(self, rank: int, size: int) -> None:
+        """Let the program see another rank or world size."""
+
+    def stepped(self, steps: int) -> None:
+        """Note that a backward pass was delivered, or another world entered."""
+
+    def reach(self, number: int) -> None:
+        """Note that the program is at the boundary of this number; may wait there.
+
+        Without a shared state it is called before a forward for training: all before the backward
+        pass of that number is done.
+        """
+
+    def shared(self) -> None:
+        """Note that newcomers may join this worker's world, or that this newcomer is ready."""
+
+
+class OrderedGroup(ElasticGroup):
+    """A group whose operations all survivors deliver alike; `leave` ends it.
+
+    `begin` starts it in a world, `begin_outside` without one.
     `keeps_ranks`: the script may keep a rank or a world size in a variable.
     """
 
-    def __init__(
-        self,
-        enter: Callable[[Exception], WorldGroup],
-        restart: Callable[[str], NoReturn],
-        on_switch: Callable[[int, int], None],
-        on_progress: Callable[[int], None],
-        at_boundary: Callable[[int], None],
-        *,
-        keeps_ranks: bool,
-    ) -> None:
+    def __init__(self, host: Host, *, keeps_ranks: bool) -> None:
         super().__init__()
-        self._enter = enter
-        self._restart = restart
-        self._on_switch = on_switch
-        self._on_progress = on_progress
-        self._at_boundary = at_boundary
+        self._host = host
         self._changed = threading.Condition(threading.RLock())
         self._member = Member(Identity(secrets.randbits(63)), keeps_ranks=keeps_ranks)
         self._pending: dict[int, PendingOperation] = {}
@@ -86,6 +110,10 @@ class OrderedGroup(ElasticGroup):
         self._shown: tuple[Identity, ...] = ()
         # Whether the script has summed floats by a call of its own.
         self._has_summed = False
+        # What newcomers get, once the program has named it.
+        self._shared: SharedState | None = None
+        # Rank and world size that a newcomer's program sees before it joins.
+        self._outside: tuple[int, int] | None = None
         self._is_leaving = self._has_left = False
         self._thread = threading.Thread(target=self._run, name="elastane-deliver", daemon=True)
 
@@ -98,6 +126,75 @@ class OrderedGroup(ElasticGroup):
             self._member.begin(View(_number(world), members))
             self._show_if_changed()
         self._thread.start()
+
+    def begin_outside(self, rank: int, size: int) -> None:
+        """Begin without a world; the program sees this rank and size until it joins one."""
+        self._outside = rank, size
+        self.build_apart(True)
+        self._host.show(rank, size)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this worker is, or was, a member of a world."""
+        return self._outside is None
+
+    @property
+    def members(self) -> tuple[Identity, ...]:
+        """The members as the program sees them, in the order of their ranks.
+
+        Behind the wait for an operation they are those whose contributions are in its result.
+        """
+        return self._member.visible
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the program has named its state."""
+        return self._shared is not None
+
+    def share(self, state: SharedState) -> None:
+        """Let newcomers join at the boundaries that the program passes from now on.
+
+        `state`: all that a newcomer needs to continue like the others. Called once.
+        """
+        assert self._shared is None, "a program has one shared state"
+        self._shared = state
+        if self.has_joined:
+            self._host.shared()
+
+    def pass_boundary(self) -> None:
+        """Pass a boundary of the program, the same one on all members; newcomers join here.
+
+        No operation may be in flight that the program still waits for. Rank and world size may be
+        others when this returns.
+        """
+        assert self._shared is not None, "share() comes first"
+        if not self.has_joined:
+            self._join(self._shared)
+        else:
+            with self._changed:
+                self._changed.wait_for(self._member.arrive)
+                self._show_if_changed()
+                number = self._member.boundaries
+            self._host.reach(number)
+        self._depart()
+
+    def _depart(self) -> None:
+        """Leave the boundary in the view that is installed; renew what depends on its members."""
+        with self._changed:
+            before = self._member.visible
+            self._changed.wait_for(self._departs)
+            self._outside = None
+            self.build_apart(False)
+            self._show_if_changed()
+            has_new = not {*before} >= {*self._member.visible}
+        if has_new:  # The new DDP of a newcomer has other buckets than one that has trained.
+            for module in self.ddps:
+                ddp.renew(module)
+
+    def _departs(self) -> bool:
+        """Leave the boundary if the world goes on: in the next one there may be newcomers."""
+        is_over = self._host.world_has_ended or self.world_in_use.aborted
+        return not is_over and self._member.depart()
 
     def leave(self) -> None:
         """Wait until all members have delivered everything, then end the group.
@@ -122,11 +219,15 @@ class OrderedGroup(ElasticGroup):
 
     def rank(self) -> int:
         """This worker's rank, as the program sees it."""
+        if self._outside is not None:
+            return self._outside[0]
         visible = self._member.visible
         return visible.index(self._member.identity) if visible else 0
 
     def size(self) -> int:
         """The world size, as the program sees it."""
+        if self._outside is not None:
+            return self._outside[1]
         return len(self._member.visible) or 1
 
     getRank = rank  # noqa: N815
@@ -136,6 +237,7 @@ class OrderedGroup(ElasticGroup):
         module = ddp.constructed(sys._getframe(1), self)
         if module is not None:
             self._layouts[id(module)] = BucketLayout()
+            self._ddps[id(module)] = weakref.ref(module)
         if callsites.is_in_backward():
             task = torch._C._current_graph_task_id()
             return self._divisors.setdefault(task, self.size())
@@ -157,15 +259,18 @@ class OrderedGroup(ElasticGroup):
         with self._changed:
             self._changed.wait_for(lambda: self._member.vote is None)
             number = self._units + 1
-        self._at_boundary(number)
+        if self._shared is None:
+            self._host.reach(number)
         layout = self._layouts.get(id(module))
         if layout is not None:
             layout.refresh(module)
 
     def _operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:
-        if name in _MESSAGES:
+        if name in _MESSAGES and not self.apart:
             return self._message(name, args, kwargs)
         frame = sys._getframe(2)
+        if self.apart:
+            return newcomers.answer_apart(self, frame, name, args)
         with self._changed:
             self._changed.wait_for(lambda: self._member.phase is Phase.RUNNING)
             site, slots = self._site(frame, name, args)
@@ -185,8 +290,8 @@ class OrderedGroup(ElasticGroup):
             try:
                 work: Work = getattr(self.world.group, name)(*args, **kwargs)
             except (RuntimeError, PeerLostError) as error:
-                self._restart(f"torch.distributed.{name} failed: {error}")
-        return RestartingWork(work, self._restart, name)
+                self._host.restart(f"torch.distributed.{name} failed: {error}")
+        return RestartingWork(work, self._host.restart, name)
 
     def _issue(self, call: Call, slots: list[Slot] | None) -> PendingOperation:
         site, unit, divided_by = call.signature.site, None, 0
@@ -201,7 +306,7 @@ class OrderedGroup(ElasticGroup):
         contribution = Copied(call.inputs) if slots is None else Gradients(call.inputs[0], slots)
         issued = self._member.issue(call.signature, unit=unit, divided_by=divided_by)
         if issued.restart:
-            self._restart(issued.restart)
+            self._host.restart(issued.restart)
         pending = PendingOperation(issued.number, call, contribution)
         self._pending[issued.number] = pending
         if issued.start is not None:
@@ -256,6 +361,13 @@ class OrderedGroup(ElasticGroup):
     # The thread that delivers.
 
     def _run(self) -> None:
+        try:
+            self._deliver_all()
+        except Exception as error:
+            # Without this thread the program would wait for its collectives for ever.
+            self._host.restart(f"the delivery of collectives failed: {error!r}")
+
+    def _deliver_all(self) -> None:
         while not self._has_left:
             with self._changed:
                 self._changed.wait_for(self._is_due)
@@ -326,7 +438,7 @@ class OrderedGroup(ElasticGroup):
         if world.aborted:
             raise self._peer_lost()
         if int(total.item()) != mark * world.size:
-            self._restart(
+            self._host.restart(
                 "workers do not run the same program: some have left it, or have issued other"
                 " collectives"
             )
@@ -347,7 +459,7 @@ class OrderedGroup(ElasticGroup):
         self._show_if_changed()
         if any(pending.call.signature.site in (Site.REDUCER, Site.HOOK) for pending in done):
             self._units += 1
-            self._on_progress(self._units)
+            self._host.stepped(self._units)
         for pending in done:
             pending.finish()
 
@@ -358,12 +470,12 @@ class OrderedGroup(ElasticGroup):
     def _show_if_changed(self) -> None:
         """Let the program see the members of the rules' visible view."""
         if self._member.restart:
-            self._restart(self._member.restart)
+            self._host.restart(self._member.restart)
         if self._member.visible == self._shown:
             return
         self._shown = self._member.visible
         self.show_members(range(self.size()))
-        self._on_switch(self.rank(), self.size())
+        self._host.show(self.rank(), self.size())
 
     # A fault.
 
@@ -372,48 +484,91 @@ class OrderedGroup(ElasticGroup):
             self._member.seal()
             self._handed.clear()
         world.abort()
+        self._enter_next(error.with_traceback(None))
+
+    def _join(self, shared: SharedState) -> None:
+        """Enter a world at the boundary at which its members are, with their state."""
+        self._host.shared()
+        self._enter_next(None)
+        self._thread.start()
+
+    def _enter_next(self, error: Exception | None) -> None:
         while self._member.phase is not Phase.RUNNING:
             try:
-                world = self._enter(error)
+                world = self._host.enter(error)
                 self._meet(world, self._use(world))
             except (RuntimeError, PeerLostError) as another:
-                error = another
+                error = another.with_traceback(None)  # Its frames refer to this world's groups.
                 self.world_in_use.abort()
                 self._handed.clear()
 
     def _meet(self, world: WorldGroup, log: WorkLog) -> None:
         meeting = Meeting(world, log)
         with self._changed:
-            if self._has_summed and self._member.keeps_ranks and not self._layouts:
-                self._member.refuse(
-                    "the script sums floats without DistributedDataParallel, and may divide them by"
-                    " a world size that it keeps in a variable; if it asks for it each time, add"
-                    " --ranks-may-change"
-                )
+            self._refuse_kept_sizes()
             own = self._member.table()
         tables = meeting.exchange(own)
         decided = plan(tables)
         if decided.restart:
-            self._restart(decided.restart)
+            self._host.restart(decided.restart)
         ranks = {table.identity: rank for rank, table in enumerate(tables)}
         for gift in decided.gifts:
             tensors = meeting.hand_over(ranks[gift.giver], self._held(gift.number))
             if self._member.identity in gift.takers:
                 self._handed[gift.number] = tensors
+        if own.is_new:
+            self._enter_with_state(meeting, decided, tables)
+            return
+        if decided.newcomers:
+            self._give_state(meeting, decided, ranks)
+        self._install(world, decided, tables)
+
+    def _refuse_kept_sizes(self) -> None:
+        if self._has_summed and self._member.keeps_ranks and not self._layouts:
+            self._member.refuse(
+                "the script sums floats without DistributedDataParallel, and may divide them by"
+                " a world size that it keeps in a variable; if it asks for it each time, add"
+                " --ranks-may-change"
+            )
+
+    def _give_state(self, meeting: Meeting, decided: Plan, ranks: dict[Identity, int]) -> None:
+        """Hand the state to all newcomers; return when each member knows that they have it."""
+        assert self._shared is not None, "workers that share nothing have no newcomers"
+        if self._member.identity == decided.survivors[0]:
+            for newcomer in decided.newcomers:
+                newcomers.give(meeting.world, meeting.log, ranks[newcomer], self._shared)
+        meeting.come_together()
+
+    def _enter_with_state(self, meeting: Meeting, decided: Plan, tables: list[Table]) -> None:
+        """As a newcomer, take the state and install the view; the others wait for this."""
+        assert self._shared is not None, "a newcomer shares its state before it joins"
+        if self._member.identity in decided.newcomers:
+            order = [table.identity for table in tables]
+            giver = order.index(decided.survivors[0])
+            newcomers.take(meeting.world, meeting.log, giver, self._shared)
+        self._install(meeting.world, decided, tables)
+        # It is a member from here on: if this fails, it recovers like the others.
+        with contextlib.suppress(RuntimeError, PeerLostError):
+            meeting.come_together()
+
+    def _install(self, world: WorldGroup, decided: Plan, tables: Sequence[Table]) -> None:
         with self._changed:
             if world.aborted:
                 raise self._peer_lost()
+            is_new = self._member.phase is Phase.NEW
             view = View(_number(world), tuple(table.identity for table in tables))
             starts = self._member.install(view, decided)
+            if self._member.phase is Phase.LEFT and is_new:
+                self._host.left_out()
             if self._member.phase is Phase.LEFT:
-                self._restart("the others have continued without this worker")
+                self._host.restart("the others have continued without this worker")
             if self._member.phase is not Phase.RUNNING:
                 raise self._peer_lost()
             self._prune()
             for start in starts:
                 self._start(self._pending[start.number], start)
             self._pump()
-            self._on_progress(self._units)
+            self._host.stepped(self._units)
             self._changed.notify_all()
 
     def _held(self, number: int) -> Sequence[torch.Tensor]:

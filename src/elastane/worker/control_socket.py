@@ -93,6 +93,18 @@ class ControlSocket:
             raise _no_agent("it ended a world before the first one")
         return word
 
+    def waits_first(self) -> Wait | None:
+        """Return the first message if this worker has no place; leave it for `first`."""
+        self._socket.settimeout(_FIRST_S)
+        try:
+            packet = self._socket.recv(control_socket.PACKET_BYTES_MAX, socket.MSG_PEEK)
+            word = control_socket.to_worker(packet)
+        except (OSError, ValueError) as error:
+            raise _no_agent(str(error) or "it sent nothing") from error
+        finally:
+            self._socket.settimeout(None)
+        return word if isinstance(word, Wait) else None
+
     def begin(self, end_world: Callable[[], None], doing: Callable[[], Doing]) -> None:
         """Start the reading thread, which calls `end_world` when the current world ends.
 

@@ -2,9 +2,9 @@
 
 `python -m elastane.worker.unmodified [--ranks-may-change] SCRIPT ARG...` is how `elastane run
 --in-place` starts it; `-m MODULE` runs a module. `init_process_group` then gives an `OrderedGroup`
-(see `synchrony`), whose world shrinks beneath the script. No worker can join such a world in place:
-it grows by a restart of all workers, for which this module reports the script's checkpoints and
-parks before a step.
+(see `synchrony`), whose world shrinks beneath the script. Workers join such a world in place if the
+script's loop runs through an `ElasticLoader`. Otherwise it grows by a restart of all workers, for
+which this module reports the script's checkpoints and parks before a step.
 
 What the script does that cannot be kept is refused where it is called, with the reason, or restarts
 all workers at the next fault. A restart ends this process: an exception could be caught by a
@@ -31,6 +31,7 @@ import torch.distributed.distributed_c10d as c10d
 from elastane.comms.group import WorldGroup
 from elastane.errors import ConfigurationError, ExitCode
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
+from elastane.process.status_page import finish_before_park
 from elastane.process.worker_environment import RANKS_MAY_CHANGE
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Joining
@@ -41,16 +42,19 @@ from elastane.worker.control_socket import ControlSocket
 from elastane.worker.frameworks import Frameworks
 from elastane.worker.progress_reporter import ProgressReporter
 from elastane.worker.script_saves import ScriptSaves
-from elastane.worker.world import wiring_of
+from elastane.worker.world import warm_up, wiring_of
 
 SLUG = "in-place-refused"
 RESTART_SLUG = "in-place-restart"
 # How often a worker that waits at a boundary reads its status page.
 _POLL_S = 0.001
+# How long a worker whose gate has opened waits for its place in the next world: the agent has sent
+# it by then.
+_PLACE_S = 1.0
 _BACKENDS = ("", "gloo", "cpu:gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")
 
 
-class ShrinkingWorker:
+class UnmodifiedWorker:
     """One worker of an unmodified script: its control socket, its worlds, and its group."""
 
     def __init__(self, line: ControlSocket, saves: ScriptSaves, *, keeps_ranks: bool) -> None:
@@ -62,25 +66,22 @@ class ShrinkingWorker:
         self._page = drain.take_page()
         self._place: AssignedPlace | None = None
         self._building: WorldGroup | None = None
-        self.group = OrderedGroup(
-            self._enter,
-            restart,
-            self._show_place,
-            self._step,
-            self._reach,
-            keeps_ranks=keeps_ranks,
-        )
+        self.group = OrderedGroup(self, keeps_ranks=keeps_ranks)
 
     def join(self) -> None:
         """Enter the first world, as the script calls init_process_group."""
         self._progress.show_on(self._page)
         self._frameworks.adopt()
         word = self._line.first()
-        if isinstance(word, Wait):
-            restart("a worker of an unmodified script cannot join a world that has begun")
-        self._place = word
         self._line.begin(self._end_world, self._doing)
         self._progress.at(Activity.BODY)
+        if isinstance(word, Wait):
+            rank, size = outside(word)
+            self.group.begin_outside(rank, size)
+            self.group.register()
+            self.group.show_members(range(size))
+            return
+        self._place = word
         self.group.begin(self._build(word))
         self.group.register()
         self._line.able(None, joining=Joining.NEVER)
@@ -88,19 +89,38 @@ class ShrinkingWorker:
     def leave(self) -> None:
         """Leave the job with the other members, at the end of the script."""
         self._progress.at(Activity.APART)
-        self.group.leave()
-        self._line.finished()
+        if self.group.has_joined:
+            self.group.leave()
+            self._line.finished()
         self._line.close()
         self._progress.close()
         self.group.close()
 
-    def _enter(self, error: Exception) -> WorldGroup:
+    @property
+    def world_has_ended(self) -> bool:
+        """Whether the agent has ended the world, or has sent a place in another."""
+        return self._line.world_has_ended
+
+    def enter(self, error: Exception | None) -> WorldGroup:
         """Report the loss, wait for a place in the next world, and build that."""
-        assert self._place is not None
-        if not self._line.world_has_ended:
+        if self._place is not None and not self._line.world_has_ended:
             self._line.lost(self._place.fence, f"lost a peer: {error}")
         self._place = self._line.next_place()
         return self._build(self._place)
+
+    def restart(self, reason: str) -> NoReturn:
+        """End this worker, so that all workers restart."""
+        restart(reason)
+
+    def left_out(self) -> NoReturn:
+        """End this worker, which has not joined; its agent may start another."""
+        _end("this worker ends: the others went on before it had joined")
+
+    def shared(self) -> None:
+        """Report that workers join this worker's world at boundaries, or that this one can."""
+        if self._place is None:
+            warm_up()
+        self._line.able(None, joining=Joining.PLANNED)
 
     def _build(self, place: AssignedPlace) -> WorldGroup:
         world = self._building = WorldGroup(wiring_of(place))
@@ -114,7 +134,7 @@ class ShrinkingWorker:
             with self._progress.aborting():
                 self._building.abort()
 
-    def _show_place(self, rank: int, size: int) -> None:
+    def show(self, rank: int, size: int) -> None:
         """Let the script and its frameworks read its rank and world size where they look."""
         if self._place is not None:
             os.environ.update(self._place.env)
@@ -122,17 +142,17 @@ class ShrinkingWorker:
         self._frameworks.adopt()
         self._visible.show(rank, size)
 
-    def _step(self, number: int) -> None:
-        """In the delivering thread: `number` steps are made, in the current world."""
+    def stepped(self, steps: int) -> None:
+        """In the delivering thread: so many steps are made, in the current world."""
         if self._page is not None and self._place is not None:
             self._page.be_in(self._place.fence.round)
         self._progress.beat()
-        where = self._saves.whole_at(number)
+        where = self._saves.whole_at(steps)
         if where is not None:
             self._line.saved(where)
 
-    def _reach(self, number: int) -> None:
-        """Before step `number`: wait here if this is the boundary of a drain.
+    def reach(self, number: int) -> None:
+        """Reach the boundary of this number, or step: wait here if a drain has agreed on it.
 
         A parked worker is killed once all have parked, so it has nothing unsaved. It goes on if the
         drain is called off, or another world follows.
@@ -141,11 +161,28 @@ class ShrinkingWorker:
         page = self._page
         if page is None or not page.reach(number):
             return
+        is_parked, place = False, self._place
         while page.gated and not page.target > number:
-            page.park(page.target > 0 and not self._saves.is_saving, saved=page.stops)
+            if page.stops:
+                finish_before_park()
+            is_parked = page.target > 0 and not self._saves.is_saving
+            page.park(is_parked, saved=page.stops)
             self._progress.beat()
             time.sleep(_POLL_S)
         page.park(False)
+        if is_parked:
+            self._await_end_of_world(place)
+
+    def _await_end_of_world(self, place: AssignedPlace | None) -> None:
+        """Wait for the message that ends the world of `place`; in vain if the drain was called off.
+
+        The gate opens a moment before it. A step made meanwhile would leave newcomers out.
+        """
+        until_s = time.monotonic() + _PLACE_S
+        while not self._line.world_has_ended and self._place is place:
+            if time.monotonic() > until_s:
+                break
+            time.sleep(_POLL_S)
 
     def _doing(self) -> Doing:
         frames = progress_reporter.main_frames()
@@ -160,15 +197,28 @@ class ShrinkingWorker:
 
 def restart(reason: str) -> NoReturn:
     """End this worker, so that all workers of the job restart from the script's checkpoint."""
+    _end(
+        f"all workers restart: {reason}. Next step: nothing; they continue from the script's last"
+        f" checkpoint [{RESTART_SLUG}]"
+    )
+
+
+def _end(words: str) -> NoReturn:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
-        sys.stderr.write(
-            f"elastane: all workers restart: {reason}. Next step: nothing; they continue from the"
-            f" script's last checkpoint [{RESTART_SLUG}]\n"
-        )
+        sys.stderr.write(f"elastane: {words}\n")
         sys.stderr.flush()
     running_saves.of_process.finish()
     os._exit(ExitCode.TRY_AGAIN)
+
+
+def outside(word: Wait) -> tuple[int, int]:
+    """Return the rank and size that a script sees before its worker has joined the others.
+
+    Rank 0 is one of them, so this worker is not: scripts let rank 0 write files.
+    """
+    size = max(word.world_size, 2)
+    return size - 1, size
 
 
 def install(*, keeps_ranks: bool) -> None:
@@ -178,7 +228,11 @@ def install(*, keeps_ranks: bool) -> None:
     """
     saves = ScriptSaves(_refusal)
     saves.watch()
-    make_group = _maker(saves, keeps_ranks=keeps_ranks)
+    line = ControlSocket.inherited()
+    if line is not None and (word := line.waits_first()) is not None:
+        rank, size = outside(word)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    make_group = _maker(line, saves, keeps_ranks=keeps_ranks)
     modules: tuple[Any, ...] = (dist, c10d)
     for module in modules:
         module.init_process_group = make_group
@@ -188,8 +242,10 @@ def install(*, keeps_ranks: bool) -> None:
     watch_forwards()
 
 
-def _maker(saves: ScriptSaves, *, keeps_ranks: bool) -> Callable[..., None]:
-    workers: list[ShrinkingWorker] = []
+def _maker(
+    line: ControlSocket | None, saves: ScriptSaves, *, keeps_ranks: bool
+) -> Callable[..., None]:
+    workers: list[UnmodifiedWorker] = []
     torchs: Callable[..., None] = c10d.init_process_group
 
     def init_process_group(
@@ -207,10 +263,9 @@ def _maker(saves: ScriptSaves, *, keeps_ranks: bool) -> Callable[..., None]:
                 "init_process_group() was called after destroy_process_group()",
                 "one process group, from its first use to the end of the script",
             )
-        line = ControlSocket.inherited()
         if line is None:
             raise _refusal("init_process_group() in a process without an agent", "a worker")
-        worker = ShrinkingWorker(line, saves, keeps_ranks=keeps_ranks)
+        worker = UnmodifiedWorker(line, saves, keeps_ranks=keeps_ranks)
         workers.append(worker)
         worker.join()
         atexit.register(_leave, worker)
@@ -250,7 +305,7 @@ def _refusal(what: str, expected: str) -> ConfigurationError:
     )
 
 
-def _leave(worker: ShrinkingWorker) -> None:
+def _leave(worker: UnmodifiedWorker) -> None:
     """At the exit of the interpreter: leave with the others, unless the script failed."""
     if not _ended_badly():
         worker.leave()

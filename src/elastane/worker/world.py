@@ -301,7 +301,7 @@ class Worlds:
 
     def _wait_for_place(self) -> None:
         """Enter the first world that takes this worker in; then build the model apart from it."""
-        _warm_up()
+        warm_up()
         self.able()
         while True:
             try:
@@ -428,10 +428,10 @@ def _unknown_backend(backend: str) -> ConfigurationError:
     )
 
 
-def _warm_up() -> None:
-    """Import what the first optimizer needs (1 to 2 s), while no other member waits for it."""
+def warm_up() -> None:
+    """Import what the first backward pass and optimizer need, while no other member waits (1 s)."""
     parameter = torch.nn.Parameter(torch.ones(1))
-    parameter.grad = torch.zeros(1)
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
     torch.optim.SGD([parameter], lr=0.0).step()
 
 

@@ -1,0 +1,328 @@
+"""Exact data for a DDP loop of the user's own, and the boundaries at which workers join it.
+
+`ElasticLoader` wraps a DataLoader over an ElasticBatchSampler or ElasticShards. Each step of the
+loop is dealt to the workers that are there when it begins. The share of a worker that is lost
+before it has contributed to the gradient is owed, and dealt again in later steps of the epoch.
+Between two steps the program passes a boundary (`synchrony.rules`), where new workers receive the
+state of the named objects. It works with any launcher: without `elastane run --in-place` the world
+just does not change. Fails with ConfigurationError where newcomers would train with another state
+than the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from elastane.checkpoint.registered import RegisteredObjects
+from elastane.comms import ddp
+from elastane.comms.elastic import ElasticGroup
+from elastane.data.checks import whole
+from elastane.data.feed import Feed, Portion
+from elastane.errors import ConfigurationError
+from elastane.synchrony.operations import Identity
+from elastane.synchrony.ordered import OrderedGroup
+
+SLUG = "elastic-loader"
+
+
+class ElasticLoader:
+    """Iterates over epochs and batches; survivors and newcomers continue with the same step.
+
+        loader = elastane.ElasticLoader(loader, model=model, optimizer=optimizer)
+        for epoch in loader.epochs(10):
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                loader.backward(criterion(model(inputs), labels))
+                optimizer.step()
+
+    `loader`: a DataLoader over an ElasticBatchSampler, whose batch size is that of all workers
+    together, or over ElasticShards. `accumulate`: the number of batches of each step. `tracked`:
+    the objects by name that a newcomer needs to continue like the others: models, optimizers,
+    schedulers, scalers, averages; anything with `state_dict` and `load_state_dict`.
+
+    Make it after these objects, on all workers. All that is between two steps (evaluation, saving,
+    logging) belongs behind the inner loop, or into it. One for each process. Not thread-safe.
+    """
+
+    def __init__(self, loader: Any, *, accumulate: int = 1, **tracked: Any) -> None:
+        self._feed = Feed(loader)
+        self._cursor = self._feed.cursor
+        self._cursor.accumulate(whole("accumulate", accumulate, 1))
+        self._tracked = RegisteredObjects()
+        self._tracked.add(tracked)
+        self._group = _group_of_process()
+        self._stepped: dict[int, torch.optim.Optimizer] = {}
+        # The epoch that the inner loop is in; None outside of one.
+        self._epoch: int | None = None
+        self._until_step: int | None = None
+        # Whether the boundary before the next step was passed.
+        self._is_passed = False
+        self._portion: Portion | None = None
+        # The members that the current step was dealt to, and those that its gradient is of: None
+        # until that is known.
+        self._dealt_to: tuple[Identity, ...] = ()
+        self._contributors: tuple[Identity, ...] | None = None
+        self._is_committed = self._is_stale = False
+        register_optimizer_step_pre_hook(self._note_step)
+        if self._group is not None:
+            if self._group.is_shared:
+                raise ConfigurationError(
+                    "a second ElasticLoader in one process",
+                    slug=SLUG,
+                    expected="one, for the data that is trained on",
+                    next_step="use a plain DataLoader for evaluation",
+                )
+            self._group.share(self)
+
+    def epochs(self, until: int, *, until_step: int | None = None) -> Iterator[int]:
+        """Yield the number of each epoch, from the position to `until`, which is not included.
+
+        A newcomer waits here for its place, and begins with the epoch and step of the others. A
+        `break` out of the inner loop skips the rest of the epoch; all workers make it at the same
+        step. `until_step`: the number of steps after which it ends, from the start of epoch 0.
+        """
+        whole("until", until)
+        self._until_step = None if until_step is None else whole("until_step", until_step)
+        while True:
+            self._pass_boundary()
+            if self._cursor.epoch >= until or self._is_at_end():
+                break
+            self._epoch = self._cursor.epoch
+            self._feed.rewind(*_world())
+            try:
+                yield self._epoch
+                self._finish_step()
+                if self._cursor.epoch == self._epoch and not self._is_at_end():
+                    self._cursor.set_epoch(self._epoch + 1)
+            finally:
+                self._epoch = self._portion = self._contributors = None
+        self._feed.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the batches of the rest of the current epoch."""
+        if self._epoch is None:
+            raise ConfigurationError(
+                "an ElasticLoader is iterated over outside of epochs()",
+                slug=SLUG,
+                expected="for epoch in loader.epochs(10): for batch in loader: ...",
+                next_step="let loader.epochs() count the epochs: a worker that joins later begins"
+                " with the epoch of the others",
+            )
+        while (batch := self._next()) is not _NONE:
+            yield batch
+
+    @property
+    def weight(self) -> float:
+        """The factor of the current batch's mean loss, for the mean over the step's samples.
+
+        Shares of a step differ in size, and an empty one is computed with weight 0.
+        """
+        return self._current.weight
+
+    @property
+    def samples(self) -> int:
+        """The number of the step's samples in the current batch; 0: it is a stand-in."""
+        return self._current.samples
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the optimizer steps after the current batch: it is the last one of its step."""
+        return self._current.share.is_last
+
+    @property
+    def step(self) -> int:
+        """The number of the current batch's step, counted from the start of epoch 0."""
+        return self._current.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current step, or of the next one."""
+        return self._cursor.epoch if self._epoch is None else self._epoch
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Call `backward()` on the mean loss of the current batch, weighted by its samples."""
+        (loss * self.weight).backward()  # type: ignore[no-untyped-call]
+        self._note_contributors()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, equal on all workers.
+
+        The current step counts as done as soon as its gradient is complete: save before the
+        backward pass, or after the optimizer has stepped.
+        """
+        if self._contributors is not None:
+            self._commit(self._contributors)
+        return self._cursor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the position of a state; before the loop, on all workers."""
+        if self._epoch is not None:
+            raise ConfigurationError(
+                "load_state_dict() of an ElasticLoader within its loop",
+                slug=SLUG,
+                expected="a call before epochs(), on all workers",
+                next_step="load the checkpoint before the loop",
+            )
+        self._cursor.load_state_dict(state)
+
+    # What a newcomer receives: `SharedState`.
+
+    def state(self) -> dict[str, Any]:
+        """Return the states of the named objects, and the position."""
+        return {"tracked": self._tracked.state(), "data": self._cursor.state_dict()}
+
+    def load(self, state: Any) -> None:
+        """Accept the state of another worker."""
+        self._tracked.load(state["tracked"])
+        self._cursor.load_state_dict(state["data"])
+
+    @property
+    def _current(self) -> Portion:
+        if self._portion is None:
+            raise ConfigurationError(
+                "an ElasticLoader has no current batch",
+                slug=SLUG,
+                expected="weight, samples, step, is_last and backward() within the inner loop",
+                next_step="use them in the body of: for batch in loader",
+            )
+        return self._portion
+
+    def _next(self) -> Any:
+        self._finish_step()
+        if self._portion is None:
+            if self._cursor.epoch != self._epoch or self._is_at_end():
+                return _NONE
+            self._pass_boundary()
+        self._is_passed = False
+        self._portion = next(self._feed)
+        return self._portion.batch
+
+    def _finish_step(self) -> None:
+        """Commit the current step if its last batch was computed."""
+        self._note_contributors()
+        if self._contributors is not None:
+            self._commit(self._contributors)
+            self._portion = self._contributors = None
+
+    def _note_contributors(self) -> None:
+        """Note whose samples are in the step's gradient, right behind its last backward pass.
+
+        They are the members that the program sees there (`synchrony.rules`). Later they may be
+        fewer.
+        """
+        portion = self._portion
+        if portion is not None and portion.share.is_last and self._contributors is None:
+            self._contributors = () if self._group is None else self._group.members
+
+    def _commit(self, contributors: tuple[Identity, ...]) -> None:
+        """Commit the step without the shares of those that it was dealt to and that were lost."""
+        portion, cursor = self._portion, self._cursor
+        if portion is None or self._is_committed:
+            return
+        self._is_committed = True
+        lost = [r for r, member in enumerate(self._dealt_to) if member not in contributors]
+        spans = [span for rank in lost for span in cursor.spans_of(rank)]
+        cursor.commit_without(tuple(spans) if cursor.deals_owed else ())
+        # What was read ahead was dealt without these.
+        self._is_stale = bool(spans)
+
+    def _is_at_end(self) -> bool:
+        return self._until_step is not None and self._cursor.next_step >= self._until_step
+
+    def _pass_boundary(self) -> None:
+        """Pass the boundary before the next step, unless that is done; deal to the world there."""
+        if self._is_passed:
+            return
+        if self._group is not None:
+            self._check(self._group)
+            self._group.pass_boundary()
+            self._dealt_to = self._group.members
+        self._is_passed = True
+        self._is_committed = False
+        world = _world()
+        if world != self._cursor.world or self._is_stale:
+            self._feed.rewind(*world)
+            self._is_stale = False
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before an optimizer steps."""
+        self._note_contributors()
+        self._stepped[id(optimizer)] = optimizer
+
+    def _check(self, group: OrderedGroup) -> None:
+        """Refuse what a newcomer would not get: modules and optimizers that were not named."""
+        known = {id(parameter) for parameter in self._tracked.parameters()}
+        for module in group.ddps:
+            if any(id(p) not in known for p in module.parameters() if p.requires_grad):
+                kind = type(module.module).__name__
+                raise _not_named(f"the DistributedDataParallel of a {kind}", "model=model")
+            if hook := ddp.stateful_hook(module):
+                raise ConfigurationError(
+                    f"an ElasticLoader and a communication hook with {hook}",
+                    slug=SLUG,
+                    expected="hooks without a state: a worker that joins has none of it",
+                    next_step="leave the hook out, or use a plain DataLoader: then the world grows"
+                    " by a restart at checkpoints",
+                )
+        named = {id(each) for each in self._tracked.optimizers}
+        for optimizer in self._stepped.values():
+            if id(optimizer) not in named and _trains(optimizer, known):
+                raise _not_named(f"a {type(optimizer).__name__} that steps", "optimizer=optimizer")
+        self._stepped.clear()
+        self._check_schedules()
+
+    def _check_schedules(self) -> None:
+        schedulers = torch.optim.lr_scheduler.LRScheduler
+        if any(isinstance(each, schedulers) for each in self._tracked.others):
+            return
+        for optimizer in self._tracked.optimizers:
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+                raise _not_named(
+                    f"the scheduler of a {type(optimizer).__name__}", "scheduler=scheduler"
+                )
+
+
+_NONE = object()
+
+
+def _trains(optimizer: torch.optim.Optimizer, parameters: set[int]) -> bool:
+    """Whether an optimizer changes one of these parameters."""
+    return any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
+
+
+def _not_named(what: str, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} was not named to the ElasticLoader: a worker that joins would not get its state",
+        slug=SLUG,
+        expected="all that the training changes, by name",
+        next_step=f"elastane.ElasticLoader(loader, {name}, ...)",
+    )
+
+
+def _world() -> tuple[int, int]:
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _group_of_process() -> OrderedGroup | None:
+    """Return the group in which workers can join; None with another launcher, or without one."""
+    if not dist.is_initialized():
+        return None
+    group = c10d._get_default_group()
+    if isinstance(group, OrderedGroup):
+        return group
+    if isinstance(group, ElasticGroup):
+        raise ConfigurationError(
+            "an ElasticLoader in a job of elastane.init()",
+            slug=SLUG,
+            expected="a loop of job.steps(), which deals exact data and takes workers in",
+            next_step="for step, batch in job.steps(loader, until_epoch=10): ...",
+        )
+    return None

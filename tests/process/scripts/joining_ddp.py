@@ -1,0 +1,127 @@
+"""A DDP script whose loop runs through an ElasticLoader, so that workers join it in place.
+
+Usage: joining_ddp.py FOLDER [WAY]. It ends at the first epoch's end after a file "enough" is there;
+a file "go on" is what lets an epoch end. It writes what it has after each step. WAY:
+
+- plain: nothing else
+- accumulate: two batches to a step
+- workers: two processes load the data
+- unnamed: the optimizer is not named
+- early: a sum of all workers before the loop
+- late: a worker of a later start waits, before its loop, for the file "now"
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import elastane
+
+FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
+SAMPLES, BATCH = 240, 24
+EPOCHS_MAX = 10_000
+
+
+class Numbers(Dataset):
+    """Samples that are functions of their index."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return index, torch.randn(16, generator=torch.Generator().manual_seed(index))
+
+
+def digest(model, optimizer):
+    """Return a digest of all parameters, buffers and moments."""
+    tensors = [*model.state_dict().values()]
+    for state in optimizer.state_dict()["state"].values():
+        tensors += [each for each in state.values() if isinstance(each, torch.Tensor)]
+    return hashlib.sha1(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def made():
+    """Return a model."""
+    inner = torch.nn.LayerNorm(32), torch.nn.ReLU()
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), *inner, torch.nn.Linear(32, 1))
+
+
+def any_has(name):
+    """Whether a file is there; all ranks decide alike."""
+    there = torch.tensor([int((FOLDER / name).exists())])
+    dist.all_reduce(there, op=dist.ReduceOp.MAX)
+    return bool(there.item())
+
+
+def main():
+    """Train until it is enough."""
+    first_rank, first_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    assert (dist.get_rank(), dist.get_world_size()) == (first_rank, first_size)
+    torch.set_num_threads(1)
+    torch.manual_seed(os.getpid())  # DDP gives the first ones the same parameters.
+    model = made()
+    trained = DistributedDataParallel(model, bucket_cap_mb=0.002)
+    optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
+    sampler = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=1)
+    data = DataLoader(Numbers(), batch_sampler=sampler, num_workers=2 * (WAY == "workers"))
+    named = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    if WAY == "unnamed":
+        del named["optimizer"]
+    loader = elastane.ElasticLoader(data, accumulate=1 + (WAY == "accumulate"), **named)
+    if WAY == "early":
+        dist.all_reduce(torch.ones(1))
+    (FOLDER / f"{os.getpid()}.ready").touch()
+    with (FOLDER / f"{os.getpid()}.jsonl").open("w") as file:
+
+        def say(what):
+            where = {"step": loader.step, "epoch": loader.epoch}
+            file.write(json.dumps({**where, **what}) + "\n")
+            file.flush()
+
+        seen = []
+        for _ in loader.epochs(EPOCHS_MAX):
+            for indices, inputs in loader:
+                if loader.samples:
+                    seen += indices.tolist()
+                if loader.is_last:
+                    number = scheduler.last_epoch + 1
+                    world = dist.get_world_size()
+                    say({"dealt": seen, "optimizer_steps": number, "of": world})
+                time.sleep(0.01)
+                delayed = contextlib.nullcontext() if loader.is_last else trained.no_sync()
+                with delayed:
+                    loss = (trained(inputs).squeeze(-1) - inputs.sum(1)).square().mean()
+                    loader.backward(loss)
+                if not loader.is_last:
+                    continue
+                contributed = dist.get_world_size()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                what = {
+                    "optimizer_steps": scheduler.last_epoch,
+                    "digest": digest(model, optimizer),
+                    "rank": dist.get_rank(),
+                    "world": dist.get_world_size(),
+                    "contributed": contributed,
+                    "at": time.time(),
+                }
+                seen = []
+                say(what)
+            if any_has("enough"):
+                break
+    dist.destroy_process_group()
+
+
+main()

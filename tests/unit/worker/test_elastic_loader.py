@@ -1,0 +1,85 @@
+"""An ElasticLoader in a world of one: position, epochs, and what it refuses."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import elastane
+from elastane.errors import ConfigurationError
+
+
+def loader_of(n=10, batch=4, **options):
+    sampler = elastane.ElasticBatchSampler(n, batch, shuffle=False)
+    model = torch.nn.Linear(1, 1)
+    data = DataLoader(torch.arange(n).float().unsqueeze(1), batch_sampler=sampler)
+    return elastane.ElasticLoader(data, model=model, **options)
+
+
+def test_each_epoch_has_each_sample_once_and_state_dict_counts_finished_steps():
+    loader = loader_of()
+    seen, places = {}, []
+    for epoch in loader.epochs(2):
+        seen[epoch] = []
+        for batch in loader:
+            before = loader.state_dict()["samples"]
+            seen[epoch] += batch.flatten().tolist()
+            loader.backward((batch * torch.ones(1, requires_grad=True)).mean())
+            after = loader.state_dict()
+            places.append((before, after["epoch"], after["samples"]))
+    assert seen == {0: [*range(10)], 1: [*range(10)]}
+    assert places == [(0, 0, 4), (4, 0, 8), (8, 1, 0), (0, 1, 4), (4, 1, 8), (8, 2, 0)]
+
+
+def test_a_loaded_position_continues_in_the_middle_of_its_epoch():
+    first = loader_of()
+    for _ in first.epochs(1, until_step=2):
+        for _ in first:
+            pass
+    again = loader_of()
+    again.load_state_dict(first.state_dict())
+    rest = [batch.flatten().tolist() for _ in again.epochs(1) for batch in again]
+    assert rest == [[8.0, 9.0]]
+
+
+def test_accumulated_batches_of_a_step_have_weights_that_sum_to_one():
+    loader = loader_of(accumulate=3)
+    weights, lasts = [], []
+    for _ in loader.epochs(1):
+        for _ in loader:
+            weights.append(loader.weight)
+            lasts.append(loader.is_last)
+    assert lasts == [False, False, True] * 3
+    assert [sum(weights[i : i + 3]) for i in (0, 3, 6)] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda loader: next(iter(loader)), "outside of epochs()"),
+        (lambda loader: loader.weight, "no current batch"),
+        (lambda loader: loader.backward(torch.ones(1)), "no current batch"),
+    ],
+)
+def test_use_outside_of_the_loop_is_refused_with_the_way_out(use, words):
+    with pytest.raises(ConfigurationError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        use(loader_of())
+
+
+def test_a_break_skips_the_rest_of_the_epoch_and_a_step_that_is_not_complete():
+    loader = loader_of(accumulate=2)
+    places = []
+    for epoch in loader.epochs(3):
+        for batch in loader:
+            loader.backward((batch * torch.ones(1, requires_grad=True)).mean())
+            if loader.is_last or epoch == 1:
+                break
+        places.append(loader.state_dict()["samples"])
+    assert places == [4, 0, 4]
+    assert loader.epoch == 3
+
+
+def test_a_position_is_loaded_before_the_loop_only():
+    loader = loader_of()
+    for _ in loader.epochs(1):
+        with pytest.raises(ConfigurationError, match="within its loop"):
+            loader.load_state_dict(loader.state_dict())
