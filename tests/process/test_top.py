@@ -1,5 +1,6 @@
 """`elastane top` of real jobs, in a pipe and in a pseudo terminal that plays a person's."""
 
+import codecs
 import fcntl
 import os
 import pty
@@ -39,7 +40,9 @@ STORY = [
     started("a", 1, round=2, attempt=0, time_s=1e9 + 22),
 ]
 ENDED = event("job-ended", ok=True, time_s=1e9 + 60, reason="all workers succeeded")
-_SEQUENCE = re.compile(r"\x1b\[\??([\d;]*)([A-Za-z])|\x1b.?")
+_SEQUENCE = re.compile(r"\x1b\[\??([\d;]*)([A-Za-z])")
+# A read may end within a sequence.
+_TORN = re.compile(r"\x1b(\[\??[\d;]*)?$")
 
 
 class Screen:
@@ -48,9 +51,13 @@ class Screen:
     def __init__(self):
         self.rows, self.row = {}, 1
         self.is_other, self.is_cursor_hidden = False, False
-        self.before, self.after = "", ""
+        self.after, self._rest = "", ""
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
 
-    def feed(self, text):
+    def feed(self, data):
+        text = self._rest + self._decode(data)
+        torn = _TORN.search(text)
+        text, self._rest = (text[: torn.start()], torn[0]) if torn else (text, "")
         place = 0
         for found in _SEQUENCE.finditer(text):
             self._put(text[place : found.start()])
@@ -134,7 +141,7 @@ class Person:
 
     def _read(self, timeout_s):
         if select.select([self.master], [], [], timeout_s)[0]:
-            self.screen.feed(os.read(self.master, 1 << 16).decode())
+            self.screen.feed(os.read(self.master, 1 << 16))
 
     def leaves(self):
         """Wait for the end of the command; return its exit code and what stays on the terminal."""
