@@ -88,6 +88,13 @@ class ElasticLoader:
         step. `until_step`: the number of steps after which it ends, from the start of epoch 0.
         """
         whole("until", until)
+        if self._group is not _group_of_process():
+            raise ConfigurationError(
+                "an ElasticLoader was made before init_process_group()",
+                slug=SLUG,
+                expected="a loader of the process group that the loop runs in",
+                next_step="call torch.distributed.init_process_group() first",
+            )
         self._until_step = None if until_step is None else whole("until_step", until_step)
         while True:
             self._pass_boundary()

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader
 
 import elastane
 from elastane.errors import ConfigurationError
+from elastane.worker import elastic_loader
 
 
 def loader_of(n=10, batch=4, **options):
@@ -76,6 +77,13 @@ def test_a_break_skips_the_rest_of_the_epoch_and_a_step_that_is_not_complete():
         places.append(loader.state_dict()["samples"])
     assert places == [4, 0, 4]
     assert loader.epoch == 3
+
+
+def test_a_loader_that_was_made_before_its_process_group_is_refused(monkeypatch):
+    loader = loader_of()
+    monkeypatch.setattr(elastic_loader, "_group_of_process", object)
+    with pytest.raises(ConfigurationError, match="before init_process_group"):
+        next(loader.epochs(1))
 
 
 def test_a_position_is_loaded_before_the_loop_only():
