@@ -42,6 +42,8 @@ def of_type(info):
             return st.one_of([of_type(each) for each in types])
         case INFO.VarTupleType(item_type=item):
             return st.lists(of_type(item), max_size=3).map(tuple)
+        case INFO.EnumType(cls=cls):
+            return st.sampled_from(list(cls))
         case INFO.LiteralType(values=values):
             return st.sampled_from(list(values))
         case INFO.IntType(ge=low, le=high, lt=below):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -54,6 +55,12 @@ class Filed(msgspec.Struct, frozen=True, kw_only=True):
     record: JobRecord | None
 
 
+# Made once: msgspec lays a type out when it first decodes it, and crashes if two threads do so at
+# once (0.22), such as two agents in one process.
+_filed = msgspec.json.Decoder(Filed).decode
+_leader = msgspec.json.Decoder(LeaderRecord).decode
+
+
 class JobNames:
     """The names of what one job keeps."""
 
@@ -87,7 +94,7 @@ class JobKeys(JobNames):
 
     def decode(self, entry: Entry) -> Filed:
         """Return the record in an entry of the key `record`."""
-        return _decode(entry, Filed, self.record)
+        return _decode(entry, _filed, self.record)
 
     async def check_open(self) -> None:
         """Raise JobClosedError, with the outcome, for a job that has ended."""
@@ -125,9 +132,7 @@ class JobKeys(JobNames):
     async def published(self) -> tuple[LeaderRecord | None, int]:
         """Return the coordinator's address, and the version that a write must expect."""
         entry = await self.store.get(self.coordinator)
-        return (
-            (_decode(entry, LeaderRecord, self.coordinator), entry.version) if entry else (None, 0)
-        )
+        return (_decode(entry, _leader, self.coordinator), entry.version) if entry else (None, 0)
 
     async def locate(self) -> Endpoint | None:
         """Return the latest coordinator's address, None while there is none.
@@ -161,9 +166,9 @@ class JobKeys(JobNames):
         await self.store.purge(self.prefix)
 
 
-def _decode(entry: Entry, kind: type[T], key: str) -> T:
+def _decode(entry: Entry, decode: Callable[[bytes], T], key: str) -> T:
     try:
-        return msgspec.json.decode(entry.value, type=kind)
+        return decode(entry.value)
     except UNREADABLE as error:
         raise ConfigurationError(
             f"store: {key} version {entry.version} cannot be read: {error}",

@@ -111,9 +111,18 @@ class WatchLine(msgspec.Struct):
     result: WatchedKey = msgspec.field(default_factory=WatchedKey)
 
 
+# Made once: msgspec lays a type out when it first decodes it, and crashes if two threads do so at
+# once (0.22).
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind, strict=False)
+    for kind in (Header, KeyRange, Put, Txn, LeaseGrant, KeepAlive, Token, WatchLine)
+}
+
+
 def decode(content: bytes, kind: type[T]) -> T:
     """Return the message; one of UNREADABLE for anything else."""
-    return msgspec.json.decode(content, type=kind, strict=False)
+    message: T = _DECODERS[kind].decode(content)
+    return message
 
 
 def is_(key: bytes, target: str, number: int) -> dict[str, Any]:
