@@ -47,8 +47,13 @@ def test_survivors_of_a_lightning_script_train_validate_log_and_save_as_one_worl
         left = {*cluster.world().pids["a"]}
         wait_validations(1, left)
         for rank in (2, 0):
+            # Not in a broadcast of the worker that is lost, which restarts all.
+            (folder / "held").unlink(missing_ok=True)
+            (folder / "hold").touch()
+            cluster.wait((folder / "held").exists, "a training step")
             lost = node.kill_worker(rank)
             left -= {lost}
+            (folder / "hold").unlink()
             wait_validations(2, left)
         (folder / "enough").touch()
         cluster.wait(lambda: not node.is_alive, "the agent ends")
