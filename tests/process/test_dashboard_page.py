@@ -24,7 +24,7 @@ READ = """
 ["account", "events"].every((id) => document.querySelector(`#${id}-body table`))
   && /live|folder/.test(document.getElementById("connection").textContent)
 """
-# What is wider than the page scrolls the whole of it sideways, on a phone under each finger.
+# The elements that are wider than the page: they make the whole page scroll sideways.
 TOO_WIDE = """
 [...document.querySelectorAll("main *, header *")].filter((one) => {
   const box = one.getBoundingClientRect(), width = document.documentElement.clientWidth;

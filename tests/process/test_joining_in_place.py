@@ -18,7 +18,7 @@ SAMPLES, BATCH = 240, 24
 STEPS = SAMPLES // BATCH  # of an epoch
 
 
-class Joining:
+class JoiningJob:
     """A cluster that runs the script, and what its workers have written after each step."""
 
     def __init__(self, folder: Path, way: str = "plain", **options: object) -> None:
@@ -62,7 +62,7 @@ class Joining:
         kill(self.ready() - known)
 
     def wait_size(self, world: int, count: int = 3) -> set[int]:
-        """Wait until so many workers have each made steps in a world of this size; return them."""
+        """Wait until `world` workers have each made `count` steps in a world of that size."""
         begun = {pid: len(lines) for pid, lines in self.said().items()}
 
         def there() -> set[int]:
@@ -123,7 +123,7 @@ def kill(pids: set[int]) -> None:
 
 @pytest.mark.parametrize("way", ["plain", "accumulate"])
 def test_a_lost_worker_is_replaced_while_the_others_train_on(tmp_path, way):
-    job = Joining(tmp_path, way)
+    job = JoiningJob(tmp_path, way)
     with job.cluster as cluster:
         cluster.start("a")
         first = job.wait_size(3)
@@ -138,7 +138,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train_on(tmp_path, way):
 
 
 def test_a_node_that_arrives_joins_and_one_that_leaves_is_left_without_a_lost_sample(tmp_path):
-    job = Joining(tmp_path, nproc_per_node=2)
+    job = JoiningJob(tmp_path, nproc_per_node=2)
     with job.cluster as cluster:
         cluster.start("a")
         first = job.wait_size(2)
@@ -151,7 +151,7 @@ def test_a_node_that_arrives_joins_and_one_that_leaves_is_left_without_a_lost_sa
 
 
 def test_workers_that_die_before_they_have_joined_hold_nobody_up(tmp_path):
-    job = Joining(tmp_path)
+    job = JoiningJob(tmp_path)
     with job.cluster as cluster:
         cluster.start("a")
         first = job.wait_size(3)
@@ -163,7 +163,7 @@ def test_workers_that_die_before_they_have_joined_hold_nobody_up(tmp_path):
 
 
 def test_an_optimizer_that_is_not_named_is_refused_before_anybody_joins(tmp_path):
-    job = Joining(tmp_path, "unnamed", nnodes="1", nproc_per_node=2, max_restarts=0)
+    job = JoiningJob(tmp_path, "unnamed", nnodes="1", nproc_per_node=2, max_restarts=0)
     with job.cluster as cluster:
         node = cluster.start("a")
         assert node.wait() != 0
@@ -172,7 +172,7 @@ def test_an_optimizer_that_is_not_named_is_refused_before_anybody_joins(tmp_path
 
 
 def test_a_collective_before_the_loop_ends_only_the_worker_that_joins(tmp_path):
-    job = Joining(tmp_path, "early", max_restarts=1)
+    job = JoiningJob(tmp_path, "early", max_restarts=1)
     with job.cluster as cluster:
         node = cluster.start("a")
         first = job.wait_size(3)

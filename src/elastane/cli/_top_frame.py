@@ -21,9 +21,9 @@ from rich.text import Text
 from elastane.cli._top_layout import (
     TITLE_STYLE,
     Beside,
-    Entry,
     Lines,
     Listed,
+    ListEntry,
     Panel,
     Stack,
     entry,
@@ -290,9 +290,9 @@ def _nodes(sections: Sections) -> Panel:
         heads = ("NODE".ljust(longest + 2), "STATE".ljust(states), "     STEP", "STEPS/S", "RANKS")
         return _joined(Text("  ".join(heads), style=TITLE_STYLE), [Text("* coordinator")], width)
 
-    def entries(width: int) -> list[Entry]:
+    def entries(width: int) -> list[ListEntry]:
         rows = [
-            Entry(1, partial(_node, row, longest, states), is_important=not _is_well(row))
+            ListEntry(1, partial(_node, row, longest, states), is_important=not _is_well(row))
             for row in here
         ]
         gone = ", ".join(f"{printable(row.name)} ({row.state})" for row in sections.nodes.gone)
@@ -362,7 +362,7 @@ def _incidents(picture: Picture) -> Panel:
     count = Counter(one.kind == "change" for one in history.listed)
     title = f"INCIDENTS   {_count(count[False], 'fault')}, {_count(count[True], 'planned change')}"
 
-    def entries(width: int) -> list[Entry]:
+    def entries(width: int) -> list[ListEntry]:
         found = history.by_time(INCIDENTS_LISTED)
         if not found:
             return [entry(Text("none so far", style="dim"))]
@@ -371,7 +371,7 @@ def _incidents(picture: Picture) -> Panel:
     return Listed(titled(title), entries, least=min(4, 2 + 2 * len(history.listed)))
 
 
-def _incident(one: IncidentView, picture: Picture, width: int) -> Entry:
+def _incident(one: IncidentView, picture: Picture, width: int) -> ListEntry:
     style = "default" if one.kind == "change" else "red" if one.state != "recovered" else "yellow"
     head = f"#{one.id:<3} {_clock(one.from_s, picture)}  {_sign(one)} "
     line = Text.assemble(
@@ -402,7 +402,7 @@ def _account(sections: Sections) -> Panel:
     """Return where the time went, by cause."""
     account = sections.account
 
-    def entries(width: int) -> list[Entry]:
+    def entries(width: int) -> list[ListEntry]:
         if account is None:
             return [entry(Text("nothing is known yet", style="dim"))]
         rows = []
@@ -425,7 +425,7 @@ def _checkpoints(picture: Picture) -> Panel:
     found = picture.sections.checkpoints
     failed = f", {found.failed} failed" if found.failed else ""
 
-    def entries(width: int) -> list[Entry]:
+    def entries(width: int) -> list[ListEntry]:
         if not found.newest:
             return [entry(Text("none saved by elastane's Checkpointer", style="dim"))]
         return [entry(_checkpoint(made, picture)) for made in found.newest]

@@ -18,7 +18,7 @@ GAP = 3
 
 
 @dataclass(frozen=True)
-class Entry:
+class ListEntry:
     """One thing of `size` lines, drawn if it is shown; an important one stays in a cut panel."""
 
     size: int
@@ -26,9 +26,9 @@ class Entry:
     is_important: bool = False
 
 
-def entry(*lines: Text) -> Entry:
+def entry(*lines: Text) -> ListEntry:
     """Return an entry whose lines are drawn already."""
-    return Entry(len(lines), lambda: lines)
+    return ListEntry(len(lines), lambda: lines)
 
 
 class Panel(Protocol):
@@ -50,7 +50,7 @@ class Listed:
     """A title and entries, which are made for a width."""
 
     title: Callable[[int], Text]
-    entries: Callable[[int], Sequence[Entry]]
+    entries: Callable[[int], Sequence[ListEntry]]
     least: int = 2
 
     def wanted(self, width: int) -> int:
@@ -158,19 +158,19 @@ def titled(text: str) -> Callable[[int], Text]:
     return lambda _: Text(text, style=TITLE_STYLE)
 
 
-def _cut(entries: Sequence[Entry], height: int) -> list[Entry]:
+def _cut(entries: Sequence[ListEntry], height: int) -> list[ListEntry]:
     """Return the entries that fit beside a line that counts the others, in their order.
 
     With room for one line alone, it is the first entry's.
     """
     left = max(1, height - 1)
-    kept: dict[int, Entry] = {}
+    kept: dict[int, ListEntry] = {}
     by_importance = sorted(range(len(entries)), key=lambda at: not entries[at].is_important)
     for index in by_importance:
         if left <= 0:
             break
         one = entries[index]
-        kept[index] = Entry(min(one.size, left), one.draw)
+        kept[index] = ListEntry(min(one.size, left), one.draw)
         left -= one.size
     missing = len(entries) - len(kept)
     has_room = height > 1

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastane.cli.status import add_tls_options
 from elastane.errors import ConfigurationError, UsageError
 
 if TYPE_CHECKING:
@@ -50,9 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="another name of this server, such as that of a proxy; may be repeated",
     )
-    add("--tls-cert", metavar="FILE", default="", help="certificate to ask the coordinator (PEM)")
-    add("--tls-key", metavar="FILE", default="", help="private key of --tls-cert (PEM)")
-    add("--tls-ca", metavar="FILE", default="", help="authority that all nodes trust (PEM)")
+    add_tls_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -86,15 +86,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="",
         help="file with the secret of the job (or set ELASTANE_TOKEN)",
     )
-    add("--tls-cert", metavar="FILE", default="", help="certificate of this node (PEM)")
-    add("--tls-key", metavar="FILE", default="", help="private key of --tls-cert (PEM)")
-    add(
-        "--tls-ca",
-        metavar="FILE",
-        default="",
-        help="certificate of the authority that all nodes trust (PEM)",
-    )
+    add_tls_options(parser)
     add("--json", action="store_true", help="print everything as JSON")
+
+
+def add_tls_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that asks the coordinator; `tls_of` reads them."""
+    add = parser.add_argument
+    add("--tls-cert", metavar="FILE", default="", help="certificate to ask the coordinator (PEM)")
+    add("--tls-key", metavar="FILE", default="", help="private key of --tls-cert (PEM)")
+    add("--tls-ca", metavar="FILE", default="", help="authority that all nodes trust (PEM)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastane.cli.status import add_tls_options, tls_of
 from elastane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,9 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--log-dir", metavar="DIR", default="", help="the --log-dir of elastane run")
     add("--once", action="store_true", help="print one frame, as without a terminal")
-    add("--tls-cert", metavar="FILE", default="", help="certificate to ask the coordinator (PEM)")
-    add("--tls-key", metavar="FILE", default="", help="private key of --tls-cert (PEM)")
-    add("--tls-ca", metavar="FILE", default="", help="authority that all nodes trust (PEM)")
+    add_tls_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -39,7 +38,6 @@ def main(args: argparse.Namespace) -> int:
 
     from elastane.cli._terminal import is_capable
     from elastane.cli._top_view import LiveView, print_once
-    from elastane.cli.status import tls_of
     from elastane.dashboard.following import JobFollower
     from elastane.process import environment
     from elastane.process.files import JobRegistry, runtime_folder

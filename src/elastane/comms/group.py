@@ -55,11 +55,12 @@ atexit.register(_wait_closed)
 
 
 def _drop(last: list[ProcessGroup]) -> None:
-    """Drop torch's groups, once no one else refers to them.
+    """Drop torch's groups, each once it has no other reference.
 
-    Their destructors wait for their threads. A thread that gloo has forgotten (see
-    `works.WorkLog.release`) would block whoever drops the last reference, such as one in a frame of
-    an exception that is handled: the delivery of collectives stopped for ever (2026-11-27).
+    The destructor of a group waits for the group's threads. A thread that gloo has forgotten (see
+    `works.WorkLog.releaser`) would block the thread that drops the last reference. That reference
+    may be in a frame of a handled exception: the delivery of collectives stopped for ever
+    (2026-11-27).
     """
     pause_s = _DROP_S
     while last and not _exits.is_set():
@@ -189,9 +190,7 @@ class WorldGroup:
         if made is not None:
             last = [each for each in (made.group, made.aside) if each is not None]
             made = None
-            closer = threading.Thread(
-                target=_drop, args=(last,), name="elastane-close", daemon=True
-            )
+            closer = threading.Thread(target=_drop, args=(last,), name=_CLOSER, daemon=True)
             _closers.add(closer)
             closer.start()
 

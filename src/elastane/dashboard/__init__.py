@@ -1,4 +1,4 @@
-"""What is shown of a job while somebody looks: `elastane dashboard` and `elastane top`.
+"""The live views of a job: `elastane dashboard` in a browser and `elastane top` in a terminal.
 
 `snapshot` makes what is shown from the view of a job (observe.view); it is pure. `following` keeps
 the views of jobs up to date from their folders and coordinators. Of the web page, `index` finds

@@ -55,7 +55,7 @@ class Connections:
         self._unproven.add(connection, now_s)
 
     def prove(self, connection: Connection) -> None:
-        """Keep the connection whoever else comes, while fewer than PROVEN_MAX are kept so."""
+        """Count the connection as proven, unless there are PROVEN_MAX: no new one replaces it."""
         if len(self._proven) < PROVEN_MAX and self._unproven.discard(connection):
             self._proven.add(connection)
 

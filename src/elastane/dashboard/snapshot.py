@@ -1,4 +1,4 @@
-"""What is shown of a job, in sections, from its view, its account and its coordinator's report.
+"""The sections of a job's live views, made from its view, its account and its report.
 
 Pure. A section is sent again only if it has changed, so each holds what changes together. Sizes are
 bounded: a job of a thousand nodes has some hundred kilobytes.

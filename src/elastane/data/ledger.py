@@ -6,8 +6,8 @@ is dealt to a world when the world computes it, and is retried as a whole if it 
 Hence each position is in exactly one committed step of its epoch.
 
 A step may also be committed without the shares of members that were lost in it (`ElasticLoader`).
-Their positions are *owed*: later steps of the epoch are dealt some of them in addition, and what is
-left at the end of the epoch is dealt in further steps, which bear the number of the last one.
+The epoch then *owes* these positions: each later step takes some of them in addition to its own.
+Further steps take the rest at the end of the epoch, and have the number of its last step.
 
 It knows nothing of NumPy, torch, processes or samples. How it fails: ConfigurationError for sizes
 out of range.
@@ -22,12 +22,22 @@ from typing import NamedTuple, TypeAlias
 from elastane.data.checks import N_MAX, ceil_div, whole
 from elastane.errors import ConfigurationError
 
-__all__ = ["CommittedPosition", "Ledger", "LedgerShare", "Owing", "Spans", "cut", "split"]
+__all__ = [
+    "NOTHING_OWED",
+    "CommittedPosition",
+    "Ledger",
+    "LedgerShare",
+    "Owing",
+    "Spans",
+    "cut",
+    "length_of_spans",
+    "split",
+]
 
 # Positions [start, stop), one range after another.
 Spans: TypeAlias = tuple[tuple[int, int], ...]
-# A step is dealt at most this part of a global batch in addition, since the memory of a worker may
-# have room for little more than its share.
+# A step takes at most a quarter of a global batch of owed positions, since the memory of a worker
+# may have room for little more than its share.
 _OWED_PART = 4
 
 
@@ -41,8 +51,8 @@ class CommittedPosition(NamedTuple):
 class LedgerShare(NamedTuple):
     """One rank's share of a step, or of one micro-batch of it: [start, stop).
 
-    These count the positions of the step, so that its own begin at `batch_start`; the owed ones
-    that it is dealt come before them.
+    `start` and `stop` number the positions of the step: its own begin at `batch_start`, and the
+    owed ones come before them.
     """
 
     step: int  # Counted from the start of epoch 0, so it determines the epoch.
@@ -131,7 +141,7 @@ def cut(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
 
 
 class Owing(NamedTuple):
-    """What an epoch owes. `is_further`: its own steps are all done, and nothing else is left."""
+    """The owed positions of an epoch. `is_further`: all its own steps are committed."""
 
     spans: Spans
     is_further: bool
@@ -198,13 +208,13 @@ class Ledger:
 
     @property
     def owed_max(self) -> int:
-        """The most owed positions that a step is dealt beside its own."""
+        """The most owed positions that a step takes in addition to its own."""
         return ceil_div(self.global_batch_size, _OWED_PART)
 
     def dealt_owed(self, owed: Spans, *, is_further: bool) -> tuple[Spans, Spans]:
-        """Return the owed positions that the next step is dealt, and the rest.
+        """Return the owed positions that the next step takes, and the rest.
 
-        `is_further`: it is a step behind the last one, and has no positions of its own.
+        `is_further`: the step follows the last one of the epoch, and has no positions of its own.
         """
         return split(owed, self.global_batch_size if is_further else self.owed_max)
 

@@ -203,9 +203,9 @@ class DataPosition:
             self.commit_without(())
 
     def commit_without(self, lost: Spans) -> None:
-        """Commit the next step without these positions, which are then owed to the epoch.
+        """Commit the next step without the positions `lost`, which the epoch then owes.
 
-        The owed positions that the step was dealt are not owed any more, unless they are lost.
+        The owed positions that the step took are paid, except for lost ones.
         """
         step, owing = self._next, self._owing
         rest = self.ledger.dealt_owed(owing.spans, is_further=owing.is_further)[1]
@@ -224,7 +224,7 @@ class DataPosition:
 
     @property
     def deals_owed(self) -> bool:
-        """Whether positions that were lost can be dealt again."""
+        """Whether this position deals the shares of lost members in later steps."""
         return True
 
     def shares(self) -> Iterator[LedgerShare]:

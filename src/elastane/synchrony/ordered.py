@@ -48,7 +48,7 @@ _MESSAGES = frozenset(("send", "recv"))
 _ENDED = 1
 
 
-class Host(Protocol):
+class GroupHost(Protocol):
     """What the worker that owns a group does for it."""
 
     @property
@@ -91,7 +91,7 @@ class OrderedGroup(ElasticGroup):
     `keeps_ranks`: the script may keep a rank or a world size in a variable.
     """
 
-    def __init__(self, host: Host, *, keeps_ranks: bool) -> None:
+    def __init__(self, host: GroupHost, *, keeps_ranks: bool) -> None:
         super().__init__()
         self._host = host
         self._changed = threading.Condition(threading.RLock())

@@ -1,12 +1,11 @@
 """Exact data for a DDP loop of the user's own, and the boundaries at which workers join it.
 
-`ElasticLoader` wraps a DataLoader over an ElasticBatchSampler or ElasticShards. Each step of the
-loop is dealt to the workers that are there when it begins. The share of a worker that is lost
-before it has contributed to the gradient is owed, and dealt again in later steps of the epoch.
-Between two steps the program passes a boundary (`synchrony.rules`), where new workers receive the
-state of the named objects. It works with any launcher: without `elastane run --in-place` the world
-just does not change. Fails with ConfigurationError where newcomers would train with another state
-than the others.
+`ElasticLoader` wraps a DataLoader over an ElasticBatchSampler or ElasticShards. It divides each
+step among the members of the world in which the step begins. If a worker is lost before its
+contribution to the gradient, later steps of the epoch take its samples (`data.ledger`). Between two
+steps the program passes a boundary (`synchrony.rules`), where new workers receive the state of the
+named objects. Under another launcher the world does not change. Fails with ConfigurationError
+where newcomers would train with another state than the others.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class ElasticLoader:
     the objects by name that a newcomer needs to continue like the others: models, optimizers,
     schedulers, scalers, averages; anything with `state_dict` and `load_state_dict`.
 
-    Make it after these objects, on all workers. All that is between two steps (evaluation, saving,
-    logging) belongs behind the inner loop, or into it. One for each process. Not thread-safe.
+    Make the loader after these objects, on all workers, and one in each process. Evaluation,
+    saving and logging belong behind the inner loop, or into it. Not thread-safe.
     """
 
     def __init__(self, loader: Any, *, accumulate: int = 1, **tracked: Any) -> None:
@@ -69,7 +68,6 @@ class ElasticLoader:
         self._dealt_to: tuple[Identity, ...] = ()
         self._contributors: tuple[Identity, ...] | None = None
         self._is_committed = self._is_stale = False
-        register_optimizer_step_pre_hook(self._note_step)
         if self._group is not None:
             if self._group.is_shared:
                 raise ConfigurationError(
@@ -96,10 +94,18 @@ class ElasticLoader:
                 next_step="call torch.distributed.init_process_group() first",
             )
         self._until_step = None if until_step is None else whole("until_step", until_step)
+        hook = register_optimizer_step_pre_hook(self._note_step)
+        try:
+            yield from self._epochs(until)
+        finally:
+            hook.remove()
+        self._feed.close()
+
+    def _epochs(self, until: int) -> Iterator[int]:
         while True:
             self._pass_boundary()
             if self._cursor.epoch >= until or self._is_at_end():
-                break
+                return
             self._epoch = self._cursor.epoch
             self._feed.rewind(*_world())
             try:
@@ -109,7 +115,6 @@ class ElasticLoader:
                     self._cursor.set_epoch(self._epoch + 1)
             finally:
                 self._epoch = self._portion = self._contributors = None
-        self._feed.close()
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batches of the rest of the current epoch."""
@@ -218,17 +223,16 @@ class ElasticLoader:
             self._portion = self._contributors = None
 
     def _note_contributors(self) -> None:
-        """Note whose samples are in the step's gradient, right behind its last backward pass.
+        """Note the members whose samples are in the step's gradient, behind its last backward pass.
 
-        They are the members that the program sees there (`synchrony.rules`). Later they may be
-        fewer.
+        The program sees exactly these members there (`synchrony.rules`), and may see fewer later.
         """
         portion = self._portion
         if portion is not None and portion.share.is_last and self._contributors is None:
             self._contributors = () if self._group is None else self._group.members
 
     def _commit(self, contributors: tuple[Identity, ...]) -> None:
-        """Commit the step without the shares of those that it was dealt to and that were lost."""
+        """Commit the step without the shares of members that are not among `contributors`."""
         portion, cursor = self._portion, self._cursor
         if portion is None or self._is_committed:
             return
@@ -236,7 +240,7 @@ class ElasticLoader:
         lost = [r for r, member in enumerate(self._dealt_to) if member not in contributors]
         spans = [span for rank in lost for span in cursor.spans_of(rank)]
         cursor.commit_without(tuple(spans) if cursor.deals_owed else ())
-        # What was read ahead was dealt without these.
+        # The loader has read ahead, and the coming steps now have other samples.
         self._is_stale = bool(spans)
 
     def _is_at_end(self) -> bool:

@@ -143,7 +143,7 @@ class UnmodifiedWorker:
         self._visible.show(rank, size)
 
     def stepped(self, steps: int) -> None:
-        """In the delivering thread: so many steps are made, in the current world."""
+        """In the delivering thread: note that `steps` steps are made, in the current world."""
         if self._page is not None and self._place is not None:
             self._page.be_in(self._place.fence.round)
         self._progress.beat()
@@ -174,9 +174,10 @@ class UnmodifiedWorker:
             self._await_end_of_world(place)
 
     def _await_end_of_world(self, place: AssignedPlace | None) -> None:
-        """Wait for the message that ends the world of `place`; in vain if the drain was called off.
+        """Wait for the message that ends the world of `place`, for at most _PLACE_S.
 
-        The gate opens a moment before it. A step made meanwhile would leave newcomers out.
+        The gate opens a moment before that message arrives, and a step made meanwhile would leave
+        newcomers out. The gate also opens if the drain is called off; then no message follows.
         """
         until_s = time.monotonic() + _PLACE_S
         while not self._line.world_has_ended and self._place is place:
@@ -215,7 +216,7 @@ def _end(words: str) -> NoReturn:
 def outside(word: Wait) -> tuple[int, int]:
     """Return the rank and size that a script sees before its worker has joined the others.
 
-    Rank 0 is one of them, so this worker is not: scripts let rank 0 write files.
+    The rank is never 0: scripts let rank 0 write files, and another worker has that rank.
     """
     size = max(word.world_size, 2)
     return size - 1, size
