@@ -97,7 +97,7 @@ class Tap:
         self.port = self.listener.getsockname()[1]
         self.said: dict[str, bytearray] = {"agent": bytearray(), "coordinator": bytearray()}
         self.pieces: list[bytes] = []
-        self.live: list[socket.socket] = []
+        self.live: list[tuple[socket.socket, socket.socket]] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -107,11 +107,13 @@ class Tap:
                 far = socket.create_connection(("127.0.0.1", self.to_port))
             except OSError:
                 return
-            self.live += [near, far]
+            pair = (near, far)
+            self.live.append(pair)
             for source, sink, name in ((near, far, "agent"), (far, near, "coordinator")):
-                threading.Thread(target=self._copy, args=(source, sink, name), daemon=True).start()
+                words = (pair, source, sink, name)
+                threading.Thread(target=self._copy, args=words, daemon=True).start()
 
-    def _copy(self, source: socket.socket, sink: socket.socket, name: str) -> None:
+    def _copy(self, pair: object, source: socket.socket, sink: socket.socket, name: str) -> None:
         try:
             while data := source.recv(1 << 16):
                 if len(self.said[name]) < 1 << 16:
@@ -121,17 +123,22 @@ class Tap:
                 sink.sendall(data)
         except OSError:
             pass
+        if pair not in self.live and name == "agent":
+            return  # cut() keeps the coordinator's end
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)  # close() alone would wait for the other thread
 
     def cut(self) -> None:
-        """Break what is connected now; new connections are carried as before."""
-        # The coordinator's end first: it is to hear of the break before the agent is back.
-        for end in self.live[1::2] + self.live[::2]:
+        """Break the agent's end of what is connected now; new connections are carried as before.
+
+        The coordinator sees a newer connection of the same agent, not a broken one. A broken one is
+        a departure after REJOIN_GRACE_S, in which an agent on a busy host may not be back.
+        """
+        cut, self.live = self.live, []
+        for near, _ in cut:
             with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        self.live.clear()
+                near.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.listener.close()
