@@ -7,11 +7,15 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import warm_start
 from process_harness import DEADLINE_S, Told, worker_environment
 
 from elastane.process.kernel import become_subreaper
 from elastane.process.zygote import DEFAULT_PRELOAD
 from elastane.process.zygote.client import ZygoteSpawner
+from elastane.testing import processes
+
+processes.start = warm_start.start
 
 
 @pytest.fixture(scope="session")

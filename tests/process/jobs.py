@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import warm_start
 from polling import look
 
 from elastane.observe.events import LoggedEvent, read_events
@@ -147,7 +148,7 @@ class Job:
         """Start an agent; later `options` win over the job's."""
         path = self.folder / f"{node}.{len(self.agents)}.log"
         with path.open("wb") as log:
-            process = subprocess.Popen(
+            process = warm_start.Popen(
                 self.command(node, nproc, options),
                 env=self.environment(env or {}),
                 stdin=subprocess.DEVNULL,

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import warm_start
 from process_harness import until, worker_environment
 
 Stdio = tuple[int | None, int | None, int | None]
@@ -138,7 +139,7 @@ class Agent:
 
     def start(self, *words: str, stdio: Stdio, lead: tuple[str, ...] = (), **env: str) -> None:
         """Start `elastane run` with `words`, in a session of its own; `lead` goes before it."""
-        self._process = subprocess.Popen(
+        self._process = warm_start.Popen(
             [*lead, sys.executable, "-m", "elastane", "run", *words],
             cwd=self.folder,
             env=self.environment(**env),
