@@ -14,7 +14,7 @@ from simulation.batch import play
 from simulation.kept import read_kept
 from simulation.shrink import shrunk
 
-CHUNK = 250
+CHUNK = 150
 CHUNKS = 4
 SOAK_SEEDS = int(os.environ.get("ELASTANE_SOAK_SEEDS", "500000"))
 KEPT = read_kept(Path(__file__).parent / "kept_seeds.txt")

@@ -16,7 +16,7 @@ from simulation.history import IN_PLACE_S, LIVENESS_S, stuck
 from simulation.shrink import shrunk
 from simulation.transcript import Play
 
-CHUNK = 250
+CHUNK = 125
 CHUNKS = 3
 # One of so many steps is played by every run of the tests, all of them by the soak.
 STRIDE = 16
