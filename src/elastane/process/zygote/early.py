@@ -53,10 +53,12 @@ def outside(names: Iterable[str]) -> dict[str, str]:
     """Return the top-level packages among `names` that are not Python's own, with their files."""
     found = {}
     for name in names:
+        own = name in sys.stdlib_module_names or name in _OWN or name.startswith("_")
+        if own or "." in name:
+            continue
         spec = getattr(sys.modules.get(name), "__spec__", None)
         origin = getattr(spec, "origin", None)
-        own = name in sys.stdlib_module_names or name in _OWN or name.startswith("_")
-        if "." not in name and not own and origin and origin.startswith("/"):
+        if origin and origin.startswith("/"):
             found[name] = origin
     return found
 
