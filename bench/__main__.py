@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Table:
+class BenchTable:
     """One table: its name here, the module that prints it, and its heading."""
 
     name: str
@@ -22,21 +22,25 @@ class Table:
 
 
 TABLES = (
-    Table("restart", "bench.table", "Any torchrun script: restarts, beside torchrun"),
-    Table("in-place", "bench.in_place", "Scripts that recover in place, beside their peers"),
-    Table("survive", "bench.survive", "A script of epochs, with four kills in each run"),
-    Table("arrival", "bench.arrival", "A node arrives at 100 MB of state"),
-    Table("data", "bench.permutation", "The order of elastic data"),
-    Table("reduction", "bench.reduction", "The sum that does not depend on the world"),
-    Table("checkpoints", "bench.checkpoints", "Saving, and getting back, beside torch's ways"),
-    Table("storage", "bench.checkpoint_storage", "A checkpoint's file, written and verified"),
-    Table("joining", "bench.joining", "Nodes that join one rendezvous, and the next round"),
-    Table("kubernetes", "bench.kubernetes", "ElasticJobs: made, at rest, and a coordinator lost"),
-    Table("crowd", "bench.crowd", "A thousand agents without workers; a hundred die and come back"),
+    BenchTable("restart", "bench.table", "Any torchrun script: restarts, beside torchrun"),
+    BenchTable("in-place", "bench.in_place", "Scripts that recover in place, beside their peers"),
+    BenchTable("survive", "bench.survive", "A script of epochs, with four kills in each run"),
+    BenchTable("arrival", "bench.arrival", "A node arrives at 100 MB of state"),
+    BenchTable("data", "bench.permutation", "The order of elastic data"),
+    BenchTable("reduction", "bench.reduction", "The sum that does not depend on the world"),
+    BenchTable("checkpoints", "bench.checkpoints", "Saving, and getting back, beside torch's ways"),
+    BenchTable("storage", "bench.checkpoint_storage", "A checkpoint's file, written and verified"),
+    BenchTable("joining", "bench.joining", "Nodes that join one rendezvous, and the next round"),
+    BenchTable(
+        "kubernetes", "bench.kubernetes", "ElasticJobs: made, at rest, and a coordinator lost"
+    ),
+    BenchTable(
+        "crowd", "bench.crowd", "A thousand agents without workers; a hundred die and come back"
+    ),
 )
 
 
-def run(table: Table, words: list[str]) -> int:
+def run(table: BenchTable, words: list[str]) -> int:
     """Print a table in a separate process, because some tables open thousands of connections."""
     print(f"\n{table.heading}:\n", flush=True)
     command = [sys.executable, "-m", table.module, *words]

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.harness import Job, Launcher, Node, Sample
+from bench.harness import BenchJob, Launcher, Node, Sample
 from bench.recovery import standalone_flags
 
 WINDOW_S = 10.0
@@ -15,23 +15,23 @@ WORKERS = 2
 
 
 @dataclass(frozen=True)
-class Cost:
+class AgentCost:
     """One measurement of an agent: its share of one core, and its resident memory at the end."""
 
     cpu_percent: float
     resident_bytes: int
 
 
-def agent_cost(launcher: Launcher, window_s: float = WINDOW_S) -> Cost:
+def agent_cost(launcher: Launcher, window_s: float = WINDOW_S) -> AgentCost:
     """Measure the agent of a job of two workers over a period."""
-    with Job(launcher) as job:
+    with BenchJob(launcher) as job:
         node = Node("a")
         job.start(node, standalone_flags(WORKERS))
         job.wait_training(WORKERS)
         begun, used = time.monotonic(), cpu_seconds(node.pid)
         job.wait_for(lambda: time.monotonic() - begun >= window_s, "window", 2 * window_s)
         spent = cpu_seconds(node.pid) - used
-        return Cost(100 * spent / (time.monotonic() - begun), resident_bytes(node.pid))
+        return AgentCost(100 * spent / (time.monotonic() - begun), resident_bytes(node.pid))
 
 
 def cpu_sample(launcher: Launcher) -> Sample:

@@ -18,24 +18,24 @@ import tempfile
 from pathlib import Path
 
 from bench.harness import Sample
-from bench.report import Result, machine, spell, write_json
+from bench.report import BenchResult, machine, spell, write_json
 from elastane.testing import LocalCluster
 
 SCRIPT = Path(__file__).parent / "scripts" / "checkpoint_work.py"
 LIMIT_S = 900.0
 
 
-def measured(mode: str, gb: float, folder: str, *options: str) -> dict[str, Result]:
+def measured(mode: str, gb: float, folder: str, *options: str) -> dict[str, BenchResult]:
     """Run one measurement under `elastane run`; return its samples by name."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="elastane-bench-") as name:
         words = ["run", "--standalone", "--log-dir", f"{name}/logs", *options]
         command = [sys.executable, "-m", "elastane", *words, str(SCRIPT), mode, str(gb), name]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=LIMIT_S)
         found = json.loads((Path(name) / "found.json").read_text())
-    return {key: Result([Sample(s) for s in seconds]) for key, seconds in found.items()}
+    return {key: BenchResult([Sample(s) for s in seconds]) for key, seconds in found.items()}
 
 
-def on_two_nodes(gb: float, folder: str, replicas: int) -> dict[str, Result]:
+def on_two_nodes(gb: float, folder: str, replicas: int) -> dict[str, BenchResult]:
     """Save a state that is sharded over two nodes, with and without copies on the other node."""
     options = {"nnodes": "2", "nproc_per_node": 1, "snapshot_replicas": replicas}
     with tempfile.TemporaryDirectory(dir=folder, prefix="elastane-bench-") as name:
@@ -44,10 +44,12 @@ def on_two_nodes(gb: float, folder: str, replicas: int) -> dict[str, Result]:
             nodes = [cluster.start(node) for node in "ab"]
             cluster.wait(lambda: not any(n.is_alive for n in nodes), "the end", LIMIT_S)
         found = json.loads((Path(name) / "found.json").read_text())
-    return {key: Result([Sample(s) for s in seconds]) for key, seconds in found.items() if seconds}
+    return {
+        key: BenchResult([Sample(s) for s in seconds]) for key, seconds in found.items() if seconds
+    }
 
 
-def copies(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> str:
+def copies(gb: float, folder: str, rows: dict[str, dict[str, BenchResult]]) -> str:
     """Return the line of one size."""
     off, on = (on_two_nodes(gb, folder, replicas) for replicas in (0, 1))
     rows[f"copies {gb:g} GB, off"], rows[f"copies {gb:g} GB, on"] = off, on
@@ -61,7 +63,7 @@ def copies(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> str:
     return line(what, [peer], own)
 
 
-def after_each(workers: int, folder: str, rows: dict[str, dict[str, Result]]) -> str:
+def after_each(workers: int, folder: str, rows: dict[str, dict[str, BenchResult]]) -> str:
     """Return the line for a save after each step, by this number of workers on this machine."""
     every = measured("steps", 0.1, folder, "--nproc-per-node", str(workers))
     rows[f"steps of {workers}"] = every
@@ -73,11 +75,11 @@ def after_each(workers: int, folder: str, rows: dict[str, dict[str, Result]]) ->
     )
 
 
-def median_s(results: dict[str, Result], name: str) -> float:
+def median_s(results: dict[str, BenchResult], name: str) -> float:
     return statistics.median(results[name].seconds)
 
 
-def cell(results: dict[str, Result], name: str, against: str = "") -> str:
+def cell(results: dict[str, BenchResult], name: str, against: str = "") -> str:
     own = median_s(results, name)
     ratio = f", {own / median_s(results, against):.2f} of {against}" if against else ""
     return f"{spell(own)}{ratio}"
@@ -87,7 +89,7 @@ def line(what: str, peers: list[str], own: str) -> str:
     return f"| {what} | {'<br>'.join(peers)} | {own} |"
 
 
-def of_size(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> list[str]:
+def of_size(gb: float, folder: str, rows: dict[str, dict[str, BenchResult]]) -> list[str]:
     """Return the lines of one size."""
     one = rows[f"single {gb:g} GB"] = measured("single", gb, folder, "--nproc-per-node", "1")
     back = measured("memory", gb, folder, "--nproc-per-node", "1", "--max-restarts", "11")
@@ -134,7 +136,7 @@ def of_size(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> list[
     ]
 
 
-def of_large(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> list[str]:
+def of_large(gb: float, folder: str, rows: dict[str, dict[str, BenchResult]]) -> list[str]:
     """Return the lines of a size that leaves no room for the peers."""
     found = rows[f"large {gb:g} GB"] = measured("large", gb, folder, "--nproc-per-node", "1")
     size = f"{gb:g} GB"
@@ -163,7 +165,7 @@ def main() -> int:
     )
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
     args = parser.parse_args()
-    about, rows = machine(), dict[str, dict[str, Result]]()
+    about, rows = machine(), dict[str, dict[str, BenchResult]]()
     lines = [line for gb in args.gb for line in of_size(gb, args.folder, rows)]
     lines += [line for gb in args.large for line in of_large(gb, args.folder, rows)]
     lines += [after_each(workers, args.folder, rows) for workers in (1, 2)]

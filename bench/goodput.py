@@ -19,9 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.harness import TORCHRUN_UNSHARED, BenchError, Job, Node, Sample, kill
+from bench.harness import TORCHRUN_UNSHARED, BenchError, BenchJob, Node, Sample, kill
 from bench.recovery import standalone_flags
-from bench.report import Result
+from bench.report import BenchResult
 from bench.trainers import SCRIPTS, Trainers
 
 STEP_S = 0.05
@@ -29,7 +29,7 @@ FAULT_EVERY_S = 10.0
 BEFORE_S = 10.0
 
 
-def of_elastane(workers: int, minutes: float) -> Result:
+def of_elastane(workers: int, minutes: float) -> BenchResult:
     """Kill a worker every 10 s for this many minutes."""
     rng, faults = random.Random(1), round(60 * minutes / FAULT_EVERY_S)
     with Trainers() as job:
@@ -63,7 +63,7 @@ def of_elastane(workers: int, minutes: float) -> Result:
         same = "the same" if weights == undisturbed(steps) else "NOT the same"
         note = f"{faults} faults in {wall_s / 60:.1f} minutes, {job.judge()}, {same} weights after"
         note += f" {steps} steps as without faults"
-    return Result([Sample((last - first) * typical_s / wall_s, note=note)])
+    return BenchResult([Sample((last - first) * typical_s / wall_s, note=note)])
 
 
 def undisturbed(steps: int) -> str:
@@ -77,10 +77,10 @@ def undisturbed(steps: int) -> str:
         return str(weights)
 
 
-def of_torchrun(workers: int, minutes: float) -> Result:
+def of_torchrun(workers: int, minutes: float) -> BenchResult:
     """Measure torchrun the same way; its script checkpoints every 10 steps."""
     rng, faults = random.Random(1), round(60 * minutes / FAULT_EVERY_S)
-    with Job(TORCHRUN_UNSHARED, script_args=f"--step-s {STEP_S}") as job:
+    with BenchJob(TORCHRUN_UNSHARED, script_args=f"--step-s {STEP_S}") as job:
         flags = standalone_flags(workers)
         flags[flags.index("--max-restarts") + 1] = "100000"
         job.start(Node("a"), flags)
@@ -101,7 +101,7 @@ def of_torchrun(workers: int, minutes: float) -> Result:
             if early.pid == late.pid
         )
         note = f"{faults} faults in {wall_s / 60:.1f} minutes"
-        return Result([Sample((last - first) * typical_s / wall_s, note=note)])
+        return BenchResult([Sample((last - first) * typical_s / wall_s, note=note)])
 
 
 def _until(at_s: float) -> None:

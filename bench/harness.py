@@ -135,7 +135,7 @@ class Node:
         return self.process is not None and self.process.poll() is None
 
 
-class Job:
+class BenchJob:
     """A folder, an endpoint, and the started nodes; a context manager that cleans up."""
 
     def __init__(self, launcher: Launcher, *, mode: str = "plain", script_args: str = "") -> None:
@@ -270,7 +270,12 @@ def wait_until(condition: Callable[[], bool], cap_s: float) -> bool:
 
 
 def recovery_after(
-    job: Job, at: float, *, node: str | None = None, world_size: int | None = None, cap_s: float
+    job: BenchJob,
+    at: float,
+    *,
+    node: str | None = None,
+    world_size: int | None = None,
+    cap_s: float,
 ) -> Sample:
     """Measure from `at` to the first step of a worker that had completed none before.
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from bench import goodput, nodes, recovery, torchft
 from bench.harness import TORCHRUN_UNSHARED, BenchError, Sample, free_port, kill, tree_of
-from bench.report import Result, machine, spell, summary, write_json
+from bench.report import BenchResult, machine, spell, summary, write_json
 from bench.trainers import RECENT_S, SCRIPTS, Trainers
 from elastane.observe.events import read_events
 from elastane.protocol.log_events import EventKind
@@ -70,9 +70,9 @@ def times(setting: Setting, victim: int | None, number: int) -> int:
 
 def worker_lost(
     setting: Setting, victim: int | None = None, number: int = signal.SIGKILL
-) -> Result:
+) -> BenchResult:
     """Inject a fault into a worker; return the seconds to the next step of all the others."""
-    rng, result = random.Random(1), Result()
+    rng, result = random.Random(1), BenchResult()
     with Trainers() as job:
         job.start_agent(WORKERS, "--standalone")
         for _ in range(times(setting, victim, number)):
@@ -89,9 +89,9 @@ def worker_lost(
     return result
 
 
-def replaced(setting: Setting, *options: str) -> Result:
+def replaced(setting: Setting, *options: str) -> BenchResult:
     """SIGKILL any one of 4 workers; return the seconds until a world of 4 has stepped again."""
-    rng, result = random.Random(1), Result()
+    rng, result = random.Random(1), BenchResult()
     with Trainers() as job:
         job.start_agent(WORKERS, "--standalone", *options)
         for _ in range(setting.few * 3):
@@ -110,16 +110,16 @@ def replaced(setting: Setting, *options: str) -> Result:
     return result
 
 
-def spares(setting: Setting) -> dict[str, Result]:
+def spares(setting: Setting) -> dict[str, BenchResult]:
     return {
         "elastane without spares": replaced(setting),
         "elastane": replaced(setting, "--spares-per-node", "1"),
     }
 
 
-def drained(setting: Setting) -> Result:
+def drained(setting: Setting) -> BenchResult:
     """SIGTERM one of two agents with two workers each; return the pause of the others' steps."""
-    result = Result()
+    result = BenchResult()
     for _ in range(setting.few):
         with Trainers() as job:
             endpoint = f"127.0.0.1:{free_port()}"
@@ -140,7 +140,7 @@ def drained(setting: Setting) -> Result:
     return result
 
 
-def coordinator_killed(setting: Setting) -> dict[str, Result]:
+def coordinator_killed(setting: Setting) -> dict[str, BenchResult]:
     """SIGKILL the node that coordinates, with each store whose server is installed."""
     found = {"elastane": _coordinators_killed(setting, "file")}
     for backend in STORE_SERVERS:
@@ -149,9 +149,9 @@ def coordinator_killed(setting: Setting) -> dict[str, Result]:
     return found
 
 
-def _coordinators_killed(setting: Setting, backend: str) -> Result:
+def _coordinators_killed(setting: Setting, backend: str) -> BenchResult:
     """Kill agent and worker of the coordinator's node; return the others' time to a next step."""
-    result, rng, port = Result(), random.Random(1), free_port()
+    result, rng, port = BenchResult(), random.Random(1), free_port()
     with Trainers() as job:
         endpoint = f"127.0.0.1:{port}" if backend in STORE_SERVERS else f"{job.folder}/store"
         if backend in STORE_SERVERS:
@@ -187,17 +187,17 @@ def _pause_s(job: Trainers, pids: Collection[int], since_s: float) -> float:
     return max(gaps)
 
 
-def step_times(setting: Setting) -> dict[str, Result]:
+def step_times(setting: Setting) -> dict[str, BenchResult]:
     """Measure steps of two workers, with the library and with plain DDP."""
     return _over("plain DDP", setting, workers=2, shard=0)
 
 
-def sharded_step_times(setting: Setting) -> dict[str, Result]:
+def sharded_step_times(setting: Setting) -> dict[str, BenchResult]:
     """Measure steps of two replicas of two workers, over the job's mesh and over torch's."""
     return _over("plain fully_shard()", setting, workers=4, shard=2)
 
 
-def _over(peer: str, setting: Setting, *, workers: int, shard: int) -> dict[str, Result]:
+def _over(peer: str, setting: Setting, *, workers: int, shard: int) -> dict[str, BenchResult]:
     """Measure steps with and without the library by turns in one run.
 
     The result is each block with the library relative to the plain blocks before and after it.
@@ -215,28 +215,28 @@ def _over(peer: str, setting: Setting, *, workers: int, shard: int) -> dict[str,
     more = statistics.median(own - other for own, other in zip(library, around, strict=False))
     note = f"{1000 * more:.2f} ms of {1000 * statistics.median(plain):.2f} ms"
     over = [Sample(own / other, note=note) for own, other in zip(library, around, strict=False)]
-    return {peer: Result([Sample(1.0)]), "elastane": Result(over)}
+    return {peer: BenchResult([Sample(1.0)]), "elastane": BenchResult(over)}
 
 
-def torchrun_kill(setting: Setting, victim: int) -> Result:
+def torchrun_kill(setting: Setting, victim: int) -> BenchResult:
     """Kill a worker of torchrun, with the setting with which an attempt can recover."""
-    result = Result()
+    result = BenchResult()
     for _ in range(setting.few):
         sample = recovery.worker_kill(TORCHRUN_UNSHARED, workers=WORKERS, victim=victim)
         result.samples.append(sample)
     return result
 
 
-def torchrun_stopped(_: Setting) -> Result:
+def torchrun_stopped(_: Setting) -> BenchResult:
     """Stop a worker of torchrun, which gloo does not detect for half an hour."""
-    return Result([recovery.worker_kill(TORCHRUN_UNSHARED, WORKERS, number=signal.SIGSTOP)])
+    return BenchResult([recovery.worker_kill(TORCHRUN_UNSHARED, WORKERS, number=signal.SIGSTOP)])
 
 
-def torchrun_drained(setting: Setting) -> Result:
-    return Result([nodes.node_drained(TORCHRUN_UNSHARED) for _ in range(setting.few)])
+def torchrun_drained(setting: Setting) -> BenchResult:
+    return BenchResult([nodes.node_drained(TORCHRUN_UNSHARED) for _ in range(setting.few)])
 
 
-def peers(setting: Setting, victim: int | None, number: int) -> dict[str, Result]:
+def peers(setting: Setting, victim: int | None, number: int) -> dict[str, BenchResult]:
     """Measure torchft, if there is one, with its own README's settings and with tuned ones."""
     if not setting.torchft:
         return {}
@@ -248,7 +248,7 @@ def peers(setting: Setting, victim: int | None, number: int) -> dict[str, Result
     }
 
 
-def kill_any(setting: Setting) -> dict[str, Result]:
+def kill_any(setting: Setting) -> dict[str, BenchResult]:
     return {
         "torchrun": torchrun_kill(setting, WORKERS - 1),
         **peers(setting, None, signal.SIGKILL),
@@ -256,14 +256,14 @@ def kill_any(setting: Setting) -> dict[str, Result]:
     }
 
 
-def kill_first(setting: Setting) -> dict[str, Result]:
+def kill_first(setting: Setting) -> dict[str, BenchResult]:
     return {
         "torchrun": torchrun_kill(setting, 0),
         "elastane": worker_lost(setting, victim=0),
     }
 
 
-def stop_any(setting: Setting) -> dict[str, Result]:
+def stop_any(setting: Setting) -> dict[str, BenchResult]:
     return {
         "torchrun": torchrun_stopped(setting),
         **peers(setting, None, signal.SIGSTOP),
@@ -271,11 +271,11 @@ def stop_any(setting: Setting) -> dict[str, Result]:
     }
 
 
-def drain(setting: Setting) -> dict[str, Result]:
+def drain(setting: Setting) -> dict[str, BenchResult]:
     return {"torchrun": torchrun_drained(setting), "elastane": drained(setting)}
 
 
-def goodputs(setting: Setting) -> dict[str, Result]:
+def goodputs(setting: Setting) -> dict[str, BenchResult]:
     return {
         "torchrun": goodput.of_torchrun(WORKERS, min(setting.minutes, 2.0)),
         "elastane": goodput.of_elastane(WORKERS, setting.minutes),
@@ -283,54 +283,54 @@ def goodputs(setting: Setting) -> dict[str, Result]:
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """One line of the table; `unit` is the unit of its results."""
 
     key: str
     title: str
     target: str
-    measure: Callable[[Setting], dict[str, Result]]
+    measure: Callable[[Setting], dict[str, BenchResult]]
     unit: str = "s"
 
 
 ROWS = (
-    Row(
+    StepRow(
         "kill",
         "SIGKILL of any one of 4 workers: to the next committed step of all others",
         "median 250 ms, 99th percentile 1 s, no step lost",
         kill_any,
     ),
-    Row("kill-rank-0", "the same, always rank 0", "the same", kill_first),
-    Row("stop", "SIGSTOP of any one of 4 workers: the same", "3 s", stop_any),
-    Row(
+    StepRow("kill-rank-0", "the same, always rank 0", "the same", kill_first),
+    StepRow("stop", "SIGSTOP of any one of 4 workers: the same", "3 s", stop_any),
+    StepRow(
         "coordinator",
         "SIGKILL of the agent that coordinates and of its worker, one of 3 nodes with the file"
         " store: to the next committed step of the others",
         "500 ms",
         coordinator_killed,
     ),
-    Row("drain", "SIGTERM to an agent: how long the others stand", "no step redone", drain),
-    Row(
+    StepRow("drain", "SIGTERM to an agent: how long the others stand", "no step redone", drain),
+    StepRow(
         "spare",
         "SIGKILL of one of 4 workers, a warm spare there: to the first step of 4 again",
         "500 ms",
         spares,
     ),
-    Row(
+    StepRow(
         "step",
         "time of a step of two workers, by turns in one run: over plain DDP",
         "within 1%",
         step_times,
         unit="ratio",
     ),
-    Row(
+    StepRow(
         "sharded-step",
         "the same with fully_shard(), two replicas of two workers: over a mesh of torch's",
         "within 1%",
         sharded_step_times,
         unit="ratio",
     ),
-    Row(
+    StepRow(
         "goodput",
         "a worker of 4 killed each 10 s: useful time over wall time",
         "90%",
@@ -340,7 +340,7 @@ ROWS = (
 )
 
 
-def cell(result: Result, unit: str) -> str:
+def cell(result: BenchResult, unit: str) -> str:
     """Return one cell: the median, and the 99th percentile of many samples."""
     seconds = result.seconds
     if unit == "%" and seconds:
@@ -358,7 +358,7 @@ def cell(result: Result, unit: str) -> str:
     return ", ".join([f"{figures} {spell(seconds[-1])}, {len(seconds)} times", *result.notes()])
 
 
-def line_of(row: Row, results: dict[str, Result]) -> str:
+def line_of(row: StepRow, results: dict[str, BenchResult]) -> str:
     """Return a row of the table, in Markdown."""
     own = results.pop("elastane")
     others = "<br>".join(f"{name}: {cell(result, row.unit)}" for name, result in results.items())

@@ -29,7 +29,7 @@ from typing import Any
 
 from bench.agent_cost import cpu_seconds, resident_bytes
 from bench.harness import Sample
-from bench.report import Result, machine, spell, write_json
+from bench.report import BenchResult, machine, spell, write_json
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path += [str(TESTS / "shared"), str(TESTS / "kubernetes"), str(TESTS / "process")]
@@ -305,7 +305,7 @@ def fence_of(step: Any) -> tuple[int, int]:
     return (step.round, step.attempt)
 
 
-def told(row: str, reach: str, result: Result, what: Callable[[float], str] = spell) -> None:
+def told(row: str, reach: str, result: BenchResult, what: Callable[[float], str] = spell) -> None:
     """Print a row: the median, and the range of several samples."""
     seconds = result.seconds
     text = what(seconds[len(seconds) // 2])
@@ -327,7 +327,7 @@ def main() -> int:
         asyncio.run(serve(*args.serve))
         return 0
     print("| what | reach | measured |\n|---|---|---|")
-    about, measured = machine(), {name: Result() for name in args.rows.split(",")}
+    about, measured = machine(), {name: BenchResult() for name in args.rows.split(",")}
     if result := measured.get("created"):
         result.samples = [Sample(created(args.pods)) for _ in range(args.reps)]
         told(f"`kubectl apply` to all pods of a {args.pods}-pod job created", "3 s", result)

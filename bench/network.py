@@ -24,7 +24,7 @@ def unavailable() -> str:
     return probe.stderr.strip() if probe.returncode else ""
 
 
-class Network:
+class BenchNetwork:
     """A bridge in its own namespace, and one namespace for each node; a context manager."""
 
     interface = "eth0"

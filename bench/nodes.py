@@ -10,7 +10,7 @@ from bench.harness import (
     CAP_S,
     START_CAP_S,
     BenchError,
-    Job,
+    BenchJob,
     Launcher,
     Node,
     Sample,
@@ -19,14 +19,14 @@ from bench.harness import (
     tree_of,
     wait_until,
 )
-from bench.network import Network
+from bench.network import BenchNetwork
 from bench.recovery import node_flags
 
 WORKERS = 1  # of each node: two cores carry two workers
 SETTLE_S = 10.0  # an agent that lives this long after its coordinator's death has survived it
 
 
-def start_pair(job: Job, nnodes: str = "1:2") -> tuple[Node, Node]:
+def start_pair(job: BenchJob, nnodes: str = "1:2") -> tuple[Node, Node]:
     """Start two nodes, the first of which hosts the rendezvous, and wait until both train."""
     pair = Node("a", "127.0.0.1"), Node("b", "127.0.0.2")
     for node in pair:
@@ -50,7 +50,7 @@ def listening(port: int) -> bool:
 
 def node_killed(launcher: Launcher) -> Sample:
     """SIGKILL the agent and all workers of the node that does not host the rendezvous."""
-    with Job(launcher) as job:
+    with BenchJob(launcher) as job:
         _, b = start_pair(job)
         pids = tree_of(b.pid)
         at = time.monotonic()
@@ -60,7 +60,7 @@ def node_killed(launcher: Launcher) -> Sample:
 
 def agent_killed(launcher: Launcher) -> Sample:
     """SIGKILL the agent alone; measure how long its workers outlive it."""
-    with Job(launcher) as job:
+    with BenchJob(launcher) as job:
         _, b = start_pair(job)
         worker = job.pid_of("b", 1)
         at = time.monotonic()
@@ -81,7 +81,7 @@ def is_running(pid: int) -> bool:
 
 def node_drained(launcher: Launcher, mode: str = "sigterm") -> Sample:
     """SIGTERM the agent of the node that does not host the rendezvous."""
-    with Job(launcher, mode=mode) as job:
+    with BenchJob(launcher, mode=mode) as job:
         _, b = start_pair(job)
         at = time.monotonic()
         kill([b.pid], signal.SIGTERM)
@@ -90,7 +90,7 @@ def node_drained(launcher: Launcher, mode: str = "sigterm") -> Sample:
 
 def node_arrives(launcher: Launcher, newcomer: str = "127.0.0.2", mode: str = "sigterm") -> Sample:
     """A second node joins; measure the gap in the first one's steps, until a common step."""
-    with Job(launcher, mode=mode) as job:
+    with BenchJob(launcher, mode=mode) as job:
         incumbent = "127.0.0.2" if newcomer == "127.0.0.1" else "127.0.0.1"
         a, b = Node("a", incumbent), Node("b", newcomer)
         job.start(a, node_flags(job, a, "1:2", WORKERS))
@@ -104,7 +104,7 @@ def node_arrives(launcher: Launcher, newcomer: str = "127.0.0.2", mode: str = "s
         return replace(done, seconds=new.at - last)
 
 
-def start_on(network: Network, job: Job, name: str) -> Node:
+def start_on(network: BenchNetwork, job: BenchJob, name: str) -> Node:
     """Start a node in its namespace; the rendezvous is at the address of node a."""
     node = Node(name, network.addresses[name], network.prefix(name))
     flags = node_flags(job, node, "1:2", WORKERS, f"{network.addresses['a']}:{job.port}")
@@ -117,7 +117,7 @@ def start_on(network: Network, job: Job, name: str) -> Node:
 
 def host_killed(launcher: Launcher) -> Sample:
     """SIGKILL the host of the rendezvous, with the default store; it returns after a while."""
-    with Network(("a", "b")) as network, Job(launcher) as job:
+    with BenchNetwork(("a", "b")) as network, BenchJob(launcher) as job:
         a, b = (start_on(network, job, name) for name in network.addresses)
         job.wait_training(2 * WORKERS)
         at = time.monotonic()
@@ -132,7 +132,7 @@ def host_killed(launcher: Launcher) -> Sample:
 
 def host_killed_file_store(launcher: Launcher) -> Sample:
     """SIGKILL the node that coordinates, with the file store; the other one continues."""
-    with Job(launcher) as job:
+    with BenchJob(launcher) as job:
         folder = job.folder / "store"
         folder.mkdir()
         nodes = Node("a"), Node("b", "127.0.0.2")
@@ -149,7 +149,7 @@ def host_killed_file_store(launcher: Launcher) -> Sample:
 
 def network_cut(launcher: Launcher) -> Sample:
     """Two nodes in network namespaces; every packet between them is lost from one moment on."""
-    with Network(("a", "b")) as network, Job(launcher) as job:
+    with BenchNetwork(("a", "b")) as network, BenchJob(launcher) as job:
         for name in network.addresses:
             start_on(network, job, name)
         job.wait_training(2 * WORKERS)

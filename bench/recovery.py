@@ -11,9 +11,9 @@ import sys
 import time
 from functools import partial
 
-from bench.harness import CAP_S, ELASTANE, TORCHRUN, Job, Launcher, Node, Sample, kill
+from bench.harness import CAP_S, ELASTANE, TORCHRUN, BenchJob, Launcher, Node, Sample, kill
 from bench.harness import recovery_after as recovery
-from bench.report import Result, machine, run_alternating, summary, write_json
+from bench.report import BenchResult, machine, run_alternating, summary, write_json
 
 CASES = [(workers, nodes) for nodes in (1, 2) for workers in (2, 3, 4)]
 
@@ -23,7 +23,9 @@ def standalone_flags(workers: int) -> list[str]:
     return ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", "3"]
 
 
-def node_flags(job: Job, node: Node, nnodes: str, workers: int, endpoint: str = "") -> list[str]:
+def node_flags(
+    job: BenchJob, node: Node, nnodes: str, workers: int, endpoint: str = ""
+) -> list[str]:
     """Return the flags of one of several nodes; elastane needs a name for each.
 
     All nodes share one host name.
@@ -50,7 +52,7 @@ def worker_kill(
     number: int = signal.SIGKILL,
 ) -> Sample:
     """SIGKILL the worker of the highest rank; measure to the first step of a new worker."""
-    with Job(launcher) as job:
+    with BenchJob(launcher) as job:
         names = ["a", "b"][:nodes]
         for index, (name, share) in enumerate(zip(names, split(workers, nodes), strict=True)):
             node = Node(name, f"127.0.0.{index + 1}")
@@ -68,7 +70,7 @@ def worker_kill(
         return recovery(job, at, cap_s=CAP_S)
 
 
-def matrix(launchers: list[Launcher], reps: int) -> dict[str, dict[str, Result]]:
+def matrix(launchers: list[Launcher], reps: int) -> dict[str, dict[str, BenchResult]]:
     """Measure every case this many times, launchers alternating."""
     return {
         f"{workers} workers, {nodes} node{'s' if nodes > 1 else ''}": run_alternating(

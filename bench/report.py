@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass
-class Result:
+class BenchResult:
     """The samples of one row under one launcher, and the failures of measuring it."""
 
     samples: list[Sample] = field(default_factory=list)
@@ -48,9 +48,9 @@ class Result:
 
 def run_alternating(
     measure: Callable[[Launcher], Sample], launchers: Sequence[Launcher], reps: int
-) -> dict[str, Result]:
+) -> dict[str, BenchResult]:
     """Measure under each launcher in turn, `reps` times; a failed measurement is an error."""
-    results = {launcher.name: Result() for launcher in launchers}
+    results = {launcher.name: BenchResult() for launcher in launchers}
     for _ in range(reps):
         for launcher in launchers:
             result = results[launcher.name]
@@ -62,7 +62,7 @@ def run_alternating(
     return results
 
 
-def summary(result: Result) -> str:
+def summary(result: BenchResult) -> str:
     """Return a result in one line: median, range, count of "never", repeated steps, notes."""
     parts = []
     if result.median_s is not None:
@@ -97,7 +97,9 @@ def machine() -> dict[str, str]:
     }
 
 
-def write_json(name: str, about: dict[str, str], measured: dict[str, dict[str, Result]]) -> None:
+def write_json(
+    name: str, about: dict[str, str], measured: dict[str, dict[str, BenchResult]]
+) -> None:
     """Write all samples to a file of bench/results/ that is named by subject and time."""
     RESULTS.mkdir(exist_ok=True)
     stamp = about["date"][:16].replace(" ", "T").replace(":", "")

@@ -29,7 +29,7 @@ SCRIPT = Script(
 
 
 @dataclass
-class Row:
+class ScaleRow:
     """The cost of one change of the membership."""
 
     nodes: int
@@ -85,9 +85,9 @@ class Counted(SimulatedCluster):
         return len(groups) == members and all(group.computes for group in groups)
 
 
-def measure(nodes: int) -> list[Row]:
+def measure(nodes: int) -> list[ScaleRow]:
     """Return a row for each change of the membership of a job of up to `nodes` nodes."""
-    cluster, rows = Counted(nodes), list[Row]()
+    cluster, rows = Counted(nodes), list[ScaleRow]()
     lost, arriving = max(1, nodes // 100), nodes // 20
     here = nodes - arriving
 
@@ -96,7 +96,7 @@ def measure(nodes: int) -> list[Row]:
         began_s, virtual_s = time.perf_counter(), cluster.clock.now_s
         cluster.run_until(members)
         rows.append(
-            Row(
+            ScaleRow(
                 nodes,
                 stage,
                 time.perf_counter() - began_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 
-from bench.harness import NO_LAUNCHER, Job, Launcher, Node, Sample
+from bench.harness import NO_LAUNCHER, BenchJob, Launcher, Node, Sample
 from bench.recovery import standalone_flags
 from bench.startup import WORKERS, start_by_hand
 
@@ -16,7 +16,7 @@ WARM_UP_STEPS = 100
 def step_time(launcher: Launcher) -> Sample:
     """Return rank 0's median time from one step to its next, without a pause between steps."""
     args = f"--steps {STEPS} --step-s 0 --checkpoint-every {STEPS}"
-    with Job(launcher, script_args=args) as job:
+    with BenchJob(launcher, script_args=args) as job:
         if launcher is NO_LAUNCHER:
             start_by_hand(job)
         else:

@@ -40,7 +40,7 @@ class Run:
     accuracy: float
 
 
-class Job:
+class SurvivalJob:
     """One run: a cluster of one node, and the files of its workers in a folder."""
 
     def __init__(self, folder: Path, workers: int) -> None:
@@ -118,7 +118,7 @@ def run(workers: int, kills: int, seed: int) -> Run:
     """Train once."""
     rng, began_s = random.Random(seed), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        job = Job(Path(name), workers)
+        job = SurvivalJob(Path(name), workers)
         try:
             with job.cluster:
                 node = job.cluster.start("a")

@@ -21,7 +21,7 @@ from bench.harness import (
     Launcher,
     Sample,
 )
-from bench.report import Result, machine, run_alternating, summary, write_json
+from bench.report import BenchResult, machine, run_alternating, summary, write_json
 
 BOTH = (TORCHRUN, ELASTANE)
 # If torchrun's default shares one store between attempts and loses the job, both its settings.
@@ -148,7 +148,7 @@ ROWS = (
 )
 
 
-def spell(result: Result, unit: str) -> str:
+def spell(result: BenchResult, unit: str) -> str:
     """Return one cell of the table."""
     if unit == "s" or result.median_s is None:
         return summary(result)
@@ -158,9 +158,9 @@ def spell(result: Result, unit: str) -> str:
     return ", ".join([text, *result.notes()])
 
 
-def lines_of(row: Row, results: dict[str, Result]) -> list[str]:
+def lines_of(row: Row, results: dict[str, BenchResult]) -> list[str]:
     """Return a row of the table; torchrun's settings share one cell with no launcher."""
-    elastane = results.pop(ELASTANE.name, Result())
+    elastane = results.pop(ELASTANE.name, BenchResult())
     others = "<br>".join(
         spell(result, row.unit) if name == TORCHRUN.name else f"{name}: {spell(result, row.unit)}"
         for name, result in results.items()
@@ -168,7 +168,7 @@ def lines_of(row: Row, results: dict[str, Result]) -> list[str]:
     return [f"| {row.title} | {others or 'not possible'} | {spell(elastane, row.unit)} |"]
 
 
-def table(measured: dict[str, dict[str, Result]], about: dict[str, str]) -> str:
+def table(measured: dict[str, dict[str, BenchResult]], about: dict[str, str]) -> str:
     """Return the table in Markdown."""
     head = [
         f"Measured {about['date']} on {about['cores']} cores of {about['cpu']}, {about['memory']}, "
@@ -186,7 +186,7 @@ def table(measured: dict[str, dict[str, Result]], about: dict[str, str]) -> str:
     )
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[str, Result]]:
+def measure(options: argparse.Namespace) -> dict[str, dict[str, BenchResult]]:
     """Measure the chosen rows; report progress and skipped rows on stderr."""
     measured = {}
     for row in ROWS:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness import BenchError, Sample, free_port, kill
-from bench.report import Result
+from bench.report import BenchResult
 from bench.trainers import SCRIPTS, Trainers
 
 REPLICAS = 4
@@ -23,7 +23,7 @@ NEVER_S = 60.0
 
 
 @dataclass(frozen=True)
-class Options:
+class TorchftOptions:
     """The lighthouse's arguments, and the timeout of a replica's operations."""
 
     lighthouse: tuple[str, ...]
@@ -31,9 +31,11 @@ class Options:
 
 
 SETTINGS = {
-    "as its README": Options(("--join_timeout_ms", "10000", "--quorum_tick_ms", "100"), 60.0),
+    "as its README": TorchftOptions(
+        ("--join_timeout_ms", "10000", "--quorum_tick_ms", "100"), 60.0
+    ),
     # Heartbeats come each 100 ms: five may be late. Two seconds for an operation are few already.
-    "tuned": Options(
+    "tuned": TorchftOptions(
         (
             *("--join_timeout_ms", "1000", "--quorum_tick_ms", "20"),
             *("--heartbeat_timeout_ms", "500"),
@@ -44,10 +46,10 @@ SETTINGS = {
 
 
 def worker_lost(
-    python: str, options: Options, number: int, victim: int | None, times: int
-) -> Result:
+    python: str, options: TorchftOptions, number: int, victim: int | None, times: int
+) -> BenchResult:
     """Inject a fault into a replica's worker; return the seconds to the others' next step."""
-    rng, result = random.Random(1), Result()
+    rng, result = random.Random(1), BenchResult()
     for _ in range(times):
         with Trainers() as job:
             start(job, python, options)
@@ -70,7 +72,7 @@ def version(python: str) -> str:
     return subprocess.check_output([python, "-c", ask], text=True).strip()
 
 
-def start(job: Trainers, python: str, options: Options) -> None:
+def start(job: Trainers, python: str, options: TorchftOptions) -> None:
     """Start the lighthouse and the replicas."""
     port = free_port()
     lighthouse = str(Path(python).with_name("torchft_lighthouse"))

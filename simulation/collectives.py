@@ -32,12 +32,12 @@ _KEPT = ("max", "count", "true sum", "authority", "barrier")
 _ALL = (*_KEPT, "sum", "broadcast", "gather", "private")
 
 
-class Violation(AssertionError):
+class CollectiveViolation(AssertionError):
     """A property that the collectives promise does not hold."""
 
 
 @dataclass(frozen=True)
-class Act:
+class CollectiveAct:
     """One statement of the program; `what` with the operation of `index`, or with `buckets`."""
 
     what: str
@@ -47,7 +47,7 @@ class Act:
 
 
 @dataclass(frozen=True)
-class Result:
+class CollectiveResult:
     """What an operation returns: its kind, and the contributions that it is made of."""
 
     number: int
@@ -56,35 +56,38 @@ class Result:
 
 def program_of(
     choose: random.Random, kinds: Sequence[str], *, in_order: bool, has_boundaries: bool = False
-) -> list[Act]:
+) -> list[CollectiveAct]:
     """Return a program: operations in flight together, backward passes, waits, reads of the size.
 
     `in_order`: it waits for everything before a backward pass, and before a boundary.
     """
-    acts, open_, index = list[Act](), list[int](), 0
+    acts, open_, index = list[CollectiveAct](), list[int](), 0
     while index < _OPERATIONS:
         if has_boundaries and choose.random() < 0.2:
             while in_order and open_:
-                acts.append(Act("wait", index=open_.pop(0)))
-            acts += [Act("arrive"), Act("depart"), Act("read")]
+                acts.append(CollectiveAct("wait", index=open_.pop(0)))
+            acts += [CollectiveAct("arrive"), CollectiveAct("depart"), CollectiveAct("read")]
         dice = choose.random()
         if dice < 0.2:
             buckets = choose.randint(1, 3)
             while in_order and open_:
-                acts.append(Act("wait", index=open_.pop(0)))
-            acts += [Act("forward"), *(Act("bucket", index=index + i) for i in range(buckets))]
-            acts += [Act("close", index=index, buckets=buckets)]
-            acts += [Act("wait", index=index + i) for i in range(buckets)]
+                acts.append(CollectiveAct("wait", index=open_.pop(0)))
+            acts += [
+                CollectiveAct("forward"),
+                *(CollectiveAct("bucket", index=index + i) for i in range(buckets)),
+            ]
+            acts += [CollectiveAct("close", index=index, buckets=buckets)]
+            acts += [CollectiveAct("wait", index=index + i) for i in range(buckets)]
             index += buckets
         elif dice < 0.55 and len(open_) < 4:
-            acts.append(Act("issue", choose.choice(kinds), index))
+            acts.append(CollectiveAct("issue", choose.choice(kinds), index))
             open_.append(index)
             index += 1
         elif dice < 0.8 and open_:
-            acts.append(Act("wait", index=open_.pop(0)))
+            acts.append(CollectiveAct("wait", index=open_.pop(0)))
         else:
-            acts.append(Act("read"))
-    return [*acts, *(Act("wait", index=each) for each in open_), Act("read")]
+            acts.append(CollectiveAct("read"))
+    return [*acts, *(CollectiveAct("wait", index=each) for each in open_), CollectiveAct("read")]
 
 
 class Process:
@@ -103,11 +106,11 @@ class Process:
         # How many operations the job had delivered when this newcomer got its state.
         self.began_at = 0
         # Results by number: complete here, kept for others, handed over by others.
-        self.complete: dict[int, Result] = {}
-        self.kept: dict[int, Result] = {}
-        self.handed: dict[int, Result] = {}
+        self.complete: dict[int, CollectiveResult] = {}
+        self.kept: dict[int, CollectiveResult] = {}
+        self.handed: dict[int, CollectiveResult] = {}
         # What the checks compare.
-        self.returned: dict[int, Result] = {}
+        self.returned: dict[int, CollectiveResult] = {}
         self.reads: dict[int, int] = {}
         self.roots: dict[int, Identity | None] = {}
         # Operations whose kept result lies in buckets that were filled again since.
@@ -132,7 +135,7 @@ class Played:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-class History:
+class CollectiveHistory:
     """One history: `play` runs it to its end."""
 
     def __init__(self, seed: int, *, keepable: bool, admits: bool = False) -> None:
@@ -178,10 +181,10 @@ class History:
             present = [process for process in self.processes if process.is_present]
             if present:
                 stuck = [(p.identity, p.at, p.member.phase, p.member.delivered) for p in present]
-                raise Violation(f"liveness: {stuck} of {len(self.program)} acts")
+                raise CollectiveViolation(f"liveness: {stuck} of {len(self.program)} acts")
         except Restart as restart:
             if self.keepable and not self._is_lost():
-                raise Violation(f"a needless restart: {restart}") from restart
+                raise CollectiveViolation(f"a needless restart: {restart}") from restart
             return Played(str(restart), self.counts)
         return Played("", self.counts)
 
@@ -248,7 +251,7 @@ class History:
             return  # Begun by the program before this newcomer was a member: it holds no work.
         elif act.what in ("arrive", "depart"):
             if not (member.arrive() if act.what == "arrive" else member.depart()):
-                raise Violation(f"{process.identity} may {act.what}, and does not")
+                raise CollectiveViolation(f"{process.identity} may {act.what}, and does not")
             self._restart_if_asked(process)
         elif act.what == "forward":
             process.overwritten |= process.buckets
@@ -263,7 +266,7 @@ class History:
         if process.member.restart:
             raise Restart(process.member.restart)
 
-    def _issue(self, process: Process, act: Act) -> None:
+    def _issue(self, process: Process, act: CollectiveAct) -> None:
         member = process.member
         signature = self._signature(process, act)
         unit = None
@@ -276,12 +279,12 @@ class History:
         if issued.restart:
             raise Restart(issued.restart)
         if issued.number != act.index:
-            raise Violation(f"order: operation {act.index} got number {issued.number}")
+            raise CollectiveViolation(f"order: operation {act.index} got number {issued.number}")
         if issued.start is not None:
             self._start(process, signature, issued.start)
         self._deliver(process)
 
-    def _signature(self, process: Process, act: Act) -> Signature:
+    def _signature(self, process: Process, act: CollectiveAct) -> Signature:
         visible = process.member.visible
         if act.what == "bucket":
             return Signature("allreduce", reduction="sum", site=Site.REDUCER)
@@ -308,7 +311,9 @@ class History:
         started = self.started.setdefault((view, start.number), {})
         for other, _ in started.values():
             if other != signature:
-                raise Violation(f"operation {start.number} is {other} and {signature} in one view")
+                raise CollectiveViolation(
+                    f"operation {start.number} is {other} and {signature} in one view"
+                )
         started[process.identity] = (signature, start)
 
     def _completes(self, process: Process, view: int, number: int) -> bool:
@@ -326,13 +331,13 @@ class History:
         if signature.kind == "broadcast":
             assert start.root is not None
             if start.root in started and started[start.root][1].root != start.root:
-                raise Violation(f"operation {number}: two members take different roots")
+                raise CollectiveViolation(f"operation {number}: two members take different roots")
             # Each member has the same value of what any of them may send.
             source = Identity(0) if signature.rule is Rule.AUTHORITY else start.root
             parts = frozenset({(source, 0)})
         else:
             parts = frozenset((who, begun.divisor) for who, (_, begun) in started.items())
-        process.complete[number] = Result(number, parts)
+        process.complete[number] = CollectiveResult(number, parts)
         process.member.complete(number, self.views[view])
         self._deliver(process)
 
@@ -363,15 +368,19 @@ class History:
         kind, result = self._kind(number), process.returned[number]
         size = len(process.member.visible)
         if kind == "broadcast" and result.parts != {(process.roots[number], 0)}:
-            raise Violation(f"root: operation {number} came from {result.parts}")
+            raise CollectiveViolation(f"root: operation {number} came from {result.parts}")
         if kind in ("broadcast", "authority"):
             return
         if process.identity not in {who for who, _ in result.parts}:
-            raise Violation(f"own contribution: operation {number} lacks {process.identity}")
+            raise CollectiveViolation(
+                f"own contribution: operation {number} lacks {process.identity}"
+            )
         if kind == "bucket" and any(divisor != len(result.parts) for _, divisor in result.parts):
-            raise Violation(f"mean: operation {number} of {len(result.parts)} has {result.parts}")
+            raise CollectiveViolation(
+                f"mean: operation {number} of {len(result.parts)} has {result.parts}"
+            )
         if kind in ("bucket", "true sum", "count", "gather") and len(result.parts) != size:
-            raise Violation(
+            raise CollectiveViolation(
                 f"divisor: operation {number} has {len(result.parts)} contributions, and the size"
                 f" reads {size} as it returns"
             )
@@ -389,7 +398,7 @@ class History:
         if any(len(each) <= place for each in theirs):
             return []
         if len({each[place] for each in theirs}) > 1:
-            raise Violation(f"votes: {theirs}")
+            raise CollectiveViolation(f"votes: {theirs}")
         return [lambda: self._vote_passes(process, view)]
 
     def _vote_passes(self, process: Process, view: int) -> None:
@@ -521,7 +530,7 @@ class History:
     def _give_state(self, process: Process, giver: Process, view: int) -> None:
         assert process.decided is not None
         if not giver.member.at_boundary or giver.member.view.number >= self.views[view].number:
-            raise Violation(f"{giver.identity} gives its state behind the boundary")
+            raise CollectiveViolation(f"{giver.identity} gives its state behind the boundary")
         process.at = giver.at
         process.began_at = giver.member.issued
         process.returned = dict(giver.returned)
@@ -582,7 +591,7 @@ class History:
         tables = [self.tables[view][each] for each in self.views[view].members]
         process.decided = plan(tables)
         if process.decided.restart and self.processes[0].has_left:
-            raise Violation(f"rank 0 had ended: {process.decided.restart}")
+            raise CollectiveViolation(f"rank 0 had ended: {process.decided.restart}")
         if process.decided.restart:
             raise Restart(process.decided.restart)
 
@@ -595,9 +604,13 @@ class History:
         process.taken.add(gift.number)
         held = {**giver.complete, **giver.kept, **giver.handed}
         if gift.number not in held:
-            raise Violation(f"retention: {gift.giver} has no result of operation {gift.number}")
+            raise CollectiveViolation(
+                f"retention: {gift.giver} has no result of operation {gift.number}"
+            )
         if gift.number in giver.overwritten and gift.number in giver.kept:
-            raise Violation(f"retention: the bucket of operation {gift.number} was filled again")
+            raise CollectiveViolation(
+                f"retention: the bucket of operation {gift.number} was filled again"
+            )
         process.handed[gift.number] = held[gift.number]
 
     def _install(self, process: Process, view: int) -> None:
@@ -610,11 +623,13 @@ class History:
                 return  # A planned view whose members went on; it is told so, and ends.
             if self._leaves_newcomers_out(process.decided, view):
                 return  # It waits for the next view.
-            raise Violation(f"{process.identity} was never excluded, and is left out")
+            raise CollectiveViolation(f"{process.identity} was never excluded, and is left out")
         first = self.processes[0]
         is_missed = first.at < len(self.program) and first.identity not in self.views[view].members
         if process.member.keeps_ranks and is_missed:
-            raise Violation(f"rank 0 is lost before its end, and {process.identity} continues")
+            raise CollectiveViolation(
+                f"rank 0 is lost before its end, and {process.identity} continues"
+            )
         self.counts["repeated"] += len(starts)
         for start in starts:
             self._start(process, process.member.signature_of(start.number), start)
@@ -625,19 +640,23 @@ class History:
     def _check(self) -> None:
         gone = (Phase.NEW, Phase.LEFT)
         present = [p for p in self.processes if p.is_alive and p.member.phase not in gone]
-        results: dict[int, Result] = {}
+        results: dict[int, CollectiveResult] = {}
         reads: dict[int, int] = {}
         for process in present:
             for number, result in process.returned.items():
                 if results.setdefault(number, result) != result:
-                    raise Violation(f"agreement: operation {number}: {results[number]}, {result}")
+                    raise CollectiveViolation(
+                        f"agreement: operation {number}: {results[number]}, {result}"
+                    )
             for place, size in process.reads.items():
                 if reads.setdefault(place, size) != size:
-                    raise Violation(f"cut: the size reads {reads[place]} and {size} at {place}")
+                    raise CollectiveViolation(
+                        f"cut: the size reads {reads[place]} and {size} at {place}"
+                    )
         delivered = min((p.member.delivered for p in present), default=0)
         for process in present:
             if process.member.stable > delivered:
-                raise Violation(
+                raise CollectiveViolation(
                     f"stability: {process.identity} takes {process.member.stable} operations for"
                     f" delivered by all, and one has {delivered}"
                 )
@@ -647,7 +666,7 @@ class History:
 def play(seed: int, *, keepable: bool | None = None, admits: bool = False) -> Played:
     """Play the history of a seed; raises Violation."""
     is_keepable = seed % 2 == 0 if keepable is None else keepable
-    return History(seed, keepable=is_keepable, admits=admits).play()
+    return CollectiveHistory(seed, keepable=is_keepable, admits=admits).play()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -661,7 +680,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for seed in range(options.seed, options.seed + options.seeds):
         try:
             played = play(seed, admits=options.admits)
-        except (Violation, AssertionError) as error:
+        except (CollectiveViolation, AssertionError) as error:
             print(f"seed {seed}: {type(error).__name__}: {error}")
             return 1
         counts.update(played.counts)

@@ -21,7 +21,7 @@ import torch
 LAYERS, WIDTH, SAMPLES, BATCH, STEP_S = 12, 832, 1_000_000, 24, 0.2
 
 
-class Samples(torch.utils.data.Dataset):
+class ArrivalSamples(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return SAMPLES
 
@@ -55,7 +55,7 @@ def with_library(say: Callable[[int, int], None], *, waits: bool) -> None:
         optimizer = torch.optim.AdamW(net.parameters())
         batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=0)
         loader = torch.utils.data.DataLoader(
-            Samples(), batch_sampler=batches, collate_fn=lambda indices: indices
+            ArrivalSamples(), batch_sampler=batches, collate_fn=lambda indices: indices
         )
         job.track(net=net, optimizer=optimizer)
         for step, _ in job.steps(loader, until_step=10**9):

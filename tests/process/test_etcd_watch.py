@@ -13,14 +13,14 @@ import pytest
 from etcd_server import EtcdCluster, etcd
 
 from elastane.errors import StoreError
-from elastane.stores.etcd.v3 import EtcdStore
+from elastane.stores.etcd.v3 import EtcdV3Store
 from elastane.stores.protocol import Entry
 from elastane.stores.registry import make_store
 
-Scenario = Callable[[EtcdStore, EtcdStore], Awaitable[None]]
+Scenario = Callable[[EtcdV3Store, EtcdV3Store], Awaitable[None]]
 
 
-def run(folder: Path, scenario: Callable[[EtcdStore, EtcdStore, EtcdCluster], Awaitable[None]]):
+def run(folder: Path, scenario: Callable[[EtcdV3Store, EtcdV3Store, EtcdCluster], Awaitable[None]]):
     """Play a scenario of one who watches and one who writes, over a server of its own."""
     with etcd(folder / "etcd") as cluster:
 
@@ -44,7 +44,7 @@ def compact(cluster: EtcdCluster, revision: int) -> None:
         assert answer.status == 200
 
 
-async def write(store: EtcdStore, key: str, values: list[bytes], after: Entry | None = None):
+async def write(store: EtcdV3Store, key: str, values: list[bytes], after: Entry | None = None):
     for value in values:
         after = await store.compare_and_set(key, value, after.version if after else 0)
     assert after is not None
@@ -56,7 +56,7 @@ async def soon(watch: AsyncIterator[Entry | None]) -> Entry | None:
         return await anext(watch)
 
 
-async def first_of(store: EtcdStore, key: str, after_version: int) -> Entry | None:
+async def first_of(store: EtcdV3Store, key: str, after_version: int) -> Entry | None:
     async with aclosing(store.watch(key, after_version)) as watch:
         return await soon(watch)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_recovery_in_place import InPlace, starts
 
-from elastane.observe.account import Cause, account_of
+from elastane.observe.account import TimeCause, account_of
 from elastane.testing import LocalCluster
 
 COUNTED = """
@@ -40,12 +40,12 @@ def test_kills_in_place_are_accounted_by_the_milliseconds_that_they_cost(tmp_pat
     total_s = sum(found.seconds for found in causes.values())
     assert total_s == pytest.approx(account.wall_s, rel=0.01)
     assert account.wall_s <= wall_s, "the job is younger than its first agent"
-    for cause in (Cause.DETECTING, Cause.REBUILDING, Cause.RETRIED):
+    for cause in (TimeCause.DETECTING, TimeCause.REBUILDING, TimeCause.RETRIED):
         assert {1, 2} <= causes[cause].incidents.keys(), cause
         assert sum(causes[cause].incidents.values()) == pytest.approx(causes[cause].seconds)
-    begun = [one for one in account.intervals if one.cause is Cause.PRODUCTIVE]
+    begun = [one for one in account.intervals if one.cause is TimeCause.PRODUCTIVE]
     assert len(begun) >= 3, "training continues after each fault"
-    assert Cause.UNKNOWN not in causes and Cause.WAITING not in causes
+    assert TimeCause.UNKNOWN not in causes and TimeCause.WAITING not in causes
 
 
 def test_a_restart_is_lost_time_from_the_kill_to_the_first_step(tmp_path: Path):
@@ -66,7 +66,7 @@ def test_a_restart_is_lost_time_from_the_kill_to_the_first_step(tmp_path: Path):
     assert account is not None
     lost = [one for one in account.intervals if one.incident]
     assert {one.incident for one in lost} == {1}
-    assert {Cause.REBUILDING, Cause.STARTING} <= {one.cause for one in lost}
+    assert {TimeCause.REBUILDING, TimeCause.STARTING} <= {one.cause for one in lost}
     assert sum(one.seconds for one in lost) == pytest.approx(trains_s - killed_s, abs=0.25)
     assert sum(one.seconds for one in account.intervals) == pytest.approx(account.wall_s)
-    assert account.intervals[-1].cause is Cause.PRODUCTIVE
+    assert account.intervals[-1].cause is TimeCause.PRODUCTIVE

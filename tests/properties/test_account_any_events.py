@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from view_events import event
 
-from elastane.observe.account import Cause, account_of
+from elastane.observe.account import TimeCause, account_of
 from elastane.protocol.log_events import EventKind
 
 NUMBERS = st.integers(-2, 400)
@@ -78,5 +78,5 @@ def test_events_that_come_later_do_not_change_when_the_job_began(events, now_s):
 @given(logged())
 def test_only_lost_seconds_point_at_an_incident(events):
     for one in account_of(events).intervals:
-        if one.cause in (Cause.PRODUCTIVE, Cause.UNKNOWN):
+        if one.cause in (TimeCause.PRODUCTIVE, TimeCause.UNKNOWN):
             assert one.incident == 0, one

@@ -7,7 +7,7 @@ import pytest
 from elastane.synchrony import rules
 from elastane.synchrony.rules import Member, Phase
 from simulation import collectives
-from simulation.collectives import History, Violation, play
+from simulation.collectives import CollectiveHistory, CollectiveViolation, play
 
 HISTORIES = 300
 # Seeds that once broke a promise: a size that depended on the pace of deliveries, a sum that was
@@ -142,8 +142,8 @@ def all_have_ended_once_one_has(patch):
         process.member.all_ended = True
         return ends(self, process, view)
 
-    ends = History._end_events
-    patch.setattr(History, "_end_events", wrong)
+    ends = CollectiveHistory._end_events
+    patch.setattr(CollectiveHistory, "_end_events", wrong)
 
 
 def roots_by_rank(patch):
@@ -151,17 +151,17 @@ def roots_by_rank(patch):
 
 
 def leaving_without_agreement(patch):
-    patch.setattr(History, "_end_events", lambda self, p, _view: [lambda: self._leave(p)])
+    patch.setattr(CollectiveHistory, "_end_events", lambda self, p, _view: [lambda: self._leave(p)])
 
 
 def leaving_after_one_agreement(patch):
-    right = History._learn_that_all_ended
+    right = CollectiveHistory._learn_that_all_ended
 
     def wrong(self, process, leaving):
         right(self, process, leaving)
         self._leave(process)
 
-    patch.setattr(History, "_learn_that_all_ended", wrong)
+    patch.setattr(CollectiveHistory, "_learn_that_all_ended", wrong)
 
 
 def old_sums_read_with_the_new_size(patch):
@@ -199,17 +199,17 @@ def leaving_a_boundary_between_views(patch):
             return not self._is_held(process)
         return acts(self, process)
 
-    depart, acts = Member.depart, History._may_act
+    depart, acts = Member.depart, CollectiveHistory._may_act
     patch.setattr(Member, "depart", wrong)
-    patch.setattr(History, "_may_act", may_act)
+    patch.setattr(CollectiveHistory, "_may_act", may_act)
 
 
 def survivors_do_not_wait_for_newcomers(patch):
     patch.setattr(
-        History, "_install_events", lambda self, p, view: [lambda: self._install(p, view)]
+        CollectiveHistory, "_install_events", lambda self, p, view: [lambda: self._install(p, view)]
     )
     patch.setattr(
-        History,
+        CollectiveHistory,
         "_is_held",
         lambda self, p: p.member.at_boundary and p.member.boundaries == self.gate,
     )
@@ -252,7 +252,7 @@ BUGS_OF_BOUNDARIES = {
 @pytest.mark.parametrize("bug", BUGS_OF_BOUNDARIES, ids=lambda bug: bug.__name__)
 def test_each_planted_bug_of_boundaries_is_found(bug, monkeypatch):
     bug(monkeypatch)
-    with pytest.raises((Violation, AssertionError)):
+    with pytest.raises((CollectiveViolation, AssertionError)):
         play(BUGS_OF_BOUNDARIES[bug], admits=True)
 
 
@@ -281,5 +281,5 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_each_planted_bug_is_found(bug, monkeypatch):
     bug(monkeypatch)
-    with pytest.raises((Violation, AssertionError)):
+    with pytest.raises((CollectiveViolation, AssertionError)):
         play(BUGS[bug])

@@ -170,7 +170,7 @@ class Readings:
 NOTHING_READ = Readings()
 
 
-class Stage(Enum):
+class AgentStage(Enum):
     """How far the agent is on its way out; the table is at the top."""
 
     TAKING_PART = auto()
@@ -216,7 +216,7 @@ class AgentCore:
         self._now_s = now_s
         self._heartbeat_s = now_s
         self._leaving: Leaving | None = None
-        self._stage = Stage.TAKING_PART
+        self._stage = AgentStage.TAKING_PART
         self._exit: Exit | None = None
         self._outbox = Outbox(node.node_id, self.contact)
         self._workers = LocalWorkers(node, offer, self.contact, self._outbox)
@@ -334,7 +334,7 @@ class AgentCore:
             case Report():
                 pass
             case _:
-                self._workers.receive(message, leaving=self._stage is not Stage.TAKING_PART)
+                self._workers.receive(message, leaving=self._stage is not AgentStage.TAKING_PART)
 
     def _refused(self, message: Refused) -> None:
         self.outcome = refused(message)
@@ -381,7 +381,7 @@ class AgentCore:
         """Exit with `code` once no worker is left."""
         if self._exit is None:
             self._exit = Exit(int(code), reason, self.outcome)
-            self._enter(Stage.ENDING)
+            self._enter(AgentStage.ENDING)
         group = self.group
         if group is None:
             self._leave_with(self._exit)
@@ -390,12 +390,12 @@ class AgentCore:
             self._workers.stop(group, self.spec.timing.shutdown_timeout_s, reason)
 
     def _leave_with(self, exit_: Exit) -> None:
-        if self._stage is not Stage.EXITED:
-            self._enter(Stage.EXITED)
+        if self._stage is not AgentStage.EXITED:
+            self._enter(AgentStage.EXITED)
             self._log(EventKind.AGENT_STOPPED, exit_.reason, exit_code=exit_.code)
             self._outbox.add(exit_)
 
-    def _enter(self, stage: Stage) -> None:
+    def _enter(self, stage: AgentStage) -> None:
         self._stage = stage
 
     def _run_timers(self, readings: Readings) -> None:
@@ -425,7 +425,7 @@ class AgentCore:
     def _check_release(self) -> None:
         """Leave without goodbye when no coordinator with authority remains."""
         leaving = self._leaving
-        if leaving is None or self._stage is not Stage.TAKING_PART:
+        if leaving is None or self._stage is not AgentStage.TAKING_PART:
             return
         last_authority_s = self.contact.authority_s if self.self_fencing else self._now_s
         last_authority_s = last_authority_s if self.linked else self.contact.away_s
@@ -451,7 +451,7 @@ class AgentCore:
     def _check_absence(self) -> None:
         """Give up the search for a coordinator, unless there are workers to keep running."""
         limit_s = self.spec.timing.join_timeout_s
-        is_ending = self._stage is not Stage.TAKING_PART
+        is_ending = self._stage is not AgentStage.TAKING_PART
         if self.linked or is_ending or self._now_s - self.contact.away_s < limit_s:
             return
         if self.group is not None and self.group.phase == "succeeded":

@@ -28,7 +28,7 @@ _VERSION = attrgetter("_version")
 _log = logging.getLogger("elastane.checkpoint")
 
 
-class Slot:
+class PreparedSlot:
     """One slot, prepared for the range [first, end) of one layout; closes the descriptor.
 
     The bytes around each piece are written here, so that a save copies only data, at the speed of

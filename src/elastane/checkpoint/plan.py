@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from elastane.checkpoint.capture import Captured, SmallState
-from elastane.checkpoint.copying import CopySources, Slot
+from elastane.checkpoint.copying import CopySources, PreparedSlot
 from elastane.checkpoint.layout import Layout
 from elastane.checkpoint.small_files import (
     LAYOUT,
@@ -202,12 +202,12 @@ class SavePlan:
         self._world = world.members().size
         slots = SLOTS_WITH_COPIES if share.door else SLOTS
         fds = server.slots(slots, max(1, share.end - share.first))
-        self._slots = [Slot(fd, layout, share.first, share.end) for fd in fds]
+        self._slots = [PreparedSlot(fd, layout, share.first, share.end) for fd in fds]
         self._plain = PlainLeaves()
         self._index: tuple[tuple[int, ...], str] | None = None
         self._layout = encoded(layout)
 
-    def slot(self, number: int) -> Slot:
+    def slot(self, number: int) -> PreparedSlot:
         """Return the slot that the snapshot server has granted."""
         return self._slots[number]
 

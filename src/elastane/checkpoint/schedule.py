@@ -38,7 +38,7 @@ _LOOKS = 16
 _STRIDE_MAX = 1 << 20
 
 
-class Interval(NamedTuple):
+class SaveInterval(NamedTuple):
     """Seconds from one checkpoint to the next, and the reason in words."""
 
     seconds: float
@@ -54,7 +54,7 @@ def mtbf_s(lived_s: float, failures: int) -> float:
     return (lived_s + PRIOR_MTBF_S) / (failures + 1)
 
 
-def interval(cost_s: float, failures: int, lived_s: float, write_s: float = 0.0) -> Interval:
+def interval(cost_s: float, failures: int, lived_s: float, write_s: float = 0.0) -> SaveInterval:
     """Return the interval with the least cost of saving and repeating work together.
 
     Args:
@@ -70,13 +70,13 @@ def interval(cost_s: float, failures: int, lived_s: float, write_s: float = 0.0)
     why = f"a save costs {_spell(cost_s)} of training, and something fails every {_spell(mtbf)}"
     least = max(INTERVAL_MIN_S, 2 * write_s)
     if best < least and least > INTERVAL_MIN_S:
-        return Interval(least, f"twice the {_spell(write_s)} that one takes to be written out")
+        return SaveInterval(least, f"twice the {_spell(write_s)} that one takes to be written out")
     if best < least:
-        return Interval(least, f"{why}; {_spell(least)} is the least")
+        return SaveInterval(least, f"{why}; {_spell(least)} is the least")
     most = max(INTERVAL_MAX_S, least)
     if best > most:
-        return Interval(most, f"{why}; {_spell(most)} is the most")
-    return Interval(best, why)
+        return SaveInterval(most, f"{why}; {_spell(most)} is the most")
+    return SaveInterval(best, why)
 
 
 def rest_s(write_s: float) -> float:

@@ -96,7 +96,7 @@ class Construction:
 
     def __init__(self, wiring: Wiring) -> None:
         self._wiring = wiring
-        self._meeting: Meeting | None = None
+        self._meeting: MeetingStore | None = None
         self._ended = False
         self._over = threading.Event()
         # The store's connection, and those of the finished group.
@@ -156,7 +156,7 @@ class Construction:
             return set()
         return sockets.inodes(sockets.belongs_to(meeting.own.listener, self._peers(meeting)))
 
-    def _peers(self, meeting: Meeting) -> set[Endpoint]:
+    def _peers(self, meeting: MeetingStore) -> set[Endpoint]:
         return {peer.listener for peer in list(meeting.peers)}
 
     def _reach_store(self) -> Store:
@@ -199,7 +199,7 @@ class Construction:
         options._devices = [device]
         options._timeout = timedelta(seconds=wiring.timeout_s)
         options._threads = threads
-        self._meeting = meeting = Meeting(store)
+        self._meeting = meeting = MeetingStore(store)
         meeting.aborted = self._ended
         return ProcessGroupGloo(meeting, wiring.rank, wiring.world_size, options)
 
@@ -261,7 +261,7 @@ def _local_addr(wiring: Wiring) -> str:
     return ""
 
 
-class Meeting(Store):
+class MeetingStore(Store):
     """The store that gloo sees during one construction: it records addresses, and can be aborted.
 
     gloo asks a store for its peers' addresses while it is being built. This one forwards all calls

@@ -65,7 +65,7 @@ class JobName(msgspec.Struct, frozen=True, kw_only=True):
     touched_s: float
 
 
-class Publication(msgspec.Struct, frozen=True, kw_only=True):
+class JobPublication(msgspec.Struct, frozen=True, kw_only=True):
     """All sections of a job as JSON, each with the number of its last change."""
 
     number: int
@@ -221,12 +221,12 @@ class FollowedJob(JobFollower):
     ) -> None:
         super().__init__(key, folder, find_agents, tls)
         self.used_s = time.monotonic()
-        self.publication = Publication(number=0, now_s=time.time(), sections={})
+        self.publication = JobPublication(number=0, now_s=time.time(), sections={})
         self._index = EventIndex()
         self._changed = asyncio.Condition()
         self._encode = msgspec.json.Encoder().encode
 
-    async def next_publication(self, number: int, timeout_s: float) -> Publication | None:
+    async def next_publication(self, number: int, timeout_s: float) -> JobPublication | None:
         """Return the first publication after `number`; None if none comes in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
@@ -265,7 +265,7 @@ class FollowedJob(JobFollower):
             same = before is not None and bytes(before[1]) == raw
             new[name] = before if same and before is not None else (number, msgspec.Raw(raw))
         async with self._changed:
-            self.publication = Publication(number=number, now_s=now_s, sections=new)
+            self.publication = JobPublication(number=number, now_s=now_s, sections=new)
             self._changed.notify_all()
 
 

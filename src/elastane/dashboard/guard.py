@@ -37,7 +37,7 @@ _SOCKET_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class RequestRefusal:
     """Why a request is refused, with its status."""
 
     status: int
@@ -60,11 +60,13 @@ class Guard:
         """Whether requests must prove the secret."""
         return bool(self._token)
 
-    def refusal(self, method: str, headers: Mapping[str, str], server: str) -> Refusal | None:
+    def refusal(
+        self, method: str, headers: Mapping[str, str], server: str
+    ) -> RequestRefusal | None:
         """Return why a request is refused, or None; `server` is the address that it reached."""
         if not self._is_own_name(headers.get("host", ""), server):
             host = headers.get("host", "")
-            return Refusal(
+            return RequestRefusal(
                 status=421,
                 what=f"Host {host[:80]!r} is not this server",
                 next_step="use the address that elastane dashboard printed, or --allow-host NAME",
@@ -75,7 +77,7 @@ class Guard:
         if origin is not None and origin.partition("://")[2] != headers.get("host"):
             return _other_site(f"Origin {origin[:80]!r}")
         if method not in ("GET", "HEAD") and not (method == "POST" and self._token):
-            return Refusal(
+            return RequestRefusal(
                 status=405, what=f"{method[:20]} changes something", next_step="the page only reads"
             )
         return None
@@ -146,8 +148,8 @@ def _mapped(entry: str) -> str:
     return f"0000000000000000FFFF0000{entry}" if len(entry) == 13 else entry
 
 
-def _other_site(what: str) -> Refusal:
-    return Refusal(
+def _other_site(what: str) -> RequestRefusal:
+    return RequestRefusal(
         status=403, what=f"{what} comes from another site", next_step="open the page itself"
     )
 

@@ -26,8 +26,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elastane.dashboard.connections import prove
-from elastane.dashboard.following import FollowedJob, Jobs, Publication
-from elastane.dashboard.guard import COOKIE, HEADERS, Guard, Refusal
+from elastane.dashboard.following import FollowedJob, JobPublication, Jobs
+from elastane.dashboard.guard import COOKIE, HEADERS, Guard, RequestRefusal
 from elastane.dashboard.index import EventFilter
 from elastane.dashboard.outputs import WorkerChoice, tail_of
 
@@ -91,7 +91,7 @@ class Entrance:
         return _error(401, "the job's token is missing or wrong", next_step)
 
 
-def _refused(refusal: Refusal) -> Response:
+def _refused(refusal: RequestRefusal) -> Response:
     return _error(refusal.status, refusal.what, refusal.next_step)
 
 
@@ -141,7 +141,7 @@ class Stream:
             body = self._message(found)
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-    def _message(self, found: Publication | None) -> bytes:
+    def _message(self, found: JobPublication | None) -> bytes:
         changed: dict[str, Any] = {"now_s": time.time()}
         if found is not None:
             changed |= found.since(self._number)

@@ -120,7 +120,7 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
         self._open_shard = open_shard
         self.lanes = whole("lanes", lanes, 1)
         super().__init__(Ledger(sum(self._lengths), global_batch_size), seed, shuffle)
-        self._beginning = Beginning()
+        self._beginning = IterationBeginning()
 
     def __len__(self) -> int:
         return self.portions_left()
@@ -208,7 +208,7 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
         self._beginning.ended = True
 
 
-class Beginning:
+class IterationBeginning:
     """The parameters of the next iteration, published to workers.
 
     A new worker has them in its own copy of the dataset. A worker that survives epochs and worlds

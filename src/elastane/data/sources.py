@@ -42,11 +42,13 @@ def litdata(dataset: Any) -> KnownShards:
             "sources.litdata(litdata.StreamingDataset(folder))",
         )
     lengths = [stop - start for start, stop in chunks]
-    return KnownShards([*enumerate(lengths)], _Chunks(dataset, [*accumulate(lengths, initial=0)]))
+    return KnownShards(
+        [*enumerate(lengths)], _IndexedChunks(dataset, [*accumulate(lengths, initial=0)])
+    )
 
 
 @dataclass(frozen=True)
-class _Chunks:
+class _IndexedChunks:
     """Opens a chunk of a dataset with indices."""
 
     dataset: Any

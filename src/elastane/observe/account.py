@@ -59,7 +59,7 @@ INTERVALS_MAX = 16_384
 INCIDENTS_SHOWN = 3
 
 
-class Cause(StrEnum):
+class TimeCause(StrEnum):
     """Why a second passed; the value is what people read."""
 
     PRODUCTIVE = "productive"
@@ -79,7 +79,7 @@ class Interval(msgspec.Struct, frozen=True):
 
     from_s: float
     to_s: float
-    cause: Cause
+    cause: TimeCause
     incident: int = 0
 
     @property
@@ -105,7 +105,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     from_s: float
     to_s: float
     intervals: tuple[Interval, ...]
-    older: dict[Cause, float] = {}
+    older: dict[TimeCause, float] = {}
     helped: tuple[str, ...] = ()
 
     @property
@@ -116,14 +116,16 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def goodput(self) -> float:
         """The productive share of the wall time; 0 for a job without a second."""
-        productive = self.older.get(Cause.PRODUCTIVE, 0.0)
-        productive += sum(one.seconds for one in self.intervals if one.cause is Cause.PRODUCTIVE)
+        productive = self.older.get(TimeCause.PRODUCTIVE, 0.0)
+        productive += sum(
+            one.seconds for one in self.intervals if one.cause is TimeCause.PRODUCTIVE
+        )
         return productive / self.wall_s if self.wall_s > 0 else 0.0
 
-    def causes(self) -> dict[Cause, CauseSeconds]:
+    def causes(self) -> dict[TimeCause, CauseSeconds]:
         """Return the seconds by cause, the longest first."""
         seconds = dict(self.older)
-        incidents: dict[Cause, dict[int, float]] = {}
+        incidents: dict[TimeCause, dict[int, float]] = {}
         for one in self.intervals:
             seconds[one.cause] = seconds.get(one.cause, 0.0) + one.seconds
             if one.incident:
@@ -188,7 +190,7 @@ class _Ledger:
         self.from_s = from_s
         self.until_s = from_s
         self.entries: list[Interval] = []
-        self.older: dict[Cause, float] = {}  # seconds before the first entry
+        self.older: dict[TimeCause, float] = {}  # seconds before the first entry
 
     def copy(self) -> _Ledger:
         """Return a ledger that changes by itself."""
@@ -196,7 +198,7 @@ class _Ledger:
         copied.entries, copied.older = list(self.entries), dict(self.older)
         return copied
 
-    def enter(self, to_s: float, cause: Cause, incident: int) -> None:
+    def enter(self, to_s: float, cause: TimeCause, incident: int) -> None:
         """Enter the time until `to_s`."""
         if to_s <= self.until_s:
             return
@@ -214,7 +216,7 @@ class _Ledger:
             self.older[one.cause] = self.older.get(one.cause, 0.0) + one.seconds
         del self.entries[:count]
 
-    def replace(self, from_s: float, to_s: float, cause: Cause, incident: int) -> None:
+    def replace(self, from_s: float, to_s: float, cause: TimeCause, incident: int) -> None:
         """Enter another cause for a time that was entered already; what lies outside stays."""
         if not self.entries:
             return
@@ -231,7 +233,7 @@ class _Ledger:
         for one in reversed(kept):
             self.enter(one.to_s, one.cause, one.incident)
 
-    def since(self, causes: frozenset[Cause]) -> float:
+    def since(self, causes: frozenset[TimeCause]) -> float:
         """Return since when each second has had one of these causes."""
         from_s = self.until_s
         for one in reversed(self.entries):
@@ -264,7 +266,7 @@ class _World:
         return bool(self.trained) and len(self.trained) >= self.nodes
 
 
-_WORKING = frozenset({Cause.PRODUCTIVE, Cause.RETRIED})
+_WORKING = frozenset({TimeCause.PRODUCTIVE, TimeCause.RETRIED})
 
 
 class _Machine:
@@ -273,7 +275,7 @@ class _Machine:
     def __init__(self, from_s: float) -> None:
         self.from_s = from_s
         self._ledger = _Ledger(from_s)
-        self._cause = Cause.STARTING
+        self._cause = TimeCause.STARTING
         self._incident = 0
         self._fault = False  # whether the world ended by a failure, not by a planned change
         self._world = _World()
@@ -321,9 +323,9 @@ class _Machine:
             nodes=event.number("nodes") or 0,
         )
         if self._had_world:
-            self._become(Cause.REBUILDING, incident or self._incident)
+            self._become(TimeCause.REBUILDING, incident or self._incident)
         else:
-            self._become(Cause.STARTING, 0)
+            self._become(TimeCause.STARTING, 0)
         self._had_world = True
 
     def worker_exited(self, event: LoggedEvent, _incident: int) -> None:
@@ -340,27 +342,27 @@ class _Machine:
         self._fault = True
         if self._world.failed_s is not None:
             failed_s = max(self._world.failed_s, self._ledger.since(_WORKING))
-            self._ledger.replace(failed_s, self._ledger.until_s, Cause.DETECTING, incident)
-        self._become(Cause.REBUILDING, incident or self._incident)
+            self._ledger.replace(failed_s, self._ledger.until_s, TimeCause.DETECTING, incident)
+        self._become(TimeCause.REBUILDING, incident or self._incident)
 
     def drain_started(self, _event: LoggedEvent, incident: int) -> None:
         if self._cause in _WORKING:
             self._fault = False
-            self._become(Cause.SAVING, incident)
+            self._become(TimeCause.SAVING, incident)
 
     def drain_ended(self, _event: LoggedEvent, incident: int) -> None:
-        if self._cause is Cause.SAVING:
-            self._become(Cause.REBUILDING, incident or self._incident)
+        if self._cause is TimeCause.SAVING:
+            self._become(TimeCause.REBUILDING, incident or self._incident)
 
     def waiting(self, event: LoggedEvent, incident: int) -> None:
         """Wait for nodes, unless workers continue: that is told by an event of this kind too."""
         if "min_nodes" in event.data or "min_workers" in event.data:
-            self._become(Cause.WAITING, incident or self._incident)
+            self._become(TimeCause.WAITING, incident or self._incident)
 
     def stalled(self, _event: LoggedEvent, incident: int) -> None:
         from_s = max(self._ledger.until_s - HANG_STALL_S, self._ledger.since(_WORKING))
-        self._ledger.replace(from_s, self._ledger.until_s, Cause.STALLED, incident)
-        self._become(Cause.STALLED, incident)
+        self._ledger.replace(from_s, self._ledger.until_s, TimeCause.STALLED, incident)
+        self._become(TimeCause.STALLED, incident)
 
     def workers_started(self, event: LoggedEvent, _incident: int) -> None:
         if self._is_of_world(event):
@@ -403,9 +405,9 @@ class _Machine:
             world.nodes = 0
             world.trained.add(event.node)
             self._enter_start()
-        elif self._cause is Cause.STALLED:
-            self._become(Cause.PRODUCTIVE, 0)
-        if self._cause is Cause.RETRIED and world.has_trained:
+        elif self._cause is TimeCause.STALLED:
+            self._become(TimeCause.PRODUCTIVE, 0)
+        if self._cause is TimeCause.RETRIED and world.has_trained:
             self._enter_repeated(event.time_s, steps, before)
         world.counts = event.time_s, steps
         self._highest = max(before, steps)
@@ -418,16 +420,16 @@ class _Machine:
         if not self._agents:
             self._end_world()
             self._world = _World()
-            self._become(Cause.WAITING, incident)
+            self._become(TimeCause.WAITING, incident)
 
     def events_lost(self, event: LoggedEvent, _incident: int) -> None:
         from_s = self._logged_s.get((event.host, event.pid), self.from_s)
-        self._ledger.replace(from_s, event.time_s, Cause.UNKNOWN, 0)
+        self._ledger.replace(from_s, event.time_s, TimeCause.UNKNOWN, 0)
 
     def _is_of_world(self, event: LoggedEvent) -> bool:
         return (event.round, event.attempt) == self._world.fence and event.round is not None
 
-    def _become(self, cause: Cause, incident: int) -> None:
+    def _become(self, cause: TimeCause, incident: int) -> None:
         self._cause, self._incident = cause, incident
 
     def _enter_start(self) -> None:
@@ -440,17 +442,17 @@ class _Machine:
         built_s = min(max(world.built_s or healed_s, world.from_s), healed_s)
         if incident and not world.is_in_place:
             started_s = min(world.started_s or built_s, built_s)
-            ledger.replace(started_s, built_s, Cause.STARTING, incident)
+            ledger.replace(started_s, built_s, TimeCause.STARTING, incident)
         if incident:
-            ledger.replace(built_s, healed_s, Cause.HEALING, incident)
+            ledger.replace(built_s, healed_s, TimeCause.HEALING, incident)
             if self._fault and world.is_in_place:
-                ledger.replace(healed_s, trained_s, Cause.RETRIED, incident)
+                ledger.replace(healed_s, trained_s, TimeCause.RETRIED, incident)
             else:
-                ledger.replace(healed_s, trained_s, Cause.PRODUCTIVE, 0)
-        ledger.replace(trained_s, until_s, Cause.PRODUCTIVE, 0)
+                ledger.replace(healed_s, trained_s, TimeCause.PRODUCTIVE, 0)
+        ledger.replace(trained_s, until_s, TimeCause.PRODUCTIVE, 0)
         restored, in_place = world.restored_step is not None, world.is_in_place
         repeats = restored and self._fault and not in_place
-        self._become(*((Cause.RETRIED, incident) if repeats else (Cause.PRODUCTIVE, 0)))
+        self._become(*((TimeCause.RETRIED, incident) if repeats else (TimeCause.PRODUCTIVE, 0)))
 
     def _enter_repeated(self, now_s: float, steps: int, highest: int) -> None:
         """End the time in which steps are repeated that were made before a restore."""
@@ -461,8 +463,8 @@ class _Machine:
         since_s, count = world.counts or (since_s, world.restored_step or 0)
         share = (highest - count) / (steps - count) if steps > count else 0.0
         back_s = since_s + max(0.0, share) * (now_s - since_s)
-        self._ledger.replace(back_s, now_s, Cause.PRODUCTIVE, 0)
-        self._become(Cause.PRODUCTIVE, 0)
+        self._ledger.replace(back_s, now_s, TimeCause.PRODUCTIVE, 0)
+        self._become(TimeCause.PRODUCTIVE, 0)
 
     def _end_world(self) -> None:
         """Call the time of workers productive as long as the script has reported no step."""
@@ -471,10 +473,10 @@ class _Machine:
             return
         self._world.started_s = None  # It has ended; what follows is no work of its workers.
         for one in tuple(self._ledger.entries):
-            if one.to_s > started_s and one.cause in (Cause.STARTING, Cause.REBUILDING):
+            if one.to_s > started_s and one.cause in (TimeCause.STARTING, TimeCause.REBUILDING):
                 from_s = max(one.from_s, started_s)
                 self._assumed.append(Interval(from_s, one.to_s, one.cause, one.incident))
-                self._ledger.replace(from_s, one.to_s, Cause.PRODUCTIVE, 0)
+                self._ledger.replace(from_s, one.to_s, TimeCause.PRODUCTIVE, 0)
 
     def _note_steps(self) -> None:
         """Take back what was assumed of a script without steps: this one reports them."""
@@ -513,7 +515,7 @@ def _helped(account: Account, incidents: Sequence[IncidentView]) -> tuple[str, .
     """Return what would have made the lost time shorter."""
     causes = account.causes()
     faults = {one.id for one in incidents if one.kind in ("worker", "node", "failure")}
-    waited_s = causes[Cause.WAITING].seconds if Cause.WAITING in causes else 0.0
+    waited_s = causes[TimeCause.WAITING].seconds if TimeCause.WAITING in causes else 0.0
     small_s = sum(
         max(0.0, one.whole_s - one.to_s)
         for one in incidents
@@ -522,7 +524,7 @@ def _helped(account: Account, incidents: Sequence[IncidentView]) -> tuple[str, .
     repeated_s = sum(
         one.seconds
         for one in account.intervals
-        if one.cause is Cause.RETRIED and one.incident in faults
+        if one.cause is TimeCause.RETRIED and one.incident in faults
     )
     found = (
         (waited_s, "waiting for nodes: another node, or a lower --nnodes MIN"),

@@ -305,7 +305,7 @@ class PlacedEvent(NamedTuple):
     offset: int
 
 
-class _Tail:
+class _LogTail:
     """One file of a log, read piece by piece as it grows."""
 
     def __init__(self, path: Path, offset: int) -> None:
@@ -350,7 +350,7 @@ class EventReader:
 
     def __init__(self, folder: str | Path, *, from_now: bool = False) -> None:
         self._folder = Path(folder)
-        self._tails: dict[Path, _Tail] = {}
+        self._tails: dict[Path, _LogTail] = {}
         self._from_now = from_now
         self._first = True
 
@@ -363,7 +363,7 @@ class EventReader:
         """Return the next events of all hosts merged by time, at most `events_max`."""
         paths = list(self._folder.glob("events.*.jsonl"))
         piece_bytes = max(_PIECE_BYTES_MIN, _READ_BYTES // max(1, len(paths)))
-        waiting: list[tuple[tuple[float, str, int, int], int, _Tail]] = []
+        waiting: list[tuple[tuple[float, str, int, int], int, _LogTail]] = []
         for count, path in enumerate(paths):
             tail = self._tail(path)
             if tail.fill(piece_bytes):
@@ -380,10 +380,10 @@ class EventReader:
                 heapq.heappop(waiting)
         return found
 
-    def _tail(self, path: Path) -> _Tail:
+    def _tail(self, path: Path) -> _LogTail:
         if path not in self._tails:
             skip = self._first and self._from_now
-            self._tails[path] = _Tail(path, _size_bytes(path) if skip else 0)
+            self._tails[path] = _LogTail(path, _size_bytes(path) if skip else 0)
         return self._tails[path]
 
 

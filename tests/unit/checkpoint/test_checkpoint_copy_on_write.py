@@ -12,7 +12,7 @@ import torch
 from elastane.checkpoint import copy_on_write
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.copy_on_write import CopyOnWriteTensors
-from elastane.checkpoint.copying import Slot
+from elastane.checkpoint.copying import PreparedSlot
 from elastane.checkpoint.layout import PAGE_BYTES, lay_out
 from elastane.checkpoint.reading import MemoryPieces
 from elastane.process import kernel
@@ -42,7 +42,7 @@ class Image:
         for first, end in itertools.pairwise(cuts):
             fd = os.memfd_create("elastane-test-slot")
             os.ftruncate(fd, end - first)
-            slot = Slot(os.dup(fd), self.layout, first, end)
+            slot = PreparedSlot(os.dup(fd), self.layout, first, end)
             within = self.layout.within(first, end)
             for place, piece in zip(slot.places, within, strict=True):
                 box = tuple(

@@ -3,7 +3,7 @@
 import pytest
 from view_events import event, exited, settled, started
 
-from elastane.observe.account import Account, Accountant, Cause, account_lines, account_of
+from elastane.observe.account import Account, Accountant, TimeCause, account_lines, account_of
 from elastane.observe.view import JobView, after_event
 
 
@@ -79,7 +79,7 @@ def test_a_worker_lost_in_place_has_a_cause_for_each_second_and_points_at_its_in
         (112.0, 120.0, "productive", 0),
     ]
     assert account.goodput == pytest.approx((90 + 8.1 + 8) / 120)
-    assert account.causes()[Cause.HEALING].incidents == {1: pytest.approx(1.5)}
+    assert account.causes()[TimeCause.HEALING].incidents == {1: pytest.approx(1.5)}
 
 
 def test_all_nodes_must_have_made_a_step_and_the_last_one_counts():
@@ -142,7 +142,7 @@ def test_steps_are_repeated_since_the_restored_one_before_the_first_count():
 
 def test_without_a_restore_the_count_says_nothing_about_repeated_steps():
     account = account_of(restarted(restored=False), 60.0)
-    assert Cause.RETRIED not in account.causes() and account.helped == ()
+    assert TimeCause.RETRIED not in account.causes() and account.helped == ()
 
 
 def test_a_script_without_steps_is_productive_while_its_workers_run():
@@ -201,7 +201,7 @@ def test_workers_that_continue_with_fewer_wait_for_nothing_but_a_spare_would_hel
     found = account_of(
         [*in_place(), event("waiting", "a", round=3, attempt=0, time_s=114.0)], 130.0
     )
-    assert Cause.WAITING not in found.causes()
+    assert TimeCause.WAITING not in found.causes()
     assert found.helped == (
         "9.5 s with fewer workers until replacements were ready: --spares-per-node 1",
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastane.kubernetes.model import since_epoch
 from elastane.kubernetes.operator.metrics import CONTENT_TYPE, Metrics, labels
-from elastane.process.health import Answer
+from elastane.process.health import HealthAnswer
 
 if TYPE_CHECKING:
     from elastane.kubernetes.operator.session import OperatorSession
@@ -85,21 +85,21 @@ class Probes:
             lambda: {"": float(self._session() is not None)},
         )
 
-    def answer(self, method: str, path: str) -> Answer:
+    def answer(self, method: str, path: str) -> HealthAnswer:
         """Return the answer to a request."""
         if not method:
-            return Answer(400, b"no request of HTTP\n")
+            return HealthAnswer(400, b"no request of HTTP\n")
         if method not in ("GET", "HEAD"):
-            return Answer(405, b"GET or HEAD\n")
+            return HealthAnswer(405, b"GET or HEAD\n")
         if path == "/healthz":
-            return Answer(200, b"ok\n")
+            return HealthAnswer(200, b"ok\n")
         if path == "/metrics":
-            return Answer(200, self._metrics.text().encode(), CONTENT_TYPE)
+            return HealthAnswer(200, self._metrics.text().encode(), CONTENT_TYPE)
         if path == "/readyz":
             against = self._ready()
             text = "\n".join(against) or "ok"
-            return Answer(503 if against else 200, f"{text}\n".encode())
-        return Answer(404, b"/healthz, /readyz or /metrics\n")
+            return HealthAnswer(503 if against else 200, f"{text}\n".encode())
+        return HealthAnswer(404, b"/healthz, /readyz or /metrics\n")
 
     def _of_session(
         self, read: Callable[[OperatorSession], dict[str, float]]

@@ -23,9 +23,9 @@ def _check(place: StorePlace, environ: Mapping[str, str]) -> StorePlace:
 
 
 def _make_v3(place: StorePlace) -> Store:
-    from elastane.stores.etcd.v3 import EtcdStore
+    from elastane.stores.etcd.v3 import EtcdV3Store
 
-    return EtcdStore(read_settings(place.endpoint, place.conf))
+    return EtcdV3Store(read_settings(place.endpoint, place.conf))
 
 
 def _make_v2(place: StorePlace) -> Store:

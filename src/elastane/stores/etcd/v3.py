@@ -52,7 +52,7 @@ class _Taken(NamedTuple):
     begun_s: float
 
 
-class EtcdStore:
+class EtcdV3Store:
     """One process's view of the cluster. Nothing is sent before the first operation."""
 
     def __init__(self, settings: EtcdSettings, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
@@ -223,7 +223,7 @@ class EtcdLease(HeldLease):
     """A lease of an EtcdStore; the store makes it."""
 
     def __init__(
-        self, store: EtcdStore, key: str, value: bytes, ttl_s: float, taken: _Taken
+        self, store: EtcdV3Store, key: str, value: bytes, ttl_s: float, taken: _Taken
     ) -> None:
         super().__init__(key, ttl_s, boot_clock, term=taken.term, begun_s=taken.begun_s)
         self._store = store
