@@ -64,6 +64,7 @@ def recovered(story: list[dict], world: int) -> None:
 LIGHTNING = "torch,torch.distributed,torch.optim,lightning"
 
 
+@pytest.mark.soak
 def test_lightning_with_two_devices(tmp_path: Path) -> None:
     script = str(SCRIPTS / "lightning_train.py")
     words = ("--standalone", "--nproc-per-node", "2", script, str(tmp_path), str(EPOCHS), "1", "2")

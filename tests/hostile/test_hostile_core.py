@@ -122,7 +122,7 @@ def running(store_backed):
     return desk
 
 
-@settings(max_examples=800)
+@settings(max_examples=250)
 @given(
     said=st.lists(st.tuples(st.sampled_from([B, HOSTILE, AGAIN]), MESSAGES) | ACTS, max_size=12),
     store_backed=st.booleans(),

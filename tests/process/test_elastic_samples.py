@@ -127,6 +127,7 @@ def told(folder, count, restarts=0):
     assert next(iter(found.values())).startswith(f"{count} [")
 
 
+@pytest.mark.soak
 def test_the_sample_of_an_agent_trains_on_this_machine(tmp_path):
     run(tmp_path, MODEL + TRAINING + AGENT)
     told(tmp_path, 4)

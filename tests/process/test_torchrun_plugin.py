@@ -212,6 +212,7 @@ def test_a_killed_node_costs_an_elastic_job_seconds_one_that_comes_is_taken_in_a
         assert runs.code("c") != 0
 
 
+@pytest.mark.soak
 def test_a_node_whose_restarts_are_used_up_ends_the_job_for_all(
     job: Callable[..., Torchruns],
 ) -> None:

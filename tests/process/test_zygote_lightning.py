@@ -108,6 +108,7 @@ def test_a_worker_has_its_own_rank_in_lightning_that_the_zygote_learned(
     alike(tmp_path, PRELOAD, lambda spawner: spawner.learn(LEARNED))
 
 
+@pytest.mark.soak
 def test_a_worker_has_its_own_rank_in_lightning_that_the_user_preloads(tmp_path: Path) -> None:
     preload = ("torch", "torch.distributed", "lightning")
     told = alike(tmp_path, preload, lambda spawner: None)

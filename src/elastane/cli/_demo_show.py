@@ -24,6 +24,7 @@ from typing import Self
 import msgspec
 
 from elastane.cli._demo_story import (
+    SLOWLY,
     TITLES,
     Act,
     Cost,
@@ -32,6 +33,7 @@ from elastane.cli._demo_story import (
     PlannedAct,
     WorkerEnd,
     cost_of,
+    is_to_slow_down,
     next_act,
 )
 from elastane.errors import WorkerFailedError
@@ -245,6 +247,7 @@ class Show:
             workers = WORKERS_PER_NODE * len(self.cluster.agents)
             if planned := next_act(self._plan, self.points, self.done, workers):
                 self._perform(planned)
+            self._set_pace()
             show(self.view)
             time.sleep(POLL_S)
         self._read()
@@ -293,6 +296,14 @@ class Show:
         for point in self._progress.poll():
             self.points.append(point)
             self.view = after_progress(self.view, point)
+
+    def _set_pace(self) -> None:
+        """Leave the file that slows the training down, or remove it."""
+        slowly = self.cluster.folder / SLOWLY
+        if is_to_slow_down(self._plan, self.points, self.done):
+            slowly.touch()
+        else:
+            slowly.unlink(missing_ok=True)
 
     def _check(self, deadline_s: float, timeout_s: float) -> None:
         if agent := self.cluster.failed():

@@ -80,6 +80,10 @@ TITLES: dict[Act, str] = {
 # Much training remains after the last act: a new node imports torch first, which takes seconds on a
 # busy machine.
 CHAOS_FIRST, CHAOS_LAST = 0.05, 0.6
+# From this fraction of all steps on, the training waits for the acts: each step takes half a second
+# longer while this file is beside the progress file.
+SLOW_FROM = 0.75
+SLOWLY = "slowly"
 # Chaos also acts within a step, while training reports whole steps only.
 JITTER_S = 0.05
 
@@ -169,6 +173,18 @@ def next_act(
     planned = plan.acts[len(done)]
     point = points[-1]
     return planned if point.step >= planned.at * point.total_steps else None
+
+
+def is_to_slow_down(
+    plan: DemoPlan, points: Sequence[StepProgress], done: Sequence[DemoDone]
+) -> bool:
+    """Return whether the training nears its end, and an act is still to come or to recover from.
+
+    On a busy machine a node that arrives imports torch for longer than the training would take.
+    """
+    if not points or points[-1].step < SLOW_FROM * points[-1].total_steps:
+        return False
+    return len(done) < len(plan.acts) or cost_of(points, done[-1]) is None
 
 
 def cost_of(points: Sequence[StepProgress], done: DemoDone) -> Cost | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 import elastane
+from elastane.examples.digits import SLOW_STEP_S, SLOWLY
 
 
 class ProgressFiles:
@@ -26,6 +27,8 @@ class ProgressFiles:
             about = {"total_steps": self.total_steps, "world_size": self.job.world_size}
             about |= {"pid": os.getpid(), "round": self.job.fence.round}
             self._append(self.path, {"time": time.time(), **values, **about})
+            if self.path.with_name(SLOWLY).exists():
+                time.sleep(SLOW_STEP_S)
 
     def end(self, net: nn.Module) -> str:
         """Append this worker's end; return the hash of the weights."""

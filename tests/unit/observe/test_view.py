@@ -20,6 +20,7 @@ from elastane.cli._demo_story import (
     WorkerEnd,
     chaos,
     cost_of,
+    is_to_slow_down,
     next_act,
 )
 from elastane.observe.screen import LiveScreen, PlainLines, face_for, sparkline
@@ -221,6 +222,15 @@ def test_no_act_comes_before_all_workers_are_back():
     assert next_act(STORY, due + fewer, done, 4) is None
     all_back = [point(250 + i, round=3, at=251.0 + i) for i in range(STORY.steady_steps)]
     assert next_act(STORY, due + fewer + all_back, done, 4) == STORY.acts[1]
+
+
+def test_the_training_slows_down_near_its_end_until_the_last_act_has_been_recovered_from():
+    early, late = [point(step) for step in range(1, 300)], [point(step) for step in range(1, 500)]
+    done = [DemoDone(act=one.act, time_s=500.5, what="") for one in STORY.acts]
+    assert not is_to_slow_down(STORY, [], []) and not is_to_slow_down(STORY, early, done[:1])
+    assert is_to_slow_down(STORY, late, done[:2]) and is_to_slow_down(STORY, late, done)
+    back = [point(500, round=2, at=501.0)]
+    assert not is_to_slow_down(STORY, late + back, done)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 4))
