@@ -1,129 +1,22 @@
 """DDP scripts with an ElasticLoader: lost workers are replaced, and nodes join, in place."""
 
-import contextlib
-import os
-import signal
-from collections import Counter, defaultdict
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from growing import Growing
 from jobs import PRELOAD_COMPILER
-
-from elastane.testing import LocalCluster
+from joining import JoiningJob, kill
 
 SCRIPT = Path(__file__).parent / "scripts" / "joining_ddp.py"
-SAMPLES, BATCH = 240, 24
-STEPS = SAMPLES // BATCH  # of an epoch
 
 
-class JoiningJob:
-    """A cluster that runs the script, and what its workers have written after each step."""
-
-    def __init__(self, folder: Path, way: str = "plain", **options: object) -> None:
-        self.folder = folder / "said"
-        self.folder.mkdir()
-        self._growing = Growing(self.folder)
-        options = {
-            "nnodes": "1:2",
-            "nproc_per_node": 3,
-            "min_workers": 1,
-            "max_restarts": 10,
-            "ranks_may_change": True,
-            **options,
-        }
-        self.cluster = LocalCluster(
-            [str(SCRIPT), str(self.folder), way],
-            folder=folder / "c",
-            in_place=True,
-            preload=PRELOAD_COMPILER,
-            rdzv_conf="last_call=0.1",
-            **options,
-        )
-
-    def said(self) -> dict[int, list[dict]]:
-        """What each process has written after its steps."""
-        return {
-            pid: [line for line in lines if "digest" in line] for pid, lines in self._all().items()
-        }
-
-    def _all(self) -> dict[int, list[dict]]:
-        return {int(pid): lines for pid, lines in self._growing.lines().items()}
-
-    def ready(self) -> set[int]:
-        """All workers that have come to their loops, dead ones too."""
-        return {int(path.stem) for path in self.folder.glob("*.ready")}
-
-    def kill_the_next_that_is_ready(self) -> None:
-        """Kill each worker that comes to its loop, as soon as it does, until there was one."""
-        known = self.ready()
-        self.cluster.wait(lambda: self.ready() - known, "a new worker")
-        kill(self.ready() - known)
-
-    def wait_size(self, world: int, count: int = 3) -> set[int]:
-        """Wait until `world` workers have each made `count` steps in a world of that size."""
-        begun = {pid: len(lines) for pid, lines in self.said().items()}
-
-        def there() -> set[int]:
-            new = {pid: lines[begun.get(pid, 0) :] for pid, lines in self.said().items()}
-            return {
-                pid
-                for pid, lines in new.items()
-                if len(lines) >= count and all(line["world"] == world for line in lines[-count:])
-            }
-
-        self.cluster.wait(lambda: len(there()) == world, f"steps in a world of {world}")
-        return there()
-
-    def ends_well(self) -> None:
-        """Let the job end; all workers had one state after each step, and nobody restarted."""
-        (self.folder / "enough").touch()
-        self.cluster.wait(
-            lambda: not any(node.is_alive for node in self.cluster.nodes),
-            "the agents end",
-        )
-        assert self.cluster.events("job-ended")[-1].data["ok"] is True, self.cluster.story()
-        assert not self.cluster.events("restart") and not self.cluster.events("growth")
-        by_step = defaultdict(set)
-        for pid, lines in self.said().items():
-            for before, line in pairwise(lines):
-                is_further = before["step"] == line["step"] and line["step"] % STEPS == STEPS - 1
-                assert is_further or before["step"] + 1 == line["step"], (pid, before, line)
-            for line in lines:
-                by_step[line["step"], line["optimizer_steps"]].add((line["digest"], line["world"]))
-        differing = {step: states for step, states in by_step.items() if len(states) > 1}
-        assert by_step and not differing, differing
-
-    def missing(self) -> int:
-        """Return how many samples were not seen in their epoch; none was seen twice.
-
-        A worker that is lost in a step has contributed if as many have as it was dealt to.
-        """
-        seen, contributed = defaultdict(Counter), {}
-        for lines in self.said().values():
-            contributed |= {line["optimizer_steps"]: line["contributed"] for line in lines}
-        for pid, lines in self._all().items():
-            made = {line["optimizer_steps"] for line in self.said()[pid]}
-            for line in lines:
-                number = line["optimizer_steps"]
-                if "dealt" in line and (number in made or contributed[number] == line["of"]):
-                    seen[line["epoch"]].update(line["dealt"])
-        doubled = {epoch: [i for i, n in c.items() if n > 1] for epoch, c in seen.items()}
-        assert not any(doubled.values()), doubled
-        return sum(SAMPLES - len(counts) for counts in seen.values())
-
-
-def kill(pids: set[int]) -> None:
-    """End processes at once, without a word."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def made(folder, way="plain", **options):
+    """Return a job of the script."""
+    return JoiningJob(SCRIPT, folder, way, preload=PRELOAD_COMPILER, **options)
 
 
 @pytest.mark.parametrize("way", ["plain", "accumulate"])
 def test_a_lost_worker_is_replaced_while_the_others_train_on(tmp_path, way):
-    job = JoiningJob(tmp_path, way)
+    job = made(tmp_path, way)
     with job.cluster as cluster:
         cluster.start("a")
         first = job.wait_size(3)
@@ -138,7 +31,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train_on(tmp_path, way):
 
 
 def test_a_node_that_arrives_joins_and_one_that_leaves_is_left_without_a_lost_sample(tmp_path):
-    job = JoiningJob(tmp_path, nproc_per_node=2)
+    job = made(tmp_path, nproc_per_node=2)
     with job.cluster as cluster:
         cluster.start("a")
         first = job.wait_size(2)
@@ -151,7 +44,7 @@ def test_a_node_that_arrives_joins_and_one_that_leaves_is_left_without_a_lost_sa
 
 
 def test_workers_that_die_before_they_have_joined_hold_nobody_up(tmp_path):
-    job = JoiningJob(tmp_path)
+    job = made(tmp_path)
     with job.cluster as cluster:
         cluster.start("a")
         first = job.wait_size(3)
@@ -163,7 +56,7 @@ def test_workers_that_die_before_they_have_joined_hold_nobody_up(tmp_path):
 
 
 def test_an_optimizer_that_is_not_named_is_refused_before_anybody_joins(tmp_path):
-    job = JoiningJob(tmp_path, "unnamed", nnodes="1", nproc_per_node=2, max_restarts=0)
+    job = made(tmp_path, "unnamed", nnodes="1", nproc_per_node=2, max_restarts=0)
     with job.cluster as cluster:
         node = cluster.start("a")
         assert node.wait() != 0
@@ -172,7 +65,7 @@ def test_an_optimizer_that_is_not_named_is_refused_before_anybody_joins(tmp_path
 
 
 def test_a_collective_before_the_loop_ends_only_the_worker_that_joins(tmp_path):
-    job = JoiningJob(tmp_path, "early", max_restarts=1)
+    job = made(tmp_path, "early", max_restarts=1)
     with job.cluster as cluster:
         node = cluster.start("a")
         first = job.wait_size(3)

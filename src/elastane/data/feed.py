@@ -52,6 +52,11 @@ class Portion(NamedTuple):
         """The factor of the batch's mean loss; see LedgerShare.weight."""
         return self.share.weight
 
+    @property
+    def is_further(self) -> bool:
+        """Whether the step follows the last one of its epoch, for samples of lost workers alone."""
+        return isinstance(self.share, LedgerShare) and self.share.is_further
+
 
 class Feed(Iterator[Portion]):
     """Iterates over the rest of an epoch; `for portion in feed` begins at the committed position.

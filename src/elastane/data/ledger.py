@@ -89,6 +89,11 @@ class LedgerShare(NamedTuple):
         return self.micro == self.micro_batches - 1
 
     @property
+    def is_further(self) -> bool:
+        """Whether the step has owed positions only: the epoch's own steps are committed."""
+        return self.batch_start == self.batch_stop
+
+    @property
     def spans(self) -> Spans:
         """The positions of the share."""
         return self._positions(self.start, self.stop)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastane.checkpoint.registered import RegisteredObjects
@@ -148,6 +149,32 @@ class ElasticLoader:
         return self._current.share.is_last
 
     @property
+    def is_further(self) -> bool:
+        """Whether the current step follows the last one of its epoch.
+
+        It has only samples of lost workers, and no number of its own: a schedule by steps should
+        not advance.
+        """
+        return self._current.is_further
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the program is in the body of the inner loop, with a current batch."""
+        return self._portion is not None
+
+    @property
+    def replicas(self) -> list[DistributedDataParallel]:
+        """The models whose gradients workers that may change reduce together."""
+        return [] if self._group is None else self._group.ddps
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch, the same in every world.
+
+        Further steps are not counted (`is_further`).
+        """
+        return self._cursor.ledger.steps_per_epoch * self._cursor.micro_batches
+
+    @property
     def step(self) -> int:
         """The number of the current batch's step, counted from the start of epoch 0."""
         return self._current.step
@@ -272,7 +299,7 @@ class ElasticLoader:
         for module in group.ddps:
             if any(id(p) not in known for p in module.parameters() if p.requires_grad):
                 kind = type(module.module).__name__
-                raise _not_named(f"the DistributedDataParallel of a {kind}", "model=model")
+                raise self._not_named(f"the DistributedDataParallel of a {kind}", "model")
             if hook := ddp.stateful_hook(module):
                 raise ConfigurationError(
                     f"an ElasticLoader and a communication hook with {hook}",
@@ -284,7 +311,7 @@ class ElasticLoader:
         named = {id(each) for each in self._tracked.optimizers}
         for optimizer in self._stepped.values():
             if id(optimizer) not in named and _trains(optimizer, known):
-                raise _not_named(f"a {type(optimizer).__name__} that steps", "optimizer=optimizer")
+                raise self._not_named(f"a {type(optimizer).__name__} that steps", "optimizer")
         self._stepped.clear()
         self._check_schedules()
 
@@ -294,9 +321,20 @@ class ElasticLoader:
             return
         for optimizer in self._tracked.optimizers:
             if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-                raise _not_named(
-                    f"the scheduler of a {type(optimizer).__name__}", "scheduler=scheduler"
-                )
+                raise self._not_named(f"the scheduler of a {type(optimizer).__name__}", "scheduler")
+
+    def _not_named(self, what: str, name: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{what} was not named to the ElasticLoader: a worker that joins would not get its"
+            " state",
+            slug=SLUG,
+            expected="all that the training changes, by name",
+            next_step=self._naming(name),
+        )
+
+    def _naming(self, name: str) -> str:
+        """Return the call by which the script names an object to this loader."""
+        return f"elastane.ElasticLoader(loader, {name}={name}, ...)"
 
 
 _NONE = object()
@@ -305,15 +343,6 @@ _NONE = object()
 def _trains(optimizer: torch.optim.Optimizer, parameters: set[int]) -> bool:
     """Whether an optimizer changes one of these parameters."""
     return any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
-
-
-def _not_named(what: str, name: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{what} was not named to the ElasticLoader: a worker that joins would not get its state",
-        slug=SLUG,
-        expected="all that the training changes, by name",
-        next_step=f"elastane.ElasticLoader(loader, {name}, ...)",
-    )
 
 
 def _world() -> tuple[int, int]:

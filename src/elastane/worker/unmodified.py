@@ -233,6 +233,8 @@ def install(*, keeps_ranks: bool) -> None:
     if line is not None and (word := line.waits_first()) is not None:
         rank, size = outside(word)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+        # It has an address once it joins; frameworks refuse to start without one.
+        os.environ.setdefault("MASTER_ADDR", "localhost")
     make_group = _maker(line, saves, keeps_ranks=keeps_ranks)
     modules: tuple[Any, ...] = (dist, c10d)
     for module in modules:

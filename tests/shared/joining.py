@@ -1,0 +1,126 @@
+"""Jobs whose workers join in place, and what their scripts have written after each step.
+
+A script is started with a folder and a way. Each worker makes PID.ready before its loop and writes
+to PID.jsonl: before a step what it was dealt, behind it its digest and its world. It ends at the
+end of an epoch after there is a file "enough".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+from growing import Growing
+
+from elastane.testing import LocalCluster
+
+# As the scripts have them.
+SAMPLES, BATCH = 240, 24
+STEPS = SAMPLES // BATCH  # of an epoch
+
+
+class JoiningJob:
+    """A cluster that runs a script, and what its workers have written after each step."""
+
+    def __init__(self, script: Path, folder: Path, way: str = "plain", **options: object) -> None:
+        self.folder = folder / "said"
+        self.folder.mkdir()
+        self._growing = Growing(self.folder)
+        options = {
+            "nnodes": "1:2",
+            "nproc_per_node": 3,
+            "min_workers": 1,
+            "max_restarts": 10,
+            "ranks_may_change": True,
+            **options,
+        }
+        self.cluster = LocalCluster(
+            [str(script), str(self.folder), way],
+            folder=folder / "c",
+            in_place=True,
+            rdzv_conf="last_call=0.1",
+            **options,
+        )
+
+    def said(self) -> dict[int, list[dict]]:
+        """What each process has written after its steps."""
+        return {
+            pid: [line for line in lines if "digest" in line] for pid, lines in self.all().items()
+        }
+
+    def all(self) -> dict[int, list[dict]]:
+        """All that each process has written."""
+        return {int(pid): lines for pid, lines in self._growing.lines().items()}
+
+    def ready(self) -> set[int]:
+        """All workers that have come to their loops, dead ones too."""
+        return {int(path.stem) for path in self.folder.glob("*.ready")}
+
+    def kill_the_next_that_is_ready(self) -> None:
+        """Kill each worker that comes to its loop, as soon as it does, until there was one."""
+        known = self.ready()
+        self.cluster.wait(lambda: self.ready() - known, "a new worker")
+        kill(self.ready() - known)
+
+    def wait_size(self, world: int, count: int = 3) -> set[int]:
+        """Wait until `world` workers have each made `count` steps in a world of that size."""
+        begun = {pid: len(lines) for pid, lines in self.said().items()}
+
+        def there() -> set[int]:
+            new = {pid: lines[begun.get(pid, 0) :] for pid, lines in self.said().items()}
+            return {
+                pid
+                for pid, lines in new.items()
+                if len(lines) >= count and all(line["world"] == world for line in lines[-count:])
+            }
+
+        self.cluster.wait(lambda: len(there()) == world, f"steps in a world of {world}")
+        return there()
+
+    def ends_well(self) -> None:
+        """Let the job end; all workers had one state after each step, and nobody restarted."""
+        (self.folder / "enough").touch()
+        self.cluster.wait(
+            lambda: not any(node.is_alive for node in self.cluster.nodes),
+            "the agents end",
+        )
+        assert self.cluster.events("job-ended")[-1].data["ok"] is True, self.cluster.story()
+        assert not self.cluster.events("restart") and not self.cluster.events("growth")
+        by_step = defaultdict(set)
+        for pid, lines in self.said().items():
+            for before, line in pairwise(lines):
+                is_further = before["step"] == line["step"] and line["step"] % STEPS == STEPS - 1
+                assert is_further or before["step"] + 1 == line["step"], (pid, before, line)
+            for line in lines:
+                by_step[line["step"], line["optimizer_steps"]].add((line["digest"], line["world"]))
+        differing = {step: states for step, states in by_step.items() if len(states) > 1}
+        assert by_step and not differing, differing
+
+    def missing(self) -> int:
+        """Return how many samples were not seen in their epoch; none was seen twice.
+
+        A worker that is lost in a step has contributed if as many have as it was dealt to.
+        """
+        seen, contributed = defaultdict(Counter), {}
+        for lines in self.said().values():
+            contributed |= {line["optimizer_steps"]: line["contributed"] for line in lines}
+        for pid, lines in self.all().items():
+            made = {line["optimizer_steps"] for line in self.said()[pid]}
+            for line in (line for line in lines if "dealt" in line):
+                number = line["optimizer_steps"]
+                if number in made or contributed[number] == line["of"]:
+                    seen[line["epoch"]].update(line["dealt"])
+        doubled = {epoch: [i for i, n in c.items() if n > 1] for epoch, c in seen.items()}
+        assert not any(doubled.values()), doubled
+        return sum(SAMPLES - len(counts) for counts in seen.values())
+
+
+def kill(pids: set[int]) -> None:
+    """End processes at once, without a word."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
