@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from elastane.version import __version__
 
 if TYPE_CHECKING:
-    from elastane import errors
+    from elastane import accelerate, errors
     from elastane.checkpoint.checkpointer import Checkpointer
     from elastane.checkpoint.simple import load_checkpoint, save_checkpoint
     from elastane.data.sampler import ElasticBatchSampler, ElasticSampler
@@ -31,6 +31,7 @@ __all__ = [
     "Job",
     "Step",
     "__version__",
+    "accelerate",
     "errors",
     "init",
     "launch",
@@ -49,6 +50,7 @@ _HOMES = {
     "ElasticStream": "elastane.data.stream",
     "Job": "elastane.worker.job",
     "Step": "elastane.worker.step",
+    "accelerate": "elastane.accelerate",
     "errors": "elastane.errors",
     "init": "elastane.worker.job",
     "launch": "elastane.functions.launch",

@@ -1,0 +1,180 @@
+"""Accelerate scripts with an adopted accelerator: lost workers are replaced, and nodes join."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+from joining import SAMPLES, STEPS, JoiningJob, kill
+
+pytest.importorskip("accelerate")
+SCRIPT = Path(__file__).parent / "scripts" / "joining_accelerate.py"
+PRELOAD = "torch,torch.distributed,torch.optim,accelerate"
+# As the script has them.
+EVALUATED, SAVE_EVERY = 50, 25
+
+
+class AcceleratedJob(JoiningJob):
+    """A job of the script."""
+
+    def __init__(self, folder, way="plain", **options):
+        super().__init__(SCRIPT, folder, way, preload=PRELOAD, **options)
+        self.killed = set()
+
+    def kill_at(self, pid, place):
+        """Kill a worker at a place of its program."""
+        (self.folder / f"{pid}.hold-{place}").touch()
+        self.cluster.wait((self.folder / f"{pid}.held-{place}").exists, f"{pid} comes to {place}")
+        kill({pid})
+        self.killed.add(pid)
+
+    def rank_0(self):
+        """The living worker that had rank 0 after its last step."""
+        said = {pid: lines for pid, lines in self.said().items() if pid not in self.killed}
+        return next(pid for pid, lines in said.items() if lines and lines[-1]["rank"] == 0)
+
+    def ends_well(self):
+        """Let the job end; states, schedule, sizes and evaluations are those of one program."""
+        super().ends_well()
+        for lines in self.said().values():
+            for line in lines:
+                assert (line["size"], line["index"]) == (line["world"], line["rank"])
+                assert line["scheduled"] == line["step"] + 1
+                assert line["rate"] == pytest.approx(1e-3 * 0.9 ** (line["scheduled"] // 50))
+        whole = [*range(EVALUATED)]
+        evaluations = [e for lines in self.all().values() for e in lines if "evaluated" in e]
+        assert evaluations
+        for line in evaluations:
+            if line["before"] == line["size"]:
+                assert sorted(line["evaluated"]) == whole
+
+    def checkpoint_step(self):
+        """The number of steps in the newest checkpoint that is whole; 0 without one."""
+        saved = [*(self.folder / "saved" / "checkpoints").glob("checkpoint_*/random_states_*.pkl")]
+        numbers = Counter(int(each.parent.name.rpartition("_")[2]) for each in saved)
+        whole = [number for number, count in numbers.items() if count == 3]
+        return SAVE_EVERY * (max(whole) + 1) if whole else 0
+
+    def steps(self):
+        """The number of steps that the worker which is furthest has made."""
+        lasts = [lines[-1]["step"] for lines in self.said().values() if lines]
+        return max(lasts, default=0)
+
+    def tracked(self):
+        """What the trackers of all workers have written."""
+        return [json.loads(line) for line in (self.folder / "tracked.txt").open()]
+
+
+@pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.soak), "accumulate"])
+def test_lost_workers_of_an_accelerate_script_are_replaced_in_place(tmp_path, way):
+    job = AcceleratedJob(tmp_path, way)
+    with job.cluster as cluster:
+        cluster.start("a")
+        first = job.wait_size(3)
+        lost = job.rank_0()
+        job.kill_at(lost, "train")
+        job.wait_size(2, count=1)
+        assert first - {lost} < job.wait_size(3), "the survivors kept their processes"
+        job.ends_well()
+        assert job.missing() == 0
+        assert len(cluster.events("replacement")) == 1
+
+
+def test_rank_0_can_be_lost_while_it_evaluates_saves_and_logs(tmp_path):
+    job = AcceleratedJob(tmp_path)
+    with job.cluster as cluster:
+        cluster.start("a")
+        left = job.wait_size(3)
+        for place in ("evaluate", "save", "log"):
+            lost = job.rank_0()
+            job.kill_at(lost, place)
+            left -= {lost}
+            assert left <= job.wait_size(3), place
+            left = job.wait_size(3)
+        job.ends_well()
+        assert job.missing() == 0
+        assert len(cluster.events("replacement")) == 3
+    by = [line["by"] for line in job.tracked()]
+    assert by[-1] != by[0], "the next worker of rank 0 has opened the tracker"
+
+
+def test_a_node_joins_a_world_of_one_accelerate_worker_and_leaves(tmp_path):
+    job = AcceleratedJob(tmp_path, nproc_per_node=1)
+    with job.cluster as cluster:
+        cluster.start("a")
+        first = job.wait_size(1)
+        cluster.start("b")
+        assert first < job.wait_size(2)
+        cluster.node("b").stop()
+        assert job.wait_size(1, count=STEPS + 1) == first
+        job.ends_well()
+        assert job.missing() == 0
+
+
+def test_a_saved_state_continues_in_a_world_of_another_size_with_each_sample_once(tmp_path):
+    (tmp_path / "1").mkdir()
+    (tmp_path / "2").mkdir()
+    saved = AcceleratedJob(tmp_path / "1")
+    second = AcceleratedJob(tmp_path / "2", "resume", nproc_per_node=2)
+    with saved.cluster as cluster:
+        cluster.start("a")
+        cluster.wait(saved.checkpoint_step, "a checkpoint")
+        cluster.node("a").kill()
+    step = saved.checkpoint_step()
+    shutil.copytree(saved.folder / "saved", second.folder / "saved")
+    with second.cluster as cluster:
+        cluster.start("a")
+        second.wait_size(2)
+        second.ends_well()
+    begun = {lines[0]["step"] for lines in second.said().values()}
+    assert begun == {step} and step % STEPS, "it begins in the middle of an epoch"
+    seen = Counter()
+    for job, mine in ((saved, lambda at: at < step), (second, lambda at: at >= step)):
+        for line in (line for lines in job.all().values() for line in lines if "dealt" in line):
+            if line["epoch"] == step // STEPS and mine(line["step"]):
+                seen.update(line["dealt"])
+    assert seen == Counter(range(SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("unnamed", "SGD that steps was not named to the ElasticLoader"),
+        ("unsynchronised", "reduces gradients before the last batch of a step"),
+    ],
+)
+def test_what_a_worker_that_joins_would_do_differently_is_refused(tmp_path, way, reason):
+    job = AcceleratedJob(tmp_path, way, nnodes="1", nproc_per_node=2, max_restarts=0)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        assert node.wait() != 0
+        assert reason in node.output
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("seed", "way"), [(1, "plain"), (2, "accumulate"), (3, "plain")])
+def test_workers_are_killed_at_random_instants_and_no_replica_or_sample_is_wrong(
+    tmp_path, seed, way
+):
+    job, draw = AcceleratedJob(tmp_path, way, nproc_per_node=2, max_restarts=100), Random(seed)
+    with job.cluster as cluster:
+        cluster.start("a")
+        cluster.start("b")
+        job.wait_size(4)
+        for _ in range(12):
+            steps = job.steps() + draw.randrange(40)
+            cluster.wait(lambda steps=steps: job.steps() >= steps, "some steps")
+            members = {pid for pid, lines in job.said().items() if lines} - job.killed
+            waiting = job.ready() - job.killed - members
+            if len(members) < 2 and not waiting:
+                job.wait_size(4, count=1)
+                continue
+            victim = draw.choice(sorted(waiting or members))
+            kill({victim})
+            job.killed.add(victim)
+        job.wait_size(4)
+        job.ends_well()
+        assert job.missing() == 0
