@@ -19,6 +19,8 @@ from elastane.comms.channel import GroupChannel
 from elastane.comms.group import WorldGroup
 from elastane.comms.works import Completed, Waited, WorkLog
 from elastane.errors import ConfigurationError
+from elastane.synchrony import callsites
+from elastane.synchrony.operations import Site
 
 SLUG = "joins-later"
 
@@ -70,18 +72,20 @@ def answer_apart(
 ) -> Work:
     """Complete an operation of a worker that has not joined, as if all had contributed the same.
 
-    For barriers, and for the constructor of DDP, which compares its parameters and takes those of
-    rank 0. The state of the job arrives at the boundary. `frame`: it called the group's method.
+    For barriers, for broadcasts of what each member knows, and for the constructor of DDP, which
+    compares its parameters and takes those of rank 0. The state of the job arrives at the boundary.
+    `frame`: it called the group's method.
     """
-    if name != "barrier" and not ddp.is_constructed(frame, group):
+    is_notice = name == "broadcast" and callsites.site_of(frame) is Site.AUTHORITY
+    if name != "barrier" and not is_notice and not ddp.is_constructed(frame, group):
         raise ConfigurationError(
             f"a collective ({name}) before the first step, by a worker that joins a running job:"
             " the others are at their steps and take no part",
             slug=SLUG,
-            expected="before the loop of elastane.ElasticLoader only barriers and the construction"
-            " of DistributedDataParallel",
-            next_step="move the collective into the loop, behind the first batch, or let each"
-            " worker compute the value by itself",
+            expected="before the first batch only barriers and the construction of"
+            " DistributedDataParallel",
+            next_step="move the collective behind the first batch, or let each worker compute the"
+            " value by itself",
         )
     if name == "allgather":
         outputs, inputs = args[:2]

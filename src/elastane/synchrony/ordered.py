@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.distributed import Work
+from torch.distributed import BarrierOptions, Work
 from torch.nn.parallel import DistributedDataParallel
 
 from elastane.comms import ddp
@@ -230,6 +230,12 @@ class OrderedGroup(ElasticGroup):
             return self._outside[1]
         return len(self._member.visible) or 1
 
+    def monitored_barrier(self, *_timeouts: Any, **_options: Any) -> None:
+        """Wait for all members, over any number of faults; the agents notice one that is lost."""
+        work = self._operate("barrier", (BarrierOptions(),), {})
+        assert work is not None, "a barrier has a work"
+        work.wait()
+
     getRank = rank  # noqa: N815
 
     def getSize(self) -> int:  # noqa: N802
@@ -272,6 +278,7 @@ class OrderedGroup(ElasticGroup):
         if self.apart:
             return newcomers.answer_apart(self, frame, name, args)
         with self._changed:
+            self._refuse_in_meeting(name)
             self._changed.wait_for(lambda: self._member.phase is Phase.RUNNING)
             site, slots = self._site(frame, name, args)
             call = call_of(name, args, kwargs, self._member.visible, site)
@@ -281,6 +288,15 @@ class OrderedGroup(ElasticGroup):
             self._pump()
             self._changed.notify_all()
         return OrderedWork(pending, self._changed, self._has_waited)
+
+    def _refuse_in_meeting(self, name: str) -> None:
+        """Restart if the thread that meets the others calls a collective: it would never return.
+
+        What it calls of the program are the functions of the shared state.
+        """
+        is_own = threading.current_thread() is self._thread
+        if is_own and self._member.phase is not Phase.RUNNING:
+            self._host.restart(f"a collective ({name}) was called while the state was handed over")
 
     def _message(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
         """Send or receive; the loss of a member then restarts the job."""

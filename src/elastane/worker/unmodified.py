@@ -236,10 +236,12 @@ def install(*, keeps_ranks: bool) -> None:
         # It has an address once it joins; frameworks refuse to start without one.
         os.environ.setdefault("MASTER_ADDR", "localhost")
     make_group = _maker(line, saves, keeps_ranks=keeps_ranks)
+    groups = _GroupsOfAll()
     modules: tuple[Any, ...] = (dist, c10d)
     for module in modules:
         module.init_process_group = make_group
-        module.new_group = _new_group
+        module.new_group = groups.new_group
+        module.destroy_process_group = groups.destroy_process_group
         module.new_subgroups = _refused("new_subgroups")
         module.split_group = _refused("split_group")
     watch_forwards()
@@ -284,12 +286,27 @@ def _check(backend: str | None, init_method: str | None, store: Any) -> None:
         raise _refusal(f"init_process_group() with {what}", 'init_method="env://", or none')
 
 
-def _new_group(ranks: Any = None, *_args: Any, **_kwargs: Any) -> Any:
-    """Return the group of all workers again; refuse a group of some."""
-    group = c10d._get_default_group()
-    if ranks is None or sorted(ranks) == [*range(group.size())]:
-        return group
-    raise _refusal(f"new_group({ranks!r})", "collectives over all workers")
+class _GroupsOfAll:
+    """Groups of all workers that the script makes beside the default group: each is that group."""
+
+    def __init__(self) -> None:
+        self._destroy: Callable[..., None] = c10d.destroy_process_group
+        self._made = 0
+
+    def new_group(self, ranks: Any = None, *_args: Any, **_kwargs: Any) -> Any:
+        """Return the group of all workers again; refuse a group of some."""
+        group = c10d._get_default_group()
+        if ranks is None or sorted(ranks) == [*range(group.size())]:
+            self._made += 1
+            return group
+        raise _refusal(f"new_group({ranks!r})", "collectives over all workers")
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Destroy the default group, which stays if the script destroys one of its own."""
+        if group is not None and self._made and group is c10d._get_default_group():
+            self._made -= 1
+            return
+        self._destroy(group)
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
