@@ -282,6 +282,16 @@ class Ledger:
                 step, epoch, micro, micro_batches, start, stop, low, high, world[1], owed=owed
             )
 
+    def deal_again(self, step: int, spans: Spans, rank: int, world_size: int) -> LedgerShare:
+        """Return this rank's share of some positions of a step, which lost members had.
+
+        Its weight is that of a step which has no other positions.
+        """
+        high = self.span(step)[1]
+        first, end = cut(high - length_of_spans(spans), high, rank, world_size)
+        epoch = step // self.steps_per_epoch
+        return LedgerShare(step, epoch, 0, 1, first, end, high, high, world_size, owed=spans)
+
     def deal_shards(
         self, step: int, rank: int, world_size: int, shards: int
     ) -> Iterator[LedgerShare]:
