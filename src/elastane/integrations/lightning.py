@@ -11,6 +11,8 @@ import csv
 import importlib
 from typing import Any
 
+import torch.distributed.distributed_c10d as c10d
+
 from elastane.integrations.versions import require_known
 from elastane.synchrony.visible import VisibleWorld
 
@@ -65,14 +67,18 @@ def _follow_size(name: str, fabric: str, world: VisibleWorld) -> None:
 
 
 def _rebuild_evaluation_loaders(name: str, world: VisibleWorld) -> None:
-    """Ask for the validation data again in a world of another size: else a share is left out."""
+    """Ask for the validation data again in another world: else a share is left out, or doubled.
+
+    Ranks may change while the size does not, if a worker is lost and another one joins.
+    """
     loop: Any = importlib.import_module(f"{name}.loops.evaluation_loop")._EvaluationLoop
     setup = loop.setup_data
 
     def setup_data(self: Any) -> None:
-        if vars(self).get("_elastane_size") != world.size:
+        members = getattr(c10d._get_default_group(), "members", world.size)
+        if vars(self).get("_elastane_members") != members:
             self._combined_loader = None
-        self._elastane_size = world.size
+        self._elastane_members = members
         setup(self)
 
     loop.setup_data = setup_data

@@ -1,0 +1,166 @@
+"""A Lightning script with ElasticStrategy: workers are replaced and nodes join in place.
+
+Usage: lightning_joining.py FOLDER [WAY]. Each process appends what it has after each step and each
+validation to PID.jsonl. Training ends after the epoch in which a file "enough" is there. A file
+"hold.PLACE" holds each process in that place until it is gone; one that is held makes
+PID.held.PLACE. WAY:
+
+- plain: nothing else
+- accumulate: two batches to a step
+- workers: two processes load the data
+- manual: automatic_optimization=False
+- setup: an object is broadcast in setup()
+- module: data and validation come from a LightningDataModule that prepares them
+"""
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import lightning
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from elastane.lightning import ElasticStrategy
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "shared"))
+import small_regression as regression
+
+FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
+VALIDATED = 24
+
+
+def say(**what):
+    """Write a line of this process."""
+    with (FOLDER / f"{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps({**what, "at": time.time()}) + "\n")
+
+
+def hold(place):
+    """Wait while the test holds this place."""
+    held = FOLDER / f"{os.getpid()}.held.{place}"
+    while (FOLDER / f"hold.{place}").exists():
+        held.touch()
+        time.sleep(0.01)
+
+
+class Net(lightning.LightningModule):
+    """The small regression."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = regression.made_model()
+        self.error = torchmetrics.MeanSquaredError()
+        self.validated = 0
+        self.automatic_optimization = WAY != "manual"
+
+    def setup(self, stage):
+        if WAY == "setup":
+            self.trainer.strategy.broadcast("a name")
+
+    def training_step(self, batch, index):
+        hold("training")
+        say(what="batch", step=self.global_step, samples=batch[0].tolist())
+        time.sleep(0.02)
+        loss = regression.loss_of(self.net, batch[1])
+        self.log("train_loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, _index):
+        hold("validation")
+        self.error(self.net(batch[1]).squeeze(-1), batch[1].sum(1))
+        self.validated += len(batch[0])
+        self.log("val_error", self.error)
+        self.log("val_loss", regression.loss_of(self.net, batch[1]), sync_dist=True)
+
+    def on_train_epoch_end(self):
+        self.trainer.should_stop = self.trainer.strategy.broadcast((FOLDER / "enough").exists())
+
+    def on_validation_end(self):
+        found = float(self.trainer.callback_metrics.get("val_error", -1))
+        say(what="validation", step=self.global_step, error=found, samples=self.validated,
+            world=self.trainer.world_size)  # fmt: skip
+        self.validated = 0
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = self.global_step
+        if threading.current_thread() is threading.main_thread():
+            hold("saving")
+
+    def on_load_checkpoint(self, checkpoint):
+        say(what="loaded", mine=checkpoint["mine"], step=self.global_step)
+
+    def configure_optimizers(self):
+        optimizer, schedule = regression.made_optimizer(self)
+        assert self.trainer.estimated_stepping_batches == 1000 * regression.STEPS
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Digests(Callback):
+    """Writes the digest of all that is trained after each step, and counts them in its state."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def on_train_batch_end(self, trainer, module, *_args):
+        if trainer.fit_loop._should_accumulate():
+            return
+        self.seen += 1
+        optimizer = trainer.optimizers[0]
+        tensors = [*module.state_dict().values()]
+        for state in optimizer.state_dict()["state"].values():
+            tensors += [each for each in state.values() if isinstance(each, torch.Tensor)]
+        digest = hashlib.sha1(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+        say(what="step", step=trainer.global_step, digest=digest, world=trainer.world_size,
+            rate=optimizer.param_groups[0]["lr"], seen=self.seen,
+            weights=regression.sums_of(module))  # fmt: skip
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+class Data(lightning.LightningDataModule):
+    """The data."""
+
+    def prepare_data(self):
+        (FOLDER / "prepared").touch()
+
+    def train_dataloader(self):
+        data, workers = regression.Numbers(), 2 * (WAY == "workers")
+        return DataLoader(data, 8, shuffle=True, num_workers=workers)
+
+    def val_dataloader(self):
+        return DataLoader(regression.Numbers(VALIDATED), 8)
+
+
+def main():
+    """Train until it is enough."""
+    torch.set_num_threads(1)
+    lightning.seed_everything(1, verbose=False)
+    keep = ModelCheckpoint(FOLDER / "ck", monitor="val_loss", save_last=True)
+    options = {"gradient_clip_val": regression.CLIP} if WAY != "manual" else {}
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1000, callbacks=[keep, Digests()],
+        strategy=ElasticStrategy(global_batch_size=regression.BATCH), log_every_n_steps=4,
+        logger=CSVLogger(FOLDER, "log"), enable_progress_bar=False, enable_model_summary=False,
+        accumulate_grad_batches=2 if WAY == "accumulate" else 1, num_sanity_val_steps=1, **options,
+    )  # fmt: skip
+    net, data = Net(), Data()
+    if WAY == "module":
+        trainer.fit(net, datamodule=data)
+    else:
+        trainer.fit(net, data.train_dataloader(), data.val_dataloader())
+    say(what="end", step=trainer.global_step, best=keep.best_model_path)
+
+
+main()

@@ -1,0 +1,201 @@
+"""Lightning scripts with ElasticStrategy: lost workers are replaced, and nodes join, in place.
+
+A plain loop in the test's process is the measure. After each step, all workers of a job that loses
+workers have the weights of that loop, up to the rounding of sums in another order.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from growing import Growing
+from small_regression import STEPS, trained_alone
+
+from elastane.testing import LocalCluster
+
+pytest.importorskip("lightning")
+SCRIPT = Path(__file__).parent / "scripts" / "lightning_joining.py"
+VALIDATED, SEED = 24, 1
+PRELOAD = "torch,torch.distributed,torch.optim,lightning,torchmetrics"
+
+
+def check(said: dict[int, dict[str, list[dict]]]) -> None:
+    """All workers had one state after each step: that of the plain loop over the same samples."""
+    last = max(own["step"][-1]["step"] for own in said.values() if own["step"])
+    assert last % STEPS == 0, "no step is missing, or more than in an undisturbed training"
+    by_step, seen, lost = defaultdict(set), defaultdict(set), defaultdict(set)
+    for pid, own in said.items():
+        for before, line in pairwise(own["step"]):
+            assert before["step"] + 1 == line["step"], (pid, before, line)
+        # One that is killed may have made the step in which the others lost it: over more members.
+        for line in own["step"] if own["end"] else own["step"][:-1]:
+            by_step[line["step"]].add((line["digest"], line["world"]))
+        made = {line["step"] - 1 for line in own["step"]}
+        for line in own["batch"]:
+            (seen if line["step"] in made else lost)[line["step"]].update(line["samples"])
+    differing = {step: states for step, states in by_step.items() if len(states) > 1}
+    assert not differing and {*by_step} == {*range(1, last + 1)}, differing
+    alone = trained_alone(last // STEPS, SEED)
+    for own in said.values():
+        for line in own["step"]:
+            samples, weights, rate = alone[line["step"] - 1]
+            assert line["weights"] == pytest.approx(weights, rel=1e-9, abs=1e-9), line
+            assert (line["rate"], line["seen"]) == (rate, line["step"])
+            computed = seen[line["step"] - 1]
+            assert computed <= samples <= computed | lost[line["step"] - 1]
+
+
+def by_kind(lines: dict[str, list[dict]]) -> dict[int, dict[str, list[dict]]]:
+    """Sort what each process has written."""
+    said = {}
+    for pid, own in lines.items():
+        said[int(pid)] = kinds = {name: [] for name in ("batch", "step", "validation", "end")}
+        for line in own:
+            kinds.setdefault(line["what"], []).append(line)
+    return said
+
+
+class LightningJob:
+    """A cluster that runs the script, and what its workers have written."""
+
+    def __init__(self, folder: Path, way: str = "plain", **options: object) -> None:
+        self.folder = folder / "said"
+        self.folder.mkdir()
+        self._growing = Growing(self.folder)
+        options = {"nnodes": "1:2", "nproc_per_node": 3, "max_restarts": 20, **options}
+        self.cluster = LocalCluster(
+            [str(SCRIPT), str(self.folder), way],
+            folder=folder / "c", min_workers=1, in_place=True, ranks_may_change=True,
+            preload=PRELOAD, rdzv_conf="last_call=0.1", **options,
+        )  # fmt: skip
+
+    def said(self) -> dict[int, dict[str, list[dict]]]:
+        """What each process has written, dead ones too."""
+        return by_kind(self._growing.lines())
+
+    def steps(self) -> dict[int, list[dict]]:
+        """What each process has written after its steps."""
+        return {pid: own["step"] for pid, own in self.said().items()}
+
+    def last_step(self) -> int:
+        """The number of the last step that any worker has made."""
+        return max((own[-1]["step"] for own in self.steps().values() if own), default=0)
+
+    def wait_size(self, world: int, count: int = 2) -> set[int]:
+        """Wait until `world` workers have each made `count` steps in a world of that size."""
+        begun = {pid: len(lines) for pid, lines in self.steps().items()}
+
+        def there() -> set[int]:
+            new = {pid: own[begun.get(pid, 0) :] for pid, own in self.steps().items()}
+            return {
+                pid
+                for pid, own in new.items()
+                if len(own) >= count and all(line["world"] == world for line in own[-count:])
+            }
+
+        self.cluster.wait(lambda: len(there()) == world, f"steps in a world of {world}")
+        return there()
+
+    def kill_in(self, place: str, pids: set[int]) -> set[int]:
+        """Kill a worker while it is in this place, which the others do not pass without it."""
+        hold = self.folder / f"hold.{place}"
+        hold.touch()
+        held = {pid: self.folder / f"{pid}.held.{place}" for pid in pids}
+        self.cluster.wait(lambda: any(path.exists() for path in held.values()), place)
+        lost = next(pid for pid, path in held.items() if path.exists())
+        os.kill(lost, signal.SIGKILL)
+        hold.unlink()
+        return pids - {lost}
+
+    def ends_well(self) -> set[int]:
+        """Let the job end, and check it; returns the workers that came to its end."""
+        (self.folder / "enough").touch()
+        self.cluster.wait(
+            lambda: not any(node.is_alive for node in self.cluster.nodes), "the agents end"
+        )
+        story = self.cluster.story()
+        assert self.cluster.events("job-ended")[-1].data["ok"] is True, story
+        assert not self.cluster.events("restart", "growth"), story
+        said = self.said()
+        check(said)
+        ended = {pid for pid, own in said.items() if own["end"]}
+        assert len({(x["step"], x["best"]) for pid in ended for x in said[pid]["end"]}) == 1
+        return ended
+
+
+def test_workers_lost_in_training_validation_and_save_are_replaced_in_place(tmp_path):
+    job = LightningJob(tmp_path)
+    with job.cluster as cluster:
+        cluster.start("a")
+        workers = job.wait_size(3)
+        for place in ("training", "validation", "saving"):
+            left = job.kill_in(place, workers)
+            workers = job.wait_size(3)
+            assert left < workers, "the survivors kept their processes"
+        assert job.ends_well() == workers
+        assert len(cluster.events("replacement")) == 3
+    last = [job.said()[pid]["validation"][-1] for pid in workers]
+    assert len({(line["step"], line["error"]) for line in last}) == 1
+    assert sum(line["samples"] for line in last) == VALIDATED
+
+
+def test_a_node_joins_and_another_leaves_between_two_steps(tmp_path):
+    job = LightningJob(tmp_path, "module", nproc_per_node=1)
+    with job.cluster as cluster:
+        cluster.start("a")
+        first = job.wait_size(1)
+        cluster.start("b")
+        both = job.wait_size(2)
+        assert first < both
+        cluster.node("a").stop()
+        left = job.wait_size(1)
+        assert left == both - first
+        assert job.ends_well() == left
+
+
+def test_manual_optimization_is_refused_before_the_training(tmp_path):
+    job = LightningJob(tmp_path, "manual", nnodes="1", nproc_per_node=1, max_restarts=0)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        assert node.wait() != 0
+        assert "ElasticStrategy does not support automatic_optimization=False" in node.output
+        assert "[elastic-strategy]" in node.output
+
+
+def test_without_a_launcher_the_same_script_makes_the_same_steps(tmp_path):
+    (tmp_path / "enough").touch()
+    kept = ("PATH", "HOME", "VIRTUAL_ENV")
+    environ = {name: os.environ[name] for name in kept if name in os.environ}
+    subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path)],
+        env=environ | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path, check=True, timeout=200,
+    )  # fmt: skip
+    check(by_kind(Growing(tmp_path).lines()))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", ["plain", "accumulate", "workers", "module"])
+def test_workers_killed_at_random_instants_leave_no_trace(tmp_path, way, seed):
+    chance = random.Random(seed)
+    job = LightningJob(tmp_path, way)
+    with job.cluster as cluster:
+        cluster.start("a")
+        job.wait_size(3)
+        for _ in range(4):
+            known, at = {*job.steps()}, job.last_step() + chance.randrange(9)
+            cluster.wait(lambda at=at: job.last_step() >= at, "steps before the next loss")
+            pids = sorted(cluster.world().pids["a"])
+            for pid in chance.sample(pids, min(chance.choice((1, 1, 2)), len(pids) - 1)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            cluster.wait(lambda known=known: {*job.steps()} - known, "a new worker")
+        job.wait_size(3)
+        job.ends_well()
