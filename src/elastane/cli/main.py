@@ -30,6 +30,7 @@ VERBS = {
     "explain": "explain why a job failed or restarted, attempt by attempt",
     "top": "show a job live in the terminal: nodes, speed, incidents, where the time went",
     "dashboard": "serve the web page of the jobs on this machine, or of a folder of logs",
+    "metrics": "serve the metrics of the jobs on this machine to Prometheus",
     "checkpoint": "list, verify, show and prune the checkpoints of a job",
     "kubernetes": "run jobs on Kubernetes: the operator, its manifests, the status of a job",
     "verify-run": "compare the digest logs of two runs and find the first step that differs",

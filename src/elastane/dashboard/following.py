@@ -127,6 +127,16 @@ class JobFollower:
         return bool(self._agents)
 
     @property
+    def nodes_here(self) -> set[str]:
+        """The nodes of the job whose agents run on this machine."""
+        return {entry.node for entry in self._agents}
+
+    @property
+    def report(self) -> Report | None:
+        """The coordinator's last report; None without an answer."""
+        return self._report
+
+    @property
     def is_ready(self) -> bool:
         """Whether the log was read, and the coordinator asked if an agent runs here."""
         return self._has_asked.is_set()
@@ -157,6 +167,10 @@ class JobFollower:
     async def _publish(self) -> None:
         """Say that a piece of the log was read."""
 
+    def _is_to_ask(self) -> bool:
+        """Return whether the coordinator's report is wanted now."""
+        return self.watchers > 0
+
     async def _follow_log(self) -> None:
         while True:
             placed = await asyncio.to_thread(self._reader.read, PIECE_EVENTS)
@@ -183,7 +197,7 @@ class JobFollower:
         await self._has_read.wait()
         await self._has_looked.wait()
         while True:
-            if self.watchers and self._agents and self.view.end is None:
+            if self._is_to_ask() and self._agents and self.view.end is None:
                 self._question = asyncio.create_task(self._ask())
                 self._report = await self._question
                 if self._report is not None:

@@ -50,22 +50,27 @@ class HealthAnswer:
 class AnswerServer:
     """Sends `answer(method, path)` to each connection on `port`, then closes it.
 
+    `host`: the address to listen on; all addresses of this host by default.
+
     A request that is not HTTP has the method "" and the path "". The path comes without its query.
     """
 
-    def __init__(self, answer: Callable[[str, str], HealthAnswer], port: int) -> None:
+    def __init__(
+        self, answer: Callable[[str, str], HealthAnswer], port: int, host: str = ""
+    ) -> None:
         self._answer = answer
-        self._requested_port = port
+        self._address = (host, port)
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._open = Unproven[asyncio.Task[None]](_CONNECTIONS_MAX, _UNPROVEN_MIN_S)
 
     async def start(self) -> None:
-        """Listen on all addresses of this host; raises OSError if the port is taken."""
-        dual = socket.has_dualstack_ipv6()
+        """Listen; raises OSError if the port is taken, or the address is not of this host."""
+        host = self._address[0]
+        dual = not host and socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
-            ("", self._requested_port),
-            family=socket.AF_INET6 if dual else socket.AF_INET,
+            self._address,
+            family=socket.AF_INET6 if dual or ":" in host else socket.AF_INET,
             backlog=_BACKLOG,
             dualstack_ipv6=dual,
         )

@@ -1,0 +1,134 @@
+"""`elastane metrics`: the metrics of the jobs on this machine, for Prometheus.
+
+It reads event logs and asks coordinators that run here; it changes nothing, and serves until
+interrupted. The metrics name jobs and nodes, and hold nothing of what workers print.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastane.cli.status import add_tls_options, tls_of
+from elastane.errors import ConfigurationError, UsageError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from elastane.dashboard.exporter import MetricsExporter
+    from elastane.process.files import JobRegistry
+
+PORT = 9470
+_PORT_MAX = 65535
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add(
+        "job",
+        metavar="JOB_OR_DIR",
+        nargs="?",
+        default="",
+        help="a job that is served whether it runs here or not, or its log folder",
+    )
+    add("--log-dir", metavar="DIR", default="", help="the --log-dir of elastane run")
+    add(
+        "--host",
+        metavar="ADDRESS",
+        default="",
+        help="address to listen on (default: all addresses)",
+    )
+    add(
+        "--port", metavar="N", type=int, default=PORT, help="port; 0 takes a free one (%(default)s)"
+    )
+    add("--once", action="store_true", help="print the metrics once, and end")
+    add_tls_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    check_package()
+    import asyncio
+
+    from elastane.dashboard.exporter import MetricsExporter
+    from elastane.process import environment
+    from elastane.process.files import JobRegistry, runtime_folder
+
+    if not 0 <= args.port <= _PORT_MAX:
+        raise UsageError(f"--port {args.port}", slug="metrics-listen", expected=f"0 to {_PORT_MAX}")
+    registry = JobRegistry(runtime_folder(environment.snapshot()))
+    exporter = MetricsExporter(registry, _folder(args, registry), tls_of(args))
+    return asyncio.run(_print_once(exporter) if args.once else _serve(exporter, args))
+
+
+def check_package() -> None:
+    """Raise ConfigurationError if the package of the extra is missing."""
+    from importlib.util import find_spec
+
+    if find_spec("prometheus_client") is None:
+        raise ConfigurationError(
+            "elastane metrics needs prometheus_client",
+            slug="extra-missing",
+            where=sys.executable,
+            expected="the package of elastane's extra `metrics`",
+            next_step="pip install 'elastane[metrics]'",
+        )
+
+
+def _folder(args: argparse.Namespace, registry: JobRegistry) -> Path | None:
+    """Return the folder of the job that was named; None without a name."""
+    if not args.job:
+        return None
+    from elastane.cli.logs import find_job
+
+    running = [entry.log_dir for entry in registry.running(args.job) if entry.log_dir]
+    return find_job(args.job, args.log_dir or (running[-1] if running else "")).resolve()
+
+
+async def _print_once(exporter: MetricsExporter) -> int:
+    await exporter.look()
+    await exporter.ready()
+    print(exporter.answer("GET", "/metrics").body.decode(), end="")
+    await exporter.close()
+    return 0
+
+
+async def _serve(exporter: MetricsExporter, args: argparse.Namespace) -> int:
+    import asyncio
+    import signal
+
+    server = exporter.server(args.host, args.port)
+    try:
+        await server.start()
+    except OSError as error:
+        where = args.host or "all addresses"
+        raise ConfigurationError(
+            f"cannot listen on {where}, port {args.port}: {error.strerror or error}",
+            slug="metrics-listen",
+            expected="an address of this machine and a port that no other process has",
+            next_step="elastane metrics --port 0, which takes a free port",
+        ) from error
+    host = f"[{args.host}]" if ":" in args.host else args.host or "localhost"
+    print(f"elastane metrics: http://{host}:{server.port}/metrics  (Ctrl-C ends it)", flush=True)
+    following = asyncio.create_task(exporter.follow())
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _end, ended)
+    try:
+        await asyncio.wait([following, ended], return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            following.result()
+        return 0
+    finally:
+        server.close()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+def _end(ended: asyncio.Future[None]) -> None:
+    if not ended.done():
+        ended.set_result(None)
