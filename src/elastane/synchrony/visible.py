@@ -7,12 +7,15 @@ function was interrupted by a change.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 T = TypeVar("T")
 
@@ -53,19 +56,27 @@ class VisibleWorld:
     ) -> T:
         """Return `call()`, with all its collectives over the same members.
 
-        `call` runs again, after `restore`, if the world has changed in it. A barrier comes first,
-        so that the loss of a member for which the others wait falls into none of its collectives:
-        an all-gather could not be repeated in a smaller world. `waits`: also wait until all members
-        have made it, for what only one of them does, such as a save.
+        `call` runs again, after `restore`, if the world has changed in it. An all-gather in it is
+        made as a sum of integers, which survivors repeat: its own buffers are for workers that may
+        be lost. What it gives in a smaller world is of no use, and is not used. A barrier comes
+        first, so that most losses fall into none of the collectives. `waits`: also wait until all
+        members have made it, for what only one of them does, such as a save.
         """
         while True:
             dist.barrier()
             before = self._changes
-            result = call()
-            if waits:
-                dist.barrier()
-            if self._changes == before:
-                return result
+            try:
+                with _gathers_as_sums():
+                    result = call()
+                if waits:
+                    dist.barrier()
+            except Exception:
+                # After a change it may have met values of no use, such as an object of no bytes.
+                if self._changes == before:
+                    raise
+            else:
+                if self._changes == before:
+                    return result
             restore()
 
     def make_whole(self, owner: Any, name: str, *, waits: bool = False) -> None:
@@ -78,3 +89,47 @@ class VisibleWorld:
 
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         setattr(owner, name, staticmethod(called) if is_static else called)
+
+
+# The alignment of every dtype.
+_ALIGNED_BYTES = 16
+
+
+@contextlib.contextmanager
+def _gathers_as_sums() -> Iterator[None]:
+    """Make each all-gather of torch as a sum of integers, meanwhile."""
+    modules: tuple[Any, ...] = (dist, c10d)
+    before = [module.all_gather for module in modules]
+    for module in modules:
+        module.all_gather = functools.partial(_all_gather, before[0])
+    try:
+        yield
+    finally:
+        for module, function in zip(modules, before, strict=True):
+            module.all_gather = function
+
+
+def _all_gather(
+    torchs: Callable[..., Any],
+    tensor_list: Sequence[torch.Tensor],
+    tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Gather as torch's function does; on the CPU by one sum, to which each rank gives its place.
+
+    The sum is exact: each of its bytes is from one rank, and zero on the others.
+    """
+    is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    same = all(each.numel() == tensor.numel() for each in tensor_list)
+    if async_op or not (is_plain and same) or group not in (None, c10d._get_default_group()):
+        return torchs(tensor_list, tensor, group, async_op)
+    own = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    width = max(own.numel() + -own.numel() % _ALIGNED_BYTES, _ALIGNED_BYTES)
+    places = torch.zeros(len(tensor_list), width, dtype=torch.uint8)
+    places[dist.get_rank(), : own.numel()] = own
+    dist.all_reduce(places.view(torch.int64))
+    with torch.no_grad():
+        for place, output in zip(places, tensor_list, strict=True):
+            output.copy_(place[: own.numel()].view(tensor.dtype).reshape(output.shape))
+    return None
