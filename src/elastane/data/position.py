@@ -171,6 +171,11 @@ class DataPosition:
         """The epoch of the step that is dealt next."""
         return self._next // self.ledger.steps_per_epoch
 
+    @property
+    def is_further(self) -> bool:
+        """Whether the next step has only owed samples: the epoch's own steps are committed."""
+        return self._owing.is_further
+
     def is_last_of_epoch(self, step: int) -> bool:
         """Whether a step is the last one of its epoch."""
         return (step + 1) % self.ledger.steps_per_epoch == 0

@@ -56,7 +56,7 @@ class ElasticLoader:
         self._cursor.accumulate(whole("accumulate", accumulate, 1))
         self._tracked = RegisteredObjects()
         self._tracked.add(tracked)
-        self._group = _group_of_process()
+        self._group = group_of_process()
         self._stepped: dict[int, torch.optim.Optimizer] = {}
         # The epoch that the inner loop is in; None outside of one.
         self._epoch: int | None = None
@@ -87,7 +87,7 @@ class ElasticLoader:
         step. `until_step`: the number of steps after which it ends, from the start of epoch 0.
         """
         whole("until", until)
-        if self._group is not _group_of_process():
+        if self._group is not group_of_process():
             raise ConfigurationError(
                 "an ElasticLoader was made before init_process_group()",
                 slug=SLUG,
@@ -279,7 +279,8 @@ class ElasticLoader:
             return
         if self._group is not None:
             self._check(self._group)
-            self._group.pass_boundary()
+            if self._lets_join():
+                self._group.pass_boundary()
             self._dealt_to = self._group.members
         self._is_passed = True
         self._is_committed = False
@@ -287,6 +288,10 @@ class ElasticLoader:
         if world != self._cursor.world or self._is_stale:
             self._feed.rewind(*world)
             self._is_stale = False
+
+    def _lets_join(self) -> bool:
+        """Whether workers may join before the next step."""
+        return True
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before an optimizer steps."""
@@ -351,7 +356,7 @@ def _world() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def _group_of_process() -> OrderedGroup | None:
+def group_of_process() -> OrderedGroup | None:
     """Return the group in which workers can join; None with another launcher, or without one."""
     if not dist.is_initialized():
         return None

@@ -81,7 +81,7 @@ def test_a_break_skips_the_rest_of_the_epoch_and_a_step_that_is_not_complete():
 
 def test_a_loader_that_was_made_before_its_process_group_is_refused(monkeypatch):
     loader = loader_of()
-    monkeypatch.setattr(elastic_loader, "_group_of_process", object)
+    monkeypatch.setattr(elastic_loader, "group_of_process", object)
     with pytest.raises(ConfigurationError, match="before init_process_group"):
         next(loader.epochs(1))
 
