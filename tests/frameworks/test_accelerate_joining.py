@@ -4,10 +4,9 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
-from random import Random
 
 import pytest
-from joining import SAMPLES, STEPS, JoiningJob, kill
+from joining import SAMPLES, STEPS, JoiningJob
 
 pytest.importorskip("accelerate")
 SCRIPT = Path(__file__).parent / "scripts" / "joining_accelerate.py"
@@ -21,19 +20,6 @@ class AcceleratedJob(JoiningJob):
 
     def __init__(self, folder, way="plain", **options):
         super().__init__(SCRIPT, folder, way, preload=PRELOAD, **options)
-        self.killed = set()
-
-    def kill_at(self, pid, place):
-        """Kill a worker at a place of its program."""
-        (self.folder / f"{pid}.hold-{place}").touch()
-        self.cluster.wait((self.folder / f"{pid}.held-{place}").exists, f"{pid} comes to {place}")
-        kill({pid})
-        self.killed.add(pid)
-
-    def rank_0(self):
-        """The living worker that had rank 0 after its last step."""
-        said = {pid: lines for pid, lines in self.said().items() if pid not in self.killed}
-        return next(pid for pid, lines in said.items() if lines and lines[-1]["rank"] == 0)
 
     def ends_well(self):
         """Let the job end; states, schedule, sizes and evaluations are those of one program."""
@@ -51,16 +37,11 @@ class AcceleratedJob(JoiningJob):
                 assert sorted(line["evaluated"]) == whole
 
     def checkpoint_step(self):
-        """The number of steps in the newest checkpoint that is whole; 0 without one."""
-        saved = [*(self.folder / "saved" / "checkpoints").glob("checkpoint_*/random_states_*.pkl")]
-        numbers = Counter(int(each.parent.name.rpartition("_")[2]) for each in saved)
-        whole = [number for number, count in numbers.items() if count == 3]
-        return SAVE_EVERY * (max(whole) + 1) if whole else 0
+        """The number of steps in the newest state that is saved whole; 0 without one.
 
-    def steps(self):
-        """The number of steps that the worker which is furthest has made."""
-        lasts = [lines[-1]["step"] for lines in self.said().values() if lines]
-        return max(lasts, default=0)
+        All workers save after that step, and have saved once one of them has made another.
+        """
+        return self.steps() // SAVE_EVERY * SAVE_EVERY
 
     def tracked(self):
         """What the trackers of all workers have written."""
@@ -82,12 +63,12 @@ def test_lost_workers_of_an_accelerate_script_are_replaced_in_place(tmp_path, wa
         assert len(cluster.events("replacement")) == 1
 
 
-def test_rank_0_can_be_lost_while_it_evaluates_saves_and_logs(tmp_path):
+def test_rank_0_can_be_lost_while_it_evaluates_gathers_saves_and_logs(tmp_path):
     job = AcceleratedJob(tmp_path)
     with job.cluster as cluster:
         cluster.start("a")
         left = job.wait_size(3)
-        for place in ("evaluate", "save", "log"):
+        for place in ("evaluate", "gather", "save", "log"):
             lost = job.rank_0()
             job.kill_at(lost, place)
             left -= {lost}
@@ -95,9 +76,24 @@ def test_rank_0_can_be_lost_while_it_evaluates_saves_and_logs(tmp_path):
             left = job.wait_size(3)
         job.ends_well()
         assert job.missing() == 0
-        assert len(cluster.events("replacement")) == 3
+        assert len(cluster.events("replacement")) == 4
     by = [line["by"] for line in job.tracked()]
     assert by[-1] != by[0], "the next worker of rank 0 has opened the tracker"
+
+
+def test_samples_of_a_worker_lost_in_an_epochs_last_step_are_used_without_a_scheduled_step(
+    tmp_path,
+):
+    job = AcceleratedJob(tmp_path)
+    with job.cluster as cluster:
+        cluster.start("a")
+        job.wait_size(3)
+        job.kill_at(job.rank_0(), "last")
+        job.wait_size(3)
+        job.ends_well()
+        assert job.missing() == 0
+        lines = [line for lines in job.said().values() for line in lines]
+        assert any(line["optimizer_steps"] > line["scheduled"] for line in lines)
 
 
 def test_a_node_joins_a_world_of_one_accelerate_worker_and_leaves(tmp_path):
@@ -123,7 +119,8 @@ def test_a_saved_state_continues_in_a_world_of_another_size_with_each_sample_onc
         cluster.wait(saved.checkpoint_step, "a checkpoint")
         cluster.node("a").kill()
     step = saved.checkpoint_step()
-    shutil.copytree(saved.folder / "saved", second.folder / "saved")
+    place = Path("saved", "checkpoints", f"checkpoint_{step // SAVE_EVERY - 1}")
+    shutil.copytree(saved.folder / place, second.folder / place)
     with second.cluster as cluster:
         cluster.start("a")
         second.wait_size(2)
@@ -159,22 +156,12 @@ def test_what_a_worker_that_joins_would_do_differently_is_refused(tmp_path, way,
 def test_workers_are_killed_at_random_instants_and_no_replica_or_sample_is_wrong(
     tmp_path, seed, way
 ):
-    job, draw = AcceleratedJob(tmp_path, way, nproc_per_node=2, max_restarts=100), Random(seed)
+    job = AcceleratedJob(tmp_path, way, nproc_per_node=2, max_restarts=100)
     with job.cluster as cluster:
         cluster.start("a")
         cluster.start("b")
         job.wait_size(4)
-        for _ in range(12):
-            steps = job.steps() + draw.randrange(40)
-            cluster.wait(lambda steps=steps: job.steps() >= steps, "some steps")
-            members = {pid for pid, lines in job.said().items() if lines} - job.killed
-            waiting = job.ready() - job.killed - members
-            if len(members) < 2 and not waiting:
-                job.wait_size(4, count=1)
-                continue
-            victim = draw.choice(sorted(waiting or members))
-            kill({victim})
-            job.killed.add(victim)
+        job.kill_at_random(12, seed)
         job.wait_size(4)
         job.ends_well()
         assert job.missing() == 0

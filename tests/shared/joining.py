@@ -13,6 +13,7 @@ import signal
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 from growing import Growing
 
@@ -30,6 +31,7 @@ class JoiningJob:
         self.folder = folder / "said"
         self.folder.mkdir()
         self._growing = Growing(self.folder)
+        self.killed: set[int] = set()
         options = {
             "nnodes": "1:2",
             "nproc_per_node": 3,
@@ -65,6 +67,40 @@ class JoiningJob:
         known = self.ready()
         self.cluster.wait(lambda: self.ready() - known, "a new worker")
         kill(self.ready() - known)
+
+    def kill_at(self, pid: int, place: str) -> None:
+        """Kill a worker at a place of its program, where it waits for that."""
+        (self.folder / f"{pid}.hold-{place}").touch()
+        self.cluster.wait((self.folder / f"{pid}.held-{place}").exists, f"{pid} comes to {place}")
+        kill({pid})
+        self.killed.add(pid)
+
+    def rank_0(self) -> int:
+        """The living worker that had rank 0 after its last step."""
+        said = {pid: lines for pid, lines in self.said().items() if pid not in self.killed}
+        return next(pid for pid, lines in said.items() if lines and lines[-1]["rank"] == 0)
+
+    def kill_at_random(self, count: int, seed: int) -> None:
+        """Kill workers one after another, those that wait to join first; one of each world stays.
+
+        Some steps are made between two of them, so that each has another instant of a step.
+        """
+        draw = Random(seed)
+        while count:
+            steps = self.steps() + draw.randrange(40)
+            self.cluster.wait(lambda steps=steps: self.steps() >= steps, "some steps")
+            members = {pid for pid, lines in self.said().items() if lines} - self.killed
+            waiting = self.ready() - self.killed - members
+            if len(members) < 2 and not waiting:
+                continue  # A replacement is on its way.
+            victim = draw.choice(sorted(waiting or members))
+            kill({victim})
+            self.killed.add(victim)
+            count -= 1
+
+    def steps(self) -> int:
+        """The number of the last step that the worker which is furthest has made."""
+        return max((lines[-1]["step"] for lines in self.said().values() if lines), default=0)
 
     def wait_size(self, world: int, count: int = 3) -> set[int]:
         """Wait until `world` workers have each made `count` steps in a world of that size."""

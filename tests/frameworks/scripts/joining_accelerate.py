@@ -2,8 +2,8 @@
 
 Usage: joining_accelerate.py FOLDER [WAY]. It ends at the end of an epoch after a file "enough" is
 there. It writes what it has after each step and each evaluation. The process of a file PID.hold-X
-makes PID.held-X when it comes to X, and waits to be killed: X is train, evaluate, save or log.
-WAY:
+makes PID.held-X when it comes to X, and waits to be killed: X is train, last (the
+last step of an epoch), evaluate, gather, save or log. WAY:
 
 - plain: nothing else
 - accumulate: two batches to a step, in bfloat16, with clipping
@@ -30,6 +30,7 @@ import elastane
 
 FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
 SAMPLES, BATCH, EVALUATED = 240, 24, 50
+STEPS = SAMPLES // BATCH
 EPOCHS_MAX = 10_000
 # In the middle of an epoch.
 SAVE_EVERY = 25
@@ -94,6 +95,17 @@ def hold(where):
     if (FOLDER / f"{os.getpid()}.hold-{where}").exists():
         (FOLDER / f"{os.getpid()}.held-{where}").touch()
         signal.pause()
+
+
+def hold_in_gathers():
+    """Let a worker wait to be killed within an all-gather, which the others have begun."""
+    sums = torch.distributed.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        hold("gather")
+        return sums(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = all_reduce
 
 
 def digest(model, optimizer, average):
@@ -203,6 +215,8 @@ class Training:
                 self.say({**self.where(), "dealt": seen, "optimizer_steps": number, "of": world})
                 seen = []
             hold("train")
+            if loader.step % STEPS == STEPS - 1:
+                hold("last")
             time.sleep(0.01)
             if WAY == "unsynchronised":
                 self.accelerator.backward(loss_of(self.model, inputs))
@@ -253,5 +267,6 @@ def number_of(folder):
 
 
 torch.set_num_threads(1)
+hold_in_gathers()
 torch.manual_seed(os.getpid())  # DDP gives the first ones the same parameters.
 Training().run()
