@@ -327,7 +327,8 @@ class ElasticGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return self.world.group._device_types
+        # Before it has a world a worker's collectives are answered, or refused, on the CPU.
+        return [torch.device("cpu")] if self.apart else self.world.group._device_types
 
     def _operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:
         if self.apart:
