@@ -69,11 +69,18 @@ class LightningJob:
         self.folder = folder / "said"
         self.folder.mkdir()
         self._growing = Growing(self.folder)
-        options = {"nnodes": "1:2", "nproc_per_node": 3, "max_restarts": 20, **options}
+        options = {
+            "nnodes": "1:2",
+            "nproc_per_node": 3,
+            "min_workers": 1,
+            "max_restarts": 20,
+            "in_place": True,
+            "ranks_may_change": True,
+            **options,
+        }
         self.cluster = LocalCluster(
             [str(SCRIPT), str(self.folder), way],
-            folder=folder / "c", min_workers=1, in_place=True, ranks_may_change=True,
-            preload=PRELOAD, rdzv_conf="last_call=0.1", **options,
+            folder=folder / "c", preload=PRELOAD, rdzv_conf="last_call=0.1", **options,
         )  # fmt: skip
 
     def said(self) -> dict[int, dict[str, list[dict]]]:
@@ -114,15 +121,18 @@ class LightningJob:
         hold.unlink()
         return pids - {lost}
 
-    def ends_well(self) -> set[int]:
-        """Let the job end, and check it; returns the workers that came to its end."""
+    def comes_to_its_end(self) -> None:
+        """Let the job end with success."""
         (self.folder / "enough").touch()
         self.cluster.wait(
             lambda: not any(node.is_alive for node in self.cluster.nodes), "the agents end"
         )
-        story = self.cluster.story()
-        assert self.cluster.events("job-ended")[-1].data["ok"] is True, story
-        assert not self.cluster.events("restart", "growth"), story
+        assert self.cluster.events("job-ended")[-1].data["ok"] is True, self.cluster.story()
+
+    def ends_well(self) -> set[int]:
+        """Let the job end, and check it; returns the workers that came to its end."""
+        self.comes_to_its_end()
+        assert not self.cluster.events("restart", "growth"), self.cluster.story()
         said = self.said()
         check(said)
         ended = {pid for pid, own in said.items() if own["end"]}
@@ -160,6 +170,37 @@ def test_a_node_joins_and_another_leaves_between_two_steps(tmp_path):
         assert job.ends_well() == left
 
 
+def test_a_restart_of_all_continues_with_the_next_step_of_the_checkpoint(tmp_path):
+    job = LightningJob(tmp_path, "resume", nnodes="1", nproc_per_node=2, min_workers=2)
+    with job.cluster as cluster:
+        cluster.start("a")
+        first = job.wait_size(2, count=7)
+        job.kill_in("training", first)
+        second = job.wait_size(2)
+        assert not first & second
+        job.comes_to_its_end()
+        assert len(cluster.events("restart")) == 1
+    said = job.said()
+    [begun] = {said[pid]["step"][0]["step"] for pid in second}
+    assert (begun - 1) % 5 == 0, "the steps before the checkpoint are not repeated"
+    for pid in first:  # What they did after the checkpoint is void.
+        kept = [line for line in said[pid]["step"] if line["step"] < begun]
+        said[pid] = {"step": kept, "batch": said[pid]["batch"], "end": [True]}
+    check(said)
+
+
+@pytest.mark.soak
+def test_a_broadcast_in_setup_ends_only_the_worker_that_joins(tmp_path):
+    job = LightningJob(tmp_path, "setup", nproc_per_node=2, max_restarts=1)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        first = job.wait_size(2)
+        left = job.kill_in("training", first)
+        cluster.wait(lambda: "[joins-later]" in node.output, "the refusal")
+        assert job.wait_size(1, count=5) == left
+        assert job.ends_well() == left
+
+
 def test_manual_optimization_is_refused_before_the_training(tmp_path):
     job = LightningJob(tmp_path, "manual", nnodes="1", nproc_per_node=1, max_restarts=0)
     with job.cluster as cluster:
@@ -169,6 +210,7 @@ def test_manual_optimization_is_refused_before_the_training(tmp_path):
         assert "[elastic-strategy]" in node.output
 
 
+@pytest.mark.soak
 def test_without_a_launcher_the_same_script_makes_the_same_steps(tmp_path):
     (tmp_path / "enough").touch()
     kept = ("PATH", "HOME", "VIRTUAL_ENV")
@@ -180,12 +222,24 @@ def test_without_a_launcher_the_same_script_makes_the_same_steps(tmp_path):
     check(by_kind(Growing(tmp_path).lines()))
 
 
+def test_in_a_world_that_does_not_change_it_makes_the_same_steps(tmp_path):
+    options = {"nnodes": "1", "nproc_per_node": 2, "min_workers": None}
+    job = LightningJob(tmp_path, **options, in_place=False, ranks_may_change=False)
+    with job.cluster as cluster:
+        cluster.start("a")
+        job.comes_to_its_end()
+    assert job.last_step() == STEPS
+    check(job.said())
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("way", ["plain", "accumulate", "workers", "module"])
+@pytest.mark.parametrize("way", ["plain", "accumulate", "workers", "module", "interval"])
 def test_workers_killed_at_random_instants_leave_no_trace(tmp_path, way, seed):
     chance = random.Random(seed)
     job = LightningJob(tmp_path, way)
+    # A loss that falls into an all-gather of a metric restarts all.
+    (job.folder / "no metrics").touch()
     with job.cluster as cluster:
         cluster.start("a")
         job.wait_size(3)

@@ -12,6 +12,7 @@ with ConfigurationError for what `limits` names.
 
 from __future__ import annotations
 
+import pickle
 import signal
 import sys
 from collections import OrderedDict
@@ -27,6 +28,7 @@ from elastane.comms import ddp
 from elastane.comms.elastic import ElasticGroup
 from elastane.data.checks import whole
 from elastane.data.ledger import length_of_spans, split
+from elastane.errors import ConfigurationError
 from elastane.lightning import limits, package
 from elastane.lightning.dealt_loader import DealtLoader
 from elastane.lightning.limits import refusal
@@ -82,6 +84,11 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             return torch.device("cpu")
         device: torch.device = super().root_device
         return device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """The world that validation data are shared in, which need not be that of devices=."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
         """Enter the world, or begin to prepare for it; refuse what is not supported."""
@@ -150,6 +157,10 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
                 "one DataLoader, which fit() gets or train_dataloader() returns",
                 "put the data into one dataset, such as torch.utils.data.ConcatDataset",
             )
+        if saved := trainer.fit_loop._combined_loader_states_to_load:
+            # Lightning loads them as it reads the data, which a scheduler may have done before.
+            loader.load_state_dict(saved[0])
+            trainer.fit_loop._combined_loader_states_to_load = []
         if group is None:
             return
         if self._has_joined:
@@ -241,13 +252,23 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             self.backward(output.closure_loss, optimizer)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank `src`; Lightning's own, before this worker has joined.
+        """Return the object of rank `src`; of a survivor, if that worker is lost meanwhile.
 
-        What Lightning broadcasts before a training are folders, which the others hand over.
+        Each worker passes what it would decide itself, so any survivor's object is one that the
+        program can go on with. Before a worker has joined, Lightning's broadcasts give its own
+        object: these are folders, which the others hand over.
         """
-        if not self._has_joined and _is_lightnings(sys._getframe(1).f_globals["__name__"]):
-            return obj
-        return super().broadcast(obj, src)
+        if not self._has_joined:
+            if _is_lightnings(sys._getframe(1).f_globals["__name__"]):
+                return obj
+            raise _joins_later("ElasticStrategy.broadcast()")
+        if self._group is None:
+            return super().broadcast(obj, src)
+        while True:
+            data = _maximum(pickle.dumps(obj) if self.global_rank == src else b"")
+            if data:
+                return pickle.loads(data)
+            src = 0  # The worker is lost, and ranks are those of the survivors.
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over all workers; before it has joined, a worker counts its own batches."""
@@ -293,15 +314,27 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         return () if group is None else group.members
 
     def _check_place(self) -> None:
-        """Refuse a loop that was resumed in the middle of a step."""
-        trainer = self._trainer
-        begun = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if self._has_joined and begun % trainer.accumulate_grad_batches:
+        """Refuse a loop whose place is not that of its data: one that was resumed elsewhere."""
+        if not self._has_joined:
+            return
+        loop, accumulate = self._trainer.fit_loop, self._trainer.accumulate_grad_batches
+        epoch, begun = loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current
+        sampler = self._loader.sampler
+        if begun.ready % accumulate:
             raise refusal(
-                f"a training that continues with batch {begun} of an epoch, within a step of"
-                f" {trainer.accumulate_grad_batches} batches",
+                f"a training that continues with batch {begun.ready} of an epoch, within a step of"
+                f" {accumulate} batches",
                 "a checkpoint that was saved between two steps",
                 "resume from another checkpoint, and save at multiples of accumulate_grad_batches",
+            )
+        step = epoch * sampler.ledger.steps_per_epoch + begun.ready // accumulate
+        if step != sampler.next_step:
+            raise refusal(
+                f"a training that continues with step {step}, and its data with step"
+                f" {sampler.next_step}",
+                "a checkpoint of a training with ElasticStrategy and the same global_batch_size,"
+                " or one between two epochs",
+                "resume from a checkpoint that was saved at the end of an epoch",
             )
 
     def _reading_train_data(self, read: Callable[[], None]) -> None:
@@ -320,6 +353,31 @@ def _read_within(owner: Any, name: str, around: Callable[[Callable[[], None]], N
 
 def _is_lightnings(module: str) -> bool:
     return module.startswith(("lightning.", "pytorch_lightning.", "lightning_fabric."))
+
+
+def _joins_later(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} by a worker that joins a running job: the others are at their steps",
+        slug="joins-later",
+        expected="no collectives before the first batch",
+        next_step="call it behind the first batch, or let each worker compute the value by itself",
+    )
+
+
+def _maximum(data: bytes) -> bytes:
+    """Return the bytes of the one worker that passes some; none if it is lost.
+
+    A maximum means the same over the survivors, where a broadcast ends with its root.
+    """
+    length = torch.tensor([len(data)])
+    dist.all_reduce(length, op=dist.ReduceOp.MAX)
+    if not length:
+        return b""
+    total = torch.zeros(int(length), dtype=torch.uint8)
+    if data:
+        total[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    return total.numpy().tobytes() if total.any() else b""
 
 
 def _leave_signals_alone(trainer: Any) -> None:

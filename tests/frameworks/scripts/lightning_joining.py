@@ -3,7 +3,7 @@
 Usage: lightning_joining.py FOLDER [WAY]. Each process appends what it has after each step and each
 validation to PID.jsonl. Training ends after the epoch in which a file "enough" is there. A file
 "hold.PLACE" holds each process in that place until it is gone; one that is held makes
-PID.held.PLACE. WAY:
+PID.held.PLACE. With a file "no metrics" it uses no torchmetrics. WAY:
 
 - plain: nothing else
 - accumulate: two batches to a step
@@ -11,6 +11,8 @@ PID.held.PLACE. WAY:
 - manual: automatic_optimization=False
 - setup: an object is broadcast in setup()
 - module: data and validation come from a LightningDataModule that prepares them
+- interval: it validates and stops early within an epoch, and saves after each fifth step
+- resume: it saves after each fifth step, and begins with the last checkpoint
 """
 
 import hashlib
@@ -24,7 +26,7 @@ from pathlib import Path
 import lightning
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
@@ -75,9 +77,10 @@ class Net(lightning.LightningModule):
 
     def validation_step(self, batch, _index):
         hold("validation")
-        self.error(self.net(batch[1]).squeeze(-1), batch[1].sum(1))
         self.validated += len(batch[0])
-        self.log("val_error", self.error)
+        if not (FOLDER / "no metrics").exists():
+            self.error(self.net(batch[1]).squeeze(-1), batch[1].sum(1))
+            self.log("val_error", self.error)
         self.log("val_loss", regression.loss_of(self.net, batch[1]), sync_dist=True)
 
     def on_train_epoch_end(self):
@@ -148,9 +151,15 @@ def main():
     torch.set_num_threads(1)
     lightning.seed_everything(1, verbose=False)
     keep = ModelCheckpoint(FOLDER / "ck", monitor="val_loss", save_last=True)
+    callbacks = [keep, Digests()]
     options = {"gradient_clip_val": regression.CLIP} if WAY != "manual" else {}
+    if WAY in ("interval", "resume"):
+        callbacks.append(ModelCheckpoint(FOLDER / "steps", every_n_train_steps=5, save_last=True))
+    if WAY == "interval":
+        callbacks.append(EarlyStopping("val_loss", patience=10_000))
+        options["val_check_interval"] = 3
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1000, callbacks=[keep, Digests()],
+        accelerator="cpu", devices=1, max_epochs=1000, callbacks=callbacks,
         strategy=ElasticStrategy(global_batch_size=regression.BATCH), log_every_n_steps=4,
         logger=CSVLogger(FOLDER, "log"), enable_progress_bar=False, enable_model_summary=False,
         accumulate_grad_batches=2 if WAY == "accumulate" else 1, num_sanity_val_steps=1, **options,
@@ -159,7 +168,10 @@ def main():
     if WAY == "module":
         trainer.fit(net, datamodule=data)
     else:
-        trainer.fit(net, data.train_dataloader(), data.val_dataloader())
+        last = FOLDER / "steps" / "last.ckpt"
+        begin = last if WAY == "resume" and last.exists() else None
+        loaders = data.train_dataloader(), data.val_dataloader()
+        trainer.fit(net, *loaders, ckpt_path=begin, weights_only=False)
     say(what="end", step=trainer.global_step, best=keep.best_model_path)
 
 
