@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from elastane.worker.elastic_loader import ElasticLoader
     from elastane.worker.job import Job, init
     from elastane.worker.record import record
+    from elastane.worker.scalars import TensorBoard
     from elastane.worker.step import Step
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "ElasticStream",
     "Job",
     "Step",
+    "TensorBoard",
     "__version__",
     "accelerate",
     "errors",
@@ -50,6 +52,7 @@ _HOMES = {
     "ElasticStream": "elastane.data.stream",
     "Job": "elastane.worker.job",
     "Step": "elastane.worker.step",
+    "TensorBoard": "elastane.worker.scalars",
     "accelerate": "elastane.accelerate",
     "errors": "elastane.errors",
     "init": "elastane.worker.job",

@@ -36,6 +36,7 @@ from elastane.worker.early_read import warn_of_early_read
 from elastane.worker.mode import Deterministic, Mode
 from elastane.worker.retry import Before, Calls, RetriedCall, RetryProgress, given_up
 from elastane.worker.saved import SavedJob
+from elastane.worker.scalars import ScalarLog
 from elastane.worker.step import Step, Updates, refuse_partitioned
 from elastane.worker.undo import Undo
 from elastane.worker.world import Worlds
@@ -101,6 +102,7 @@ class Job:
         )
         self._saved = SavedJob(self._world, self._tracked, self._health)
         self._calls = Calls(self.process_group)
+        self._scalars = ScalarLog()
         self._former_hook = sys.excepthook
         self._verify_every = 0
         self._feed: Feed | StreamFeed | None = None
@@ -165,6 +167,26 @@ class Job:
         self._tracked.add(objects)
         refuse_partitioned(self._tracked)
         shard_support.refuse(self._tracked, self.mode, self._digest_log)
+
+    def log_to(self, *targets: Any) -> None:
+        """Write the scalars of `log` to these, from now on.
+
+        A path is a file of JSON lines; `elastane.TensorBoard(folder)` needs the package
+        tensorboard. Call it on all workers. One of them writes, so a path has to be reached from
+        all nodes; else each node's file has the steps of the time when one of its workers wrote.
+        """
+        self._scalars.add_sinks(targets)
+
+    def log(self, **values: Any) -> None:
+        """Log scalars; each reaches the sinks of `log_to` once per committed step.
+
+        In the body of a step they are of that step, and a retried body replaces them. Log before
+        `optimizer.step()`: a body that a lost peer cuts short after the update is not run again.
+        Between steps they are of the steps committed so far. The values of one worker are written,
+        usually of rank 0: reduce them before, where they differ. A tensor with one element is
+        awaited.
+        """
+        self._scalars.add(values, self.committed)
 
     def device_mesh(self, *, shard: int) -> Any:
         """Return a DeviceMesh of replicas of `shard` workers each, for `fully_shard`.
@@ -305,11 +327,13 @@ class Job:
         self._calls.in_step()
         self._undo.begin()
         self._updates.begin_step(step.number)
+        self._scalars.begin()
 
     def end_step(self, step: Step, error: Exception | None) -> bool:
         """End the body of a step; return whether `error` was that of a lost peer."""
         self._calls.behind_step()
         self._updates.end_step()
+        self._scalars.leave()
         self.mode.leave()
         is_cut = error is not None
         if error is None:
@@ -327,6 +351,7 @@ class Job:
             self._health.forget()
             self._undo.committed()
             self._open_feed.commit(step.number)
+            self._scalars.commit(self.committed)
             self._world.progress.step_made()
         else:
             self._health.put_back(self._undo)
@@ -348,6 +373,7 @@ class Job:
             self._feed.close()
         if self._digest_log is not None:
             self._digest_log.close()
+        self._scalars.close()
         self.mode.close()
         self._world.close()
 
@@ -425,6 +451,7 @@ class Job:
         self._world.progress.at(Activity.ENTERING)
         if self._world.restarts:
             self._met = True
+            self._enter_log(is_writer=self.rank == 0)
         elif self._world.waits or not self._come_together():
             self._enter_next()
 
@@ -498,6 +525,7 @@ class Job:
             self._calls.meet()
             self._world.progress.at(Activity.HEALING)
             self._health.compare(RetryProgress(self._open_feed.cursor, self._calls))
+            self._choose_writer()
         except MispairedError:
             raise
         except (ElastaneError, RuntimeError) as error:
@@ -507,6 +535,20 @@ class Job:
         self.process_group.pairing.begin()
         self._world.met(self.committed)
         return not self._world.is_over()
+
+    def _choose_writer(self) -> None:
+        """Agree which member writes the scalars: one that has those of the last committed step."""
+        place = self._scalars.place(self.process_group.rank())
+        lowest = torch.tensor([place])
+        torch.distributed.all_reduce(
+            lowest, op=torch.distributed.ReduceOp.MIN, group=self.process_group
+        )
+        self.process_group.check()
+        self._enter_log(is_writer=int(lowest) == place)
+
+    def _enter_log(self, *, is_writer: bool) -> None:
+        is_first = self.fence.round <= 1 and self.fence.attempt == 0
+        self._scalars.enter(is_writer=is_writer, committed=self.committed, is_first=is_first)
 
     def _meet_at_the_end(self) -> None:
         """Leave the steps together, so that all members hold the last one.

@@ -1,0 +1,322 @@
+"""The scalars that a job logs (`job.log`): each reaches its sinks once per committed step.
+
+One worker writes. The others keep their newest values, so that whoever writes after a loss fills in
+what the lost worker had not written. A step that is retried replaces its values, and a step that a
+sink has already is left out, as after a restart from an older checkpoint. A sink that cannot be
+written costs values and not the job. It does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from elastane.errors import JobError
+
+# A worker that dies leaves one or two steps unwritten; a sink that is away for a while, more.
+KEPT_MAX = 1024
+# Ranks are below this, so that a place in the order of writers is one number.
+_RANKS = 1 << 24
+_STEPS = 1 << 38
+_BLOCK_BYTES = 1 << 16
+SLUG = "job-log"
+
+
+class Scalars(NamedTuple):
+    """Values after so many committed steps, at a wall clock time."""
+
+    step: int
+    time_s: float
+    values: Mapping[str, float]
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A place for scalars. Only one worker of the job has it open, at one time."""
+
+    def open(self, after_step: int | None) -> Mapping[str, int]:
+        """Open it; return the last step of each name that it has of this run beyond `after_step`.
+
+        None: another run begins, of which it has nothing. What raises here or in `write` costs no
+        values yet: it is opened again at the next step.
+        """
+
+    def write(self, scalars: Scalars) -> None:
+        """Add values."""
+
+    def close(self) -> None:
+        """Close it; another worker may open it afterwards."""
+
+
+class JsonLines:
+    """A file with a JSON object in each line: `step`, `time` and the values by their names.
+
+    A value that is not finite is a text: "NaN", "Infinity" or "-Infinity".
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file = -1
+
+    def open(self, after_step: int | None) -> Mapping[str, int]:
+        """Open the file, and cut off a line that was not written to its end."""
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        found: dict[str, int] = {}
+        later = _STEPS
+        for at, line in _backwards(self._file, os.lseek(self._file, 0, os.SEEK_END)):
+            if not line.endswith(b"\n"):
+                os.ftruncate(self._file, at)
+                continue
+            said = _said(line)
+            step = said.get("step", 0)
+            # Steps that grow backwards are of an older run.
+            if after_step is None or not after_step < step <= later:
+                break
+            later = step
+            for name in said:
+                found.setdefault(name, step)
+        return found
+
+    def write(self, scalars: Scalars) -> None:
+        """Append a line."""
+        values = {name: _spelled(value) for name, value in scalars.values.items()}
+        line = {"step": scalars.step, "time": round(scalars.time_s, 3), **values}
+        os.write(self._file, json.dumps(line).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class TensorBoard:
+    """A folder that TensorBoard shows; needs the package tensorboard.
+
+    A file `elastane.jsonl` in it says what was written. A worker that continues it hides what lies
+    beyond that.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.path = Path(folder)
+        self._journal = JsonLines(self.path / "elastane.jsonl")
+        self._writer: Any = None
+
+    def open(self, after_step: int | None) -> Mapping[str, int]:
+        """Open another event file in the folder."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path.mkdir(parents=True, exist_ok=True)
+        found = self._journal.open(after_step)
+        first = max([-1 if after_step is None else after_step, *found.values()]) + 1
+        self._writer = SummaryWriter(str(self.path), purge_step=first)
+        return found
+
+    def write(self, scalars: Scalars) -> None:
+        """Add the values, and then note that they are there."""
+        for name, value in scalars.values.items():
+            self._writer.add_scalar(name, value, scalars.step, scalars.time_s)
+        self._writer.flush()
+        self._journal.write(scalars)
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._journal.close()
+
+
+class ScalarLog:
+    """The scalars of one worker, and the sinks, which are open on the writer alone."""
+
+    def __init__(self) -> None:
+        self._sinks: list[Sink] = []
+        # The last step of each name that a sink has, by the sink's number.
+        self._written: dict[int, dict[str, int]] = {}
+        self._open: set[int] = set()
+        self._kept: deque[Scalars] = deque(maxlen=KEPT_MAX)
+        self._pending: dict[str, float] = {}
+        self._in_body = False
+        self._warned: set[int] = set()
+        self._is_writer = False
+        # How many steps were committed as this worker became the writer; None: the run began so.
+        self._begun: int | None = None
+
+    def add_sinks(self, targets: tuple[Any, ...]) -> None:
+        """Write to these from now on; a path is a file of JSON lines."""
+        for target in targets:
+            sink = JsonLines(target) if isinstance(target, (str, os.PathLike)) else target
+            if not isinstance(sink, Sink):
+                raise JobError(
+                    f"job.log_to({target!r}): a {type(target).__name__}",
+                    expected="a path, elastane.TensorBoard(folder), or an object with open, write"
+                    " and close",
+                    next_step="see docs/scalars.md",
+                    slug=SLUG,
+                )
+            _make_folder_of(sink)
+            self._sinks.append(sink)
+
+    def begin(self) -> None:
+        """Begin the body of a step: what a body before it had logged was not committed."""
+        self._pending, self._in_body = {}, True
+
+    def leave(self) -> None:
+        """Leave the body; its values wait for the commit."""
+        self._in_body = False
+
+    def add(self, values: Mapping[str, Any], committed: int) -> None:
+        """Log values of the step whose body runs, or after `committed` steps."""
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        if self._in_body:
+            self._pending.update(numbers)
+        else:
+            self._keep(committed, numbers)
+
+    def commit(self, committed: int) -> None:
+        """Log what the body of the last step has logged, which is committed."""
+        pending, self._pending = self._pending, {}
+        if pending:
+            self._keep(committed, pending)
+
+    def place(self, rank: int) -> int:
+        """Return this worker's place in the order of writers: the lowest of all writes."""
+        newest = self._kept[-1].step if self._kept else 0
+        return (_STEPS - newest) * _RANKS + rank
+
+    def enter(self, *, is_writer: bool, committed: int, is_first: bool) -> None:
+        """Enter a world, in which this worker writes or not; `is_first`: the first of the run."""
+        if not is_writer:
+            self.close()
+            return
+        if not self._is_writer:
+            self._is_writer = True
+            self._begun = None if is_first and not committed else committed
+        self._write()
+
+    def close(self) -> None:
+        """Close the sinks."""
+        self._is_writer = False
+        for number in self._open:
+            with contextlib.suppress(Exception):
+                self._sinks[number].close()
+        self._open, self._written = set(), {}
+
+    def _keep(self, step: int, values: Mapping[str, float]) -> None:
+        self._kept.append(Scalars(step, time.time(), values))
+        if self._is_writer:
+            self._write()
+
+    def _write(self) -> None:
+        """Bring all sinks up to date; one that fails is opened again at the next step."""
+        for number, sink in enumerate(self._sinks):
+            try:
+                self._bring_up(number, sink)
+                self._warned.discard(number)
+            except Exception as error:
+                self._open.discard(number)
+                with contextlib.suppress(Exception):
+                    sink.close()
+                if number not in self._warned:
+                    self._warned.add(number)
+                    where = getattr(sink, "path", type(sink).__name__)
+                    sys.stderr.write(
+                        f"elastane: job.log: {where} cannot be written: {error};"
+                        f" the last {KEPT_MAX} values are kept, and it is tried again\n"
+                    )
+
+    def _bring_up(self, number: int, sink: Sink) -> None:
+        written = self._written.setdefault(number, {})
+        if number not in self._open:
+            after_step = self._known_before()
+            # It may have been written in part before it failed.
+            written.update(sink.open(0 if written and after_step is None else after_step))
+            self._open.add(number)
+        for one in self._unwritten(written):
+            missing = {n: v for n, v in one.values.items() if one.step > written.get(n, -1)}
+            if missing:
+                sink.write(one._replace(values=missing))
+                written.update(dict.fromkeys(missing, one.step))
+
+    def _known_before(self) -> int | None:
+        """Return the step after which a sink may have what this worker logs, or would log again."""
+        if self._begun is None:
+            return None
+        return min([self._begun, *(one.step - 1 for one in self._kept)])
+
+    def _unwritten(self, written: Mapping[str, int]) -> list[Scalars]:
+        """Return the newest values, from the first on that a sink may lack."""
+        newest: list[Scalars] = []
+        for one in reversed(self._kept):
+            if all(one.step <= written.get(name, -1) for name in one.values):
+                break
+            newest.append(one)
+        return newest[::-1]
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a value as a number; a tensor's is awaited."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise JobError(
+            f"job.log({name}={value!r})",
+            expected="a number, or a tensor with one element",
+            next_step=f"log {name} as a number, such as {name}.mean()",
+            slug=SLUG,
+        ) from error
+
+
+def _said(line: bytes) -> dict[str, Any]:
+    """Return a line's object; empty for a line of another program."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) and isinstance(said.get("step"), int) else {}
+
+
+def _spelled(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _make_folder_of(sink: Sink) -> None:
+    """Make the folder of a file, so that a path that is wrong is an error at once."""
+    if not isinstance(sink, JsonLines):
+        return
+    try:
+        sink.path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JobError(
+            f"job.log_to({str(sink.path)!r}): {error.strerror or error}",
+            expected="a file in a folder that can be made",
+            next_step="name another path",
+            slug=SLUG,
+        ) from error
+
+
+def _backwards(file: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file with their places, the last first."""
+    rest = b""
+    while end > 0:
+        begin = max(0, end - _BLOCK_BYTES)
+        rest = os.pread(file, end - begin, begin) + rest
+        first, *lines = rest.splitlines(keepends=True)
+        at = begin + len(rest)
+        for line in reversed(lines):
+            at -= len(line)
+            yield at, line
+        rest, end = first, begin
+    if rest:
+        yield 0, rest

@@ -1,0 +1,108 @@
+"""`job.log` in real jobs: each value reaches the sinks once, whoever is killed."""
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from jobs import until
+
+from elastane.testing import LocalCluster
+
+SCRIPT = Path(__file__).parent / "scripts" / "scalars.py"
+DEADLINE_S = 90.0
+
+
+class Logged:
+    """A job of one node whose workers log, and what they have logged."""
+
+    def __init__(self, folder, steps, **options):
+        self.folder, self.steps = folder, steps
+        self.cluster = LocalCluster(
+            [str(SCRIPT), str(folder), str(steps)], folder=folder / "job", nnodes="1",
+            preload="torch,torch.distributed,torch.optim", max_restarts=10, **options,
+        )  # fmt: skip
+
+    def progress(self):
+        """Return how many steps each worker that ran has made, by rank and pid."""
+        found = {}
+        for path in self.folder.glob("up.*"):
+            _, rank, pid = path.name.split(".")
+            found[int(rank), int(pid)] = int(path.read_text() or 0)
+        return found
+
+    def writer(self):
+        """Return the pid of the worker that has the file of scalars open."""
+        for path in Path("/proc").glob("[0-9]*/fd/*"):
+            try:
+                if os.readlink(path) == str(self.folder / "scalars.jsonl"):
+                    return int(path.parts[2])
+            except OSError:
+                continue
+        return None
+
+    def wait_step(self, step):
+        until(lambda: max(self.progress().values(), default=0) >= step, f"step {step}", DEADLINE_S)
+
+    def lines(self):
+        return [json.loads(line) for line in (self.folder / "scalars.jsonl").open()]
+
+    def check(self):
+        """Each name has its steps once, in both sinks, and the values of one training."""
+        expected = {
+            "weight": [*range(1, self.steps + 1)],
+            "members": [*range(1, self.steps + 1)],
+            "tenth": [*range(10, self.steps + 1, 10)],
+            "final": [self.steps],
+        }
+        lines = self.lines()
+        for name, steps in expected.items():
+            found = [line["step"] for line in lines if name in line]
+            assert found == steps, (name, {*steps} - {*found}, [*(Counter(found) - Counter(steps))])
+        assert all(line["tenth"] == line["step"] for line in lines if "tenth" in line)
+        board = on_board(self.folder / "board")
+        for name, steps in expected.items():
+            found = [step for step, _ in board[name]]
+            assert found == steps, (name, {*steps} - {*found}, [*(Counter(found) - Counter(steps))])
+        weights = {line["step"]: line["weight"] for line in lines if "weight" in line}
+        assert dict(board["weight"]) == pytest.approx(weights, rel=1e-5)
+        return weights
+
+
+def on_board(folder):
+    """Return what TensorBoard shows of a folder: steps and values by name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    shown.Reload()
+    tags = shown.Tags()["scalars"]
+    return {tag: [(one.step, one.value) for one in shown.Scalars(tag)] for tag in tags}
+
+
+def test_each_value_is_logged_once_though_the_writer_is_killed_again_and_again(tmp_path):
+    job = Logged(tmp_path, 150, nproc_per_node=3, in_place=True)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        writers = []
+        for step in (15, 40, 65):
+            job.wait_step(step)
+            until(lambda: job.writer() not in (None, *writers), "another writes", DEADLINE_S)
+            writers.append(job.writer())
+            os.kill(writers[-1], signal.SIGKILL)
+        cluster.wait_done(DEADLINE_S)
+        assert node.wait(DEADLINE_S) == 0
+        assert len(cluster.events("replacement")) == 3
+    job.check()
+
+
+def test_steps_that_are_made_again_after_a_restart_of_all_are_logged_once(tmp_path):
+    job = Logged(tmp_path, 60, nproc_per_node=2, in_place=True)
+    with job.cluster as cluster:
+        cluster.start("a")
+        job.wait_step(25)
+        for (_, pid), _ in job.progress().items():
+            os.kill(pid, signal.SIGKILL)
+        cluster.wait_done(DEADLINE_S)
+    job.check()

@@ -1,0 +1,209 @@
+"""Scalars reach each sink once per committed step, whoever writes and whatever was torn."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastane.errors import JobError
+from elastane.worker.scalars import KEPT_MAX, JsonLines, ScalarLog
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steps(path, name="loss"):
+    return [line["step"] for line in lines(path) if name in line]
+
+
+def made(log, number, **values):
+    """The body of a step logs, and the step is committed."""
+    log.begin()
+    log.add(values or {"loss": number / 10}, number - 1)
+    log.leave()
+    log.commit(number)
+
+
+def worker(*targets):
+    log = ScalarLog()
+    log.add_sinks(targets)
+    return log
+
+
+def writer(*targets, committed=0, is_first=True):
+    log = worker(*targets)
+    log.enter(is_writer=True, committed=committed, is_first=is_first)
+    return log
+
+
+def test_a_retried_body_replaces_its_values(tmp_path):
+    log = writer(tmp_path / "a.jsonl")
+    log.begin()
+    log.add({"loss": 9.0, "only_in_the_first_try": 1.0}, 0)
+    log.leave()
+    made(log, 1, loss=0.5)
+    (line,) = lines(tmp_path / "a.jsonl")
+    assert line["loss"] == 0.5 and line["step"] == 1 and "only_in_the_first_try" not in line
+
+
+def test_values_between_steps_are_of_the_steps_committed_so_far(tmp_path):
+    log = writer(tmp_path / "a.jsonl")
+    made(log, 1)
+    log.add({"accuracy": 0.9}, 1)
+    made(log, 2)
+    assert steps(tmp_path / "a.jsonl", "accuracy") == [1]
+    assert steps(tmp_path / "a.jsonl") == [1, 2]
+
+
+def test_another_writer_fills_in_what_the_lost_one_had_not_written(tmp_path):
+    path = tmp_path / "a.jsonl"
+    first, second = writer(path), worker(path)
+    for number in range(1, 6):
+        made(second, number)
+        if number < 4:
+            made(first, number)
+    second.enter(is_writer=True, committed=5, is_first=False)
+    made(second, 6)
+    assert steps(path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_line_that_was_torn_is_written_again(tmp_path):
+    path = tmp_path / "a.jsonl"
+    first, second = writer(path), worker(path)
+    for number in (1, 2):
+        made(first, number), made(second, number)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 5)
+    second.enter(is_writer=True, committed=2, is_first=False)
+    assert steps(path) == [1, 2]
+
+
+def test_steps_that_are_made_again_after_a_restart_are_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    before = writer(path)
+    for number in range(1, 2001):
+        made(before, number)
+        if number % 1000 == 0:
+            before.add({"accuracy": 0.5}, number)
+    restarted = writer(path, committed=900, is_first=False)
+    for number in range(901, 2003):
+        made(restarted, number)
+        if number % 1000 == 0:
+            restarted.add({"accuracy": 0.5}, number)
+    assert steps(path) == [*range(1, 2003)] and steps(path, "accuracy") == [1000, 2000]
+
+
+def test_another_run_begins_again_and_a_later_writer_looks_at_its_lines_alone(tmp_path):
+    path = tmp_path / "a.jsonl"
+    old = writer(path)
+    for number in range(1, 51):
+        made(old, number)
+    old.add({"accuracy": 0.5}, 50)
+    new, other = writer(path), worker(path)
+    for number in range(1, 50):
+        made(new, number), made(other, number)
+    made(other, 50)
+    other.add({"accuracy": 0.6}, 50)
+    other.enter(is_writer=True, committed=50, is_first=False)
+    assert steps(path) == [*range(1, 51), *range(1, 51)]
+    assert steps(path, "accuracy") == [50, 50]
+
+
+def test_a_file_that_cannot_be_written_costs_nothing_once_it_can(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.mkdir()
+    log = writer(path, tmp_path / "b.jsonl")
+    made(log, 1), made(log, 2)
+    told = capsys.readouterr().err
+    assert told.count("cannot be written") == 1 and str(path) in told
+    path.rmdir()
+    made(log, 3)
+    assert steps(path) == steps(tmp_path / "b.jsonl") == [1, 2, 3]
+
+
+def test_a_sink_that_fails_later_is_opened_again_and_nothing_comes_twice(tmp_path):
+    class Failing(JsonLines):
+        fails = False
+
+        def write(self, scalars):
+            if self.fails:
+                raise RuntimeError("away")
+            super().write(scalars)
+
+    sink = Failing(tmp_path / "a.jsonl")
+    log = writer(sink)
+    made(log, 1)
+    sink.fails = True
+    made(log, 2), made(log, 3)
+    sink.fails = False
+    made(log, 4)
+    assert steps(sink.path) == [1, 2, 3, 4]
+
+
+def test_the_member_with_the_last_committed_step_writes():
+    behind, newest, newcomer = ScalarLog(), ScalarLog(), ScalarLog()
+    for number in (1, 2, 3):
+        made(newest, number)
+        if number < 3:
+            made(behind, number)
+    assert min(behind.place(0), newest.place(1), newcomer.place(2)) == newest.place(1)
+    assert newest.place(0) < newest.place(1) and 0 < newest.place(1) < 1 << 62
+
+
+def test_what_is_kept_has_a_bound():
+    log = ScalarLog()
+    for number in range(1, KEPT_MAX + 100):
+        made(log, number)
+    assert len(log._kept) == KEPT_MAX
+
+
+@pytest.mark.parametrize("value", ["text", [1, 2], None, object()])
+def test_a_value_that_is_no_number_is_named(value):
+    with pytest.raises(JobError) as caught:
+        ScalarLog().add({"loss": value}, 0)
+    assert caught.value.slug == "job-log" and "loss" in caught.value.what
+
+
+def test_targets_that_are_no_sinks_and_folders_that_cannot_be_are_named(tmp_path):
+    (tmp_path / "file").touch()
+    for target in (3, tmp_path / "file" / "a.jsonl"):
+        with pytest.raises(JobError) as caught:
+            ScalarLog().add_sinks((target,))
+        assert caught.value.slug == "job-log" and str(target) in caught.value.what
+
+
+def test_values_that_are_not_finite_are_texts_that_json_has(tmp_path):
+    log = writer(tmp_path / "a.jsonl")
+    made(log, 1, loss=float("nan"), norm=float("inf"), low=float("-inf"))
+    (line,) = lines(tmp_path / "a.jsonl")
+    assert (line["loss"], line["norm"], line["low"]) == ("NaN", "Infinity", "-Infinity")
+
+
+@given(st.data())
+def test_whoever_writes_until_when_each_step_is_there_once(tmp_path_factory, data):
+    """Workers that all make the same steps; the writer dies after it wrote some, maybe torn."""
+    path = tmp_path_factory.mktemp("log") / "a.jsonl"
+    workers = [worker(path) for _ in range(4)]
+    workers[0].enter(is_writer=True, committed=0, is_first=True)
+    number = 0
+    while workers:
+        for _ in range(data.draw(st.integers(0, 3))):
+            number += 1
+            for each in workers:
+                made(each, number)
+        number += 1
+        survivors = workers[1:]
+        if data.draw(st.booleans()):  # it wrote the step in which it died
+            made(workers[0], number)
+        elif survivors and path.exists() and data.draw(st.booleans()):
+            with path.open("ab") as file:
+                file.write(b'{"step": 1')
+        for each in survivors:
+            made(each, number)
+        if survivors:
+            survivors[0].enter(is_writer=True, committed=number, is_first=False)
+        workers = survivors
+    found = steps(path)
+    assert found == [*range(1, found[-1] + 1)] and found[-1] >= number - 1
