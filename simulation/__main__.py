@@ -28,8 +28,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", metavar="N", type=int, default=1, help="how many seeds (default: 1)")
     add("--mode", choices=[*_MODES], default="both", help="jobs with a store, without, or both")
     add("--in-place", action="store_true", help="jobs whose workers recover in place")
-    add("--shrinks", action="store_true", help="of these, such as run an unmodified script")
-    add("--planned", action="store_true", help="of these, with boundaries where workers join")
+    kind = parser.add_mutually_exclusive_group().add_argument
+    kind("--shrinks", action="store_true", help="of these, such as run an unmodified script")
+    kind("--planned", action="store_true", help="of these, with boundaries where workers join")
     what = "of these, such as shard their state over replicas of N nodes"
     add("--span", metavar="N", type=int, default=0, help=what)
     add("--story", action="store_true", help="tell what happened, also where all held")
