@@ -71,6 +71,7 @@ def test_lightning_with_two_devices(tmp_path: Path) -> None:
     recovered(ends_well(tmp_path, start(tmp_path, *words, preload=LIGHTNING)), 2)
 
 
+@pytest.mark.soak
 def test_lightning_with_two_nodes_of_one_device(tmp_path: Path) -> None:
     script = str(SCRIPTS / "lightning_train.py")
     meet = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{_free_port()}", "--rdzv-id", "light")
