@@ -41,7 +41,10 @@ def check(said: dict[int, dict[str, list[dict]]]) -> None:
         for line in own["batch"]:
             (seen if line["step"] in made else lost)[line["step"]].update(line["samples"])
     differing = {step: states for step, states in by_step.items() if len(states) > 1}
-    assert not differing and {*by_step} == {*range(1, last + 1)}, differing
+    assert not differing, differing
+    # The last step of one that was alone may be known of it only, where others joined behind it.
+    made_by_all = {line["step"] for own in said.values() for line in own["step"]}
+    assert made_by_all == {*range(1, last + 1)}
     alone = trained_alone(last // STEPS, SEED)
     for own in said.values():
         for line in own["step"]:
@@ -238,8 +241,6 @@ def test_in_a_world_that_does_not_change_it_makes_the_same_steps(tmp_path):
 def test_workers_killed_at_random_instants_leave_no_trace(tmp_path, way, seed):
     chance = random.Random(seed)
     job = LightningJob(tmp_path, way)
-    # A loss that falls into an all-gather of a metric restarts all.
-    (job.folder / "no metrics").touch()
     with job.cluster as cluster:
         cluster.start("a")
         job.wait_size(3)

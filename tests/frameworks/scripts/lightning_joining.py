@@ -3,7 +3,7 @@
 Usage: lightning_joining.py FOLDER [WAY]. Each process appends what it has after each step and each
 validation to PID.jsonl. Training ends after the epoch in which a file "enough" is there. A file
 "hold.PLACE" holds each process in that place until it is gone; one that is held makes
-PID.held.PLACE. With a file "no metrics" it uses no torchmetrics. WAY:
+PID.held.PLACE. WAY:
 
 - plain: nothing else
 - accumulate: two batches to a step
@@ -78,9 +78,8 @@ class Net(lightning.LightningModule):
     def validation_step(self, batch, _index):
         hold("validation")
         self.validated += len(batch[0])
-        if not (FOLDER / "no metrics").exists():
-            self.error(self.net(batch[1]).squeeze(-1), batch[1].sum(1))
-            self.log("val_error", self.error)
+        self.error(self.net(batch[1]).squeeze(-1), batch[1].sum(1))
+        self.log("val_error", self.error)
         self.log("val_loss", regression.loss_of(self.net, batch[1]), sync_dist=True)
 
     def on_train_epoch_end(self):
