@@ -14,16 +14,15 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from elastane.checkpoint.registered import RandomStreams, restore_streams
 from elastane.data.sampler import ElasticBatchSampler
 from elastane.errors import ConfigurationError
 from elastane.process import environment
@@ -407,11 +406,7 @@ class _Progress:
             "callbacks": json.dumps([each.state()["attributes"] for each in self._exported()]),
             "loss": float(trainer._tr_loss),
             "numbers": {name: getattr(trainer, name) for name in _NUMBERS},
-            "random": {
-                "python": random.getstate(),
-                "numpy": np.random.get_state(),
-                "torch": torch.random.get_rng_state(),
-            },
+            "streams": RandomStreams().packed(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -428,10 +423,7 @@ class _Progress:
         trainer._tr_loss.fill_(state["loss"])
         for name in _NUMBERS:
             setattr(trainer, name, state["numbers"][name])
-        streams = state["random"]
-        random.setstate(streams["python"])
-        np.random.set_state(streams["numpy"])
-        torch.random.set_rng_state(streams["torch"])
+        restore_streams(state["streams"])
 
     def _exported(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks

@@ -1,5 +1,6 @@
 """`elastane metrics` beside real jobs: it finds them, follows them, and answers scrapes."""
 
+import asyncio
 import os
 import re
 import signal
@@ -13,7 +14,10 @@ from jobs import Job, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastane.cli.main import main
+from elastane.dashboard.exporter import MetricsExporter
 from elastane.errors import ExitCode
+from elastane.observe.events import EventReader
+from elastane.process.files import JobEntry, JobRegistry, process_start
 
 DEADLINE_S = 60.0
 
@@ -100,7 +104,7 @@ def test_a_job_is_found_followed_over_a_loss_and_served_after_its_end(
         assert found["training_state", "stopped"] == 1
 
 
-def test_only_the_metrics_are_served_and_only_to_be_read(exporter):
+def test_only_get_and_head_of_the_metrics_are_answered(exporter):
     assert exporter.get("/").status_code == 404
     assert exporter.get("/metrics?x=1").status_code == 200
     assert exporter.get(method="POST").status_code == 405
@@ -109,27 +113,66 @@ def test_only_the_metrics_are_served_and_only_to_be_read(exporter):
     assert head.headers["content-type"].startswith("text/plain; version=")
 
 
-def test_a_job_whose_log_cannot_be_read_leaves_the_others_served(tmp_path, exporter):
-    from elastane.process.files import (
-        JobEntry,
-        JobRegistry,
-        process_start,
-        runtime_folder,
-        safe_name,
-    )
-
-    registry = JobRegistry(runtime_folder({"XDG_RUNTIME_DIR": str(tmp_path / "run")}))
-    for name in ("good", "bad"):
-        folder = tmp_path / "logs" / safe_name(name)
-        folder.mkdir(parents=True)
-        (folder / "events.h.jsonl").mkdir() if name == "bad" else None
+def registered(folder, *jobs):
+    """A registry with an agent of each job, whose logs are below `folder`."""
+    registry = JobRegistry(folder / "run")
+    (folder / "run").mkdir(mode=0o700, exist_ok=True)
+    for job in jobs:
+        (folder / "logs" / job).mkdir(parents=True)
         registry.write(
             JobEntry(
-                job=name, node="a", endpoint="127.0.0.1:1", token="", pid=exporter.process.pid,
-                process=process_start(exporter.process.pid), log_dir=str(tmp_path / "logs"),
+                job=job, node="a", endpoint="127.0.0.1:1", token="", pid=os.getpid(),
+                process=process_start(os.getpid()), log_dir=str(folder / "logs"),
             )
         )  # fmt: skip
-    exporter.wait("good", bool, "the job with a readable log is served")
+    return registry
+
+
+def test_a_job_that_cannot_be_followed_leaves_the_others_served(tmp_path, monkeypatch, caplog):
+    read = EventReader.read
+
+    def failing(self, count):
+        if self._folder.name == "bad":
+            raise PermissionError(13, "Permission denied", str(self._folder))
+        return read(self, count)
+
+    monkeypatch.setattr(EventReader, "read", failing)
+    exporter = MetricsExporter(registered(tmp_path, "bad", "good"))
+
+    async def scenario():
+        async with asyncio.timeout(DEADLINE_S):
+            while "job bad is served no more" not in caplog.text:
+                await exporter.look()
+                await asyncio.sleep(0.01)
+            await exporter.look()
+            await exporter.ready()
+            answer = exporter.answer("GET", "/metrics")
+            await exporter.close()
+        return answer.body.decode()
+
+    text = asyncio.run(scenario())
+    assert 'job_name="good"' in text and 'job_name="bad"' not in text
+    assert "Permission denied" in caplog.text
+
+
+def test_a_job_is_served_for_some_minutes_after_its_last_agent(tmp_path, monkeypatch):
+    registry = registered(tmp_path, "over")
+    exporter = MetricsExporter(registry)
+
+    async def scenario():
+        async with asyncio.timeout(DEADLINE_S):
+            await exporter.look()
+            await exporter.ready()
+            registry.remove(registry.running("over")[0])
+            await exporter.look()
+            kept = exporter.answer("GET", "/metrics").body
+            monkeypatch.setattr("elastane.dashboard.exporter.KEPT_S", -1.0)
+            monkeypatch.setattr("elastane.dashboard.exporter.ANSWER_S", -1.0)
+            await exporter.look()
+            return kept, exporter.answer("GET", "/metrics").body
+
+    kept, dropped = asyncio.run(scenario())
+    assert b'job_name="over"' in kept and b'job_name="over"' not in dropped
 
 
 def test_a_port_that_is_taken_is_named(capsys):

@@ -12,7 +12,6 @@ use subprocess.Popen.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import ctypes
 import gc
@@ -256,7 +255,6 @@ def _run_agent(zygote: int, words: list[str]) -> None:
         with channel.pop() as sock:
             message = {"argv": list(argv), "env": dict(env), "cwd": cwd, "numbers": list(fds)}
             socket.send_fds(sock, [json.dumps(message).encode()], list(fds.values()))
-        await asyncio.sleep(0)
         return adopt(zygote)
 
     client.launch = hand_over  # type: ignore[assignment]

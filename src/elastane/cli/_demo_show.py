@@ -24,7 +24,7 @@ from typing import Self
 import msgspec
 
 from elastane.cli._demo_story import (
-    SLOWLY,
+    SLOW_DOWN,
     TITLES,
     Act,
     Cost,
@@ -299,11 +299,11 @@ class Show:
 
     def _set_pace(self) -> None:
         """Leave the file that slows the training down, or remove it."""
-        slowly = self.cluster.folder / SLOWLY
+        path = self.cluster.folder / SLOW_DOWN
         if is_to_slow_down(self._plan, self.points, self.done):
-            slowly.touch()
+            path.touch()
         else:
-            slowly.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
     def _check(self, deadline_s: float, timeout_s: float) -> None:
         if agent := self.cluster.failed():

@@ -83,7 +83,7 @@ CHAOS_FIRST, CHAOS_LAST = 0.05, 0.6
 # From this fraction of all steps on, the training waits for the acts: each step takes half a second
 # longer while this file is beside the progress file.
 SLOW_FROM = 0.75
-SLOWLY = "slowly"
+SLOW_DOWN = "slow-down"
 # Chaos also acts within a step, while training reports whole steps only.
 JITTER_S = 0.05
 

@@ -88,7 +88,7 @@ def check_packages() -> None:
 
 
 def _jobs(args: argparse.Namespace) -> Jobs:
-    from elastane.cli.logs import find_job
+    from elastane.cli.logs import find_named_job
     from elastane.cli.status import tls_of
     from elastane.dashboard.following import Jobs
     from elastane.process import environment
@@ -97,11 +97,7 @@ def _jobs(args: argparse.Namespace) -> Jobs:
 
     registry = JobRegistry(runtime_folder(environment.snapshot()))
     base = Path(args.log_dir or environment.get("PET_LOG_DIR") or default_base_dir())
-    chosen = None
-    if args.job:
-        running = [entry.log_dir for entry in registry.running(args.job) if entry.log_dir]
-        chosen = find_job(args.job, args.log_dir or (running[-1] if running else "")).resolve()
-    return Jobs(base, registry, chosen, tls_of(args))
+    return Jobs(base, registry, find_named_job(args, registry, "dashboard"), tls_of(args))
 
 
 def _token(args: argparse.Namespace) -> str:

@@ -17,6 +17,7 @@ from elastane.errors import UsageError
 
 if TYPE_CHECKING:
     from elastane.observe.merge import Follower, LogLine, Selection, StreamFile
+    from elastane.process.files import JobRegistry
 
 _POLL_S = 0.25
 _JOBS_NAMED_MAX = 10
@@ -57,6 +58,14 @@ def main(args: argparse.Namespace) -> int:
     cursors = [LogCursor(stream) for stream in streams]
     _print(merged(cursors, by_time=args.merge_by_time, partial=True), timed=args.merge_by_time)
     return 0
+
+
+def find_named_job(args: argparse.Namespace, registry: JobRegistry, verb: str) -> Path | None:
+    """Return the folder of the job that a command names, or None; one that runs here wins."""
+    if not args.job:
+        return None
+    running = [entry.log_dir for entry in registry.running(args.job) if entry.log_dir]
+    return find_job(args.job, args.log_dir or (running[-1] if running else ""), verb).resolve()
 
 
 def find_job(job: str, log_dir: str, verb: str = "logs") -> Path:

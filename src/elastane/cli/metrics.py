@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastane.cli.status import add_tls_options, tls_of
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     import asyncio
 
     from elastane.dashboard.exporter import MetricsExporter
-    from elastane.process.files import JobRegistry
 
 PORT = 9470
 _PORT_MAX = 65535
@@ -53,14 +51,21 @@ def main(args: argparse.Namespace) -> int:
     check_package()
     import asyncio
 
+    from elastane.cli.logs import find_named_job
     from elastane.dashboard.exporter import MetricsExporter
     from elastane.process import environment
     from elastane.process.files import JobRegistry, runtime_folder
 
     if not 0 <= args.port <= _PORT_MAX:
-        raise UsageError(f"--port {args.port}", slug="metrics-listen", expected=f"0 to {_PORT_MAX}")
+        raise UsageError(
+            f"--port {args.port}",
+            slug="metrics-listen",
+            expected=f"0 to {_PORT_MAX}",
+            next_step="elastane metrics --port 0, which takes a free port",
+        )
     registry = JobRegistry(runtime_folder(environment.snapshot()))
-    exporter = MetricsExporter(registry, _folder(args, registry), tls_of(args))
+    chosen = find_named_job(args, registry, "metrics")
+    exporter = MetricsExporter(registry, chosen, tls_of(args))
     return asyncio.run(_print_once(exporter) if args.once else _serve(exporter, args))
 
 
@@ -76,16 +81,6 @@ def check_package() -> None:
             expected="the package of elastane's extra `metrics`",
             next_step="pip install 'elastane[metrics]'",
         )
-
-
-def _folder(args: argparse.Namespace, registry: JobRegistry) -> Path | None:
-    """Return the folder of the job that was named; None without a name."""
-    if not args.job:
-        return None
-    from elastane.cli.logs import find_job
-
-    running = [entry.log_dir for entry in registry.running(args.job) if entry.log_dir]
-    return find_job(args.job, args.log_dir or (running[-1] if running else "")).resolve()
 
 
 async def _print_once(exporter: MetricsExporter) -> int:

@@ -21,7 +21,7 @@ from elastane.dashboard.metrics import MeasuredState, RunTotals, families
 from elastane.observe.events import PlacedEvent
 from elastane.observe.view import JobView
 from elastane.process.files import JobEntry, JobRegistry, safe_name
-from elastane.process.health import AnswerServer, HealthAnswer
+from elastane.process.health import AnswerServer, HttpAnswer
 from elastane.process.tls import TlsConfig
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class MetricsExporter:
             await self.close()
 
     async def look(self) -> None:
-        """Begin to follow jobs that are new, and let those go that ended a while ago."""
+        """Begin to follow new jobs, and end following those whose agents ended KEPT_S ago."""
         now_s = time.monotonic()
         for key, folder in (await asyncio.to_thread(self._folders)).items():
             if key not in self._jobs and len(self._jobs) < JOBS_MAX and key not in self._failed:
@@ -124,16 +124,16 @@ class MetricsExporter:
         """Return the server of the metrics; `start` makes it listen."""
         return AnswerServer(self.answer, port, host)
 
-    def answer(self, method: str, path: str) -> HealthAnswer:
+    def answer(self, method: str, path: str) -> HttpAnswer:
         """Return the answer to a request."""
         if method not in ("GET", "HEAD"):
-            return HealthAnswer(405 if method else 400, b"GET /metrics\n")
+            return HttpAnswer(405 if method else 400, b"GET /metrics\n")
         if path != "/metrics":
-            return HealthAnswer(404, b"the metrics are at /metrics\n")
+            return HttpAnswer(404, b"the metrics are at /metrics\n")
         if time.monotonic() - self._answered_s > ANSWER_S:
             self._answer = generate_latest(self)
             self._answered_s = time.monotonic()
-        return HealthAnswer(200, self._answer, CONTENT_TYPE_LATEST)
+        return HttpAnswer(200, self._answer, CONTENT_TYPE_LATEST)
 
     def collect(self) -> Iterator[Metric]:
         """Return the metrics of all jobs, as prometheus_client's registries do."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -42,10 +42,6 @@ STATES = (
     "starting", "training", "recovering", "waiting", "done", "failed", "stopped", "silent",
 )  # fmt: skip
 
-# The values of the labels besides JOB_LABEL, and the sample.
-Sample = tuple[tuple[str, ...], float]
-Kind = Literal["gauge", "counter", "histogram"]
-
 
 class Durations(msgspec.Struct):
     """The recoveries of one kind: how many took at most each bound, and their sum in seconds.
@@ -65,6 +61,11 @@ class Durations(msgspec.Struct):
         """Return the counts up to each bound, as Prometheus has them."""
         bounds = [*map(str, RECOVERY_BUCKETS_S), "+Inf"]
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
+
+
+# The values of the labels besides JOB_LABEL, and the sample.
+Sample = tuple[tuple[str, ...], float | Durations]
+Kind = Literal["gauge", "counter", "histogram"]
 
 
 class RunTotals:
@@ -122,8 +123,8 @@ class MeasuredState:
     """All that is known of one job as it is scraped."""
 
     sections: Sections
-    totals: RunTotals = field(default_factory=RunTotals)
-    report: Report | None = None
+    totals: RunTotals
+    report: Report | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,10 @@ def _seconds(state: MeasuredState) -> list[Sample]:
 
 def _incidents(state: MeasuredState) -> list[Sample]:
     return [((kind,), float(count)) for kind, count in sorted(state.totals.found.items())]
+
+
+def _recoveries(state: MeasuredState) -> list[Sample]:
+    return [((kind,), one) for kind, one in sorted(state.totals.recoveries.items())]
 
 
 def _checkpoints(state: MeasuredState) -> list[Sample]:
@@ -262,7 +267,7 @@ METRICS = (
         "histogram",
         ("kind",),
         "seconds from a failure, or a planned change, until the next world had made its first step",
-        lambda state: (),
+        _recoveries,
     ),
     MetricRule(
         "training_seconds",
@@ -305,18 +310,15 @@ def families(jobs: Mapping[str, MeasuredState]) -> Iterator[Metric]:
         HistogramMetricFamily,
     )
 
-    plain = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+    kinds: dict[Kind, Any] = {
+        "gauge": GaugeMetricFamily,
+        "counter": CounterMetricFamily,
+        "histogram": HistogramMetricFamily,
+    }
     for rule in METRICS:
-        labels = (JOB_LABEL, *rule.labels)
-        if rule.kind == "histogram":
-            histogram = HistogramMetricFamily(PREFIX + rule.name, rule.what, labels=labels)
-            for job, state in jobs.items():
-                for kind, one in sorted(state.totals.recoveries.items()):
-                    histogram.add_metric((job, kind), one.buckets(), one.sum_s)
-            yield histogram
-            continue
-        family = plain[rule.kind](PREFIX + rule.name, rule.what, labels=labels)
+        family = kinds[rule.kind](PREFIX + rule.name, rule.what, labels=(JOB_LABEL, *rule.labels))
         for job, state in jobs.items():
             for values, value in rule.read(state):
-                family.add_metric((job, *values), value)
+                shown = (value.buckets(), value.sum_s) if isinstance(value, Durations) else (value,)
+                family.add_metric((job, *values), *shown)
         yield family

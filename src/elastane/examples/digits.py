@@ -231,7 +231,7 @@ def build_model() -> nn.Module:
 
 
 # A file with which `elastane demo` slows the training down, until a node that it started has come.
-SLOWLY, SLOW_STEP_S = "slowly", 0.5
+SLOW_DOWN, SLOW_STEP_S = "slow-down", 0.5
 
 
 class DigitsProgress:
@@ -253,7 +253,7 @@ class DigitsProgress:
             line = json.dumps({"time": time.time(), **values, **self.about})
             with self.path.open("a") as file:
                 file.write(line + "\n")
-            if self.path.with_name(SLOWLY).exists():
+            if self.path.with_name(SLOW_DOWN).exists():
                 time.sleep(SLOW_STEP_S)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 import elastane
-from elastane.examples.digits import SLOW_STEP_S, SLOWLY
+from elastane.examples.digits import SLOW_DOWN, SLOW_STEP_S
 
 
 class ProgressFiles:
@@ -27,7 +27,7 @@ class ProgressFiles:
             about = {"total_steps": self.total_steps, "world_size": self.job.world_size}
             about |= {"pid": os.getpid(), "round": self.job.fence.round}
             self._append(self.path, {"time": time.time(), **values, **about})
-            if self.path.with_name(SLOWLY).exists():
+            if self.path.with_name(SLOW_DOWN).exists():
                 time.sleep(SLOW_STEP_S)
 
     def end(self, net: nn.Module) -> str:

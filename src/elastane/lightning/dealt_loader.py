@@ -137,9 +137,8 @@ class DealtLoader:
 def _sampler_of(loader: Any) -> Any:
     """Return the DistributedSampler that Lightning, or the script, has given to a DataLoader."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        kind = type(loader).__name__
-        what = "iterates over an IterableDataset" if isinstance(loader, DataLoader) else "is used"
-        raise _not_dealt(f"a {kind} for training that {what}" if kind else what)
+        over = " over an IterableDataset" if isinstance(loader, DataLoader) else ""
+        raise _not_dealt(f"a {type(loader).__name__}{over} for training")
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise _not_dealt(f"a {type(loader).__name__} with an __iter__ of its own")
     if type(loader.batch_sampler) is not BatchSampler:
@@ -154,8 +153,8 @@ def _sampler_of(loader: Any) -> Any:
 def _not_dealt(what: str) -> ConfigurationError:
     return refusal(
         what,
-        "DataLoader(dataset, shuffle=True, ...) over a dataset with a length, which is dealt anew"
-        " when the world changes",
+        "DataLoader(dataset, shuffle=True, ...) over a dataset with a length, whose samples are"
+        " divided again when the world changes",
         "leave out the sampler: ElasticStrategy deals the samples of each epoch by itself",
     )
 

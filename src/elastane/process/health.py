@@ -39,7 +39,7 @@ _REASONS = {
 
 
 @dataclass(frozen=True)
-class HealthAnswer:
+class HttpAnswer:
     """An HTTP answer: a status of `_REASONS`, a body, and the body's type."""
 
     status: int
@@ -55,9 +55,7 @@ class AnswerServer:
     A request that is not HTTP has the method "" and the path "". The path comes without its query.
     """
 
-    def __init__(
-        self, answer: Callable[[str, str], HealthAnswer], port: int, host: str = ""
-    ) -> None:
+    def __init__(self, answer: Callable[[str, str], HttpAnswer], port: int, host: str = "") -> None:
         self._answer = answer
         self._address = (host, port)
         self._listener: socket.socket | None = None
@@ -141,11 +139,11 @@ class HealthServer(AnswerServer):
         self._alive_s = alive_s
         self._timeout_s = timeout_s
 
-    def _health(self, _method: str, _path: str) -> HealthAnswer:
+    def _health(self, _method: str, _path: str) -> HttpAnswer:
         silent_s = max(0.0, time.time() - self._alive_s())
         status = 200 if silent_s <= self._timeout_s else 503
         body = json.dumps({"alive": status == 200, "silent_s": round(silent_s, 3)}).encode() + b"\n"
-        return HealthAnswer(status, body, "application/json")
+        return HttpAnswer(status, body, "application/json")
 
 
 def _parse_request(head: bytes) -> tuple[str, str]:
@@ -156,7 +154,7 @@ def _parse_request(head: bytes) -> tuple[str, str]:
     return words[0], words[1].partition("?")[0]
 
 
-def _encode_answer(answer: HealthAnswer, *, bodiless: bool) -> bytes:
+def _encode_answer(answer: HttpAnswer, *, bodiless: bool) -> bytes:
     head = (
         f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}\r\n"
         f"Content-Type: {answer.content_type}\r\n"

@@ -1,7 +1,7 @@
 """The scalars that a job logs (`job.log`): each reaches its sinks once per committed step.
 
-One worker writes. The others keep their newest values, so that whoever writes after a loss fills in
-what the lost worker had not written. A step that is retried replaces its values, and a step that a
+One worker writes. The other workers keep their newest values, so that the next writer adds what a
+lost one had not written. A step that is retried replaces its values, and a step that a
 sink has already is left out, as after a restart from an older checkpoint. A sink that cannot be
 written costs values and not the job. It does not import torch.
 """
@@ -31,7 +31,7 @@ SLUG = "job-log"
 
 
 class Scalars(NamedTuple):
-    """Values after so many committed steps, at a wall clock time."""
+    """The values that were logged after `step` committed steps, at a wall clock time."""
 
     step: int
     time_s: float

@@ -127,7 +127,7 @@ def test_a_coordinator_says_who_waits_and_when_it_heard_each_node():
     assert found["node_step", "a"] == 7 and found["node_steps_per_second", "a"] == 2.0
 
 
-def test_totals_go_on_where_the_view_forgets():
+def test_totals_count_what_the_view_no_longer_keeps():
     totals, history = RunTotals(), play(*LOST).incidents
     totals.add(history, 200.0)
     totals.add(history, 201.0)

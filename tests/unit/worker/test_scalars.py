@@ -111,7 +111,7 @@ def test_another_run_begins_again_and_a_later_writer_looks_at_its_lines_alone(tm
     assert steps(path, "accuracy") == [50, 50]
 
 
-def test_a_file_that_cannot_be_written_costs_nothing_once_it_can(tmp_path, capsys):
+def test_no_value_is_lost_while_a_file_cannot_be_written(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.mkdir()
     log = writer(path, tmp_path / "b.jsonl")
@@ -182,7 +182,7 @@ def test_values_that_are_not_finite_are_texts_that_json_has(tmp_path):
 
 
 @given(st.data())
-def test_whoever_writes_until_when_each_step_is_there_once(tmp_path_factory, data):
+def test_each_step_is_logged_once_whichever_writer_dies_and_when(tmp_path_factory, data):
     """Workers that all make the same steps; the writer dies after it wrote some, maybe torn."""
     path = tmp_path_factory.mktemp("log") / "a.jsonl"
     workers = [worker(path) for _ in range(4)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastane.kubernetes.model import since_epoch
 from elastane.kubernetes.operator.metrics import CONTENT_TYPE, Metrics, labels
-from elastane.process.health import HealthAnswer
+from elastane.process.health import HttpAnswer
 
 if TYPE_CHECKING:
     from elastane.kubernetes.operator.session import OperatorSession
@@ -85,21 +85,21 @@ class Probes:
             lambda: {"": float(self._session() is not None)},
         )
 
-    def answer(self, method: str, path: str) -> HealthAnswer:
+    def answer(self, method: str, path: str) -> HttpAnswer:
         """Return the answer to a request."""
         if not method:
-            return HealthAnswer(400, b"no request of HTTP\n")
+            return HttpAnswer(400, b"no request of HTTP\n")
         if method not in ("GET", "HEAD"):
-            return HealthAnswer(405, b"GET or HEAD\n")
+            return HttpAnswer(405, b"GET or HEAD\n")
         if path == "/healthz":
-            return HealthAnswer(200, b"ok\n")
+            return HttpAnswer(200, b"ok\n")
         if path == "/metrics":
-            return HealthAnswer(200, self._metrics.text().encode(), CONTENT_TYPE)
+            return HttpAnswer(200, self._metrics.text().encode(), CONTENT_TYPE)
         if path == "/readyz":
             against = self._ready()
             text = "\n".join(against) or "ok"
-            return HealthAnswer(503 if against else 200, f"{text}\n".encode())
-        return HealthAnswer(404, b"/healthz, /readyz or /metrics\n")
+            return HttpAnswer(503 if against else 200, f"{text}\n".encode())
+        return HttpAnswer(404, b"/healthz, /readyz or /metrics\n")
 
     def _of_session(
         self, read: Callable[[OperatorSession], dict[str, float]]
