@@ -95,8 +95,9 @@ lane-3: env
 bench: env ## elastane and its peers side by side; prints the tables, writes JSON (an hour)
 	$(BIN)/python -m bench $(ARGS)
 
-soak: env ## the long tests, and second proofs of what `make test` proves once
-	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+soak: env ## new examples for the properties, the long tests, and second proofs of what `make test` proves once
+	$(BIN)/python -m pytest --hypothesis-profile search -m 'soak or not soak' tests/properties $(ARGS)
+	$(BIN)/python -m pytest -m soak --ignore tests/properties --timeout 3600 $(ARGS)
 
 nightly: env ## ten minutes of the long job under faults
 	SOAK_S=600 $(BIN)/python -m pytest -m soak -k an_hour_of_faults $(ARGS)

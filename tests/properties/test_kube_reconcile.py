@@ -372,6 +372,24 @@ class TestAnyOrderOfAnything(ClusterMachine.TestCase):
     """The state machine above."""
 
 
+def test_a_crash_loop_is_over_once_ten_minutes_pass_without_a_failure():
+    """Found by the machine: restarts in place change nothing else that the operator would do."""
+    machine = ClusterMachine()
+    machine.begin(
+        replicas=1,
+        policy="OnFailure",
+        scale_down="HighestIndex",
+        limit=None,
+        clean=None,
+        is_running=True,
+    )
+    for _ in range(3):
+        machine.a_pod_ends(code=1, is_seen=False, some=0)
+    machine.the_operator_decides(is_anew=True, order=0)
+    assert machine.cluster.status.phase == "CrashLooping"
+    machine.all_settles()
+
+
 @pytest.mark.parametrize("replicas", [0, 2, 3])
 def test_a_pod_that_ended_well_before_it_was_deleted_as_asked_is_not_left(replicas):
     """Found by the machine: the deletion was decided, and another action failed before it."""

@@ -361,7 +361,11 @@ class Cluster:
         return copy.deepcopy((self.job, self.objects)), pods
 
     def settle(self, turns=60, pass_s=400.0):
-        """Let everything happen that happens by itself, until nothing does any more."""
+        """Let everything happen that happens by itself, until nothing does any more.
+
+        Nothing has changed for two passes by then: a crash loop is over only after ten minutes.
+        """
+        quiet = 0
         for _ in range(turns):
             before = self._all()
             self.collect()
@@ -375,7 +379,8 @@ class Cluster:
             if self.reports:
                 self.tell_who_is_in()
             decision, _ = self.operate()
-            if self._all() == before:
+            quiet = quiet + 1 if self._all() == before else 0
+            if quiet == 2:
                 return decision
         raise AssertionError(f"nothing settles: {decision}")
 
