@@ -362,6 +362,11 @@ class KnownNode:
         return tuple(i for i in held.ranks if i in held.recoverable and i not in held.lost)
 
     @property
+    def has_lost_all(self) -> bool:
+        """Whether all of its workers in the current world have ended; others may run since."""
+        return self.is_member and self.workers.lost.issuperset(self.workers.ranks)
+
+    @property
     def has_all_in_world(self) -> bool:
         """Whether all local ranks have a place in the world, in their order."""
         return self.workers.ranks == tuple(range(self.spec.local_world_size))

@@ -91,7 +91,7 @@ class StateHolders:
         """Record who holds the state that the next world begins with, and has no place in it."""
         inside = {member.node_id for member in after.members}
         names = [member.node_id for member in before.members] + [*self.displaced]
-        outside = [i for i in names if i not in inside and i in nodes]
+        outside = [i for i in names if i not in inside and i in nodes and not nodes[i].has_lost_all]
         for node_id in outside:
             # The new world may make steps without this node.
             nodes[node_id].workers.give_up_state()
