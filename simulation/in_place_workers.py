@@ -100,10 +100,16 @@ class InPlaceTraining:
         self._clock.after(delay_s, fork)
 
     def interrupt(self, group: InPlaceGroup) -> None:
-        """Interrupt the current step of all workers of a node."""
+        """Interrupt the current step of all workers of a node.
+
+        One that is not able yet is still building its first group, which fails.
+        """
         group.minding.world_ended()
         for worker in [*group.inside()]:
-            self._break_off(worker)
+            if worker.able:
+                self._break_off(worker)
+            else:
+                self._clock.after(0.003, lambda w=worker, at=worker.world: self._lose(w, at))  # type: ignore[misc]
 
     def regroup(self, group: InPlaceGroup, assignment: Assignment, able: tuple[int, ...]) -> None:
         """Give `able` their place in another world."""

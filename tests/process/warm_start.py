@@ -6,8 +6,8 @@ process that has imported torch. It clones the agent as a child of the test proc
 zygote as a child of the agent, and lets the agent exec its command. The agent hands over what it
 would have given to a zygote by exec: arguments, environment, folder and descriptors.
 
-An agent that starts a second zygote starts it by exec. Tests whose subject is how a zygote starts
-use subprocess.Popen.
+An agent whose zygote has died starts the next one by exec. Tests whose subject is how a zygote
+starts use subprocess.Popen.
 """
 
 from __future__ import annotations
@@ -269,5 +269,7 @@ if __name__ == "__main__":
     role, number, *others = sys.argv[1:]
     if role == "agent":
         _run_agent(int(number), others)
-    elif (work := _nurse(int(number))) is not None:
-        work()
+    else:
+        work = _nurse(int(number))
+        while work is not None:
+            work = work()

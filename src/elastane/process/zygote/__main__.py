@@ -9,5 +9,5 @@ import sys
 from elastane.process.zygote.server import main
 
 work = main(sys.argv[1:])
-if work is not None:
-    work()
+while work is not None:
+    work = work()

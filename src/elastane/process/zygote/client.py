@@ -30,8 +30,6 @@ DEATHS_MAX = 3
 RESTART_DELAY_S = 0.2
 # Room for the command line of a worker, which replaces the zygote's own.
 COMMAND_LINE_BYTES = 2048
-# The names that a zygote is started with: the kernel allows 128 KB for one argument.
-LEARNED_BYTES_MAX = 100_000
 # Each try may find packages that must not be imported early; the next one omits them.
 LEARN_TRIES = 4
 # While the serving zygote has open requests, the new one waits; a fork takes milliseconds.
@@ -124,7 +122,7 @@ class ZygoteSpawner:
         return await launch(argv, self._env, self._cwd, fds)
 
     def learn(self, modules: tuple[str, ...]) -> None:
-        """Start another zygote that imports `modules` too, and let it replace this one; once.
+        """Fork a zygote that imports `modules` too, and let it replace this one; once.
 
         Does nothing if the user chose what is preloaded.
         """
@@ -169,15 +167,14 @@ class ZygoteSpawner:
             zygote = self._zygote
 
     async def _replace(self, modules: Sequence[str]) -> None:
-        """Warm up a second zygote with these modules, then swap it for the serving one."""
+        """Fork a second zygote, have it import these modules, and swap it for the serving one."""
         unsafe: set[str] = set()
         for _ in range(LEARN_TRIES):
             names = [name for name in modules if unsafe.isdisjoint((name, name.partition(".")[0]))]
-            text = ",".join(names)[:LEARNED_BYTES_MAX].rpartition(",")[0]
-            try:
-                zygote, sock = await self._start(text)
-            except ElastaneError:
+            started = await self._fork_zygote(names)
+            if started is None:
                 return
+            zygote, sock = started
             try:
                 answer = await _first_answer(sock)
                 found = set(answer["unsafe"]) if answer is not None else set()
@@ -195,6 +192,23 @@ class ZygoteSpawner:
                     sock.close()
                     zygote.kill_group(signal.SIGKILL)
                     await zygote.wait()
+
+    async def _fork_zygote(
+        self, modules: Sequence[str]
+    ) -> tuple[WorkerProcess, socket.socket] | None:
+        """Fork a zygote from the serving one; return it with its channel, None if that failed."""
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setblocking(False)
+        names = protocol.pack_names(modules)
+        forked: WorkerProcess | str = ""
+        try:
+            forked = await self._ask({"op": "zygote"}, [names, its.fileno()])
+        finally:
+            os.close(names)
+            its.close()
+            if not isinstance(forked, WorkerProcess):
+                mine.close()
+        return (forked, mine) if isinstance(forked, WorkerProcess) else None
 
     async def _swap(self, zygote: WorkerProcess, sock: socket.socket) -> bool:
         """Let `zygote` serve from now on; the previous one ends, because its channel is closed.
@@ -214,19 +228,19 @@ class ZygoteSpawner:
         return True
 
     async def _launch(self) -> WorkerProcess:
-        self._zygote, self._sock = await self._start("")
+        self._zygote, self._sock = await self._start()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._sock, self._read)
         loop.call_later(WARM_TIMEOUT_S, self._check_warm, self._zygote)
         return self._zygote
 
-    async def _start(self, learned: str) -> tuple[WorkerProcess, socket.socket]:
-        """Start a zygote that imports the preload and `learned`; return it with its channel."""
+    async def _start(self) -> tuple[WorkerProcess, socket.socket]:
+        """Start a zygote that imports the preload; return it with its channel."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             # Its workers' streams are like its own: unbuffered, as an exec'd worker's are.
             argv = [self._python, "-u", "-m", "elastane.process.zygote", str(os.getpid())]
-            argv += [",".join(self._preload), learned, " " * COMMAND_LINE_BYTES]
+            argv += [",".join(self._preload), " " * COMMAND_LINE_BYTES]
             null = os.open(os.devnull, os.O_RDONLY)
             try:
                 fds = {0: null, 1: 2, 2: 2, protocol.ZYGOTE_FD: its.fileno()}

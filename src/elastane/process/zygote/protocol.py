@@ -60,6 +60,21 @@ def pack_command(command: WorkerCommand) -> int:
         raise ValueError(f"a command of {len(data)} bytes, of at most {COMMAND_BYTES_MAX}")
     if len(command.descriptors()) >= DESCRIPTORS_MAX:
         raise ValueError(f"{len(command.descriptors())} descriptors, of {DESCRIPTORS_MAX - 1}")
+    return _packed(data)
+
+
+def pack_names(modules: Sequence[str]) -> int:
+    """Return a memfd with the names of modules."""
+    return _packed(json.dumps(modules).encode())
+
+
+def unpack_names(fd: int) -> list[str]:
+    """Return the names of modules in a memfd."""
+    names: list[str] = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    return names
+
+
+def _packed(data: bytes) -> int:
     fd = os.memfd_create("elastane-command", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)

@@ -38,7 +38,8 @@ ADOPTION_TIMEOUT_S = 2.0
 ADOPTION_POLL_S = 0.0002
 # Packages are few; this bounds a message.
 UNSAFE_REPORTED_MAX = 64
-Work = Callable[[], None]
+# What a fork does: a worker's program returns None, another zygote the next one's work.
+Work = Callable[[], Any]
 # Modules that torch._dynamo imports when the interpreter ends, if they are installed. Code that is
 # compiled then makes Python forget its interruption: the exit code would be 1, not SIGINT's.
 _AT_EXIT = ("tabulate",)
@@ -55,51 +56,61 @@ class RefusedError(Exception):
 
 
 def main(args: Sequence[str]) -> Work | None:
-    """Serve the agent; return None when it is gone, and in each worker the worker's program."""
+    """Serve the agent; return None when it is gone, and in each fork what it is to do."""
     agent, preload = int(args[0]), [name for name in args[1].split(",") if name]
-    learned = [name for name in args[2].split(",") if name]
     birth = note_birth()
-    sock = socket.socket(fileno=protocol.ZYGOTE_FD)
     begun = time.monotonic()
     chosen = ImportFindings()
     with without_collections(), devices_counted_by_driver():
         with watched(chosen):
             problems, imported = import_all(preload)
         chosen.try_renewals()
-        found = import_learned(learned, check_forkable)
-    imported = _with_findings(imported, chosen, found)
-    free_reducers_first()
+    devices = {name: value for name, value in chosen.reads.items() if name == _DEVICES}
+    imported = replace(_with_findings(imported, chosen), devices=devices)
     unfit = check_forkable() or _why_ranked(chosen)
+    return _serve(agent, birth, imported, {"problems": problems, "unfit": unfit}, begun)
+
+
+def _go_on(agent: int, birth: Birth, imported: Imported, modules: Sequence[str]) -> Work | None:
+    """Be a zygote that imports `modules` too; serve as `main` does."""
+    begun = time.monotonic()
+    with without_collections(), devices_counted_by_driver():
+        found = import_learned(modules, check_forkable)
+    imported = replace(_with_findings(imported, found), reads=found.reads)
+    report = {
+        "problems": [],
+        "unfit": check_forkable(),
+        "unsafe": sorted(found.unsafe)[:UNSAFE_REPORTED_MAX],
+    }
+    return _serve(agent, birth, imported, report, begun)
+
+
+def _serve(
+    agent: int, birth: Birth, imported: Imported, report: Mapping[str, Any], begun: float
+) -> Work | None:
+    """Report that this zygote is warm, and fork on request."""
+    free_reducers_first()
     gc.collect()
     gc.freeze()  # so that a collection in a worker does not copy every page of the modules
-    protocol.send(
-        sock,
-        {
-            "op": "warm",
-            "problems": problems,
-            "unfit": unfit,
-            "unsafe": sorted(found.unsafe)[:UNSAFE_REPORTED_MAX],
-            "torch": importlib.util.find_spec("torch") is not None,
-            "took_s": time.monotonic() - begun,
-        },
-    )
+    sock = socket.socket(fileno=protocol.ZYGOTE_FD)
+    has_torch = importlib.util.find_spec("torch") is not None
+    took_s = time.monotonic() - begun
+    protocol.send(sock, {"op": "warm", "torch": has_torch, "took_s": took_s, **report})
     return _Loop(sock, agent, birth, imported, _preloaded_files()).run()
 
 
-def _with_findings(imported: Imported, chosen: ImportFindings, found: ImportFindings) -> Imported:
-    """Return the imports, with their packages' use of the environment.
+def _with_findings(imported: Imported, found: ImportFindings) -> Imported:
+    """Return the imports, with those since and the variables that their packages set.
 
     Variables that torch itself sets are left out: a worker that imports less of torch would lack
     them.
     """
-    writes = {**chosen.writes, **found.writes}
+    writes = {name: by for name, by in found.writes.items() if by[0] not in ("", "torch")}
     return replace(
         imported,
         origins=outside(sys.modules),
-        reads=found.reads,
-        writes={name: by for name, by in writes.items() if by[0] not in ("", "torch")},
-        renewed=frozenset(chosen.renewed | found.renewed),
-        devices={name: value for name, value in chosen.reads.items() if name == _DEVICES},
+        writes={**imported.writes, **writes},
+        renewed=imported.renewed | found.renewed,
     )
 
 
@@ -210,7 +221,7 @@ class _Loop:
     origins: Mapping[str, str]
 
     def run(self) -> Work | None:
-        """Fork on request; return None when the agent is gone, and in each worker its program."""
+        """Fork on request; return None when the agent is gone, and in each fork its work."""
         while (request := protocol.receive(self.sock)) is not None:
             message, fds = request
             work = self._fork_twice(message, fds)
@@ -221,7 +232,7 @@ class _Loop:
         return None
 
     def _fork_twice(self, message: protocol.Message, fds: list[int]) -> Work | None:
-        """Fork a worker that is the agent's child; return its program there, None in the zygote."""
+        """Fork a child of the agent; return what it is to do there, None in the zygote."""
         try:
             middle = os.fork()
         except OSError as error:
@@ -266,6 +277,10 @@ class _Loop:
         """Return the descriptors that the program needs, and the program."""
         if message["op"] == "store":
             return {0: 0, 1: 1, 2: 2, 3: fds[0]}, functools.partial(serve, 3)
+        if message["op"] == "zygote":
+            modules = protocol.unpack_names(fds[0])
+            work = functools.partial(_go_on, self.agent, self.birth, self.imported, modules)
+            return {0: 0, 1: 1, 2: 2, protocol.ZYGOTE_FD: fds[1]}, work
         command = protocol.unpack_command(
             fds[0], dict(zip(message["numbers"], fds[1:], strict=True))
         )
