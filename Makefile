@@ -49,7 +49,7 @@ STAMP := $(VENV)/.elastane-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help env demo test pure lane-1 lane-2 lane-3 lint bench soak nightly gpu kubernetes kubernetes-bed \
-	coverage covered-1 covered-2 covered-3 format clean
+	coverage covered-1 covered-2 covered-3 release format clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -133,6 +133,21 @@ covered-2:
 
 covered-3:
 	$(COVERED) $(filter-out $(UNCOVERED), $(LANE_3)) $(ARGS) || [ $$? -eq $(TESTS_FAILED) ]
+
+# VERSION, if it is given, must be that of the tree: a tag names it.
+RELEASE := build/release
+release: ## build wheel and sdist, and try the wheel in a fresh environment (three minutes)
+	@test -z '$(VERSION)' || grep -qx '__version__ = "$(VERSION)"' src/elastane/version.py || \
+		{ echo 'src/elastane/version.py has another version than $(VERSION)' >&2; exit 1; }
+	rm -rf $(RELEASE)
+	$(PYTHON) -m venv $(RELEASE)/tools
+	$(RELEASE)/tools/bin/pip install --quiet build twine
+	$(RELEASE)/tools/bin/python -m build --outdir $(RELEASE)/dist .
+	$(RELEASE)/tools/bin/twine check --strict $(RELEASE)/dist/*
+	$(PYTHON) -m venv $(RELEASE)/user
+	$(RELEASE)/user/bin/pip install --quiet $(TORCH)
+	$(RELEASE)/user/bin/pip install --quiet "$$(ls $(RELEASE)/dist/*.whl)[demo]"
+	cd $(RELEASE) && user/bin/elastane demo
 
 format: env ## format the code, sort its imports, write what deploy/generate.py makes of it
 	$(BIN)/ruff check --fix --select I .
