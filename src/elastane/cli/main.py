@@ -35,6 +35,7 @@ VERBS = {
     "kubernetes": "run jobs on Kubernetes: the operator, its manifests, the status of a job",
     "doctor": "say what on this node would keep a job from running, and what to do",
     "verify-run": "compare the digest logs of two runs and find the first step that differs",
+    "chaos": "inject faults into a job that runs on this machine",
     "completion": "print a script with which bash, zsh or tcsh completes verbs and options",
     "demo": "train a model on this machine while workers and nodes are killed",
 }

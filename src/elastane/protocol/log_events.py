@@ -65,6 +65,8 @@ class EventKind(StrEnum):
     ZYGOTE_DIED = "zygote-died"
     ZYGOTE_PROBLEM = "zygote-problem"
     ZYGOTE_FALLBACK = "zygote-fallback"
+    # Logged by elastane chaos and elastane.testing.
+    FAULT_INJECTED = "fault-injected"
     # Logged by the log itself.
     EVENTS_LOST = "events-lost"
 

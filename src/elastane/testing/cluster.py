@@ -17,12 +17,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,10 +31,10 @@ from typing import Any, Self
 
 from elastane.errors import ElastaneError, UsageError
 from elastane.functions.request import as_text
-from elastane.observe.events import EventReader, LoggedEvent
+from elastane.observe.events import EventLog, EventReader, LoggedEvent
 from elastane.options.table import BY_DEST
 from elastane.process import environment
-from elastane.protocol.log_events import EventKind
+from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.testing import processes
 
 DEADLINE_S = 60.0
@@ -75,6 +76,44 @@ class ClusterWorld:
     def fence(self) -> tuple[int, int]:
         """Round and attempt."""
         return self.round, self.attempt
+
+
+def newest_world(events: Iterable[LoggedEvent]) -> ClusterWorld | None:
+    """Return the newest world in an event log; None before the first."""
+    settled: LoggedEvent | None = None
+    pids: dict[tuple[str, int | None, int | None], tuple[int, ...]] = {}
+    for event in events:
+        if event.kind == EventKind.WORKERS_STARTED:
+            text = str(event.data.get("pids", "")).strip("(), ")
+            words = filter(None, (word.strip() for word in text.split(",")))
+            pids[event.node, event.round, event.attempt] = tuple(map(int, words))
+        elif event.kind == EventKind.ROUND_SETTLED:
+            settled = event
+    if settled is None or settled.round is None or settled.attempt is None:
+        return None
+    nodes = tuple(str(settled.data.get("members", "")).split())
+    at = settled.round, settled.attempt
+    here = {node: pids[(node, *at)] for node in nodes if (node, *at) in pids}
+    return ClusterWorld(*at, nodes, here)
+
+
+class FaultLog:
+    """Logs injected faults in a job's event log, beside its agents."""
+
+    def __init__(self, log_dir: str, job: str) -> None:
+        self._log = EventLog(log_dir, job, "", socket.gethostname())
+
+    def record(self, kind: str, node: str, text: str) -> None:
+        """Log one fault; it is in the file on return, unless the disk takes no lines."""
+        event = LogEvent(
+            kind=EventKind.FAULT_INJECTED, reason=text, node_id=node, data={"fault": kind}
+        )
+        self._log.log(event, "chaos")
+        self._log.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._log.close()
 
 
 class LocalNode:
@@ -127,11 +166,8 @@ class LocalNode:
 
     def kill(self) -> None:
         """End the agent, its workers and their children at once, like a power cut."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGSTOP)  # so that it cannot react to the rest
-        pids = processes.below(self.process.pid)
-        self.process.kill()
-        processes.kill(pids)
+        if self.is_alive:
+            processes.cut_power(self.process.pid)
         self.process.wait()
 
     def kill_agent(self) -> None:
@@ -145,13 +181,11 @@ class LocalNode:
 
     def pause(self) -> None:
         """Stop every process of the node (SIGSTOP), like a host that hangs."""
-        for pid in [self.process.pid, *processes.below(self.process.pid)]:
-            processes.send(pid, signal.SIGSTOP)
+        processes.pause(self.process.pid)
 
     def resume(self) -> None:
         """Let the node continue after `pause`."""
-        for pid in [*processes.below(self.process.pid), self.process.pid]:
-            processes.send(pid, signal.SIGCONT)
+        processes.resume(self.process.pid)
 
 
 class LocalCluster:
@@ -184,6 +218,7 @@ class LocalCluster:
         self._endpoint = ""
         self._reader: EventReader | None = None
         self._events: list[LoggedEvent] = []
+        self._fault_log = FaultLog(str(self.log_dir), self.job)
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -199,6 +234,7 @@ class LocalCluster:
         try:
             processes.end_all([node.process for node in self.nodes], self._mark, _GONE_S)
         finally:
+            self._fault_log.close()
             if isinstance(error, Exception) and not isinstance(error, ClusterError):
                 error.add_note(self.story())
             if self._temporary is not None:
@@ -243,21 +279,11 @@ class LocalCluster:
 
     def world(self) -> ClusterWorld | None:
         """Return the newest world; None before the first."""
-        settled: LoggedEvent | None = None
-        pids: dict[tuple[str, int | None, int | None], tuple[int, ...]] = {}
-        for event in self.events(EventKind.ROUND_SETTLED, EventKind.WORKERS_STARTED):
-            if event.kind == EventKind.WORKERS_STARTED:
-                text = str(event.data.get("pids", "")).strip("(), ")
-                words = filter(None, (word.strip() for word in text.split(",")))
-                pids[event.node, event.round, event.attempt] = tuple(map(int, words))
-            else:
-                settled = event
-        if settled is None or settled.round is None or settled.attempt is None:
-            return None
-        nodes = tuple(str(settled.data.get("members", "")).split())
-        at = settled.round, settled.attempt
-        here = {node: pids[(node, *at)] for node in nodes if (node, *at) in pids}
-        return ClusterWorld(*at, nodes, here)
+        return newest_world(self.events(EventKind.ROUND_SETTLED, EventKind.WORKERS_STARTED))
+
+    def record_fault(self, kind: str, node: str, text: str) -> None:
+        """Log an injected fault in the job's event log."""
+        self._fault_log.record(kind, node, text)
 
     def wait(
         self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S

@@ -1,4 +1,4 @@
-"""Fault plans: which fault hits a local cluster at which time, from one seed.
+"""Fault plans: which fault hits a job at which time, from one seed.
 
     plan = FaultPlan.random(seed=7, duration_s=60, every_s=5)
     plan.run(cluster)
@@ -15,21 +15,74 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from elastane.errors import UsageError
+from elastane.observe.events import LoggedEvent
 from elastane.protocol.log_events import EventKind
-from elastane.testing.cluster import LocalCluster, LocalNode
 
 Kind = Literal[
-    "kill-worker", "kill-node", "kill-agent", "stop-node", "pause-node", "add-node", "stop-worker"
-]
-# A worker that is stopped for good is detected only if the script recovers in place.
-KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "stop-worker")
+    "kill-worker", "kill-node", "kill-agent", "stop-node", "pause-node", "add-node", "stop-worker",
+    "slow-worker",
+]  # fmt: skip
+# A worker that is stopped for good is detected only if the script recovers in place. A slow one is
+# no fault that anything has to recover from.
+KINDS: tuple[Kind, ...] = tuple(
+    kind for kind in get_args(Kind) if kind not in ("stop-worker", "slow-worker")
+)
 _POLL_S = 0.05
 _PAUSE_S = 1.0
+# A slow worker runs for half of this time, and is stopped for the other half.
+_SLOW_S, _SLOW_TURN_S = 2.0, 0.04
+
+
+class FaultedNode(Protocol):
+    """A node of a job that a plan can harm; `elastane.testing.LocalNode` says what each does."""
+
+    @property
+    def name(self) -> str:
+        """Its node id."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its agent runs."""
+
+    def workers(self) -> tuple[int, ...]:
+        """Return the pids of its workers."""
+
+    def kill(self) -> None:
+        """End all of its processes."""
+
+    def kill_agent(self) -> None:
+        """SIGKILL the agent alone."""
+
+    def stop(self) -> None:
+        """Ask the agent to leave."""
+
+    def pause(self) -> None:
+        """Stop all of its processes."""
+
+    def resume(self) -> None:
+        """Let them continue."""
+
+
+class FaultedJob(Protocol):
+    """A job that a plan can harm; `elastane.testing.LocalCluster` says what each does."""
+
+    @property
+    def nodes(self) -> Sequence[FaultedNode]:
+        """The nodes, those that ended included."""
+
+    def events(self, *kinds: str) -> list[LoggedEvent]:
+        """Return the events of these kinds by time."""
+
+    def start(self, name: str) -> FaultedNode:
+        """Start a node."""
+
+    def record_fault(self, kind: str, node: str, text: str) -> None:
+        """Log an injected fault."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +99,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Faults in the order of time. A node that one removes is started again after `back_s`.
+    """Faults in the order of time. A node that one removes is started again after `back_s`, if any.
 
     At least `keep` nodes stay. The nodes in `spare` are never removed or paused: such a fault is
     left out.
     """
 
     faults: tuple[Fault, ...]
-    back_s: float = 2.0
+    back_s: float | None = 2.0
     keep: int = 1
     spare: tuple[str, ...] = ()
 
@@ -89,63 +142,87 @@ class FaultPlan:
             faults.append(Fault(at_s, rng.choice(list(kinds)), rng.random()))
         return cls(tuple(faults), **rest)
 
-    def run(self, cluster: LocalCluster) -> list[str]:
+    def run(self, job: FaultedJob, tell: Callable[[str], None] = lambda text: None) -> list[str]:
         """Inject all faults, and start removed nodes again; return what was done, in words.
 
-        Ends early if the job has ended, or no agent is left.
+        Each fault is logged as the event `fault-injected`, and told as it happens. Ends early if
+        the job has ended, or no agent is left.
         """
         begun_s, done_texts = time.monotonic(), list[str]()
         absent: list[tuple[float, str]] = []
         faults = list(self.faults)
+
+        def note(text: str) -> None:
+            done_texts.append(f"{time.monotonic() - begun_s:.1f} s: {text}")
+            tell(done_texts[-1])
+
         while faults or absent:
             now_s = time.monotonic() - begun_s
-            present = _present(cluster)
-            if cluster.events(EventKind.JOB_ENDED) or not (present or absent):
+            present = [node for node in job.nodes if node.is_alive]
+            if job.events(EventKind.JOB_ENDED) or not (present or absent):
                 break
             for back in [back for back in absent if back[0] <= now_s]:
-                if not cluster.node(back[1]).is_alive:  # a draining node takes its time
+                if not any(node.name == back[1] for node in present):  # a drain takes its time
                     absent.remove(back)
-                    cluster.start(back[1])
-                    done_texts.append(f"{now_s:.1f} s: {back[1]} comes back")
+                    job.start(back[1])
+                    note(f"{back[1]} comes back")
             if faults and faults[0].at_s <= now_s:
-                done, gone = self._inject(faults.pop(0), present, cluster)
-                done_texts += [f"{now_s:.1f} s: {done}"] if done else []
-                absent += [(now_s + self.back_s, gone)] if gone else []
+                fault = faults.pop(0)
+                done, node, gone = self._inject(fault, present, job)
+                if done:
+                    job.record_fault(fault.kind, node, done)
+                    note(done)
+                if gone and self.back_s is not None:
+                    absent.append((now_s + self.back_s, node))
             time.sleep(_POLL_S)
         return done_texts
 
     def _inject(
-        self, fault: Fault, present: list[LocalNode], cluster: LocalCluster
-    ) -> tuple[str, str]:
-        """Return what was done, and the name of a node to start again; both empty for nothing."""
+        self, fault: Fault, present: list[FaultedNode], job: FaultedJob
+    ) -> tuple[str, str, bool]:
+        """Return what was done, to which node, and whether that left; all empty for nothing."""
+        nothing = "", "", False
         if not present:
-            return "", ""
-        node = present[int(fault.pick * len(present))]
-        if fault.kind in ("kill-worker", "stop-worker"):
+            return nothing
+        place = fault.pick * len(present)
+        node = present[int(place)]
+        if fault.kind.endswith("-worker"):
             pids = node.workers()
             if not pids:
-                return "", ""
-            number = signal.SIGKILL if fault.kind == "kill-worker" else signal.SIGSTOP
-            pid = pids[int(fault.pick * len(pids))]  # the world may have changed by now
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-            return f"{fault.kind} {pid} of {node.name}", ""
+                return nothing
+            pid = pids[int((place - int(place)) * len(pids))]
+            return _harm_worker(fault.kind, pid, node), node.name, False
         if fault.kind == "add-node":
-            added = cluster.start(f"added-{len(cluster.nodes)}")
-            return f"add-node {added.name}", ""
+            added = job.start(f"added-{len(job.nodes)}")
+            return f"add-node {added.name}", added.name, False
         if node.name in self.spare:
-            return "", ""
+            return nothing
         if fault.kind == "pause-node":
             node.pause()
             time.sleep(_PAUSE_S)  # the fault itself
             node.resume()
-            return f"pause-node {node.name} for {_PAUSE_S:g} s", ""
+            return f"pause-node {node.name} for {_PAUSE_S:g} s", node.name, False
         if len(present) <= self.keep:
-            return "", ""
+            return nothing
         ends = {"kill-node": node.kill, "kill-agent": node.kill_agent, "stop-node": node.stop}
         ends[fault.kind]()
-        return f"{fault.kind} {node.name}", node.name
+        return f"{fault.kind} {node.name}", node.name, True
 
 
-def _present(cluster: LocalCluster) -> list[LocalNode]:
-    return [node for node in cluster.nodes if node.is_alive]
+def _harm_worker(kind: Kind, pid: int, node: FaultedNode) -> str:
+    """Kill, stop or slow a worker, which may have ended with its world by now."""
+    text = f"{kind} {pid} of {node.name}"
+    if kind == "slow-worker":
+        until_s = time.monotonic() + _SLOW_S
+        try:
+            while time.monotonic() < until_s and pid in node.workers():
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(_SLOW_TURN_S / 2)  # the fault itself
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(_SLOW_TURN_S / 2)
+        except ProcessLookupError:
+            return text
+        return f"{text} for {_SLOW_S:g} s"
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL if kind == "kill-worker" else signal.SIGSTOP)
+    return text

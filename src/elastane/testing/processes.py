@@ -60,6 +60,24 @@ def kill(pids: Iterable[int]) -> None:
         send(pid, signal.SIGKILL)
 
 
+def cut_power(agent: int) -> None:
+    """End an agent, its workers and their children at once; its parent still has to wait for it."""
+    send(agent, signal.SIGSTOP)  # so that it cannot react to the rest
+    kill([*below(agent), agent])
+
+
+def pause(agent: int) -> None:
+    """Stop every process of a node, like a host that hangs."""
+    for pid in (agent, *below(agent)):
+        send(pid, signal.SIGSTOP)
+
+
+def resume(agent: int) -> None:
+    """Let a node continue after `pause`."""
+    for pid in (*below(agent), agent):
+        send(pid, signal.SIGCONT)
+
+
 def marked(mark: str) -> list[int]:
     """Return the living processes that carry the mark."""
     wanted = f"{MARK}={mark}".encode()

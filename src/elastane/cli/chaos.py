@@ -1,0 +1,155 @@
+"""`elastane chaos`: injects faults into a job that runs on this machine, by a seed.
+
+Each fault is logged as an event of the job, where `explain` and the dashboard find it. Only
+processes of this user are harmed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from typing import TYPE_CHECKING
+
+from elastane.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from elastane.testing.chaos import RunningJob
+    from elastane.testing.plans import Kind
+
+# Option, kind of fault, and what it does.
+_FAULTS: tuple[tuple[str, Kind, str], ...] = (
+    ("--kill-worker", "kill-worker", "SIGKILL to a worker (the default)"),
+    ("--hang", "stop-worker", "SIGSTOP to a worker, for good"),
+    ("--slow", "slow-worker", "a worker gets half of its time, for 2 s"),
+    ("--kill-agent", "kill-agent", "SIGKILL to an agent alone"),
+    ("--kill-node", "kill-node", "the power of a node fails: agent and workers are gone at once"),
+    ("--stop-node", "stop-node", "SIGTERM to an agent, like a preemption"),
+    ("--pause-node", "pause-node", "all processes of a node stand still for 1 s"),
+)
+# A world survives these.
+_HARMLESS = ("slow-worker", "pause-node")
+_SEED_MAX = 1_000_000
+# After the last fault the job has this long to train again.
+_RECOVERY_S = 60.0
+_POLL_S = 0.1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("job", metavar="JOB", help="name of a job whose agents run on this machine")
+    for option, _, text in _FAULTS:
+        add(option, action="store_true", help=text)
+    add(
+        "--every",
+        metavar="S",
+        type=float,
+        default=10.0,
+        help="seconds from fault to fault, give or take half (%(default)g)",
+    )
+    add(
+        "--duration",
+        metavar="S",
+        type=float,
+        default=60.0,
+        help="no fault after so many seconds (%(default)g)",
+    )
+    add("--seed", metavar="N", type=int, default=None, help="the same seed gives the same plan")
+    add(
+        "--keep",
+        metavar="N",
+        type=int,
+        default=1,
+        help="nodes of this machine that are never taken away (%(default)s); they do not come back",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Inject the faults; return 1 if the job failed, or does not train again."""
+    from elastane.process import environment
+    from elastane.process.files import JobRegistry, runtime_folder
+    from elastane.testing.chaos import RunningJob
+    from elastane.testing.plans import FaultPlan
+
+    for name in ("every", "duration"):
+        if getattr(args, name) <= 0:
+            raise UsageError(
+                f"--{name} {getattr(args, name):g}", slug="usage", expected="seconds above 0"
+            )
+    seed = random.randrange(_SEED_MAX) if args.seed is None else args.seed
+    named = (option.removeprefix("--").replace("-", "_") for option, _, _ in _FAULTS)
+    chosen = [kind for name, (_, kind, _) in zip(named, _FAULTS, strict=True) if vars(args)[name]]
+    plan = FaultPlan.random(
+        seed,
+        args.duration,
+        args.every,
+        chosen or ["kill-worker"],
+        back_s=None,
+        keep=args.keep,
+    )
+    job = RunningJob(args.job, JobRegistry(runtime_folder(environment.snapshot())))
+    print(f"seed {seed}: {len(plan.faults)} faults into {job.job}", flush=True)
+    try:
+        plan.run(job, lambda text: print(text, flush=True))
+        is_well = _await_training(job)
+    finally:
+        job.close()
+    print("\n".join(_summary(job)))
+    return int(ExitCode.DONE if is_well else ExitCode.WORKER_FAILED)
+
+
+def _await_training(job: RunningJob) -> bool:
+    """Wait until the job trains again, or has ended; return whether it did so well."""
+    from elastane.protocol.log_events import EventKind
+
+    until_s = time.monotonic() + _RECOVERY_S
+    while time.monotonic() < until_s:
+        ended = job.events(EventKind.JOB_ENDED)
+        if ended:
+            return bool(ended[-1].data.get("ok"))
+        if _trains(job):
+            return True
+        if not any(node.is_alive for node in job.nodes):
+            print("no agent of the job is left on this machine")
+            return False
+        time.sleep(_POLL_S)
+    print(f"the job does not train again within {_RECOVERY_S:g} s of the last fault")
+    return False
+
+
+def _trains(job: RunningJob) -> bool:
+    """Whether the newest world trains, and is newer than each fault that ends a world.
+
+    Workers of a script that reports no steps train from their start.
+    """
+    from elastane.protocol.log_events import EventKind
+
+    begins = EventKind.WORKERS_TRAINING
+    if not job.events(begins):
+        begins = EventKind.WORKERS_STARTED
+    waits: set[str] = set()
+    is_settled = False
+    for event in job.events(
+        EventKind.FAULT_INJECTED, EventKind.INCIDENT, EventKind.ROUND_SETTLED, begins
+    ):
+        if event.kind == EventKind.ROUND_SETTLED:
+            is_settled, waits = True, set(str(event.data.get("members", "")).split())
+        elif event.kind == begins:
+            waits.discard(event.node)
+        elif event.kind == EventKind.INCIDENT or event.data.get("fault") not in _HARMLESS:
+            is_settled = False
+    return is_settled and not waits
+
+
+def _summary(job: RunningJob) -> list[str]:
+    from elastane.observe.account import account_lines, account_of
+    from elastane.protocol.log_events import EventKind
+
+    events = job.events()
+    incidents = [event for event in events if event.kind == EventKind.INCIDENT]
+    restarts = [event for event in events if event.kind == EventKind.RESTART]
+    counted = f"{len(incidents)} incidents and {len(restarts)} restarts since the job began"
+    account = account_of(events, time.time())
+    more = account_lines(account) if account is not None else []
+    return ["", counted, *more, f"next: elastane explain {job.job}"]
