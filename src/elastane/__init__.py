@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from elastane.worker.record import record
     from elastane.worker.scalars import TensorBoard
     from elastane.worker.step import Step
+    from elastane.worker.world_change import on_world_change
 
 __all__ = [
     "Checkpointer",
@@ -38,6 +39,7 @@ __all__ = [
     "init",
     "launch",
     "load_checkpoint",
+    "on_world_change",
     "record",
     "save_checkpoint",
     "should_checkpoint",
@@ -58,6 +60,7 @@ _HOMES = {
     "init": "elastane.worker.job",
     "launch": "elastane.functions.launch",
     "load_checkpoint": "elastane.checkpoint.simple",
+    "on_world_change": "elastane.worker.world_change",
     "record": "elastane.worker.record",
     "save_checkpoint": "elastane.checkpoint.simple",
     "should_checkpoint": "elastane.worker.drain",

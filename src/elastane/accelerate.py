@@ -46,7 +46,7 @@ class AcceleratedLoader(ElasticLoader):
         """Yield the number of each epoch; see ElasticLoader.epochs."""
         if not self._is_complete:
             self._is_complete = True
-            self._tracked.add(self._prepared())
+            self.track(**self._prepared())
         return super().epochs(until, until_step=until_step)
 
     def __iter__(self) -> Iterator[Any]:

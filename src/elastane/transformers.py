@@ -275,7 +275,7 @@ class ElasticTrainerMixin:
         loader, epoch = self._elastic, kwargs["epoch"]
         assert loader is not None, "the loader is made before the loop"
         if self._walk is None:
-            loader.name(self._tracked())
+            loader.track(**self._tracked())
             self._walk = loader.epochs(_EPOCHS_MAX)
         if self._next_epoch is None:
             self._has_joined = loader.is_joining
@@ -354,10 +354,6 @@ class TrainerLoader(ElasticLoader):
     def __init__(self, loader: Any, accumulate: int) -> None:
         super().__init__(loader, accumulate=accumulate)
         self.dataset = loader.dataset
-
-    def name(self, tracked: dict[str, Any]) -> None:
-        """Name what a worker that joins needs, before the loop."""
-        self._tracked.add(tracked)
 
     @property
     def is_joining(self) -> bool:

@@ -115,6 +115,8 @@ class OrderedGroup(ElasticGroup):
         # Rank and world size that a newcomer's program sees before it joins.
         self._outside: tuple[int, int] | None = None
         self._is_leaving = self._has_left = False
+        # Who is told of another rank or world size.
+        self._told: list[Callable[[int, int], None]] = []
         self._thread = threading.Thread(target=self._run, name="elastane-deliver", daemon=True)
 
     def begin(self, world: WorldGroup) -> None:
@@ -132,6 +134,11 @@ class OrderedGroup(ElasticGroup):
         self._outside = rank, size
         self.build_apart(True)
         self._host.show(rank, size)
+
+    def tell(self, call: Callable[[int, int], None]) -> None:
+        """Call `call(rank, world_size)` whenever the program sees another one of these."""
+        with self._changed:
+            self._told.append(call)
 
     @property
     def has_joined(self) -> bool:
@@ -492,6 +499,8 @@ class OrderedGroup(ElasticGroup):
         self._shown = self._member.visible
         self.show_members(range(self.size()))
         self._host.show(self.rank(), self.size())
+        for call in self._told:
+            call(self.rank(), self.size())
 
     # A fault.
 

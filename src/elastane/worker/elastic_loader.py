@@ -79,6 +79,17 @@ class ElasticLoader:
                 )
             self._group.share(self)
 
+    def track(self, **objects: Any) -> None:
+        """Name further objects that a newcomer needs; before the loop, on all workers."""
+        if self._epoch is not None:
+            raise ConfigurationError(
+                "track() of an ElasticLoader within its loop",
+                slug=SLUG,
+                expected="all objects by name before epochs(), on all workers",
+                next_step="make them before the loop",
+            )
+        self._tracked.add(objects)
+
     def epochs(self, until: int, *, until_step: int | None = None) -> Iterator[int]:
         """Yield the number of each epoch, from the position to `until`, which is not included.
 

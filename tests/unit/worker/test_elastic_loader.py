@@ -91,3 +91,24 @@ def test_a_position_is_loaded_before_the_loop_only():
     for _ in loader.epochs(1):
         with pytest.raises(ConfigurationError, match="within its loop"):
             loader.load_state_dict(loader.state_dict())
+
+
+def test_objects_can_be_named_later_but_not_within_the_loop():
+    loader = loader_of()
+    loader.track(average=torch.nn.Linear(1, 1))
+    assert "average" in loader.state()["tracked"]
+    for _ in loader.epochs(1):
+        with pytest.raises(ConfigurationError, match=r"track\(\) of an ElasticLoader within"):
+            loader.track(late=torch.nn.Linear(1, 1))
+
+
+def test_a_change_of_the_world_is_told_with_a_process_group_alone(tmp_path):
+    with pytest.raises(ConfigurationError, match="without a process group") as caught:
+        elastane.on_world_change(lambda rank, world_size: None)
+    assert caught.value.slug == "world-change"
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        elastane.on_world_change(lambda rank, world_size: pytest.fail("the world never changes"))
+    finally:
+        torch.distributed.destroy_process_group()
