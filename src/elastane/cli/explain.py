@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _FAILURES_SHOWN_MAX = 8
 _MESSAGE_LINES_MAX = 12
 _DIFFERED_SHOWN_MAX = 8
+_INJECTED_SHOWN_MAX = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +70,9 @@ def story_lines(story: JobStory, account: Account | None = None) -> list[str]:
         lines += ["", *_attempt_lines(attempt)]
     if story.departures:
         lines += ["", "nodes that departed:", *(f"  {line}" for line in story.departures)]
+    if story.injected:
+        lines += ["", "faults that were injected:"]
+        lines += [f"  {line}" for line in story.injected[-_INJECTED_SHOWN_MAX:]]
     if account is not None:
         lines += ["", *account_lines(account)]
     lines += ["", f"logs: {story.log_dir}", f"output: elastane logs {story.log_dir}"]

@@ -126,7 +126,7 @@ class JobStory(msgspec.Struct, kw_only=True):
 
     `restarts_used` is the use of the restart budget, which covers restarts of all workers and
     `replacements` of lost ones. `agents_left`: the end of each agent in the log that stopped.
-    `agents_here`: the number of agents that did not.
+    `agents_here`: the number of agents that did not. `injected`: faults that were injected into it.
     """
 
     job: str
@@ -141,6 +141,7 @@ class JobStory(msgspec.Struct, kw_only=True):
     agents_here: int = 0
     attempts: list[AttemptStory] = []
     departures: list[str] = []
+    injected: list[str] = []
     last_event: str = ""
     version: int = 1
 
@@ -167,6 +168,8 @@ class JobStory(msgspec.Struct, kw_only=True):
             self.replacements += event.kind == EventKind.REPLACEMENT
         elif event.kind == EventKind.NODE_DEPARTED:
             self.departures.append(f"{event.time} {event.node}: {event.reason}")
+        elif event.kind == EventKind.FAULT_INJECTED:
+            self.injected.append(f"{event.time} {event.reason}")
 
     def _add_agent(self, here: set[tuple[str, int]], event: LoggedEvent) -> None:
         """Record the agents whose ends are in the log."""
