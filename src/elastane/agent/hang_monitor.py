@@ -18,11 +18,12 @@ from pathlib import Path
 
 from elastane.agent.control_sockets import ControlSockets
 from elastane.agent.failure_reports import LastWords
+from elastane.agent.standstill import MonitorPosts, StandstillWatch
 from elastane.agent.worker import GroupSetup, LocalWorker, SpawnTask
 from elastane.process.control_socket import Doing, StatusQuery
 from elastane.process.process import EXIT_UNKNOWN, WorkerProcess
 from elastane.protocol.hangs import HANG_LOOK_S, Activity, HangRules, Observation
-from elastane.protocol.model import Failure, WaitPoint
+from elastane.protocol.model import WaitPoint
 
 # A hanging worker gets SIGABRT for its stack, and SIGKILL after this. If SIGKILL does not end it
 # within the same time again, it is reported as failed while it lives.
@@ -49,19 +50,20 @@ class Waits:
 
 
 class HangMonitor:
-    """Watches the `members` of a world; `failed` receives a worker that is given up alive."""
+    """Watches the `members` of a world; `post` receives what it finds."""
 
     def __init__(
         self,
         members: Callable[[], list[LocalWorker]],
         sockets: ControlSockets,
-        failed: Callable[[Failure, float], None],
+        post: MonitorPosts,
         spawn: SpawnTask,
         setup: GroupSetup,
     ) -> None:
         self._members = members
         self._sockets = sockets
-        self._failed = failed
+        self._failed = post.failed
+        self._standstill = StandstillWatch(setup, post)
         self._spawn = spawn
         self._stuck = StuckWatch(setup.stuck_s)
         self._hangs = HangRules(setup.hang_floor_s, setup.abort_limit_s)
@@ -84,6 +86,7 @@ class HangMonitor:
     def world_ended(self) -> None:
         """Forget what the members waited for: their world has ended."""
         self._hangs.world_ended()
+        self._standstill.world_ended()
         self.waits = Waits()
 
     async def _watch_hangs(self) -> None:
@@ -97,11 +100,16 @@ class HangMonitor:
             for pid in found.ask:
                 self._sockets.send(alive[pid].local_rank, StatusQuery())
             for pid, reason in found.hung.items():
-                worker, process = alive[pid], alive[pid].process
-                if process is not None and not (worker.hung or worker.given_up):
-                    worker.find_hung(f"it hung: {reason} [{HUNG_SLUG}]")
-                    _log.warning("worker of local rank %d: %s", worker.local_rank, worker.hung)
-                    self._spawn(self._end(worker, process))
+                self._end_hung(alive[pid], reason)
+            for worker, reason in self._standstill.look(members, time.monotonic()):
+                self._end_hung(worker, reason)
+
+    def _end_hung(self, worker: LocalWorker, reason: str) -> None:
+        process = worker.process
+        if process is not None and not (worker.hung or worker.given_up):
+            worker.find_hung(f"it hung: {reason} [{HUNG_SLUG}]")
+            _log.warning("worker of local rank %d: %s", worker.local_rank, worker.hung)
+            self._spawn(self._end(worker, process))
 
     def _observations(self, alive: dict[int, LocalWorker]) -> dict[int, Observation]:
         """Return what each worker shows; the kernel is asked only about those without progress."""

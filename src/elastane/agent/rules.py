@@ -52,6 +52,7 @@ from enum import Enum, auto
 import msgspec
 
 from elastane.errors import ExitCode
+from elastane.protocol.culprits import Verdict
 from elastane.protocol.diagnosis import failure_text
 from elastane.protocol.effects import (
     AgentEffect,
@@ -70,6 +71,7 @@ from elastane.protocol.effects import (
 )
 from elastane.protocol.events import (
     AgentEvent,
+    CulpritFound,
     GroupAble,
     GroupDrained,
     GroupGone,
@@ -526,8 +528,8 @@ class LocalWorkers:
             ):
                 group.interrupt(reason)
                 self._outbox.send(Lost(fence=world, reason=reason))
-            case ReplicaDiffered(fence=fence) if group and fence == group.start_fence:
-                self._differed(event)
+            case ReplicaDiffered() | CulpritFound() if group and event.fence == group.start_fence:
+                self._log_finding(event)
             case GroupMarked() | GroupDrained() if group and self._is_draining(event.fence):
                 self._drained(group, event)
             case GroupGone(fence=fence, offer=offer) if group is None or fence == group.start_fence:
@@ -737,9 +739,17 @@ class LocalWorkers:
         failures = group.aged_failures(self.now_s)
         self._outbox.send(Failed(fence=group.fence, failures=failures))
 
-    def _differed(self, event: ReplicaDiffered) -> None:
-        data = {"rank": event.rank, "local_rank": event.local_rank, "steps": event.steps}
-        self._log(EventKind.REPLICA_DIFFERED, event.reason, **data)
+    def _log_finding(self, event: ReplicaDiffered | CulpritFound) -> None:
+        if isinstance(event, CulpritFound):
+            data = culprit_data(event.verdict, event.still_s)
+            self._log(EventKind.CULPRIT, event.verdict.sentence, **data)
+            return
+        differed: dict[str, str | int | float | bool] = {
+            "rank": event.rank,
+            "local_rank": event.local_rank,
+            "steps": event.steps,
+        }
+        self._log(EventKind.REPLICA_DIFFERED, event.reason, **differed)
 
     def _gone(self, fence: Fence, offer: PortOffer) -> None:
         self.offer = offer
@@ -1097,6 +1107,19 @@ def not_found(limit_s: float, reason: str) -> Outcome:
 def aged(failure: Failure, ended_s: float, now_s: float) -> Failure:
     """Return `failure` with its age as of `now_s`."""
     return msgspec.structs.replace(failure, age_s=max(0.0, now_s - ended_s))
+
+
+def culprit_data(verdict: Verdict, still_s: float) -> dict[str, str | int | float | bool]:
+    """Return the fields that the event log keeps about who is to blame."""
+    return {
+        "class": verdict.kind.value,
+        "ranks": ",".join(map(str, verdict.ranks)),
+        "outlook": verdict.outlook.value,
+        "certain": verdict.is_certain,
+        "group": verdict.group,
+        "sequence": verdict.sequence,
+        "still_s": round(still_s, 1),
+    }
 
 
 def failure_data(failure: Failure, *, stopped: bool) -> dict[str, str | int | float | bool]:

@@ -122,9 +122,8 @@ class Spares:
         spare = None
         try:
             streams = await files.open_soon(0, 0, run.role)
-            spare = LocalWorker(
-                0, 0, streams, files, StatusPage.create(), _NO_RANK, is_standby=True
-            )
+            page = StatusPage.create(records=self._setup.records)
+            spare = LocalWorker(0, 0, streams, files, page, _NO_RANK, is_standby=True)
             with self._sockets.open(key) as line:
                 self._sockets.send(key, control_socket.Spare())
                 waiting = msgspec.structs.replace(assignment, waiting=True)

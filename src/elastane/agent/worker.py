@@ -56,6 +56,7 @@ class GroupSetup:
     limit. `spares` is the number of warm spares beside workers that recover in place.
     `choose_files` decides instead of `logs` where each worker's output goes. No worker counts as
     hung before `hang_floor_s`, except in an abort of its process group, after `abort_limit_s`.
+    `records`: workers record their collectives.
     """
 
     kind: WorkerKind
@@ -72,6 +73,7 @@ class GroupSetup:
     spares: int = 0
     hang_floor_s: float = Timing().hang_floor_s
     abort_limit_s: float = Timing().abort_limit_s
+    records: bool = True
     timers: TimerWatch | None = None
     choose_files: ChooseFiles | None = None
     # Shared by all attempts, so that its threads are reused.

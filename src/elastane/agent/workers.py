@@ -27,6 +27,7 @@ from elastane.agent.first_steps import Beginning, FirstSteps
 from elastane.agent.hang_monitor import UNKILLABLE_SLUG, HangMonitor
 from elastane.agent.process_group_store import OfferedPort, StoreHost
 from elastane.agent.spares import Spares
+from elastane.agent.standstill import MonitorPosts
 from elastane.agent.worker import EXIT_NOT_STARTED, GroupSetup, LocalWorker, SpawnTask, end_expired
 from elastane.errors import ElastaneError
 from elastane.process import control_socket
@@ -36,8 +37,10 @@ from elastane.process.streams.console import process_console
 from elastane.process.streams.group import GroupStreams
 from elastane.process.timers import WorkerTimer
 from elastane.process.worker_environment import WorkerFacts, worker_environment
+from elastane.protocol.culprits import Verdict
 from elastane.protocol.events import (
     AgentEvent,
+    CulpritFound,
     GroupAble,
     GroupDrained,
     GroupGone,
@@ -106,8 +109,9 @@ class LocalWorkerGroup:
         self._store_host = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
         self.drain = GroupDrain(self._members, self._sockets, self.post, self._spawn_task)
         self._spares = Spares(self.setup, self._sockets, self._spawn_task)
+        posts = MonitorPosts(self._post_failed, self._post_culprit, lambda: self.world)
         self.hang_monitor = HangMonitor(
-            self._members, self._sockets, self._post_failed, self._spawn_task, self.setup
+            self._members, self._sockets, posts, self._spawn_task, self.setup
         )
 
         self._first_steps = FirstSteps(
@@ -215,7 +219,7 @@ class LocalWorkerGroup:
         rank = place.rank_base + local_rank
         try:
             streams = await files.open_soon(local_rank, rank, self.setup.run.role)
-            page = StatusPage.create()
+            page = StatusPage.create(records=self.setup.records)
         except OSError as error:
             self._post_not_started(local_rank, rank, f"not started: {error}")
             return
@@ -337,6 +341,9 @@ class LocalWorkerGroup:
     def _post_differed(self, local_rank: int, difference: control_socket.Differed) -> None:
         fence, rank = self.assignment.fence, difference.rank
         self.post(ReplicaDiffered(fence, rank, local_rank, difference.steps, difference.reason))
+
+    def _post_culprit(self, verdict: Verdict, still_s: float) -> None:
+        self.post(CulpritFound(self.assignment.fence, verdict, still_s))
 
     def _answered(self, local_rank: int, doing: control_socket.Doing) -> None:
         self.hang_monitor.answered(local_rank, doing)

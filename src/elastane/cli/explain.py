@@ -19,6 +19,7 @@ _FAILURES_SHOWN_MAX = 8
 _MESSAGE_LINES_MAX = 12
 _DIFFERED_SHOWN_MAX = 8
 _INJECTED_SHOWN_MAX = 20
+_CULPRITS_SHOWN_MAX = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +118,8 @@ def _attempt_lines(attempt: AttemptStory) -> list[str]:
         lines.append(f"  ended      {attempt.ended}{lasted}: {attempt.ended_because}")
     for difference in attempt.differed[-_DIFFERED_SHOWN_MAX:]:
         lines.append(f"  replica    {difference}")
+    for culprit in attempt.culprits[-_CULPRITS_SHOWN_MAX:]:
+        lines.append(f"  culprit    {culprit.time}: {culprit.sentence} [{culprit.kind}]")
     if attempt.root_cause:
         lines.append(f"  root cause {attempt.root_cause}")
     if attempt.alike:

@@ -43,6 +43,7 @@ _WARNINGS = frozenset(
     {
         EventKind.AUTHORITY_LOST,
         EventKind.COORDINATOR_AWAY,
+        EventKind.CULPRIT,
         EventKind.EVENTS_LOST,
         EventKind.GROWTH,
         EventKind.INCIDENT,

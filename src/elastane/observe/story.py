@@ -38,6 +38,23 @@ class SeenFailure(msgspec.Struct, kw_only=True):
     log_file: str = ""
 
 
+class SeenCulprit(msgspec.Struct, kw_only=True):
+    """A worker for which others waited. `kind` and `outlook` are stable words.
+
+    `ranks` is empty where no worker was behind. `certain`: the wait would never have ended.
+    """
+
+    time: str
+    kind: str
+    ranks: list[int]
+    sentence: str
+    outlook: str
+    certain: bool
+    still_s: float
+    group: str = ""
+    sequence: int = 0
+
+
 class AttemptStory(msgspec.Struct, kw_only=True):
     """One start of the workers, as far as its events are in the log."""
 
@@ -58,6 +75,7 @@ class AttemptStory(msgspec.Struct, kw_only=True):
     alike: int = 0
     failures: list[SeenFailure] = []
     differed: list[str] = []
+    culprits: list[SeenCulprit] = []
     succeeded: int = 0
 
     def add(self, event: LoggedEvent) -> None:
@@ -73,6 +91,8 @@ class AttemptStory(msgspec.Struct, kw_only=True):
                 self._add_exit(event)
             case EventKind.REPLICA_DIFFERED:
                 self.differed.append(f"{event.time}: {event.reason}")
+            case EventKind.CULPRIT:
+                self.culprits.append(_culprit(event))
             case EventKind.INCIDENT | EventKind.DRAIN_STARTED:
                 self._record_reason(event)
             case EventKind.REPLACEMENT if not self.ended:
@@ -119,6 +139,21 @@ class AttemptStory(msgspec.Struct, kw_only=True):
                 log_file=event.text("log_file"),
             )
         )
+
+
+def _culprit(event: LoggedEvent) -> SeenCulprit:
+    still_s = event.data.get("still_s", 0.0)
+    return SeenCulprit(
+        time=event.time,
+        kind=event.text("class"),
+        ranks=[int(word) for word in event.text("ranks").split(",") if word.isdecimal()],
+        sentence=event.reason,
+        outlook=event.text("outlook"),
+        certain=bool(event.data.get("certain")),
+        still_s=float(still_s) if isinstance(still_s, int | float) else 0.0,
+        group=event.text("group"),
+        sequence=event.number("sequence") or 0,
+    )
 
 
 class JobStory(msgspec.Struct, kw_only=True):

@@ -79,6 +79,7 @@ class Supervision:
     `cpus` holds, by local rank, the CPUs that a worker is bound to; empty without binding.
     `stuck_s` is the limit for uninterruptible sleep; 0 means no limit. `spares` is
     --spares-per-node, `replicas` is --snapshot-replicas, `choose_files` the class of --logs-specs.
+    `records`: workers record their collectives.
     """
 
     cpus: tuple[frozenset[int], ...] = ()
@@ -91,6 +92,7 @@ class Supervision:
     replicas: int = 0
     event_handler: str = "null"
     choose_files: ChooseFiles | None = None
+    records: bool = True
 
 
 @dataclass(frozen=True)

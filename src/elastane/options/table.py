@@ -363,6 +363,15 @@ TABLE: tuple[Option, ...] = (
         ours=True,
     ),
     Option(
+        "no-collective-ring",
+        "0",
+        "do not record the last collectives of each worker; then a wait is not explained by the "
+        "worker that causes it (see docs/who-is-to-blame.md)",
+        OURS,
+        kind="flag",
+        ours=True,
+    ),
+    Option(
         "drain-timeout",
         "",
         "seconds that workers get to checkpoint before a planned change (default 30)",

@@ -211,6 +211,7 @@ def read_supervision(
         health_port=_port(environ),
         stuck_s=_stuck_s(environ) or 0.0,
         spares=_spares(options, local_world_size),
+        records=not options.flag("no_collective_ring"),
         replicas=_replicas(options),
         event_handler=_handler(options.text("event_log_handler")),
         choose_files=_chooser(options, local_world_size),

@@ -24,19 +24,22 @@ from collections.abc import Callable
 
 from elastane.process.kernel import accept_barriers, impose_barrier
 from elastane.protocol.limits import COUNT_MAX
+from elastane.protocol.ring import RING_BYTES, Ring, read_ring
 
 PAGE_FD_VARIABLE = "ELASTANE_STATUS_PAGE_FD"
 # One page of words, then room for the names of about 1,500 modules.
-PAGE_BYTES = 64 << 10
-_NAMES_AT = 4096
+_NAMES_AT, _NAMES_END = 4096, 64 << 10
+# Then the ring of the worker's collectives.
+PAGE_BYTES = _NAMES_END + RING_BYTES
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
-VERSION = 7
+VERSION = 8
 # Word numbers, of 8 bytes each, little-endian.
-_MAGIC, _VERSION = 0, 1  # line 0: the agent, once
+_MAGIC, _VERSION, _RECORDS = 0, 1, 2  # line 0: the agent, once
 _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
 _GATE, _TARGET, _STOPS, _UNTIL_NS = 16, 17, 18, 19  # line 2: the agent
 _MARK, _STEPS, _ROUND, _ABORTS = 24, 25, 26, 27  # line 3: the worker
 _NAMES_BYTES = 32  # line 4: the worker
+_HEAD, _LOADING, _LOADS, _BEATS, _BOARDS = 40, 41, 42, 43, 44  # line 5: the worker, of its ring
 # The states of a worker that waits at the target.
 _WAITS, _HAS_SAVED = 1, 2
 # The interval at which a worker past its deadline checks for a new one.
@@ -44,6 +47,8 @@ _OVERDUE_POLL_S = 0.05
 # A mark counts signs of progress; its lowest bits hold the current activity.
 _ACTIVITY_BITS = 8
 _MARK_MAX = 1 << 63
+# A worker that has come to a standstill writes nothing; one that has not is not judged.
+_COPIES_MAX = 4
 
 
 class _Words:
@@ -63,14 +68,43 @@ class StatusPage(_Words):
     """The agent's side. The worker inherits `fd`, whose number is in ELASTANE_STATUS_PAGE_FD."""
 
     @classmethod
-    def create(cls) -> StatusPage:
-        """Make a page of zeros; raises OSError."""
+    def create(cls, *, records: bool = True) -> StatusPage:
+        """Make a page of zeros; raises OSError. `records`: the worker records its collectives."""
         fd = os.memfd_create("elastane-page", os.MFD_CLOEXEC)
         os.ftruncate(fd, PAGE_BYTES)
         page = cls(fd, mmap.mmap(fd, PAGE_BYTES))
         page._words[_VERSION] = VERSION
+        page._words[_RECORDS] = records
         page._words[_MAGIC] = MAGIC
         return page
+
+    @property
+    def moves(self) -> tuple[int, ...]:
+        """Numbers of which one changes whenever the worker's collectives or its loader move."""
+        words = self._words
+        return words[_HEAD], words[_BOARDS], words[_LOADS], words[_LOADING]
+
+    @property
+    def beats(self) -> int:
+        """How often a thread beside the script ran; 0: the worker has none."""
+        return int(self._words[_BEATS])
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the script waits for its data loader."""
+        return bool(self._words[_LOADING])
+
+    def ring(self) -> Ring:
+        """Return what the worker's ring shows, as soon as two copies of it are equal."""
+        copies = b"", self._copy_ring()
+        for _ in range(_COPIES_MAX):
+            copies = copies[1], self._copy_ring()
+            if copies[0] == copies[1]:
+                break
+        return read_ring(copies[1], min(int(self._words[_HEAD]), COUNT_MAX - 1))
+
+    def _copy_ring(self) -> bytes:
+        return self._memory[_NAMES_END:PAGE_BYTES]
 
     @property
     def calls(self) -> int:
@@ -119,7 +153,7 @@ class StatusPage(_Words):
     @property
     def imports(self) -> tuple[str, ...]:
         """The modules that the worker reports to have imported, in order."""
-        end = _NAMES_AT + min(int(self._words[_NAMES_BYTES]), PAGE_BYTES - _NAMES_AT)
+        end = _NAMES_AT + min(int(self._words[_NAMES_BYTES]), _NAMES_END - _NAMES_AT)
         names = self._memory[_NAMES_AT:end].decode("ascii", "replace").split("\n")
         return tuple(name for name in names if all(map(str.isidentifier, name.split("."))))
 
@@ -164,6 +198,21 @@ class WorkerPage(_Words):
             raise ValueError(f"descriptor {fd} is no page of version {VERSION}")
         accept_barriers()
         return page
+
+    @property
+    def records(self) -> bool:
+        """Whether the worker is to record its collectives."""
+        return bool(self._words[_RECORDS])
+
+    @property
+    def ring_words(self) -> memoryview:
+        """The words that count what moves: head, loading, loads, beats, boards."""
+        return self._words[_HEAD : _BOARDS + 1]
+
+    @property
+    def ring_memory(self) -> memoryview:
+        """The memory of the ring of collectives, in bytes."""
+        return memoryview(self._memory)[_NAMES_END:]
 
     def claim(self, pid: int) -> bool:
         """Become the one process that writes the page; False if another process has claimed it."""
@@ -225,7 +274,7 @@ class WorkerPage(_Words):
         """Add a module to the reported imports; False if the page has no room left."""
         used, data = self._words[_NAMES_BYTES], name.encode("ascii", "replace") + b"\n"
         begin, end = _NAMES_AT + used, _NAMES_AT + used + len(data)
-        if end > PAGE_BYTES:
+        if end > _NAMES_END:
             return False
         self._memory[begin:end] = data
         self._words[_NAMES_BYTES] = used + len(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from elastane.protocol.culprits import Verdict
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.model import Failure, Fence, Joining, PortOffer, Sharding
 
@@ -176,6 +177,14 @@ class ReplicaDiffered(msgspec.Struct, frozen=True):
     reason: str
 
 
+class CulpritFound(msgspec.Struct, frozen=True):
+    """The local workers wait for one of them, and have made no collective for `still_s`."""
+
+    fence: Fence
+    verdict: Verdict
+    still_s: float
+
+
 class GroupMarked(msgspec.Struct, frozen=True):
     """Answer to MarkGroup."""
 
@@ -210,6 +219,7 @@ AgentEvent = (
     | GroupWroteCheckpoint
     | WorkerLost
     | ReplicaDiffered
+    | CulpritFound
     | GroupMarked
     | GroupDrained
     | Signalled

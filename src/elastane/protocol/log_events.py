@@ -53,6 +53,7 @@ class EventKind(StrEnum):
     WORKERS_TRAINING = "workers-training"
     WORKER_EXITED = "worker-exited"
     REPLICA_DIFFERED = "replica-differed"
+    CULPRIT = "culprit"
     CHECKPOINT_SAVED = "checkpoint-saved"
     CHECKPOINT_FAILED = "checkpoint-failed"
     RESTORED = "restored"

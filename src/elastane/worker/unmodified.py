@@ -30,6 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from elastane.comms.group import WorldGroup
 from elastane.errors import ConfigurationError, ExitCode
+from elastane.process import frames
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.status_page import finish_before_park
 from elastane.process.worker_environment import RANKS_MAY_CHANGE
@@ -37,7 +38,7 @@ from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Joining
 from elastane.synchrony.ordered import OrderedGroup, watch_forwards
 from elastane.synchrony.visible import VisibleWorld
-from elastane.worker import drain, progress_reporter, running_saves
+from elastane.worker import drain, running_saves
 from elastane.worker.control_socket import ControlSocket
 from elastane.worker.frameworks import Frameworks
 from elastane.worker.progress_reporter import ProgressReporter
@@ -186,12 +187,12 @@ class UnmodifiedWorker:
             time.sleep(_POLL_S)
 
     def _doing(self) -> Doing:
-        frames = progress_reporter.main_frames()
+        found = frames.main_frames()
         return Doing(
             waits=self.group.in_flight,
-            held=progress_reporter.is_debugged(frames),
+            held=frames.is_debugged(found),
             rank=self.group.rank(),
-            where=progress_reporter.described(frames),
+            where=frames.described(found),
             traffic=self.group.traffic,
         )
 

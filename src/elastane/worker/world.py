@@ -22,11 +22,12 @@ from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import ALONE, Wiring, WorldGroup
 from elastane.comms.mesh import NO_SEAT, MeshGroups, is_whole, seated
 from elastane.errors import ConfigurationError, ElastaneError, JobError, PeerLostError
+from elastane.process import frames
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.status_page import WorkerPage
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import NO_SLICE, Fence, Sharding
-from elastane.worker import drain, progress_reporter
+from elastane.worker import drain
 from elastane.worker.control_socket import ControlSocket
 from elastane.worker.healing import gathered
 from elastane.worker.progress_reporter import ProgressReporter
@@ -397,12 +398,12 @@ class Worlds:
 
     def _doing(self) -> Doing:
         """In the control socket's thread: whether this worker waits, where, and its traffic."""
-        frames = progress_reporter.main_frames()
+        found = frames.main_frames()
         return Doing(
             waits=self.group.in_flight,
-            held=progress_reporter.is_debugged(frames),
+            held=frames.is_debugged(found),
             rank=self.group.rank(),
-            where=progress_reporter.described(frames),
+            where=frames.described(found),
             traffic=self.group.traffic,
         )
 

@@ -22,7 +22,7 @@ from elastane.protocol.events import WorkerFailed
 FULL = OSError(errno.EMFILE, "Too many open files")
 
 
-def refuse(*_):
+def refuse(*_, **__):
     raise FULL
 
 

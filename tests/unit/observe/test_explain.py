@@ -305,3 +305,15 @@ def test_a_time_beyond_the_calendar_is_the_calendars_end():
     assert attempt.failures[0].time.startswith("9999-12-31T23:59:")
     [attempt] = story_of("folder", "/logs", [exited(1, 0, age_s=1e30)]).attempts
     assert attempt.failures[0].time.startswith("1970-01-01T00:00:00")
+
+
+def test_a_culprit_is_told_with_its_class_and_its_facts():
+    text = "rank 1 on node a has not entered all_reduce #7 (train.py:8, main); rank 0 waits in it"
+    data = {"class": "busy", "ranks": "1", "outlook": "unknown", "certain": False, "still_s": 21.5}
+    found = event(5, EventKind.CULPRIT, text, **data, group="0", sequence=7)
+    assert f"  culprit    {at(5)}: {text} [busy]" in told(settled(0), found)
+    attempt = story_of("folder", "/logs", [settled(0), found]).attempts[0]
+    [culprit] = attempt.culprits
+    assert (culprit.kind, culprit.ranks, culprit.outlook) == ("busy", [1], "unknown")
+    assert (culprit.still_s, culprit.group, culprit.sequence) == (21.5, "0", 7)
+    assert not culprit.certain

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from elastane.process import frames
 from elastane.protocol.limits import WHERE_CHARS_MAX
-from elastane.worker import progress_reporter
 
 USER = "__main__"
 DDP, C10D = "torch.nn.parallel.distributed", "torch.distributed.distributed_c10d"
@@ -55,16 +55,16 @@ def frames_of(*calls):
     ],
 )  # fmt: skip
 def test_a_worker_names_the_collective_and_the_users_line(calls, said):
-    told = progress_reporter.described(frames_of(*calls))
+    told = frames.described(frames_of(*calls))
     assert told.startswith(said), told
 
 
 def test_a_long_place_is_cut_and_no_frame_is_no_error():
-    told = progress_reporter.described(frames_of((USER, "f" * 300)))
+    told = frames.described(frames_of((USER, "f" * 300)))
     assert len(told) == WHERE_CHARS_MAX
-    assert progress_reporter.described([]) == "an unknown place"
+    assert frames.described([]) == "an unknown place"
 
 
 def test_a_debugger_is_seen():
-    assert progress_reporter.is_debugged(frames_of((USER, "main"), ("bdb", "trace")))
-    assert not progress_reporter.is_debugged(progress_reporter.main_frames())
+    assert frames.is_debugged(frames_of((USER, "main"), ("bdb", "trace")))
+    assert not frames.is_debugged(frames.main_frames())

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, TextIO
 
+from elastane.process import collectives
 from elastane.process.errorfile import write_error_file
 from elastane.process.execspawn import RUN_PATH_CODE, command_line
 from elastane.process.kernel import show_program
@@ -81,17 +82,18 @@ def become(command: WorkerCommand, birth: Birth, imported: Imported) -> Callable
     _renew_modules()
     _renew_random_state()
     _watch_fatal_signals()
-    _note_imports(command.env)
+    _show_on_page(command.env)
     EarlyModules(imported, command.env).hide()
     return _program(command, birth)
 
 
-def _note_imports(env: Mapping[str, str]) -> None:
-    """Report this worker's imports to the agent, so that later workers find them imported."""
+def _show_on_page(env: Mapping[str, str]) -> None:
+    """Show the agent this worker's collectives, and its imports, which later workers then have."""
     # there is no status page, or none of this version
     with contextlib.suppress(OSError, ValueError):
         page = WorkerPage.open(int(env.get(PAGE_FD_VARIABLE, "")))
         ImportNotes(page.note_import).begin()
+        collectives.begin(page)
 
 
 def _renew_import_path(command: WorkerCommand, birth: Birth) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from elastane.process.collectives import watch_torch
 from elastane.process.kernel import bind_to_cpus, die_with_parent, place_descriptors
 from elastane.process.process import WorkerCommand
 from elastane.process.zygote import fitness, protocol
@@ -90,6 +91,7 @@ def _serve(
 ) -> Work | None:
     """Report that this zygote is warm, and fork on request."""
     free_reducers_first()
+    watch_torch()
     gc.collect()
     gc.freeze()  # so that a collection in a worker does not copy every page of the modules
     sock = socket.socket(fileno=protocol.ZYGOTE_FD)

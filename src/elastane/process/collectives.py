@@ -1,0 +1,381 @@
+"""Records the collectives of a script that knows nothing of elastane, in the ring of its page.
+
+torch's public collectives share one decorator, which calls the function in one of its cells. That
+cell is replaced, so `torch.distributed.all_reduce` stays the same object for everything that holds
+or compares it, torch.compile included. What torch calls from C++, as the reducer of
+DistributedDataParallel does, passes no function of Python. A thread beside the script therefore
+reads torch's own counts of each group four times a second, and writes them to the board. Once
+nothing has moved for some seconds it adds torch's last records of each group, and the line where
+the main thread is.
+
+Nothing here changes what a collective does or raises. A torch without these names is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from elastane.process.collective_ring import CallSites, write_board
+from elastane.process.frames import described, is_debugged, main_frames
+from elastane.process.status_page import WorkerPage
+from elastane.protocol.ring import (
+    CALLS_MAX,
+    GROUP_SHIFT,
+    GROUPS_MAX,
+    OPERATIONS,
+    RECORD,
+    RECORDS,
+    SITE_SHIFT,
+    Board,
+    GroupBoard,
+    GroupCall,
+    Position,
+    spans,
+)
+
+# How often the thread beside the script looks; each look costs some 20 us.
+BEAT_S = 0.25
+# torch's records are read once nothing has moved for this long, ...
+STILL_S = 1.0
+# ... and for this multiple of the usual time without a move, since it takes 60 ms of a processor to
+# read 2,000 of them; but no later than this, before an agent asks.
+STILL_FACTOR, STILL_MAX_S = 4.0, 10.0
+# The share of the newest time in the usual one: one evaluation does not change it much.
+_NEWEST = 0.1
+# Words of a record and of the page, see `protocol.ring` and `process.status_page`.
+_RETURNED_AT = 5
+_HEAD, _LOADING, _LOADS, _BEATS, _BOARDS = range(5)
+_C10D = "torch.distributed.distributed_c10d"
+_NATIVE = "torch._C._distributed_c10d"
+_LOADER = "torch.utils.data.dataloader"
+# Where each operation has its tensor and its group among its positional arguments.
+_TENSOR_SECOND = frozenset(
+    ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+)
+_NO_TENSOR = frozenset(("barrier", "monitored_barrier", "all_to_all"))
+_GROUP_AT = {
+    "barrier": 0,
+    "all_reduce": 2,
+    "broadcast": 2,
+    "all_gather": 2,
+    "all_gather_into_tensor": 2,
+    "all_gather_object": 2,
+    "broadcast_object_list": 2,
+    "all_to_all": 2,
+    "all_reduce_coalesced": 2,
+    "all_gather_coalesced": 2,
+    "send": 2,
+    "recv": 2,
+    "reduce": 3,
+    "reduce_scatter": 3,
+    "reduce_scatter_tensor": 3,
+    "gather": 3,
+    "scatter": 3,
+    "gather_object": 3,
+    "scatter_object_list": 3,
+    "all_to_all_single": 4,
+}
+
+
+class Recorder:
+    """Records the collectives of this process on its page."""
+
+    def __init__(self, page: WorkerPage) -> None:
+        self.page = page
+        self.memory = page.ring_memory
+        self.words = page.ring_words
+        self.record_words = self.memory.cast("Q")
+        self.sites = CallSites(self.memory)
+        self.numbers = itertools.count(1)
+        # Threads that are in a collective: those that it calls itself are not recorded.
+        self.inside: set[int] = set()
+        # By the identity of the group: its number, shifted to its place, and its count of calls.
+        default = [0, 0]
+        self.groups: dict[int, list[int]] = {id(None): default}
+        self.default = default
+        # What each record needs, in one tuple: an attribute costs as much as all of it.
+        self.hot = (
+            *(self.inside, self.groups, self.sites.known, self.numbers),
+            *(self.memory, self.words, self.record_words),
+        )
+
+    def add_group(self, group: Any) -> list[int]:
+        """Return the entry of a group that is used for the first time."""
+        module: Any = sys.modules.get(_C10D)
+        is_default = module is not None and group is module.GroupMember.WORLD
+        entry = self.default if is_default else [len(self.groups) << GROUP_SHIFT, 0]
+        self.groups[id(group)] = entry
+        return entry
+
+
+class _State:
+    """The recorder of this process, if it has one; forks of it have none."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self.watch: _Watch | None = None
+
+    def forget(self) -> None:
+        """Record nothing in a forked child, such as a DataLoader's."""
+        self.recorder = self.watch = None
+
+
+_state = _State()
+os.register_at_fork(after_in_child=_state.forget)
+
+
+def watch_torch() -> None:
+    """Let torch's collectives and data loaders be recorded, here and in forks of this process.
+
+    Nothing is recorded until `begin`. Call it after torch is imported; a second call does nothing.
+    """
+    _watch_loaders()
+    module: Any = sys.modules.get(_C10D)
+    if module is None or getattr(module, "_elastane_records", False):
+        return
+    module._elastane_records = True
+    for number, name in enumerate(OPERATIONS):
+        cell = _cell(getattr(module, name, None)) if name else None
+        if cell is not None:
+            cell.cell_contents = _recording(cell.cell_contents, name, number)
+    cell = _cell(getattr(module, "init_process_group", None))
+    if cell is not None:
+        cell.cell_contents = _watching(cell.cell_contents)
+
+
+def begin(page: WorkerPage) -> None:
+    """Record the collectives of this process on `page`, unless its agent wants none."""
+    if page.records:
+        _state.recorder = Recorder(page)
+
+
+def watch_groups() -> None:
+    """Begin the thread that shows this process's groups; the script has made its first one."""
+    recorder = _state.recorder
+    if recorder is not None and _state.watch is None:
+        _state.watch = _Watch(recorder)
+        _state.watch.start()
+
+
+def _cell(function: Any) -> Any:
+    """Return the cell that holds the function which torch's decorator calls; None without one."""
+    code = getattr(function, "__code__", None)
+    names = getattr(code, "co_freevars", ())
+    if "func" not in names or not function.__closure__:
+        return None
+    cell = function.__closure__[names.index("func")]
+    return cell if callable(cell.cell_contents) else None
+
+
+def _recording(function: Callable[..., Any], name: str, operation: int) -> Callable[..., Any]:
+    """Return the function with a record before and after; its calls stand two frames below."""
+    tensor_at = -1 if name in _NO_TENSOR else int(name in _TENSOR_SECOND)
+    group_at = _GROUP_AT.get(name, 1 << 30)
+    state, get_ident, now_ns = _state, threading.get_ident, time.monotonic_ns
+    get_frame, pack, none = sys._getframe, RECORD.pack_into, id(None)
+    head, records, size, returned = _HEAD, RECORDS, RECORD.size, _RETURNED_AT
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        recorder = state.recorder
+        if recorder is None:
+            return function(*args, **kwargs)
+        inside, groups, known, numbers, memory, words, record_words = recorder.hot
+        thread = get_ident()
+        if thread in inside:
+            return function(*args, **kwargs)
+        try:
+            count = len(args)
+            which = id(args[group_at]) if count > group_at else none
+            if kwargs and which == none:
+                which = id(kwargs.get("group"))
+            entry = groups.get(which)
+            if entry is None:
+                entry = recorder.add_group(kwargs.get("group") or args[group_at])
+            entry[1] += 1
+            frame = get_frame(2)
+            site = known.get((id(frame.f_code), frame.f_lasti))
+            if site is None:
+                site = recorder.sites.number(frame) << SITE_SHIFT
+            nbytes = getattr(args[tensor_at], "nbytes", 0) if -1 < tensor_at < count else 0
+            number = next(numbers)
+            at = number % records * size
+            pack(memory, at, number, entry[0] | site | operation, nbytes, entry[1], now_ns(), 0, 0,
+                 number)  # fmt: skip
+            words[head] = number
+        except Exception:  # a group or tensor of a kind that is not known
+            return function(*args, **kwargs)
+        inside.add(thread)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            inside.discard(thread)
+            record_words[(at >> 3) + returned] = now_ns()
+
+    record.__name__ = record.__qualname__ = name
+    record._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return record
+
+
+def _watching(function: Callable[..., Any]) -> Callable[..., Any]:
+    def init(*args: Any, **kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        watch_groups()
+        return made
+
+    return init
+
+
+def _watch_loaders() -> None:
+    module: Any = sys.modules.get(_LOADER)
+    kind: Any = getattr(module, "_BaseDataLoaderIter", None)
+    if kind is None or getattr(kind, "_elastane_records", False):
+        return
+    kind._elastane_records = True
+    load_next, state = kind.__next__, _state
+    main, get_ident = threading.main_thread, threading.get_ident
+
+    def __next__(self: Any) -> Any:  # noqa: N807 - it is the iterator's
+        recorder = state.recorder
+        if recorder is None or get_ident() != main().ident:
+            return load_next(self)
+        words = recorder.words
+        words[_LOADING] = 1
+        try:
+            return load_next(self)
+        finally:
+            words[_LOADING] = 0
+            words[_LOADS] += 1
+
+    kind.__next__ = __next__
+
+
+class _Watch:
+    """The thread that writes the board: the groups' positions, and more at a standstill."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        native: Any = sys.modules.get(_NATIVE)
+        self._dump: Callable[..., bytes] | None = getattr(native, "_dump_fr_trace_json", None)
+        self._positions: dict[str, Position] = {}
+        self._names: dict[str, str] = {}
+        self._moves: tuple[int, ...] = ()
+        self._moved_s = 0.0
+        self._usual_s = 0.0
+        self._shown = Board()
+        self._records: dict[str, GroupBoard] | None = None
+
+    def start(self) -> None:
+        """Begin, in a thread that does not keep the process from its end."""
+        threading.Thread(target=self._run, name="elastane-ring", daemon=True).start()
+
+    def _run(self) -> None:
+        sleep, now_s = time.sleep, time.monotonic
+        self._moved_s = now_s()
+        # The script may end, or take torch apart, at any moment.
+        with contextlib.suppress(Exception):
+            while _state.watch is self:
+                sleep(BEAT_S)
+                self._look(now_s())
+
+    def _look(self, now_s: float) -> None:
+        words = self._recorder.words
+        words[_BEATS] += 1
+        positions = self._read_positions()
+        moves = words[_HEAD], words[_LOADING], words[_LOADS]
+        if positions != self._positions or moves != self._moves:
+            self._usual_s += _NEWEST * (now_s - self._moved_s - self._usual_s)
+            moved = positions != self._positions
+            self._positions, self._moves, self._moved_s = positions, moves, now_s
+            self._records = None
+            if moved:
+                words[_BOARDS] += 1
+            self._show(self._boards())
+        elif now_s - self._moved_s >= min(STILL_MAX_S, max(STILL_S, self._usual_s * STILL_FACTOR)):
+            self._show_standstill()
+
+    def _show_standstill(self) -> None:
+        if self._records is None:
+            self._records = self._read_records()
+        frames = main_frames()
+        self._show(self._records, described(frames), debugged=is_debugged(frames))
+
+    def _show(
+        self, groups: dict[str, GroupBoard], where: str = "", *, debugged: bool = False
+    ) -> None:
+        board = Board(groups=groups, where=where, debugged=debugged)
+        if board != self._shown:
+            self._shown = board
+            write_board(self._recorder.memory, board)
+
+    def _boards(self) -> dict[str, GroupBoard]:
+        return {name: GroupBoard(position=at) for name, at in self._positions.items()}
+
+    def _read_positions(self) -> dict[str, Position]:
+        """Return torch's counts of each group, by name."""
+        if self._dump is None:
+            return {}
+        status = json.loads(self._dump(False, False)).get("pg_status", {})
+        if status.keys() - self._names.keys():
+            self._read_records()
+        found: dict[str, Position] = {}
+        # Of groups with one name, the newest; torch also counts those that were destroyed.
+        for number, counts in sorted(status.items(), key=lambda item: int(item[0]))[-GROUPS_MAX:]:
+            begun, completed = (
+                max(0, int(counts[f"last_{state}_collective"]))
+                for state in ("enqueued", "completed")
+            )
+            found[self._names.setdefault(number, f"#{number}")] = Position(begun, completed)
+        return found
+
+    def _read_records(self) -> dict[str, GroupBoard]:
+        """Return torch's last records of each group, and learn the names of the groups."""
+        calls: dict[str, dict[int, GroupCall]] = {}
+        entries = json.loads(self._dump(True, False)).get("entries", []) if self._dump else []
+        for entry in entries:
+            name = str(entry["process_group"][0])
+            self._names[str(entry["pg_id"])] = name
+            if not entry.get("is_p2p"):
+                call = _group_call(entry)
+                calls.setdefault(name, {})[call.sequence] = call
+        members = _members()
+        return {
+            name: GroupBoard(
+                position=position,
+                ranks=members.get(name, ""),
+                calls=tuple(calls.get(name, {}).values())[-CALLS_MAX:],
+            )
+            for name, position in self._positions.items()
+        }
+
+
+def _group_call(entry: dict[str, Any]) -> GroupCall:
+    sizes = entry.get("input_sizes") or []
+    return GroupCall(
+        sequence=int(entry["collective_seq_id"]),
+        operation=str(entry["profiling_name"]).rpartition(":")[2][:100],
+        elements=sum(math.prod(each) for each in sizes),
+        dtype=",".join(sorted({str(each) for each in entry.get("input_dtypes") or []}))[:100],
+    )
+
+
+def _members() -> dict[str, str]:
+    """Return the ranks of the members of each group by its name; of the default group nothing."""
+    module: Any = sys.modules.get(_C10D)
+    world = getattr(module, "_world", None)
+    if world is None:
+        return {}
+    names, default = world.pg_names, world.default_pg
+    return {
+        str(names.get(group, "")): spans(sorted(ranks))
+        for group, ranks in world.pg_group_ranks.items()
+        if group is not default
+    }

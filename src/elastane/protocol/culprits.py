@@ -1,0 +1,524 @@
+"""Who is to blame where workers wait for one another: a pure judgement from their rings.
+
+`judge` compares what all workers of a world show once none of them has moved for a while. The
+groups of torch count their collectives alike on all members, also those of DistributedDataParallel.
+So a worker that has begun fewer than another has not entered a collective in which others wait. It
+is the culprit, unless it waits in another group. A worker that waits is never blamed, except where
+it called another collective than the others, or with another shape.
+
+What a culprit does instead follows from the kernel and from the thread beside the script: a signal
+has stopped it, it holds the interpreter's lock, it computes, it loads data, it reads a file, or it
+sleeps. Only some kinds prove that the wait never ends; see `CERTAIN`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+
+from elastane.protocol.hangs import HANG_CEILING_S
+from elastane.protocol.limits import REASON_CHARS_MAX
+from elastane.protocol.model import Count, Name
+from elastane.protocol.ring import GroupBoard, Number, Ring, Short, ranks_of
+
+# A worker whose main thread ran, or could have run, at this share of the looks computes.
+BUSY_SHARE = 0.7
+# The members of a group call these with tensors of one shape.
+_EQUAL_SHAPES = frozenset(
+    ("all_reduce", "allreduce", "broadcast", "reduce", "all_reduce_coalesced")
+)
+
+
+# A world is judged no sooner than this multiple of its longest recent time without a move, once its
+# workers have moved a few times: the first collectives wait for compilers and downloads.
+STANDSTILL_FACTOR = 10.0
+STANDSTILL_MOVES_FIRST = 3
+STANDSTILL_WINDOW_S = 1800.0
+# A wait that passed by itself is reported again once it lasts this multiple of that time. So many
+# places are remembered.
+PASSED_FACTOR = 2.0
+PASSED_MAX = 256
+
+
+class Kind(StrEnum):
+    """What a culprit does, or what is wrong. The values are stable: `explain --json` has them."""
+
+    STOPPED = "stopped"
+    ENDED = "ended"
+    OTHER_COLLECTIVE = "other-collective"
+    OTHER_SHAPE = "other-shape"
+    LOCK_HELD = "lock-held"
+    DATA_LOADER = "data-loader"
+    DISK = "disk"
+    BUSY = "busy"
+    SLEEPS = "sleeps"
+    DEBUGGED = "debugged"
+    NETWORK = "network"
+
+
+class Outlook(StrEnum):
+    """What another attempt may come to."""
+
+    MAY_PASS = "may-pass"  # the fault was of a machine, or of the moment
+    SAME_AGAIN = "same-again"  # the script does it again
+    UNKNOWN = "unknown"
+
+
+# No collective of these workers ever completes, whatever the others wait for.
+CERTAIN = frozenset((Kind.STOPPED, Kind.ENDED, Kind.OTHER_COLLECTIVE, Kind.OTHER_SHAPE))
+OUTLOOKS: Mapping[Kind, Outlook] = {
+    Kind.STOPPED: Outlook.MAY_PASS,
+    Kind.ENDED: Outlook.SAME_AGAIN,
+    Kind.OTHER_COLLECTIVE: Outlook.SAME_AGAIN,
+    Kind.OTHER_SHAPE: Outlook.SAME_AGAIN,
+    Kind.LOCK_HELD: Outlook.UNKNOWN,
+    Kind.DATA_LOADER: Outlook.UNKNOWN,
+    Kind.DISK: Outlook.MAY_PASS,
+    Kind.BUSY: Outlook.UNKNOWN,
+    Kind.SLEEPS: Outlook.UNKNOWN,
+    Kind.DEBUGGED: Outlook.MAY_PASS,
+    Kind.NETWORK: Outlook.MAY_PASS,
+}
+
+
+class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the kernel and the status page say of a worker's process.
+
+    `state` is the letter of /proc. `busy` is the share of the looks at which its main thread ran or
+    could have run. `lock_held`: the thread beside the script no longer runs. `reads`: the file that
+    the main thread waits for.
+    """
+
+    state: Annotated[str, msgspec.Meta(max_length=1)] = "S"
+    exit_code: int | None = None
+    busy: Annotated[float, msgspec.Meta(ge=0.0, le=1e3)] = 0.0
+    lock_held: bool = False
+    loads: bool = False
+    reads: Short = ""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker at a standstill: what its ring and its process show. `last`: its last call."""
+
+    rank: Count
+    node_id: Name
+    facts: ProcessFacts
+    groups: dict[Short, GroupBoard] = {}
+    where: Short = ""
+    debugged: bool = False
+    last: Short = ""
+
+    def waits_in(self) -> set[str]:
+        """Return the groups with a collective that it has begun and that is not complete."""
+        at = {name: group.position for name, group in self.groups.items()}
+        return {name for name, position in at.items() if position.begun > position.completed}
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is to blame, and why, in one sentence. `ranks` is empty where no worker is behind.
+
+    `place` is where the others wait.
+    """
+
+    kind: Kind
+    ranks: tuple[Count, ...]
+    sentence: str
+    group: str = ""
+    sequence: int = 0
+    place: str = ""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the wait never ends by itself."""
+        return self.kind in CERTAIN
+
+    @property
+    def outlook(self) -> Outlook:
+        """What another attempt may come to."""
+        return OUTLOOKS[self.kind]
+
+
+class StandstillRules:
+    """When workers are to be compared: they have shown no move for longer than ever of late.
+
+    What was reported is not learned as a step, or the next fault would be found ten times as late.
+    Instead a wait of the same kind at the same place is reported again only once it lasts twice as
+    long: a script may evaluate on one rank after each epoch.
+    """
+
+    def __init__(self, floor_s: float) -> None:
+        self._floor_s = floor_s
+        self._shown: Mapping[int, tuple[int, ...]] = {}
+        self._moved_s = 0.0
+        self._moves = 0
+        self._longest_s = self._longest_before_s = 0.0
+        self._turned_s = 0.0
+        self._passed_s: dict[tuple[Kind, str], float] = {}
+        self._reported: Verdict | None = None
+
+    def look(self, shown: Mapping[int, tuple[int, ...]], now_s: float) -> float:
+        """Record what each worker shows, by its process id; return for how long none has moved."""
+        if shown.keys() != self._shown.keys():
+            self._begin(now_s)
+        elif shown != self._shown:
+            self._learn(now_s)
+            self._moves, self._moved_s = self._moves + 1, now_s
+        self._shown = dict(shown)
+        return now_s - self._moved_s
+
+    def is_due(self, still_s: float) -> bool:
+        """Whether workers that have not moved for so long are to be compared."""
+        longest_s = max(self._longest_s, self._longest_before_s)
+        limit_s = max(self._floor_s, min(STANDSTILL_FACTOR * longest_s, HANG_CEILING_S))
+        return self._moves >= STANDSTILL_MOVES_FIRST and still_s >= limit_s
+
+    def is_new(self, verdict: Verdict, still_s: float) -> bool:
+        """Whether a verdict is to be reported; a certain one follows an uncertain one."""
+        before = self._reported
+        if before is not None and (before.is_certain or not verdict.is_certain):
+            return False
+        passed_s = self._passed_s.get((verdict.kind, verdict.place), 0.0)
+        if not verdict.is_certain and still_s < PASSED_FACTOR * passed_s:
+            return False
+        self._reported = verdict
+        return True
+
+    def _begin(self, now_s: float) -> None:
+        self._moves, self._moved_s, self._reported = 0, now_s, None
+
+    def _learn(self, now_s: float) -> None:
+        still_s, reported, self._reported = now_s - self._moved_s, self._reported, None
+        if reported is not None:
+            if len(self._passed_s) >= PASSED_MAX:
+                self._passed_s.clear()
+            self._passed_s[reported.kind, reported.place] = still_s
+            return
+        if now_s - self._turned_s >= STANDSTILL_WINDOW_S:
+            self._longest_before_s, self._longest_s = self._longest_s, 0.0
+            self._turned_s = now_s
+        if self._moves >= STANDSTILL_MOVES_FIRST:
+            self._longest_s = max(self._longest_s, still_s)
+
+
+def standing_of(rank: int, node_id: str, ring: Ring, facts: ProcessFacts) -> Standing:
+    """Return what a worker shows, from its ring and the facts about its process."""
+    last = ring.calls[-1] if ring.calls else None
+    return Standing(
+        rank=rank,
+        node_id=node_id,
+        facts=facts,
+        groups=ring.board.groups,
+        where=ring.board.where,
+        debugged=ring.board.debugged,
+        last=f"{last.operation} ({last.site})" if last is not None else "",
+    )
+
+
+def is_shown(standing: Standing) -> bool:
+    """Whether a worker shows all that it ever will at a standstill."""
+    facts = standing.facts
+    is_silent = facts.exit_code is not None or facts.lock_held or facts.state in ("T", "t")
+    return is_silent or bool(standing.where)
+
+
+def judge(standings: Iterable[Standing], world_size: int) -> Verdict | None:
+    """Return who is to blame; None if no worker waits for another, or not all are known."""
+    workers = {each.rank: each for each in standings}
+    if set(workers) != {*range(world_size)} or world_size < 2:
+        return None
+    case = _Case(workers, _groups(workers, world_size))
+    if not case.waiters:
+        return None
+    return case.of_stopped() or case.of_mismatch() or case.of_missing() or case.of_nobody()
+
+
+def _groups(workers: Mapping[int, Standing], world_size: int) -> dict[str, frozenset[int]]:
+    """Return the members of each group, of those in which all members show their position."""
+    found: dict[str, frozenset[int]] = {}
+    for each in workers.values():
+        for name, group in each.groups.items():
+            if name not in found:
+                found[name] = ranks_of(group.ranks, world_size)
+    return {
+        name: members
+        for name, members in found.items()
+        if len(members) > 1 and all(name in workers[rank].groups for rank in members)
+    }
+
+
+class _Case:
+    """The workers of one standstill, and the groups in which they meet.
+
+    A worker waits in a group for the members that have begun fewer collectives there. If none has,
+    it waits for those whose process cannot take part. The culprits are at the ends of these waits.
+    """
+
+    def __init__(
+        self, workers: Mapping[int, Standing], groups: Mapping[str, frozenset[int]]
+    ) -> None:
+        self._workers = workers
+        self._groups = groups
+        self.waiters = [rank for rank in sorted(workers) if self._waits(rank)]
+        self._edges = {rank: self._awaited(rank) for rank in self.waiters}
+
+    def of_stopped(self) -> Verdict | None:
+        """Blame workers that a signal has stopped, wherever they were."""
+        stopped = [rank for rank, each in self._workers.items() if each.facts.state == "T"]
+        return self._blame(Kind.STOPPED, sorted(stopped)) if stopped else None
+
+    def of_mismatch(self) -> Verdict | None:
+        """Blame workers that called another collective than most, or with another shape."""
+        for name in sorted(self._groups):
+            found = _mismatch(name, [self._workers[rank] for rank in sorted(self._groups[name])])
+            if found is not None:
+                return found
+        return None
+
+    def of_missing(self) -> Verdict | None:
+        """Blame the workers for which others wait, and that wait for no other themselves."""
+        awaited = {
+            rank for edges in self._edges.values() for found in edges.values() for rank in found
+        }
+        ends = sorted(rank for rank in awaited if not any(self._edges.get(rank, {}).values()))
+        if not ends:
+            return None
+        first = min(ends, key=lambda rank: (-len(self._waiting_for(rank)), rank))
+        kind, place = self._kind(first), self._missed(first)
+        return self._blame(
+            kind, [rank for rank in ends if (self._kind(rank), self._missed(rank)) == (kind, place)]
+        )
+
+    def of_nobody(self) -> Verdict:
+        """Say what is known if each worker waits, and none of them for a culprit."""
+        places = _places(self._workers.values())
+        if any(any(edges.values()) for edges in self._edges.values()):
+            text = f"each worker waits for another one: {places}"
+            return Verdict(kind=Kind.OTHER_COLLECTIVE, ranks=(), sentence=text[:REASON_CHARS_MAX])
+        group, sequence = self._open(self.waiters)
+        text = (
+            f"all workers are in collective #{sequence} of group {group!r}, and none is behind:"
+            f" the network, or a device, does not complete it; {places}"
+        )[:REASON_CHARS_MAX]
+        return Verdict(kind=Kind.NETWORK, ranks=(), sentence=text, group=group, sequence=sequence)
+
+    def _waits(self, rank: int) -> frozenset[str]:
+        return frozenset(self._workers[rank].waits_in() & self._groups.keys())
+
+    def _awaited(self, rank: int) -> dict[str, list[int]]:
+        """Return the members that a worker waits for, by group; a process that cannot has none."""
+        if self._own_kind(rank) is not None:
+            return {}
+        found = {}
+        for name in sorted(self._waits(rank)):
+            others = sorted(self._groups[name] - {rank})
+            here = self._position(rank, name)
+            behind = [other for other in others if self._position(other, name) < here]
+            found[name] = behind or [other for other in others if self._own_kind(other)]
+        return found
+
+    def _own_kind(self, rank: int) -> Kind | None:
+        """Return why the process of a worker cannot take part in anything; None if it can."""
+        worker = self._workers[rank]
+        if worker.facts.exit_code is not None:
+            return Kind.ENDED
+        if worker.facts.state == "T":
+            return Kind.STOPPED
+        if worker.debugged or worker.facts.state == "t":
+            return Kind.DEBUGGED
+        if worker.facts.state == "D":
+            return Kind.DISK
+        return Kind.LOCK_HELD if worker.facts.lock_held else None
+
+    def _kind(self, rank: int) -> Kind:
+        facts = self._workers[rank].facts
+        own = self._own_kind(rank)
+        if own is not None:
+            return own
+        if facts.busy >= BUSY_SHARE:
+            return Kind.DATA_LOADER if facts.loads else Kind.BUSY
+        if self._waits(rank):
+            return Kind.NETWORK  # the others have completed what it waits in
+        if facts.reads:
+            return Kind.DISK
+        return Kind.DATA_LOADER if facts.loads else Kind.SLEEPS
+
+    def _position(self, rank: int, name: str) -> int:
+        return self._workers[rank].groups[name].position.begun
+
+    def _waiting_for(self, rank: int) -> list[int]:
+        return [who for who, edges in self._edges.items() if any(rank in e for e in edges.values())]
+
+    def _missed(self, rank: int) -> tuple[str, int]:
+        """Return the collective in which most workers wait for this one: its group and number."""
+        waiting = Counter(
+            name for edges in self._edges.values() for name, ranks in edges.items() if rank in ranks
+        )
+        if not waiting:
+            return self._open([who for who in self.waiters if who != rank] or self.waiters)
+        name = min(waiting, key=lambda each: (-waiting[each], each))
+        furthest = max(self._position(member, name) for member in self._groups[name])
+        if self._own_kind(rank) is not None:
+            return name, furthest  # what it showed last may be older than its last collective
+        return name, min(self._position(rank, name) + 1, furthest)
+
+    def _open(self, ranks: Sequence[int]) -> tuple[str, int]:
+        """Return the collective in which most of these workers wait."""
+        waiting = Counter(name for rank in ranks for name in self._waits(rank))
+        name = min(waiting, key=lambda each: (-waiting[each], each))
+        return name, max(self._position(rank, name) for rank in self._groups[name])
+
+    def _blame(self, kind: Kind, ranks: Sequence[int]) -> Verdict:
+        group, sequence = self._missed(ranks[0])
+        waiting = [
+            each
+            for rank, each in sorted(self._workers.items())
+            if rank not in ranks and group in self._waits(rank)
+        ]
+        lacks = all(
+            group not in self._workers[rank].groups or self._position(rank, group) < sequence
+            for rank in ranks
+        )
+        what = f"collective #{sequence} of group {group!r}"
+        if waiting:
+            what = f"{_operation(waiting[0], group, sequence)} #{sequence}{_place(waiting[0])}"
+        in_it = f"; {_wait(waiting)} in it" if waiting else ""
+        has = f"{_has(ranks)} not {'entered' if lacks else 'completed'} {what}"
+        who = f"{ranks_text(ranks)} on {self._nodes(ranks)}"
+        text = f"{who} {has}{in_it}; {_doing(self._workers[ranks[0]], kind)}"
+        return Verdict(
+            kind=kind,
+            ranks=tuple(ranks),
+            sentence=text[:REASON_CHARS_MAX],
+            group=group,
+            sequence=sequence,
+            place=place_of(waiting[0].where) if waiting else "",
+        )
+
+    def _nodes(self, ranks: Iterable[int]) -> str:
+        nodes = list(dict.fromkeys(self._workers[rank].node_id for rank in ranks))
+        return f"node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)}"
+
+
+def _wait(waiting: Sequence[Standing]) -> str:
+    return f"{ranks_text([each.rank for each in waiting])} wait{'s' * (len(waiting) == 1)}"
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
+
+
+def _doing(worker: Standing, kind: Kind) -> str:
+    """Return what a culprit does instead, as a clause with its place."""
+    who, at = f"rank {worker.rank}", f" at {place_of(worker.where)}" if worker.where else ""
+    file = f": {worker.facts.reads}" if worker.facts.reads else ""
+    last = f"; its last collective was {worker.last}" if worker.last else ""
+    return {
+        Kind.STOPPED: f"{who} is stopped by a signal (SIGSTOP){last}",
+        Kind.ENDED: f"{who} has ended with exit code {worker.facts.exit_code}{last}",
+        Kind.LOCK_HELD: f"{who} holds the interpreter's lock in a call that does not return{last}",
+        Kind.DATA_LOADER: f"{who} waits for its data loader{at}",
+        Kind.DISK: f"{who} waits for a file{file}{at}",
+        Kind.BUSY: f"{who} computes{at}",
+        Kind.SLEEPS: f"{who} sleeps or waits for something else{at}",
+        Kind.DEBUGGED: f"{who} is held by a debugger{at}",
+        Kind.NETWORK: f"its part of it does not complete{at}",
+    }[kind]
+
+
+def _operation(worker: Standing, group: str, sequence: int) -> str:
+    for call in worker.groups[group].calls:
+        if call.sequence == sequence:
+            return call.operation
+    return "collective"
+
+
+def _place(worker: Standing) -> str:
+    return f" ({place_of(worker.where)})" if worker.where else ""
+
+
+def place_of(where: str) -> str:
+    """Return the line and the function of a description such as "barrier (train.py:8, main)"."""
+    _, opened, place = where.partition(" (")
+    return place.removesuffix(")") if opened else where
+
+
+def _mismatch(name: str, members: Sequence[Standing]) -> Verdict | None:
+    """Return who called another collective, or with another shape, in a group at a standstill.
+
+    Only collectives that are not complete on all members count.
+    """
+    done = min(each.groups[name].position.completed for each in members)
+    calls = {
+        each.rank: {c.sequence: c for c in each.groups[name].calls if c.sequence > done}
+        for each in members
+    }
+    open_calls = set[int]().union(*calls.values())
+    for sequence in sorted(open_calls):
+        seen = {rank: found[sequence] for rank, found in calls.items() if sequence in found}
+        by_operation = _sides({rank: call.operation for rank, call in seen.items()})
+        if len(by_operation) > 1:
+            return _of_sides(Kind.OTHER_COLLECTIVE, name, sequence, by_operation, members)
+        if all(call.operation in _EQUAL_SHAPES for call in seen.values()):
+            shapes = {rank: f"{call.elements} x {call.dtype}" for rank, call in seen.items()}
+            by_shape = _sides(shapes)
+            if len(by_shape) > 1:
+                return _of_sides(Kind.OTHER_SHAPE, name, sequence, by_shape, members)
+    return None
+
+
+def _sides(words: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """Return the ranks by what they did, the most of them first."""
+    found: dict[str, list[int]] = {}
+    for rank, word in sorted(words.items()):
+        found.setdefault(word, []).append(rank)
+    return sorted(found.items(), key=lambda side: -len(side[1]))
+
+
+def _of_sides(
+    kind: Kind,
+    name: str,
+    sequence: Number,
+    sides: Sequence[tuple[str, list[int]]],
+    members: Sequence[Standing],
+) -> Verdict:
+    """Blame the smaller side; of two equal sides none."""
+    workers = {each.rank: each for each in members}
+    most = len(sides[0][1])
+    tied = sum(len(ranks) == most for _, ranks in sides) > 1
+    ranks = [] if tied else [rank for _, side in sides[1:] for rank in side]
+    texts = [f"{ranks_text(side)} called {word}{_place(workers[side[0]])}" for word, side in
+             reversed(sides)]  # fmt: skip
+    text = f"collective #{sequence} of group {name!r} differs: {'; '.join(texts)}"
+    if ranks:
+        who = f"{ranks_text(ranks)} on node {workers[ranks[0]].node_id}"
+        text = f"{who}: {text}"
+    return Verdict(
+        kind=kind,
+        ranks=tuple(sorted(ranks)),
+        sentence=text[:REASON_CHARS_MAX],
+        group=name,
+        sequence=sequence,
+    )
+
+
+def _places(workers: Iterable[Standing]) -> str:
+    places: dict[str, list[int]] = {}
+    for each in sorted(workers, key=lambda each: each.rank):
+        places.setdefault(each.where or "an unknown place", []).append(each.rank)
+    return ", ".join(f"{ranks_text(ranks)} in {where}" for where, ranks in places.items())
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return sorted ranks in words, as "ranks 0-2, 7"."""
+    spans: list[tuple[int, int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

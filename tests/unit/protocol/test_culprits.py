@@ -1,0 +1,242 @@
+"""Who is to blame at a standstill, over generated histories of groups and their workers."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from elastane.protocol.culprits import (
+    CERTAIN,
+    STANDSTILL_MOVES_FIRST,
+    Kind,
+    ProcessFacts,
+    Standing,
+    StandstillRules,
+    judge,
+)
+from elastane.protocol.ring import CALLS_MAX, GroupBoard, GroupCall, Position, spans
+
+SEEDS = range(400)
+# Of each kind of fault, what its worker's process shows.
+FACTS = {
+    Kind.STOPPED: ProcessFacts(state="T", lock_held=True),
+    Kind.ENDED: ProcessFacts(state="X", exit_code=0, lock_held=True),
+    Kind.LOCK_HELD: ProcessFacts(state="R", busy=1.0, lock_held=True),
+    Kind.DATA_LOADER: ProcessFacts(loads=True),
+    Kind.DISK: ProcessFacts(reads="/data/shard-7", loads=True),
+    Kind.BUSY: ProcessFacts(state="R", busy=0.9),
+    Kind.SLEEPS: ProcessFacts(),
+    Kind.DEBUGGED: ProcessFacts(state="t", lock_held=True),
+}
+
+
+class Cluster:
+    """Workers whose groups have made some collectives; then a fault is planted."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.size = self.random.randint(2, 12)
+        ranks = [*range(self.size)]
+        self.members = {"0": ranks}
+        for name in "123"[: self.random.randint(0, 3)]:
+            some = self.random.sample(ranks, self.random.randint(2, self.size))
+            self.members[name] = sorted(some)
+        self.calls = {
+            name: [self.call(n) for n in range(1, self.random.randint(20, 90))]
+            for name in self.members
+        }
+        self.begun = {
+            (rank, name): len(self.calls[name])
+            for name, some in self.members.items()
+            for rank in some
+        }
+        self.own = {}
+        self.facts = dict.fromkeys(ranks, ProcessFacts())
+        self.waiting = set()
+
+    def call(self, number):
+        operation = self.random.choice(["all_reduce", "broadcast", "all_gather", "barrier"])
+        return GroupCall(number, operation, self.random.choice([1, 28, 4096]), "Float")
+
+    def stand(self, name):
+        """Let all members of a group but the culprits begin one collective more, and wait in it."""
+        self.calls[name].append(self.call(len(self.calls[name]) + 1))
+        for rank in self.members[name]:
+            if rank not in self.culprits:
+                self.begun[rank, name] += 1
+                self.waiting.add((rank, name))
+
+    def plant(self, kind):
+        """Let some workers of one group show this fault, while the others wait for them."""
+        name = self.random.choice([*self.members])
+        most = max(1, (len(self.members[name]) - 1) // 2)
+        count = self.random.randint(1, most)
+        self.culprits = sorted(self.random.sample(self.members[name], count))
+        self.facts.update(dict.fromkeys(self.culprits, FACTS.get(kind, ProcessFacts())))
+        self.stand(name)
+        # Others wait in groups of theirs for those that wait here.
+        if kind in FACTS:
+            for other in self.members:
+                free = [r for r in self.members[other] if (r, name) not in self.waiting]
+                free = [rank for rank in free if rank not in self.culprits]
+                if other != name and len(free) < len(self.members[other]):
+                    self.call_alone(other, free)
+        return name
+
+    def call_alone(self, name, ranks):
+        self.calls[name].append(self.call(len(self.calls[name]) + 1))
+        for rank in ranks:
+            self.begun[rank, name] += 1
+            self.waiting.add((rank, name))
+
+    def standings(self):
+        return [self.standing(rank) for rank in range(self.size)]
+
+    def standing(self, rank):
+        groups = {}
+        for name, some in self.members.items():
+            if rank in some:
+                groups[name] = self.board(rank, name)
+        facts = self.facts[rank]
+        silent = facts.lock_held
+        return Standing(
+            rank=rank,
+            node_id=f"n{rank % 3}",
+            facts=facts,
+            groups=groups,
+            where="" if silent else f"something (train.py:{rank}, main)",
+        )
+
+    def board(self, rank, name):
+        begun = self.begun[rank, name]
+        calls = [self.own.get((rank, name, c.sequence), c) for c in self.calls[name][:begun]]
+        return GroupBoard(
+            position=Position(begun, begun - ((rank, name) in self.waiting)),
+            ranks="" if name == "0" else spans(self.members[name]),
+            calls=() if self.facts[rank].lock_held else tuple(calls[-CALLS_MAX:]),
+        )
+
+
+@pytest.mark.parametrize("kind", FACTS)
+def test_the_right_ranks_and_the_right_kind_are_named(kind):
+    for seed in SEEDS:
+        cluster = Cluster(seed)
+        cluster.plant(kind)
+        found = judge(cluster.standings(), cluster.size)
+        assert found is not None, seed
+        assert found.kind is kind, (seed, found)
+        assert list(found.ranks) == cluster.culprits, (seed, found)
+        assert found.is_certain == (kind in CERTAIN)
+        assert found.sequence == len(cluster.calls[found.group]), (seed, found)
+        others = {rank for rank in cluster.members[found.group] if rank not in cluster.culprits}
+        assert others & {rank for rank, where in cluster.waiting if where == found.group}
+
+
+def test_a_worker_that_only_waits_is_never_blamed():
+    for seed in SEEDS:
+        cluster = Cluster(seed)
+        cluster.plant(cluster.random.choice([*FACTS]))
+        found = judge(cluster.standings(), cluster.size)
+        waiting = {rank for rank, _ in cluster.waiting}
+        assert not waiting & set(found.ranks), (seed, found)
+
+
+@pytest.mark.parametrize("kind", [Kind.OTHER_COLLECTIVE, Kind.OTHER_SHAPE])
+def test_a_worker_that_calls_another_collective_or_shape_is_named_with_both_sites(kind):
+    for seed in SEEDS:
+        cluster = Cluster(seed)
+        name = cluster.plant(kind)
+        last = GroupCall(len(cluster.calls[name]), "all_reduce", 28, "Float")
+        cluster.calls[name][-1] = last
+        other = {Kind.OTHER_SHAPE: GroupCall(last.sequence, "all_reduce", 29, "Float")}
+        odd = other.get(kind, GroupCall(last.sequence, "reduce_scatter", 28, "Float"))
+        ahead = cluster.random.random() < 0.3
+        for rank in cluster.culprits:
+            cluster.own[rank, name, last.sequence] = odd
+            cluster.begun[rank, name] += 1
+            cluster.waiting.add((rank, name))
+            if ahead:  # its own call was complete, and it waits in the next one
+                cluster.calls[name][last.sequence :] = [cluster.call(last.sequence + 1)]
+                cluster.begun[rank, name] += 1
+        found = judge(cluster.standings(), cluster.size)
+        others = [r for r in cluster.members[name] if r not in cluster.culprits]
+        assert found.kind is kind, (seed, found)
+        tied = len(others) == len(cluster.culprits)
+        assert list(found.ranks) == ([] if tied else cluster.culprits), (seed, found)
+        for rank in (cluster.culprits[0], others[0]):
+            assert f"(train.py:{rank}, main)" in found.sentence, (seed, found)
+
+
+def test_nobody_is_blamed_while_no_worker_waits():
+    for seed in SEEDS:
+        cluster = Cluster(seed)
+        for rank in range(cluster.size):
+            cluster.facts[rank] = cluster.random.choice([*FACTS.values()])
+        assert judge(cluster.standings(), cluster.size) is None, seed
+
+
+def test_nobody_is_blamed_before_all_workers_are_known():
+    cluster = Cluster(3)
+    cluster.plant(Kind.BUSY)
+    assert judge(cluster.standings()[1:], cluster.size) is None
+    assert judge([], 0) is None
+
+
+def test_workers_in_one_collective_that_does_not_complete_blame_nobody():
+    cluster = Cluster(4)
+    cluster.culprits = []
+    cluster.stand("0")
+    found = judge(cluster.standings(), cluster.size)
+    assert (found.kind, found.ranks) == (Kind.NETWORK, ())
+    assert "none is behind" in found.sentence
+    cluster.facts[1] = FACTS[Kind.LOCK_HELD]
+    found = judge(cluster.standings(), cluster.size)
+    assert (found.kind, found.ranks) == (Kind.LOCK_HELD, (1,))
+
+
+def test_workers_that_wait_for_each_other_in_two_groups_are_named_with_their_places():
+    waits, done = Position(5, 4), Position(4, 4)
+    one, other = GroupBoard(position=waits, ranks="0-1"), GroupBoard(position=done, ranks="0-1")
+    standings = [
+        Standing(rank=0, node_id="n", facts=ProcessFacts(), groups={"1": one, "2": other},
+                 where="barrier (a.py:1, f)"),
+        Standing(rank=1, node_id="n", facts=ProcessFacts(), groups={"1": other, "2": one},
+                 where="barrier (a.py:2, f)"),
+    ]  # fmt: skip
+    found = judge(standings, 2)
+    assert (found.kind, found.ranks) == (Kind.OTHER_COLLECTIVE, ())
+    assert "a.py:1" in found.sentence and "a.py:2" in found.sentence
+
+
+def test_workers_are_compared_after_ten_times_their_longest_step_and_20_s_at_least():
+    for step_s, limit_s in ((0.02, 20.0), (1.0, 20.0), (7.0, 70.0), (400.0, 1800.0)):
+        rules = StandstillRules(20.0)
+        now_s = 0.0
+        for number in range(STANDSTILL_MOVES_FIRST + 5):
+            now_s += step_s
+            assert rules.look({1: (number,), 2: (0,)}, now_s) == 0.0 or number == 0
+        looks = [now_s + number * limit_s / 100 for number in range(120)]
+        due = [rules.is_due(rules.look({1: (number,), 2: (0,)}, at_s)) for at_s in looks]
+        assert due == [at_s - now_s >= limit_s for at_s in looks], step_s
+        assert all(later >= sooner for sooner, later in pairwise(due))
+
+
+def test_the_first_collectives_may_take_any_time():
+    rules = StandstillRules(20.0)
+    for number in range(STANDSTILL_MOVES_FIRST - 1):
+        rules.look({1: (number,)}, number * 900.0)
+        assert not rules.is_due(rules.look({1: (number,)}, number * 900.0 + 899.0))
+    # Nor is anything learned from them.
+    for number in range(20, 40):
+        rules.look({1: (number,)}, 9000.0 + number)
+    assert rules.is_due(20.0)
+
+
+def test_a_worker_that_is_replaced_begins_anew():
+    rules = StandstillRules(20.0)
+    for number in range(20):
+        rules.look({1: (number,)}, float(number))
+    assert rules.is_due(rules.look({1: (19,)}, 60.0))
+    assert not rules.is_due(rules.look({2: (19,)}, 60.1))

@@ -1,0 +1,160 @@
+"""The collectives of a script are recorded, and stay what they were."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from elastane.process import collectives
+from elastane.process.status_page import StatusPage, WorkerPage
+
+DEADLINE_S = 30.0
+REDUCE = dist.all_reduce
+collectives.watch_torch()
+
+
+@pytest.fixture
+def page():
+    """A page on which this process records, with a group of one."""
+    page = StatusPage.create()
+    collectives.begin(WorkerPage.open(os.dup(page.fd)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield page
+    dist.destroy_process_group()
+    collectives._state.forget()
+    page.close()
+
+
+def wait_for(look):
+    ends_s = time.monotonic() + DEADLINE_S
+    while not look():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
+def test_a_collective_is_recorded_with_its_site_and_bytes(page):
+    dist.all_reduce(torch.ones(7))
+    dist.barrier()
+    dist.all_reduce(torch.ones(3), group=dist.group.WORLD)
+    first, second, third = page.ring().calls
+    assert (first.operation, first.nbytes, first.group, first.count) == ("all_reduce", 28, 0, 1)
+    assert first.site.startswith("test_collective_records.py:")
+    assert 0 < first.entered_ns <= first.returned_ns <= second.entered_ns
+    assert (second.operation, second.count) == ("barrier", 2)
+    assert (third.nbytes, third.group, third.count) == (12, 0, 3)
+
+
+def test_what_a_collective_calls_itself_is_one_call(page):
+    found = [None]
+    dist.all_gather_object(found, {"a": 1})
+    assert found == [{"a": 1}]
+    [call] = page.ring().calls
+    assert call.operation == "all_gather_object"
+
+
+def test_another_group_counts_by_itself(page):
+    group = dist.new_group([0])
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1), group=group)
+    dist.broadcast(torch.ones(1), 0, group)
+    calls = [(call.group, call.count) for call in page.ring().calls]
+    assert calls == [(0, 1), (1, 1), (1, 2)]
+
+
+def test_an_error_is_the_scripts_and_the_call_has_returned(page):
+    with pytest.raises(TypeError):
+        dist.all_reduce("no tensor")
+    with pytest.raises(TypeError):
+        dist.all_reduce()
+    calls = page.ring().calls
+    assert all(call.returned_ns for call in calls) and len(calls) == 2
+    dist.all_reduce(torch.ones(1))
+    assert len(page.ring().calls) == 3
+
+
+def test_torchs_functions_stay_the_same_objects(page):
+    assert dist.all_reduce is REDUCE is dist.distributed_c10d.all_reduce
+    cells = [collectives._cell(REDUCE).cell_contents]
+    collectives.watch_torch()
+    assert cells == [collectives._cell(REDUCE).cell_contents], "a second call changes nothing"
+
+
+def test_a_forked_child_records_nothing(page):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(collectives._state.recorder is not None)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not page.ring().calls
+
+
+def test_without_records_the_page_stays_empty():
+    page = StatusPage.create(records=False)
+    collectives.begin(WorkerPage.open(os.dup(page.fd)))
+    assert collectives._state.recorder is None
+    page.close()
+
+
+def test_a_wait_for_the_loader_is_shown(page):
+    seen = []
+
+    def collate(samples):
+        seen.append(page.is_loading)
+        return samples
+
+    assert len([*DataLoader(range(3), collate_fn=collate)]) == 3
+    assert seen == [True] * 3 and not page.is_loading
+    assert page.moves[2] == 4  # with the one that ended the loop
+
+
+def test_the_board_shows_the_groups_and_where_a_still_worker_is(page):
+    for _ in range(5):
+        dist.all_reduce(torch.ones(7))
+    wait_for(lambda: any(call.sequence == 5 for call in calls_of(page)))
+    group = shown(page)
+    assert (group.position.begun, group.position.completed) == (5, 5)
+    last = group.calls[-1]
+    assert (last.operation, last.elements, last.dtype) == ("all_reduce", 7, "Float")
+    assert "test_collective_records.py:" in page.ring().board.where
+    beats = page.beats
+    wait_for(lambda: page.beats > beats)
+    dist.all_reduce(torch.ones(7))
+    wait_for(lambda: any(group.position.begun == 6 for group in groups_of(page)))
+
+
+def groups_of(page):
+    """Return the groups that the board shows; torch also counts those of earlier tests."""
+    return page.ring().board.groups.values()
+
+
+def calls_of(page):
+    return [call for group in groups_of(page) for call in group.calls]
+
+
+def shown(page):
+    return next(g for g in groups_of(page) if any(call.sequence == 5 for call in g.calls))
+
+
+def test_threads_record_beside_each_other(page):
+    groups = [dist.new_group([0]) for _ in range(4)]
+
+    def work(group):
+        for _ in range(40):
+            dist.all_reduce(torch.ones(1), group=group)
+
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    calls = page.ring().calls
+    assert len(calls) == 160
+    assert {call.number for call in calls} == {*range(1, 161)}
+    for number in range(1, 5):
+        counts = [call.count for call in calls if call.group == number]
+        assert sorted(counts) == [*range(1, 41)]
