@@ -30,17 +30,24 @@ ENDED = ("stop", "other", "extra")
 
 
 class CulpritJob:
-    """One node with some workers; `fault` returns what was found about one of them."""
+    """Nodes with some workers each; `fault` returns what was found about one of them."""
 
-    def __init__(self, folder: Path, workers: int = 3, **options: object) -> None:
+    def __init__(self, folder: Path, workers: int = 3, nodes: str = "a", **options: object) -> None:
         self.folder = folder
-        self.workers = workers
+        self.names = nodes
+        self.workers = workers * len(nodes)
         self.told = folder / "fault"
         os.mkfifo(folder / "slow-disk")
-        given = {"nproc_per_node": workers, "max_restarts": 1000, "standalone": True}
+        given = {"nproc_per_node": workers, "max_restarts": 1000, "nnodes": str(len(nodes))}
         given |= {"rdzv_conf": {"hang_floor": FLOOR_S}, "preload": PRELOAD_OPTIMIZER, **options}
         env = {"CULPRIT": str(self.told), "CULPRIT_LOCK_S": "6"}
         self.cluster = LocalCluster([str(SCRIPT)], folder=folder / "c", env=env, **given)
+
+    def start(self) -> None:
+        """Start all nodes, and wait until all ranks train."""
+        for name in self.names:
+            self.cluster.start(name)
+        self.wait_steps()
 
     def steps(self) -> dict[int, tuple[int, int]]:
         """Return the process and the step of each rank, as it wrote them last."""
@@ -83,7 +90,7 @@ class CulpritJob:
         if fault == "disk":
             with (self.folder / "slow-disk").open("wb", buffering=0) as file:
                 file.write(b"x")
-        self.wait_steps()
+        self.wait_steps(20)
         return found, took_s
 
     def wait_still(self) -> None:

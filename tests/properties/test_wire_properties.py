@@ -39,6 +39,10 @@ def of_type(info):
             return st.one_of([of_type(each) for each in types])
         case msgspec.inspect.VarTupleType(item_type=item):
             return st.lists(of_type(item), max_size=2).map(tuple)
+        case msgspec.inspect.DictType(key_type=key, value_type=value):
+            return st.dictionaries(of_type(key), of_type(value), max_size=2)
+        case msgspec.inspect.StrType(max_length=int(most)) if most < 20:
+            return TEXT.map(lambda text: text[:most])
         case msgspec.inspect.LiteralType(values=values):
             return st.sampled_from(list(values))
         case msgspec.inspect.EnumType(cls=cls):

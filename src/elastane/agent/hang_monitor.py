@@ -104,6 +104,12 @@ class HangMonitor:
             for worker, reason in self._standstill.look(members, time.monotonic()):
                 self._end_hung(worker, reason)
 
+    def end_rank(self, rank: int, reason: str) -> None:
+        """End the worker of this rank, if it is here and no other hang rule watches it."""
+        for worker in self._members():
+            if worker.rank == rank and worker.is_alive and not worker.page.mark:
+                self._end_hung(worker, reason)
+
     def _end_hung(self, worker: LocalWorker, reason: str) -> None:
         process = worker.process
         if process is not None and not (worker.hung or worker.given_up):

@@ -52,12 +52,13 @@ from enum import Enum, auto
 import msgspec
 
 from elastane.errors import ExitCode
-from elastane.protocol.culprits import Verdict
+from elastane.protocol.culprits import culprit_data
 from elastane.protocol.diagnosis import failure_text
 from elastane.protocol.effects import (
     AgentEffect,
     AimGroup,
     Decline,
+    EndGroupWorker,
     Exit,
     InterruptGroup,
     MarkGroup,
@@ -76,6 +77,7 @@ from elastane.protocol.events import (
     GroupDrained,
     GroupGone,
     GroupMarked,
+    GroupStandsStill,
     GroupStarted,
     GroupTraining,
     GroupWroteCheckpoint,
@@ -110,6 +112,7 @@ from elastane.protocol.messages import (
     Drain,
     Drained,
     DrainTarget,
+    EndWorker,
     Failed,
     GroupState,
     Heartbeat,
@@ -124,6 +127,7 @@ from elastane.protocol.messages import (
     Refused,
     Release,
     Report,
+    StandsStill,
     Stop,
     Stopped,
     Succeeded,
@@ -149,7 +153,7 @@ FULL_TEXTS_MAX = 32
 SHORT_TEXT_CHARS = 200
 # How much of the end of a worker's error text fits into an event's data.
 EVENT_TEXT_CHARS = 500
-ToGroup = Assign | Interrupt | Prepare | Stop | Drain | DrainTarget | CallOff
+ToGroup = Assign | Interrupt | Prepare | Stop | Drain | DrainTarget | CallOff | EndWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,6 +508,10 @@ class LocalWorkers:
                 self._drain(fence)
             case CallOff(fence=fence):
                 self._call_off(fence)
+            case EndWorker(fence=fence) if self.group and fence == self.group.fence:
+                self._outbox.add(EndGroupWorker(fence, message.rank, message.reason))
+            case EndWorker():
+                pass  # of a world that has ended
             case _:
                 self._aim(message)
 
@@ -528,8 +536,10 @@ class LocalWorkers:
             ):
                 group.interrupt(reason)
                 self._outbox.send(Lost(fence=world, reason=reason))
-            case ReplicaDiffered() | CulpritFound() if group and event.fence == group.start_fence:
-                self._log_finding(event)
+            case ReplicaDiffered() | CulpritFound() | GroupStandsStill() if (
+                group and event.fence == group.start_fence
+            ):
+                self._found(group, event)
             case GroupMarked() | GroupDrained() if group and self._is_draining(event.fence):
                 self._drained(group, event)
             case GroupGone(fence=fence, offer=offer) if group is None or fence == group.start_fence:
@@ -739,7 +749,15 @@ class LocalWorkers:
         failures = group.aged_failures(self.now_s)
         self._outbox.send(Failed(fence=group.fence, failures=failures))
 
-    def _log_finding(self, event: ReplicaDiffered | CulpritFound) -> None:
+    def _found(
+        self, group: Group, event: ReplicaDiffered | CulpritFound | GroupStandsStill
+    ) -> None:
+        if isinstance(event, GroupStandsStill):
+            if event.world == group.fence:
+                self._outbox.send(
+                    StandsStill(fence=group.fence, still_s=event.still_s, standings=event.standings)
+                )
+            return
         if isinstance(event, CulpritFound):
             data = culprit_data(event.verdict, event.still_s)
             self._log(EventKind.CULPRIT, event.verdict.sentence, **data)
@@ -1107,19 +1125,6 @@ def not_found(limit_s: float, reason: str) -> Outcome:
 def aged(failure: Failure, ended_s: float, now_s: float) -> Failure:
     """Return `failure` with its age as of `now_s`."""
     return msgspec.structs.replace(failure, age_s=max(0.0, now_s - ended_s))
-
-
-def culprit_data(verdict: Verdict, still_s: float) -> dict[str, str | int | float | bool]:
-    """Return the fields that the event log keeps about who is to blame."""
-    return {
-        "class": verdict.kind.value,
-        "ranks": ",".join(map(str, verdict.ranks)),
-        "outlook": verdict.outlook.value,
-        "certain": verdict.is_certain,
-        "group": verdict.group,
-        "sequence": verdict.sequence,
-        "still_s": round(still_s, 1),
-    }
 
 
 def failure_data(failure: Failure, *, stopped: bool) -> dict[str, str | int | float | bool]:

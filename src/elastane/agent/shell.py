@@ -27,6 +27,7 @@ from elastane.protocol.effects import (
     AgentEffect,
     AimGroup,
     Decline,
+    EndGroupWorker,
     Exit,
     GroupEffect,
     InterruptGroup,
@@ -195,7 +196,7 @@ class AgentShell:
 
     def _perform_on_group(self, effect: GroupEffect) -> None:
         group = self._group
-        of_world = isinstance(effect, MarkGroup | AimGroup | ReleaseGroup)
+        of_world = isinstance(effect, MarkGroup | AimGroup | ReleaseGroup | EndGroupWorker)
         if group is None or effect.fence != (group.world if of_world else group.assignment).fence:
             _log.debug("no group of %s any more", effect.fence)
             return
@@ -208,6 +209,8 @@ class AgentShell:
                 group.drain.aim(fence, calls, stops=stops)
             case ReleaseGroup():
                 group.drain.release()
+            case EndGroupWorker(rank=rank, reason=reason):
+                group.end_worker(rank, reason)
             case StartWorkers(local_ranks=local_ranks, assignment=assignment, delay_s=delay_s):
                 group.start_more(local_ranks, assignment, delay_s)
             case InterruptGroup(reason=reason):

@@ -15,7 +15,9 @@ from pathlib import Path
 from elastane.agent.worker import GroupSetup, LocalWorker
 from elastane.process.kernel import blocking_descriptor
 from elastane.protocol.culprits import (
+    STANDINGS_MAX,
     ProcessFacts,
+    Reports,
     Standing,
     StandstillRules,
     Verdict,
@@ -38,10 +40,14 @@ _NO_FILES = ("/dev/", "socket:", "pipe:", "anon_inode:", "/memfd:")
 
 @dataclass(frozen=True)
 class MonitorPosts:
-    """Where a monitor's findings go, and the world of the workers that it watches."""
+    """Where a monitor's findings go, and the world of the workers that it watches.
+
+    `standings` receives what workers of a world of several nodes show; none once they move again.
+    """
 
     failed: Callable[[Failure, float], None]
     culprit: Callable[[Verdict, float], None]
+    standings: Callable[[tuple[Standing, ...], float], None]
     world: Callable[[], Assignment]
 
 
@@ -56,50 +62,81 @@ class _Sample:
 
 
 class StandstillWatch:
-    """Compares the rings of the workers of one node, once they have come to a standstill."""
+    """Compares the rings of the workers of one node, once they have come to a standstill.
+
+    In a world of several nodes it sends what they show, and the coordinator compares.
+    """
 
     def __init__(self, setup: GroupSetup, post: MonitorPosts) -> None:
         self._node_id = setup.run.node_id
         self._post = post
         self._rules = StandstillRules(setup.hang_floor_s)
+        self._reports = Reports()
         self._samples: dict[int, _Sample] = {}
+        self._still_s = 0.0
+        self._sent: tuple[tuple[object, ...], ...] = ()
 
     def world_ended(self) -> None:
         """Forget what was seen: other workers, or other places, come next."""
         self._rules.look({}, 0.0)
+        self._reports.forget()
         self._samples.clear()
+        self._sent = ()
 
     def look(
         self, members: Sequence[LocalWorker], now_s: float
     ) -> Iterator[tuple[LocalWorker, str]]:
         """Look at the members of a world; yield those that are to be ended, and why."""
         shown = {w.process.pid: w.page.moves for w in members if w.process is not None}
-        still_s = self._rules.look(shown, now_s)
-        if still_s < _CLOSE_S:
-            self._samples.clear()
+        before_s, self._still_s = self._still_s, self._rules.look(shown, now_s)
+        if self._still_s < _CLOSE_S:
+            self._move(before_s)
             return
         for worker in members:
             self._sample(worker, now_s)
-        if not self._rules.is_due(still_s):
+        if not self._rules.is_due(self._still_s):
             return
         standings = [self._standing(worker, now_s) for worker in members]
-        if not self._rules.is_due(still_s - _SHOWN_LATE_S) and not all(map(is_shown, standings)):
+        is_late = self._rules.is_due(self._still_s - _SHOWN_LATE_S)
+        if not (is_late or all(map(is_shown, standings))):
             return
-        verdict = judge(standings, self._post.world().world_size)
-        if verdict is None or not self._rules.is_new(verdict, still_s):
+        if len(members) < self._post.world().world_size:
+            self._send(standings)
             return
-        self._post.culprit(verdict, still_s)
-        if verdict.is_certain:
-            yield from self._to_be_ended(members, verdict)
+        yield from self._judge(standings, members)
 
-    def _to_be_ended(
-        self, members: Sequence[LocalWorker], verdict: Verdict
+    def _move(self, still_s: float) -> None:
+        """Note that the workers move again."""
+        self._samples.clear()
+        self._reports.end(still_s)
+        if self._sent:
+            self._sent = ()
+            self._post.standings((), 0.0)
+
+    def _send(self, standings: Sequence[Standing]) -> None:
+        """Send what the workers show, and again where a process of theirs has changed since."""
+        facts = tuple(
+            (each.rank, each.facts.state in "Tt", each.facts.lock_held, each.facts.exit_code)
+            for each in standings
+        )
+        if len(standings) <= STANDINGS_MAX and self._sent != facts:
+            self._sent = facts
+            self._rules.note_report()
+            self._post.standings(tuple(standings), self._still_s)
+
+    def _judge(
+        self, standings: Sequence[Standing], members: Sequence[LocalWorker]
     ) -> Iterator[tuple[LocalWorker, str]]:
-        """Yield the culprits that live, or a worker that waits if there is none."""
-        alive = [worker for worker in members if worker.is_alive and not worker.page.mark]
-        guilty = [worker for worker in alive if worker.rank in verdict.ranks]
-        for worker in guilty or alive[:1]:
-            yield worker, verdict.sentence
+        verdict = judge(standings, self._post.world().world_size)
+        if verdict is None:
+            return
+        self._rules.note_report()
+        if self._reports.is_new(verdict, self._still_s):
+            self._post.culprit(verdict, self._still_s)
+            for worker in members:
+                # Other scripts have a limit of their own (`protocol.hangs`).
+                if worker.rank in verdict.ends and worker.is_alive and not worker.page.mark:
+                    yield worker, verdict.sentence
 
     def _sample(self, worker: LocalWorker, now_s: float) -> None:
         process = worker.process

@@ -37,7 +37,7 @@ from elastane.process.streams.console import process_console
 from elastane.process.streams.group import GroupStreams
 from elastane.process.timers import WorkerTimer
 from elastane.process.worker_environment import WorkerFacts, worker_environment
-from elastane.protocol.culprits import Verdict
+from elastane.protocol.culprits import Standing, Verdict
 from elastane.protocol.events import (
     AgentEvent,
     CulpritFound,
@@ -45,6 +45,7 @@ from elastane.protocol.events import (
     GroupDrained,
     GroupGone,
     GroupMarked,
+    GroupStandsStill,
     GroupStarted,
     GroupTraining,
     GroupWroteCheckpoint,
@@ -109,7 +110,9 @@ class LocalWorkerGroup:
         self._store_host = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
         self.drain = GroupDrain(self._members, self._sockets, self.post, self._spawn_task)
         self._spares = Spares(self.setup, self._sockets, self._spawn_task)
-        posts = MonitorPosts(self._post_failed, self._post_culprit, lambda: self.world)
+        posts = MonitorPosts(
+            self._post_failed, self._post_culprit, self._post_standings, lambda: self.world
+        )
         self.hang_monitor = HangMonitor(
             self._members, self._sockets, posts, self._spawn_task, self.setup
         )
@@ -344,6 +347,13 @@ class LocalWorkerGroup:
 
     def _post_culprit(self, verdict: Verdict, still_s: float) -> None:
         self.post(CulpritFound(self.assignment.fence, verdict, still_s))
+
+    def _post_standings(self, standings: tuple[Standing, ...], still_s: float) -> None:
+        self.post(GroupStandsStill(self.assignment.fence, self.world.fence, standings, still_s))
+
+    def end_worker(self, rank: int, reason: str) -> None:
+        """End the worker of this rank, for which the others would wait for ever."""
+        self.hang_monitor.end_rank(rank, reason)
 
     def _answered(self, local_rank: int, doing: control_socket.Doing) -> None:
         self.hang_monitor.answered(local_rank, doing)

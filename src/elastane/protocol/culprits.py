@@ -23,7 +23,7 @@ import msgspec
 from elastane.protocol.hangs import HANG_CEILING_S
 from elastane.protocol.limits import REASON_CHARS_MAX
 from elastane.protocol.model import Count, Name
-from elastane.protocol.ring import GroupBoard, Number, Ring, Short, ranks_of
+from elastane.protocol.ring import GROUPS_MAX, GroupBoard, Number, Ring, Short, ranks_of
 
 # A worker whose main thread ran, or could have run, at this share of the looks computes.
 BUSY_SHARE = 0.7
@@ -42,6 +42,11 @@ STANDSTILL_WINDOW_S = 1800.0
 # places are remembered.
 PASSED_FACTOR = 2.0
 PASSED_MAX = 256
+
+
+# Workers of one node whose standings one report carries: with all that a board may hold of them it
+# fits into a frame. A node with more is not compared with others.
+STANDINGS_MAX = 64
 
 
 class Kind(StrEnum):
@@ -95,7 +100,7 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     state: Annotated[str, msgspec.Meta(max_length=1)] = "S"
     exit_code: int | None = None
-    busy: Annotated[float, msgspec.Meta(ge=0.0, le=1e3)] = 0.0
+    busy: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)] = 0.0
     lock_held: bool = False
     loads: bool = False
     reads: Short = ""
@@ -107,7 +112,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     rank: Count
     node_id: Name
     facts: ProcessFacts
-    groups: dict[Short, GroupBoard] = {}
+    groups: Annotated[dict[Short, GroupBoard], msgspec.Meta(max_length=GROUPS_MAX)] = {}
     where: Short = ""
     debugged: bool = False
     last: Short = ""
@@ -121,7 +126,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Who is to blame, and why, in one sentence. `ranks` is empty where no worker is behind.
 
-    `place` is where the others wait.
+    `place` is where the others wait. `ends` is who is to be ended, where the wait never ends: the
+    culprits, or one of those that wait if there is none that lives.
     """
 
     kind: Kind
@@ -130,6 +136,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     sequence: int = 0
     place: str = ""
+    ends: tuple[Count, ...] = ()
 
     @property
     def is_certain(self) -> bool:
@@ -142,12 +149,60 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return OUTLOOKS[self.kind]
 
 
+def culprit_data(verdict: Verdict, still_s: float) -> dict[str, str | int | float | bool]:
+    """Return the fields that the event log keeps about who is to blame."""
+    return {
+        "class": verdict.kind.value,
+        "ranks": ",".join(map(str, verdict.ranks)),
+        "outlook": verdict.outlook.value,
+        "certain": verdict.is_certain,
+        "group": verdict.group,
+        "sequence": verdict.sequence,
+        "still_s": round(still_s, 1),
+    }
+
+
+class Reports:
+    """Which verdicts of one world are worth a report.
+
+    A wait that passed by itself is reported again, of the same kind and at the same place, only
+    once it lasts twice as long: a script may evaluate on one rank after each epoch.
+    """
+
+    def __init__(self) -> None:
+        self._passed_s: dict[tuple[Kind, str], float] = {}
+        self.current: Verdict | None = None
+
+    def is_new(self, verdict: Verdict, still_s: float) -> bool:
+        """Whether to report a verdict of the current standstill, which then is its current one."""
+        before = self.current
+        if before is not None and (before.is_certain or not verdict.is_certain):
+            return False
+        passed_s = self._passed_s.get((verdict.kind, verdict.place), 0.0)
+        if not verdict.is_certain and still_s < PASSED_FACTOR * passed_s:
+            return False
+        self.current = verdict
+        return True
+
+    def end(self, still_s: float) -> bool:
+        """Record that the workers move again; return whether their standstill was reported."""
+        reported, self.current = self.current, None
+        if reported is None:
+            return False
+        if len(self._passed_s) >= PASSED_MAX:
+            self._passed_s.clear()
+        self._passed_s[reported.kind, reported.place] = still_s
+        return True
+
+    def forget(self) -> None:
+        """Record that the world has ended."""
+        self.current = None
+
+
 class StandstillRules:
     """When workers are to be compared: they have shown no move for longer than ever of late.
 
     What was reported is not learned as a step, or the next fault would be found ten times as late.
-    Instead a wait of the same kind at the same place is reported again only once it lasts twice as
-    long: a script may evaluate on one rank after each epoch.
     """
 
     def __init__(self, floor_s: float) -> None:
@@ -157,8 +212,7 @@ class StandstillRules:
         self._moves = 0
         self._longest_s = self._longest_before_s = 0.0
         self._turned_s = 0.0
-        self._passed_s: dict[tuple[Kind, str], float] = {}
-        self._reported: Verdict | None = None
+        self._is_reported = False
 
     def look(self, shown: Mapping[int, tuple[int, ...]], now_s: float) -> float:
         """Record what each worker shows, by its process id; return for how long none has moved."""
@@ -176,26 +230,16 @@ class StandstillRules:
         limit_s = max(self._floor_s, min(STANDSTILL_FACTOR * longest_s, HANG_CEILING_S))
         return self._moves >= STANDSTILL_MOVES_FIRST and still_s >= limit_s
 
-    def is_new(self, verdict: Verdict, still_s: float) -> bool:
-        """Whether a verdict is to be reported; a certain one follows an uncertain one."""
-        before = self._reported
-        if before is not None and (before.is_certain or not verdict.is_certain):
-            return False
-        passed_s = self._passed_s.get((verdict.kind, verdict.place), 0.0)
-        if not verdict.is_certain and still_s < PASSED_FACTOR * passed_s:
-            return False
-        self._reported = verdict
-        return True
+    def note_report(self) -> None:
+        """Record that this standstill was reported: it is no step to learn from."""
+        self._is_reported = True
 
     def _begin(self, now_s: float) -> None:
-        self._moves, self._moved_s, self._reported = 0, now_s, None
+        self._moves, self._moved_s, self._is_reported = 0, now_s, False
 
     def _learn(self, now_s: float) -> None:
-        still_s, reported, self._reported = now_s - self._moved_s, self._reported, None
-        if reported is not None:
-            if len(self._passed_s) >= PASSED_MAX:
-                self._passed_s.clear()
-            self._passed_s[reported.kind, reported.place] = still_s
+        still_s, was_reported, self._is_reported = now_s - self._moved_s, self._is_reported, False
+        if was_reported:
             return
         if now_s - self._turned_s >= STANDSTILL_WINDOW_S:
             self._longest_before_s, self._longest_s = self._longest_s, 0.0
@@ -233,7 +277,12 @@ def judge(standings: Iterable[Standing], world_size: int) -> Verdict | None:
     case = _Case(workers, _groups(workers, world_size))
     if not case.waiters:
         return None
-    return case.of_stopped() or case.of_mismatch() or case.of_missing() or case.of_nobody()
+    found = case.of_stopped() or case.of_mismatch() or case.of_missing() or case.of_nobody()
+    if not found.is_certain:
+        return found
+    has_living = found.ranks and found.kind is not Kind.ENDED
+    ends = found.ranks if has_living else tuple(case.waiters[:1])
+    return msgspec.structs.replace(found, ends=ends)
 
 
 def _groups(workers: Mapping[int, Standing], world_size: int) -> dict[str, frozenset[int]]:
@@ -263,6 +312,9 @@ class _Case:
         self._workers = workers
         self._groups = groups
         self.waiters = [rank for rank in sorted(workers) if self._waits(rank)]
+        self._own_kinds = {rank: self._find_own_kind(rank) for rank in workers}
+        # By group and position: a world of thousands waits in a few collectives.
+        self._known: dict[tuple[str, int], list[int]] = {}
         self._edges = {rank: self._awaited(rank) for rank in self.waiters}
 
     def of_stopped(self) -> Verdict | None:
@@ -305,22 +357,29 @@ class _Case:
         )[:REASON_CHARS_MAX]
         return Verdict(kind=Kind.NETWORK, ranks=(), sentence=text, group=group, sequence=sequence)
 
-    def _waits(self, rank: int) -> frozenset[str]:
-        return frozenset(self._workers[rank].waits_in() & self._groups.keys())
+    def _waits(self, rank: int) -> set[str]:
+        return self._workers[rank].waits_in() & self._groups.keys()
 
     def _awaited(self, rank: int) -> dict[str, list[int]]:
         """Return the members that a worker waits for, by group; a process that cannot has none."""
         if self._own_kind(rank) is not None:
             return {}
-        found = {}
-        for name in sorted(self._waits(rank)):
-            others = sorted(self._groups[name] - {rank})
-            here = self._position(rank, name)
-            behind = [other for other in others if self._position(other, name) < here]
-            found[name] = behind or [other for other in others if self._own_kind(other)]
-        return found
+        at = {name: self._position(rank, name) for name in sorted(self._waits(rank))}
+        return {name: self._awaited_in(name, here) for name, here in at.items()}
+
+    def _awaited_in(self, name: str, here: int) -> list[int]:
+        """Return the members that all wait for that have begun `here` collectives in a group."""
+        if (name, here) not in self._known:
+            members = sorted(self._groups[name])
+            behind = [rank for rank in members if self._position(rank, name) < here]
+            unable = [rank for rank in members if self._own_kind(rank)]
+            self._known[name, here] = behind or unable
+        return self._known[name, here]
 
     def _own_kind(self, rank: int) -> Kind | None:
+        return self._own_kinds[rank]
+
+    def _find_own_kind(self, rank: int) -> Kind | None:
         """Return why the process of a worker cannot take part in anything; None if it can."""
         worker = self._workers[rank]
         if worker.facts.exit_code is not None:

@@ -142,6 +142,14 @@ class ReleaseGroup(msgspec.Struct, frozen=True):
     fence: Fence
 
 
+class EndGroupWorker(msgspec.Struct, frozen=True):
+    """End the worker of this rank, which hangs. Its failure follows, if it is here and lives."""
+
+    fence: Fence
+    rank: int
+    reason: str
+
+
 class Exit(msgspec.Struct, frozen=True):
     """End the agent with this exit code; `outcome` is set if the job has ended."""
 
@@ -152,6 +160,13 @@ class Exit(msgspec.Struct, frozen=True):
 
 RendezvousEffect = Persist | Send | Hangup | WriteEvent | Finished
 GroupEffect = (
-    StopGroup | MarkGroup | AimGroup | ReleaseGroup | StartWorkers | InterruptGroup | RegroupWorkers
+    StopGroup
+    | MarkGroup
+    | AimGroup
+    | ReleaseGroup
+    | EndGroupWorker
+    | StartWorkers
+    | InterruptGroup
+    | RegroupWorkers
 )
 AgentEffect = Transmit | StartGroup | Decline | GroupEffect | WriteEvent | Exit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from elastane.protocol.culprits import Verdict
+from elastane.protocol.culprits import Standing, Verdict
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.model import Failure, Fence, Joining, PortOffer, Sharding
 
@@ -185,6 +185,15 @@ class CulpritFound(msgspec.Struct, frozen=True):
     still_s: float
 
 
+class GroupStandsStill(msgspec.Struct, frozen=True):
+    """The local workers have stood still in `world` for `still_s`; none: they move again."""
+
+    fence: Fence
+    world: Fence
+    standings: tuple[Standing, ...]
+    still_s: float
+
+
 class GroupMarked(msgspec.Struct, frozen=True):
     """Answer to MarkGroup."""
 
@@ -220,6 +229,7 @@ AgentEvent = (
     | WorkerLost
     | ReplicaDiffered
     | CulpritFound
+    | GroupStandsStill
     | GroupMarked
     | GroupDrained
     | Signalled

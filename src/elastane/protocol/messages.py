@@ -10,6 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from elastane.protocol.culprits import STANDINGS_MAX, Standing
 from elastane.protocol.limits import COUNT_MAX, FAILURES_MAX, WAITING_MAX
 from elastane.protocol.model import (
     Assignment,
@@ -164,6 +165,21 @@ class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
     reason: Text
 
 
+class StandsStill(msgspec.Struct, frozen=True, tag="stands-still", kw_only=True):
+    """The workers of `fence` have made no collective for `still_s`, far longer than usual.
+
+    `standings` says what each of them shows; none: they move again.
+    """
+
+    fence: Fence
+    still_s: Seconds = 0.0
+    standings: tuple[Standing, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.standings) > STANDINGS_MAX:
+            raise ValueError(f"{len(self.standings)} standings, of at most {STANDINGS_MAX}")
+
+
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """No process of `fence` is left on this node; `offer` is where the next store would be.
 
@@ -203,6 +219,7 @@ ToCoordinator = (
     | Able
     | Checkpointed
     | Lost
+    | StandsStill
     | Stopped
     | Leave
     | Conclude
@@ -277,6 +294,14 @@ class CallOff(msgspec.Struct, frozen=True, tag="call-off"):
     fence: Fence
 
 
+class EndWorker(msgspec.Struct, frozen=True, tag="end-worker", kw_only=True):
+    """End the worker of this rank, if it is here: the others wait for it, and will for ever."""
+
+    fence: Fence
+    rank: Count
+    reason: Text
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):
     """Stop the workers of `fence`: SIGTERM, then SIGKILL after `grace_s`."""
 
@@ -342,6 +367,7 @@ ToAgent = (
     | Drain
     | DrainTarget
     | CallOff
+    | EndWorker
     | Stop
     | Release
     | Close

@@ -2,17 +2,21 @@
 
 from test_agent_rules import FENCE, Agent
 
-from elastane.protocol.effects import Exit, MarkGroup, ReleaseGroup, Transmit
+from elastane.protocol.culprits import Kind, ProcessFacts, Standing, Verdict
+from elastane.protocol.effects import EndGroupWorker, Exit, MarkGroup, ReleaseGroup, Transmit
 from elastane.protocol.events import (
+    CulpritFound,
     GroupAble,
     GroupDrained,
     GroupMarked,
+    GroupStandsStill,
     GroupWroteCheckpoint,
     Linked,
     Signalled,
     Unlinked,
     Warm,
 )
+from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Able,
     CallOff,
@@ -20,9 +24,11 @@ from elastane.protocol.messages import (
     Drain,
     Drained,
     DrainTarget,
+    EndWorker,
     Join,
     Ready,
     Report,
+    StandsStill,
 )
 from elastane.protocol.model import Fence, Joining, PortOffer, Sharding
 
@@ -104,3 +110,32 @@ def test_a_drain_that_is_called_off_opens_the_gates_and_another_may_follow():
     agent.does(GroupDrained(FENCE, True))  # crossed with it
     assert not agent.sent(Drained)
     assert MarkGroup(FENCE) in agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="again"))
+
+
+def test_workers_that_stand_still_are_reported_in_their_own_world_only():
+    agent = Agent().running()
+    standing = Standing(rank=0, node_id="a", facts=ProcessFacts())
+    agent.does(GroupStandsStill(FENCE, FENCE, (standing,), 21.0))
+    assert agent.sent(StandsStill) == [
+        StandsStill(fence=FENCE, still_s=21.0, standings=(standing,))
+    ]
+    agent.does(GroupStandsStill(FENCE, Fence(9, 9), (), 0.0))
+    assert not agent.sent(StandsStill)
+
+
+def test_a_worker_is_ended_by_order_in_its_own_world_only():
+    agent = Agent().running()
+    ends = agent.told(EndWorker(fence=FENCE, rank=1, reason="it is stopped"))
+    assert ends == [EndGroupWorker(FENCE, 1, "it is stopped")]
+    assert not agent.told(EndWorker(fence=Fence(9, 9), rank=1, reason="late"))
+
+
+def test_a_culprit_is_logged_with_its_class():
+    agent = Agent().running()
+    found = Verdict(kind=Kind.DISK, ranks=(1, 2), sentence="ranks 1-2 wait", group="0", sequence=7)
+    [effect] = agent.does(CulpritFound(FENCE, found, 21.04))
+    assert (effect.event.kind, effect.event.reason) == (EventKind.CULPRIT, "ranks 1-2 wait")
+    assert effect.event.data == {
+        "class": "disk", "ranks": "1,2", "outlook": "may-pass", "certain": False,
+        "group": "0", "sequence": 7, "still_s": 21.0,
+    }  # fmt: skip

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+import time
 from itertools import pairwise
 
 import pytest
 
 from elastane.protocol.culprits import (
     CERTAIN,
+    PASSED_MAX,
     STANDSTILL_MOVES_FIRST,
     Kind,
     ProcessFacts,
+    Reports,
     Standing,
     StandstillRules,
+    Verdict,
     judge,
 )
 from elastane.protocol.ring import CALLS_MAX, GroupBoard, GroupCall, Position, spans
@@ -208,6 +212,70 @@ def test_workers_that_wait_for_each_other_in_two_groups_are_named_with_their_pla
     found = judge(standings, 2)
     assert (found.kind, found.ranks) == (Kind.OTHER_COLLECTIVE, ())
     assert "a.py:1" in found.sentence and "a.py:2" in found.sentence
+
+
+def test_who_is_ended_where_the_wait_never_ends():
+    for seed in SEEDS:
+        cluster = Cluster(seed)
+        kind = cluster.random.choice([*FACTS])
+        cluster.plant(kind)
+        found = judge(cluster.standings(), cluster.size)
+        if kind not in CERTAIN:
+            assert not found.ends
+        elif kind is Kind.ENDED:  # it has ended itself; the others cannot go on
+            assert set(found.ends) <= {rank for rank, _ in cluster.waiting} and found.ends
+        else:
+            assert list(found.ends) == cluster.culprits
+
+
+def test_thousands_of_workers_are_compared_within_a_second():
+    cluster = Cluster(1)
+    cluster.size = 4096
+    cluster.members = {"0": [*range(cluster.size)]}
+    cluster.calls = {"0": [cluster.call(number) for number in range(1, 20)]}
+    cluster.begun = dict.fromkeys(((rank, "0") for rank in range(cluster.size)), 19)
+    cluster.facts = dict.fromkeys(range(cluster.size), ProcessFacts())
+    cluster.culprits = [4000]
+    cluster.stand("0")
+    standings = cluster.standings()
+    begun_s = time.process_time()
+    assert judge(standings, cluster.size).ranks == (4000,)
+    assert time.process_time() - begun_s < 1.0
+
+
+def test_a_wait_that_passed_is_reported_again_once_it_lasts_twice_as_long():
+    reports = Reports()
+    evaluation = Verdict(kind=Kind.BUSY, ranks=(0,), sentence="", place="train.py:8, main")
+    other = Verdict(kind=Kind.BUSY, ranks=(0,), sentence="", place="train.py:9, main")
+    endless = Verdict(kind=Kind.STOPPED, ranks=(0,), sentence="", place="train.py:8, main")
+    assert reports.is_new(evaluation, 20.0) and not reports.is_new(evaluation, 20.2)
+    assert reports.end(60.0)
+    assert not reports.is_new(evaluation, 100.0)
+    assert not reports.end(100.0), "it was not reported"
+    assert reports.is_new(other, 20.0) and reports.is_new(endless, 21.0)
+    assert not reports.is_new(endless, 22.0)
+    reports.end(22.0)
+    assert reports.is_new(evaluation, 120.0)
+
+
+def test_of_reported_waits_so_many_places_are_remembered():
+    reports = Reports()
+    for line in range(3 * PASSED_MAX):
+        verdict = Verdict(kind=Kind.BUSY, ranks=(0,), sentence="", place=f"train.py:{line}")
+        assert reports.is_new(verdict, 20.0)
+        reports.end(20.0)
+    assert len(reports._passed_s) <= PASSED_MAX
+
+
+def test_a_reported_standstill_is_no_step_to_learn_from():
+    for reported, due_s in ((True, 20.0), (False, 600.0)):
+        rules = StandstillRules(20.0)
+        for number in range(10):
+            rules.look({1: (number,)}, float(number))
+        if reported:
+            rules.note_report()
+        rules.look({1: (10,)}, 69.0)
+        assert rules.is_due(due_s) and not rules.is_due(due_s - 0.1)
 
 
 def test_workers_are_compared_after_ten_times_their_longest_step_and_20_s_at_least():

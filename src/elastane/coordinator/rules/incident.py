@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from elastane.protocol.culprits import Reports
 from elastane.protocol.diagnosis import Sighting
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, Timing
 from elastane.protocol.model import Failure
@@ -176,6 +177,23 @@ class Stalls:
 
 
 @dataclass(slots=True)
+class Standstill:
+    """What was found about workers of several nodes that stand still."""
+
+    reports: Reports = field(default_factory=Reports)
+    is_new: bool = False  # an agent has reported since the last comparison
+    since_s: float = 0.0
+
+    def note(self) -> None:
+        """Record that an agent has reported what its workers show."""
+        self.is_new = True
+
+    def compared(self, since_s: float) -> None:
+        """Record that the reports were compared; the workers stand still since `since_s`."""
+        self.is_new, self.since_s = False, since_s
+
+
+@dataclass(slots=True)
 class Incidents:
     """The current incident, and evidence of one that no report explains yet."""
 
@@ -185,6 +203,7 @@ class Incidents:
     peer_lost_s: float | None = None  # when a worker lost a peer without a known reason
     peer_lost_reason: str = ""
     stalls: Stalls = field(default_factory=Stalls)
+    standstill: Standstill = field(default_factory=Standstill)
 
     @property
     def is_planned(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from elastane.protocol.culprits import Standing
 from elastane.protocol.events import Broken, Received
 from elastane.protocol.messages import GroupState, Heartbeat, Holding, ToCoordinator
 from elastane.protocol.model import (
@@ -129,6 +130,8 @@ class NodeProgress:
     pace: StepPace = field(default_factory=StepPace)
     waits_at: tuple[WaitPoint, ...] = ()  # where each worker waits, once all of them do
     is_stalled: bool = False  # all of them have waited too long
+    standings: tuple[Standing, ...] = ()  # what each worker shows, once all stand still
+    still_s: float = 0.0  # for how long they did by then
 
     def record_steps(self, now_s: float, steps: int | None) -> None:
         """Record how many steps were made."""
@@ -144,10 +147,15 @@ class NodeProgress:
         self.waits_at, self.is_stalled = waits_at, all_wait
         return True
 
+    def record_standings(self, standings: tuple[Standing, ...], still_s: float) -> None:
+        """Record what the workers show at a standstill; nothing, once they move again."""
+        self.standings, self.still_s = standings, still_s
+
     def restart(self, now_s: float) -> None:
         """Record that the workers entered another world."""
         self.record_steps(now_s, None)
         self.waits_at, self.is_stalled = (), False
+        self.record_standings((), 0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -506,6 +514,7 @@ class Roster:
     with_standbys: set[str] = field(default_factory=set)  # nodes with workers ready to join
     blocked: set[str] = field(default_factory=set)  # members whose workers all wait for others
     stalled: set[str] = field(default_factory=set)  # members whose workers have waited too long
+    standing: set[str] = field(default_factory=set)  # members whose workers stand still
 
     def load(self, versions: Versions | None) -> None:
         """Take the versions of the job's record."""
@@ -601,6 +610,7 @@ class Roster:
             (self.with_standbys, present and not node.leaving and bool(held.recoverable - places)),
             (self.blocked, member and (node.progress.is_stalled or bool(node.progress.waits_at))),
             (self.stalled, member and node.progress.is_stalled),
+            (self.standing, member and bool(node.progress.standings)),
         )
         for members, belongs in facts:
             if belongs:
@@ -628,6 +638,7 @@ class Roster:
             self.with_standbys,
             self.blocked,
             self.stalled,
+            self.standing,
         ):
             members.discard(node.id)
 

@@ -25,6 +25,7 @@ from elastane.protocol.messages import (
     Lost,
     Marked,
     Ready,
+    StandsStill,
     Stopped,
     Succeeded,
     ToCoordinator,
@@ -54,7 +55,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
             node.workers.succeed()
         case Marked() | Drained() if message.fence == node.fence:
             _drained(node, message)
-        case Able() | Lost() | Checkpointed():
+        case Able() | Lost() | Checkpointed() | StandsStill():
             _in_place(state, node, message)
         case Stopped():
             _stopped(state, node, message)
@@ -96,7 +97,14 @@ def _drained(node: KnownNode, message: Marked | Drained) -> None:
         node.drain.save()
 
 
-def _in_place(state: State, node: KnownNode, message: Able | Lost | Checkpointed) -> None:
+def _in_place(
+    state: State, node: KnownNode, message: Able | Lost | Checkpointed | StandsStill
+) -> None:
+    if isinstance(message, StandsStill):
+        if message.fence == node.fence:
+            node.progress.record_standings(message.standings, message.still_s)
+            state.incidents.standstill.note()
+        return
     if isinstance(message, Lost):
         recovery.record_lost_peer(state, node, message.fence, message.reason)
         return

@@ -1,0 +1,37 @@
+"""Says who is to blame where workers of several nodes wait for one another.
+
+Each agent reports what its own workers show once they stand still. When all members of the world
+have, `protocol.culprits` compares them. A worker is ended only where the wait never ends by itself;
+then its failure is like any other.
+"""
+
+from __future__ import annotations
+
+from elastane.coordinator.rules.state import State
+from elastane.protocol.culprits import culprit_data, judge
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import EndWorker
+
+
+def blame(state: State) -> None:
+    """Compare the workers of all nodes, once all stand still and an agent has reported since."""
+    assert state.world is not None
+    standstill = state.incidents.standstill
+    if not standstill.is_new:
+        return
+    members = [*state.roster.members()]
+    if len(state.roster.standing) < len(state.world.members):
+        standstill.reports.end(state.now_s - standstill.since_s)
+        standstill.compared(state.now_s)
+        return
+    still_s = min(node.progress.still_s for node in members)
+    standstill.compared(state.now_s - still_s)
+    standings = (each for node in members for each in node.progress.standings)
+    verdict = judge(standings, state.world.world_size)
+    if verdict is None or not standstill.reports.is_new(verdict, still_s):
+        return
+    state.log(EventKind.CULPRIT, verdict.sentence, **culprit_data(verdict, still_s))
+    for node in members:
+        for rank in verdict.ends:
+            end = EndWorker(fence=state.world.fence, rank=rank, reason=verdict.sentence)
+            state.queue.send(node, end)
