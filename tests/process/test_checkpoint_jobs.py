@@ -274,13 +274,19 @@ def test_a_job_that_loses_all_agents_is_restored_from_storage_in_a_new_run(tmp_p
 
 
 @pytest.mark.parametrize(
-    "apart",
-    [False, pytest.param(True, marks=pytest.mark.soak)],
-    ids=["together", "one-by-one"],
+    ("nnodes", "apart"),
+    [
+        ("1:2", False),
+        pytest.param("1:2", True, marks=pytest.mark.soak),
+        pytest.param("2", True, marks=pytest.mark.soak),
+    ],
+    ids=["together", "one-by-one", "one-by-one-of-a-fixed-number"],
 )
-def test_a_job_in_place_whose_nodes_all_leave_saves_the_step_that_it_leaves_at(tmp_path, apart):
+def test_a_job_in_place_whose_nodes_all_leave_saves_the_step_that_it_leaves_at(
+    tmp_path, nnodes, apart
+):
     more = [10**6] + ["behind"] * (not apart)  # then it is saved in memory, and written at the end
-    job = Saving(tmp_path, "job", "", *more, nnodes="1:2", nproc_per_node=1)
+    job = Saving(tmp_path, "job", "", *more, nnodes=nnodes, nproc_per_node=1)
     with job.cluster:
         nodes = [job.cluster.start(name) for name in "ab"]
         job.cluster.wait(lambda: len({line["pid"] for line in job.said("step")}) == 2, "both")

@@ -204,7 +204,7 @@ def test_a_live_agent_counted_as_dead_is_found(monkeypatch):
 
 
 def test_workers_that_are_stopped_with_steps_that_nobody_else_has_are_found(monkeypatch):
-    monkeypatch.setattr(drain, "nobody_continues", lambda state: not state.in_place.active)
+    monkeypatch.setattr(drain, "all_save", lambda state: not state.in_place.active)
     assert "leaves with step" in first_failure(200)
 
 

@@ -279,8 +279,8 @@ class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
 class DrainTarget(msgspec.Struct, frozen=True, tag="drain-target", kw_only=True):
     """should_checkpoint() is true at its call number `calls`, on every worker.
 
-    `stops`: all workers are going to be stopped, also those that recover in place. It may come
-    again if that turns out later.
+    `stops`: workers that recover in place checkpoint, too, since all are going to be stopped, or
+    too few stay for a world. It may come again if that turns out later.
     """
 
     fence: Fence

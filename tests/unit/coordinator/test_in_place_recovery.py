@@ -450,3 +450,30 @@ def test_a_stall_between_two_loops_of_steps_ends_the_world():
     assert kinds(job, "b") == []
     beats(job, "b")
     assert kinds(job, "b") == [Interrupt]
+
+
+def reach_target(job, *node_ids, leaves):
+    """Have a node leave, and all workers stop at one boundary; return what they were told."""
+    job.leaves(leaves)
+    for node_id in node_ids:
+        job.marks(node_id, 5)
+    return [job.got(node_id, DrainTarget)[-1].stops for node_id in node_ids]
+
+
+@pytest.mark.parametrize(
+    ("least", "saves"), [(2, False), (3, True)], ids=["enough-stay", "too-few-stay"]
+)
+def test_all_save_before_a_node_leaves_if_too_few_stay_for_a_world(least, saves):
+    job = in_place(least, 3, nodes="abc")
+    assert reach_target(job, "a", "b", "c", leaves="c") == [saves] * 3
+    for node_id in "abc":
+        job.drains(node_id)
+    assert Interrupt in kinds(job, "c") and not {Stop, Close} & set(kinds(job, "a"))
+    assert job.phase == ("regrouping" if saves else "running")
+
+
+def test_the_others_save_if_more_nodes_leave_than_a_world_can_spare():
+    job = in_place(2, 3, nodes="abc")
+    assert reach_target(job, "a", "b", "c", leaves="c") == [False] * 3
+    job.leaves("b")
+    assert job.got("a", DrainTarget)[-1].stops

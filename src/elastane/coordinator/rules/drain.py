@@ -60,7 +60,7 @@ def set_target(state: State) -> None:
     assert state.world is not None
     nodes = state.roster.members()
     furthest = max((node.drain.calls or 0 for node in nodes), default=0)
-    stops_all = nobody_continues(state)
+    stops_all = all_save(state)
     if _has_sigterm_only(state, stops_all=stops_all):
         furthest = 0
     state.drain.aim(furthest, stops_all=stops_all)
@@ -84,8 +84,21 @@ def nobody_continues(state: State) -> bool:
     return state.drain.growth is not None or not survive
 
 
+def all_save(state: State) -> bool:
+    """Whether all workers checkpoint at the target: those that stay may never step again.
+
+    Too few of them wait for others with their state in memory. A scheduler that ends the job tells
+    its nodes one after the other, and the last ones would leave with what nobody saved.
+    """
+    if nobody_continues(state):
+        return True
+    if not state.roster.leaving or next_world.joining(state) is not Joining.ANYTIME:
+        return False
+    return not next_world.are_enough(state, next_world.next_world(state))
+
+
 def stop_at_target(state: State) -> None:
-    """Ask all workers to checkpoint where they wait, since the last survivors leave as well."""
+    """Ask all workers to checkpoint where they wait, since more nodes leave as well."""
     state.drain.stop_all()
     for node in state.roster.members():
         node.drain.save_again()

@@ -453,7 +453,7 @@ def _draining(state: State) -> bool:
     elif (
         state.drain.target_sent
         and state.drain.target is not None
-        and drain.nobody_continues(state)
+        and drain.all_save(state)
         and not state.drain.stops_all
     ):
         drain.stop_at_target(state)
