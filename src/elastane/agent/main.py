@@ -116,7 +116,7 @@ class _Agent:
 
             node.snapshot_server.replicate_with(lambda: replica_peers(config, keyring))
         parts = self._parts(keys, keyring, access)
-        parts.shell.handle_signals(config.signals)
+        parts.shell.handle_signals(config.signals, config.notices)
         node.log.write(
             LogEvent(
                 kind=EventKind.AGENT_STARTED,

@@ -243,8 +243,8 @@ class AgentCore:
                 self._receive(message)
             case Warm():
                 self._warm()
-            case Signalled(name=name):
-                self._signalled(name)
+            case Signalled():
+                self._signalled(event)
             case Tick():
                 pass
             case _:
@@ -353,8 +353,10 @@ class AgentCore:
         self.outcome = message.outcome
         self._end(message.outcome.exit_code, message.outcome.reason)
 
-    def _signalled(self, name: str) -> None:
-        hurries = self._leaving is not None
+    def _signalled(self, event: Signalled) -> None:
+        name, hurries = event.name, self._leaving is not None
+        if hurries and event.is_notice:
+            return
         self._log(EventKind.SIGNAL, f"{name}: {'hurrying' if hurries else 'draining'}")
         if hurries:
             self._hurry(name)

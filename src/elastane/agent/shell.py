@@ -88,16 +88,18 @@ class AgentShell:
         if self._group is not None:
             self._group.report_checkpoint(where)
 
-    def handle_signals(self, names: Sequence[str]) -> None:
+    def handle_signals(self, names: Sequence[str], notices: Sequence[str] = ()) -> None:
         """Leave the job on these signals, except those that the parent process ignores.
 
-        So a job that was started under nohup outlives its terminal.
+        So a job that was started under nohup outlives its terminal. `notices` are those that a
+        scheduler sends more than once.
         """
         loop = asyncio.get_running_loop()
         for name in names:
             if signal.getsignal(signal.Signals[name]) is signal.SIG_IGN:
                 continue
-            loop.add_signal_handler(signal.Signals[name], self.post, Signalled(name))
+            event = Signalled(name, is_notice=name in notices)
+            loop.add_signal_handler(signal.Signals[name], self.post, event)
 
     async def run(self) -> Exit:
         """Work until the rules say that the agent must exit."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from elastane.cli.run import configure, read_options, start
+from elastane.cli.run import configure, read_options, start_in_step
 from elastane.errors import UsageError
 from elastane.options.parser import Names, Options, RunParser
 from elastane.options.table import SCRIPT, TABLE, Option
@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
 
     environ = environment.snapshot()
     options = read_options(args, environ)
-    return start(legacy(options, use_env=hasattr(args, "use_env")), environ)
+    return start_in_step(legacy(options, use_env=hasattr(args, "use_env")), environ)
 
 
 def legacy(options: Options, *, use_env: bool) -> Options:

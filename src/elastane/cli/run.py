@@ -15,7 +15,7 @@ from elastane.options.parser import RunParser as Parser
 if TYPE_CHECKING:
     from elastane.options.parser import Options
 
-__all__ = ["Parser", "configure", "main", "read_options", "start"]
+__all__ = ["Parser", "configure", "main", "read_options", "start", "start_in_step"]
 
 
 def configure(parser: Parser) -> None:
@@ -28,13 +28,28 @@ def main(args: argparse.Namespace) -> int:
     from elastane.process import environment
 
     environ = environment.snapshot()
-    return start(read_options(args, environ), environ)
+    return start_in_step(read_options(args, environ), environ)
 
 
 def read_options(args: argparse.Namespace, environ: Mapping[str, str]) -> Options:
     """Return the options from command line, variables and settings file together."""
     named = getattr(args, "config", "") or environ.get("ELASTANE_CONFIG", "")
     return read(args, environ, _settings(named))
+
+
+def start_in_step(options: Options, environ: Mapping[str, str]) -> int:
+    """Do as `start` does; in a Slurm step, the step says what the options do not."""
+    if "SLURM_JOB_ID" not in environ:
+        return start(options, environ)
+    from elastane.slurm.secret import token_of
+    from elastane.slurm.step import find
+
+    found = find(options, environ)
+    if not options.flag("show_config"):
+        _print_notes(filter(None, [found.note]))
+        if found.step is not None and found.needs_token:
+            environ = {**environ, "ELASTANE_TOKEN": token_of(found.step, environ)}
+    return start(found.options, environ)
 
 
 def start(options: Options, environ: Mapping[str, str]) -> int:

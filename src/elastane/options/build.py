@@ -29,6 +29,7 @@ from elastane.options.workers import (
     read_logs,
     read_signals,
     read_supervision,
+    repeated_signals,
     variable_notes,
 )
 from elastane.protocol.limits import Timing
@@ -43,6 +44,7 @@ def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
     conf = read_conf(options.text("rdzv_conf"))
     nodes = read_nnodes(options.text("nnodes"))
     command = read_command(options, environ)
+    signals = read_signals(options)
     rendezvous, backend_notes = resolve(options, conf, nodes, environ)
     if rendezvous.backend == "standalone" or rendezvous.sidecar:
         nodes = (1, 1)
@@ -74,11 +76,12 @@ def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
         rendezvous=rendezvous,
         command=command,
         logs=read_logs(options, environ, node.local_world_size),
-        signals=read_signals(options),
+        signals=signals,
         environment=dict(environ),
         notes=tuple(notes),
         supervision=read_supervision(options, environ, node.local_world_size),
         report_file=options.text("report_file"),
+        notices=repeated_signals(signals, environ),
     )
 
 

@@ -99,7 +99,8 @@ class Supervision:
 class AgentConfig:
     """The whole configuration of one agent; `notes` are lines to show the user once.
 
-    `report_file` is where the outcome of the job is written; empty: nowhere.
+    `report_file` is where the outcome of the job is written; empty: nowhere. `notices` are those of
+    `signals` that a scheduler sends more than once before it kills.
     """
 
     spec: JobSpec
@@ -112,6 +113,7 @@ class AgentConfig:
     notes: tuple[str, ...] = ()
     supervision: Supervision = Supervision()
     report_file: str = ""
+    notices: tuple[str, ...] = ()
 
     @property
     def is_on_one_machine(self) -> bool:

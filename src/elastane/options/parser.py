@@ -201,9 +201,12 @@ def advice(name: str) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from; `name` is the variable, or the path of the settings file."""
+    """Where a value comes from; `name` is the variable, or the path of the settings file.
 
-    kind: Literal["command line", "variable", "file", "default"]
+    "Slurm": the environment of the step, in `name`.
+    """
+
+    kind: Literal["command line", "variable", "file", "Slurm", "default"]
     name: str = ""
 
     def __str__(self) -> str:

@@ -130,7 +130,7 @@ def origin_of(options: Options, what: str) -> str:
     named = _OPTION.match(what)
     option = BY_DEST.get(named[1].replace("-", "_")) if named else None
     origin = options.origin(option.dest) if option else Origin("default")
-    return str(origin) if origin.kind in ("variable", "file") else ""
+    return str(origin) if origin.kind in ("variable", "file", "Slurm") else ""
 
 
 def _idle(options: Options) -> list[str]:

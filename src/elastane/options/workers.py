@@ -137,6 +137,15 @@ def read_signals(options: Options) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def repeated_signals(signals: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the signals that are no order to hurry when they come again.
+
+    Slurm sends SIGTERM twice to a job that it preempts, and again at the time limit after a notice
+    by `--signal`. Its SIGKILL follows in any case. SIGINT is from a person.
+    """
+    return tuple(name for name in signals if name != "SIGINT") if "SLURM_JOB_ID" in environ else ()
+
+
 def _signal_hint(name: str) -> str:
     if name in _UNHANDLED:
         return "another signal: this one is the kernel's or the agent's own"

@@ -209,9 +209,13 @@ class GroupDrained(msgspec.Struct, frozen=True):
 
 
 class Signalled(msgspec.Struct, frozen=True):
-    """The agent received a signal that asks it to leave."""
+    """The agent received a signal that asks it to leave.
+
+    `is_notice`: a scheduler sent it and may send it again, so a second one is no order to hurry.
+    """
 
     name: str
+    is_notice: bool = False
 
 
 AgentEvent = (

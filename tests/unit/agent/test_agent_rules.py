@@ -391,6 +391,16 @@ def test_a_signal_asks_to_leave_and_a_second_one_hurries():
     assert agent.effect(Exit).code == 143
 
 
+def test_a_notice_that_the_scheduler_repeats_makes_nobody_hurry():
+    agent = Agent().running()
+    agent.does(Signalled("SIGUSR1", is_notice=True))
+    assert agent.sent(Leave)
+    agent.does(Signalled("SIGTERM", is_notice=True))
+    assert agent.effect(StopGroup) is None and not agent.sent(Leave)
+    agent.does(Signalled("SIGINT"))
+    assert agent.effect(StopGroup).grace_s == 0.0
+
+
 def test_a_drain_that_takes_too_long_is_cut_short():
     agent = Agent().running()
     agent.does(Signalled("SIGTERM"))
