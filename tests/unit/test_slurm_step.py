@@ -95,13 +95,14 @@ def test_gpus_of_the_node_are_workers():
     assert value(found(SLURM_GPUS_ON_NODE="0"), "nproc_per_node") == "1"
 
 
-def test_steps_and_requeues_have_ports_of_their_own_and_requeues_keep_the_name():
+def test_steps_and_requeues_have_ports_and_names_of_their_own():
     first, second = found(), found(SLURM_STEP_ID="1")
     again = found(node=0, SLURM_RESTART_COUNT="1")
     ports = {value(each, "rdzv_endpoint") for each in (first, second, again)}
     assert len(ports) == 3
     assert value(second, "rdzv_id") == "slurm-123.1"
-    assert value(again, "rdzv_id") == "slurm-123"
+    assert value(again, "rdzv_id") == "slurm-123.r1"
+    assert value(found(SLURM_STEP_ID="1", SLURM_RESTART_COUNT="2"), "rdzv_id") == "slurm-123.1.r2"
     assert "123, requeued once: 4 nodes" in again.note
     assert "requeued 2 times" in found(node=0, SLURM_RESTART_COUNT="2").note
 
@@ -186,6 +187,7 @@ def test_a_store_keeps_its_place_and_gets_the_rest():
     assert value(result, "rdzv_endpoint") == "/shared/elastane"
     assert (value(result, "nnodes"), value(result, "rdzv_id")) == ("4", "slurm-123")
     assert value(result, "rdzv_conf") == "" and not result.needs_token
+    assert value(found(words, SLURM_RESTART_COUNT="3"), "rdzv_id") == "slurm-123"
     assert result.note == "Slurm job 123: 4 nodes, rendezvous at /shared/elastane"
 
 

@@ -48,10 +48,14 @@ class Step:
     gpus: int
     cluster: str
 
-    @property
-    def name(self) -> str:
-        """The name of the elastane job; a requeued job keeps it."""
-        return f"slurm-{self.job}" + (f".{self.number}" if self.number else "")
+    def name(self, *, in_store: bool) -> str:
+        """Return the name of the elastane job.
+
+        A requeued job keeps its name in a store, which goes on counting rounds. Elsewhere rounds
+        begin at 1 again, and two runs of one name would be mixed up in its log.
+        """
+        run = f".r{self.restarts}" if self.restarts and not in_store else ""
+        return f"slurm-{self.job}" + (f".{self.number}" if self.number else "") + run
 
     @property
     def host(self) -> str:
@@ -156,7 +160,7 @@ def _values(
 ) -> dict[str, tuple[str, str]]:
     """Return each option's value, and the variable that it is from."""
     job = "SLURM_ARRAY_TASK_ID" if "_" in step.job else "SLURM_JOB_ID"
-    values = {"rdzv_id": (step.name, job)}
+    values = {"rdzv_id": (step.name(in_store=in_store), job)}
     if step.node_name:
         values["node_id"] = (step.node_name, "SLURMD_NODENAME")
     if step.gpus:
