@@ -196,18 +196,29 @@ def test_a_job_that_is_preempted_many_times_loses_no_step(bed, tmp_path):
 
 
 @pytest.mark.soak
-def test_the_loss_of_a_node_leaves_the_others_running_and_the_job_ends_well(bed, tmp_path):
+@pytest.mark.parametrize("whole", [False, True], ids=["agent", "node"])
+def test_the_loss_of_a_node_leaves_the_others_running_and_the_job_ends_well(bed, tmp_path, whole):
     job = Training(bed, tmp_path, "1:4", every=1, more=["--max-restarts", 100])
     job.wait_steps(5)
     before = {line["pid"] for line in job.said("step")}
-    os.kill(bed.tasks(job.job)[NODES[2]], signal.SIGKILL)
-    job.wait(lambda: worlds(job)[-1:] == [3], "a world of three")
-    job.wait_steps(3)
-    final = job.ends()
+    if whole:
+        bed.lose(NODES[2], job.job)
+    else:
+        os.kill(bed.tasks(job.job)[NODES[2]], signal.SIGKILL)
+    try:
+        job.wait(lambda: worlds(job)[-1:] == [3], "a world of three")
+        if whole:
+            bed.wait(lambda: NODES[2] in bed.nodes_in("down*"), "Slurm notices")
+        job.wait_steps(3)
+        final = job.ends()
+    finally:
+        if whole:
+            bed.join(NODES[2])
+            bed.wait(lambda: NODES[2] in bed.nodes_in("idle"), "the node is back")
     assert bed.state(job.job) == "COMPLETED", job.words
     assert {line["pid"] for line in job.said("step")} == before
     assert sorted({line["step"] for line in job.said("step")}) == list(range(1, final["steps"] + 1))
-    assert "Killed" in job.words
+    assert "requeued" not in job.words
 
 
 def worlds(job):
@@ -249,6 +260,30 @@ def test_a_job_saves_before_its_time_limit_and_goes_on_after_it(bed, tmp_path):
     final = job.ends()
     assert sorted({line["step"] for line in job.said("step")}) == list(range(1, final["steps"] + 1))
     assert "TIME LIMIT" not in job.words
+
+
+@pytest.mark.soak
+def test_a_notice_by_hand_requeues_the_job(bed, tmp_path):
+    job = Training(bed, tmp_path, "2")
+    job.wait_steps(3)
+    bed.call("scancel", "--signal=USR1", job.job)
+    job.wait_restart(1, world=2)
+    assert job.restored_at()[2] > 0
+    job.wait_steps(3)
+    job.check_no_step_is_lost(job.ends())
+
+
+@pytest.mark.soak
+def test_a_job_without_a_node_to_spare_is_requeued_after_a_loss(bed, tmp_path):
+    conf = ["--rdzv-conf", "last_call=1,join_timeout=10"]
+    job = Training(bed, tmp_path, "2", every=1, more=["--max-restarts", 100, *conf])
+    job.wait_steps(5)
+    os.kill(bed.tasks(job.job)[NODES[1]], signal.SIGKILL)
+    job.wait_restart(1, world=2)
+    assert "requeued once" in job.words and job.restored_at()[2] >= 4
+    job.wait_steps(3)
+    final = job.ends()
+    assert sorted({line["step"] for line in job.said("step")}) == list(range(1, final["steps"] + 1))
 
 
 @pytest.mark.soak

@@ -26,6 +26,7 @@ START_S = 60.0
 DEADLINE_S = 150.0
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "squeue", "scontrol", "scancel", "sinfo")
 # cred_expire: for so long, and a second, a requeued job waits. KillWait: SIGTERM to SIGKILL.
+# SlurmdTimeout: after so much silence a node is down.
 _CONF = """\
 ClusterName=bed
 SlurmctldHost=localhost(127.0.0.1)
@@ -56,6 +57,7 @@ PreemptMode=REQUEUE
 PropagateResourceLimits=NONE
 ReturnToService=2
 KillWait=40
+SlurmdTimeout=10
 SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sched_delay=0
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
@@ -71,6 +73,7 @@ class SlurmBed:
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
         self.env |= {"SLURM_CONF": str(folder / "slurm.conf"), "HOME": str(folder)}
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._slurmd: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         self.folder.mkdir(parents=True)
@@ -90,21 +93,34 @@ class SlurmBed:
         (self.folder / "slurm.conf").write_text(conf)
         self._daemon("slurmctld", "-D", "-i")
         for node in NODES:
-            self._daemon("slurmd", "-D", "-N", node)
+            self.join(node)
         self.wait(lambda: self.nodes_in("idle") == set(NODES), "all nodes are idle", START_S)
 
-    def _daemon(self, *words: str) -> None:
+    def join(self, node: str) -> None:
+        """Start the slurmd of a node."""
+        self._slurmd[node] = self._daemon("slurmd", "-D", "-N", node)
+
+    def lose(self, node: str, job: str) -> None:
+        """Kill a node with all that is Slurm's on it and its agent, as a power cut would."""
+        agent = self.tasks(job)[node]
+        slurmstepd = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+        self._slurmd[node].kill()
+        self._slurmd[node].wait()
+        for pid in (slurmstepd, agent):
+            os.kill(pid, signal.SIGKILL)
+
+    def _daemon(self, *words: str) -> subprocess.Popen[bytes]:
         with (self.folder / "daemons.log").open("ab") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=self.env,
-                    preexec_fn=_die_with_parent,  # noqa: PLW1509
-                )
+            daemon = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.env,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509
             )
+        self._daemons.append(daemon)
+        return daemon
 
     def call(self, *words: str, text: str | None = None, check: bool = True) -> str:
         """Run a command of Slurm, and return what it said."""
