@@ -27,6 +27,7 @@ TABLES = (
     BenchTable("survive", "bench.survive", "A script of epochs, with four kills in each run"),
     BenchTable("arrival", "bench.arrival", "A node arrives at 100 MB of state"),
     BenchTable("data", "bench.permutation", "The order of elastic data"),
+    BenchTable("ring", "bench.collective_ring", "The record of a collective"),
     BenchTable("reduction", "bench.reduction", "The sum that does not depend on the world"),
     BenchTable("checkpoints", "bench.checkpoints", "Saving, and getting back, beside torch's ways"),
     BenchTable("storage", "bench.checkpoint_storage", "A checkpoint's file, written and verified"),

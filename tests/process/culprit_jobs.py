@@ -79,19 +79,23 @@ class CulpritJob:
 
         The job trains again when this returns.
         """
-        before = len(self.cluster.events("culprit"))
-        begun_s = time.monotonic()
-        new = self.told.with_suffix(".new")
-        new.write_text(f"{fault} {rank}")
-        new.rename(self.told)
-        found = self.cluster.wait_event("culprit", count=before + 1)
-        took_s = time.monotonic() - begun_s
+        found, took_s = self.begin_fault(fault, rank)
         self.told.unlink()
         if fault == "disk":
             with (self.folder / "slow-disk").open("wb", buffering=0) as file:
                 file.write(b"x")
         self.wait_steps(20)
         return found, took_s
+
+    def begin_fault(self, fault: str, rank: int) -> tuple[LoggedEvent, float]:
+        """Let a rank show a fault; return as `fault` does, while the fault lasts."""
+        before = len(self.cluster.events("culprit"))
+        begun_s = time.monotonic()
+        new = self.told.with_suffix(".new")
+        new.write_text(f"{fault} {rank}")
+        new.rename(self.told)
+        found = self.cluster.wait_event("culprit", count=before + 1)
+        return found, time.monotonic() - begun_s
 
     def wait_still(self) -> None:
         """Wait until no rank has made a step for twice as long as a verdict needs."""

@@ -10,6 +10,8 @@ import pytest
 from culprit_jobs import CLASSES, ENDED, CulpritJob
 
 SOAK_FAULTS = int(os.environ.get("SOAK_FAULTS", "400"))
+SOAK_IN_PLACE = int(os.environ.get("SOAK_IN_PLACE", "300"))
+IN_PLACE = ("loop", "sleep", "lock", "loader", "disk", "stop")
 
 
 def test_the_culprit_is_named_with_what_it_does_instead(tmp_path):
@@ -87,3 +89,27 @@ def test_random_faults_name_the_right_rank_and_kind(tmp_path):
     print(f"found after {sorted(late)[len(late) // 2]:.1f} s, {max(late):.1f} s at most")
     assert sum(right.values()) >= 0.95 * SOAK_FAULTS, right
     assert len(job.cluster.events("restart")) == sum(all_of[fault] for fault in ENDED)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_in_place_the_right_rank_and_kind_are_named_too(tmp_path):
+    """Of each kind but collectives that do not match, of which the group itself speaks."""
+    right, all_of = Counter(), Counter()
+    for number in range(SOAK_IN_PLACE):
+        fault = IN_PLACE[number % len(IN_PLACE)]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        job = CulpritJob(folder, in_place=True, ranks_may_change=True, min_workers=2)
+        with job.cluster:
+            job.start()
+            rank = random.Random(number).randrange(3)
+            found, _ = job.begin_fault(fault, rank)
+        fits = (found.data["class"], found.data["ranks"]) == (CLASSES[fault], str(rank))
+        right[fault] += fits
+        all_of[fault] += 1
+        if not fits:
+            print(fault, rank, found.reason)
+    for fault in IN_PLACE:
+        print(f"{fault:8} {right[fault]:4} of {all_of[fault]}")
+    assert sum(right.values()) >= 0.95 * SOAK_IN_PLACE, right

@@ -100,6 +100,7 @@ class HangMonitor:
             for pid in found.ask:
                 self._sockets.send(alive[pid].local_rank, StatusQuery())
             for pid, reason in found.hung.items():
+                self._standstill.describe(alive[pid], reason)
                 self._end_hung(alive[pid], reason)
             for worker, reason in self._standstill.look(members, time.monotonic()):
                 self._end_hung(worker, reason)

@@ -15,12 +15,14 @@ from pathlib import Path
 from elastane.agent.worker import GroupSetup, LocalWorker
 from elastane.process.kernel import blocking_descriptor
 from elastane.protocol.culprits import (
+    PAUSED,
     STANDINGS_MAX,
     ProcessFacts,
     Reports,
     Standing,
     StandstillRules,
     Verdict,
+    hung_alone,
     is_shown,
     judge,
     standing_of,
@@ -34,6 +36,8 @@ _CLOSE_S = 1.0
 _BEAT_LATE_S = 2.0
 # A thread beside a script shows where its main thread is, this long after it is due at the latest.
 _SHOWN_LATE_S = 12.0
+# A worker is stopped if it was so at so many looks in a row, four of which are a second.
+_STOPS, _STOPS_KNOWN = 8, 0
 # Files that are no files: a terminal, a socket, an anonymous pipe.
 _NO_FILES = ("/dev/", "socket:", "pipe:", "anon_inode:", "/memfd:")
 
@@ -59,6 +63,7 @@ class _Sample:
     beat_s: float
     looks: int = 0
     runs: int = 0
+    stops: int = 0  # looks in a row at which a signal had stopped it
 
 
 class StandstillWatch:
@@ -78,7 +83,7 @@ class StandstillWatch:
 
     def world_ended(self) -> None:
         """Forget what was seen: other workers, or other places, come next."""
-        self._rules.look({}, 0.0)
+        self._rules.forget()
         self._reports.forget()
         self._samples.clear()
         self._sent = ()
@@ -89,6 +94,7 @@ class StandstillWatch:
         """Look at the members of a world; yield those that are to be ended, and why."""
         shown = {w.process.pid: w.page.moves for w in members if w.process is not None}
         before_s, self._still_s = self._still_s, self._rules.look(shown, now_s)
+        now_s = self._rules.now_s
         if self._still_s < _CLOSE_S:
             self._move(before_s)
             return
@@ -104,6 +110,12 @@ class StandstillWatch:
             self._send(standings)
             return
         yield from self._judge(standings, members)
+
+    def describe(self, worker: LocalWorker, reason: str) -> None:
+        """Report what a worker does that hangs by another rule, unless it is ended already."""
+        if not (worker.hung or worker.given_up):
+            standing = self._standing(worker, self._rules.now_s, _STOPS_KNOWN)
+            self._post.culprit(hung_alone(standing, reason), self._still_s)
 
     def _move(self, still_s: float) -> None:
         """Note that the workers move again."""
@@ -147,22 +159,27 @@ class StandstillWatch:
         if sample.beats != beats:
             sample.beats, sample.beat_s = beats, now_s
         sample.looks += 1
-        sample.runs += _state(process.pid) == "R"
+        state = _state(process.pid)
+        sample.runs += state == "R"
+        sample.stops = sample.stops + 1 if state == "T" else 0
 
-    def _standing(self, worker: LocalWorker, now_s: float) -> Standing:
+    def _standing(self, worker: LocalWorker, now_s: float, stops: int = _STOPS) -> Standing:
         return standing_of(
-            worker.rank, self._node_id, worker.page.ring(), self._facts(worker, now_s)
+            worker.rank, self._node_id, worker.page.ring(), self._facts(worker, now_s, stops)
         )
 
-    def _facts(self, worker: LocalWorker, now_s: float) -> ProcessFacts:
+    def _facts(self, worker: LocalWorker, now_s: float, stops: int) -> ProcessFacts:
         process = worker.process
         if process is None or process.exit_code is not None:
             code = process.exit_code if process is not None else None
             return ProcessFacts(state="X", exit_code=code if code is not None else 0)
         sample = self._samples.get(process.pid)
         late = sample is not None and now_s - sample.beat_s >= _BEAT_LATE_S
+        state = _state(process.pid)
+        if state == "T" and sample is not None and sample.stops < stops:
+            state = PAUSED  # perhaps for a moment, by a scheduler
         return ProcessFacts(
-            state=_state(process.pid),
+            state=state,
             busy=sample.runs / sample.looks if sample is not None else 0.0,
             lock_held=late and worker.page.beats > 0,
             loads=worker.page.is_loading,

@@ -61,6 +61,13 @@ _LOADER = "torch.utils.data.dataloader"
 _TENSOR_SECOND = frozenset(
     ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 )
+# These call others of these functions, which are then not recorded.
+_NESTS = frozenset(
+    (
+        *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
+        *("send_object_list", "recv_object_list", "monitored_barrier"),
+    )
+)
 _NO_TENSOR = frozenset(("barrier", "monitored_barrier", "all_to_all"))
 _GROUP_AT = {
     "barrier": 0,
@@ -158,11 +165,14 @@ def begin(page: WorkerPage) -> None:
         _state.recorder = Recorder(page)
 
 
-def watch_groups() -> None:
-    """Begin the thread that shows this process's groups; the script has made its first one."""
+def watch_groups(positions: Callable[[], dict[str, Position]] | None = None) -> None:
+    """Begin the thread that shows this process's groups; the script has made its first one.
+
+    `positions` returns the position of each group by name; by default torch's counts are read.
+    """
     recorder = _state.recorder
     if recorder is not None and _state.watch is None:
-        _state.watch = _Watch(recorder)
+        _state.watch = _Watch(recorder, positions)
         _state.watch.start()
 
 
@@ -179,7 +189,7 @@ def _cell(function: Any) -> Any:
 def _recording(function: Callable[..., Any], name: str, operation: int) -> Callable[..., Any]:
     """Return the function with a record before and after; its calls stand two frames below."""
     tensor_at = -1 if name in _NO_TENSOR else int(name in _TENSOR_SECOND)
-    group_at = _GROUP_AT.get(name, 1 << 30)
+    group_at, nests = _GROUP_AT.get(name, 1 << 30), name in _NESTS
     state, get_ident, now_ns = _state, threading.get_ident, time.monotonic_ns
     get_frame, pack, none = sys._getframe, RECORD.pack_into, id(None)
     head, records, size, returned = _HEAD, RECORDS, RECORD.size, _RETURNED_AT
@@ -189,8 +199,7 @@ def _recording(function: Callable[..., Any], name: str, operation: int) -> Calla
         if recorder is None:
             return function(*args, **kwargs)
         inside, groups, known, numbers, memory, words, record_words = recorder.hot
-        thread = get_ident()
-        if thread in inside:
+        if inside and get_ident() in inside:
             return function(*args, **kwargs)
         try:
             count = len(args)
@@ -213,11 +222,13 @@ def _recording(function: Callable[..., Any], name: str, operation: int) -> Calla
             words[head] = number
         except Exception:  # a group or tensor of a kind that is not known
             return function(*args, **kwargs)
-        inside.add(thread)
+        if nests:
+            inside.add(get_ident())
         try:
             return function(*args, **kwargs)
         finally:
-            inside.discard(thread)
+            if nests:
+                inside.discard(get_ident())
             record_words[(at >> 3) + returned] = now_ns()
 
     record.__name__ = record.__qualname__ = name
@@ -261,9 +272,12 @@ def _watch_loaders() -> None:
 class _Watch:
     """The thread that writes the board: the groups' positions, and more at a standstill."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(
+        self, recorder: Recorder, positions: Callable[[], dict[str, Position]] | None
+    ) -> None:
         self._recorder = recorder
-        native: Any = sys.modules.get(_NATIVE)
+        self._find_positions = positions or self._count
+        native: Any = sys.modules.get(_NATIVE) if positions is None else None
         self._dump: Callable[..., bytes] | None = getattr(native, "_dump_fr_trace_json", None)
         self._positions: dict[str, Position] = {}
         self._names: dict[str, str] = {}
@@ -289,7 +303,7 @@ class _Watch:
     def _look(self, now_s: float) -> None:
         words = self._recorder.words
         words[_BEATS] += 1
-        positions = self._read_positions()
+        positions = self._find_positions()
         moves = words[_HEAD], words[_LOADING], words[_LOADS]
         if positions != self._positions or moves != self._moves:
             self._usual_s += _NEWEST * (now_s - self._moved_s - self._usual_s)
@@ -319,7 +333,7 @@ class _Watch:
     def _boards(self) -> dict[str, GroupBoard]:
         return {name: GroupBoard(position=at) for name, at in self._positions.items()}
 
-    def _read_positions(self) -> dict[str, Position]:
+    def _count(self) -> dict[str, Position]:
         """Return torch's counts of each group, by name."""
         if self._dump is None:
             return {}
@@ -339,6 +353,7 @@ class _Watch:
     def _read_records(self) -> dict[str, GroupBoard]:
         """Return torch's last records of each group, and learn the names of the groups."""
         calls: dict[str, dict[int, GroupCall]] = {}
+        backends: dict[str, str] = {}
         entries = json.loads(self._dump(True, False)).get("entries", []) if self._dump else []
         for entry in entries:
             name = str(entry["process_group"][0])
@@ -346,11 +361,14 @@ class _Watch:
             if not entry.get("is_p2p"):
                 call = _group_call(entry)
                 calls.setdefault(name, {})[call.sequence] = call
+                backends[name] = str(entry["profiling_name"]).partition(":")[0][:100]
         members = _members()
         return {
             name: GroupBoard(
                 position=position,
                 ranks=members.get(name, ""),
+                backend=backends.get(name, ""),
+                sends=name in calls and max(calls[name]) != position.begun,
                 calls=tuple(calls.get(name, {}).values())[-CALLS_MAX:],
             )
             for name, position in self._positions.items()

@@ -38,6 +38,8 @@ _EQUAL_SHAPES = frozenset(
 STANDSTILL_FACTOR = 10.0
 STANDSTILL_MOVES_FIRST = 3
 STANDSTILL_WINDOW_S = 1800.0
+# A longer time between two looks counts as no more than this.
+LOOK_MAX_S = 1.0
 # A wait that passed by itself is reported again once it lasts this multiple of that time. So many
 # places are remembered.
 PASSED_FACTOR = 2.0
@@ -63,6 +65,7 @@ class Kind(StrEnum):
     SLEEPS = "sleeps"
     DEBUGGED = "debugged"
     NETWORK = "network"
+    DEADLOCK = "deadlock"
 
 
 class Outlook(StrEnum):
@@ -87,7 +90,12 @@ OUTLOOKS: Mapping[Kind, Outlook] = {
     Kind.SLEEPS: Outlook.UNKNOWN,
     Kind.DEBUGGED: Outlook.MAY_PASS,
     Kind.NETWORK: Outlook.MAY_PASS,
+    Kind.DEADLOCK: Outlook.SAME_AGAIN,
 }
+
+
+# In place of a letter of /proc: a signal has stopped the worker, but not for long.
+PAUSED = "p"
 
 
 class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,25 +218,38 @@ class StandstillRules:
         self._shown: Mapping[int, tuple[int, ...]] = {}
         self._moved_s = 0.0
         self._moves = 0
+        self._looked_s: float | None = None
+        self.now_s = 0.0
         self._longest_s = self._longest_before_s = 0.0
         self._turned_s = 0.0
         self._is_reported = False
 
     def look(self, shown: Mapping[int, tuple[int, ...]], now_s: float) -> float:
-        """Record what each worker shows, by its process id; return for how long none has moved."""
+        """Record what each worker shows, by its process id; return for how long none has moved.
+
+        Time without a look (a host or an agent that stood still) is left out, also of `now_s`.
+        """
+        passed_s = now_s - self._looked_s if self._looked_s is not None else 0.0
+        self._looked_s = now_s
+        self.now_s += min(passed_s, LOOK_MAX_S)
         if shown.keys() != self._shown.keys():
-            self._begin(now_s)
+            self._begin(self.now_s)
         elif shown != self._shown:
-            self._learn(now_s)
-            self._moves, self._moved_s = self._moves + 1, now_s
+            self._learn(self.now_s)
+            self._moves, self._moved_s = self._moves + 1, self.now_s
         self._shown = dict(shown)
-        return now_s - self._moved_s
+        return self.now_s - self._moved_s
 
     def is_due(self, still_s: float) -> bool:
         """Whether workers that have not moved for so long are to be compared."""
         longest_s = max(self._longest_s, self._longest_before_s)
         limit_s = max(self._floor_s, min(STANDSTILL_FACTOR * longest_s, HANG_CEILING_S))
         return self._moves >= STANDSTILL_MOVES_FIRST and still_s >= limit_s
+
+    def forget(self) -> None:
+        """Record that the world has ended: other workers come next, or others are awaited."""
+        self._shown = {}
+        self._begin(self.now_s)
 
     def note_report(self) -> None:
         """Record that this standstill was reported: it is no step to learn from."""
@@ -262,9 +283,24 @@ def standing_of(rank: int, node_id: str, ring: Ring, facts: ProcessFacts) -> Sta
     )
 
 
+def hung_alone(standing: Standing, reason: str) -> Verdict:
+    """Return the verdict about a worker that recovers in place and hangs, for this reason.
+
+    It said itself that it does not wait, or could not answer (`protocol.hangs`).
+    """
+    case = _Case({standing.rank: standing}, {})
+    kind = case.kind(standing.rank)
+    who = f"rank {standing.rank} on node {standing.node_id}"
+    text = f"{who} hangs, {reason}; {_doing(standing, kind)}"
+    ranks = (standing.rank,)
+    return Verdict(kind=kind, ranks=ranks, sentence=text[:REASON_CHARS_MAX], ends=ranks)
+
+
 def is_shown(standing: Standing) -> bool:
     """Whether a worker shows all that it ever will at a standstill."""
     facts = standing.facts
+    if facts.state == PAUSED:
+        return False
     is_silent = facts.exit_code is not None or facts.lock_held or facts.state in ("T", "t")
     return is_silent or bool(standing.where)
 
@@ -286,7 +322,7 @@ def judge(standings: Iterable[Standing], world_size: int) -> Verdict | None:
 
 
 def _groups(workers: Mapping[int, Standing], world_size: int) -> dict[str, frozenset[int]]:
-    """Return the members of each group, of those in which all members show their position."""
+    """Return the members of each group whose members all show a position that can be compared."""
     found: dict[str, frozenset[int]] = {}
     for each in workers.values():
         for name, group in each.groups.items():
@@ -295,7 +331,9 @@ def _groups(workers: Mapping[int, Standing], world_size: int) -> dict[str, froze
     return {
         name: members
         for name, members in found.items()
-        if len(members) > 1 and all(name in workers[rank].groups for rank in members)
+        if len(members) > 1
+        and all(name in workers[rank].groups for rank in members)
+        and not any(workers[rank].groups[name].sends for rank in members)
     }
 
 
@@ -320,7 +358,9 @@ class _Case:
     def of_stopped(self) -> Verdict | None:
         """Blame workers that a signal has stopped, wherever they were."""
         stopped = [rank for rank, each in self._workers.items() if each.facts.state == "T"]
-        return self._blame(Kind.STOPPED, sorted(stopped)) if stopped else None
+        # Somebody who stops all of them wants to go on with them later.
+        is_awaited = any(rank not in stopped for rank in self.waiters)
+        return self._blame(Kind.STOPPED, sorted(stopped)) if stopped and is_awaited else None
 
     def of_mismatch(self) -> Verdict | None:
         """Blame workers that called another collective than most, or with another shape."""
@@ -339,9 +379,9 @@ class _Case:
         if not ends:
             return None
         first = min(ends, key=lambda rank: (-len(self._waiting_for(rank)), rank))
-        kind, place = self._kind(first), self._missed(first)
+        kind, place = self.kind(first), self._missed(first)
         return self._blame(
-            kind, [rank for rank in ends if (self._kind(rank), self._missed(rank)) == (kind, place)]
+            kind, [rank for rank in ends if (self.kind(rank), self._missed(rank)) == (kind, place)]
         )
 
     def of_nobody(self) -> Verdict:
@@ -349,7 +389,7 @@ class _Case:
         places = _places(self._workers.values())
         if any(any(edges.values()) for edges in self._edges.values()):
             text = f"each worker waits for another one: {places}"
-            return Verdict(kind=Kind.OTHER_COLLECTIVE, ranks=(), sentence=text[:REASON_CHARS_MAX])
+            return Verdict(kind=Kind.DEADLOCK, ranks=(), sentence=text[:REASON_CHARS_MAX])
         group, sequence = self._open(self.waiters)
         text = (
             f"all workers are in collective #{sequence} of group {group!r}, and none is behind:"
@@ -392,7 +432,8 @@ class _Case:
             return Kind.DISK
         return Kind.LOCK_HELD if worker.facts.lock_held else None
 
-    def _kind(self, rank: int) -> Kind:
+    def kind(self, rank: int) -> Kind:
+        """Return what a worker does in place of its next collective."""
         facts = self._workers[rank].facts
         own = self._own_kind(rank)
         if own is not None:
@@ -492,7 +533,7 @@ def _operation(worker: Standing, group: str, sequence: int) -> str:
     for call in worker.groups[group].calls:
         if call.sequence == sequence:
             return call.operation
-    return "collective"
+    return worker.where.partition(" (")[0] or "collective"
 
 
 def _place(worker: Standing) -> str:
@@ -508,8 +549,11 @@ def place_of(where: str) -> str:
 def _mismatch(name: str, members: Sequence[Standing]) -> Verdict | None:
     """Return who called another collective, or with another shape, in a group at a standstill.
 
-    Only collectives that are not complete on all members count.
+    Only collectives that are not complete on all members count, and only those of gloo: other
+    backends were not tried, and a mismatch ends a worker.
     """
+    if any(each.groups[name].backend != "gloo" for each in members if each.groups[name].calls):
+        return None
     done = min(each.groups[name].position.completed for each in members)
     calls = {
         each.rank: {c.sequence: c for c in each.groups[name].calls if c.sequence > done}

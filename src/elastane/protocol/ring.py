@@ -87,10 +87,15 @@ class GroupCall(msgspec.Struct, frozen=True):
 
 
 class GroupBoard(msgspec.Struct, frozen=True, kw_only=True):
-    """One process group. `ranks` are the ranks of its members as spans, "0-3,6"; "": all."""
+    """One process group. `ranks` are the ranks of its members as spans, "0-3,6"; "": all.
+
+    `sends`: messages between two members count in its position too, so members may differ in it.
+    """
 
     position: Position
     ranks: Short = ""
+    backend: Short = ""
+    sends: bool = False
     calls: Annotated[tuple[GroupCall, ...], msgspec.Meta(max_length=CALLS_MAX)] = ()
 
 

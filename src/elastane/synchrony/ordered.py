@@ -262,6 +262,11 @@ class OrderedGroup(ElasticGroup):
         return self._member.delivered < self._member.issued
 
     @property
+    def counts(self) -> tuple[int, int]:
+        """How many operations the program has issued, and how many were delivered to it."""
+        return self._member.issued, self._member.delivered
+
+    @property
     def traffic(self) -> int | None:
         """The bytes sent and received in this world so far."""
         world = self._world

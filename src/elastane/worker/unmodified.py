@@ -30,12 +30,13 @@ import torch.distributed.distributed_c10d as c10d
 
 from elastane.comms.group import WorldGroup
 from elastane.errors import ConfigurationError, ExitCode
-from elastane.process import frames
+from elastane.process import collectives, frames
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.status_page import finish_before_park
 from elastane.process.worker_environment import RANKS_MAY_CHANGE
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Joining
+from elastane.protocol.ring import Position
 from elastane.synchrony.ordered import OrderedGroup, watch_forwards
 from elastane.synchrony.visible import VisibleWorld
 from elastane.worker import drain, running_saves
@@ -52,6 +53,8 @@ _POLL_S = 0.001
 # How long a worker whose gate has opened waits for its place in the next world: the agent has sent
 # it by then.
 _PLACE_S = 1.0
+# What the group of all workers is called, as torch calls it.
+_GROUP = "0"
 _BACKENDS = ("", "gloo", "cpu:gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")
 
 
@@ -72,6 +75,7 @@ class UnmodifiedWorker:
     def join(self) -> None:
         """Enter the first world, as the script calls init_process_group."""
         self._progress.show_on(self._page)
+        collectives.watch_groups(self._positions)
         self._frameworks.adopt()
         word = self._line.first()
         self._line.begin(self._end_world, self._doing)
@@ -185,6 +189,10 @@ class UnmodifiedWorker:
             if time.monotonic() > until_s:
                 break
             time.sleep(_POLL_S)
+
+    def _positions(self) -> dict[str, Position]:
+        """In another thread: the operations of the group, which all members number alike."""
+        return {_GROUP: Position(*self.group.counts)} if self.group.has_joined else {}
 
     def _doing(self) -> Doing:
         found = frames.main_frames()

@@ -22,7 +22,7 @@ from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import ALONE, Wiring, WorldGroup
 from elastane.comms.mesh import NO_SEAT, MeshGroups, is_whole, seated
 from elastane.errors import ConfigurationError, ElastaneError, JobError, PeerLostError
-from elastane.process import frames
+from elastane.process import collectives, frames
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.status_page import WorkerPage
 from elastane.protocol.hangs import Activity
@@ -75,6 +75,7 @@ class Worlds:
         if self._line is not None:
             self._page = drain.take_page()
             self.progress.show_on(self._page)
+            collectives.watch_groups(dict)
             word = self._line.first()
             self.local_rank = word.local_rank
             self.waits = self.came_later = isinstance(word, Wait)

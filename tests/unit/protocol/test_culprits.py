@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import time
-from itertools import pairwise
 
+import msgspec
 import pytest
 
 from elastane.protocol.culprits import (
     CERTAIN,
     PASSED_MAX,
+    PAUSED,
     STANDSTILL_MOVES_FIRST,
     Kind,
     ProcessFacts,
@@ -18,6 +19,8 @@ from elastane.protocol.culprits import (
     Standing,
     StandstillRules,
     Verdict,
+    hung_alone,
+    is_shown,
     judge,
 )
 from elastane.protocol.ring import CALLS_MAX, GroupBoard, GroupCall, Position, spans
@@ -59,6 +62,7 @@ class Cluster:
         self.own = {}
         self.facts = dict.fromkeys(ranks, ProcessFacts())
         self.waiting = set()
+        self.change = {}
 
     def call(self, number):
         operation = self.random.choice(["all_reduce", "broadcast", "all_gather", "barrier"])
@@ -119,6 +123,7 @@ class Cluster:
         return GroupBoard(
             position=Position(begun, begun - ((rank, name) in self.waiting)),
             ranks="" if name == "0" else spans(self.members[name]),
+            **{"backend": "gloo", **self.change},
             calls=() if self.facts[rank].lock_held else tuple(calls[-CALLS_MAX:]),
         )
 
@@ -210,7 +215,7 @@ def test_workers_that_wait_for_each_other_in_two_groups_are_named_with_their_pla
                  where="barrier (a.py:2, f)"),
     ]  # fmt: skip
     found = judge(standings, 2)
-    assert (found.kind, found.ranks) == (Kind.OTHER_COLLECTIVE, ())
+    assert (found.kind, found.ranks) == (Kind.DEADLOCK, ())
     assert "a.py:1" in found.sentence and "a.py:2" in found.sentence
 
 
@@ -267,44 +272,106 @@ def test_of_reported_waits_so_many_places_are_remembered():
     assert len(reports._passed_s) <= PASSED_MAX
 
 
-def test_a_reported_standstill_is_no_step_to_learn_from():
-    for reported, due_s in ((True, 20.0), (False, 600.0)):
-        rules = StandstillRules(20.0)
-        for number in range(10):
-            rules.look({1: (number,)}, float(number))
-        if reported:
-            rules.note_report()
-        rules.look({1: (10,)}, 69.0)
-        assert rules.is_due(due_s) and not rules.is_due(due_s - 0.1)
+@pytest.mark.parametrize("kind", FACTS)
+def test_a_worker_that_hangs_alone_is_described_by_what_it_does(kind):
+    standing = Standing(rank=3, node_id="a", facts=FACTS[kind], where="step (train.py:7, main)")
+    found = hung_alone(standing, "no progress for 20.1 s")
+    assert (found.kind, found.ranks, found.ends) == (kind, (3,), (3,))
+    assert found.sentence.startswith("rank 3 on node a hangs, no progress for 20.1 s; rank 3 ")
 
 
-def test_workers_are_compared_after_ten_times_their_longest_step_and_20_s_at_least():
-    for step_s, limit_s in ((0.02, 20.0), (1.0, 20.0), (7.0, 70.0), (400.0, 1800.0)):
-        rules = StandstillRules(20.0)
-        now_s = 0.0
-        for number in range(STANDSTILL_MOVES_FIRST + 5):
-            now_s += step_s
-            assert rules.look({1: (number,), 2: (0,)}, now_s) == 0.0 or number == 0
-        looks = [now_s + number * limit_s / 100 for number in range(120)]
-        due = [rules.is_due(rules.look({1: (number,), 2: (0,)}, at_s)) for at_s in looks]
-        assert due == [at_s - now_s >= limit_s for at_s in looks], step_s
-        assert all(later >= sooner for sooner, later in pairwise(due))
+class Looks:
+    """Looks at one worker, twice a second, as an agent does."""
+
+    def __init__(self):
+        self.rules = StandstillRules(20.0)
+        self.now_s = 0.0
+        self.number = 0
+
+    def wait(self, seconds):
+        """Let time pass without a move; return for how long there has been none."""
+        still_s = 0.0
+        for _ in range(round(2 * seconds)):
+            self.now_s += 0.5
+            still_s = self.rules.look({1: (self.number,), 2: (0,)}, self.now_s)
+        return still_s
+
+    def steps(self, count, step_s):
+        for _ in range(count):
+            self.wait(step_s - 0.5)
+            self.number += 1
+            self.wait(0.5)
+        return self
+
+
+@pytest.mark.parametrize(
+    ("step_s", "limit_s"), [(0.5, 20.0), (1.0, 20.0), (7.0, 70.0), (400.0, 1800.0)]
+)
+def test_workers_are_compared_after_ten_times_their_longest_step_and_20_s_at_least(step_s, limit_s):
+    looks = Looks().steps(STANDSTILL_MOVES_FIRST + 5, step_s)
+    assert not looks.rules.is_due(looks.wait(limit_s - 1.0))
+    assert looks.rules.is_due(looks.wait(1.5))
 
 
 def test_the_first_collectives_may_take_any_time():
-    rules = StandstillRules(20.0)
-    for number in range(STANDSTILL_MOVES_FIRST - 1):
-        rules.look({1: (number,)}, number * 900.0)
-        assert not rules.is_due(rules.look({1: (number,)}, number * 900.0 + 899.0))
+    looks = Looks()
+    for _ in range(STANDSTILL_MOVES_FIRST):
+        assert not looks.rules.is_due(looks.wait(900.0))
+        looks.number += 1
     # Nor is anything learned from them.
-    for number in range(20, 40):
-        rules.look({1: (number,)}, 9000.0 + number)
-    assert rules.is_due(20.0)
+    looks.steps(20, 1.0)
+    assert looks.rules.is_due(looks.wait(20.0))
 
 
 def test_a_worker_that_is_replaced_begins_anew():
-    rules = StandstillRules(20.0)
-    for number in range(20):
-        rules.look({1: (number,)}, float(number))
-    assert rules.is_due(rules.look({1: (19,)}, 60.0))
-    assert not rules.is_due(rules.look({2: (19,)}, 60.1))
+    looks = Looks().steps(20, 1.0)
+    assert looks.rules.is_due(looks.wait(40.0))
+    assert not looks.rules.is_due(looks.rules.look({3: (19,)}, looks.now_s + 0.5))
+    looks.rules.forget()
+    assert not looks.rules.is_due(looks.wait(40.0))
+
+
+def test_a_reported_standstill_is_no_step_to_learn_from():
+    for reported, due_s in ((True, 20.0), (False, 600.0)):
+        looks = Looks().steps(10, 1.0)
+        looks.wait(60.0)
+        if reported:
+            looks.rules.note_report()
+        looks.steps(1, 0.5)
+        assert looks.rules.is_due(due_s + 20.0) and not looks.rules.is_due(due_s - 1.0)
+
+
+def test_an_agent_that_was_stopped_for_an_hour_judges_nobody_when_it_continues():
+    looks = Looks().steps(20, 1.0)
+    looks.now_s += 3600.0
+    assert looks.wait(0.5) < 3.0
+
+
+def test_nobody_is_blamed_if_all_workers_are_stopped():
+    cluster = Cluster(5)
+    cluster.culprits = []
+    cluster.stand("0")
+    cluster.facts = dict.fromkeys(range(cluster.size), FACTS[Kind.STOPPED])
+    found = judge(cluster.standings(), cluster.size)
+    assert not found.is_certain and found.kind is not Kind.STOPPED
+
+
+@pytest.mark.parametrize("change", [{"sends": True}, {"backend": "nccl"}])
+def test_a_mismatch_is_no_proof_where_counts_are_not_those_of_collectives(change):
+    for seed in range(100):
+        cluster = Cluster(seed)
+        name = cluster.plant(Kind.OTHER_COLLECTIVE)
+        number = len(cluster.calls[name])
+        for rank in cluster.culprits:
+            cluster.own[rank, name, number] = GroupCall(number, "reduce_scatter", 28, "Float")
+            cluster.begun[rank, name] += 1
+            cluster.waiting.add((rank, name))
+        cluster.change = change
+        found = judge(cluster.standings(), cluster.size)
+        assert found is None or not found.is_certain, (seed, found)
+
+
+def test_a_worker_that_is_paused_for_a_moment_is_not_shown_yet():
+    paused = Standing(rank=0, node_id="a", facts=ProcessFacts(state=PAUSED), where="x (y.py:1, z)")
+    assert not is_shown(paused)
+    assert is_shown(msgspec.structs.replace(paused, facts=ProcessFacts()))
