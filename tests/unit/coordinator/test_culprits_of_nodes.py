@@ -54,7 +54,7 @@ def test_the_culprit_is_named_across_nodes_once_all_stand_still():
     [found] = culprits(job)
     assert found.data["class"] == "sleeps" and found.data["ranks"] == "2"
     assert found.data["still_s"] == 20.5
-    assert found.reason.startswith("rank 2 on node b has not entered collective #10 (train.py:0")
+    assert found.reason.startswith("rank 2 on node b has not entered all_reduce #10 (train.py:0")
     assert not job.got("a", EndWorker) and not job.got("b", EndWorker)
 
 
