@@ -1,11 +1,12 @@
 """Trains and saves after each step, in one of three ways, till FOLDER/enough is there.
 
-    checkpointed.py FOLDER WHERE objects|sharded|job [STEP_S [EVERY [behind]]]
+    checkpointed.py FOLDER WHERE objects|sharded|job|exact [STEP_S [EVERY [behind]]]
 
 `{node}` in WHERE is this node's id. Each process appends to FOLDER/PID.jsonl what it restored and
 each step with its weights. With FOLDER/enough, all end at one step, and rank 0 leaves FOLDER/final:
 steps and weights (those of other ranks are the same, or parts of them). The weights of `objects`
-and `sharded` depend only on the steps and the world's size, those of `job` only on the steps. A
+and `sharded` depend only on the steps and the world's size, those of `job` only on the steps, if
+no more than two add up. `exact` is a `job` in deterministic mode, of any size up to SHARDS. A
 `job` saves after each EVERY steps; with `behind` storage has not accepted the save before.
 """
 
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import elastane
 
-WIDTH = 64
+WIDTH, SHARDS = 64, 4
 torch.set_num_threads(1)
 
 
@@ -124,12 +125,16 @@ def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:
     dist.destroy_process_group()
 
 
-def in_place(folder: Path, where: str, step_s: float, every: int = 1) -> None:
+def in_place(
+    folder: Path, where: str, step_s: float, every: int = 1, *, exact: bool = False
+) -> None:
     """Train as a job that recovers in place."""
-    import uncompiled  # noqa: F401 - before the optimizer is made
+    if not exact:  # torch's deterministic algorithms read the compiler's settings
+        import uncompiled  # noqa: F401 - before the optimizer is made
 
     told = Told(folder)
-    with elastane.init(backend=os.environ.get("GPU_BACKEND", "")) as job:
+    mode = {"deterministic": True, "shards": SHARDS} if exact else {}
+    with elastane.init(backend=os.environ.get("GPU_BACKEND", ""), **mode) as job:
         net = torch.nn.Sequential(*[layer for n, layer in enumerate(model()) if n in (0, 2)])
         net.to(job.device)
         run = DistributedDataParallel(net, process_group=job.process_group)
@@ -167,11 +172,12 @@ if __name__ == "__main__":
     said, place, way = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     pause_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
     place = place.replace("{node}", os.environ.get("ELASTANE_NODE", "none"))
-    if way == "job":
+    if way in ("job", "exact"):
         if sys.argv[6:] == ["behind"]:
             from elastane.checkpoint.saving import Saver
 
             Saver._is_busy = lambda self: True
-        in_place(said, place, pause_s, int(sys.argv[5]) if len(sys.argv) > 5 else 1)
+        every = int(sys.argv[5]) if len(sys.argv) > 5 else 1
+        in_place(said, place, pause_s, every, exact=way == "exact")
     else:
         alone(said, place, pause_s, sharded=way == "sharded")
