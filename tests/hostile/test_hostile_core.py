@@ -28,9 +28,8 @@ FENCES = st.sampled_from([*[NOW] * 6, *OTHERS, Fence(ROUND_MAX + 1, 0)])
 PLAIN = {
     INFO.NoneType: st.none(),
     INFO.BoolType: st.booleans(),
-    INFO.FloatType: st.sampled_from([0.0, 0.5, 1e9]),
-    INFO.StrType: st.sampled_from(["a", "b", "x", "y", "connection reset by peer"]),
 }
+TEXTS = ["a", "b", "x", "y", "T", "R", "connection reset by peer"]
 
 
 def of_type(info):
@@ -42,10 +41,23 @@ def of_type(info):
             return st.one_of([of_type(each) for each in types])
         case INFO.VarTupleType(item_type=item):
             return st.lists(of_type(item), max_size=3).map(tuple)
+        case INFO.DictType(key_type=key, value_type=value):
+            return st.dictionaries(of_type(key), of_type(value), max_size=3)
         case INFO.EnumType(cls=cls):
             return st.sampled_from(list(cls))
         case INFO.LiteralType(values=values):
             return st.sampled_from(list(values))
+    return bounded(info)
+
+
+def bounded(info):
+    """A strategy for a plain value, within the bounds of its annotation."""
+    match info:
+        case INFO.StrType(max_length=most):
+            return st.sampled_from([text for text in TEXTS if most is None or len(text) <= most])
+        case INFO.FloatType(ge=low, le=top):
+            edges = [edge for edge in (low, top) if edge is not None]
+            return st.sampled_from([n for n in (0.0, 0.5, 1e9, *edges) if _within(n, low, top)])
         case INFO.IntType(ge=low, le=high, lt=below):
             top = high if high is not None else below - 1 if below is not None else None
             edges = [low, top] if low is not None else []
