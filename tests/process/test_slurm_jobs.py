@@ -171,6 +171,7 @@ def test_srun_needs_no_option_and_ranks_follow_slurms_order(bed, tmp_path):
     assert not any("has no secret" in text for text in said)
 
 
+@pytest.mark.soak
 def test_a_preempted_job_is_requeued_and_goes_on_without_a_lost_step(bed, tmp_path):
     job = Training(bed, tmp_path, "2")
     job.wait_steps(5)
