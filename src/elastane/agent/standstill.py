@@ -1,4 +1,4 @@
-"""Looks at local workers that wait for one another, and says which of them is to blame.
+"""Finds the local worker for which the others wait, once none of them makes progress.
 
 Owns the reads of their rings and of what /proc shows of them. `protocol.culprits` judges. A worker
 is ended only for a fault after which the wait provably never ends, and only in a script that no
@@ -36,8 +36,9 @@ _CLOSE_S = 1.0
 _BEAT_LATE_S = 2.0
 # A thread beside a script shows where its main thread is, this long after it is due at the latest.
 _SHOWN_LATE_S = 12.0
-# A worker is stopped if it was so at so many looks in a row, four of which are a second.
-_STOPS, _STOPS_KNOWN = 8, 0
+# A worker counts as stopped after this many looks in a row, at four looks a second; at once where
+# another rule has found that it hangs.
+_STOPS, _STOPS_OF_HUNG = 8, 0
 # Files that are no files: a terminal, a socket, an anonymous pipe.
 _NO_FILES = ("/dev/", "socket:", "pipe:", "anon_inode:", "/memfd:")
 
@@ -114,7 +115,7 @@ class StandstillWatch:
     def describe(self, worker: LocalWorker, reason: str) -> None:
         """Report what a worker does that hangs by another rule, unless it is ended already."""
         if not (worker.hung or worker.given_up):
-            standing = self._standing(worker, self._rules.now_s, _STOPS_KNOWN)
+            standing = self._standing(worker, self._rules.now_s, _STOPS_OF_HUNG)
             self._post.culprit(hung_alone(standing, reason), self._still_s)
 
     def _move(self, still_s: float) -> None:

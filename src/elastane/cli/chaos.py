@@ -25,7 +25,7 @@ _FAULTS: tuple[tuple[str, Kind, str], ...] = (
     ("--kill-agent", "kill-agent", "SIGKILL to an agent alone"),
     ("--kill-node", "kill-node", "the power of a node fails: agent and workers are gone at once"),
     ("--stop-node", "stop-node", "SIGTERM to an agent, like a preemption"),
-    ("--pause-node", "pause-node", "all processes of a node stand still for 1 s"),
+    ("--pause-node", "pause-node", "all processes of a node are stopped for 1 s"),
 )
 # A world survives these.
 _HARMLESS = ("slow-worker", "pause-node")
@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=float,
         default=60.0,
-        help="no fault after so many seconds (%(default)g)",
+        help="seconds after which it injects no more faults (%(default)g)",
     )
     add("--seed", metavar="N", type=int, default=None, help="the same seed gives the same plan")
     add(

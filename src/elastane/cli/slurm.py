@@ -51,8 +51,8 @@ examples:
   {prog} --nodes 1:4 --partition preempt --max-restarts 100 train.py > job.sbatch
       whatever part of four nodes is free; a lost node does not end the job
 
-Options of Slurm and of elastane run come before the script, in any order. The job is told
---notice seconds before its time limit, saves, and is requeued; see docs/slurm.md."""
+Write the options of Slurm and of elastane run before the script, in any order. The job saves
+--notice seconds before its time limit, and is requeued; see docs/slurm.md."""
 
 
 class Parser(RunParser):
@@ -142,12 +142,6 @@ def _run_options(options: Options) -> list[str]:
         if option.kind == "flag":
             words.append(f"--{option.name}")
         else:
-            words += (
-                [f"--{option.name}={value}"]
-                if value[:1] in ("-", "")
-                else [
-                    f"--{option.name}",
-                    value,
-                ]
-            )
+            name = f"--{option.name}"
+            words += [f"{name}={value}"] if value[:1] in ("-", "") else [name, value]
     return words

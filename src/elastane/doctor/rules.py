@@ -14,16 +14,16 @@ from enum import StrEnum
 TESTED_TORCH = ("2.11", "2.13")
 OLDEST_TORCH = (2, 4)
 _MIB, _GIB = 1 << 20, 1 << 30
-# Containers get 64 MiB by default; one batch of images of a data loader's worker is more.
+# Docker gives a container 64 MiB. 256 images of 224 x 224 pixels in floats are 147 MiB.
 SHARED_MEMORY_MIN = _GIB
 # A data loader passes each tensor by a descriptor of its own.
 DESCRIPTORS_MIN = 4096
-# Agent, zygote, workers, and the threads of each: a process of torch has about one per CPU.
+# A worker's own threads, those of its data loaders, and its share of agent and zygote.
 PROCESSES_PER_WORKER = 256
 MEMORY_PER_WORKER_MIN = 2 * _GIB
 DISK_FAULT, DISK_WARNING = 100 * _MIB, 2 * _GIB
 INODES_MIN = 1000
-# A disk syncs 1 MiB in milliseconds, a busy network file system in tens of them.
+# Far longer than a local disk takes to sync 1 MiB.
 SYNC_WARNING_S = 0.5
 GPU_USED_WARNING = 0.1
 IMPORT_WARNING_S = 30.0
@@ -273,8 +273,8 @@ def _memory(facts: NodeFacts) -> Iterator[Finding]:
             "memory",
             Level.WARNING,
             text,
-            f"a worker needs about {_size(MEMORY_PER_WORKER_MIN)} before it has a model; the kernel"
-            " kills one when memory is gone",
+            f"less than {_size(MEMORY_PER_WORKER_MIN)} for each worker; the kernel kills workers"
+            " when memory is gone",
             "fewer workers (--nproc-per-node), or a higher limit of the container",
         )
     else:

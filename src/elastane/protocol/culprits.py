@@ -1,10 +1,10 @@
-"""Who is to blame where workers wait for one another: a pure judgement from their rings.
+"""Finds the worker for which the others wait, the culprit, from the rings of all. Pure.
 
-`judge` compares what all workers of a world show once none of them has moved for a while. The
-groups of torch count their collectives alike on all members, also those of DistributedDataParallel.
-So a worker that has begun fewer than another has not entered a collective in which others wait. It
-is the culprit, unless it waits in another group. A worker that waits is never blamed, except where
-it called another collective than the others, or with another shape.
+`judge` compares what all workers of a world show once none of them has made progress for a while.
+The groups of torch count their collectives alike on all members, also those of
+DistributedDataParallel. So a worker that has begun fewer than another has not entered a collective
+in which others wait. It is the culprit, unless it waits in another group. A worker that waits is
+never blamed, except where it called another collective than the others, or with another shape.
 
 What a culprit does instead follows from the kernel and from the thread beside the script: a signal
 has stopped it, it holds the interpreter's lock, it computes, it loads data, it reads a file, or it
@@ -132,10 +132,10 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is to blame, and why, in one sentence. `ranks` is empty where no worker is behind.
+    """The culprits by rank, and the cause in one sentence; no ranks if no worker is behind.
 
-    `place` is where the others wait. `ends` is who is to be ended, where the wait never ends: the
-    culprits, or one of those that wait if there is none that lives.
+    `place` is where the others wait. `ends`: the ranks to be ended where the wait never ends. They
+    are the culprits, or one of the waiting workers if no culprit is alive.
     """
 
     kind: Kind
@@ -158,7 +158,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def culprit_data(verdict: Verdict, still_s: float) -> dict[str, str | int | float | bool]:
-    """Return the fields that the event log keeps about who is to blame."""
+    """Return the fields of a verdict that the event log keeps."""
     return {
         "class": verdict.kind.value,
         "ranks": ",".join(map(str, verdict.ranks)),
@@ -306,7 +306,7 @@ def is_shown(standing: Standing) -> bool:
 
 
 def judge(standings: Iterable[Standing], world_size: int) -> Verdict | None:
-    """Return who is to blame; None if no worker waits for another, or not all are known."""
+    """Return the culprits; None if no worker waits for another, or some worker is not known."""
     workers = {each.rank: each for each in standings}
     if set(workers) != {*range(world_size)} or world_size < 2:
         return None
@@ -385,7 +385,7 @@ class _Case:
         )
 
     def of_nobody(self) -> Verdict:
-        """Say what is known if each worker waits, and none of them for a culprit."""
+        """Return the verdict where each worker waits, and no worker is behind."""
         places = _places(self._workers.values())
         if any(any(edges.values()) for edges in self._edges.values()):
             text = f"each worker waits for another one: {places}"

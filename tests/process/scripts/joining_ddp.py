@@ -12,7 +12,6 @@ a file "go on" is what lets an epoch end. It writes what it has after each step.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -21,32 +20,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from joining_data import BATCH, SAMPLES, Numbers, digest
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import elastane
 
 FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
-SAMPLES, BATCH = 240, 24
 EPOCHS_MAX = 10_000
-
-
-class Numbers(Dataset):
-    """Samples that are functions of their index."""
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        return index, torch.randn(16, generator=torch.Generator().manual_seed(index))
-
-
-def digest(model, optimizer):
-    """Return a digest of all parameters, buffers and moments."""
-    tensors = [*model.state_dict().values()]
-    for state in optimizer.state_dict()["state"].values():
-        tensors += [each for each in state.values() if isinstance(each, torch.Tensor)]
-    return hashlib.sha1(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 def made():

@@ -5,7 +5,6 @@ step, as joining_ddp.py does.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -14,31 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
+from joining_data import BATCH, Numbers, digest
 from own_trainer import Callback, Trainer
 
 FOLDER = Path(sys.argv[1])
-SAMPLES, BATCH = 240, 24
-
-
-class Numbers(Dataset):
-    """Samples that are functions of their index."""
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        return index, torch.randn(16, generator=torch.Generator().manual_seed(index))
-
-
-def digest(model, optimizer):
-    """Return a digest of all parameters and moments."""
-    tensors = [*model.state_dict().values()]
-    for state in optimizer.state_dict()["state"].values():
-        tensors += [each for each in state.values() if isinstance(each, torch.Tensor)]
-    return hashlib.sha1(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 class Sums(torch.nn.Module):

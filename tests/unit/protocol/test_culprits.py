@@ -1,4 +1,4 @@
-"""Who is to blame at a standstill, over generated histories of groups and their workers."""
+"""The worker for which others wait, over generated histories of groups and their workers."""
 
 from __future__ import annotations
 

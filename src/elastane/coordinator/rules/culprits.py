@@ -1,8 +1,8 @@
-"""Says who is to blame where workers of several nodes wait for one another.
+"""Finds the worker for which workers of several nodes wait.
 
-Each agent reports what its own workers show once they stand still. When all members of the world
-have, `protocol.culprits` compares them. A worker is ended only where the wait never ends by itself;
-then its failure is like any other.
+Each agent reports what its own workers show once they make no progress. When all members of the
+world have reported, `protocol.culprits` compares the workers. A worker is ended only where the wait
+never ends by itself; then its failure is like any other.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import EndWorker
 
 
-def blame(state: State) -> None:
-    """Compare the workers of all nodes, once all stand still and an agent has reported since."""
+def find_culprit(state: State) -> None:
+    """Compare the workers of all nodes, once none makes progress and a new report is here."""
     assert state.world is not None
     standstill = state.incidents.standstill
     if not standstill.is_new:

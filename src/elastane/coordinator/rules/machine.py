@@ -403,7 +403,7 @@ def _apply_reported_failures(state: State) -> None:
 def _running(state: State) -> bool:
     assert state.world is not None
     recovery.begin_if_all_recover(state)
-    culprits.blame(state)
+    culprits.find_culprit(state)
     if state.in_place.active and state.incidents.current is None:
         recovery.log_stall(state)
         if recovery.end_if_stalled(state) and state.incidents.stalls.in_a_row > STALLS_MAX:

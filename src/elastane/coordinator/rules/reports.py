@@ -56,7 +56,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
         case Marked() | Drained() if message.fence == node.fence:
             _drained(node, message)
         case Able() | Lost() | Checkpointed() | StandsStill():
-            _in_place(state, node, message)
+            _record_workers(state, node, message)
         case Stopped():
             _stopped(state, node, message)
             node.renew_offer(message.offer)
@@ -97,25 +97,23 @@ def _drained(node: KnownNode, message: Marked | Drained) -> None:
         node.drain.save()
 
 
-def _in_place(
+def _record_workers(
     state: State, node: KnownNode, message: Able | Lost | Checkpointed | StandsStill
 ) -> None:
-    if isinstance(message, StandsStill):
-        if message.fence == node.fence:
+    """Record what the workers of a node can do, have lost or saved, or show at a standstill."""
+    match message:
+        case Lost(fence=fence, reason=reason):
+            recovery.record_lost_peer(state, node, fence, reason)
+        case Checkpointed(fence=fence, where=where) if node.is_of(fence) and node.is_member:
+            growth.record_checkpoint(state, where)
+        case StandsStill(fence=fence) if fence == node.fence:
             node.progress.record_standings(message.standings, message.still_s)
             state.incidents.standstill.note()
-        return
-    if isinstance(message, Lost):
-        recovery.record_lost_peer(state, node, message.fence, message.reason)
-        return
-    if isinstance(message, Checkpointed):
-        if node.is_of(message.fence) and node.is_member:
-            growth.record_checkpoint(state, message.where)
-        return
-    node.renew_offer(message.offer, message.fence)
-    node.workers.shard(message.sharding)
-    node.workers.admit(message.joining)
-    recovery.record_recoverable(state, node, message.workers)
+        case Able():
+            node.renew_offer(message.offer, message.fence)
+            node.workers.shard(message.sharding)
+            node.workers.admit(message.joining)
+            recovery.record_recoverable(state, node, message.workers)
 
 
 def _keep_for_contest(state: State, session: int, message: ToCoordinator) -> None:
