@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from growing import Growing
-from small_regression import STEPS, trained_alone
+from small_regression import DECAY, STEPS, trained_alone, trained_by_hand
 
 from elastane.testing import LocalCluster
 
@@ -204,12 +204,71 @@ def test_a_broadcast_in_setup_ends_only_the_worker_that_joins(tmp_path):
         assert job.ends_well() == left
 
 
-def test_manual_optimization_is_refused_before_the_training(tmp_path):
-    job = LightningJob(tmp_path, "manual", nnodes="1", nproc_per_node=1, max_restarts=0)
+@pytest.mark.parametrize("way", ["manual", pytest.param("toggled", marks=pytest.mark.soak)])
+def test_optimizers_that_step_by_hand_have_equal_states_on_replaced_workers(tmp_path, way):
+    job = LightningJob(tmp_path, way)
+    with job.cluster as cluster:
+        cluster.start("a")
+        workers = job.wait_size(3, count=3)
+        for place in ("second", "training"):
+            left = job.kill_in(place, workers)
+            workers = job.wait_size(3)
+            assert left < workers, "the survivors kept their processes"
+        job.comes_to_its_end()
+        assert not cluster.events("restart", "growth"), cluster.story()
+    said = job.said()
+    states, steps = defaultdict(set), defaultdict(lambda: ([], []))
+    for own in said.values():
+        for line in own["step"]:
+            states[line["step"]].add((line["digest"], *line["weights"]))
+        for line in own["batch"]:
+            steps[line["step"]][0].extend(line["samples"])
+        for line in own["second"]:
+            steps[line["step"]][1].extend(line["samples"])
+    assert {*states} == {*range(1, len(states) + 1)}
+    assert not len(states) % STEPS, "no step is missing, or more than in an undisturbed training"
+    alone = trained_by_hand([steps[n] for n in range(len(states))], toggled=way == "toggled")
+    for step, sums in enumerate(alone, 1):
+        [(_digest, *weights)] = states[step]
+        assert weights == pytest.approx(sums, rel=1e-9, abs=1e-9), step
+
+
+def test_averages_of_weights_are_those_of_the_others_on_a_replaced_worker(tmp_path):
+    job = LightningJob(tmp_path, "averages", nproc_per_node=2)
+    with job.cluster as cluster:
+        cluster.start("a")
+        workers = job.wait_size(2)
+        for place in ("training", "validation"):
+            job.kill_in(place, workers)
+            workers = job.wait_size(2)
+        job.ends_well()
+    averages = average_of([line["weights"] for line in by_step(job.said())])
+    for line, average in zip(by_step(job.said()), averages, strict=True):
+        assert line["average"] == pytest.approx(average, rel=1e-9, abs=1e-9), line
+
+
+def by_step(said: dict[int, dict[str, list[dict]]]) -> list[dict]:
+    """One worker's line of each step."""
+    found = {line["step"]: line for own in said.values() for line in own["step"]}
+    return [found[step] for step in sorted(found)]
+
+
+def average_of(sums: list[list[float]]) -> list[list[float]]:
+    """The moving average after each step; sums of parameters average as the parameters do."""
+    averages = [sums[0]]
+    for each in sums[1:]:
+        old = averages[-1]
+        averages.append([DECAY * a + (1 - DECAY) * b for a, b in zip(old, each, strict=True)])
+    return averages
+
+
+@pytest.mark.soak
+def test_gradients_that_each_worker_keeps_are_refused(tmp_path):
+    job = LightningJob(tmp_path, "unreduced", nnodes="1", nproc_per_node=1, max_restarts=0)
     with job.cluster as cluster:
         node = cluster.start("a")
         assert node.wait() != 0
-        assert "ElasticStrategy does not support automatic_optimization=False" in node.output
+        assert "manual_backward() without the reduction of gradients" in node.output
         assert "[elastic-strategy]" in node.output
 
 
@@ -237,7 +296,9 @@ def test_in_a_world_that_does_not_change_it_makes_the_same_steps(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("way", ["plain", "accumulate", "workers", "module", "interval"])
+@pytest.mark.parametrize(
+    "way", ["plain", "accumulate", "workers", "module", "interval", "averages"]
+)
 def test_workers_killed_at_random_instants_leave_no_trace(tmp_path, way, seed):
     chance = random.Random(seed)
     job = LightningJob(tmp_path, way)

@@ -14,6 +14,8 @@ from elastane import ElasticBatchSampler
 SAMPLES, BATCH = 90, 12  # the last step of an epoch has half a batch
 STEPS = -(-SAMPLES // BATCH)  # of an epoch
 CLIP, RATE, STEPS_MAX = 1.0, 1e-2, 10_000
+DECAY = 0.9  # of the average of weights
+BY_HAND = 1, 2  # the batches of a step of each optimizer
 
 
 class Numbers(Dataset):
@@ -45,6 +47,12 @@ def made_optimizer(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, objec
     return optimizer, schedule
 
 
+def made_optimizers(model: torch.nn.Sequential) -> tuple[list[torch.optim.Optimizer], object]:
+    """Return the optimizers of both parts of the model, and the schedule of the first one."""
+    first, schedule = made_optimizer(model[:2])
+    return [first, torch.optim.SGD(model[2:].parameters(), RATE, momentum=0.9)], schedule
+
+
 def loss_of(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     """Return the mean loss."""
     return torch.nn.functional.mse_loss(model(inputs).squeeze(-1), inputs.sum(1))
@@ -70,3 +78,26 @@ def trained_alone(epochs: int, seed: int) -> list[tuple[set[int], list[float], f
 def sums_of(model: torch.nn.Module) -> list[float]:
     """Return the sum of each parameter."""
     return [float(each.detach().sum()) for each in model.parameters()]
+
+
+def trained_by_hand(steps: list[tuple[list[int], ...]], *, toggled: bool) -> list[list[float]]:
+    """Return the sum of each parameter after each step, with two optimizers.
+
+    `steps`: the samples of the backward pass of each optimizer. `toggled`: it is of its own
+    parameters alone.
+    """
+    model, data, sums = made_model(), Numbers(), []
+    optimizers, schedule = made_optimizers(model)
+    for number, passes in enumerate(steps):
+        for optimizer, many, indices in zip(optimizers, BY_HAND, passes, strict=True):
+            own = [each for group in optimizer.param_groups for each in group["params"]]
+            loss = loss_of(model, torch.stack([data[i][1] for i in indices]))
+            loss.backward(inputs=own if toggled else None)
+            if (number % STEPS + 1) % many == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        if not (number + 1) % STEPS:
+            model.zero_grad()  # as Lightning does before a validation
+        schedule.step()
+        sums.append(sums_of(model))
+    return sums

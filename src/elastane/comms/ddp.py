@@ -79,6 +79,13 @@ def renew(module: DistributedDataParallel) -> None:
         dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
 
 
+def rebuild_buckets(module: DistributedDataParallel) -> None:
+    """Let the buckets have the order of the last pass, as a forward does it."""
+    ddp: Any = module
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True
+
+
 def hush(module: DistributedDataParallel) -> None:
     """Make `module` reduce no gradients and broadcast no buffers: deterministic mode does both."""
     module.require_backward_grad_sync = False

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import csv
 import importlib
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed.distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from elastane.integrations.versions import require_known
+from elastane.synchrony.ordered import OrderedGroup
 from elastane.synchrony.visible import VisibleWorld
 
 # The versions whose private names these are.
@@ -32,6 +36,7 @@ def adopt(name: str, world: VisibleWorld) -> None:
     fabric = _FABRICS[name]
     _follow_rank(world)
     _follow_size(name, fabric, world)
+    _prepare_each_pass(name)
     _rebuild_evaluation_loaders(name, world)
     _keep_together(name, world)
     _save_by_a_survivor(name, world)
@@ -64,6 +69,25 @@ def _follow_size(name: str, fabric: str, world: VisibleWorld) -> None:
     strategy.distributed_sampler_kwargs = property(
         lambda self: {"num_replicas": self.world_size, "rank": self.global_rank}
     )
+
+
+def _prepare_each_pass(name: str) -> None:
+    """Let each manual_backward() wait for its buckets: several may follow one forward."""
+    strategy: Any = importlib.import_module(f"{name}.strategies").DDPStrategy
+    before: Callable[[Any, torch.Tensor], None] = strategy.pre_backward
+
+    def pre_backward(self: Any, closure_loss: torch.Tensor) -> None:
+        group, module = c10d._get_default_group(), self.model
+        if (
+            isinstance(group, OrderedGroup)
+            and isinstance(module, DistributedDataParallel)
+            and not self.lightning_module.automatic_optimization
+            and module.require_backward_grad_sync
+        ):
+            group.before_backward(module)
+        before(self, closure_loss)
+
+    strategy.pre_backward = pre_backward
 
 
 def _rebuild_evaluation_loaders(name: str, world: VisibleWorld) -> None:

@@ -41,6 +41,11 @@ def part(name: str) -> Any:
     return _module(f"{NAME}.{name}")
 
 
+def weight_averaging() -> Any:
+    """Return the callback that averages weights; None in versions without it."""
+    return getattr(part("callbacks"), "WeightAveraging", None)
+
+
 def fabric(name: str) -> Any:
     """Return a module of Lightning's Fabric, such as "plugins.environments"."""
     return _module(f"{_FABRICS[NAME]}.{name}")

@@ -4,7 +4,8 @@ Under `elastane run --in-place` all workers pass a boundary where the training l
 batch of a step. Workers that join wait there for the others (`synchrony.ordered`), and receive the
 state of `trainer_state`. If a worker is lost within a step, the survivors compute its samples too
 before the optimizer steps. So each step is of exactly `global_batch_size` samples, and a training
-has the same steps and learning rates whatever was lost.
+has the same steps and learning rates whatever was lost. With manual optimization the program owns
+the passes of a step, so none can be made again: the survivors' samples are those of that step.
 
 With another launcher, or without one, the world does not change and the data are dealt alike. Fails
 with ConfigurationError for what `limits` names.
@@ -166,6 +167,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         if self._has_joined:
             set_versions(trainer, self.broadcast(versions(trainer)))
         _leave_signals_alone(trainer)
+        limits.check_copies(trainer)
         shared = TrainerProgress(trainer, loader)
         shared.check()
         group.share(shared)
@@ -176,6 +178,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         """Weight the mean loss of a batch by its samples: shares of a step differ in size."""
         if self._dealt is not None:
             closure_loss = closure_loss * self._weight
+            self._check_reduced()
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,12 +187,17 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
             # Lightning divides the loss by the number of batches of a step.
             accumulate = self._trainer.accumulate_grad_batches
             self._weight = self._dealt.portion.weight * accumulate
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        if self._dealt is not None and self._is_manual:
+            self._dealt.commit()
+        return output
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Step once the gradient is that of all samples of the step."""
+        if self._is_manual:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
         def complete() -> Any:
             result = closure()
@@ -287,6 +295,10 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         return self.lightning_module.trainer
 
     @property
+    def _is_manual(self) -> bool:
+        return not self.lightning_module.automatic_optimization
+
+    @property
     def _loader(self) -> DealtLoader:
         assert self._dealt is not None, "Lightning has read the training data"
         return self._dealt
@@ -313,10 +325,25 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         group = self._group
         return () if group is None else group.members
 
+    def _check_reduced(self) -> None:
+        """Refuse gradients that each worker keeps: one that joins, or is lost, has its own."""
+        model = self.model
+        if (
+            self._is_manual
+            and isinstance(model, DistributedDataParallel)
+            and not model.require_backward_grad_sync
+        ):
+            raise refusal(
+                "manual_backward() without the reduction of gradients (no_sync)",
+                "gradients that are equal on all workers behind each manual_backward()",
+                "leave no_sync() and block_backward_sync() out of training_step()",
+            )
+
     def _check_place(self) -> None:
         """Refuse a loop whose place is not that of its data: one that was resumed elsewhere."""
         if not self._has_joined:
             return
+        limits.check_copies(self._trainer)
         loop, accumulate = self._trainer.fit_loop, self._trainer.accumulate_grad_batches
         epoch, begun = loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current
         sampler = self._loader.sampler

@@ -17,7 +17,7 @@ import torch
 
 from elastane.checkpoint.registered import RandomStreams, RegisteredObjects, restore_streams
 from elastane.comms.state import flatten
-from elastane.lightning import package
+from elastane.lightning import limits, package
 from elastane.lightning.dealt_loader import DealtLoader
 
 # Parts of a Lightning checkpoint that are handed over by other means, or equal by construction.
@@ -25,6 +25,8 @@ _ELSEWHERE = (
     *("state_dict", "optimizer_states", "loops"),
     *("hparams_name", "hyper_parameters", "hparams_type"),
     *("datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type"),
+    # Of WeightAveraging.
+    *("current_model_state", "averaging_state"),
 )
 # Attributes of a ModelCheckpoint that decide about its next save and are not in its state.
 _OF_SAVES = (
@@ -46,7 +48,10 @@ class TrainerProgress:
         self._trainer = trainer
         self._loader = loader
         self._objects = RegisteredObjects()
-        self._objects.add({"model": trainer.lightning_module, "optimizer": trainer.optimizers[0]})
+        self._objects.add({"model": trainer.lightning_module})
+        self._objects.add({f"optimizer {n}": each for n, each in enumerate(trainer.optimizers)})
+        averages = limits.averages(trainer)
+        self._objects.add({f"average {n}": a._average_model for n, a in enumerate(averages)})
 
     def check(self) -> None:
         """Raise ConfigurationError for a state that cannot be handed over."""
@@ -61,6 +66,7 @@ class TrainerProgress:
         logs = trainer._logger_connector
         return {
             "objects": self._objects.state(),
+            "gradients": self._gradients(),
             "checkpoint": {k: v for k, v in saved.items() if k not in _ELSEWHERE},
             "progress": progress,
             "fetched": trainer.fit_loop._data_fetcher.fetched,
@@ -77,6 +83,7 @@ class TrainerProgress:
         """Accept the state of another worker, whose tensors are in place already."""
         trainer = self._trainer
         self._objects.load(state["objects"])
+        self._load_gradients(state["gradients"])
         for callback, own in zip(self._saves(), state["saves"], strict=True):
             vars(callback).update(own)
         set_versions(trainer, state["versions"])
@@ -89,6 +96,21 @@ class TrainerProgress:
             self._prepare(results, values)
         self._loader.load_state_dict(state["data"])
         restore_streams(state["streams"])
+
+    def _gradients(self) -> dict[str, Any]:
+        """Return the gradients that a training_step with manual optimization has left.
+
+        They are equal on all members, as each manual_backward() reduces them.
+        """
+        module = self._trainer.lightning_module
+        if module.automatic_optimization:
+            return {}
+        parameters = module.named_parameters()
+        return {name: each.grad for name, each in parameters if each.grad is not None}
+
+    def _load_gradients(self, gradients: dict[str, Any]) -> None:
+        for name, parameter in self._trainer.lightning_module.named_parameters():
+            parameter.grad = gradients.get(name)
 
     def _load_checkpoint(self, part: dict[str, Any]) -> None:
         """Let callbacks, schedulers and hooks take their parts, as when a checkpoint is loaded."""
@@ -103,7 +125,10 @@ class TrainerProgress:
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", saved)
         if data is not None and (name := type(data).__qualname__) in saved:
             call._call_lightning_datamodule_hook(trainer, "load_state_dict", saved[name])
-        call._call_callbacks_on_load_checkpoint(trainer, saved)
+        averages = limits.averages(trainer)
+        for callback in trainer.callbacks:
+            if callback not in averages:  # Their state is one of the objects.
+                callback.on_load_checkpoint(trainer, module, saved)
         call._call_callbacks_load_state_dict(trainer, saved)
         precision.on_load_checkpoint(saved)
         if (name := type(precision).__qualname__) in saved:

@@ -12,6 +12,7 @@ from types import FrameType
 
 import torch
 
+from elastane.comms import ddp
 from elastane.synchrony.operations import Site
 
 _ENGINE = "torch.autograd.graph"
@@ -49,7 +50,7 @@ def site_of(frame: FrameType | None) -> Site:
     if frame is None:
         return Site.SCRIPT
     module = _module(frame)
-    if module == _DDP:
+    if module in (_DDP, ddp.__name__):
         return Site.AUTHORITY
     if module == _HOOKS:
         return Site.HOOK

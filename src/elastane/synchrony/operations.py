@@ -47,7 +47,8 @@ class Site(Enum):
     REDUCER = "DistributedDataParallel's gradients"
     # torch's communication hooks: as the reducer, but the tensor belongs to the hook.
     HOOK = "a communication hook of torch"
-    # Parameters, buffers, bucket order of DistributedDataParallel; a framework's notice.
+    # Parameters, buffers, bucket order, used parameters of DistributedDataParallel; a framework's
+    # notice.
     AUTHORITY = "DistributedDataParallel's state"
     # A sum that is divided by the world size when it returns, or that counts.
     TRUE_SUM = "a framework's sum"

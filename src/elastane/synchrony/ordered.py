@@ -274,11 +274,27 @@ class OrderedGroup(ElasticGroup):
 
     def before_forward(self, module: DistributedDataParallel) -> None:
         """Wait until no other member can need the buckets, which the next backward pass fills."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._member.vote is None)
-            number = self._units + 1
+        number = self._wait_for_buckets() + 1
         if self._shared is None:
             self._host.reach(number)
+        self._refresh(module)
+
+    def before_backward(self, module: DistributedDataParallel) -> None:
+        """As `before_forward`, for a pass that is not the first one behind a forward.
+
+        A framework that prepares the reducer for several passes calls it before each.
+        """
+        self._wait_for_buckets()
+        ddp.rebuild_buckets(module)
+        self._refresh(module)
+
+    def _wait_for_buckets(self) -> int:
+        """Wait until no other member can need them; return how many passes were delivered."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._member.vote is None)
+            return self._units
+
+    def _refresh(self, module: DistributedDataParallel) -> None:
         layout = self._layouts.get(id(module))
         if layout is not None:
             layout.refresh(module)
@@ -352,7 +368,7 @@ class OrderedGroup(ElasticGroup):
         if site is not Site.REDUCER:
             return site, None
         if name != "allreduce" or not args[0][0].is_floating_point():
-            return Site.SCRIPT, None
+            return Site.AUTHORITY, None
         for layout in self._layouts.values():
             slots = layout.take(args[0][0])
             if slots is not None:

@@ -8,13 +8,17 @@ PID.held.PLACE. WAY:
 - plain: nothing else
 - accumulate: two batches to a step
 - workers: two processes load the data
-- manual: automatic_optimization=False
+- manual: two optimizers, of which one steps on the gradients of two batches
+- toggled: the same, with a backward pass of half of the parameters for each optimizer
+- unreduced: manual optimization, with gradients that each worker keeps
+- averages: a moving average of the weights, which validations and checkpoints have
 - setup: an object is broadcast in setup()
 - module: data and validation come from a LightningDataModule that prepares them
 - interval: it validates and stops early within an epoch, and saves after each fifth step
 - resume: it saves after each fifth step, and begins with the last checkpoint
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,7 +30,12 @@ from pathlib import Path
 import lightning
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
@@ -36,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "shared"))
 import small_regression as regression
 
 FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
-VALIDATED = 24
+VALIDATED, BY_HAND = 24, ("manual", "toggled", "unreduced")
 
 
 def say(**what):
@@ -61,7 +70,7 @@ class Net(lightning.LightningModule):
         self.net = regression.made_model()
         self.error = torchmetrics.MeanSquaredError()
         self.validated = 0
-        self.automatic_optimization = WAY != "manual"
+        self.automatic_optimization = WAY not in BY_HAND
 
     def setup(self, stage):
         if WAY == "setup":
@@ -69,11 +78,31 @@ class Net(lightning.LightningModule):
 
     def training_step(self, batch, index):
         hold("training")
-        say(what="batch", step=self.global_step, samples=batch[0].tolist())
+        say(what="batch", step=steps_of(self.trainer), samples=batch[0].tolist())
         time.sleep(0.02)
+        if not self.automatic_optimization:
+            self.step_by_hand(batch[1], index, batch[0].tolist())
+            return None
         loss = regression.loss_of(self.net, batch[1])
         self.log("train_loss", loss, on_epoch=True, sync_dist=True)
         return loss
+
+    def step_by_hand(self, inputs, index, indices):
+        for optimizer, step in zip(self.optimizers(), regression.BY_HAND, strict=True):
+            if WAY == "toggled":
+                self.toggle_optimizer(optimizer)
+            loss = regression.loss_of(self.net, inputs)
+            if step == 2:
+                hold("second")
+                say(what="second", step=steps_of(self.trainer), samples=indices)
+            with self.trainer.strategy.block_backward_sync() if WAY == "unreduced" else UNCHANGED:
+                self.manual_backward(loss)
+            if (index + 1) % step == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if WAY == "toggled":
+                self.untoggle_optimizer(optimizer)
+        self.lr_schedulers().step()
 
     def validation_step(self, batch, _index):
         hold("validation")
@@ -100,9 +129,21 @@ class Net(lightning.LightningModule):
         say(what="loaded", mine=checkpoint["mine"], step=self.global_step)
 
     def configure_optimizers(self):
+        if not self.automatic_optimization:
+            optimizers, schedule = regression.made_optimizers(self.net)
+            return optimizers, [schedule]
         optimizer, schedule = regression.made_optimizer(self)
         assert self.trainer.estimated_stepping_batches == 1000 * regression.STEPS
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+UNCHANGED = contextlib.nullcontext()
+
+
+def steps_of(trainer):
+    """Return the number of steps, which Lightning counts by optimizers if they step by hand."""
+    processed = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+    return processed if WAY in BY_HAND else trainer.global_step
 
 
 class Digests(Callback):
@@ -115,13 +156,17 @@ class Digests(Callback):
         if trainer.fit_loop._should_accumulate():
             return
         self.seen += 1
-        optimizer = trainer.optimizers[0]
         tensors = [*module.state_dict().values()]
-        for state in optimizer.state_dict()["state"].values():
+        for state in [s for each in trainer.optimizers for s in each.state.values()]:
             tensors += [each for each in state.values() if isinstance(each, torch.Tensor)]
+        average = None
+        for callback in trainer.callbacks:
+            if isinstance(callback, EMAWeightAveraging):
+                tensors += callback._average_model.state_dict().values()
+                average = regression.sums_of(callback._average_model)
         digest = hashlib.sha1(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
-        say(what="step", step=trainer.global_step, digest=digest, world=trainer.world_size,
-            rate=optimizer.param_groups[0]["lr"], seen=self.seen,
+        say(what="step", step=steps_of(trainer), digest=digest, world=trainer.world_size,
+            rate=trainer.optimizers[0].param_groups[0]["lr"], seen=self.seen, average=average,
             weights=regression.sums_of(module))  # fmt: skip
 
     def state_dict(self):
@@ -151,7 +196,9 @@ def main():
     lightning.seed_everything(1, verbose=False)
     keep = ModelCheckpoint(FOLDER / "ck", monitor="val_loss", save_last=True)
     callbacks = [keep, Digests()]
-    options = {"gradient_clip_val": regression.CLIP} if WAY != "manual" else {}
+    options = {} if WAY in BY_HAND else {"gradient_clip_val": regression.CLIP}
+    if WAY == "averages":
+        callbacks.insert(0, EMAWeightAveraging(decay=regression.DECAY))
     if WAY in ("interval", "resume"):
         callbacks.append(ModelCheckpoint(FOLDER / "steps", every_n_train_steps=5, save_last=True))
     if WAY == "interval":
@@ -159,7 +206,9 @@ def main():
         options["val_check_interval"] = 3
     trainer = lightning.Trainer(
         accelerator="cpu", devices=1, max_epochs=1000, callbacks=callbacks,
-        strategy=ElasticStrategy(global_batch_size=regression.BATCH), log_every_n_steps=4,
+        strategy=ElasticStrategy(
+            global_batch_size=regression.BATCH, find_unused_parameters=WAY == "toggled"
+        ), log_every_n_steps=4,
         logger=CSVLogger(FOLDER, "log"), enable_progress_bar=False, enable_model_summary=False,
         accumulate_grad_batches=2 if WAY == "accumulate" else 1, num_sanity_val_steps=1, **options,
     )  # fmt: skip
