@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,22 @@ def test_the_final_flush_of_a_sharded_state_is_the_newest_whole_on_all_nodes(tmp
             node.agent.stdin.flush()
         assert [node.agent.wait(4 * DEADLINE_S) for node in nodes] == [0, 0]
         assert published(store) == [(1, "final flush")]
+
+
+def test_a_final_flush_keeps_the_deadline_of_its_agent(tmp_path):
+    """Its other part never comes, which is waited for twenty seconds without a deadline."""
+    store, half = tmp_path / "store", SLOT_BYTES
+    with Node(tmp_path, TEST_OUT_WITHIN_S="2") as node:
+        worker = Worker()
+        at = {"first": 0, "end": half, "image_bytes": 2 * half}
+        share = persist_to(store, ranges=(("__0_0.distcp", 0, half),), part=0, parts=2)
+        worker.client.layout("L", {"layout.json": b"{}"}, share)
+        worker.save(1, layout="L", replicated=False, **at)
+        worker.client.close()
+        begun_s = time.monotonic()
+        node.leave()
+        assert time.monotonic() - begun_s < 15
+        assert not published(store)
 
 
 def test_a_worker_without_an_agent_has_a_server_that_outlives_it_briefly(tmp_path):

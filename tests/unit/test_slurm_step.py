@@ -85,8 +85,8 @@ def test_the_configuration_follows_from_it():
     where = config.rendezvous
     assert (where.backend, where.host, where.port, where.hosts) == ("elastane", "n1", 20123, False)
     assert (config.node.node_id, config.node.node_rank) == ("n2", 1)
-    assert "SIGTERM" in config.notices and "SIGINT" not in config.notices
-    assert build(parse(["--standalone", __file__], {}), {}).notices == ()
+    assert "SIGTERM" in config.repeated_signals and "SIGINT" not in config.repeated_signals
+    assert build(parse(["--standalone", __file__], {}), {}).repeated_signals == ()
 
 
 def test_gpus_of_the_node_are_workers():

@@ -32,6 +32,7 @@ from elastane.coordinator.leadership import (
     first_contact,
 )
 from elastane.errors import ElastaneError, ExitCode, StoreError
+from elastane.notices.watch import NoticeWatch
 from elastane.observe import logging as console
 from elastane.options.config import AgentConfig
 from elastane.options.facts import versions
@@ -40,10 +41,12 @@ from elastane.options.secret import Keyring
 from elastane.process import rpc
 from elastane.process.endpoint import Endpoint
 from elastane.process.files import JobRegistry
+from elastane.process.orphan_reaper import MARK_VARIABLE
 from elastane.process.tls import TlsConfig
-from elastane.process.worker_environment import RunFacts
+from elastane.process.worker_environment import RunFacts, without_secrets
 from elastane.protocol.effects import Exit
 from elastane.protocol.events import AgentEvent
+from elastane.protocol.limits import STOP_MARGIN_S
 from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import NodeSpec, Outcome
 from elastane.stores import JobKeys, make_store
@@ -74,6 +77,7 @@ async def _launch(config: AgentConfig) -> int:
                 exit_ = await _Agent(node, registry).run()
             except ElastaneError as error:  # The store failed before this agent had a coordinator.
                 exit_ = _exit_of(error)
+            node.snapshot_server.end_by(exit_.out_by_s)
     report_end(config, exit_)
     return exit_.code
 
@@ -116,7 +120,7 @@ class _Agent:
 
             node.snapshot_server.replicate_with(lambda: replica_peers(config, keyring))
         parts = self._parts(keys, keyring, access)
-        parts.shell.handle_signals(config.signals, config.notices)
+        parts.shell.handle_signals(config.signals, config.repeated_signals)
         node.log.write(
             LogEvent(
                 kind=EventKind.AGENT_STARTED,
@@ -130,10 +134,23 @@ class _Agent:
             node.snapshot_server.send_peers()
 
         watch = asyncio.create_task(keyring.watch(changed))
+        notices = self._notice_watch(parts.shell)
+        notices.start()
         try:
             return await self._run_tasks(parts)
         finally:
             watch.cancel()
+            await notices.close()
+
+    def _notice_watch(self, shell: AgentShell) -> NoticeWatch:
+        """Return the watch of this node's notices, which begin early enough for a drain."""
+        config, timing = self._config, self._config.spec.timing
+        lead_s = timing.drain_timeout_s + timing.shutdown_timeout_s + STOP_MARGIN_S
+        environ = {
+            **without_secrets(config.environment),
+            MARK_VARIABLE: self._node.process_mark,
+        }
+        return NoticeWatch(config.notices, shell.post, lead_s, environ)
 
     def _parts(self, keys: JobKeys | None, keyring: Keyring, access: rpc.Access) -> _Parts:
         config, node = self._config, self._node

@@ -12,8 +12,9 @@ The stages of the agent, and what moves it from one to another:
     stage        condition                                                  next stage
     -----------  ---------------------------------------------------------  ----------
     taking part  Refused, Release or Close                                  ending
-                 a signal, and no coordinator; or a second signal           ending
-                 a signal, and the drain took longer than it may            ending
+                 a signal or notice, and no coordinator                     ending
+                 a second signal                                            ending
+                 a signal or notice, and the drain took longer than it may  ending
                  no coordinator within join_timeout, and no worker trains   ending
     ending       no process of the workers is left                          exited
 
@@ -45,6 +46,7 @@ world.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -83,6 +85,7 @@ from elastane.protocol.events import (
     GroupWroteCheckpoint,
     Linked,
     MessageReceived,
+    Notice,
     ReplicaDiffered,
     Signalled,
     Tick,
@@ -97,6 +100,7 @@ from elastane.protocol.limits import (
     ISOLATION_GRACE_S,
     ISOLATION_LIMIT_S,
     LEAVE_ALONE_S,
+    NOTICE_MARGIN_S,
     STANDSTILL_LIMIT_S,
     STOP_MARGIN_S,
     WAITING_MAX,
@@ -186,11 +190,28 @@ class AgentStage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A signal asked the agent to leave; `by_s`: when its drain must be over, until that passed."""
+    """A signal or a notice asked the agent to leave.
 
-    signal: str
+    `by_s`: when its drain must be over; None once that time has passed. `out_by_s`: when its node
+    goes; None: no deadline is known. `signalled`: a signal came, so another one is an order to
+    hurry.
+    """
+
+    reason: str
     since_s: float
     by_s: float | None
+    out_by_s: float | None = None
+    signalled: bool = False
+
+    def within_s(self, now_s: float) -> float | None:
+        """Return how long the drain may take from now on; None without a deadline."""
+        if self.out_by_s is None:
+            return None
+        return max(0.0, (self.by_s or now_s) - now_s)
+
+    def shorten(self, by_s: float, out_by_s: float) -> Leaving:
+        """Return it with an earlier deadline; a time that has passed stays passed."""
+        return replace(self, by_s=self.by_s and min(self.by_s, by_s), out_by_s=out_by_s)
 
 
 class AgentCore:
@@ -245,6 +266,8 @@ class AgentCore:
                 self._warm()
             case Signalled():
                 self._signalled(event)
+            case Notice():
+                self._noticed(event)
             case Tick():
                 pass
             case _:
@@ -311,7 +334,7 @@ class AgentCore:
             )
         )
         if self._leaving is not None:
-            self._outbox.send(Leave(self._leaving.signal))
+            self._send_leave(self._leaving)
 
     def _unlink(self, reason: str) -> None:
         if self.linked and self.outcome is None:  # A coordinator leaves once the job has ended.
@@ -354,22 +377,56 @@ class AgentCore:
         self._end(message.outcome.exit_code, message.outcome.reason)
 
     def _signalled(self, event: Signalled) -> None:
-        name, hurries = event.name, self._leaving is not None
-        if hurries and event.is_notice:
+        name, leaving = event.name, self._leaving
+        hurries = leaving is not None and leaving.signalled
+        if hurries and event.may_repeat:
             return
         self._log(EventKind.SIGNAL, f"{name}: {'hurrying' if hurries else 'draining'}")
         if hurries:
             self._hurry(name)
-            return
-        timing = self.spec.timing
-        wait_s = timing.drain_timeout_s + timing.shutdown_timeout_s + STOP_MARGIN_S
-        self._leaving = Leaving(name, self._now_s, self._now_s + wait_s)
-        if self.linked:
-            self._outbox.send(Leave(name))
-        elif self.group is None:
-            self._leave_now(self._leaving, "no coordinator to tell")
+        elif leaving is not None:
+            # A cloud shuts a node down after its notice, and that sends the first signal.
+            self._leaving = replace(leaving, signalled=True)
         else:
-            self._workers.stop(self.group, timing.shutdown_timeout_s, f"{name}, coordinator away")
+            self._leave(Leaving(name, self._now_s, self._drained_by_s(), signalled=True))
+
+    def _noticed(self, notice: Notice) -> None:
+        within_s, leaving = notice.within_s, self._leaving
+        data: dict[str, str | float | bool] = {"source": notice.source, "drains": notice.drains}
+        if within_s is not None:
+            data["within_s"] = round(within_s, 3)
+        self._log(EventKind.NOTICE, notice.reason, **data)
+        if not notice.drains:
+            return
+        by_s, out_by_s = self._drained_by_s(), None
+        if within_s is not None:
+            out_by_s = self._now_s + within_s
+            by_s = min(by_s, out_by_s - min(NOTICE_MARGIN_S, within_s / 2))
+        if leaving is None:
+            reason = f"notice of {notice.source}: {notice.reason}"
+            self._leave(Leaving(reason, self._now_s, by_s, out_by_s))
+        elif out_by_s is not None and out_by_s < (leaving.out_by_s or math.inf):
+            self._leaving = leaving.shorten(by_s, out_by_s)
+            self._send_leave(self._leaving)
+
+    def _drained_by_s(self) -> float:
+        """Return when a drain that begins now must be over, without another deadline."""
+        timing = self.spec.timing
+        return self._now_s + timing.drain_timeout_s + timing.shutdown_timeout_s + STOP_MARGIN_S
+
+    def _leave(self, leaving: Leaving) -> None:
+        """Ask the coordinator to drain this node; without one, go by itself."""
+        self._leaving = leaving
+        if self.linked:
+            self._send_leave(leaving)
+        elif self.group is None:
+            self._leave_now(leaving, "no coordinator to tell")
+        else:
+            grace_s = self.spec.timing.shutdown_timeout_s
+            self._workers.stop(self.group, grace_s, f"{leaving.reason}, coordinator away")
+
+    def _send_leave(self, leaving: Leaving) -> None:
+        self._outbox.send(Leave(leaving.reason, leaving.within_s(self._now_s)))
 
     def _gone(self) -> None:
         if self._exit is not None:
@@ -383,7 +440,7 @@ class AgentCore:
         self._end(ExitCode.DRAINED, f"a second signal ({name})")
 
     def _leave_now(self, leaving: Leaving, why: str) -> None:
-        self._end(ExitCode.DRAINED, f"{leaving.signal}: {why}")
+        self._end(ExitCode.DRAINED, f"{leaving.reason}: {why}")
 
     def _end(self, code: int, reason: str) -> None:
         """Exit with `code` once no worker is left."""
@@ -401,7 +458,8 @@ class AgentCore:
         if self._stage is not AgentStage.EXITED:
             self._enter(AgentStage.EXITED)
             self._log(EventKind.AGENT_STOPPED, exit_.reason, exit_code=exit_.code)
-            self._outbox.add(exit_)
+            out_by_s = self._leaving.out_by_s if self._leaving is not None else None
+            self._outbox.add(msgspec.structs.replace(exit_, out_by_s=out_by_s))
 
     def _enter(self, stage: AgentStage) -> None:
         self._stage = stage

@@ -88,17 +88,17 @@ class AgentShell:
         if self._group is not None:
             self._group.report_checkpoint(where)
 
-    def handle_signals(self, names: Sequence[str], notices: Sequence[str] = ()) -> None:
+    def handle_signals(self, names: Sequence[str], repeated: Sequence[str] = ()) -> None:
         """Leave the job on these signals, except those that the parent process ignores.
 
-        So a job that was started under nohup outlives its terminal. `notices` are those that a
+        So a job that was started under nohup outlives its terminal. `repeated` are those that a
         scheduler sends more than once.
         """
         loop = asyncio.get_running_loop()
         for name in names:
             if signal.getsignal(signal.Signals[name]) is signal.SIG_IGN:
                 continue
-            event = Signalled(name, is_notice=name in notices)
+            event = Signalled(name, may_repeat=name in repeated)
             loop.add_signal_handler(signal.Signals[name], self.post, event)
 
     async def run(self) -> Exit:
@@ -166,7 +166,7 @@ class AgentShell:
         lost = self._group.lost if self._group else ""
         if not lost or exit_.outcome is not None:
             return exit_
-        return Exit(int(ExitCode.NODE_UNFIT), lost, None)
+        return Exit(int(ExitCode.NODE_UNFIT), lost, None, exit_.out_by_s)
 
     async def _report_warm(self) -> None:
         await self._setup.spawner.warm.wait()

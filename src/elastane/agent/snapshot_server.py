@@ -22,6 +22,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,6 +80,7 @@ class SnapshotServerHandle:
         self._log_event = log_event
         self._lost = lost
         self._saved: Callable[[str], None] = _nothing
+        self._out_by_s: float | None = None
 
     @property
     def pid(self) -> int | None:
@@ -121,8 +123,15 @@ class SnapshotServerHandle:
         if self._peers is not None:
             self._send(self._peers())
 
+    def end_by(self, out_by_s: float | None) -> None:
+        """Let `close` take no longer than until then, on the monotonic clock; None: no deadline."""
+        self._out_by_s = out_by_s
+
     async def close(self) -> None:
         """Have the server write what is not durable, and wait a bounded time for its end."""
+        left_s = None
+        if self._out_by_s is not None:
+            left_s = max(0.0, self._out_by_s - time.monotonic())
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -132,18 +141,20 @@ class SnapshotServerHandle:
         if self._control is not None:
             from elastane.snapshots.messages import AgentLeave
 
-            self._send(AgentLeave())
+            self._send(AgentLeave(left_s))
         if self._process is not None:
-            await self._await_end(self._process)
+            await self._await_end(self._process, END_S + _MARGIN_S if left_s is None else left_s)
         self._close_control()
 
-    async def _await_end(self, process: WorkerProcess) -> None:
-        warning = asyncio.get_running_loop().call_later(_WARN_S, _warn_slow_end)
+    async def _await_end(self, process: WorkerProcess, limit_s: float) -> None:
+        warning = asyncio.get_running_loop().call_later(_WARN_S, _warn_slow_end, limit_s)
         try:
-            async with asyncio.timeout(END_S + _MARGIN_S):
+            async with asyncio.timeout(limit_s):
                 await self._ended(process)
         except TimeoutError:
-            _log.error("the snapshot server (pid %d) does not end", process.pid)
+            _log.error(
+                "the snapshot server (pid %d) does not end within %.0f s", process.pid, limit_s
+            )
         finally:
             warning.cancel()
 
@@ -269,9 +280,9 @@ def _nothing(_place: str) -> None:
     """Do nothing."""
 
 
-def _warn_slow_end() -> None:
+def _warn_slow_end(limit_s: float) -> None:
     _log.warning(
-        "the last snapshot is being written to storage, which may take up to %.0f s", END_S
+        "the last snapshot is being written to storage, which may take up to %.0f s", limit_s
     )
 
 

@@ -19,6 +19,7 @@ _FAILURES_SHOWN_MAX = 8
 _MESSAGE_LINES_MAX = 12
 _DIFFERED_SHOWN_MAX = 8
 _INJECTED_SHOWN_MAX = 20
+_NOTICES_SHOWN_MAX = 20
 _CULPRITS_SHOWN_MAX = 8
 
 
@@ -71,6 +72,9 @@ def story_lines(story: JobStory, account: Account | None = None) -> list[str]:
         lines += ["", *_attempt_lines(attempt)]
     if story.departures:
         lines += ["", "nodes that departed:", *(f"  {line}" for line in story.departures)]
+    if story.notices:
+        lines += ["", "notices about nodes:"]
+        lines += [f"  {line}" for line in story.notices[-_NOTICES_SHOWN_MAX:]]
     if story.injected:
         lines += ["", "faults that were injected:"]
         lines += [f"  {line}" for line in story.injected[-_INJECTED_SHOWN_MAX:]]

@@ -141,6 +141,14 @@ class AttemptStory(msgspec.Struct, kw_only=True):
         )
 
 
+def _notice_line(event: LoggedEvent) -> str:
+    within_s = event.data.get("within_s")
+    known = isinstance(within_s, int | float)
+    leaves = "the node leaves" if event.data.get("drains") else "the node stays"
+    deadline = f", {within_s:g} s before its end" if known and event.data.get("drains") else ""
+    return f"{event.time} {event.node} ({event.text('source')}): {event.reason}: {leaves}{deadline}"
+
+
 def _culprit(event: LoggedEvent) -> SeenCulprit:
     still_s = event.data.get("still_s", 0.0)
     return SeenCulprit(
@@ -162,6 +170,7 @@ class JobStory(msgspec.Struct, kw_only=True):
     `restarts_used` is the use of the restart budget, which covers restarts of all workers and
     `replacements` of lost ones. `agents_left`: the end of each agent in the log that stopped.
     `agents_here`: the number of agents that did not. `injected`: faults that were injected into it.
+    `notices`: what was said to be about to happen to a node.
     """
 
     job: str
@@ -177,6 +186,7 @@ class JobStory(msgspec.Struct, kw_only=True):
     attempts: list[AttemptStory] = []
     departures: list[str] = []
     injected: list[str] = []
+    notices: list[str] = []
     last_event: str = ""
     version: int = 1
 
@@ -205,6 +215,8 @@ class JobStory(msgspec.Struct, kw_only=True):
             self.departures.append(f"{event.time} {event.node}: {event.reason}")
         elif event.kind == EventKind.FAULT_INJECTED:
             self.injected.append(f"{event.time} {event.reason}")
+        elif event.kind == EventKind.NOTICE:
+            self.notices.append(_notice_line(event))
 
     def _add_agent(self, here: set[tuple[str, int]], event: LoggedEvent) -> None:
         """Record the agents whose ends are in the log."""

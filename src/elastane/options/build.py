@@ -27,6 +27,7 @@ from elastane.options.show import notes_of
 from elastane.options.workers import (
     read_command,
     read_logs,
+    read_notices,
     read_signals,
     read_supervision,
     repeated_signals,
@@ -81,7 +82,8 @@ def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
         notes=tuple(notes),
         supervision=read_supervision(options, environ, node.local_world_size),
         report_file=options.text("report_file"),
-        notices=repeated_signals(signals, environ),
+        repeated_signals=repeated_signals(signals, environ),
+        notices=read_notices(options),
     )
 
 

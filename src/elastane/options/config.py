@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from elastane.notices.rules import NoticeSource
 from elastane.process.endpoint import meets_here, reach
 from elastane.process.process import WorkerKind
 from elastane.process.streams.plan import ChooseFiles, LogPlan
@@ -99,8 +100,9 @@ class Supervision:
 class AgentConfig:
     """The whole configuration of one agent; `notes` are lines to show the user once.
 
-    `report_file` is where the outcome of the job is written; empty: nowhere. `notices` are those of
-    `signals` that a scheduler sends more than once before it kills.
+    `report_file` is where the outcome of the job is written; empty: nowhere. `repeated_signals` are
+    those of `signals` that a scheduler sends more than once before it kills. `notices`: where this
+    agent reads that its node is about to go.
     """
 
     spec: JobSpec
@@ -113,7 +115,8 @@ class AgentConfig:
     notes: tuple[str, ...] = ()
     supervision: Supervision = Supervision()
     report_file: str = ""
-    notices: tuple[str, ...] = ()
+    repeated_signals: tuple[str, ...] = ()
+    notices: tuple[NoticeSource, ...] = ()
 
     @property
     def is_on_one_machine(self) -> bool:

@@ -381,6 +381,16 @@ TABLE: tuple[Option, ...] = (
         ours=True,
     ),
     Option(
+        "notices",
+        "",
+        "where this node's agent reads that the node is about to go: file:PATH, command:WORDS; "
+        "then it leaves before that (see docs/notices.md; a comma in PATH or WORDS is ,,)",
+        OURS,
+        kind="needles",
+        metavar="SOURCE,...",
+        ours=True,
+    ),
+    Option(
         "report-file",
         "",
         "write the outcome of the job to this file, as JSON (see docs/report.md)",

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastane.errors import ConfigurationError, UsageError
+from elastane.notices.rules import NoticeSource, read_sources
 from elastane.observe.logging import HANDLERS
 from elastane.options.config import Command, Supervision
 from elastane.options.facts import torch_build
@@ -135,6 +136,19 @@ def read_signals(options: Options) -> tuple[str, ...]:
                 expected=_signal_hint(name),
             )
     return tuple(dict.fromkeys(names))
+
+
+def read_notices(options: Options) -> tuple[NoticeSource, ...]:
+    """Return where notices are read; UsageError for what cannot be read on any node."""
+    sources = read_sources(options.text("notices"))
+    for source in sources:
+        if source.kind == "command" and shutil.which(source.words[0]) is None:
+            raise UsageError(
+                f"--notices {source}: no such program, or it may not be executed",
+                slug="bad-option-value",
+                expected="a program in PATH, or the path of one that is executable",
+            )
+    return sources
 
 
 def repeated_signals(signals: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -151,11 +151,15 @@ class EndGroupWorker(msgspec.Struct, frozen=True):
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """End the agent with this exit code; `outcome` is set if the job has ended."""
+    """End the agent with this exit code; `outcome` is set if the job has ended.
+
+    `out_by_s`: when the agent has to be gone, on its monotonic clock; None: no deadline is known.
+    """
 
     code: int
     reason: str
     outcome: Outcome | None = None
+    out_by_s: float | None = None
 
 
 RendezvousEffect = Persist | Send | Hangup | WriteEvent | Finished

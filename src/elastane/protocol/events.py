@@ -211,11 +211,24 @@ class GroupDrained(msgspec.Struct, frozen=True):
 class Signalled(msgspec.Struct, frozen=True):
     """The agent received a signal that asks it to leave.
 
-    `is_notice`: a scheduler sent it and may send it again, so a second one is no order to hurry.
+    `may_repeat`: a scheduler may send it again, so a second one is no order to hurry.
     """
 
     name: str
-    is_notice: bool = False
+    may_repeat: bool = False
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """Something outside of the job said what is about to happen to this node.
+
+    `drains`: the node is about to go, so its agent leaves; otherwise the notice is only logged.
+    `within_s`: how long the node has, from the time when the notice was read; None: unknown.
+    """
+
+    source: str
+    reason: str
+    drains: bool = True
+    within_s: float | None = None
 
 
 AgentEvent = (
@@ -237,5 +250,6 @@ AgentEvent = (
     | GroupMarked
     | GroupDrained
     | Signalled
+    | Notice
     | Tick
 )

@@ -56,6 +56,12 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 # What an agent may take beyond the workers' own grace to report them stopped.
 STOP_MARGIN_S = 10.0
+# What an agent keeps of the deadline of a notice for its own end, or half of a shorter one: its
+# workers are killed, and the memory of snapshots has a last moment to write.
+NOTICE_MARGIN_S = 2.0
+# What the coordinator keeps of the time of a node that leaves, or a quarter of a shorter one, so
+# that its drain ends while its agent can still report.
+LEAVE_MARGIN_S = 1.0
 # How long the coordinator waits, after the job's end, for agents to take notice.
 CLOSE_S = 5.0
 # How long an agent that wants to leave waits for a coordinator to release it; a new one is elected

@@ -62,6 +62,7 @@ class EventKind(StrEnum):
     WORKERS_STOPPED = "workers-stopped"
     WORKERS_DRAINING = "workers-draining"
     SIGNAL = "signal"
+    NOTICE = "notice"
     ZYGOTE_WARM = "zygote-warm"
     ZYGOTE_DIED = "zygote-died"
     ZYGOTE_PROBLEM = "zygote-problem"

@@ -192,9 +192,13 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """This agent was asked to go (a signal, a preemption notice) and requests a drain."""
+    """This agent was asked to go (a signal, a preemption notice) and requests a drain.
+
+    `within_s`: its node has no longer than this; None: no deadline is known.
+    """
 
     reason: str
+    within_s: Seconds | None = None
 
 
 class Conclude(msgspec.Struct, frozen=True, tag="conclude", kw_only=True):

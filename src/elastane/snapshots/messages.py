@@ -415,7 +415,12 @@ class ReplicationSettings(msgspec.Struct, frozen=True, tag="neighbours"):
 
 
 class AgentLeave(msgspec.Struct, frozen=True, tag="leave"):
-    """Tells a snapshot server that its agent leaves."""
+    """Tells a snapshot server that its agent leaves.
+
+    `within_s`: it has no longer than this; None: as long as its own bound allows.
+    """
+
+    within_s: Annotated[float, msgspec.Meta(ge=0.0)] | None = None
 
 
 ToReceiver = ReplicaOffer | PeerProof

@@ -68,7 +68,8 @@ _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: see SO_PEERCRED of unix(7)
 _Answer = tuple[messages.Answer, Sequence[int]]
 
 _DESCRIPTORS_MAX = 1 << 20
-# Writes are asked to stop this long before the end, so that they remove partial files.
+# Writes are asked to stop this long before the end, so that they remove partial files; a quarter of
+# the time before if that is shorter.
 _STOP_S = 5.0
 _ACCEPT_PAUSE_S = 0.05
 # The longest wait for the last log lines.
@@ -281,6 +282,7 @@ class ServerProcess:
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._is_owned = control is not None
+        self._end_s = END_S  # how long it writes after its agent is gone or leaving
         self._reporter = EventReporter(control)
         self._server = SnapshotServer(self._wake, self._reporter.report, survives=self._is_owned)
 
@@ -307,16 +309,18 @@ class ServerProcess:
 
     def _end(self) -> None:
         """Perform the final flush once the workers are gone, within a bounded time."""
-        until_s = time.monotonic() + END_S
+        until_s = time.monotonic() + self._end_s
+        stop_s = min(_STOP_S, self._end_s / 4)
         if self._listener is not None:
             self._listener.close()
             self._listener = None
         # The agent's workers are ending too; only they are waited for.
-        self._wait_until(lambda: not self._server.workers, time.monotonic() + RETURN_S)
+        return_s = min(RETURN_S, self._end_s / 4)
+        self._wait_until(lambda: not self._server.workers, time.monotonic() + return_s)
         stores = self._server.stores
         for store in stores:
             store.leave()
-        self._wait_until(lambda: all(s.is_idle for s in stores), until_s - _STOP_S)
+        self._wait_until(lambda: all(s.is_idle for s in stores), until_s - stop_s)
         for store in stores:
             store.stop()
         self._wait_until(lambda: all(s.is_idle for s in stores), until_s)
@@ -354,6 +358,8 @@ class ServerProcess:
             if isinstance(word, ReplicationSettings):
                 self._server.replicate(word)
                 return
+            if word.within_s is not None:
+                self._end_s = min(END_S, word.within_s)
             _log.debug("the agent is leaving")
         self._is_owned = False
 

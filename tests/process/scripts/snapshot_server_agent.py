@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import time
 
 from elastane.agent.snapshot_server import SnapshotServerHandle
 from elastane.process.kernel import become_subreaper
@@ -23,6 +24,8 @@ async def main():
     told = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin, told.set)
     await told.wait()
+    if within_s := os.environ.get("TEST_OUT_WITHIN_S"):
+        keeping.end_by(time.monotonic() + float(within_s))
     await keeping.close()
     await reaper.close()
 

@@ -393,9 +393,9 @@ def test_a_signal_asks_to_leave_and_a_second_one_hurries():
 
 def test_a_notice_that_the_scheduler_repeats_makes_nobody_hurry():
     agent = Agent().running()
-    agent.does(Signalled("SIGUSR1", is_notice=True))
+    agent.does(Signalled("SIGUSR1", may_repeat=True))
     assert agent.sent(Leave)
-    agent.does(Signalled("SIGTERM", is_notice=True))
+    agent.does(Signalled("SIGTERM", may_repeat=True))
     assert agent.effect(StopGroup) is None and not agent.sent(Leave)
     agent.does(Signalled("SIGINT"))
     assert agent.effect(StopGroup).grace_s == 0.0

@@ -10,6 +10,8 @@ The next such drain has twice the time.
 
 from __future__ import annotations
 
+import math
+
 from elastane.coordinator.rules import growth, next_world, recovery
 from elastane.coordinator.rules.changes import PlannedGrowth
 from elastane.coordinator.rules.incident import Incident
@@ -123,6 +125,15 @@ def limit_s(state: State) -> float:
         return usual_s
     called_off = (state.joining_tries if drain.admits else state.growth).called_off
     return max(usual_s, min(growth.doubled(usual_s, called_off), DRAIN_MAX_S))
+
+
+def ends_s(state: State) -> float:
+    """Return when the current drain is over, whether or not all workers are at the boundary.
+
+    A node whose deadline is near takes no more time of the others than it has itself.
+    """
+    leaving = (state.roster.nodes[i].leaves_by_s for i in state.roster.leaving)
+    return min(state.stage.began_s + limit_s(state), *leaving, math.inf)
 
 
 def call_off(state: State) -> bool:

@@ -476,7 +476,7 @@ def _end_drained(state: State, reason: str) -> bool:
 
 def _await_drained(state: State) -> bool:
     """Wait for the rest of the workers until the drain times out."""
-    deadline_s = state.stage.began_s + drain.limit_s(state)
+    deadline_s = drain.ends_s(state)
     if state.now_s < deadline_s:
         state.queue.wait_until(deadline_s)
         return False

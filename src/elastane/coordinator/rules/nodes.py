@@ -8,6 +8,7 @@ node for every message, and a membership change of 10,000 nodes stays linear.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -326,6 +327,7 @@ class KnownNode:
     ready: bool  # its workers can start quickly
     offer_used: bool = False  # the port was used by the last world; a new offer is on its way
     leaving: str = ""  # why the agent asked to leave; empty: it did not
+    leaves_by_s: float = math.inf  # when its drain has to be over, as far as a deadline is known
     place: Place = Place.IDLE
     fence: Fence | None = None  # of the workers it has; None exactly if it is idle
     # The fence of the last assignment that the agent has received. An uninformed agent reports
@@ -388,9 +390,9 @@ class KnownNode:
         """Record that its workers can start quickly."""
         self.ready = True
 
-    def leave(self, reason: str) -> None:
-        """Record that the agent asks to leave."""
-        self.leaving = reason
+    def leave(self, reason: str, by_s: float) -> None:
+        """Record that the agent asks to leave, and when its drain has to be over; inf: unknown."""
+        self.leaving, self.leaves_by_s = reason, by_s
 
     def keep_failures(self, failures: tuple[Failure, ...]) -> None:
         """Keep failures until this world is known to be the current one."""

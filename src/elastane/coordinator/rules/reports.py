@@ -6,12 +6,14 @@ decides; the return value says whether a rule may now decide otherwise.
 
 from __future__ import annotations
 
+import math
+
 from elastane.coordinator.rules import ending, growth, liveness, recovery
 from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.diagnosis import end_text, exit_text, is_lost_peer, worker_text
 from elastane.protocol.effects import Send
-from elastane.protocol.limits import REASON_CHARS_MAX
+from elastane.protocol.limits import LEAVE_MARGIN_S, REASON_CHARS_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Able,
@@ -134,7 +136,11 @@ def _record_request(state: State, node: KnownNode, message: Leave | Conclude) ->
     if isinstance(message, Conclude):
         ending.conclude(state, node.id, message.ok, reason)
         return
-    node.leave(reason)
+    by_s = math.inf
+    if message.within_s is not None:
+        margin_s = min(LEAVE_MARGIN_S, message.within_s / 4)
+        by_s = state.now_s + message.within_s - margin_s
+    node.leave(reason, by_s)
     state.log(EventKind.NODE_LEAVING, reason, node.id)
 
 

@@ -1,0 +1,142 @@
+"""What notices mean, as pure code: the sources of `--notices`, texts with a deadline, what is new.
+
+A source shows all its notices each time it is read. `NewNotices` reports each of them once, and
+again when its node has to leave for it, or when its deadline has come closer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from msgspec.structs import replace
+
+from elastane.errors import UsageError
+from elastane.process.streams.plan import parse_needles
+from elastane.protocol.events import Notice
+
+# A node leaves this long before its deadline, or earlier if its drain may take longer. AWS gives
+# 120 s, which are for the drain; Azure announces some maintenance days before, and may cancel it.
+DRAIN_BEFORE_S = 180.0
+# A deadline farther away than this was not meant.
+WITHIN_MAX_S = 1e8
+# Notices of one source at a time; a machine has one or two.
+NOTICES_MAX = 32
+# Characters of a notice's reason, which goes into each log and message about the node's end.
+REASON_CHARS_MAX = 200
+# The same notice with a deadline that is sooner by this is reported again. Clocks that are read in
+# whole seconds differ by less.
+SOONER_S = 2.0
+_SECONDS = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)s?")
+_FORMS = "file:PATH, command:WORDS"
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeSource:
+    """One source: its kind, and where it is: a path, or the words of a command."""
+
+    kind: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.where}" if self.where else self.kind
+
+    @property
+    def words(self) -> list[str]:
+        """The program and the arguments of a command."""
+        return shlex.split(self.where)
+
+
+def read_sources(text: str) -> tuple[NoticeSource, ...]:
+    """Return the sources of `--notices`, each once; UsageError names the item that is none."""
+    return tuple(dict.fromkeys(_read_source(item.strip()) for item in parse_needles(text)))
+
+
+def _read_source(item: str) -> NoticeSource:
+    kind, _, where = item.partition(":")
+    source = NoticeSource(kind, where)
+    if kind == "file" and where:
+        return source
+    if kind == "command":
+        try:
+            found = bool(source.words)
+        except ValueError as error:
+            raise _bad(item, f"words as in a shell ({error})") from None
+        if found:
+            return source
+    raise _bad(item, f"one of {_FORMS}")
+
+
+def _bad(item: str, expected: str) -> UsageError:
+    return UsageError(
+        f"--notices: {item[:200]!r}",
+        slug="bad-option-value",
+        expected=expected,
+        next_step="see docs/notices.md; a comma in a path or a command is written ,,",
+    )
+
+
+def read_text(source: NoticeSource, text: str, age_s: float, clock_s: float) -> Notice:
+    """Return the notice that a file holds, or that a command wrote in a line.
+
+    The first word of its first line may be the deadline: seconds from when the text was first seen,
+    `age_s` ago, or a time by ISO 8601 (UTC without an offset), of which `clock_s` is now, in
+    seconds since 1970. The rest is the reason.
+    """
+    line = next((line for line in map(_printable, text.splitlines()) if line), "")
+    first, _, rest = line.partition(" ")
+    within_s = None
+    if counted := _SECONDS.fullmatch(first):
+        within_s = float(counted[1]) - age_s
+    elif (at_s := _time_s(first)) is not None:
+        within_s = at_s - clock_s
+    if within_s is not None:
+        within_s = min(max(0.0, within_s), WITHIN_MAX_S)
+    reason = (line if within_s is None else rest.strip()) or f"{source.where} says so"
+    return Notice(source.kind, _printable(reason)[:REASON_CHARS_MAX], within_s=within_s)
+
+
+def _time_s(word: str) -> float | None:
+    try:
+        found = datetime.fromisoformat(word)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else " " for each in text).strip()
+
+
+class NewNotices:
+    """Which notices of one source are to be reported now.
+
+    `lead_s`: a node leaves this long before its deadline. A notice of a later one is reported as
+    one that does not drain yet.
+    """
+
+    def __init__(self, lead_s: float) -> None:
+        self._lead_s = max(lead_s, DRAIN_BEFORE_S)
+        self._deadlines: dict[tuple[str, bool], float] = {}
+
+    def news(self, found: Sequence[Notice], now_s: float) -> list[Notice]:
+        """Return what is new of `found`, all that the source shows at `now_s` (monotonic)."""
+        before, self._deadlines = self._deadlines, {}
+        news = []
+        for notice in map(self._as_of_now, found[:NOTICES_MAX]):
+            key = notice.reason, notice.drains
+            deadline_s = math.inf if notice.within_s is None else now_s + notice.within_s
+            known_s = min(before.get(key, math.inf), self._deadlines.get(key, math.inf))
+            is_known = key in before or key in self._deadlines
+            if not is_known or deadline_s < known_s - SOONER_S:
+                news.append(notice)
+            self._deadlines[key] = min(known_s, deadline_s)
+        return news
+
+    def _as_of_now(self, notice: Notice) -> Notice:
+        is_early = notice.within_s is not None and notice.within_s > self._lead_s
+        return replace(notice, drains=False) if is_early else notice

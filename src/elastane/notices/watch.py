@@ -1,0 +1,103 @@
+"""Follows the sources of notices in the agent's loop, and reports each notice once.
+
+Each source has a task of its own, so that one that hangs delays no other. A source that fails, in
+whatever way, is tried again after a pause that grows to `PAUSE_MAX_S`, and the console says so once
+for each silence. It affects nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from elastane.notices.local import CommandReader, FileReader
+from elastane.notices.rules import NewNotices, NoticeSource
+from elastane.protocol.events import Notice
+
+_log = logging.getLogger("elastane.agent")
+SLUG = "notice-source"
+# The longest pause between two tries of a source that fails. Shorter than the shortest notice of a
+# cloud, 30 s, with what the drain needs.
+PAUSE_MAX_S = 10.0
+# A source that failed so often in a row is reported.
+FAILURES_TOLD = 3
+
+
+class NoticeReader(Protocol):
+    """One source that can be read again and again, `pause_s` after each time."""
+
+    pause_s: float
+
+    async def read(self) -> list[Notice]:
+        """Return all notices that the source shows now; it may wait for a change."""
+
+    async def close(self) -> None:
+        """End what belongs to the source."""
+
+
+class NoticeWatch:
+    """The sources of one agent; `report` gets each notice."""
+
+    def __init__(
+        self,
+        sources: Sequence[NoticeSource],
+        report: Callable[[Notice], None],
+        lead_s: float,
+        environ: Mapping[str, str],
+    ) -> None:
+        """`lead_s`: how long before its deadline a node leaves; `environ`: that of commands."""
+        self._sources = sources
+        self._report = report
+        self._lead_s = lead_s
+        self._environ = environ
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to follow the sources."""
+        for source in self._sources:
+            reader = self._reader(source)
+            self._tasks.append(asyncio.create_task(self._follow(str(source), reader)))
+
+    async def close(self) -> None:
+        """End it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _reader(self, source: NoticeSource) -> NoticeReader:
+        if source.kind == "file":
+            return FileReader(source)
+        return CommandReader(source, self._environ)
+
+    async def _follow(self, name: str, reader: NoticeReader) -> None:
+        new, loop, failures = NewNotices(self._lead_s), asyncio.get_running_loop(), 0
+        try:
+            while True:
+                try:
+                    found = await reader.read()
+                except Exception as error:
+                    failures += 1
+                    _tell_failure(name, failures, error)
+                else:
+                    if failures >= FAILURES_TOLD:
+                        _log.warning("notices of %s are read again", name)
+                    failures = 0
+                    for notice in new.news(found, loop.time()):
+                        self._report(notice)
+                await asyncio.sleep(_pause_s(reader.pause_s, failures))
+        finally:
+            await reader.close()
+
+
+def _pause_s(usual_s: float, failures: int) -> float:
+    """Return the pause after `failures` in a row."""
+    return max(usual_s, min(math.ldexp(usual_s, min(failures, 10)), PAUSE_MAX_S))
+
+
+def _tell_failure(name: str, failures: int, error: Exception) -> None:
+    if failures == FAILURES_TOLD:
+        text = "notices of %s cannot be read and are tried again: %s [%s]"
+        _log.warning(text, name, str(error) or type(error).__name__, SLUG)
