@@ -6,15 +6,15 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from metadata_servers import CLOUDS
 from supervise import Agent, agent
 from test_recovery_in_place import InPlace
 
 from elastane.observe.story import story_of
-from elastane.testing.cluster import LocalNode
 
 DRAINED = 143
 # Far longer than any deadline here: what keeps the deadlines is not this.
@@ -44,16 +44,6 @@ def noticed(folder: Path, source: str, body: str) -> Iterator[Agent]:
         yield one
 
 
-def leaves(job: InPlace, node: LocalNode, going: Path, text: str) -> float:
-    """Give a node of two a notice; return how long it took until the node was out."""
-    begun_s = time.monotonic()
-    appears(going, text)
-    assert node.wait() == DRAINED
-    took_s = time.monotonic() - begun_s
-    job.wait_steps(3, 1)
-    return took_s
-
-
 def each_body_once(job: InPlace) -> bool:
     """Whether no process began any step a second time."""
     begun = Counter((pid, x["step"]) for pid, lines in job.said("body").items() for x in lines)
@@ -66,7 +56,9 @@ def test_a_node_with_a_notice_leaves_between_two_steps(tmp_path):
         cluster.start("a")
         node = cluster.start("b", notices=f"file:{going}")
         job.wait_steps(3, 2)
-        leaves(job, node, going, "60 spot capacity is needed")
+        appears(going, "60 spot capacity is needed")
+        assert node.wait() == DRAINED
+        job.wait_steps(3, 1)
         assert not cluster.events("incident", "workers-interrupted")[2:], "one planned change"
         job.ends_exact()
         assert each_body_once(job)
@@ -97,18 +89,30 @@ def test_a_command_that_says_something_is_a_notice_and_ends_with_the_agent(tmp_p
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_no_step_is_lost_by_many_notices(tmp_path):
-    """The same job all the time: a node joins, gets a notice, and leaves; 100 times by default."""
+    """One job: a node joins, gets a notice by each kind of source in turn, and leaves."""
     count = int(os.environ.get("SOAK_NOTICES", "100"))
     job, took_s = InPlace(tmp_path, nnodes="1:2"), []
-    with job.cluster as cluster:
+    with job.cluster as cluster, ExitStack() as stack:
+        fakes = {cloud: stack.enter_context(make()) for cloud, make in CLOUDS.items()}
         cluster.start("a")
         for number in range(count):
+            kind = ("file", *fakes)[number % (1 + len(fakes))]
             going = tmp_path / f"going.{number}"
-            node = cluster.start(f"b{number}", notices=f"file:{going}")
+            source = f"{kind}:{fakes[kind].address if kind in fakes else going}"
+            node = cluster.start(f"b{number}", notices=source)
             job.wait_steps(3, 2)
-            took_s.append(leaves(job, node, going, "30 spot"))
+            begun_s = time.monotonic()
+            if kind in fakes:
+                fakes[kind].put()
+            else:
+                appears(going, "30 spot")
+            assert node.wait() == DRAINED
+            took_s.append(time.monotonic() - begun_s)
+            if kind in fakes:
+                fakes[kind].clear()
+            job.wait_steps(3, 1)
         job.ends_exact()
         assert each_body_once(job)
         assert len(cluster.events("notice")) == count

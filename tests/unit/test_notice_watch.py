@@ -43,8 +43,8 @@ class Watched(NoticeWatch):
         sources = [NoticeSource("file", f"/{number}") for number in range(len(readers))]
         super().__init__(sources, self.heard.append, 0.0, {})
 
-    def _reader(self, source):
-        return self.readers[int(source.where[1:])]
+    def _readers(self, source):
+        return [self.readers[int(source.where[1:])]]
 
     def run_until(self, condition):
         async def body():
@@ -81,6 +81,19 @@ def test_a_source_that_fails_is_read_again_and_is_reported_once(caplog):
         "notices of file:/0 cannot be read and are tried again: no route to host [notice-source]",
         "notices of file:/0 are read again",
     ]
+
+
+def test_auto_reads_nothing_on_a_machine_of_no_known_cloud(monkeypatch, caplog):
+    logging.getLogger("elastane").propagate = True
+    monkeypatch.setattr(watch, "read_dmi", lambda: {"sys_vendor": "QEMU"})
+    assert NoticeWatch([], print, 0.0, {})._readers(NoticeSource("auto", "")) == []
+    assert "no known cloud" in caplog.text
+
+
+def test_auto_reads_the_cloud_of_the_machine_at_its_usual_address(monkeypatch):
+    monkeypatch.setattr(watch, "read_dmi", lambda: {"product_name": "Google Compute Engine"})
+    readers = NoticeWatch([], print, 0.0, {})._readers(NoticeSource("auto", ""))
+    assert [str(reader._address) for reader in readers] == ["169.254.169.254"] * 2
 
 
 def test_the_pause_grows_to_a_bound_that_a_short_notice_survives():

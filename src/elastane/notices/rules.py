@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
 from elastane.errors import UsageError
+from elastane.notices.dialogue import time_s
 from elastane.process.streams.plan import parse_needles
 from elastane.protocol.events import Notice
 
@@ -32,12 +34,32 @@ REASON_CHARS_MAX = 200
 # whole seconds differ by less.
 SOONER_S = 2.0
 _SECONDS = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)s?")
-_FORMS = "file:PATH, command:WORDS"
+CLOUDS = ("aws", "gcp", "azure")
+# Of all three clouds, on the link of each machine.
+METADATA_HOST, METADATA_PORT = "169.254.169.254", 80
+_FORMS = "file:PATH, command:WORDS, aws, gcp, azure, auto"
+# How Azure marks its machines, whatever they run on.
+_AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a metadata server is: an IP address, so that nothing has to be resolved."""
+
+    host: str = METADATA_HOST
+    port: int = METADATA_PORT
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == METADATA_PORT else f"{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class NoticeSource:
-    """One source: its kind, and where it is: a path, or the words of a command."""
+    """One source: its kind, and where it is: a path, the words of a command, or an address.
+
+    A cloud without an address is asked at its usual one.
+    """
 
     kind: str
     where: str
@@ -50,6 +72,17 @@ class NoticeSource:
         """The program and the arguments of a command."""
         return shlex.split(self.where)
 
+    @property
+    def address(self) -> Address:
+        """Where the metadata server of a cloud is; ValueError if that is no http://IP[:PORT]."""
+        if not self.where:
+            return Address()
+        parts = urlsplit(self.where)
+        rest = (parts.path.strip("/"), parts.query, parts.fragment, parts.username)
+        if parts.scheme != "http" or any(rest):
+            raise ValueError("http://IP or http://IP:PORT")
+        return Address(str(ip_address(parts.hostname or "")), parts.port or METADATA_PORT)
+
 
 def read_sources(text: str) -> tuple[NoticeSource, ...]:
     """Return the sources of `--notices`, each once; UsageError names the item that is none."""
@@ -59,15 +92,14 @@ def read_sources(text: str) -> tuple[NoticeSource, ...]:
 def _read_source(item: str) -> NoticeSource:
     kind, _, where = item.partition(":")
     source = NoticeSource(kind, where)
-    if kind == "file" and where:
-        return source
-    if kind == "command":
-        try:
-            found = bool(source.words)
-        except ValueError as error:
-            raise _bad(item, f"words as in a shell ({error})") from None
-        if found:
+    try:
+        if kind in CLOUDS and source.address:
             return source
+        if (kind == "command" and source.words) or (kind == "file" and where) or item == "auto":
+            return source
+    except ValueError as error:
+        what = "words as in a shell" if kind == "command" else f"{kind}:http://IP[:PORT]"
+        raise _bad(item, f"{what} ({error})") from None
     raise _bad(item, f"one of {_FORMS}")
 
 
@@ -78,6 +110,19 @@ def _bad(item: str, expected: str) -> UsageError:
         expected=expected,
         next_step="see docs/notices.md; a comma in a path or a command is written ,,",
     )
+
+
+def cloud_of(dmi: Mapping[str, str]) -> str:
+    """Return the cloud that a machine's firmware names, or an empty string.
+
+    `dmi` has files of /sys/class/dmi/id. The marks are those that cloud-init's ds-identify takes.
+    """
+    vendor = dmi.get("sys_vendor", "")
+    if vendor == "Amazon EC2" or dmi.get("bios_version", "").endswith(".amazon"):
+        return "aws"
+    if dmi.get("product_name", "") == "Google Compute Engine":
+        return "gcp"
+    return "azure" if dmi.get("chassis_asset_tag", "") == _AZURE_TAG else ""
 
 
 def read_text(source: NoticeSource, text: str, age_s: float, clock_s: float) -> Notice:
@@ -92,20 +137,12 @@ def read_text(source: NoticeSource, text: str, age_s: float, clock_s: float) -> 
     within_s = None
     if counted := _SECONDS.fullmatch(first):
         within_s = float(counted[1]) - age_s
-    elif (at_s := _time_s(first)) is not None:
+    elif (at_s := time_s(first)) is not None:
         within_s = at_s - clock_s
     if within_s is not None:
         within_s = min(max(0.0, within_s), WITHIN_MAX_S)
     reason = (line if within_s is None else rest.strip()) or f"{source.where} says so"
     return Notice(source.kind, _printable(reason)[:REASON_CHARS_MAX], within_s=within_s)
-
-
-def _time_s(word: str) -> float | None:
-    try:
-        found = datetime.fromisoformat(word)
-        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError):
-        return None
 
 
 def _printable(text: str) -> str:

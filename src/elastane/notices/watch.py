@@ -8,13 +8,20 @@ for each silence. It affects nothing else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
+from elastane.notices.aws import AwsMetadata
+from elastane.notices.azure import AzureMetadata
+from elastane.notices.dialogue import MetadataServer
+from elastane.notices.gcp import maintenance, preemption
 from elastane.notices.local import CommandReader, FileReader
-from elastane.notices.rules import NewNotices, NoticeSource
+from elastane.notices.metadata import MetadataReader
+from elastane.notices.rules import NewNotices, NoticeSource, cloud_of
 from elastane.protocol.events import Notice
 
 _log = logging.getLogger("elastane.agent")
@@ -27,9 +34,11 @@ FAILURES_TOLD = 3
 
 
 class NoticeReader(Protocol):
-    """One source that can be read again and again, `pause_s` after each time."""
+    """One source that can be read again and again."""
 
-    pause_s: float
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next time."""
 
     async def read(self) -> list[Notice]:
         """Return all notices that the source shows now; it may wait for a change."""
@@ -58,8 +67,8 @@ class NoticeWatch:
     def start(self) -> None:
         """Begin to follow the sources."""
         for source in self._sources:
-            reader = self._reader(source)
-            self._tasks.append(asyncio.create_task(self._follow(str(source), reader)))
+            for reader in self._readers(source):
+                self._tasks.append(asyncio.create_task(self._follow(str(source), reader)))
 
     async def close(self) -> None:
         """End it."""
@@ -67,10 +76,25 @@ class NoticeWatch:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _reader(self, source: NoticeSource) -> NoticeReader:
-        if source.kind == "file":
-            return FileReader(source)
-        return CommandReader(source, self._environ)
+    def _readers(self, source: NoticeSource) -> Sequence[NoticeReader]:
+        match source.kind:
+            case "file":
+                return [FileReader(source)]
+            case "command":
+                return [CommandReader(source, self._environ)]
+            case "auto":
+                return self._readers_here()
+            case cloud:
+                return [MetadataReader(each, source.address) for each in _servers(cloud)]
+
+    def _readers_here(self) -> Sequence[NoticeReader]:
+        """Return those of the cloud that this machine is in; nothing is asked to find out."""
+        cloud = cloud_of(read_dmi())
+        if not cloud:
+            _log.warning("--notices auto: this machine is in no known cloud, so nothing is read")
+            return []
+        _log.info("--notices auto: this machine is in %s", cloud)
+        return self._readers(NoticeSource(cloud, ""))
 
     async def _follow(self, name: str, reader: NoticeReader) -> None:
         new, loop, failures = NewNotices(self._lead_s), asyncio.get_running_loop(), 0
@@ -90,6 +114,25 @@ class NoticeWatch:
                 await asyncio.sleep(_pause_s(reader.pause_s, failures))
         finally:
             await reader.close()
+
+
+def _servers(cloud: str) -> Sequence[MetadataServer]:
+    match cloud:
+        case "aws":
+            return [AwsMetadata()]
+        case "gcp":
+            return [preemption(), maintenance()]
+        case _:
+            return [AzureMetadata()]
+
+
+def read_dmi(folder: Path = Path("/sys/class/dmi/id")) -> dict[str, str]:
+    """Return what the firmware says of this machine; a file that cannot be read is left out."""
+    found = {}
+    for name in ("sys_vendor", "product_name", "chassis_asset_tag", "bios_version"):
+        with contextlib.suppress(OSError):
+            found[name] = (folder / name).read_text(errors="replace").strip()
+    return found
 
 
 def _pause_s(usual_s: float, failures: int) -> float:

@@ -383,8 +383,9 @@ TABLE: tuple[Option, ...] = (
     Option(
         "notices",
         "",
-        "where this node's agent reads that the node is about to go: file:PATH, command:WORDS; "
-        "then it leaves before that (see docs/notices.md; a comma in PATH or WORDS is ,,)",
+        "where this node's agent reads that the node is about to go, and leaves before that: aws, "
+        "gcp, azure, auto (whichever this machine is in), file:PATH, command:WORDS (see "
+        "docs/notices.md; a comma in PATH or WORDS is ,,)",
         OURS,
         kind="needles",
         metavar="SOURCE,...",
