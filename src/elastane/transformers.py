@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from elastane.checkpoint.registered import RandomStreams, restore_streams
 from elastane.data.sampler import ElasticBatchSampler
 from elastane.errors import ConfigurationError
+from elastane.integrations.weight_copies import weight_copy
 from elastane.process import environment
 from elastane.worker.elastic_loader import ElasticLoader, group_of_process
 
@@ -69,8 +70,10 @@ class ElasticTrainerMixin:
         self.current_samples = 0
         # The factor of the current batch's loss, asked for when its gradient is computed.
         self._factor: Callable[[], float] = _one
-        # The world size over which the items of the current update were counted.
+        # The world size over which the items of the current update were counted, and the same while
+        # a loss is computed that is divided by their number.
         self._counted_size = 1
+        self._size_of_loss: int | None = None
         # Weight and number of samples of the batches that were drawn and not computed.
         self._portions: deque[tuple[float, int]] = deque()
         # The epochs of the loader, and the one that comes next if it has begun.
@@ -132,6 +135,8 @@ class ElasticTrainerMixin:
         loader = self._elastic
         if loader is None:
             return base.get_batch_samples(epoch_iterator, num_batches, device)
+        if self.state.global_step < 2:  # Callbacks have seen one step.
+            self._check_copies()
         batches: list[Any] = []
         self._portions.clear()
         for _ in range(num_batches):
@@ -145,12 +150,24 @@ class ElasticTrainerMixin:
         self._counted_size = self.args.world_size
         return batches, items
 
+    def _check_copies(self) -> None:
+        """Refuse copies of the weights in callbacks: a worker that joins would have its own."""
+        for callback in self.callback_handler.callbacks:
+            if name := weight_copy(vars(callback).items(), self.model):
+                raise _refused(
+                    f"{type(callback).__name__}.{name}, which holds a copy of the model's weights"
+                    " that nothing hands to a worker that joins",
+                    "an average of the weights that is a submodule of the model",
+                )
+
     # A step.
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; its backward pass weights the loss of each batch."""
         base: Any = super()
         base.create_accelerator_and_postprocess()
+        kind = type(self.accelerator)
+        self.accelerator.__class__ = _with_size(kind, lambda: self._size_of_loss)
         backward = self.accelerator.backward
 
         def weighted(loss: torch.Tensor, **kwargs: Any) -> None:
@@ -164,10 +181,12 @@ class ElasticTrainerMixin:
         if self._portions:
             weight, self.current_samples = self._portions.popleft()
             self._factor = self._factor_of(weight, self.current_samples, num_items_in_batch)
+            self._size_of_loss = None if num_items_in_batch is None else self._counted_size
         try:
             return base.training_step(model, inputs, num_items_in_batch)
         finally:
             self._factor = _one
+            self._size_of_loss = None
 
     def _factor_of(self, weight: float, samples: int, num_items: Any) -> Callable[[], float]:
         """Return what gives the factor with which the gradient is the mean over the update."""
@@ -186,11 +205,9 @@ class ElasticTrainerMixin:
                 "a loss that is divided by the items of one worker alone",
                 "average_tokens_across_devices=True and data with labels, or a mean loss",
             )
-        if not samples:
-            return lambda: 0.0
-        # The loss is a sum over the items of all workers, times the world size. If a worker is lost
-        # between the count and the loss, the survivors' losses count for its items.
-        return lambda: self._counted_size / self.accelerator.num_processes
+        # The loss is a sum over the items of all workers, times the size of the world in which they
+        # were counted. If a worker is lost since, the survivors' losses count for its items.
+        return _one if samples else _zero
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, *args: Any, **kwargs: Any
@@ -277,6 +294,7 @@ class ElasticTrainerMixin:
         if self._walk is None:
             loader.track(**self._tracked())
             self._walk = loader.epochs(_EPOCHS_MAX)
+        self._check_copies()
         if self._next_epoch is None:
             self._has_joined = loader.is_joining
             self._next_epoch = next(self._walk)
@@ -344,6 +362,24 @@ def _one() -> float:
     return 1.0
 
 
+def _zero() -> float:
+    return 0.0
+
+
+def _with_size(kind: Any, fixed: Callable[[], int | None]) -> Any:
+    """Return a class of accelerators whose world size is `fixed()`, where that is one.
+
+    A Trainer multiplies the loss by it and may gather metrics before the backward pass, in which a
+    worker may be lost: then it is not known from the accelerator by which size it has multiplied.
+    """
+
+    def num_processes(self: Any) -> int:
+        size: int = fixed() or kind.num_processes.fget(self)
+        return size
+
+    return type(kind.__name__, (kind,), {"num_processes": property(num_processes)})
+
+
 class ElasticTrainer(ElasticTrainerMixin, _trainer.Trainer):  # type: ignore[misc]
     """A Trainer whose workers join in place; see ElasticTrainerMixin."""
 
@@ -384,6 +420,8 @@ class TrainerLoader(ElasticLoader):
         return not self._cursor.is_further
 
     def _naming(self, name: str) -> str:
+        if name == "average":
+            return "make the average of the weights a submodule of the model"
         return f"let the Trainer create the {name}, or give it to the constructor"
 
 
@@ -401,7 +439,7 @@ class _Progress:
             "control": json.dumps(dataclasses.asdict(trainer.control)),
             "callbacks": json.dumps([each.state()["attributes"] for each in self._exported()]),
             "loss": float(trainer._tr_loss),
-            "numbers": {name: getattr(trainer, name) for name in _NUMBERS},
+            "numbers": {name: getattr(trainer, name) for name in self._numbers()},
             "streams": RandomStreams().packed(),
         }
 
@@ -417,9 +455,12 @@ class _Progress:
             for name, value in values.items():
                 setattr(callback, name, value)
         trainer._tr_loss.fill_(state["loss"])
-        for name in _NUMBERS:
+        for name in self._numbers():
             setattr(trainer, name, state["numbers"][name])
         restore_streams(state["streams"])
+
+    def _numbers(self) -> list[str]:
+        return [name for name in _NUMBERS if hasattr(self._trainer, name)]
 
     def _exported(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks
@@ -433,6 +474,7 @@ _NUMBERS = (
     "_initial_global_step",
     "_initial_num_input_tokens_seen",
     "current_flos",
+    "_total_train_tokens",  # of TRL's SFTTrainer
 )
 
 

@@ -55,9 +55,13 @@ def test_a_module_that_does_not_save_its_copy_of_the_weights_is_refused():
 
 
 def test_the_weights_themselves_and_other_tensors_are_no_copy():
-    weights = [*torch.nn.Linear(3, 2).parameters()]
-    known = {"own": weights, "outputs": [torch.zeros(3, 2)], "counts": torch.zeros(2, 3).int()}
-    assert weight_copy(known.items(), weights) is None
+    model = torch.nn.Linear(3, 2)
+    known = {
+        "own": [*model.parameters()],
+        "outputs": [torch.zeros(3, 2)],
+        "counts": torch.zeros(2, 3).int(),
+    }
+    assert weight_copy(known.items(), model) is None
 
 
 def test_callbacks_that_change_what_a_new_worker_has_not_seen_are_refused():

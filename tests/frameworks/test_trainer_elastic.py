@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, IterableDataset
 from elastane.errors import ConfigurationError
 
 pytest.importorskip("transformers")
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from elastane.transformers import ElasticTrainer
 
@@ -158,3 +158,60 @@ def test_training_data_without_a_length_are_refused(tmp_path):
 
     with pytest.raises(ConfigurationError, match="training data of the kind Stream"):
         trainer_of(tmp_path, MeanNet(), Stream(), max_steps=3).train()
+
+
+def test_a_loss_of_a_worker_before_the_backward_pass_does_not_change_the_scale(tmp_path):
+    from accelerate.state import AcceleratorState
+
+    shared, scales = AcceleratorState._shared_state, []
+
+    class Losing(ElasticTrainer):
+        """Multiplies its loss by the size of the world, then loses a worker."""
+
+        def get_batch_samples(self, *args):
+            drawn = super().get_batch_samples(*args)
+            self._counted_size = shared["num_processes"] = 3
+            return drawn
+
+        def compute_loss(self, *args, **kwargs):
+            scales.append(self.accelerator.num_processes)
+            shared["num_processes"] = 2
+            loss = super().compute_loss(*args, **kwargs)
+            scales.append(self.accelerator.num_processes)
+            return loss
+
+        def training_step(self, *args, **kwargs):
+            try:
+                return super().training_step(*args, **kwargs)
+            finally:
+                scales.append(self.accelerator.num_processes)
+                shared["num_processes"] = 1
+
+    trainer = Losing(
+        CountingNet(), arguments(tmp_path, max_steps=1), train_dataset=Sequences(),
+        global_batch_size=BATCH,
+    )  # fmt: skip
+    factors = []
+    backward = trainer.accelerator.backward
+
+    def noted(loss, **kwargs):
+        factors.append(trainer._factor())
+        backward(loss, **kwargs)
+
+    trainer.accelerator.backward = noted
+    trainer.train()
+    assert scales == [3, 3, 2]
+    assert factors == [1.0]
+
+
+def test_a_callback_with_a_copy_of_the_weights_is_refused(tmp_path):
+    class Average(TrainerCallback):
+        """Holds the weights of the beginning."""
+
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            self.weights = [each.detach().clone() for each in model.parameters()]
+
+    trainer = trainer_of(tmp_path, MeanNet())
+    trainer.add_callback(Average())
+    with pytest.raises(ConfigurationError, match=r"Average\.weights.* copy of the model's weights"):
+        trainer.train()

@@ -8,7 +8,7 @@ finds such copies by their shapes; it looks into containers and objects of the o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,16 +16,20 @@ import torch
 _DEPTH_MAX = 3
 
 
-def weight_copy(
-    attributes: Iterable[tuple[str, Any]], weights: Sequence[torch.Tensor]
-) -> str | None:
-    """Return the name of the attribute that holds a copy of each of `weights`, or None."""
-    own = {id(each) for each in weights}
+def weight_copy(attributes: Iterable[tuple[str, Any]], model: torch.nn.Module) -> str | None:
+    """Return the name of the attribute with a copy of all weights that are trained, or None."""
     for name, value in attributes:
-        held = [each for each in _tensors(value, _DEPTH_MAX) if id(each) not in own]
-        if weights and len(held) >= len(weights) and not _shapes(weights) - _shapes(held):
+        held = [*_tensors(value, _DEPTH_MAX)]
+        if held and _are_copies(held, model):
             return name
     return None
+
+
+def _are_copies(tensors: list[torch.Tensor], model: torch.nn.Module) -> bool:
+    own = {id(each) for each in model.parameters()}
+    trained = [each for each in model.parameters() if each.requires_grad]
+    others = [each for each in tensors if id(each) not in own]
+    return bool(trained) and not _shapes(trained) - _shapes(others)
 
 
 def _shapes(tensors: Iterable[torch.Tensor]) -> Counter[torch.Size]:

@@ -76,12 +76,11 @@ def check_copies(trainer: Any) -> None:
         (module, package.part("core.hooks").CheckpointHooks, ("on_save_checkpoint",))
     ]
     owners += [(each, callback, ("state_dict", "on_save_checkpoint")) for each in trainer.callbacks]
-    weights = [*module.parameters()]
     for owner, base, hooks in owners:
         if any(getattr(type(owner), name) is not getattr(base, name) for name in hooks):
             continue
         attributes = [(name, each) for name, each in vars(owner).items() if name not in own]
-        if name := weight_copy(attributes, weights):
+        if name := weight_copy(attributes, module):
             kind, hook = type(owner).__name__, hooks[0]
             raise refusal(
                 f"{kind}.{name} holds a copy of the model's weights, which {kind} does not save:"

@@ -8,6 +8,7 @@ have the strictest rules. Never fails.
 
 from __future__ import annotations
 
+import sys
 from types import FrameType
 
 import torch
@@ -16,6 +17,7 @@ from elastane.comms import ddp
 from elastane.synchrony.operations import Site
 
 _ENGINE = "torch.autograd.graph"
+_RUN_BACKWARD = "_engine_run_backward"
 _DDP = "torch.nn.parallel.distributed"
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _TORCHS = frozenset(("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"))
@@ -35,6 +37,19 @@ _FRAMES_MAX = 16
 def is_in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_in_nested_backward() -> bool:
+    """Whether this thread runs a backward pass within another one.
+
+    `torch.utils.checkpoint` with use_reentrant=True makes one for each of its segments.
+    """
+    passes = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and passes < 2:
+        passes += frame.f_code.co_name == _RUN_BACKWARD and _module(frame) == _ENGINE
+        frame = frame.f_back
+    return passes > 1
 
 
 def site_of(frame: FrameType | None) -> Site:

@@ -341,6 +341,12 @@ class OrderedGroup(ElasticGroup):
         site, unit, divided_by = call.signature.site, None, 0
         if site in (Site.REDUCER, Site.HOOK):
             divided_by = self.size()
+            if callsites.is_in_nested_backward():
+                # Its end is not the end of the pass, so members would switch within the pass.
+                self._member.refuse(
+                    "gradients were reduced in a backward pass within another one, as of"
+                    " torch.utils.checkpoint; use_reentrant=False makes no such passes"
+                )
             if callsites.is_in_backward() and not self._is_delayed():
                 unit = torch._C._current_graph_task_id()
                 self._open_unit(unit)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms import ddp
@@ -58,6 +59,7 @@ class ElasticLoader:
         self._tracked.add(tracked)
         self._group = group_of_process()
         self._stepped: dict[int, torch.optim.Optimizer] = {}
+        self._averaged: dict[int, AveragedModel] = {}
         # The epoch that the inner loop is in; None outside of one.
         self._epoch: int | None = None
         self._until_step: int | None = None
@@ -107,9 +109,19 @@ class ElasticLoader:
             )
         self._until_step = None if until_step is None else whole("until_step", until_step)
         hook = register_optimizer_step_pre_hook(self._note_step)
+        update = AveragedModel.update_parameters
+        averaged = self._averaged
+
+        def update_parameters(average: AveragedModel, model: torch.nn.Module) -> None:
+            averaged[id(average)] = average
+            update(average, model)
+
+        patched: Any = AveragedModel
+        patched.update_parameters = update_parameters
         try:
             yield from self._epochs(until)
         finally:
+            patched.update_parameters = update
             hook.remove()
         self._feed.close()
 
@@ -329,6 +341,11 @@ class ElasticLoader:
             if id(optimizer) not in named and _trains(optimizer, known):
                 raise self._not_named(f"a {type(optimizer).__name__} that steps", "optimizer")
         self._stepped.clear()
+        parts = {id(part) for each in self._tracked.modules for part in each.modules()}
+        for average in self._averaged.values():
+            if id(average) not in parts:
+                raise self._not_named("an AveragedModel that is updated", "average")
+        self._averaged.clear()
         self._check_schedules()
 
     def _check_schedules(self) -> None:

@@ -112,3 +112,34 @@ def test_a_change_of_the_world_is_told_with_a_process_group_alone(tmp_path):
         elastane.on_world_change(lambda rank, world_size: pytest.fail("the world never changes"))
     finally:
         torch.distributed.destroy_process_group()
+
+
+class OneMember:
+    """A group whose only member is this process."""
+
+    is_shared, ddps, members = False, (), (1,)
+
+    def share(self, state):
+        """Nothing joins."""
+
+    def pass_boundary(self):
+        """No other member is there."""
+
+
+def test_an_average_that_is_not_named_is_refused_before_the_next_step(monkeypatch):
+    group = OneMember()
+    monkeypatch.setattr(elastic_loader, "group_of_process", lambda: group)
+    model = torch.nn.Linear(1, 1)
+
+    def train(updated, **named):
+        loader = loader_of(**named)
+        for _ in loader.epochs(1):
+            for _ in loader:
+                updated.update_parameters(model)
+
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with pytest.raises(ConfigurationError, match="an AveragedModel that is updated was not named"):
+        train(average)
+    train(average, average=average)
+    update = torch.optim.swa_utils.AveragedModel.update_parameters
+    assert update.__module__ == "torch.optim.swa_utils", "the class is as it was"

@@ -1,0 +1,23 @@
+"""What is known of the caller of a collective."""
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from elastane.synchrony import callsites
+
+
+def passes_of(use_reentrant: bool) -> list[bool]:
+    """Whether the gradients of a layer and of a checkpointed one come in a pass within another."""
+    layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    seen = []
+    for layer in layers:
+        layer.weight.register_hook(lambda _: seen.append(callsites.is_in_nested_backward()))
+    inner = checkpoint(layers[1], torch.ones(1, 2).requires_grad_(), use_reentrant=use_reentrant)
+    layers[0](inner).sum().backward()
+    return seen
+
+
+def test_a_backward_pass_within_another_one_is_known():
+    assert passes_of(use_reentrant=True) == [False, True]
+    assert passes_of(use_reentrant=False) == [False, False]
+    assert not callsites.is_in_nested_backward()
