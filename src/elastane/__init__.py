@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from elastane.worker.job import Job, init
     from elastane.worker.record import record
     from elastane.worker.scalars import TensorBoard
+    from elastane.worker.service_sinks import MLflow, Trackio, WandB
     from elastane.worker.step import Step
     from elastane.worker.world_change import on_world_change
 
@@ -31,8 +32,11 @@ __all__ = [
     "ElasticSampler",
     "ElasticStream",
     "Job",
+    "MLflow",
     "Step",
     "TensorBoard",
+    "Trackio",
+    "WandB",
     "__version__",
     "accelerate",
     "errors",
@@ -53,8 +57,11 @@ _HOMES = {
     "ElasticSampler": "elastane.data.sampler",
     "ElasticStream": "elastane.data.stream",
     "Job": "elastane.worker.job",
+    "MLflow": "elastane.worker.service_sinks",
     "Step": "elastane.worker.step",
     "TensorBoard": "elastane.worker.scalars",
+    "Trackio": "elastane.worker.service_sinks",
+    "WandB": "elastane.worker.service_sinks",
     "accelerate": "elastane.accelerate",
     "errors": "elastane.errors",
     "init": "elastane.worker.job",

@@ -1,5 +1,6 @@
 """`job.log` in real jobs: each value reaches the sinks once, whoever is killed."""
 
+import contextlib
 import json
 import os
 import signal
@@ -18,10 +19,10 @@ DEADLINE_S = 90.0
 class Logged:
     """A job of one node whose workers log, and what they have logged."""
 
-    def __init__(self, folder, steps, **options):
+    def __init__(self, folder, steps, *services, **options):
         self.folder, self.steps = folder, steps
         self.cluster = LocalCluster(
-            [str(SCRIPT), str(folder), str(steps)], folder=folder / "job", nnodes="1",
+            [str(SCRIPT), str(folder), str(steps), *services], folder=folder / "job", nnodes="1",
             preload="torch,torch.distributed,torch.optim", max_restarts=10, **options,
         )  # fmt: skip
 
@@ -49,14 +50,18 @@ class Logged:
     def lines(self):
         return [json.loads(line) for line in (self.folder / "scalars.jsonl").open()]
 
-    def check(self):
-        """Each name has its steps once, in both sinks, and the values of one training."""
-        expected = {
+    def expected(self):
+        """Return the steps of each name."""
+        return {
             "weight": [*range(1, self.steps + 1)],
             "members": [*range(1, self.steps + 1)],
             "tenth": [*range(10, self.steps + 1, 10)],
             "final": [self.steps],
         }
+
+    def check(self):
+        """Each name has its steps once, in both sinks, and the values of one training."""
+        expected = self.expected()
         lines = self.lines()
         for name, steps in expected.items():
             found = [line["step"] for line in lines if name in line]
@@ -79,6 +84,46 @@ def on_board(folder):
     shown.Reload()
     tags = shown.Tags()["scalars"]
     return {tag: [(one.step, one.value) for one in shown.Scalars(tag)] for tag in tags}
+
+
+def in_wandb(folder):
+    """Return the steps by name in all files of a run of Weights & Biases; there is one run."""
+    from elastane.worker.sink_process import wandb_rows
+
+    found = {}
+    files = [*folder.glob("wandb/wandb/offline-run-*/run-*.wandb")]
+    assert len({path.name for path in files}) == 1
+    for row in (row for path in sorted(files) for row in wandb_rows(path)):
+        for name in row:
+            found.setdefault(name, []).append(row["step"])
+    return found
+
+
+def in_mlflow(folder):
+    """Return the steps by name in the one run of MLflow."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"file://{folder}/mlflow")
+    [run] = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    assert run.info.status == "FINISHED"
+    history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    return {name: [one.step for one in some] for name, some in history.items()}
+
+
+def in_trackio(folder):
+    """Return the steps by name in the one run of trackio."""
+    os.environ["TRACKIO_DIR"] = str(folder / "trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    [run] = SQLiteStorage.get_run_records("digits")
+    found = {}
+    for row in SQLiteStorage.get_logs("digits", run["name"]):
+        for name in row:
+            found.setdefault(name, []).append(row["step"])
+    return found
+
+
+READERS = {"wandb": in_wandb, "mlflow": in_mlflow, "trackio": in_trackio}
 
 
 def test_each_value_is_logged_once_though_the_writer_is_killed_again_and_again(tmp_path):
@@ -106,3 +151,38 @@ def test_steps_that_are_made_again_after_a_restart_of_all_are_logged_once(tmp_pa
             os.kill(pid, signal.SIGKILL)
         cluster.wait_done(DEADLINE_S)
     job.check()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("service", READERS)
+def test_a_real_service_gets_each_value_once_though_its_writers_are_killed(
+    tmp_path, monkeypatch, service
+):
+    pytest.importorskip(service)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    job = Logged(tmp_path, 1500, service, nproc_per_node=3, in_place=True)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        writers = []
+        for step in (200, 400):
+            job.wait_step(step)
+            until(lambda: job.writer() not in (None, *writers), "another writes", DEADLINE_S)
+            writers.append(job.writer())
+            os.kill(writers[-1], signal.SIGKILL)
+        cluster.wait_done(2 * DEADLINE_S)
+        assert node.wait(DEADLINE_S) == 0
+        assert len(cluster.events("replacement")) == 2
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if is_of_service(path, tmp_path)]
+    assert not left
+    found = READERS[service](tmp_path)
+    for name, steps in job.expected().items():
+        assert sorted(found[name]) == steps, (name, Counter(found[name]) - Counter(steps))
+
+
+def is_of_service(path, folder):
+    """Whether a process writes a service of a job in this folder, or was started for that."""
+    with contextlib.suppress(OSError):
+        line, environ = path.read_bytes(), (path.parent / "environ").read_bytes()
+        is_one = b"sink_process" in line or b"wandb-core" in line
+        return is_one and str(folder).encode() in environ + line
+    return False

@@ -171,9 +171,10 @@ class Job:
     def log_to(self, *targets: Any) -> None:
         """Write the scalars of `log` to these, from now on.
 
-        A path is a file of JSON lines; `elastane.TensorBoard(folder)` needs the package
-        tensorboard. Call it on all workers. One of them writes, so a path has to be reached from
-        all nodes; else each node's file has the steps of the time when one of its workers wrote.
+        A path is a file of JSON lines; `elastane.TensorBoard`, `WandB`, `MLflow` and `Trackio` need
+        the packages that they are named for. Call it on all workers. One of them writes, so a path
+        has to be reached from all nodes; else each node's file has the steps of the time when one
+        of its workers wrote.
         """
         self._scalars.add_sinks(targets)
 
@@ -373,7 +374,7 @@ class Job:
             self._feed.close()
         if self._digest_log is not None:
             self._digest_log.close()
-        self._scalars.close()
+        self._scalars.end()
         self.mode.close()
         self._world.close()
 

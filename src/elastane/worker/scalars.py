@@ -17,25 +17,17 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from elastane.errors import JobError
+from elastane.worker.service_sinks import ServiceSink
+from elastane.worker.sink_process import END_WITHIN_S, KEPT_MAX, Scalars
 
-# A worker that dies leaves one or two steps unwritten; a sink that is away for a while, more.
-KEPT_MAX = 1024
 # Ranks are below this, so that a place in the order of writers is one number.
 _RANKS = 1 << 24
 _STEPS = 1 << 38
 _BLOCK_BYTES = 1 << 16
 SLUG = "job-log"
-
-
-class Scalars(NamedTuple):
-    """The values that were logged after `step` committed steps, at a wall clock time."""
-
-    step: int
-    time_s: float
-    values: Mapping[str, float]
 
 
 @runtime_checkable
@@ -158,8 +150,8 @@ class ScalarLog:
             if not isinstance(sink, Sink):
                 raise JobError(
                     f"job.log_to({target!r}): a {type(target).__name__}",
-                    expected="a path, elastane.TensorBoard(folder), or an object with open, write"
-                    " and close",
+                    expected="a path, elastane.TensorBoard(folder) or another sink of"
+                    " docs/scalars.md, or an object with open, write and close",
                     next_step="see docs/scalars.md",
                     slug=SLUG,
                 )
@@ -210,6 +202,14 @@ class ScalarLog:
             with contextlib.suppress(Exception):
                 self._sinks[number].close()
         self._open, self._written = set(), {}
+
+    def end(self) -> None:
+        """Close the sinks as the worker ends; services get a bounded time for the last values."""
+        until_s = time.monotonic() + END_WITHIN_S
+        for sink in self._sinks:
+            if isinstance(sink, ServiceSink):
+                sink.finish(until_s)
+        self.close()
 
     def _keep(self, step: int, values: Mapping[str, float]) -> None:
         self._kept.append(Scalars(step, time.time(), values))

@@ -1,6 +1,6 @@
 """A loop that logs scalars: in the body of each step, and between steps after every tenth.
 
-Arguments: the folder of the sinks, steps. With RESTARTS=1 nothing recovers in place.
+Arguments: the folder of the sinks, steps, and the services to log to as well.
 """
 
 import os
@@ -18,6 +18,11 @@ import elastane
 
 assert uncompiled
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+services = {
+    "wandb": lambda: elastane.WandB(folder / "wandb", project="digits", mode="offline"),
+    "mlflow": lambda: elastane.MLflow(f"file://{folder}/mlflow", experiment="digits"),
+    "trackio": lambda: elastane.Trackio(folder / "trackio", project="digits"),
+}
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(512, 4), torch.randn(512, 1))
 with elastane.init() as job:
@@ -26,6 +31,7 @@ with elastane.init() as job:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     job.track(net=net, optimizer=optimizer)
     job.log_to(folder / "scalars.jsonl", elastane.TensorBoard(folder / "board"))
+    job.log_to(*[services[name]() for name in sys.argv[3:]])
     batches = elastane.ElasticBatchSampler(len(data), 16)
     for step, _ in job.steps(DataLoader(data, batch_sampler=batches), until_step=steps):
         with step:
