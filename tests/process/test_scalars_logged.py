@@ -112,7 +112,6 @@ def in_mlflow(folder):
 
 def in_trackio(folder):
     """Return the steps by name in the one run of trackio."""
-    os.environ["TRACKIO_DIR"] = str(folder / "trackio")
     from trackio.sqlite_storage import SQLiteStorage
 
     [run] = SQLiteStorage.get_run_records("digits")
@@ -158,13 +157,15 @@ def test_steps_that_are_made_again_after_a_restart_of_all_are_logged_once(tmp_pa
 def test_a_real_service_gets_each_value_once_though_its_writers_are_killed(
     tmp_path, monkeypatch, service
 ):
-    pytest.importorskip(service)
+    # trackio reads it as it is imported.
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    job = Logged(tmp_path, 1500, service, nproc_per_node=3, in_place=True)
+    pytest.importorskip(service)
+    job = Logged(tmp_path, 600, service, nproc_per_node=3, in_place=True)
     with job.cluster as cluster:
         node = cluster.start("a")
         writers = []
-        for step in (200, 400):
+        for step in (100, 250):
             job.wait_step(step)
             until(lambda: job.writer() not in (None, *writers), "another writes", DEADLINE_S)
             writers.append(job.writer())
