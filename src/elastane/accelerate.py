@@ -21,8 +21,9 @@ from elastane.data.position import DataPosition
 from elastane.errors import ConfigurationError
 from elastane.process import environment
 from elastane.worker.elastic_loader import ElasticLoader
+from elastane.worker.framework_hooks import accelerate_tracker
 
-__all__ = ["AcceleratedLoader", "adopt"]
+__all__ = ["AcceleratedLoader", "adopt", "scalar_tracker"]
 
 SLUG = "accelerate-adopt"
 A = TypeVar("A")
@@ -168,6 +169,18 @@ def _refused(what: str, expected: str) -> ConfigurationError:
     )
 
 
+def scalar_tracker(*targets: Any, resumed: bool = False) -> Any:
+    """Return a tracker for an adopted accelerator whose sinks are those of `job.log_to`.
+
+    Pass it as `Accelerator(log_with=...)`, and call `init_trackers` after `adopt`. Each step that
+    is given to `accelerator.log(values, step=number)` on all workers is written once, over any
+    number of deaths. `resumed`: the script continues from a checkpoint, so the sinks may have its
+    steps before. Without it another run begins.
+    """
+    package = importlib.import_module("accelerate")
+    return accelerate_tracker(package, targets, is_resumed=resumed)
+
+
 class _Adopted:
     """The functions that replace those of one accelerator, and its loader."""
 
@@ -176,6 +189,7 @@ class _Adopted:
         self._loader: AcceleratedLoader | None = None
         # Opens the trackers that the script has asked for, if this process has not opened them.
         self._open_trackers: Callable[[], None] | None = None
+        self._for_all: list[Any] = []
         replacements: dict[str, Callable[..., Any]] = {
             "prepare_data_loader": self._prepare_data_loader,
             "prepare_scheduler": self._prepare_scheduler,
@@ -183,7 +197,7 @@ class _Adopted:
             "_do_sync": self._do_sync,
             "print": self._print,
             "init_trackers": self._init_trackers,
-            "log": self._with_trackers,
+            "log": self._log,
             "get_tracker": self._with_trackers,
             "join_uneven_inputs": _join_uneven_inputs,
         }
@@ -303,13 +317,26 @@ class _Adopted:
             print(*args, **kwargs)  # noqa: T201 - it is what the function is for
 
     def _init_trackers(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Open the trackers on rank 0, and on each worker that has this rank later."""
+        """Open the trackers on rank 0, and on each worker that has this rank later.
+
+        Accelerate's `log` reaches the main process alone, so trackers for all are kept here.
+        """
+        given = self._accelerator.log_with
+        self._for_all = [one for one in given if not getattr(one, "main_process_only", True)]
+        self._accelerator.log_with = [one for one in given if one not in self._for_all]
 
         def open_trackers() -> None:
             before(*args, **kwargs)
 
         self._open_trackers = open_trackers
         self._open_if_main()
+
+    def _log(self, before: Callable[..., Any], values: Any, *args: Any, **kwargs: Any) -> None:
+        """Log by the trackers for all workers, and by those of the main process there."""
+        step = args[0] if args else kwargs.get("step")
+        for tracker in self._for_all:
+            tracker.log(values, step)
+        self._with_trackers(before, values, *args, **kwargs)
 
     def _with_trackers(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._open_if_main()

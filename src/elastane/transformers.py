@@ -28,8 +28,9 @@ from elastane.errors import ConfigurationError
 from elastane.integrations.weight_copies import weight_copy
 from elastane.process import environment
 from elastane.worker.elastic_loader import ElasticLoader, group_of_process
+from elastane.worker.framework_hooks import trainer_callback
 
-__all__ = ["ElasticTrainer", "ElasticTrainerMixin"]
+__all__ = ["ElasticTrainer", "ElasticTrainerMixin", "ScalarCallback"]
 
 SLUG = "elastic-trainer"
 # In each checkpoint: the position in the training data.
@@ -382,6 +383,9 @@ def _with_size(kind: Any, fixed: Callable[[], int | None]) -> Any:
 
 class ElasticTrainer(ElasticTrainerMixin, _trainer.Trainer):  # type: ignore[misc]
     """A Trainer whose workers join in place; see ElasticTrainerMixin."""
+
+
+ScalarCallback = trainer_callback(_callbacks.TrainerCallback)
 
 
 class TrainerLoader(ElasticLoader):
