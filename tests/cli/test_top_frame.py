@@ -12,6 +12,7 @@ from reports import report_of
 from view_events import event, exited, settled, started
 
 from elastane.cli._top_frame import Picture, frame, plain
+from elastane.dashboard.scalars import ScalarCurve
 from elastane.dashboard.snapshot import SourceFacts, sections_of, shown_until_s
 from elastane.observe.account import Accountant
 from elastane.observe.view import JobView, after_event
@@ -83,6 +84,16 @@ def picture(*events, now=500, report=None, **facts):
     source = SourceFacts(now_s=BEGUN_S + now, report=report, **known)
     account = accountant.account(view, shown_until_s(view, source))
     return Picture(sections_of(view, source, account), view, BEGUN_S + now)
+
+
+def test_the_last_values_that_the_script_logged_have_a_line():
+    curves = [
+        ScalarCurve(name="loss", steps=[10, 20], values=[2.5, 0.251234]),
+        ScalarCurve(name="norm\x1b[2J", steps=[20], values=[None]),
+    ]
+    lines = [str(line) for line in frame(picture(*begun(), scalars=curves), 100, 40)]
+    [line] = [line for line in lines if "loss" in line]
+    assert "loss 0.2512" in line and "nan" in line and "\x1b" not in line
 
 
 def reported(*names):

@@ -123,7 +123,7 @@ def test_the_page_of_a_job_that_waits_fits_a_small_phone(served):
 
 def test_the_page_shows_the_job_and_an_incident_opens_from_the_time_that_it_cost(served):
     async def look(page):
-        parts = ("answers", "nodes", "account", "checkpoints", "events")
+        parts = ("answers", "nodes", "scalars", "account", "checkpoints", "events")
         texts = {part: await page.run(f"document.getElementById('{part}').innerText")
                  for part in parts}  # fmt: skip
         button = "document.querySelector(`#account-body button[data-key$='/2']`)"
@@ -138,12 +138,36 @@ def test_the_page_shows_the_job_and_an_incident_opens_from_the_time_that_it_cost
     texts = seen(f"{served[0]}?job={served[1].name}", look)
     assert "Training" in texts["answers"] and "Goodput" in texts["answers"]
     assert "The save of step" in texts["answers"], "what needs a person"
+    for curve in ("loss", "learning_rate", "accuracy", "up to step"):
+        assert curve in texts["scalars"]
     assert "4 nodes, 16 workers" in texts["nodes"] and "node-d lost" in texts["nodes"]
     for cause in ("productive", "rebuilding", "starting", "detecting"):
         assert cause in texts["account"]
     assert "3 saved, 1 failed" in texts["checkpoints"]
     assert "storage-unreachable" in texts["checkpoints"]
     assert "events" in texts["events"]
+
+
+def test_a_chart_of_what_the_script_logs_reads_out_and_grows(served):
+    url, job = served
+    shutil.copytree(job, job.parent / "learning")
+    note = "document.getElementById('scalars-note').innerText"
+    chart = "document.querySelector(`svg[data-name='loss']`)"
+
+    async def look(page):
+        await page.until(chart)
+        await page.run(f"{chart}.focus()")
+        await page.run(f"{chart}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'ArrowLeft'}}))")
+        told = await page.run(note)
+        with (job.parent / "learning" / "scalars.node-a.jsonl").open("a") as file:
+            file.write('{"step": 9000, "time": 4e9, "loss": 1.25, "<b>late": 7}\n')
+        await page.until(f"{chart}.getAttribute('aria-label').startsWith('loss: 1.25 at step 9')")
+        await page.until("document.querySelectorAll('#scalars figure').length === 4")
+        return told, await page.run("document.getElementById('scalars-body').innerText")
+
+    told, text = seen(f"{url}?job=learning", look)
+    assert re.fullmatch(r"loss \S+ at step 7,\d{3}", told)
+    assert "<b>late" in text
 
 
 def test_the_page_moves_with_the_job_without_being_loaded_again(served):

@@ -71,6 +71,8 @@ class Logged:
         for name, steps in expected.items():
             found = [step for step, _ in board[name]]
             assert found == steps, (name, {*steps} - {*found}, [*(Counter(found) - Counter(steps))])
+        [shown] = (self.folder / "job").glob("**/scalars.*.jsonl")
+        assert json.loads(shown.open().readline())["step"] == 1, "the job's page shows it"
         weights = {line["step"]: line["weight"] for line in lines if "weight" in line}
         assert dict(board["weight"]) == pytest.approx(weights, rel=1e-5)
         return weights

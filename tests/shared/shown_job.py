@@ -3,6 +3,8 @@
 The job is made up, so that it has all that can be shown: 4 nodes of 4 workers for 40 minutes.
 """
 
+import json
+import math
 import random
 import time
 from pathlib import Path
@@ -39,7 +41,21 @@ def write_job(folder: Path, name: str = "gpt2-medium", now_s: float | None = Non
     target.mkdir(parents=True)
     with (target / "events.h.jsonl").open("wb") as file:
         file.writelines(encode_line(_renamed(one, name)) for one in events)
+    with (target / "scalars.node-a.jsonl").open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in _scalars(begun_s))
     return target
+
+
+def _scalars(begun_s):
+    """The script logs loss and learning rate every 20 steps, and an accuracy sometimes."""
+    draw = random.Random(1)
+    for step in range(20, 7201, 20):
+        line = {"step": step, "time": begun_s + 10 + step / 3.1}
+        line["loss"] = round(2.9 + 6.5 * math.exp(-step / 900) + draw.gauss(0, 0.08), 4)
+        line["learning_rate"] = 6e-4 * min(1, step / 400)
+        if step % 1000 == 0:
+            line["accuracy"] = round(0.61 - 0.5 * math.exp(-step / 2000), 4)
+        yield line
 
 
 def _renamed(one: LoggedEvent, name: str) -> LoggedEvent:

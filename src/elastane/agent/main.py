@@ -231,6 +231,7 @@ class _Agent:
 
     def _group_setup(self) -> GroupSetup:
         config, command = self._config, self._config.command
+        folder = config.logs.job_dir(config.spec.job).absolute()
         return GroupSetup(
             kind=command.kind,
             target=command.target,
@@ -248,6 +249,7 @@ class _Agent:
                 signals=config.signals,
                 snapshot_server=self._node.snapshot_server.path,
                 on_one_machine=config.is_on_one_machine,
+                job_folder=str(folder) if config.logs.has_files else "",
             ),
             logs=config.logs,
             spawner=self._node.spawner,

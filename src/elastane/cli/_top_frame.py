@@ -124,7 +124,15 @@ def _head(picture: Picture, width: int) -> list[Text]:
     lines = [title, _state(picture, width)]
     if job.reason and job.state != "training":
         lines.append(Text(f"  {printable(job.reason)}"))
-    return [*lines, _speed(picture, width), _budget(picture, width)]
+    lines += [_speed(picture, width), _budget(picture, width)]
+    return [*lines, _scalars(picture.sections, width)] if picture.sections.scalars else lines
+
+
+def _scalars(sections: Sections, width: int) -> Text:
+    """Return the last values that the script has logged."""
+    shown = [(printable(one.name), one.values[-1]) for one in sections.scalars]
+    parts = [f"{name} {'nan' if value is None else format(value, '.4g')}" for name, value in shown]
+    return _joined(Text(), [Text(part) for part in parts], width)
 
 
 def _speed(picture: Picture, width: int) -> Text:

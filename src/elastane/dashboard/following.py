@@ -18,6 +18,7 @@ import msgspec
 
 from elastane.coordinator.client import query
 from elastane.dashboard.index import EventFilter, EventIndex, EventPage
+from elastane.dashboard.scalars import ScalarReader
 from elastane.dashboard.snapshot import (
     BUCKETS,
     Sections,
@@ -98,6 +99,7 @@ class JobFollower:
         self._events = 0
         self._accountant = Accountant()
         self._reader = EventReader(folder)
+        self._scalars = ScalarReader(folder)
         self._find_agents = find_agents
         self._agents: list[JobEntry] = []
         self._report: Report | None = None
@@ -157,6 +159,7 @@ class JobFollower:
             has_agents=bool(self._agents),
             is_read=self._has_read.is_set(),
             report=self._report,
+            scalars=self._scalars.curves,
         )
         until_s = shown_until_s(self.view, source)
         return sections_of(self.view, source, self._accountant.account(self.view, until_s))
@@ -180,6 +183,7 @@ class JobFollower:
                 self._events = self._events + 1 if self.view.run == before.run else 1
                 self._accountant.add(one.event, self.view)
                 self._note(one, before)
+            await asyncio.to_thread(self._scalars.read)
             if len(placed) < PIECE_EVENTS:
                 self._has_read.set()
             await self._publish()

@@ -10,6 +10,7 @@ from statistics import median
 
 import msgspec
 
+from elastane.dashboard.scalars import ScalarCurve
 from elastane.observe.account import INCIDENTS_SHOWN, Account, CauseSeconds
 from elastane.observe.incidents import IncidentView
 from elastane.observe.needs import Need, needs_of
@@ -142,12 +143,13 @@ class Sections(msgspec.Struct, kw_only=True):
     incidents: list[Mark]
     checkpoints: CheckpointsSection
     account: AccountSection | None
+    scalars: list[ScalarCurve]
 
 
 class SourceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Where a view comes from, as of `now_s`, the clock of the machine that reads the log.
 
-    `has_agents`: whether agents of the job run on this machine.
+    `has_agents`: whether agents of the job run on this machine. `scalars`: what its workers log.
     """
 
     now_s: float
@@ -157,6 +159,7 @@ class SourceFacts(msgspec.Struct, frozen=True, kw_only=True):
     has_agents: bool
     is_read: bool
     report: Report | None = None
+    scalars: list[ScalarCurve] = []
 
 
 def sections_of(view: JobView, source: SourceFacts, account: Account | None = None) -> Sections:
@@ -172,6 +175,7 @@ def sections_of(view: JobView, source: SourceFacts, account: Account | None = No
         incidents=[_mark(one) for one in view.incidents.listed[-MARKS_MAX:]],
         checkpoints=_checkpoints(view),
         account=None if account is None else _account(account),
+        scalars=source.scalars,
     )
 
 

@@ -22,6 +22,7 @@ _PER_WORKER = (
     "ELASTANE_REPORT_FILE",
     "ELASTANE_PROCESS_MARK",
     "ELASTANE_SNAPSHOT_SERVER",
+    "ELASTANE_JOB_FOLDER",
 )
 # The module that runs an unmodified script, with its path and arguments (`--in-place`).
 RUN_IN_PLACE = "elastane.worker.unmodified"
@@ -51,7 +52,7 @@ class RunFacts:
     `virtual_local_rank`: each worker sees one device, as number 0. `timer_file`: the pipe on which
     workers set timers on themselves; "" if no agent reads it. `signals`: the signals at which the
     agent drains. `snapshot_server`: the path of the snapshot server's socket; "" if there is none.
-    `on_one_machine`: gloo listens on the loopback.
+    `on_one_machine`: gloo listens on the loopback. `job_folder`: where the job logs; "" without.
     """
 
     job: str
@@ -63,6 +64,7 @@ class RunFacts:
     signals: tuple[str, ...] = ()
     snapshot_server: str = ""
     on_one_machine: bool = False
+    job_folder: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def worker_environment(
     own = {
         "ELASTANE_SNAPSHOT_SERVER": run.snapshot_server,
         "ELASTANE_PROCESS_MARK": worker.process_mark,
+        "ELASTANE_JOB_FOLDER": run.job_folder,
     }
     env.update({name: value for name, value in own.items() if value})
     return {**_defaults(run), **env}

@@ -21,6 +21,7 @@ class FrameworkScalars:
     def __init__(self, targets: tuple[Any, ...]) -> None:
         self._log = ScalarLog()
         self._log.add_sinks(targets)
+        self._log.show_in_job()
         self._is_writer = self._has_logged = False
 
     def log(

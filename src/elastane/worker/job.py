@@ -103,6 +103,7 @@ class Job:
         self._saved = SavedJob(self._world, self._tracked, self._health)
         self._calls = Calls(self.process_group)
         self._scalars = ScalarLog()
+        self._scalars.show_in_job()
         self._former_hook = sys.excepthook
         self._verify_every = 0
         self._feed: Feed | StreamFeed | None = None

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from elastane.errors import JobError
+from elastane.process import environment
+from elastane.process.files import safe_name
 from elastane.worker.service_sinks import ServiceSink
 from elastane.worker.sink_process import END_WITHIN_S, KEPT_MAX, Scalars
 
@@ -27,6 +29,7 @@ from elastane.worker.sink_process import END_WITHIN_S, KEPT_MAX, Scalars
 _RANKS = 1 << 24
 _STEPS = 1 << 38
 _BLOCK_BYTES = 1 << 16
+_PACE_S = 1.0
 SLUG = "job-log"
 
 
@@ -88,6 +91,25 @@ class JsonLines:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+class JobFolder(JsonLines):
+    """The file in the job's folder that its page reads; of each name it has a line a second.
+
+    So a week of training takes some 50 MB.
+    """
+
+    def __init__(self, folder: str, node: str) -> None:
+        super().__init__(Path(folder) / f"scalars.{safe_name(node)}.jsonl")
+        self._last_s: dict[str, float] = {}
+
+    def write(self, scalars: Scalars) -> None:
+        """Append a line of the names whose last one is a second old."""
+        at_s, last_s = scalars.time_s, self._last_s
+        due = {n: v for n, v in scalars.values.items() if abs(at_s - last_s.get(n, 0.0)) >= _PACE_S}
+        last_s.update(dict.fromkeys(due, at_s))
+        if due:
+            super().write(scalars._replace(values=due))
 
 
 class TensorBoard:
@@ -158,6 +180,11 @@ class ScalarLog:
             _make_folder_of(sink)
             self._sinks.append(sink)
 
+    def show_in_job(self) -> None:
+        """Write to the folder of the job as well, for its page, if an agent has named one."""
+        if folder := environment.get("ELASTANE_JOB_FOLDER"):
+            self._sinks.append(JobFolder(folder, environment.get("ELASTANE_NODE")))
+
     def begin(self) -> None:
         """Begin the body of a step: what a body before it had logged was not committed."""
         self._pending, self._in_body = {}, True
@@ -218,6 +245,8 @@ class ScalarLog:
 
     def _write(self) -> None:
         """Bring all sinks up to date; one that fails is opened again at the next step."""
+        if not self._kept:
+            return
         for number, sink in enumerate(self._sinks):
             try:
                 self._bring_up(number, sink)

@@ -142,6 +142,22 @@ def test_a_sink_that_fails_later_is_opened_again_and_nothing_comes_twice(tmp_pat
     assert steps(sink.path) == [1, 2, 3, 4]
 
 
+def test_the_folder_of_the_job_gets_each_name_once_a_second(tmp_path, monkeypatch):
+    monkeypatch.setenv("ELASTANE_JOB_FOLDER", str(tmp_path))
+    monkeypatch.setenv("ELASTANE_NODE", "node/a")
+    clock = iter([100.0, 100.5, 100.6, 101.2])
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    log = ScalarLog()
+    log.show_in_job()
+    log.enter(is_writer=True, committed=0, is_first=True)
+    assert not [*tmp_path.iterdir()], "a script that logs nothing has no file"
+    made(log, 1), made(log, 2)
+    log.add({"accuracy": 0.5}, 2)
+    made(log, 3)
+    [path] = tmp_path.glob("scalars.*.jsonl")
+    assert steps(path) == [1, 3] and steps(path, "accuracy") == [2]
+
+
 def test_the_member_with_the_last_committed_step_writes():
     behind, newest, newcomer = ScalarLog(), ScalarLog(), ScalarLog()
     for number in (1, 2, 3):

@@ -1,6 +1,6 @@
-// The timeline: step rate, world size, incidents and checkpoints on one axis of time.
+// The timeline: step rate, world size, incidents and checkpoints on one axis of time. And scalars.
 
-import { SHAPES, clock, count, incidentLook, rate, svg, tickLabel } from "/dom.js";
+import { SHAPES, clock, count, element, incidentLook, rate, scalar, svg, tickLabel } from "/dom.js";
 
 const MARKS = 34, RATE = 170, GAP = 26, WORLD = 62, SAVES = 18, AXIS = 20, LEFT = 46, RIGHT = 12;
 const HEIGHT = MARKS + RATE + GAP + WORLD + SAVES + AXIS;
@@ -212,6 +212,68 @@ function pointer({ root, width, x, data }, box) {
     event.preventDefault();
     read = Math.min(data.to_s, Math.max(data.from_s, read + step * data.bucket_s * (event.shiftKey ? 20 : 4)));
     readAt(read);
+  });
+}
+
+const CHART_HIGH = 96, CHART_TOP = 10, CHART_BASE = 80;
+
+// One small chart for each logged name, over committed steps; what is not finite is a gap.
+export function drawScalars(box, curves, read) {
+  const focused = box.contains(document.activeElement) ? document.activeElement.dataset.name : null;
+  box.replaceChildren(...curves.map(() => element("figure")));
+  curves.forEach((one, index) => scalarChart(box.children[index], one, read));
+  if (focused !== null) box.querySelector(`[data-name="${CSS.escape(focused)}"]`)?.focus();
+}
+
+function scalarChart(figure, { name, steps, values }, read) {
+  const width = Math.max(180, figure.clientWidth), known = values.filter((value) => value !== null);
+  const [low, high] = known.length ? [Math.min(...known), Math.max(...known)] : [0, 0];
+  const [first, last] = [steps[0], steps.at(-1)];
+  const x = (step) => LEFT + (last > first ? (step - first) / (last - first) : 0.5) * (width - LEFT - RIGHT);
+  const y = (value) => CHART_BASE - (high > low ? (value - low) / (high - low) : 0.5) * (CHART_BASE - CHART_TOP);
+  const newest = values.at(-1);
+  figure.append(element("figcaption", {}, element("b", { text: name }), element("span", { text: newest === null ? "not finite" : scalar(newest) })));
+  const root = svg("svg", { viewBox: `0 0 ${width} ${CHART_HIGH}`, height: CHART_HIGH, role: "img", tabindex: 0, "data-name": name, "aria-label": `${name}: ${newest === null ? "not finite" : scalar(newest)} at step ${count(last)}, between ${scalar(low)} and ${scalar(high)}. Arrow keys read out.` });
+  for (const value of high > low ? [low, high] : [low]) {
+    root.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
+    label(root, "", LEFT - 6, y(value) + 4, scalar(value), "end");
+  }
+  label(root, "", LEFT, CHART_HIGH - 3, count(first));
+  if (last > first) label(root, "", width - RIGHT, CHART_HIGH - 3, count(last), "end");
+  let line = "", isOpen = false;
+  values.forEach((value, index) => {
+    if (value !== null) line += `${isOpen ? "L" : "M"}${x(steps[index]).toFixed(1)} ${y(value).toFixed(1)}`;
+    isOpen = value !== null;
+  });
+  root.append(svg("path", { class: "rate-line", d: line || "M0 0" }));
+  if (known.length === 1) root.append(svg("circle", { class: "point", cx: x(steps[values.indexOf(known[0])]), cy: y(known[0]), r: 3 }));
+  figure.append(root);
+  readScalar(root, { name, steps, values }, { width, x }, read);
+}
+
+function readScalar(root, { name, steps, values }, { width, x }, read) {
+  const cursor = svg("line", { class: "cursor", y1: CHART_TOP, y2: CHART_BASE, visibility: "hidden" });
+  root.append(cursor);
+  let at = steps.length - 1;
+  const show = () => {
+    for (const end of ["x1", "x2"]) cursor.setAttribute(end, x(steps[at]));
+    cursor.setAttribute("visibility", "visible");
+    read(`${name} ${values[at] === null ? "not finite" : scalar(values[at])} at step ${count(steps[at])}`);
+  };
+  root.addEventListener("pointermove", (event) => {
+    const box = root.getBoundingClientRect(), px = ((event.clientX - box.left) * width) / box.width;
+    at = steps.reduce((best, step, index) => (Math.abs(x(step) - px) < Math.abs(x(steps[best]) - px) ? index : best), 0);
+    show();
+  });
+  const hide = () => { cursor.setAttribute("visibility", "hidden"); read(null); };
+  root.addEventListener("pointerleave", hide);
+  root.addEventListener("blur", hide);
+  root.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    at = Math.min(steps.length - 1, Math.max(0, at + step * (event.shiftKey ? 20 : 1)));
+    show();
   });
 }
 

@@ -75,6 +75,13 @@ export function rate(value) {
   return value >= 10 ? value.toFixed(1) : value.toFixed(2);
 }
 
+// A logged value in at most seven characters.
+export function scalar(value) {
+  const size = Math.abs(value);
+  if (size && (size >= 1e5 || size < 1e-3)) return value.toExponential(1).replace("+", "");
+  return String(Number(value.toPrecision(4)));
+}
+
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const s = Math.max(0, seconds);

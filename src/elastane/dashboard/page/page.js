@@ -1,13 +1,13 @@
 // The page of a job: gets its sections over a stream, keeps what is chosen in the address, and draws.
 
-import { drawTimeline } from "/charts.js";
+import { drawScalars, drawTimeline } from "/charts.js";
 import { byId, clock, count, duration, element, rate } from "/dom.js";
 import { drawAccount, drawAnswers, drawCheckpoints, drawEvents, drawIncident, drawNodes } from "/panels.js";
 
 const LATE_MS = 5000;
 const GROUPS = [["", "All"], ["trouble", "Trouble"], ["world", "World"], ["saved", "Saved"], ["incident", "This incident"]];
-const KEYS = [["j  k", "later, earlier incident"], ["Esc", "close the output, else the whole time"], ["l", "output of the incident's worker"], ["/", "search events"], ["1 – 7", "go to a panel"], ["t", "light or dark"], ["?", "these keys"]];
-const PANELS = ["answers", "nodes", "timeline", "incident", "account", "checkpoints", "events"];
+const KEYS = [["j  k", "later, earlier incident"], ["Esc", "close the output, else the whole time"], ["l", "output of the incident's worker"], ["/", "search events"], ["1 – 8", "go to a panel"], ["t", "light or dark"], ["?", "these keys"]];
+const PANELS = ["answers", "nodes", "timeline", "incident", "scalars", "account", "checkpoints", "events"];
 
 const asked = new URLSearchParams(location.search);
 const page = {
@@ -93,6 +93,7 @@ function draw(changed) {
   if ((changed.has("nodes") || changed.has("job")) && !isPressed("nodes")) drawNodes(page);
   timeline();
   if (changed.has("incidents") || page.details?.id !== page.chosen) details();
+  if (changed.has("scalars")) scalars();
   if (changed.has("account") && !isPressed("account")) drawAccount(page);
   drawCheckpoints(page);
   const key = JSON.stringify([job.events, page.wanted, page.before, page.chosen, job.run]);
@@ -119,6 +120,14 @@ function timeline() {
     zoom, read: readout,
   });
   if (page.range && (!page.zoomed || (to >= end - 5 && performance.now() - page.zoomedMs > 2000))) askZoomed();
+}
+
+function scalars() {
+  const { scalars: curves, job } = page.sections;
+  byId("scalars").hidden = !curves.length;
+  const usual = `by committed steps, up to step ${count(Math.max(job.step, ...curves.map((one) => one.steps.at(-1) ?? 0)))}`;
+  byId("scalars-note").textContent = usual;
+  drawScalars(byId("scalars-body"), curves, (text) => { byId("scalars-note").textContent = text ?? usual; });
 }
 
 function askZoomed() {
@@ -226,7 +235,7 @@ function closeLog() {
 
 function theme(name) {
   document.documentElement.dataset.theme = name;
-  if (page.sections) { drawNodes(page); timeline(); }
+  if (page.sections) { drawNodes(page); timeline(); scalars(); }
 }
 
 function bind() {
@@ -237,7 +246,7 @@ function bind() {
   byId("later").addEventListener("click", () => beside(1));
   let typing = 0;
   byId("search").addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => showEvents({ ...page.wanted, text: byId("search").value }), 250); });
-  addEventListener("resize", () => { if (page.sections) { drawNodes(page); timeline(); } });
+  addEventListener("resize", () => { if (page.sections) { drawNodes(page); timeline(); scalars(); } });
   addEventListener("keydown", key);
 }
 
