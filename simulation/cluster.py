@@ -208,10 +208,13 @@ class SimulatedCluster:
             if not node.alive or node.life != life or node.session is not None:
                 return
             coordinator = self.coordinators.get(host)
-            if not self.network.linked(node.name, host) or self.nodes[host].paused:
+            is_cut = not self.network.linked(node.name, host)
+            if is_cut and self.network.rejects:
+                node.refused_by(host)
+            elif is_cut or self.nodes[host].paused:
                 node.not_found(f"{host} does not answer")
             elif coordinator is None or not coordinator.alive:
-                node.not_found(f"{host} refuses the connection")
+                node.refused_by(host)
             else:
                 session = self.network.open(node.name, host)
                 self._by_session[session.number] = coordinator

@@ -52,6 +52,7 @@ class SimulatedCoordinator:
             election.filed.record if election else None,
             store_backed=election is not None,
             previous_holder=election.previous_holder if election else "",
+            is_previous_unserved=election is not None and election.is_previous_unserved,
         )
         self._changes: deque[RendezvousEvent] = deque()
         self._events: deque[RendezvousEvent] = deque()

@@ -36,6 +36,7 @@ class SimulatedElection:
         self.fenced_term = 0
         self.filed = SimulatedRecord()
         self.previous_holder = ""
+        self.is_previous_unserved = False
         self._until_s = 0.0
         self._waiting: list[Answer] = []
         self._told_held = True
@@ -82,10 +83,10 @@ class SimulatedElection:
                 self._give_up(answer)
                 return
             self.previous_holder = seated[0].host if seated[0] else ""
+            self.is_previous_unserved = self.previous_holder == self._node.unserved != ""
             answer(True)
 
-        host, ttl_s = self.host, self._ttl_s
-        self._ask(lambda: self._cluster.store.take(host, ttl_s), leased)
+        self._take(leased)
 
     def keep(self) -> None:
         """Renew the lease until it is lost; tell when it runs out, and when it is held again."""
@@ -131,6 +132,22 @@ class SimulatedElection:
             store.ask(self.host, lambda: store.release(term), lambda _: None)
 
     # Private.
+
+    def _take(self, answer: Callable[[int | None], None]) -> None:
+        """Take the lease if it is free, also by ending that of a coordinator that is unserved."""
+        store, host, ttl_s = self._cluster.store, self.host, self._ttl_s
+
+        def tried(term: int | None) -> None:
+            unserved = self._node.take_unserved() if term == 0 else ""
+            if unserved:
+                self._ask(lambda: store.end_lease_of(unserved), ended)
+            else:
+                answer(term)
+
+        def ended(_: bool | None) -> None:
+            self._ask(lambda: store.take(host, ttl_s), answer)
+
+        self._ask(lambda: store.take(host, ttl_s), tried)
 
     def _file(self, record: JobRecord, answer: Answer) -> None:
         after = SimulatedRecord(self.fenced_term, record, self.filed.version)

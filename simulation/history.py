@@ -94,6 +94,7 @@ class History:
             self.setting.spec, setting.script, rng, store_backed=setting.store_backed
         )
         cluster.drifts = setting.drifts
+        cluster.network.rejects = setting.rejects
         self.cluster = cluster
         self.faults = Faults(cluster, self.setting)
         for size in self.setting.sizes:

@@ -47,6 +47,8 @@ class Network:
         self._stuck: dict[int, SimulatedSession] = {}
         self._numbers = 0
         self.lag_s: dict[str, float] = {}
+        # Whether what cuts two hosts off is a firewall that answers for the other one.
+        self.rejects = False
         self.carried = 0
 
     def open(self, agent: str, coordinator: str) -> SimulatedSession:

@@ -80,6 +80,9 @@ class SimulatedNode:
         self.signalled = False
         self.signals = 0
         self.welcomed = False
+        # The host of the last session's coordinator; the same, once nobody listened there any more.
+        self.served_by = self.unserved = ""
+        self._is_unserved_used = False
         self.backlog: list[tuple[int, AgentEvent]] = []
         self._ports = 20_000
         self._heard_s = 0.0
@@ -93,6 +96,7 @@ class SimulatedNode:
         self.alive, self.exit, self.signalled = True, None, False
         self.paused = self.workers_paused = self.reaper_paused = False
         self.welcomed, self.signals = False, 0
+        self.served_by = self.unserved = ""
         self.life += 1
         self.incarnation = f"{self.name}.{self.life}"
         spec = NodeSpec(
@@ -257,11 +261,24 @@ class SimulatedNode:
     def linked(self, session: SimulatedSession) -> None:
         """Record a new session."""
         self.session, self._heard_s = session, self.clock.now_s
+        self.served_by, self.unserved = session.down.source, ""
         assert self.core is not None
         offer = self.new_offer()
         if self.household is not None:
             self.household.offer = offer
         self.feed(Linked(offer))
+
+    def refused_by(self, host: str) -> None:
+        """Record that nobody listens on `host`; campaign if the last coordinator did."""
+        if host == self.served_by != self.unserved and self.cluster.store_backed:
+            self.unserved, self._is_unserved_used = host, False
+            self.cluster.stand(self)
+        self.not_found(f"{host} refuses the connection")
+
+    def take_unserved(self) -> str:
+        """Return the coordinator's host whose lease is to be ended, the first time."""
+        is_used, self._is_unserved_used = self._is_unserved_used, True
+        return "" if is_used else self.unserved
 
     def not_found(self, reason: str) -> None:
         """Record that no coordinator was found this time."""

@@ -113,6 +113,7 @@ class HistorySetup(msgspec.Struct, frozen=True, kw_only=True):
     drifts: tuple[float, ...]
     plan: tuple[PlannedFault, ...]
     in_place: bool = False  # its workers recover in place
+    rejects: bool = False  # cut connections are refused by a firewall, not silent
 
     @property
     def mode(self) -> str:
@@ -193,6 +194,7 @@ def setup_of(
             *(_given_up(seed) + _sees_deaths(seed) if store_backed else ()),
         ),
         in_place=in_place,
+        rejects=random.Random(f"rejects {seed}").random() < 0.3,
     )
 
 

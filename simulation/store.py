@@ -107,6 +107,12 @@ class SimulatedStore:
             self.revoke()
         return True
 
+    def end_lease_of(self, host: str) -> bool:
+        """End the lease of the term that `host` published in; return whether it did publish."""
+        if self.leader is None or self.leader.host != host:
+            return False
+        return self.release(self.leader.term)
+
     def revoke(self) -> None:
         """End the lease now."""
         if self.lease is not None:

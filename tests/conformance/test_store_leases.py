@@ -118,6 +118,33 @@ async def test_release_by_a_deposed_holder_harms_nobody(harness: Harness) -> Non
 
 
 @asynchronous
+async def test_a_lease_that_is_ended_for_its_holder_is_free_at_once(harness: Harness) -> None:
+    one, other = harness.client(), harness.client()
+    first = await one.lease("seat", b"1", 60.0)
+    await other.end_lease("seat", first.term)
+    assert await other.holder("seat") is None
+    second = await other.lease("seat", b"2", 60.0)
+    assert second is not None and second.term > first.term
+    with pytest.raises(LeaseLostError):
+        await first.renew()
+
+
+@asynchronous
+async def test_ending_another_term_or_none_harms_nobody(harness: Harness) -> None:
+    one, other = harness.client(), harness.client()
+    await other.end_lease("seat", 1)
+    first = await one.lease("seat", b"1", 60.0)
+    await first.release()
+    await other.end_lease("seat", first.term)
+    second = await one.lease("seat", b"2", 60.0)
+    for term in (first.term, second.term + 1):
+        await other.end_lease("seat", term)
+    assert await other.holder("seat") == Holder(b"2", second.term)
+    await second.renew()
+    assert await other.lease("seat", b"3", 60.0) is None
+
+
+@asynchronous
 async def test_leases_of_two_keys_are_two(harness: Harness) -> None:
     store = harness.client()
     assert await store.lease("a/seat", b"x", 60.0)

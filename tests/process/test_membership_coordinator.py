@@ -14,6 +14,7 @@ from jobs import Agent, Job, newest, until
 
 from elastane.protocol.log_events import EventKind
 
+LONG_LEASE = str(Path(__file__).parent / "scripts" / "long_lease.py")
 # Only where it is 1 does an agent serve the endpoint.
 NO_HOST, HOST = "--rdzv-conf=is_host=0", "--rdzv-conf=is_host=1"
 
@@ -105,17 +106,21 @@ def test_workers_train_without_an_endpoint_host_until_one_comes_and_a_spare_may_
         assert_trains_on(job)
 
 
-def test_killing_the_lease_holder_delays_the_others_by_5_s_at_most(tmp_path: Path) -> None:
-    with Job(tmp_path, nnodes="1:2", backend="file", endpoint=str(tmp_path / "store")) as job:
+def test_killing_the_lease_holder_delays_the_others_by_no_part_of_its_lease(tmp_path: Path) -> None:
+    with Job(
+        tmp_path,
+        nnodes="1:2",
+        backend="file",
+        endpoint=str(tmp_path / "store"),
+        options=("--rdzv-conf", "lease_ttl=600"),
+        program=(LONG_LEASE,),
+    ) as job:
         job.start("a"), job.start("b")
         job.wait_step(world=2)
         host = job.coordinator()
-        killed_s = time.time()
         host.send(signal.SIGKILL)
         alone = job.wait_step(world=1)
-        first = newest(job.seen())[0]
         assert alone.node != host.name and (alone.restarts, alone.round) == (0, 2)
-        assert first.time_s - killed_s < 5 + 5, "5 s, and as many for a busy machine"
 
 
 def test_a_lease_holder_stopped_past_its_lease_decides_nothing(

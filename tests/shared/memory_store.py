@@ -139,6 +139,15 @@ class MemoryStore:
             return None
         return Holder(found.value, found.term)
 
+    async def end_lease(self, key: str, term: int) -> None:
+        """See Store.end_lease."""
+        check_key(key)
+        await self.reach()
+        found = self.backend.holding(key)
+        if found.term == term:
+            found.value = None
+            self.backend.announce()
+
     async def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
         check_key(key)
@@ -206,8 +215,4 @@ class MemoryLease(HeldLease):
     async def release(self) -> None:
         """See Lease.release."""
         self._lost = True
-        await self._store.reach()
-        found = self._store.backend.holding(self._key)
-        if found.term == self._term:
-            found.value = None
-            self._store.backend.announce()
+        await self._store.end_lease(self._key, self._term)

@@ -19,7 +19,7 @@ from elastane.errors import (
 )
 from elastane.process.endpoint import Endpoint
 from elastane.protocol.events import AuthorityChanged
-from elastane.protocol.limits import Timing
+from elastane.protocol.limits import ENDED_LEASE_S, Timing
 from elastane.protocol.model import JobRecord, JobSpec, Outcome
 from elastane.stores.file import FileStore
 from elastane.stores.jobs import Filed, JobKeys
@@ -52,12 +52,16 @@ async def until(condition: Callable[[], bool]) -> None:
 class Node:
     """A candidate with faults of its own, and what it was told."""
 
-    def __init__(self, backend: MemoryBackend, name: str) -> None:
+    def __init__(self, backend: MemoryBackend, name: str, timing: Timing = TIMING) -> None:
         self.faults = StoreFaults()
         self.told: asyncio.Queue[AuthorityChanged] = asyncio.Queue()
         self.keys = JobKeys(MemoryStore(backend, self.faults), "j")
         self.election = Election(
-            self.keys, name, SPEC, on_authority=self.told.put_nowait, timeout_s=PATIENCE_S
+            self.keys,
+            name,
+            msgspec.structs.replace(SPEC, timing=timing),
+            on_authority=self.told.put_nowait,
+            timeout_s=PATIENCE_S,
         )
 
 
@@ -79,6 +83,39 @@ async def test_one_is_elected_and_the_next_finds_its_record() -> None:
     await a.election.resign()
     assert await waiting == record(1)
     assert b.election.term > 1
+
+
+@asynchronous
+async def test_the_lease_of_a_coordinator_that_is_unserved_need_not_run_out() -> None:
+    backend = MemoryBackend(clock=lambda: 0.0)  # no lease ever runs out
+    a, b = Node(backend, "a"), Node(backend, "b")
+    await a.election.campaign()
+    await a.election.save(record(1))
+    await a.election.publish(HERE)
+    campaign = asyncio.ensure_future(b.election.campaign())
+    b.election.note_unserved(Endpoint("node0", 29401))  # another coordinator's address
+    await until(lambda: b.election._unserved is None)
+    assert not campaign.done() and a.election.held()
+    b.election.note_unserved(HERE)
+    assert await campaign == record(1)
+    assert b.election.held() and b.election.term > 1
+    with pytest.raises(LeaseLostError):  # if it was alive after all
+        await a.election.save(record(9))
+    with pytest.raises(LeaseLostError):
+        await a.election.keep()
+    assert await b.election.load() == record(1)
+
+
+@asynchronous
+async def test_a_lease_that_is_longer_than_others_wait_for_its_holder_runs_out() -> None:
+    timing = msgspec.structs.replace(TIMING, lease_ttl_s=ENDED_LEASE_S + 0.1)
+    backend = MemoryBackend()
+    a, b = Node(backend, "a", timing), Node(backend, "b", timing)
+    await a.election.campaign()
+    await a.election.publish(HERE)
+    b.election.note_unserved(HERE)
+    assert not await b.election._try_once()
+    assert a.election.held()
 
 
 @asynchronous

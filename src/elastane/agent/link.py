@@ -67,6 +67,12 @@ class Locator(Protocol):
     def found(self) -> None:
         """Stop searching: there is a session, until `locate` is called again."""
 
+    def unserved(self, host: str, port: int) -> None:
+        """Take notice that nobody listens any more where the coordinator of the last session did.
+
+        Its process has ended: a connection to a host that is away is not refused, but silent.
+        """
+
 
 Dial = Callable[[str, int], Awaitable[Session]]
 
@@ -84,7 +90,7 @@ class CoordinatorLink:
         self._soon_s = look_s(spec.max_nodes, _RETRY_MAX_S)
         self._session: Session | None = None
         self._was_linked = self._is_retired = False
-        self._at = ("", 0)
+        self._at = self._served_at = ("", 0)
 
     def retire(self) -> None:
         """Search for no other coordinator: the job has ended, and this agent knows its outcome."""
@@ -109,6 +115,7 @@ class CoordinatorLink:
                 closed_early += error.slug in ("endpoint-closed", "tls")
                 if not self._was_linked and (_is_fatal(error) or closed_early > _CLOSED_EARLY_MAX):
                     raise
+                self._note_unserved(error)
                 self._post(Unlinked(f"{error.what} [{error.slug}]"))
                 if not has_warned and loop.time() - since_s > _SAY_AFTER_S:
                     has_warned = True
@@ -140,6 +147,11 @@ class CoordinatorLink:
                 dialing.cancel()
                 await asyncio.gather(dialing, return_exceptions=True)
 
+    def _note_unserved(self, error: ElastaneError) -> None:
+        """Tell the locator if `error` shows that the last session's coordinator has ended."""
+        if self._at == self._served_at and isinstance(error.__cause__, ConnectionRefusedError):
+            self._locator.unserved(*self._at)
+
     async def _is_elsewhere(self, dialing: asyncio.Future[Session]) -> bool:
         """Wait a moment, then return whether the coordinator is at another address."""
         await asyncio.wait({dialing}, timeout=self._soon_s)
@@ -158,7 +170,7 @@ class CoordinatorLink:
         return False
 
     async def _serve(self, session: Session) -> None:
-        self._session = session
+        self._session, self._served_at = session, self._at
         self._post(Linked())
         reason = ""
         try:

@@ -28,7 +28,13 @@ import msgspec
 from elastane.errors import LeaseLostError, StoreError
 from elastane.process.endpoint import Endpoint
 from elastane.protocol.events import AuthorityChanged
-from elastane.protocol.limits import OUTCOME_KEPT_S, SAVE_TIMEOUT_S, STORE_POLL_S, look_s
+from elastane.protocol.limits import (
+    ENDED_LEASE_S,
+    OUTCOME_KEPT_S,
+    SAVE_TIMEOUT_S,
+    STORE_POLL_S,
+    look_s,
+)
 from elastane.protocol.model import JobRecord, JobSpec
 from elastane.stores import ConflictError, Filed, JobKeys, LeaderRecord, Lease
 
@@ -64,6 +70,8 @@ class Election:
         self._reported_held = False
         self._renewing = asyncio.Lock()
         self._problem = ""
+        self._unserved: Endpoint | None = None
+        self._unserved_noted = asyncio.Event()
 
     @property
     def term(self) -> int:
@@ -74,6 +82,16 @@ class Election:
         """Return whether this node may decide at this moment."""
         lease = self._lease
         return lease is not None and lease.held() and lease.term == self._fenced_term
+
+    def note_unserved(self, endpoint: Endpoint) -> None:
+        """Campaign against the coordinator at `endpoint`, where nobody listens any more.
+
+        Its lease is ended for it if it published that address in its term. Should it live after
+        all, its next renewal and its next write fail: two never decide.
+        """
+        if self._timing.lease_ttl_s <= ENDED_LEASE_S:
+            self._unserved = endpoint
+            self._unserved_noted.set()
 
     async def campaign(self) -> JobRecord | None:
         """Take the lease as soon as it is free, and return the job's record as of then.
@@ -92,7 +110,9 @@ class Election:
                 self._log_problem("")
             except StoreError as error:
                 self._log_problem(str(error))
-            await asyncio.sleep(self._look_s * self._rng.uniform(0.8, 1.2))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._look_s * self._rng.uniform(0.8, 1.2)):
+                    await self._unserved_noted.wait()
 
     async def keep(self) -> None:
         """Renew the lease until it is lost, then raise LeaseLostError.
@@ -177,8 +197,9 @@ class Election:
             await asyncio.sleep(STORE_POLL_S)
 
     async def _try_once(self) -> bool:
-        ttl_s = self._timing.lease_ttl_s
-        lease = await self.keys.store.lease(self.keys.leadership, self.node_id.encode(), ttl_s)
+        lease = await self._take()
+        if lease is None and await self._end_unserved():
+            lease = await self._take()
         if lease is None:
             return False
         self._lease = lease
@@ -188,6 +209,20 @@ class Election:
         except BaseException:
             await self.resign()
             raise
+        return True
+
+    async def _take(self) -> Lease | None:
+        ttl_s = self._timing.lease_ttl_s
+        return await self.keys.store.lease(self.keys.leadership, self.node_id.encode(), ttl_s)
+
+    async def _end_unserved(self) -> bool:
+        """End the lease of the coordinator that was noted, once; return whether there was one."""
+        endpoint, self._unserved = self._unserved, None
+        self._unserved_noted.clear()
+        leader = await self.keys.leader() if endpoint is not None else None
+        if leader is None or leader.endpoint != endpoint:
+            return False
+        await self.keys.store.end_lease(self.keys.leadership, leader.term)
         return True
 
     async def _fence(self, lease: Lease) -> None:

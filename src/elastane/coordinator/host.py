@@ -50,11 +50,15 @@ def operator_bridge_of(keys: JobKeys | None, environ: Mapping[str, str]) -> Oper
 
 @dataclass(frozen=True)
 class Takeover:
-    """What a coordinator starts from: the record, and the node whose coordinator has ended."""
+    """What a coordinator starts from: the record, and the node whose coordinator has ended.
+
+    `is_previous_unserved`: nobody listens any more where that coordinator did.
+    """
 
     record: JobRecord | None = None
     previous_holder: str = ""
     store_backed: bool = False
+    is_previous_unserved: bool = False
 
 
 class CoordinatorHost:
@@ -109,6 +113,7 @@ class CoordinatorHost:
             takeover.record,
             store_backed=takeover.store_backed,
             previous_holder=takeover.previous_holder,
+            is_previous_unserved=takeover.is_previous_unserved,
         )
         coordinator = Coordinator(
             machine,

@@ -36,8 +36,9 @@ LOCAL_WORLD_SIZE_MAX = 4096
 # A broken session may come back as quickly as a TCP connect and two frames; only then has its node
 # departed. Short, since a dead agent's broken session must count at once.
 REJOIN_GRACE_S = 0.1
-# How long to wait for the last coordinator's node once all others are back. Most likely it is dead;
-# one that only lost its lease looks for the new coordinator as the others did.
+# How long to wait for the last coordinator's node once all others are back, unless nobody listens
+# there any more. Most likely it is dead; one that only lost its lease looks for the new coordinator
+# as the others did.
 HOLDER_GRACE_S = 0.5
 # A second agent gets a node id in use once the first was silent for this long.
 CONTEST_S = 1.0
@@ -78,7 +79,7 @@ STANDSTILL_LIMIT_S = 126.0
 # ... which leaves the orphan reaper this long to find and kill them, ...
 STANDSTILL_SWEEP_S = 1.0
 # ... before a coordinator that reaches no member of the last world stops waiting for it, ...
-FENCE_WAIT_S = 135.0
+FENCE_WAIT_S = 138.0
 # ... though the clocks of two hosts may be wrong by this share. A quartz is wrong by less than
 # 0.0001.
 CLOCK_DRIFT_MAX = 0.03
@@ -100,6 +101,10 @@ OUTCOME_KEPT_S = 900.0
 # The share of a lease's time by which its holder stops deciding early: covers clocks that run at
 # different speeds.
 LEASE_MARGIN = 0.1
+# A lease of at most this long is ended for a holder where nobody listens any more. If the holder
+# lives after all and reaches no store, it may confirm its authority for so long, which the wait of
+# FENCE_WAIT_S covers. A longer lease has to run out. (Kubernetes has the longest default.)
+ENDED_LEASE_S = 3.0
 
 
 def look_s(nodes: int, longest_s: float) -> float:
@@ -196,9 +201,10 @@ assert Timing().silence_s < ISOLATION_LIMIT_S
 # The agent stops its workers before the orphan reaper would, and the reaper before others may
 # train.
 assert ISOLATION_LIMIT_S + ISOLATION_GRACE_S < STANDSTILL_LIMIT_S
-assert STANDSTILL_LIMIT_S / (1 - CLOCK_DRIFT_MAX) + STANDSTILL_SWEEP_S < FENCE_WAIT_S / (
-    1 + CLOCK_DRIFT_MAX
-)
+assert STANDSTILL_LIMIT_S / (
+    1 - CLOCK_DRIFT_MAX
+) + STANDSTILL_SWEEP_S + ENDED_LEASE_S < FENCE_WAIT_S / (1 + CLOCK_DRIFT_MAX)
+assert Timing().lease_ttl_s <= ENDED_LEASE_S
 # A group that starts gets a deadline that the orphan reaper has read before it passes.
 assert STANDSTILL_LOOK_S < STANDSTILL_LIMIT_S - ISOLATION_LIMIT_S
 assert Timing().silence_s + Timing().lease_ttl_s < LEAVE_ALONE_S < ISOLATION_LIMIT_S

@@ -148,6 +148,10 @@ class FileStore:
         """See Store.holder. May name a holder that died up to a ttl ago, as seen here."""
         return await self.run(lambda: self._holder(key))
 
+    async def end_lease(self, key: str, term: int) -> None:
+        """See Store.end_lease."""
+        await self.run(lambda: self.free_term(key, term))
+
     def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
         return watch_by_polling(lambda: self.get(key), after_version, self._poll_s)
@@ -224,6 +228,13 @@ class FileStore:
         terms.tidy(page)
         return _TakenTerm(page.number, begun_s)
 
+    def free_term(self, key: str, term: int) -> None:
+        """Link a free term after `term`, if that is the latest."""
+        terms = self.terms(key)
+        reading = terms.latest()
+        if reading.page is not None and reading.page.number == term:
+            terms.append(reading, "free", b"")
+
     def beat(self, terms: Pages, page: FolderPage, count: int) -> None:
         """Write the holder's heartbeat."""
         self.on_step("beat")
@@ -298,7 +309,7 @@ class FileLease(HeldLease):
     async def release(self) -> None:
         """See Lease.release."""
         self._lost = True
-        await self._store.run(self._release)
+        await self._store.end_lease(self._key, self.term)
 
     def _renew(self) -> None:
         terms, begun = self._store.terms(self._key), self._store.clock()
@@ -317,12 +328,6 @@ class FileLease(HeldLease):
         self._term = taken.term
         self._beats = 1
         self.count_from(taken.begun_s)
-
-    def _release(self) -> None:
-        terms = self._store.terms(self._key)
-        reading = terms.latest()
-        if reading.page is not None and reading.page.number == self.term:
-            terms.append(reading, "free", b"")
 
     def _deposed(self, reading: PageReading) -> LeaseLostError:
         found = f"term {reading.page.number}" if reading.page else "no term at all"

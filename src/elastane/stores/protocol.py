@@ -164,6 +164,14 @@ class Store(Protocol):
         """Return the holder of the lease as far as this process knows, None for a free lease."""
         ...
 
+    async def end_lease(self, key: str, term: int) -> None:
+        """End the holding of `term` now, as its holder's release does; no other holding is changed.
+
+        For a holder whose process is known to have ended. If that was wrong, it is deposed: its
+        next renewal raises LeaseLostError, unless nobody took the lease meanwhile.
+        """
+        ...
+
     def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """Yield the key's entry whenever its version is above the last known one.
 

@@ -303,9 +303,9 @@ class RedisStore:
         done, found, _ = await self._run(_HOLD, names, [term, value, ttl, names[0], kept])
         return bool(done), found
 
-    async def let_go(self, key: str, term: int) -> None:
-        """Free a lease if `term` is still its latest."""
-        names = [f"lease/{key}", f"term/{key}"]
+    async def end_lease(self, key: str, term: int) -> None:
+        """See Store.end_lease."""
+        names = [f"lease/{check_key(key)}", f"term/{key}"]
         await self._run(_RELEASE, names, [term, names[0]])
 
     async def _run(
@@ -491,7 +491,7 @@ class RedisLease(HeldLease):
         """See Lease.release."""
         if not self._lost:
             self._lost = True
-            await self._store.let_go(self._key, self._term)
+            await self._store.end_lease(self._key, self._term)
 
 
 def _connection(settings: RedisSettings) -> Any:

@@ -174,6 +174,17 @@ class RegisterStore:
             return None
         return Holder(found.value, found.term)
 
+    async def end_lease(self, key: str, term: int) -> None:
+        """See Store.end_lease."""
+        check_key(key)
+
+        def free(document: _Document) -> None:
+            found = document.leases.get(key)
+            if found is not None and found.term == term:
+                found.value = None
+
+        await self.write(free)
+
     def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
         return watch_by_polling(lambda: self.get(key), after_version, self._poll_s)
@@ -307,16 +318,9 @@ class RegisterLease(HeldLease):
 
     async def release(self) -> None:
         """See Lease.release."""
-        if self._lost:
-            return
-        self._lost = True
-
-        def free(document: _Document) -> None:
-            found = document.leases.get(self._key)
-            if found is not None and found.term == self.term:
-                found.value = None
-
-        await self._store.write(free)
+        if not self._lost:
+            self._lost = True
+            await self._store.end_lease(self._key, self.term)
 
     def _deposed(self, found: _Lease | None) -> LeaseLostError:
         now = f"term {found.term}" if found is not None else "no term at all"

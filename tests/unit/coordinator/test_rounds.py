@@ -257,6 +257,16 @@ def test_a_coordinator_that_died_is_not_waited_for_as_long_as_another_node(pair,
     assert other.phase == "recovering"
 
 
+def test_a_coordinator_that_is_unserved_is_waited_for_like_any_broken_session(pair, driver):
+    last = {"store_backed": True, "previous_holder": "b", "is_previous_unserved": True}
+    new = driver(record=record_of(pair), **last)
+    new.join("a", holding=pair.holding("a"))
+    new.passes(0.05, alive="a")
+    assert new.phase == "recovering"
+    new.passes(0.1, alive="a")
+    assert new.got("a", Stop)
+
+
 def test_in_the_default_store_holders_restore_the_world_without_a_record(pair, driver):
     new = driver()
     new.join("a", holding=pair.holding("a"), welcomed=True)

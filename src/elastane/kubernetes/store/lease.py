@@ -114,17 +114,27 @@ class LeasePlace:
 async def free_of(place: LeasePlace, pods: Collection[str]) -> str:
     """Give a lease back for its holder, if that is in one of these pods, which are dead.
 
-    Returns the uid of that pod, "" where the lease has another holder or none. Nothing is written
-    but into the version in which that pod holds it.
+    Returns the uid of that pod, "" where the lease has another holder or none.
+    """
+    ended = await end_holding(place, lambda found: found.pod in pods)
+    return ended.pod if ended is not None else ""
+
+
+async def end_holding(
+    place: LeasePlace, is_meant: Callable[[LeaseObject], bool]
+) -> LeaseObject | None:
+    """Give a lease back for its holder, if it is held and `is_meant`; return what was there then.
+
+    Nothing is written but into the version that was judged.
     """
     for _ in range(_TURNS_MAX):
         found = await place.find()
-        if found is None or not found.holder or found.pod not in pods:
-            return ""
+        if found is None or not found.holder or not is_meant(found):
+            return None
         with contextlib.suppress(ApiConflictError):
             await place.write(found.metadata.version, {"holderIdentity": None}, {})
-            return found.pod
-    return ""
+            return found
+    return None
 
 
 class KubernetesLease(HeldLease):

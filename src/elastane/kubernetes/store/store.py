@@ -34,7 +34,7 @@ from elastane.kubernetes.client import (
 )
 from elastane.kubernetes.client.api import follow_one
 from elastane.kubernetes.client.resource import CONFIGMAPS, LEASES, SECRETS
-from elastane.kubernetes.store.lease import KubernetesLease, LeasePlace
+from elastane.kubernetes.store.lease import KubernetesLease, LeasePlace, end_holding
 from elastane.kubernetes.store.objects import (
     JOB_LABEL,
     KEY_ANNOTATION,
@@ -235,6 +235,11 @@ class KubernetesStore:
         if found is None or place.is_free(found):
             return None
         return Holder(found.value, found.term)
+
+    async def end_lease(self, key: str, term: int) -> None:
+        """See Store.end_lease."""
+        check_key(key)
+        await end_holding(self._place(key), lambda found: found.term == term)
 
     async def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""

@@ -148,6 +148,13 @@ class EtcdV2Store:
         entry = _entry(reply.node)
         return Holder(entry.value, reply.node.createdIndex) if entry and reply.node else None
 
+    async def end_lease(self, key: str, term: int) -> None:
+        """See Store.end_lease. A holder that renews it just now is alive, and keeps it."""
+        check_key(key)
+        reply, _ = await self.ask("GET", key, params={"quorum": "true"})
+        if reply.node is not None and reply.node.createdIndex == term:
+            await self.ask("DELETE", key, params=_guard(reply.node.modifiedIndex))
+
     async def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
         check_key(key)

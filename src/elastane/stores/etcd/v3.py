@@ -137,11 +137,14 @@ class EtcdV3Store:
 
     async def holder(self, key: str) -> Holder | None:
         """See Store.holder."""
-        check_key(key)
-        name = self.name(key)
-        done = await self.commit(wire.txn([], [wire.read(name), wire.read(_term(name))], []))
-        held, term = _range(done, 0).first, _range(done, 1).first
-        return Holder(held.value, term.version) if held and term else None
+        held, term = await self._held(key)
+        return Holder(held.value, term) if held is not None else None
+
+    async def end_lease(self, key: str, term: int) -> None:
+        """See Store.end_lease. Each holding has a lease of the server's of its own."""
+        held, found = await self._held(key)
+        if held is not None and found == term:
+            await self.revoke(held.lease)
 
     async def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
@@ -188,6 +191,14 @@ class EtcdV3Store:
     async def commit(self, transaction: dict[str, object]) -> wire.Txn:
         """Run a transaction."""
         return await self.session.call("/kv/txn", transaction, wire.Txn, write=True)
+
+    async def _held(self, key: str) -> tuple[wire.KeyValue | None, int]:
+        """Return the key of a lease that is held, and the term of that holding."""
+        check_key(key)
+        name = self.name(key)
+        done = await self.commit(wire.txn([], [wire.read(name), wire.read(_term(name))], []))
+        held, term = _range(done, 0).first, _range(done, 1).first
+        return (held, term.version) if held and term else (None, 0)
 
     async def _read(self, key: str) -> tuple[Entry | None, int]:
         """Return the key's entry, and the revision of that reading."""
