@@ -37,7 +37,7 @@ _COORDINATOR_STEPS = (
     EffectGap.BEFORE_END,
 )
 # How long one process of a host is stopped: sometimes longer than every bound.
-_STILL_S = (2.0, 9.0, 140.0, 200.0)
+_STILL_S = (2.0, 9.0, 145.0, 200.0)
 _AGENT_STEPS = (
     EffectGap.BEFORE_START,
     EffectGap.AFTER_START,

@@ -89,6 +89,7 @@ def test_accelerate(tmp_path: Path) -> None:
     recovered(ends_well(tmp_path, agent), 2)
 
 
+@pytest.mark.soak
 def test_hydra_with_overrides_for_the_trainer(tmp_path: Path) -> None:
     overrides = (
         f"folder={tmp_path}",

@@ -284,6 +284,7 @@ def test_without_a_launcher_the_same_script_makes_the_same_steps(tmp_path):
     check(by_kind(Growing(tmp_path).lines()))
 
 
+@pytest.mark.soak
 def test_in_a_world_that_does_not_change_it_makes_the_same_steps(tmp_path):
     options = {"nnodes": "1", "nproc_per_node": 2, "min_workers": None}
     job = LightningJob(tmp_path, **options, in_place=False, ranks_may_change=False)

@@ -7,7 +7,6 @@ from ledger_schedules import Schedule
 from elastane.data.sampler import ElasticBatchSampler
 
 N = 10_007
-SCHEDULES = 10_000
 
 
 def _faults(committed, epochs, n=N):
@@ -26,16 +25,17 @@ def _faults(committed, epochs, n=N):
     return missing, doubled
 
 
-def test_10000_schedules_lose_and_double_nothing():
+@pytest.mark.parametrize("schedules", [2_000, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_thousands_of_schedules_lose_and_double_nothing(schedules):
     events = dict.fromkeys(Schedule(0).events, 0)
-    for seed in range(SCHEDULES):
+    for seed in range(schedules):
         schedule = Schedule(seed)
         faults = _faults(schedule.play(), schedule.epochs)
         assert faults == (0, 0), f"Schedule({seed}): {faults} missing and doubled"
         for name, times in schedule.events.items():
             events[name] += times
     # The schedules are what they are said to be.
-    assert min(events.values()) > SCHEDULES // 10, events
+    assert min(events.values()) > schedules // 10, events
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])

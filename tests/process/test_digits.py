@@ -67,6 +67,7 @@ def first_new_step(folder: Path, old: int) -> int:
     return progress(folder)[old]["step"]
 
 
+@pytest.mark.soak
 def test_after_sigkill_it_goes_on_from_the_checkpoint_at_another_world_size(tmp_path):
     with training(tmp_path, 1) as workers:
         wait_for_step(tmp_path, 50)
@@ -90,7 +91,8 @@ def test_sigterm_to_one_worker_stops_all_after_the_same_step_and_none_is_redone(
         assert first_new_step(tmp_path, len(lines)) == lines[-1]["step"] + 1
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_it_learns_the_digits_at_any_world_size(tmp_path, world_size):
     with training(tmp_path, world_size, "--epochs", "10") as workers:
         assert [w.wait(DEADLINE_S) for w in workers] == [0] * world_size

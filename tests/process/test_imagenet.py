@@ -110,6 +110,7 @@ def test_under_torchrun_a_killed_worker_leaves_no_trace(script, data, undisturbe
     assert job.end()["weights"] == undisturbed(script).end()["weights"]
 
 
+@SOAK
 def test_the_plain_script_trains_on_every_sample_once(undisturbed):
     every_sample_once(undisturbed(PLAIN).committed())
     assert undisturbed(PLAIN).end()

@@ -119,7 +119,8 @@ def test_a_wait_that_times_out_is_an_error_with_the_story(tmp_path, script):
         with pytest.raises(UsageError, match=r"kill_worker\(0\): node only has 0 workers"):
             node.kill_worker()
         with pytest.raises(ClusterError, match="a world of 2 nodes with workers") as caught:
-            cluster.wait_world(nodes=2, deadline_s=2)
+            cluster.wait_event("waiting")
+            cluster.wait_world(nodes=2, deadline_s=0.1)
         assert "1 of at least 2 nodes are here" in str(caught.value)
 
 

@@ -218,6 +218,7 @@ def test_a_fixed_size_waits_in_memory_for_the_successor_or_for_two(tmp_path):
     fixed_size(tmp_path, 3, [1], [1, 2])
 
 
+@pytest.mark.soak
 def test_without_a_zygote_the_worker_of_rank_0_serves_the_store(tmp_path):
     fixed_size(tmp_path, 2, [0], no_zygote="1")
 

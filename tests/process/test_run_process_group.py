@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 from supervise import agent, words_agent, write_script
 
 GROUP = """
@@ -30,6 +31,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.soak
 def test_a_process_group_forms_in_forks_of_a_zygote_without_torch(tmp_path: Path) -> None:
     with agent(tmp_path, "--preload", "json", "--nproc-per-node", "2", body=ONCE) as one:
         assert one.wait(60) == 0, one.err
@@ -85,9 +87,9 @@ dist.barrier()
         assert one.told("port.0.1", 0) != one.told("port.0.0", 0)
 
 
-def test_thirty_restarts_in_a_row_each_meet_a_store_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restarts", [10, pytest.param(30, marks=pytest.mark.soak)])
+def test_restarts_in_a_row_each_meet_a_store_of_their_own(tmp_path: Path, restarts: int) -> None:
     """torchrun 2.13 by default recovered a killed worker in 7 of 26 runs (3 workers: 3 of 6)."""
-    restarts = 30
     body = f"""{GROUP}
 tell("port", os.environ["MASTER_PORT"])
 join()

@@ -172,6 +172,7 @@ def test_an_agent_whose_parent_ignores_sigchld_sees_its_workers_end(tmp_path: Pa
     ignore = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
     ignoring = (sys.executable, "-c", f"{ignore}; os.execv(sys.argv[1], sys.argv[1:])")
     name = write_script(tmp_path, "import sys\nsys.exit(3)\n")
-    with words_agent(tmp_path, "--standalone", "--log-dir", "logs", name, lead=ignoring) as one:
+    words = ("--standalone", "--no-zygote", "--log-dir", "logs", name)
+    with words_agent(tmp_path, *words, lead=ignoring) as one:
         assert one.wait() == 1
         assert one.events("worker-exited")[-1]["data"]["exit_code"] == 3

@@ -145,6 +145,7 @@ def test_the_entry_point_is_where_torchrun_looks() -> None:
     assert callable(entry.load()())
 
 
+@pytest.mark.soak
 def test_two_torchruns_meet_and_train_and_a_spare_ends_with_success_as_they_do(
     job: Callable[..., Torchruns],
 ) -> None:
@@ -264,6 +265,7 @@ def test_too_few_nodes_end_with_torchs_timeout_that_counts_them(
         assert "1 of at least 2 nodes joined within 1 s" in runs.words("a")
 
 
+@pytest.mark.soak
 def test_a_job_in_a_shared_folder_survives_the_host_of_its_coordinator(
     job: Callable[..., Torchruns], tmp_path: Path
 ) -> None:
