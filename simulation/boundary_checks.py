@@ -1,9 +1,9 @@
 """Workers that join unmodified scripts at boundaries: what must hold of each world with newcomers.
 
-A newcomer has a place in a world for the first time. No world that follows a fault has one. A world
-with newcomers begins at a boundary where all survivors are parked at one step, and each newcomer
-gets the state of that step. No world steps while a member lacks it, and none after all of its state
-is gone. `history` has that no worker waits for ever.
+A newcomer has a place in a world for the first time. No world that follows a fault has one beside
+survivors. A world with newcomers begins at a boundary where all survivors are parked at one step,
+and each newcomer gets the state of that step. No world steps while a member lacks it, and none
+after all of its state is gone. `history` has that no worker waits for ever.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class BoundaryCheck:
             return
         if not any(member.workers for member in after.members):
             return  # All workers start afresh.
-        new = [name for name in _places(after.members) if name not in _places(before.members)]
+        old, names = _places(before.members), _places(after.members)
+        if not {*old} & {*names}:
+            return  # Nobody survived the fault, so nobody has a state that others lack.
+        new = [name for name in names if name not in old]
         self._require(
             not new, f"{after.fence} follows a fault of {before.fence}, and {', '.join(new)} join"
         )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _STEPS_SINCE_MAX = 4
 # Agents start workers within this of the commit, where hosts are not slow.
 _START_S = 1.0
-# Workers go on within this after a drain was called off; the next drain cannot park them so soon.
+# Workers go on within this after a drain was called off.
 _RELEASE_S = 0.5
 
 
@@ -33,6 +33,7 @@ class GrowthCheck:
     def __init__(self, cluster: SimulatedCluster, require: Callable[[bool, str], None]) -> None:
         self._cluster, self._require = cluster, require
         self._whole: set[int] = set()  # the steps of checkpoints on storage
+        self._drains = 0
         self._started: dict[Fence, float] = {}
         self.grown = 0
         self.called_off = 0
@@ -47,6 +48,7 @@ class GrowthCheck:
 
     def noted(self, event: LogEvent) -> None:
         """Check a growth, as the coordinator has decided it, and a drain that was called off."""
+        self._drains += event.kind is EventKind.DRAIN_STARTED
         if event.kind is EventKind.DRAIN_ENDED and "all workers go on" in event.reason:
             self._is_called_off(event)
         self._require(
@@ -83,10 +85,13 @@ class GrowthCheck:
         cluster, fence = self._cluster, event.fence
         if not cluster.checks.line.is_strict or fence is None:
             return
-        started = cluster.coordinators_started
+        before = cluster.coordinators_started, self._drains
 
         def released() -> None:
-            if cluster.coordinators_started > started or not cluster.checks.line.is_strict:
+            # A node that leaves begins another drain at once, for which workers stay parked.
+            if (cluster.coordinators_started, self._drains) != before:
+                return
+            if not cluster.checks.line.is_strict:
                 return
             parked = [
                 w.name for g in self._groups(fence) for w in g.inside() if w.stage == "parked"

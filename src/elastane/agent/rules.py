@@ -320,7 +320,10 @@ class AgentCore:
         if offer is not None:
             self._workers.offer_port(offer)
         self.contact.session_started(self._now_s)
-        self._heartbeat_s = self._now_s + self.spec.timing.heartbeat_s
+        # At once for workers that are there: a heartbeat says where they last met, without which a
+        # new coordinator does not know that they hold the state.
+        pause_s = 0.0 if self.group is not None else self.spec.timing.heartbeat_s
+        self._heartbeat_s = self._now_s + pause_s
         self._outbox.send(
             Join(
                 spec=self.spec,

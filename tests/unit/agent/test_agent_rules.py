@@ -69,8 +69,9 @@ class Agent:
         if linked:
             self.does(Linked())
 
-    def does(self, event):
-        self.effects = self.core.handle(event, self.now_s, Readings(slept_s=self.slept_s))
+    def does(self, event, met=0):
+        readings = Readings(slept_s=self.slept_s, met=met)
+        self.effects = self.core.handle(event, self.now_s, readings)
         return self.effects
 
     def told(self, message):
@@ -105,6 +106,15 @@ class Agent:
 def failed(rank=0):
     failure = Failure(local_rank=rank, rank=rank, pid=1, exit_code=-9)
     return WorkerFailed(FENCE, failure, 0.0)
+
+
+def test_with_its_registration_an_agent_says_where_its_workers_last_met():
+    """A new coordinator must know that they hold the state before it can go on without others."""
+    agent = Agent().running()
+    agent.does(Unlinked("gone"))
+    agent.does(Linked(), met=FENCE.round)
+    assert [join.holding.assignment.fence for join in agent.sent(Join)] == [FENCE]
+    assert [(beat.fence, beat.met) for beat in agent.sent(Heartbeat)] == [(FENCE, FENCE.round)]
 
 
 def test_failures_keep_their_order_however_long_each_waits_to_be_handled():
