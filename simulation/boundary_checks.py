@@ -51,7 +51,7 @@ class BoundaryCheck:
             return  # All workers start afresh.
         old, names = _places(before.members), _places(after.members)
         if not {*old} & {*names}:
-            return  # Nobody survived the fault, so nobody has a state that others lack.
+            return  # No worker survived, so no worker has a training state that others lack.
         new = [name for name in names if name not in old]
         self._require(
             not new, f"{after.fence} follows a fault of {before.fence}, and {', '.join(new)} join"

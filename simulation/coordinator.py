@@ -52,7 +52,7 @@ class SimulatedCoordinator:
             election.filed.record if election else None,
             store_backed=election is not None,
             previous_holder=election.previous_holder if election else "",
-            is_previous_unserved=election is not None and election.is_previous_unserved,
+            previous_refuses=election is not None and election.previous_refuses,
         )
         self._changes: deque[RendezvousEvent] = deque()
         self._events: deque[RendezvousEvent] = deque()

@@ -36,7 +36,7 @@ class SimulatedElection:
         self.fenced_term = 0
         self.filed = SimulatedRecord()
         self.previous_holder = ""
-        self.is_previous_unserved = False
+        self.previous_refuses = False
         self._until_s = 0.0
         self._waiting: list[Answer] = []
         self._told_held = True
@@ -83,7 +83,7 @@ class SimulatedElection:
                 self._give_up(answer)
                 return
             self.previous_holder = seated[0].host if seated[0] else ""
-            self.is_previous_unserved = self.previous_holder == self._node.unserved != ""
+            self.previous_refuses = self.previous_holder == self._node.refused_at != ""
             answer(True)
 
         self._take(leased)
@@ -134,13 +134,13 @@ class SimulatedElection:
     # Private.
 
     def _take(self, answer: Callable[[int | None], None]) -> None:
-        """Take the lease if it is free, also by ending that of a coordinator that is unserved."""
+        """Take the lease if it is free, or once that of a coordinator that refuses is ended."""
         store, host, ttl_s = self._cluster.store, self.host, self._ttl_s
 
         def tried(term: int | None) -> None:
-            unserved = self._node.take_unserved() if term == 0 else ""
-            if unserved:
-                self._ask(lambda: store.end_lease_of(unserved), ended)
+            refused = self._node.take_refusal() if term == 0 else ""
+            if refused:
+                self._ask(lambda: store.end_lease_of(refused), ended)
             else:
                 answer(term)
 

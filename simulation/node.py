@@ -80,9 +80,9 @@ class SimulatedNode:
         self.signalled = False
         self.signals = 0
         self.welcomed = False
-        # The host of the last session's coordinator; the same, once nobody listened there any more.
-        self.served_by = self.unserved = ""
-        self._is_unserved_used = False
+        # The host of the last session's coordinator; the same host, once it refused a connection.
+        self.served_by = self.refused_at = ""
+        self._is_refusal_used = False
         self.backlog: list[tuple[int, AgentEvent]] = []
         self._ports = 20_000
         self._heard_s = 0.0
@@ -96,7 +96,7 @@ class SimulatedNode:
         self.alive, self.exit, self.signalled = True, None, False
         self.paused = self.workers_paused = self.reaper_paused = False
         self.welcomed, self.signals = False, 0
-        self.served_by = self.unserved = ""
+        self.served_by = self.refused_at = ""
         self.life += 1
         self.incarnation = f"{self.name}.{self.life}"
         spec = NodeSpec(
@@ -261,7 +261,7 @@ class SimulatedNode:
     def linked(self, session: SimulatedSession) -> None:
         """Record a new session."""
         self.session, self._heard_s = session, self.clock.now_s
-        self.served_by, self.unserved = session.down.source, ""
+        self.served_by, self.refused_at = session.down.source, ""
         assert self.core is not None
         offer = self.new_offer()
         if self.household is not None:
@@ -269,16 +269,16 @@ class SimulatedNode:
         self.feed(Linked(offer))
 
     def refused_by(self, host: str) -> None:
-        """Record that nobody listens on `host`; campaign if the last coordinator did."""
-        if host == self.served_by != self.unserved and self.cluster.store_backed:
-            self.unserved, self._is_unserved_used = host, False
+        """Record that `host` refused a connection; campaign if the last coordinator was there."""
+        if host == self.served_by != self.refused_at and self.cluster.store_backed:
+            self.refused_at, self._is_refusal_used = host, False
             self.cluster.stand(self)
         self.not_found(f"{host} refuses the connection")
 
-    def take_unserved(self) -> str:
+    def take_refusal(self) -> str:
         """Return the coordinator's host whose lease is to be ended, the first time."""
-        is_used, self._is_unserved_used = self._is_unserved_used, True
-        return "" if is_used else self.unserved
+        is_used, self._is_refusal_used = self._is_refusal_used, True
+        return "" if is_used else self.refused_at
 
     def not_found(self, reason: str) -> None:
         """Record that no coordinator was found this time."""

@@ -205,7 +205,7 @@ def test_a_broadcast_in_setup_ends_only_the_worker_that_joins(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["manual", pytest.param("toggled", marks=pytest.mark.soak)])
-def test_optimizers_that_step_by_hand_have_equal_states_on_replaced_workers(tmp_path, way):
+def test_manual_optimization_keeps_states_equal_on_replaced_workers(tmp_path, way):
     job = LightningJob(tmp_path, way)
     with job.cluster as cluster:
         cluster.start("a")

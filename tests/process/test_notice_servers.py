@@ -117,7 +117,7 @@ def test_a_request_carries_its_headers_and_nothing_of_the_environment(monkeypatc
         b"HTTP/1.1 200\r\ncontent-LENGTH:3\r\n\r\nabc",
     ],
 )
-def test_bodies_end_as_they_say(reply):
+def test_a_body_is_read_by_its_length_its_chunks_or_to_the_end(reply):
     assert exchange(reply)[0].body == b"abc"
 
 
@@ -145,7 +145,7 @@ def test_a_redirect_is_not_followed():
     ],
     ids=range(11),
 )
-def test_an_answer_that_is_none_is_an_error_within_bounds(reply):
+def test_a_malformed_http_answer_is_an_error_within_bounds(reply):
     with pytest.raises((UnreadableAnswerError, ConnectionError)):
         exchange(reply)
 

@@ -1,4 +1,4 @@
-"""Services as sinks of `job.log`: once per step, whoever dies; no fault of theirs stops a job.
+"""Services as sinks of `job.log`: each step is written once, and a failed service stops no job.
 
 The service is a stand-in for MLflow (`scripts/fake_services`), which can hang and fail.
 """

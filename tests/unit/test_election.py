@@ -86,17 +86,17 @@ async def test_one_is_elected_and_the_next_finds_its_record() -> None:
 
 
 @asynchronous
-async def test_the_lease_of_a_coordinator_that_is_unserved_need_not_run_out() -> None:
+async def test_the_lease_of_a_coordinator_that_refuses_connections_need_not_run_out() -> None:
     backend = MemoryBackend(clock=lambda: 0.0)  # no lease ever runs out
     a, b = Node(backend, "a"), Node(backend, "b")
     await a.election.campaign()
     await a.election.save(record(1))
     await a.election.publish(HERE)
     campaign = asyncio.ensure_future(b.election.campaign())
-    b.election.note_unserved(Endpoint("node0", 29401))  # another coordinator's address
-    await until(lambda: b.election._unserved is None)
+    b.election.note_refusal(Endpoint("node0", 29401))  # another coordinator's address
+    await until(lambda: not b.election._must_end.is_set())
     assert not campaign.done() and a.election.held()
-    b.election.note_unserved(HERE)
+    b.election.note_refusal(HERE)
     assert await campaign == record(1)
     assert b.election.held() and b.election.term > 1
     with pytest.raises(LeaseLostError):  # if it was alive after all
@@ -113,7 +113,7 @@ async def test_a_lease_that_is_longer_than_others_wait_for_its_holder_runs_out()
     a, b = Node(backend, "a", timing), Node(backend, "b", timing)
     await a.election.campaign()
     await a.election.publish(HERE)
-    b.election.note_unserved(HERE)
+    b.election.note_refusal(HERE)
     assert not await b.election._try_once()
     assert a.election.held()
 

@@ -94,7 +94,7 @@ def test_aws_keeps_its_token_and_takes_another_one_on_401():
 
 
 @pytest.mark.parametrize("token", ["", "a b", "x\r\nHost: evil", "x" * 2000, "ü"])
-def test_what_is_no_token_is_never_sent_back(token):
+def test_a_malformed_token_is_never_sent(token):
     with pytest.raises(UnreadableAnswerError):
         hold(AwsMetadata(), ok(token))
 
@@ -206,7 +206,7 @@ GARBAGE = st.one_of(
     body=GARBAGE,
     headers=st.just(GOOGLE) | st.sampled_from([{}, {"location": "http://evil/", "date": "x"}]),
 )
-def test_no_answer_is_taken_for_a_reason_to_leave_that_is_none(make, status, body, headers):
+def test_an_unexpected_answer_makes_no_node_leave(make, status, body, headers):
     """Ten times the same answer ends the dialogue, by its notices or by an error."""
     dialogue = make().ask()
     next(dialogue)

@@ -67,10 +67,10 @@ class Locator(Protocol):
     def found(self) -> None:
         """Stop searching: there is a session, until `locate` is called again."""
 
-    def unserved(self, host: str, port: int) -> None:
-        """Take notice that nobody listens any more where the coordinator of the last session did.
+    def refused(self, host: str, port: int) -> None:
+        """Take notice that the address of the last session's coordinator refuses connections.
 
-        Its process has ended: a connection to a host that is away is not refused, but silent.
+        Its process has ended: a host that is away does not answer at all.
         """
 
 
@@ -115,7 +115,7 @@ class CoordinatorLink:
                 closed_early += error.slug in ("endpoint-closed", "tls")
                 if not self._was_linked and (_is_fatal(error) or closed_early > _CLOSED_EARLY_MAX):
                     raise
-                self._note_unserved(error)
+                self._note_refusal(error)
                 self._post(Unlinked(f"{error.what} [{error.slug}]"))
                 if not has_warned and loop.time() - since_s > _SAY_AFTER_S:
                     has_warned = True
@@ -147,10 +147,10 @@ class CoordinatorLink:
                 dialing.cancel()
                 await asyncio.gather(dialing, return_exceptions=True)
 
-    def _note_unserved(self, error: ElastaneError) -> None:
+    def _note_refusal(self, error: ElastaneError) -> None:
         """Tell the locator if `error` shows that the last session's coordinator has ended."""
         if self._at == self._served_at and isinstance(error.__cause__, ConnectionRefusedError):
-            self._locator.unserved(*self._at)
+            self._locator.refused(*self._at)
 
     async def _is_elsewhere(self, dialing: asyncio.Future[Session]) -> bool:
         """Wait a moment, then return whether the coordinator is at another address."""

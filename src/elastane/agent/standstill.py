@@ -36,8 +36,8 @@ _CLOSE_S = 1.0
 _BEAT_LATE_S = 2.0
 # A thread beside a script shows where its main thread is, this long after it is due at the latest.
 _SHOWN_LATE_S = 12.0
-# A worker counts as stopped after this many looks in a row, at four looks a second; at once where
-# another rule has found that it hangs.
+# A worker counts as stopped after this many samples in a row, at four samples a second; at once
+# where another rule has found that it hangs.
 _STOPS, _STOPS_OF_HUNG = 8, 0
 # Files that are no files: a terminal, a socket, an anonymous pipe.
 _NO_FILES = ("/dev/", "socket:", "pipe:", "anon_inode:", "/memfd:")
@@ -64,7 +64,7 @@ class _Sample:
     beat_s: float
     looks: int = 0
     runs: int = 0
-    stops: int = 0  # looks in a row at which a signal had stopped it
+    stops: int = 0  # samples in a row in which a signal had stopped it
 
 
 class StandstillWatch:

@@ -70,8 +70,9 @@ class Election:
         self._reported_held = False
         self._renewing = asyncio.Lock()
         self._problem = ""
-        self._unserved: Endpoint | None = None
-        self._unserved_noted = asyncio.Event()
+        # Where connections to the last coordinator are refused, and whether to end its lease.
+        self._refused: Endpoint | None = None
+        self._must_end = asyncio.Event()
 
     @property
     def term(self) -> int:
@@ -83,15 +84,25 @@ class Election:
         lease = self._lease
         return lease is not None and lease.held() and lease.term == self._fenced_term
 
-    def note_unserved(self, endpoint: Endpoint) -> None:
-        """Campaign against the coordinator at `endpoint`, where nobody listens any more.
+    def note_refusal(self, endpoint: Endpoint) -> None:
+        """Record that connections to the coordinator at `endpoint` are refused: it has ended.
 
-        Its lease is ended for it if it published that address in its term. Should it live after
-        all, its next renewal and its next write fail: two never decide.
+        The campaign then ends its lease, if it published that address in its term. Should it live
+        after all, its next renewal and its next write fail: two never decide.
         """
-        if self._timing.lease_ttl_s <= ENDED_LEASE_S:
-            self._unserved = endpoint
-            self._unserved_noted.set()
+        if endpoint != self._refused:
+            self._refused = endpoint
+            if self._timing.lease_ttl_s <= ENDED_LEASE_S:
+                self._must_end.set()
+
+    def is_refused(self, endpoint: Endpoint) -> bool:
+        """Return whether connections to a coordinator at `endpoint` are refused."""
+        return endpoint == self._refused
+
+    def forget_refusal(self) -> None:
+        """Record that this node has a session with a coordinator."""
+        self._refused = None
+        self._must_end.clear()
 
     async def campaign(self) -> JobRecord | None:
         """Take the lease as soon as it is free, and return the job's record as of then.
@@ -112,7 +123,7 @@ class Election:
                 self._log_problem(str(error))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._look_s * self._rng.uniform(0.8, 1.2)):
-                    await self._unserved_noted.wait()
+                    await self._must_end.wait()
 
     async def keep(self) -> None:
         """Renew the lease until it is lost, then raise LeaseLostError.
@@ -198,7 +209,7 @@ class Election:
 
     async def _try_once(self) -> bool:
         lease = await self._take()
-        if lease is None and await self._end_unserved():
+        if lease is None and await self._end_refused():
             lease = await self._take()
         if lease is None:
             return False
@@ -215,12 +226,13 @@ class Election:
         ttl_s = self._timing.lease_ttl_s
         return await self.keys.store.lease(self.keys.leadership, self.node_id.encode(), ttl_s)
 
-    async def _end_unserved(self) -> bool:
-        """End the lease of the coordinator that was noted, once; return whether there was one."""
-        endpoint, self._unserved = self._unserved, None
-        self._unserved_noted.clear()
-        leader = await self.keys.leader() if endpoint is not None else None
-        if leader is None or leader.endpoint != endpoint:
+    async def _end_refused(self) -> bool:
+        """End the lease of a coordinator that refuses connections; return whether there is one."""
+        if not self._must_end.is_set():
+            return False
+        self._must_end.clear()
+        leader = await self.keys.leader()
+        if leader is None or not self.is_refused(leader.endpoint):
             return False
         await self.keys.store.end_lease(self.keys.leadership, leader.term)
         return True

@@ -52,13 +52,13 @@ def operator_bridge_of(keys: JobKeys | None, environ: Mapping[str, str]) -> Oper
 class Takeover:
     """What a coordinator starts from: the record, and the node whose coordinator has ended.
 
-    `is_previous_unserved`: nobody listens any more where that coordinator did.
+    `previous_refuses`: that coordinator's address refuses connections.
     """
 
     record: JobRecord | None = None
     previous_holder: str = ""
     store_backed: bool = False
-    is_previous_unserved: bool = False
+    previous_refuses: bool = False
 
 
 class CoordinatorHost:
@@ -113,7 +113,7 @@ class CoordinatorHost:
             takeover.record,
             store_backed=takeover.store_backed,
             previous_holder=takeover.previous_holder,
-            is_previous_unserved=takeover.is_previous_unserved,
+            previous_refuses=takeover.previous_refuses,
         )
         coordinator = Coordinator(
             machine,

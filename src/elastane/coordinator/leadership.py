@@ -50,8 +50,8 @@ class Leadership(Protocol):
     def found(self) -> None:
         """Accept that a session exists: leadership is not sought until the next `locate`."""
 
-    def unserved(self, host: str, port: int) -> None:
-        """Accept that nobody listens any more where the coordinator of the last session did."""
+    def refused(self, host: str, port: int) -> None:
+        """Accept that the address of the last session's coordinator refuses connections."""
 
     async def run(self) -> None:
         """Seek leadership for as long as the job runs; raises what waiting cannot mend."""
@@ -127,7 +127,7 @@ class EndpointLeadership:
     def found(self) -> None:
         """See Leadership."""
 
-    def unserved(self, host: str, port: int) -> None:
+    def refused(self, host: str, port: int) -> None:
         """See Leadership: only the agent at that address can serve there again."""
 
     async def run(self) -> None:
@@ -157,20 +157,17 @@ class StoreLeadership:
         self._sought = asyncio.Event()
         self._linked = False
         self._stepped_down = False
-        self._unserved: Endpoint | None = None
 
     def found(self) -> None:
         """Stop polling the store: this agent has found its coordinator."""
         self._sought.clear()
-        self._unserved = None
+        self._election.forget_refusal()
         if self._hosting.coordinator is None:
             self._stepped_down = False
 
-    def unserved(self, host: str, port: int) -> None:
+    def refused(self, host: str, port: int) -> None:
         """See Leadership: that coordinator's process has ended, so its lease need not run out."""
-        if self._unserved != Endpoint(host, port):
-            self._unserved = Endpoint(host, port)
-            self._election.note_unserved(self._unserved)
+        self._election.note_refusal(Endpoint(host, port))
 
     async def locate(self, *, linked: bool = False) -> tuple[str, int]:
         """See Leadership."""
@@ -232,8 +229,8 @@ class StoreLeadership:
         # A linked host lives and only lost the store: its workers train, so the next coordinator
         # waits.
         ended = before.node_id if before and not self._linked else ""
-        is_unserved = before is not None and before.endpoint == self._unserved
-        takeover = Takeover(record, ended, store_backed=True, is_previous_unserved=is_unserved)
+        refuses = before is not None and self._election.is_refused(before.endpoint)
+        takeover = Takeover(record, ended, store_backed=True, previous_refuses=refuses)
         listener = listen(self._local_addr, 0)
         if listener is None:
             raise ConfigurationError("no free port", slug="port-in-use")

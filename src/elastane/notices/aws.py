@@ -68,7 +68,7 @@ class AwsMetadata:
         self._token = ""
         path, ttl = "/latest/api/token", "X-aws-ec2-metadata-token-ttl-seconds"
         answer = yield Ask(path, {ttl: str(TOKEN_TTL_S)}, method="PUT")
-        # What is no token must not become a line of the next request.
+        # A malformed token could add lines to the next request.
         if answer.status != 200 or not _TOKEN.fullmatch(answer.text):
             raise answer.unreadable(path)
         self._token = answer.text

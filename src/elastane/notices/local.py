@@ -1,8 +1,8 @@
 """Reads notices from this machine: a file that appears, and a command.
 
 A file is looked at in a thread of its own with a limit, because a path on a dead network file
-system blocks whoever touches it. A command runs in a session of its own and ends with the agent. It
-is started again if it ends without a notice.
+system blocks the thread that opens it. A command runs in a session of its own and ends with the
+agent. It is started again if it ends without a notice.
 """
 
 from __future__ import annotations

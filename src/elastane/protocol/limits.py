@@ -36,9 +36,9 @@ LOCAL_WORLD_SIZE_MAX = 4096
 # A broken session may come back as quickly as a TCP connect and two frames; only then has its node
 # departed. Short, since a dead agent's broken session must count at once.
 REJOIN_GRACE_S = 0.1
-# How long to wait for the last coordinator's node once all others are back, unless nobody listens
-# there any more. Most likely it is dead; one that only lost its lease looks for the new coordinator
-# as the others did.
+# How long to wait for the last coordinator's node once all others are back, unless its address
+# refuses connections. Most likely it is dead; one that only lost its lease looks for the new
+# coordinator as the others did.
 HOLDER_GRACE_S = 0.5
 # A second agent gets a node id in use once the first was silent for this long.
 CONTEST_S = 1.0
@@ -101,9 +101,9 @@ OUTCOME_KEPT_S = 900.0
 # The share of a lease's time by which its holder stops deciding early: covers clocks that run at
 # different speeds.
 LEASE_MARGIN = 0.1
-# A lease of at most this long is ended for a holder where nobody listens any more. If the holder
-# lives after all and reaches no store, it may confirm its authority for so long, which the wait of
-# FENCE_WAIT_S covers. A longer lease has to run out. (Kubernetes has the longest default.)
+# A lease of at most this long is ended for a holder whose address refuses connections. If the
+# holder lives after all and reaches no store, it may confirm its authority for so long, which the
+# wait of FENCE_WAIT_S covers. A longer lease has to run out. (Kubernetes has the longest default.)
 ENDED_LEASE_S = 3.0
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+from summed_numbers import Net, Numbers
 
 import elastane
 
@@ -15,28 +16,12 @@ FOLDER, FRAMEWORK = Path(sys.argv[1]), sys.argv[2]
 STEPS, EVERY = 60, 5
 
 
-class Numbers(torch.utils.data.Dataset):
-    """Samples that are functions of their index."""
-
-    def __len__(self):
-        return 4000
-
-    def __getitem__(self, index):
-        values = torch.randn(8, generator=torch.Generator().manual_seed(index))
-        return {"x": values, "labels": values.sum().reshape(1)}
-
-
-class Net(torch.nn.Module):
-    """A model as the Trainer wants it: it returns its loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(8, 1)
+class SlowNet(Net):
+    """A model whose steps take long enough for a kill among them."""
 
     def forward(self, x, labels):
         time.sleep(0.02)
-        predicted = self.linear(x)
-        return {"loss": (predicted - labels).square().mean(), "logits": predicted}
+        return super().forward(x, labels)
 
 
 def with_trainer():
@@ -50,7 +35,7 @@ def with_trainer():
         save_strategy="no", report_to=[], disable_tqdm=True, ddp_backend="gloo",
     )  # fmt: skip
     callback = ScalarCallback(FOLDER / "scalars.jsonl")
-    Trainer(Net(), arguments, train_dataset=Numbers(), callbacks=[callback]).train()
+    Trainer(SlowNet(), arguments, train_dataset=Numbers(), callbacks=[callback]).train()
 
 
 def with_lightning():
@@ -64,7 +49,7 @@ def with_lightning():
 
         def __init__(self):
             super().__init__()
-            self.net = Net()
+            self.net = SlowNet()
 
         def training_step(self, batch, _index):
             loss = self.net(**batch)["loss"]
@@ -89,7 +74,7 @@ def with_accelerate():
     tracker = elastane.accelerate.scalar_tracker(FOLDER / "scalars.jsonl")
     accelerator = elastane.accelerate.adopt(Accelerator(cpu=True, log_with=tracker))
     accelerator.init_trackers("digits", {"lr": 1e-3})
-    data, net = torch.utils.data.Subset(Numbers(), range(STEPS * 24)), Net()
+    data, net = torch.utils.data.Subset(Numbers(), range(STEPS * 24)), SlowNet()
     batches = elastane.ElasticBatchSampler(len(data), 24)
     net, optimizer, loader = accelerator.prepare(
         net,

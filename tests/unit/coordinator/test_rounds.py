@@ -257,8 +257,8 @@ def test_a_coordinator_that_died_is_not_waited_for_as_long_as_another_node(pair,
     assert other.phase == "recovering"
 
 
-def test_a_coordinator_that_is_unserved_is_waited_for_like_any_broken_session(pair, driver):
-    last = {"store_backed": True, "previous_holder": "b", "is_previous_unserved": True}
+def test_a_coordinator_that_refuses_connections_is_waited_for_like_a_broken_session(pair, driver):
+    last = {"store_backed": True, "previous_holder": "b", "previous_refuses": True}
     new = driver(record=record_of(pair), **last)
     new.join("a", holding=pair.holding("a"))
     new.passes(0.05, alive="a")

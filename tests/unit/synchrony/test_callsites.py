@@ -1,4 +1,4 @@
-"""What is known of the caller of a collective."""
+"""The call site of a collective tells which part of a training step issued it."""
 
 import torch
 from torch.utils.checkpoint import checkpoint

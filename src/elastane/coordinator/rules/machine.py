@@ -120,8 +120,8 @@ class Rendezvous:
     """Membership, restarts and drains of one job.
 
     `record` is the job's record in the store. `previous_holder` is the node whose coordinator wrote
-    it last, if that coordinator is known to have ended; `is_previous_unserved`: nobody listens any
-    more where it did, so that node's process has ended too. The same events at the same times give
+    it last, if that coordinator is known to have ended; `previous_refuses`: its
+    address refuses connections, so its agent has ended too. The same events at the same times give
     the same effects.
     """
 
@@ -133,7 +133,7 @@ class Rendezvous:
         *,
         store_backed: bool = False,
         previous_holder: str = "",
-        is_previous_unserved: bool = False,
+        previous_refuses: bool = False,
     ) -> None:
         budget = RestartBudget(
             allowed=spec.max_restarts, used=record.restarts_used if record else 0
@@ -143,7 +143,7 @@ class Rendezvous:
         self._state = State(
             spec,
             now_s,
-            CoordinatorTerm(now_s, store_backed, previous_holder, is_previous_unserved),
+            CoordinatorTerm(now_s, store_backed, previous_holder, previous_refuses),
             budget,
             Stage(now_s),
             StateHolders(store_backed),
@@ -342,9 +342,9 @@ def _await_previous_node(state: State, deadline_s: float) -> float:
 
     That node most likely ended with its coordinator, so the wait is short. If the store was away, a
     live coordinator lost its leadership, and its node comes back at the same time as the others.
-    Where nobody listens any more, the wait is that for a node whose connection broke.
+    If its address refuses connections, the wait is that for a node whose connection broke.
     """
-    grace_s = REJOIN_GRACE_S if state.term.is_previous_unserved else HOLDER_GRACE_S
+    grace_s = REJOIN_GRACE_S if state.term.previous_refuses else HOLDER_GRACE_S
     return min(deadline_s, state.term.await_previous(state.now_s + grace_s))
 
 

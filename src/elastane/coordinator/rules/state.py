@@ -114,7 +114,7 @@ class CoordinatorTerm:
     store_backed: bool
     # The node of the previous coordinator, known to have ended.
     previous_node: str = ""
-    is_previous_unserved: bool = False  # nobody listens any more where that coordinator did
+    previous_refuses: bool = False  # that coordinator's address refuses connections
     previous_due_s: float | None = None  # how long to wait for it, once all others are back
     ended_before: bool = False  # the job ended under another coordinator: its agents may still come
     has_authority: bool = True  # the store backs the decisions

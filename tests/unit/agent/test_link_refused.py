@@ -1,4 +1,4 @@
-"""A link tells that the last session's coordinator has ended, once nobody listens there."""
+"""A link reports that the last session's coordinator refuses connections, so that it has ended."""
 
 import asyncio
 
@@ -36,11 +36,11 @@ class Places:
     def found(self):
         """Hear it."""
 
-    def unserved(self, host, port):
+    def refused(self, host, port):
         self.told.append((host, port))
 
 
-async def refused(host, port):
+async def refuses(host, port):
     """Dial a port at which nobody listens, which the kernel answers."""
     return await rpc.connect(host, 1, job="j", secret=b"s", tls=None, timeout_s=5.0)
 
@@ -51,7 +51,7 @@ async def silent(host, port):
 
 
 def told_after(places, dials):
-    """What a link tells while it dials so; a dial of None is a session that ends at once."""
+    """Return the refusals that a link reports; a dial of None is a session that ends at once."""
     locator, left, done = Places(*places), [*dials], asyncio.Event()
 
     async def dial(host, port):
@@ -72,17 +72,17 @@ def told_after(places, dials):
     return locator.told
 
 
-def test_nobody_listens_any_more_where_the_last_session_was():
-    assert told_after([HERE], [None, refused]) == [HERE]
+def test_the_address_of_the_last_session_refuses_a_connection():
+    assert told_after([HERE], [None, refuses]) == [HERE]
 
 
 @pytest.mark.parametrize(
     ("places", "dials"),
     [
-        ([HERE], [refused]),  # there was no session: that coordinator may never have lived here
+        ([HERE], [refuses]),  # there was no session: that coordinator may never have lived here
         ([HERE], [None, silent]),  # a host that is away, or a process that is stopped
-        ([HERE, ELSEWHERE], [None, refused]),  # another coordinator's address
+        ([HERE, ELSEWHERE], [None, refuses]),  # another coordinator's address
     ],
 )
-def test_anything_less_is_no_proof(places, dials):
+def test_silence_or_another_address_does_not_prove_an_end(places, dials):
     assert told_after(places, dials) == []
