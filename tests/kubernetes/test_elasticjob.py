@@ -1,6 +1,7 @@
 """ElasticJobs on a real control plane: applied by kubectl, with real training in their pods."""
 
 import json
+import signal
 
 import pytest
 from elastic_jobs import STOCK, seat_of, steps_of, workers
@@ -46,13 +47,18 @@ def test_a_coordinator_whose_pod_is_killed_is_followed_before_its_lease_has_run_
     job.apply(replicas=2, low=1, high=2)
     before = job.wait_step(world=2)
     path, holder = seat_of(job)
-    cluster.tell(job.space, holder, "signal", number=9)
+    (other,) = set(workers(job)) - {holder}
+    # The survivor stands still until the operator has acted: it would end the lease itself.
+    for pod in (other, holder):
+        cluster.tell(job.space, pod, "signal", number=signal.SIGSTOP)
     # From now on nobody lives to see it run out.
     forever = {"spec": {"leaseDurationSeconds": 86_400}}
     job.plane.ask("PATCH", path, forever, kind="merge-patch+json")
-    job.wait_step(world=1, fence=(before.round, before.attempt))
-    assert f"pod {holder} is dead: the lease" in operator.report()
-    job.wait_step(world=2)
+    cluster.tell(job.space, holder, "signal", number=signal.SIGKILL)
+    ended = f"pod {holder} is dead: the lease"
+    until(lambda: ended in operator.report(), "the operator has ended the lease")
+    cluster.tell(job.space, other, "signal", number=signal.SIGCONT)
+    job.wait_step(world=2, fence=(before.round, before.attempt))
 
 
 def test_mistakes_of_a_manifest_are_reported_at_once_and_for_good(cluster, operator, make_job):

@@ -163,13 +163,17 @@ def killed_worker(persistent):
         feed.commit(next(feed).step)
         old = workers()
         raised = ""
-        # torch's handler of SIGCHLD raises once for each dead worker, wherever we are by then.
+        # torch's handler of SIGCHLD raises once for each dead worker, wherever we are by then:
+        # also after the error of a batch that the worker did not send whole.
         try:
-            with contextlib.suppress(EOFError):  # one was killed while it sent a batch
+            try:
                 os.kill(old[0], signal.SIGKILL)
                 while True:
                     next(feed)
-            os.waitid(os.P_PID, old[0], os.WEXITED | os.WNOWAIT)
+            except (OSError, EOFError, RuntimeError) as error:
+                raised = str(error)
+            with contextlib.suppress(ChildProcessError):  # the loader has reaped it
+                os.waitid(os.P_PID, old[0], os.WEXITED | os.WNOWAIT)
             torch._C._error_if_any_worker_fails()  # unless the handler did
         except RuntimeError as error:
             raised = str(error)
