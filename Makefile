@@ -49,7 +49,7 @@ STAMP := $(VENV)/.elastane-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help env demo test pure lane-1 lane-2 lane-3 lint bench soak nightly gpu kubernetes kubernetes-bed \
-	coverage covered-1 covered-2 covered-3 release format clean
+	coverage covered-1 covered-2 covered-3 release docs format clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -136,6 +136,10 @@ covered-3:
 
 # VERSION, if it is given, must be that of the tree: a tag names it.
 RELEASE := build/release
+DOCS := build/docs-tools
+# Draws the diagrams of pages in the reader's browser. The sum is of the file, whoever serves it.
+MERMAID := 11.17.2
+MERMAID_SHA256 := 581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8
 release: ## build wheel and sdist, and try the wheel in a fresh environment (three minutes)
 	@test -z '$(VERSION)' || grep -qx '__version__ = "$(VERSION)"' src/elastane/version.py || \
 		{ echo 'src/elastane/version.py has another version than $(VERSION)' >&2; exit 1; }
@@ -148,6 +152,25 @@ release: ## build wheel and sdist, and try the wheel in a fresh environment (thr
 	$(RELEASE)/user/bin/pip install --quiet $(TORCH)
 	$(RELEASE)/user/bin/pip install --quiet "$$(ls $(RELEASE)/dist/*.whl)[demo]"
 	cd $(RELEASE) && user/bin/elastane demo
+
+docs: $(DOCS)/stamp build/mermaid/$(MERMAID) ## build the documentation site in build/docs; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build -f manual/mkdocs.yml
+	@echo 'look at it: $(DOCS)/bin/python -m http.server --bind 127.0.0.1 --directory build/docs'
+
+# An environment of its own: the site needs no torch, and elastane's tests need no site.
+$(DOCS)/stamp: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet -e '.[docs]'
+	@touch $@
+
+build/mermaid/$(MERMAID):
+	@command -v npm >/dev/null || { echo 'npm, which fetches Mermaid, is missing; next: apt-get install npm' >&2; exit 1; }
+	rm -rf build/mermaid
+	mkdir -p build/mermaid
+	cd build/mermaid && npm pack --silent mermaid@$(MERMAID) && \
+		tar xzf mermaid-$(MERMAID).tgz --strip-components 2 package/dist/mermaid.min.js && \
+		echo '$(MERMAID_SHA256)  mermaid.min.js' | sha256sum --check --quiet && rm mermaid-$(MERMAID).tgz
+	@touch $@
 
 format: env ## format the code, sort its imports, write what deploy/generate.py makes of it
 	$(BIN)/ruff check --fix --select I .

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src" / "elastane"
-_FOLDERS = ("src", "tests", "bench", "examples", "deploy")
+_FOLDERS = ("src", "tests", "bench", "examples", "deploy", "manual")
 _TEXTS = (
     *("*.md", "docs/**/*.md", "examples/**/*.md", "pyproject.toml", "Makefile", ".ci/*", "LICENSE"),
     *("deploy/**/*.yaml", "deploy/**/*.tpl", "deploy/**/*.md", "deploy/Dockerfile*"),
