@@ -19,7 +19,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastane.synchrony.operations import Identity, Rule, Signature, Site
@@ -142,7 +142,13 @@ class CollectiveHistory:
         self.choose = random.Random(seed)
         self.keepable = keepable
         kinds = _KEPT if keepable else _ALL
-        self.program = program_of(self.choose, kinds, in_order=keepable, has_boundaries=admits)
+        program = program_of(self.choose, kinds, in_order=keepable, has_boundaries=admits)
+        # Chosen by a generator of its own: the histories of kept seeds stay the same.
+        aside = random.Random(seed)
+        self.program = [
+            replace(act, kind="first size") if act.kind == "max" and aside.random() < 0.5 else act
+            for act in program
+        ]
         # How often new members may still be admitted, and the boundary at which all are held.
         self.admissions = self.choose.randint(1, 3) if admits else 0
         self.gate: int | None = None
@@ -274,6 +280,8 @@ class CollectiveHistory:
             closes = next(a for a in self.program[process.at :] if a.what == "close")
             unit = closes.index + closes.buckets
         divided_by = len(member.visible) if act.what == "bucket" else 0
+        if act.kind == "first size":
+            divided_by = len(self.views[0].members)
         issued = member.issue(signature, unit=unit, divided_by=divided_by)
         process.roots[act.index] = signature.root
         if issued.restart:
@@ -294,6 +302,7 @@ class CollectiveHistory:
             "count": Signature("allreduce", reduction="sum", counts=True),
             "true sum": Signature("allreduce", reduction="sum", site=Site.TRUE_SUM),
             "sum": Signature("allreduce", reduction="sum"),
+            "first size": Signature("allreduce", reduction="sum", site=Site.FIRST_SIZE),
             "barrier": Signature("barrier"),
             "broadcast": Signature("broadcast", root=root),
             "authority": Signature("broadcast", root=root, site=Site.AUTHORITY),
@@ -375,7 +384,8 @@ class CollectiveHistory:
             raise CollectiveViolation(
                 f"own contribution: operation {number} lacks {process.identity}"
             )
-        if kind == "bucket" and any(divisor != len(result.parts) for _, divisor in result.parts):
+        is_mean = kind in ("bucket", "first size")
+        if is_mean and any(divisor != len(result.parts) for _, divisor in result.parts):
             raise CollectiveViolation(
                 f"mean: operation {number} of {len(result.parts)} has {result.parts}"
             )

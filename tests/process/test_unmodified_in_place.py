@@ -84,14 +84,38 @@ def test_survivors_of_an_unmodified_script_continue_with_equal_weights(tmp_path,
         assert not cluster.events("restart") and not cluster.events("replacement")
 
 
-def test_a_sum_without_a_known_meaning_among_fewer_workers_restarts_all(tmp_path):
-    job = Unmodified(tmp_path, "sum", nproc_per_node=2, max_restarts=1)
+def test_a_script_that_keeps_its_size_sees_it_until_its_end_and_means_stay_right(tmp_path):
+    job = Unmodified(tmp_path, "sum", nproc_per_node=3, max_restarts=0)
+    with job.cluster as cluster:
+        cluster.start("a")
+        cluster.wait_world(nodes=1)
+        pids = {*cluster.world().pids["a"]}
+        cluster.wait(lambda: cluster.events("incident"), "the worker of rank 1 is lost in its sum")
+        left = pids & {*cluster.world().pids["a"]}
+        job.wait_steps(left, 3)
+        job.ends_alike(left)
+        assert not cluster.events("restart")
+        lines = [line for pid in left for line in job.said()[pid]]
+        assert {line["mean"] for line in lines} == {1.0}
+        assert {(line["rank"], line["world"]) for line in lines} == {(0, 3), (2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("way", "may_change", "reason"),
+    [
+        ("sum", True, "allreduce (sum) was interrupted"),
+        ("gather", False, "its buffers are for 2 workers"),
+    ],
+)
+def test_what_has_no_known_meaning_among_fewer_workers_restarts_all(
+    tmp_path, way, may_change, reason
+):
+    job = Unmodified(tmp_path, way, nproc_per_node=2, max_restarts=1, ranks_may_change=may_change)
     with job.cluster as cluster:
         node = cluster.start("a")
         cluster.wait(lambda: len(job.said()) == 4, "two workers, and two more after the restart")
         job.ends_alike({*cluster.world().pids["a"]})
-        assert "allreduce (sum) was interrupted" in node.output
-        assert "[in-place-restart]" in node.output
+        assert reason in node.output and "[in-place-restart]" in node.output
 
 
 @pytest.mark.parametrize(

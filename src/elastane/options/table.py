@@ -311,7 +311,8 @@ TABLE: tuple[Option, ...] = (
         "ranks-may-change",
         "0",
         "with --in-place: the script asks for its rank and the world size wherever it uses them, "
-        "so another worker can become rank 0 (default: the loss of rank 0 restarts all workers)",
+        "so another worker can become rank 0 (default: it sees its first ones until all workers "
+        "restart, sums of floats are scaled to that size, and the loss of rank 0 restarts all)",
         OURS,
         kind="flag",
         ours=True,

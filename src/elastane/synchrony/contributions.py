@@ -15,6 +15,15 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 
+def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy `value` into a tensor of the program, in any thread.
+
+    torch refuses to change a tensor that was made in inference mode outside of it.
+    """
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(value)
+
+
 class Contribution(Protocol):
     """What one member put into an operation."""
 
@@ -34,11 +43,9 @@ class Copied:
 
     def restore(self, divided_by: int, divisor: int) -> None:
         """Copy them back, scaled to the divisor."""
-        with torch.no_grad():
-            for tensor, copy in zip(self._tensors, self._copies, strict=True):
-                tensor.copy_(copy)
-                if divisor and divisor != divided_by:
-                    tensor.mul_(divided_by / divisor)
+        is_scaled = divisor and divisor != divided_by
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            overwrite(tensor, copy * (divided_by / divisor) if is_scaled else copy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ class Rule(Enum):
 
     # The result has the same meaning over the survivors.
     REPEAT = "run again over the survivors"
-    # The contributions were divided by the number of members: they are divided by the new number.
+    # The contributions were divided by a number of members, or the result will be: they are scaled
+    # to the number of survivors.
     RESCALE = "run again, with contributions divided by the number of survivors"
     # A broadcast. It runs again from the same member; without that member, from a survivor that has
     # received it.
@@ -43,6 +44,9 @@ class Site(Enum):
     """Who called an operation, as far as the rules differ by it."""
 
     SCRIPT = "the script"
+    # The same, where the program sees the first rank and world size until its end: a sum of floats
+    # counts for as many members as that size says.
+    FIRST_SIZE = "a script that sees the first world size"
     # Gradients, in the buckets of DistributedDataParallel: divided by the size, then summed.
     REDUCER = "DistributedDataParallel's gradients"
     # torch's communication hooks: as the reducer, but the tensor belongs to the hook.
@@ -103,12 +107,14 @@ class Signature:
     def depends_on_size(self) -> bool:
         """Whether its result means something only together with the number of members."""
         is_sum = self.kind.startswith("allreduce") and self.reduction not in _IDEMPOTENT
-        return self.kind in _SHAPED or (is_sum and self.site in (Site.SCRIPT, Site.TRUE_SUM))
+        is_read = self.site in (Site.SCRIPT, Site.FIRST_SIZE, Site.TRUE_SUM)
+        return self.kind in _SHAPED or (is_sum and is_read and self.rule is not Rule.RESCALE)
 
     def described(self) -> str:
         """Describe the operation for a message: its kind, reduction and caller."""
         what = f"{self.kind} ({self.reduction})" if self.reduction else self.kind
-        return what if self.site is Site.SCRIPT else f"{what} of {self.site.value}"
+        is_plain = self.site in (Site.SCRIPT, Site.FIRST_SIZE)
+        return what if is_plain else f"{what} of {self.site.value}"
 
 
 def rule_of(signature: Signature) -> Rule:
@@ -130,6 +136,8 @@ def _rule_of_reduction(signature: Signature) -> Rule:
         return Rule.RESCALE if signature.reduction == "sum" else Rule.REPEAT
     if signature.reduction in _IDEMPOTENT or signature.counts:
         return Rule.REPEAT
+    if signature.site is Site.FIRST_SIZE and signature.reduction == "sum":
+        return Rule.RESCALE
     # A float sum may have been divided before, by a size that no longer holds: all members would
     # agree on parameters that are too small, and no digest would show it.
     is_true_sum = signature.reduction == "sum" and signature.site is Site.TRUE_SUM

@@ -41,11 +41,24 @@ from elastane.synchrony.meeting import Meeting
 from elastane.synchrony.newcomers import SharedState
 from elastane.synchrony.operations import Identity, Rule, Site
 from elastane.synchrony.pending import OrderedWork, PendingOperation, RestartingWork
-from elastane.synchrony.rules import Delivery, Member, Phase, Plan, Start, Table, View, plan
+from elastane.synchrony.rules import (
+    Delivery,
+    Member,
+    Phase,
+    Plan,
+    Start,
+    Table,
+    View,
+    plan,
+    why_not_issued,
+)
 
 _MESSAGES = frozenset(("send", "recv"))
 # A vote is a sum over the members; each adds twice its count, and one if its program has ended.
 _ENDED = 1
+# After so many worlds in which nothing was delivered and nobody was lost, the cause is no loss, and
+# would end further worlds, too.
+_VAIN_WORLDS_MAX = 10
 
 
 class GroupHost(Protocol):
@@ -66,6 +79,10 @@ class GroupHost(Protocol):
 
     def left_out(self) -> NoReturn:
         """End this worker: the others have gone on from the boundary at which it would join."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether a framework of the program is told of each change of its rank and world size."""
 
     def show(self, rank: int, size: int) -> None:
         """Let the program see another rank or world size."""
@@ -88,7 +105,9 @@ class OrderedGroup(ElasticGroup):
     """A group whose operations all survivors deliver alike; `leave` ends it.
 
     `begin` starts it in a world, `begin_outside` without one.
-    `keeps_ranks`: the script may keep a rank or a world size in a variable.
+    `keeps_ranks`: the script may keep a rank or a world size in a variable. Then it sees those of
+    its first world until its end, unless a framework follows changes or newcomers may join; sums of
+    floats are scaled to that size.
     """
 
     def __init__(self, host: GroupHost, *, keeps_ranks: bool) -> None:
@@ -106,7 +125,8 @@ class OrderedGroup(ElasticGroup):
         # How many backward passes were delivered.
         self._units = 0
         self._open_task: int | None = None
-        # The members that torch's tables and the environment show.
+        # The members that the program's ranks refer to, lost ones included where it sees its first
+        # world; torch's tables and the environment show them.
         self._shown: tuple[Identity, ...] = ()
         # Whether the script has summed floats by a call of its own.
         self._has_summed = False
@@ -115,6 +135,9 @@ class OrderedGroup(ElasticGroup):
         # Rank and world size that a newcomer's program sees before it joins.
         self._outside: tuple[int, int] | None = None
         self._is_leaving = self._has_left = False
+        # What was delivered, and by whom, when worlds began to end in vain, and how many have.
+        self._stands_at: tuple[int, tuple[Identity, ...]] = (-1, ())
+        self._vain_worlds = 0
         # Who is told of another rank or world size.
         self._told: list[Callable[[int, int], None]] = []
         self._thread = threading.Thread(target=self._run, name="elastane-deliver", daemon=True)
@@ -214,11 +237,6 @@ class OrderedGroup(ElasticGroup):
         if self._thread.is_alive():
             self._thread.join()
 
-    def let_ranks_change(self) -> None:
-        """Record that no rank and no size is kept: a framework's are set when the world changes."""
-        with self._changed:
-            self._member.keeps_ranks = False
-
     def shutdown(self) -> None:
         """Leave and close: destroy_process_group() uses this name."""
         self.leave()
@@ -228,14 +246,32 @@ class OrderedGroup(ElasticGroup):
         """This worker's rank, as the program sees it."""
         if self._outside is not None:
             return self._outside[0]
-        visible = self._member.visible
-        return visible.index(self._member.identity) if visible else 0
+        return self._shown.index(self._member.identity) if self._shown else 0
 
     def size(self) -> int:
         """The world size, as the program sees it."""
         if self._outside is not None:
             return self._outside[1]
+        return len(self._shown) or 1
+
+    @property
+    def rank_now(self) -> int:
+        """This worker's rank among the members that are left at this place of the program."""
+        if self._outside is not None:
+            return self._outside[0]
+        visible = self._member.visible
+        return visible.index(self._member.identity) if visible else 0
+
+    @property
+    def _size_now(self) -> int:
+        if self._outside is not None:
+            return self._outside[1]
         return len(self._member.visible) or 1
+
+    @property
+    def _sees_first(self) -> bool:
+        """Whether the program sees its first world until its end."""
+        return self._member.keeps_ranks and self._shared is None and not self._host.follows
 
     def monitored_barrier(self, *_timeouts: Any, **_options: Any) -> None:
         """Wait for all members, over any number of faults; the agents notice one that is lost."""
@@ -246,15 +282,18 @@ class OrderedGroup(ElasticGroup):
     getRank = rank  # noqa: N815
 
     def getSize(self) -> int:  # noqa: N802
-        """Return `size`. A new reducer calls it, and in each backward pass the first gradient."""
+        """Return how many members are left: what a reducer divides gradients by.
+
+        A new reducer calls it, and in each backward pass the first gradient.
+        """
         module = ddp.constructed(sys._getframe(1), self)
         if module is not None:
             self._layouts[id(module)] = BucketLayout()
             self._ddps[id(module)] = weakref.ref(module)
         if callsites.is_in_backward():
             task = torch._C._current_graph_task_id()
-            return self._divisors.setdefault(task, self.size())
-        return self.size()
+            return self._divisors.setdefault(task, self._size_now)
+        return self._size_now
 
     @property
     def in_flight(self) -> bool:
@@ -309,9 +348,16 @@ class OrderedGroup(ElasticGroup):
             self._refuse_in_meeting(name)
             self._changed.wait_for(lambda: self._member.phase is Phase.RUNNING)
             site, slots = self._site(frame, name, args)
-            call = call_of(name, args, kwargs, self._member.visible, site)
+            if site is Site.SCRIPT and self._sees_first:
+                site = Site.FIRST_SIZE
+            call = call_of(name, args, kwargs, self._shown, site)
             is_sum = call.signature.kind.startswith("allreduce")
-            self._has_summed |= is_sum and call.signature.rule is Rule.REFUSED
+            scaled = site is Site.FIRST_SIZE and call.signature.rule is Rule.RESCALE
+            self._has_summed |= is_sum and (scaled or call.signature.rule is Rule.REFUSED)
+            if self._shown != self._member.visible and (
+                why := why_not_issued(call.signature, self._member.visible)
+            ):
+                self._host.restart(why)
             pending = self._issue(call, slots)
             self._pump()
             self._changed.notify_all()
@@ -339,8 +385,9 @@ class OrderedGroup(ElasticGroup):
 
     def _issue(self, call: Call, slots: list[Slot] | None) -> PendingOperation:
         site, unit, divided_by = call.signature.site, None, 0
+        if call.signature.rule is Rule.RESCALE:
+            divided_by = self.size()  # the script will divide, or torch's hook has divided, by it
         if site in (Site.REDUCER, Site.HOOK):
-            divided_by = self.size()
             if callsites.is_in_nested_backward():
                 # Its end is not the end of the pass, so members would switch within the pass.
                 self._member.refuse(
@@ -352,7 +399,7 @@ class OrderedGroup(ElasticGroup):
                 self._open_unit(unit)
             if site is Site.REDUCER:
                 task = torch._C._current_graph_task_id()
-                divided_by = self._divisors.get(task, divided_by)
+                divided_by = self._divisors.get(task, self._size_now)
         contribution = Copied(call.inputs) if slots is None else Gradients(call.inputs[0], slots)
         issued = self._member.issue(call.signature, unit=unit, divided_by=divided_by)
         if issued.restart:
@@ -521,7 +568,8 @@ class OrderedGroup(ElasticGroup):
         """Let the program see the members of the rules' visible view."""
         if self._member.restart:
             self._host.restart(self._member.restart)
-        if self._member.visible == self._shown:
+        is_first = not self._shown
+        if self._member.visible == self._shown or (self._sees_first and not is_first):
             return
         self._shown = self._member.visible
         self.show_members(range(self.size()))
@@ -546,6 +594,7 @@ class OrderedGroup(ElasticGroup):
 
     def _enter_next(self, error: Exception | None) -> None:
         while self._member.phase is not Phase.RUNNING:
+            self._refuse_vain_worlds(error)
             try:
                 world = self._host.enter(error)
                 self._meet(world, self._use(world))
@@ -553,6 +602,17 @@ class OrderedGroup(ElasticGroup):
                 error = another.with_traceback(None)  # Its frames refer to this world's groups.
                 self.world_in_use.abort()
                 self._handed.clear()
+
+    def _refuse_vain_worlds(self, error: Exception | None) -> None:
+        with self._changed:
+            stands_at = self._member.delivered, self._member.view.members
+            self._vain_worlds = self._vain_worlds + 1 if stands_at == self._stands_at else 0
+            self._stands_at = stands_at
+            if self._vain_worlds >= _VAIN_WORLDS_MAX:
+                self._member.refuse(
+                    f"{_VAIN_WORLDS_MAX} worlds of the same workers have ended before any of their"
+                    f" collectives was delivered; the last error: {error}"
+                )
 
     def _meet(self, world: WorldGroup, log: WorkLog) -> None:
         meeting = Meeting(world, log)
@@ -617,8 +677,13 @@ class OrderedGroup(ElasticGroup):
             if self._member.phase is not Phase.RUNNING:
                 raise self._peer_lost()
             self._prune()
-            for start in starts:
-                self._start(self._pending[start.number], start)
+            try:
+                for start in starts:
+                    self._start(self._pending[start.number], start)
+            except RuntimeError as failed:
+                # It is no loss, and shows only here: the next meeting restarts the job.
+                self._member.refuse(f"a collective could not be started again: {failed}")
+                raise
             self._pump()
             self._host.stepped(self._units)
             self._changed.notify_all()

@@ -15,7 +15,7 @@ from elastane.comms.group import WorldGroup
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import PeerLostError
 from elastane.synchrony.calls import Call
-from elastane.synchrony.contributions import Contribution, Gradients
+from elastane.synchrony.contributions import Contribution, Gradients, overwrite
 
 
 class PendingOperation:
@@ -52,9 +52,8 @@ class PendingOperation:
 
     def accept(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take the result of another member."""
-        with torch.no_grad():
-            for output, tensor in zip(self.call.outputs, tensors, strict=True):
-                output.copy_(tensor)
+        for output, tensor in zip(self.call.outputs, tensors, strict=True):
+            overwrite(output, tensor)
 
     def result(self) -> list[torch.Tensor]:
         """Return the result as this member keeps it for others.

@@ -429,6 +429,16 @@ class Delivery:
     handed: frozenset[int]
 
 
+def why_not_issued(signature: Signature, members: Sequence[Identity]) -> str:
+    """Return why an operation of a program that sees lost members cannot begin; "" if it can."""
+    what = signature.described()
+    if signature.root is not None and signature.root not in members:
+        return f"{what} has a lost worker as its root"
+    if signature.shaped not in (0, len(members)):
+        return f"{what} has buffers for {signature.shaped} workers, of whom {len(members)} are left"
+    return ""
+
+
 class Member:
     """The view-synchronous state of one member."""
 

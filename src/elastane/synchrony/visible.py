@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from elastane.synchrony.contributions import overwrite
+
 T = TypeVar("T")
 
 
@@ -129,7 +131,6 @@ def _all_gather(
     places = torch.zeros(len(tensor_list), width, dtype=torch.uint8)
     places[dist.get_rank(), : own.numel()] = own
     dist.all_reduce(places.view(torch.int64))
-    with torch.no_grad():
-        for place, output in zip(places, tensor_list, strict=True):
-            output.copy_(place[: own.numel()].view(tensor.dtype).reshape(output.shape))
+    for place, output in zip(places, tensor_list, strict=True):
+        overwrite(output, place[: own.numel()].view(tensor.dtype).reshape(output.shape))
     return None

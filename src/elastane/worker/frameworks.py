@@ -21,6 +21,11 @@ _ADOPTERS = {
 }
 
 
+# Those that are in use once they have a state, whoever has imported them: models of Transformers
+# import Accelerate.
+_STATEFUL = frozenset(("accelerate", "transformers.trainer"))
+
+
 class Frameworks:
     """Lets the frameworks of one process follow `world`, each once."""
 
@@ -34,3 +39,11 @@ class Frameworks:
             if name in sys.modules and name not in self._adopted:
                 self._adopted.add(name)
                 importlib.import_module(module).adopt(name, self._world)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether one of those adopted computes with rank and world size."""
+        if self._adopted - _STATEFUL:
+            return True
+        states = sys.modules.get("accelerate.state") if self._adopted else None
+        return states is not None and bool(states.PartialState._shared_state)

@@ -139,6 +139,12 @@ class UnmodifiedWorker:
             with self._progress.aborting():
                 self._building.abort()
 
+    @property
+    def follows(self) -> bool:
+        """Whether a framework of the script is told of each change of rank and world size."""
+        self._frameworks.adopt()
+        return self._frameworks.in_use
+
     def show(self, rank: int, size: int) -> None:
         """Let the script and its frameworks read its rank and world size where they look."""
         if self._place is not None:
@@ -199,7 +205,7 @@ class UnmodifiedWorker:
         return Doing(
             waits=self.group.in_flight,
             held=frames.is_debugged(found),
-            rank=self.group.rank(),
+            rank=self.group.rank_now,
             where=frames.described(found),
             traffic=self.group.traffic,
         )

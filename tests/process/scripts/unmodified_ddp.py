@@ -1,9 +1,10 @@
 """An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
 
-Usage: unmodified_ddp.py FOLDER [static | sum | by hand | group | async save]. It ends once a file
-"enough" is there. With `sum` it sums floats of its own in each step; before one of these, rank 1 of
-the first attempt dies. With `by hand` it averages gradients itself. With `group` it asks for a
-group of one worker. With `async save` all workers save together while they train.
+Usage: unmodified_ddp.py FOLDER [static | sum | gather | by hand | group | async save]. It ends once
+a file "enough" is there. With `sum` it takes the mean of floats of its own in each step, over the
+world size that it keeps; with `gather` it gathers from as many. Before one of these, rank 1 of the
+first attempt dies. With `by hand` it averages gradients itself. With `group` it asks for a group of
+one worker. With `async save` all workers save together while they train.
 """
 
 import hashlib
@@ -42,6 +43,21 @@ def is_enough():
     return bool(enough.item())
 
 
+def mean_of_ones(step, size):
+    """Return the mean of a one of each worker, if the script is to take it."""
+    mean = torch.ones(1)
+    if WAY in ("sum", "gather") and (step, dist.get_rank()) == (DIES_AT, 1) and is_first_attempt():
+        os.kill(os.getpid(), signal.SIGKILL)
+    if WAY == "sum":
+        with torch.inference_mode():
+            mean = torch.ones(1)
+            dist.all_reduce(mean)
+            mean /= size
+    if WAY == "gather":
+        dist.all_gather([torch.empty(1) for _ in range(dist.get_world_size())], mean)
+    return mean.item()
+
+
 def main():
     """Train until it is enough."""
     dist.init_process_group("gloo")
@@ -71,11 +87,9 @@ def main():
             optimizer.step()
             if WAY == "async save":
                 async_save({"optimizer": optimizer.state_dict()}, checkpoint_id=FOLDER / "dcp")
-            if WAY == "sum":
-                if step == DIES_AT and dist.get_rank() == 1 and is_first_attempt():
-                    os.kill(os.getpid(), signal.SIGKILL)
-                dist.all_reduce(loss.detach())
+            mean = mean_of_ones(step, size)
             what = {"step": step, "digest": digest(model), "world": dist.get_world_size()}
+            what.update(mean=mean, rank=dist.get_rank())
             file.write(json.dumps(what) + "\n")
             file.flush()
             if is_enough():
