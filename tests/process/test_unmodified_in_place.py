@@ -139,6 +139,18 @@ def test_what_a_script_may_have_kept_in_a_variable_restarts_all(tmp_path, way, l
         assert reason in node.output and "add --ranks-may-change" in node.output
 
 
+def test_a_worker_that_dies_after_its_program_has_ended_well_restarts_nobody(tmp_path):
+    job = Unmodified(tmp_path, "end", nproc_per_node=2, max_restarts=0)
+    with job.cluster as cluster:
+        cluster.start("a")
+        cluster.wait_world(nodes=1)
+        pids = {*cluster.world().pids["a"]}
+        job.wait_steps(pids, 2)
+        job.ends_alike(pids)
+        ends = [event.reason for event in cluster.events("worker-exited")]
+        assert [end for end in ends if "SIGSEGV, after its program had ended well" in end], ends
+
+
 def test_a_group_of_some_workers_is_refused_with_the_call_and_the_way_out(tmp_path):
     job = Unmodified(tmp_path, "group", nproc_per_node=2)
     with job.cluster as cluster:

@@ -69,6 +69,8 @@ class ControlSockets:
         self._shardings: dict[int, Sharding] = {}
         self.ready: set[int] = set()  # warm spares that wait in init(); their keys are negative
         self.finished: set[int] = set()
+        # Their programs have ended well, and so have all others'; they stay here once they exit.
+        self.programs_ended: set[int] = set()
         # Could recover, and closed their socket. Most have ended, and their failure is reported
         # soon.
         self._unreported: set[int] = set()
@@ -83,6 +85,7 @@ class ControlSockets:
         """Return the worker's end of a new socket pair, to be closed once the worker has it."""
         self.close_one(local_rank)
         self._unreported.discard(local_rank)
+        self.programs_ended.discard(local_rank)
         own, theirs = control_socket.pair()
         self._ends[local_rank] = own
         asyncio.get_running_loop().add_reader(own, self._read, local_rank, own)
@@ -108,6 +111,7 @@ class ControlSockets:
             return False
         del self._ends[key]
         self.ready.discard(key)
+        self.programs_ended.discard(local_rank)
         self.close_one(local_rank)
         self._ends[local_rank] = end
         loop = asyncio.get_running_loop()
@@ -170,6 +174,19 @@ class ControlSockets:
         for local_rank in [*self._ends]:
             self.close_one(local_rank)
 
+    def close_exited(self, local_rank: int) -> None:
+        """Close the socket of a worker that has exited; first see whether it had finished.
+
+        Its children may hold the other end open.
+        """
+        end = self._ends.get(local_rank)
+        with contextlib.suppress(OSError, ValueError):
+            while end is not None and (packet := end.recv(control_socket.PACKET_BYTES_MAX)):
+                message = control_socket.from_worker(packet)
+                if isinstance(message, WorkerFinished):
+                    self._handle(local_rank, message)
+        self.close_one(local_rank)
+
     def _read(self, local_rank: int, end: socket.socket) -> None:
         """Handle one packet; the event loop calls again for the next one."""
         try:
@@ -198,9 +215,11 @@ class ControlSockets:
             case CanRecoverInPlace() if local_rank >= 0:
                 self._able(local_rank, message)
                 self._changed()
-            case WorkerFinished():
+            case WorkerFinished(program_ended=program_ended):
                 self.recoverable.discard(local_rank)
                 self.finished.add(local_rank)
+                if program_ended:
+                    self.programs_ended.add(local_rank)
                 self._changed()
             case CheckpointWritten(where=where):
                 self._wrote(where)

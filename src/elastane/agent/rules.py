@@ -55,7 +55,7 @@ import msgspec
 
 from elastane.errors import ExitCode
 from elastane.protocol.culprits import culprit_data
-from elastane.protocol.diagnosis import failure_text
+from elastane.protocol.diagnosis import exit_text, failure_text
 from elastane.protocol.effects import (
     AgentEffect,
     AimGroup,
@@ -584,10 +584,8 @@ class LocalWorkers:
         match event:
             case GroupStarted() | GroupTraining() if group and event.fence == group.start_fence:
                 self._began(group, event)
-            case WorkerSucceeded(fence=fence, local_rank=rank) if (
-                group and fence == group.start_fence
-            ):
-                self._succeeded(group, rank)
+            case WorkerSucceeded(fence=fence) if group and fence == group.start_fence:
+                self._succeeded(group, event)
             case WorkerFailed(fence=fence) if group and fence == group.start_fence:
                 self._failed(group, event.failure, event.ended_s)
             case GroupAble(fence=fence) if group and fence == group.start_fence:
@@ -790,11 +788,16 @@ class LocalWorkers:
             data["healed_age_s"] = _age_s(event.healed_s, self.now_s)
         self._log(EventKind.WORKERS_TRAINING, "all workers made their first step", **data)
 
-    def _succeeded(self, group: Group, local_rank: int) -> None:
+    def _succeeded(self, group: Group, event: WorkerSucceeded) -> None:
         if group.phase == "stopping":
             return
-        group.add_done(local_rank)
-        self._log(EventKind.WORKER_EXITED, "exit code 0", local_rank=local_rank)
+        group.add_done(event.local_rank)
+        how = exit_text(event.exit_code)
+        if event.exit_code:
+            how = (
+                f"{how}, after its program had ended well on all workers: it counts as exit code 0"
+            )
+        self._log(EventKind.WORKER_EXITED, how, local_rank=event.local_rank)
         if group.phase == "running" and group.is_done(self.node.local_world_size):
             group.become("succeeded")
             self._outbox.send(Succeeded(group.fence))

@@ -249,7 +249,7 @@ class LocalWorkerGroup:
         code = await process.wait()
         worker.keep_steps()
         if any(known is worker for known in self._workers):
-            self._sockets.close_one(worker.local_rank)  # Its children may hold the other end open.
+            self._sockets.close_exited(worker.local_rank)
         await self._report_end(worker, process, code)
         self._sockets.end_reported(worker.local_rank)
 
@@ -259,8 +259,9 @@ class LocalWorkerGroup:
             self.setup.timers.forget(process.pid)
         if worker.given_up:
             return  # Its failure was reported when it was given up.
-        if code == 0:
-            self.post(WorkerSucceeded(self.assignment.fence, worker.local_rank))
+        by_signal_at_its_end = code < 0 and worker.local_rank in self._sockets.programs_ended
+        if code == 0 or by_signal_at_its_end:
+            self.post(WorkerSucceeded(self.assignment.fence, worker.local_rank, code))
             return
         stopped = self._stopping
         words = await worker.last_words(self.setup)

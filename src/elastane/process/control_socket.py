@@ -124,7 +124,12 @@ class CheckpointWritten(msgspec.Struct, frozen=True, tag="written"):
 
 
 class WorkerFinished(msgspec.Struct, frozen=True, tag="finished"):
-    """From a worker: it has completed all its steps and enters no further world."""
+    """From a worker: it has completed all its steps and enters no further world.
+
+    `program_ended`: its program has ended well, as those of all others; only its exit is left.
+    """
+
+    program_ended: bool = False
 
 
 class PeerLost(msgspec.Struct, frozen=True, tag="lost"):

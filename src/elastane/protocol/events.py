@@ -114,10 +114,11 @@ class GroupTraining(msgspec.Struct, frozen=True):
 
 
 class WorkerSucceeded(msgspec.Struct, frozen=True):
-    """A worker exited with 0."""
+    """A worker exited with 0, or by a signal after its program had ended well on all workers."""
 
     fence: Fence
     local_rank: int
+    exit_code: int = 0
 
 
 class WorkerFailed(msgspec.Struct, frozen=True):

@@ -148,9 +148,9 @@ class ControlSocket:
         """
         self._send(CheckpointWritten(where[-1000:]))
 
-    def finished(self) -> None:
-        """Report that all steps are done."""
-        self._send(WorkerFinished())
+    def finished(self, *, program_ended: bool = False) -> None:
+        """Report that all steps are done; `program_ended`: and everything else, on all workers."""
+        self._send(WorkerFinished(program_ended))
 
     def lost(self, fence: Fence, reason: str) -> None:
         """Report that a peer was lost in the world of `fence`."""

@@ -96,7 +96,7 @@ class UnmodifiedWorker:
         self._progress.at(Activity.APART)
         if self.group.has_joined:
             self.group.leave()
-            self._line.finished()
+            self._line.finished(program_ended=True)
         self._line.close()
         self._progress.close()
         self.group.close()
