@@ -198,6 +198,15 @@ def test_a_failed_worker_is_named_among_the_well_ones_of_its_node():
     assert "node-b    × failed            -        -  6; 4-5,7 training" in said
 
 
+def test_a_slow_rank_is_named_beside_its_node():
+    slow = event(
+        "straggler", "node-b", "rank 6 makes the others wait", rank=6, why="loader", **at(60)
+    )
+    said = text(picture(*begun(), slow), 100, 40)
+    assert "4-7; 6 slow (loader)" in said
+    assert "! Rank 6 is slow: rank 6 makes the others wait" in said
+
+
 def test_of_many_nodes_those_that_are_not_well_stay_and_the_others_are_counted():
     names = [f"n{number:03}" for number in range(200)]
     events = [settled(1, " ".join(names), 800, nodes=200, **at(0)), *workers_of(1, 1, names)]

@@ -19,11 +19,13 @@ from pathlib import Path
 from elastane.agent.control_sockets import ControlSockets
 from elastane.agent.failure_reports import LastWords
 from elastane.agent.standstill import MonitorPosts, StandstillWatch
+from elastane.agent.step_paces import StepPaces
 from elastane.agent.worker import GroupSetup, LocalWorker, SpawnTask
 from elastane.process.control_socket import Doing, StatusQuery
 from elastane.process.process import EXIT_UNKNOWN, WorkerProcess
 from elastane.protocol.hangs import HANG_LOOK_S, Activity, HangRules, Observation
 from elastane.protocol.model import WaitPoint
+from elastane.protocol.stragglers import Pace
 
 # A hanging worker gets SIGABRT for its stack, and SIGKILL after this. If SIGKILL does not end it
 # within the same time again, it is reported as failed while it lives.
@@ -33,6 +35,8 @@ _log = logging.getLogger("elastane.workers")
 HUNG_SLUG = "worker-hung"
 UNKILLABLE_SLUG = "worker-unkillable"
 _ACTIVITIES = {int(known): known for known in Activity}
+# Paces are read at every so many looks, twice for each usual heartbeat.
+_PACE_LOOKS = 2
 # How many looks fit into the limit; torch's agent looks ten times a second.
 _LOOKS = 8
 _PAUSE_MAX_S = 1.0
@@ -69,7 +73,10 @@ class HangMonitor:
         self._hangs = HangRules(setup.hang_floor_s, setup.abort_limit_s)
         self._progress_marks: dict[int, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._step_paces = StepPaces()
+        self._looks = 0
         self.waits = Waits()
+        self.paces: tuple[Pace, ...] = ()
 
     def begin(self, workers: Iterable[LocalWorker]) -> None:
         """Watch the members for hangs from now on, and `workers` for uninterruptible sleep."""
@@ -87,7 +94,7 @@ class HangMonitor:
         """Forget what the members waited for: their world has ended."""
         self._hangs.world_ended()
         self._standstill.world_ended()
-        self.waits = Waits()
+        self.waits, self.paces = Waits(), ()
 
     async def _watch_hangs(self) -> None:
         while True:
@@ -104,6 +111,9 @@ class HangMonitor:
                 self._end_hung(alive[pid], reason)
             for worker, reason in self._standstill.look(members, time.monotonic()):
                 self._end_hung(worker, reason)
+            self._looks += 1
+            if self._looks % _PACE_LOOKS == 0:
+                self.paces = self._step_paces.look(members)
 
     def end_rank(self, rank: int, reason: str) -> None:
         """End the worker of this rank, if it is here and no other hang rule watches it."""

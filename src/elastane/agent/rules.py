@@ -151,6 +151,7 @@ from elastane.protocol.model import (
     Sharding,
     WaitPoint,
 )
+from elastane.protocol.stragglers import Pace
 
 # All failures of a report must fit into one frame, in any alphabet. The first ones say the most.
 FULL_TEXTS_MAX = 32
@@ -166,14 +167,15 @@ class Readings:
 
     `progress` and `met` come from the status pages: the smallest call count of the workers, and the
     smallest round in which one last met all others. `waiting`: where all of them wait for others;
-    `all_wait`: they will wait forever. `slept_s`: how long this host was suspended so far, which
-    the monotonic clock omits.
+    `all_wait`: they will wait forever. `paces`: how they make their steps. `slept_s`: how long this
+    host was suspended so far, which the monotonic clock omits.
     """
 
     progress: int | None = None
     met: int = 0
     waiting: tuple[WaitPoint, ...] = ()
     all_wait: bool = False
+    paces: tuple[Pace, ...] = ()
     slept_s: float = 0.0
 
 
@@ -479,6 +481,7 @@ class AgentCore:
                 met=readings.met,
                 waiting=readings.waiting[:WAITING_MAX],
                 all_wait=readings.all_wait,
+                paces=readings.paces,
             )
             self._outbox.send(beat)
         leaving = self._leaving

@@ -135,6 +135,7 @@ class AgentShell:
             met=group.drain.met(),
             waiting=group.hang_monitor.waits.at,
             all_wait=group.hang_monitor.waits.forever,
+            paces=group.hang_monitor.paces,
             slept_s=suspended_s(),
         )
 

@@ -314,7 +314,7 @@ def _nodes(sections: Sections) -> Panel:
 
 def _is_well(row: NodeRow) -> bool:
     is_well = row.state in ("training", "done")
-    return is_well and all(worker.state == row.state for worker in row.workers)
+    return is_well and all(w.state == row.state and not w.slow for w in row.workers)
 
 
 def _node(row: NodeRow, longest: int, states: int) -> list[Text]:
@@ -346,6 +346,10 @@ def _workers(row: NodeRow) -> Text:
         if state != row.state:
             part.append(f" {state}", style=STATE_STYLES.get(state, "bold red"))
         parts.append(part)
+    slow = [worker for worker in row.workers if worker.slow]
+    for why, alike in groupby(sorted(slow, key=lambda one: one.slow), lambda one: one.slow):
+        spans = _spans([worker.rank for worker in alike if worker.rank is not None])
+        parts.append(Text(f"{spans} slow ({printable(why)})", style="yellow"))
     return Text("; ").join(parts)
 
 

@@ -21,6 +21,7 @@ _DIFFERED_SHOWN_MAX = 8
 _INJECTED_SHOWN_MAX = 20
 _NOTICES_SHOWN_MAX = 20
 _CULPRITS_SHOWN_MAX = 8
+_STRAGGLERS_SHOWN_MAX = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +125,9 @@ def _attempt_lines(attempt: AttemptStory) -> list[str]:
         lines.append(f"  replica    {difference}")
     for culprit in attempt.culprits[-_CULPRITS_SHOWN_MAX:]:
         lines.append(f"  culprit    {culprit.time}: {culprit.sentence} [{culprit.kind}]")
+    for slow in attempt.stragglers[-_STRAGGLERS_SHOWN_MAX:]:
+        until = f" until {slow.ended}" if slow.ended else ""
+        lines.append(f"  straggler  {slow.time}{until}: {slow.sentence} [{slow.why}]")
     if attempt.root_cause:
         lines.append(f"  root cause {attempt.root_cause}")
     if attempt.alike:

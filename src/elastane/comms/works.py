@@ -17,6 +17,8 @@ from queue import SimpleQueue
 import torch
 from torch.distributed import Work
 
+from elastane.process.step_meter import Waiting
+
 # How long a wait lasts before it checks whether to continue.
 _SLICE = timedelta(milliseconds=50)
 _ENDED = "the world was ended"
@@ -50,9 +52,10 @@ class Waited(Work):
             return self._end()
         self._ledger.count_waiting(1)
         try:
-            if timeout:
-                return self._work.wait(timeout)
-            return self._wait_sliced() if self._sliced else self._wait_aside()
+            with Waiting():
+                if timeout:
+                    return self._work.wait(timeout)
+                return self._wait_sliced() if self._sliced else self._wait_aside()
         except RuntimeError as error:
             self._ledger.note(error)
             raise

@@ -22,6 +22,7 @@ from elastane.observe.events import LoggedEvent
 from elastane.observe.incidents import BESIDE, IncidentHistory
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Report
+from elastane.protocol.stragglers import Why
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -169,6 +170,11 @@ def _seconds(state: MeasuredState) -> list[Sample]:
     return [((str(cause),), known.get(str(cause), 0.0)) for cause in TimeCause]
 
 
+def _stragglers(state: MeasuredState) -> list[Sample]:
+    workers = [one for row in state.sections.nodes.here for one in row.workers]
+    return [((str(why),), float(sum(one.slow == why for one in workers))) for why in Why]
+
+
 def _incidents(state: MeasuredState) -> list[Sample]:
     return [((kind,), float(count)) for kind, count in sorted(state.totals.found.items())]
 
@@ -292,6 +298,13 @@ METRICS = (
         "training_checkpoint_duration_seconds", "seconds that the newest checkpoint took", "seconds"
     ),
     _saved("training_checkpoint_bytes", "bytes that the newest checkpoint stored", "stored_bytes"),
+    MetricRule(
+        "training_stragglers",
+        "gauge",
+        ("why",),
+        "ranks that make the others wait in each step, by reason",
+        _stragglers,
+    ),
     MetricRule("node_workers", "gauge", ("node", "state"), "workers of a node by state", _workers),
     _of_node("node_is_coordinator", "1 for the node that coordinates, else 0", "coordinates"),
     _of_node(

@@ -6,6 +6,7 @@ bounded: a job of a thousand nodes has some hundred kilobytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median
 
 import msgspec
@@ -17,6 +18,7 @@ from elastane.observe.needs import Need, needs_of
 from elastane.observe.rates import Series, StepRates, rates_of, series_of
 from elastane.observe.view import CheckpointView, JobView, NodeView
 from elastane.protocol.messages import NodeStatus, Report
+from elastane.protocol.model import NO_RANK
 
 # As many as a chart of full width has pairs of pixels.
 BUCKETS = 480
@@ -59,12 +61,16 @@ class JobSection(msgspec.Struct, kw_only=True):
 
 
 class WorkerRow(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One worker; `rank` is missing where the log does not say it."""
+    """One worker; `rank` is missing where the log does not say it.
+
+    `slow`: why the others wait for it in each step, in a word.
+    """
 
     local_rank: int
     pid: int
     state: str
     rank: int | None = None
+    slow: str = ""
 
 
 class NodeRow(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -283,11 +289,15 @@ def _nodes(view: JobView, report: Report | None) -> NodesSection:
     here = [node for node in view.nodes.values() if over or node.state not in ("gone", "left")]
     gone = [node for node in view.nodes.values() if not over and node.state in ("gone", "left")]
     detailed = len(here) <= DETAILED_NODES_MAX
+    slow = {rank: one.why for rank, one in view.stragglers.items()}
     here.sort(key=lambda node: _order(node, ranks, known))
     gone.sort(key=lambda node: -node.since_s)
     return NodesSection(
-        here=[_row(node, ranks.get(node.name), known.get(node.name), detailed) for node in here],
-        gone=[_row(node, None, None, detailed=False) for node in gone[:GONE_LISTED]],
+        here=[
+            _row(node, ranks.get(node.name), known.get(node.name), slow, detailed=detailed)
+            for node in here
+        ],
+        gone=[_row(node, None, None, {}, detailed=False) for node in gone[:GONE_LISTED]],
         gone_count=len(gone),
         has_all_workers=detailed,
     )
@@ -301,10 +311,18 @@ def _order(node: NodeView, ranks: dict[str, int], known: dict[str, NodeStatus]) 
 
 
 def _row(
-    node: NodeView, first_rank: int | None, status: NodeStatus | None, detailed: bool
+    node: NodeView,
+    first_rank: int | None,
+    status: NodeStatus | None,
+    slow: Mapping[int, str],
+    *,
+    detailed: bool,
 ) -> NodeRow:
     """Return one node; one that is well in a large job is only counted, not described."""
+    first = NO_RANK if first_rank is None else first_rank
+    own_slow = {at: slow.get(first + at, "") for at in range(len(node.workers)) if first >= 0}
     well = node.state in _WELL and all(worker.state in _WELL for worker in node.workers)
+    well = well and not any(own_slow.values())
     row = NodeRow(
         name=node.name,
         state=_node_state(node, status),
@@ -320,6 +338,7 @@ def _row(
             pid=worker.pid,
             state=_worker_state(node, worker.state),
             rank=None if first_rank is None else first_rank + index,
+            slow=own_slow.get(index, ""),
         )
         for index, worker in enumerate(node.workers)
     ]

@@ -53,6 +53,7 @@ _WARNINGS = frozenset(
         EventKind.RESTART,
         EventKind.SIGNAL,
         EventKind.STALL,
+        EventKind.STRAGGLER,
         EventKind.WAITING,
         EventKind.ZYGOTE_DIED,
         EventKind.ZYGOTE_PROBLEM,

@@ -51,6 +51,7 @@ def _after_the_end(view: JobView) -> list[Need]:
 
 def _while_it_runs(view: JobView) -> list[Need]:
     found = [*_open_incidents(view), *_budget(view), *_repeated(view), *_checkpoints(view)]
+    found += _stragglers(view)
     if view.waiting:
         found.append(Need(severity="act", text="The job waits", hint=view.waiting))
     if view.events_lost:
@@ -89,6 +90,16 @@ def _repeated(view: JobView) -> list[Need]:
     last = next(one for one in reversed(failures) if one.node == node)
     text = f"{node} failed {count} times in the last {len(failures)} failures"
     return [Need(severity="watch", text=text, hint=last.cause, incident=last.id)]
+
+
+def _stragglers(view: JobView) -> list[Need]:
+    found = list(view.stragglers.values())
+    if not found:
+        return []
+    if len(found) == 1:
+        return [Need(severity="watch", text=f"Rank {found[0].rank} is slow", hint=found[0].text)]
+    ranks = ", ".join(str(rank) for rank in sorted(view.stragglers))
+    return [Need(severity="watch", text=f"Ranks {ranks} are slow", hint=found[0].text)]
 
 
 def _checkpoints(view: JobView) -> list[Need]:

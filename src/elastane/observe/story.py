@@ -55,6 +55,21 @@ class SeenCulprit(msgspec.Struct, kw_only=True):
     sequence: int = 0
 
 
+class SeenStraggler(msgspec.Struct, kw_only=True):
+    """A rank that made the others wait in each step. `why` is a stable word.
+
+    `ended` is empty if it was slow until the end of the attempt.
+    """
+
+    time: str
+    rank: int
+    why: str
+    sentence: str
+    own_s: float
+    others_s: float
+    ended: str = ""
+
+
 class AttemptStory(msgspec.Struct, kw_only=True):
     """One start of the workers, as far as its events are in the log."""
 
@@ -76,6 +91,7 @@ class AttemptStory(msgspec.Struct, kw_only=True):
     failures: list[SeenFailure] = []
     differed: list[str] = []
     culprits: list[SeenCulprit] = []
+    stragglers: list[SeenStraggler] = []
     succeeded: int = 0
 
     def add(self, event: LoggedEvent) -> None:
@@ -93,6 +109,10 @@ class AttemptStory(msgspec.Struct, kw_only=True):
                 self.differed.append(f"{event.time}: {event.reason}")
             case EventKind.CULPRIT:
                 self.culprits.append(_culprit(event))
+            case EventKind.STRAGGLER:
+                self.stragglers.append(_straggler(event))
+            case EventKind.STRAGGLER_ENDED:
+                self._end_straggler(event)
             case EventKind.INCIDENT | EventKind.DRAIN_STARTED:
                 self._record_reason(event)
             case EventKind.REPLACEMENT if not self.ended:
@@ -104,6 +124,12 @@ class AttemptStory(msgspec.Struct, kw_only=True):
                 self.root_rank = event.number("cause_rank")
                 self.consequences = event.number("consequences") or 0
                 self.alike = event.number("alike") or 0
+
+    def _end_straggler(self, event: LoggedEvent) -> None:
+        rank = event.number("rank")
+        for one in self.stragglers:
+            if one.rank == rank and not one.ended:
+                one.ended = event.time
 
     def last(self, began_s: float, ended_s: float) -> None:
         """Record how long it lasted, by the clock of the coordinator's host."""
@@ -161,6 +187,17 @@ def _culprit(event: LoggedEvent) -> SeenCulprit:
         still_s=float(still_s) if isinstance(still_s, int | float) else 0.0,
         group=event.text("group"),
         sequence=event.number("sequence") or 0,
+    )
+
+
+def _straggler(event: LoggedEvent) -> SeenStraggler:
+    return SeenStraggler(
+        time=event.time,
+        rank=event.number("rank") or 0,
+        why=event.text("why"),
+        sentence=event.reason,
+        own_s=event.measure("own_s"),
+        others_s=event.measure("others_s"),
     )
 
 

@@ -23,6 +23,8 @@ HISTORY_MAX = 4096
 CHECKPOINTS_MAX = 4096
 # Hosts may come under another name each time: beyond this many, the one that left first is dropped.
 NODES_MAX = 4096
+# As many as a coordinator names at a time, and more of a newer version.
+STRAGGLERS_MAX = 64
 # Points of the older half are merged beyond this: eleven hours of progress stay whole.
 STEP_POINTS_MAX = 8192
 # The log has the step count every ten seconds while it changes, so the steps that a count adds were
@@ -68,6 +70,8 @@ TONES = {
     EventKind.COORDINATOR_AWAY: "bad",
     EventKind.CHECKPOINT_FAILED: "bad",
     EventKind.ZYGOTE_DIED: "bad",
+    EventKind.STRAGGLER: "bad",
+    EventKind.STRAGGLER_ENDED: "good",
     EventKind.ROUND_SETTLED: "good",
     EventKind.NODE_JOINED: "good",
     EventKind.DRAIN_ENDED: "good",
@@ -112,6 +116,16 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     since_s: float = 0.0
     why: str = ""
+
+
+class StragglerView(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that makes the others wait in each step; `why` is a word, `text` a sentence."""
+
+    rank: int
+    node: str
+    why: str
+    text: str
+    since_s: float
 
 
 class ViewLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,7 +186,8 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is displayed. `run` counts the jobs that ran under this name, one by one.
 
-    `restarts`: used and allowed ones; `waiting`: what the job waits for, in words.
+    `restarts`: used and allowed ones; `waiting`: what the job waits for, in words. `stragglers`:
+    those of the current world by rank.
     """
 
     job: str = ""
@@ -196,6 +211,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: tuple[CheckpointView, ...] = ()
     restarts: tuple[int, int | None] = (0, None)
     waiting: str = ""
+    stragglers: dict[int, StragglerView] = {}
     events_lost: int = 0
     end: JobEnd | None = None
 
@@ -441,7 +457,25 @@ def _with_world(view: JobView, event: LoggedEvent) -> JobView:
         world_size=size,
         worlds=(*view.worlds, WorldPoint(event.time_s, size))[-HISTORY_MAX:],
         waiting="",
+        stragglers={},
     )
+
+
+def _with_straggler(view: JobView, event: LoggedEvent) -> JobView:
+    """Name a rank for which the others wait, or no longer."""
+    rank = event.number("rank")
+    if rank is None:
+        return view
+    stragglers = {key: one for key, one in view.stragglers.items() if key != rank}
+    if event.kind == EventKind.STRAGGLER and len(stragglers) < STRAGGLERS_MAX:
+        stragglers[rank] = StragglerView(
+            rank=rank,
+            node=event.node,
+            why=event.text("why"),
+            text=event.reason,
+            since_s=event.time_s,
+        )
+    return msgspec.structs.replace(view, stragglers=stragglers)
 
 
 def _with_progress(view: JobView, event: LoggedEvent) -> JobView:
@@ -488,7 +522,7 @@ def _with_end(view: JobView, event: LoggedEvent) -> JobView:
         reason=event.reason,
         exit_code=event.number("exit_code"),
     )
-    return msgspec.structs.replace(view, end=end, waiting="")
+    return msgspec.structs.replace(view, end=end, waiting="", stragglers={})
 
 
 def _with_line(view: JobView, line: ViewLine) -> JobView:
@@ -505,6 +539,8 @@ _RULES: dict[EventKind, Callable[[JobView, LoggedEvent], JobView]] = {
     EventKind.CHECKPOINT_SAVED: _with_checkpoint,
     EventKind.CHECKPOINT_FAILED: _with_checkpoint,
     EventKind.WAITING: _with_waiting,
+    EventKind.STRAGGLER: _with_straggler,
+    EventKind.STRAGGLER_ENDED: _with_straggler,
     EventKind.EVENTS_LOST: _with_losses,
     EventKind.JOB_ENDED: _with_end,
 }

@@ -24,9 +24,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from elastane.process import step_meter
 from elastane.process.collective_ring import CallSites, write_board
 from elastane.process.frames import described, is_debugged, main_frames
 from elastane.process.status_page import WorkerPage
+from elastane.process.step_meter import Loading, Mark, StepMeter
 from elastane.protocol.ring import (
     CALLS_MAX,
     GROUP_SHIFT,
@@ -57,6 +59,7 @@ _HEAD, _LOADING, _LOADS, _BEATS, _BOARDS = range(5)
 _C10D = "torch.distributed.distributed_c10d"
 _NATIVE = "torch._C._distributed_c10d"
 _LOADER = "torch.utils.data.dataloader"
+_DDP = "torch.nn.parallel.distributed"
 # Where each operation has its tensor and its group among its positional arguments.
 _TENSOR_SECOND = frozenset(
     ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
@@ -96,7 +99,7 @@ _GROUP_AT = {
 class Recorder:
     """Records the collectives of this process on its page."""
 
-    def __init__(self, page: WorkerPage) -> None:
+    def __init__(self, page: WorkerPage, meter: StepMeter) -> None:
         self.page = page
         self.memory = page.ring_memory
         self.words = page.ring_words
@@ -112,7 +115,7 @@ class Recorder:
         # What each record needs, in one tuple: an attribute costs as much as all of it.
         self.hot = (
             *(self.inside, self.groups, self.sites.known, self.numbers),
-            *(self.memory, self.words, self.record_words),
+            *(self.memory, self.words, self.record_words, meter, meter.thread),
         )
 
     def add_group(self, group: Any) -> list[int]:
@@ -146,6 +149,7 @@ def watch_torch() -> None:
     Nothing is recorded until `begin`. Call it after torch is imported; a second call does nothing.
     """
     _watch_loaders()
+    _watch_backwards()
     module: Any = sys.modules.get(_C10D)
     if module is None or getattr(module, "_elastane_records", False):
         return
@@ -160,9 +164,9 @@ def watch_torch() -> None:
 
 
 def begin(page: WorkerPage) -> None:
-    """Record the collectives of this process on `page`, unless its agent wants none."""
+    """Record this process's collectives and steps on `page`, unless its agent wants none."""
     if page.records:
-        _state.recorder = Recorder(page)
+        _state.recorder = Recorder(page, step_meter.begin(page))
 
 
 def watch_groups(positions: Callable[[], dict[str, Position]] | None = None) -> None:
@@ -198,9 +202,11 @@ def _recording(function: Callable[..., Any], name: str, operation: int) -> Calla
         recorder = state.recorder
         if recorder is None:
             return function(*args, **kwargs)
-        inside, groups, known, numbers, memory, words, record_words = recorder.hot
-        if inside and get_ident() in inside:
+        (inside, groups, known, numbers, memory, words, record_words, meter, main) = recorder.hot
+        ident = get_ident()
+        if inside and ident in inside:
             return function(*args, **kwargs)
+        waits_ns, begun_ns = meter.waits_ns, now_ns()
         try:
             count = len(args)
             which = id(args[group_at]) if count > group_at else none
@@ -217,19 +223,21 @@ def _recording(function: Callable[..., Any], name: str, operation: int) -> Calla
             nbytes = getattr(args[tensor_at], "nbytes", 0) if -1 < tensor_at < count else 0
             number = next(numbers)
             at = number % records * size
-            pack(memory, at, number, entry[0] | site | operation, nbytes, entry[1], now_ns(), 0, 0,
+            pack(memory, at, number, entry[0] | site | operation, nbytes, entry[1], begun_ns, 0, 0,
                  number)  # fmt: skip
             words[head] = number
         except Exception:  # a group or tensor of a kind that is not known
             return function(*args, **kwargs)
         if nests:
-            inside.add(get_ident())
+            inside.add(ident)
         try:
             return function(*args, **kwargs)
         finally:
             if nests:
-                inside.discard(get_ident())
-            record_words[(at >> 3) + returned] = now_ns()
+                inside.discard(ident)
+            ended_ns = record_words[(at >> 3) + returned] = now_ns()
+            # Other threads wait beside the steps, which the main thread makes.
+            meter.waits_ns = waits_ns + (ended_ns - begun_ns) * (ident == main)
 
     record.__name__ = record.__qualname__ = name
     record._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -261,12 +269,60 @@ def _watch_loaders() -> None:
         words = recorder.words
         words[_LOADING] = 1
         try:
-            return load_next(self)
+            with Loading():
+                return load_next(self)
         finally:
             words[_LOADING] = 0
             words[_LOADS] += 1
+            step_meter.mark(Mark.BATCH, id(getattr(self, "_dataset", None)))
 
     kind.__next__ = __next__
+
+
+def _watch_backwards() -> None:
+    """Measure how long each backward pass of a DDP waits for the other workers.
+
+    Its reducer waits at the end of the pass, in C++, in a callback that it gives to autograd. One
+    that is given earlier runs before it, and one that this gives in turn runs behind it.
+    """
+    module: Any = sys.modules.get(_DDP)
+    kind: Any = getattr(module, "DistributedDataParallel", None)
+    if not hasattr(kind, "_post_forward") or getattr(kind, "_elastane_records", False):
+        return
+    kind._elastane_records = True
+    torch, state, after = sys.modules["torch"], _state, kind._post_forward
+
+    def post_forward(self: Any, output: Any) -> Any:
+        made = after(self, output)
+        if state.recorder is None or not self.require_backward_grad_sync:
+            return made
+        with contextlib.suppress(Exception):  # an output of a kind that is not known
+            nodes = (each.grad_fn for each in module._find_tensors(made))
+            node = next(filter(None, nodes), None)
+            if node is not None:
+                _time_waits(torch.autograd.Variable._execution_engine, node, id(self))
+        return made
+
+    post_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    kind._post_forward = post_forward
+
+
+def _time_waits(engine: Any, node: Any, marker: int) -> None:
+    """Count what the pass that runs `node` waits at its end, and end a step then."""
+    wait = step_meter.Waiting()
+
+    def begins(_grads: Any) -> None:
+        engine.queue_callback(waits)
+
+    def waits() -> None:
+        wait.__enter__()
+        engine.queue_callback(has_waited)
+
+    def has_waited() -> None:
+        wait.__exit__(None, None, None)
+        step_meter.mark(Mark.BACKWARD, marker)
+
+    node.register_prehook(begins)
 
 
 class _Watch:

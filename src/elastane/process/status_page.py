@@ -32,7 +32,7 @@ _NAMES_AT, _NAMES_END = 4096, 64 << 10
 # Then the ring of the worker's collectives.
 PAGE_BYTES = _NAMES_END + RING_BYTES
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
-VERSION = 8
+VERSION = 9
 # Word numbers, of 8 bytes each, little-endian.
 _MAGIC, _VERSION, _RECORDS = 0, 1, 2  # line 0: the agent, once
 _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
@@ -40,6 +40,9 @@ _GATE, _TARGET, _STOPS, _UNTIL_NS = 16, 17, 18, 19  # line 2: the agent
 _MARK, _STEPS, _ROUND, _ABORTS = 24, 25, 26, 27  # line 3: the worker
 _NAMES_BYTES = 32  # line 4: the worker
 _HEAD, _LOADING, _LOADS, _BEATS, _BOARDS = 40, 41, 42, 43, 44  # line 5: the worker, of its ring
+# The worker's last steps: their count in line 6, and records from line 16 on of four words each:
+# number, and nanoseconds of the step, of its waits for others and for data.
+_STEPS_TIMED, _TIMES, _TIME_WORDS, TIMES_MAX = 48, 128, 4, 32
 # The states of a worker that waits at the target.
 _WAITS, _HAS_SAVED = 1, 2
 # The interval at which a worker past its deadline checks for a new one.
@@ -88,6 +91,22 @@ class StatusPage(_Words):
     def beats(self) -> int:
         """How often a thread beside the script ran; 0: the worker has none."""
         return int(self._words[_BEATS])
+
+    @property
+    def steps_timed(self) -> int:
+        """How many steps of this worker were timed."""
+        return min(int(self._words[_STEPS_TIMED]), COUNT_MAX - 1)
+
+    def step_times(self, count: int) -> list[tuple[int, int, int]]:
+        """Return the nanoseconds of the last steps: the whole step, waits for others, for data."""
+        last = self.steps_timed
+        found = []
+        for number in range(max(1, last - min(count, TIMES_MAX) + 1), last + 1):
+            at = _TIMES + number % TIMES_MAX * _TIME_WORDS
+            record = self._words[at : at + _TIME_WORDS].tolist()
+            if record[0] == number:
+                found.append((record[1], record[2], record[3]))
+        return found
 
     @property
     def is_loading(self) -> bool:
@@ -183,6 +202,27 @@ class StatusPage(_Words):
         self._words[_TARGET] = self._words[_STOPS] = 0
 
 
+class StepRecords:
+    """The worker's side of its step times."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def add(self, whole_ns: int, waits_ns: int, loads_ns: int) -> None:
+        """Add the next step."""
+        words = self._words
+        number = words[_STEPS_TIMED] + 1
+        at = _TIMES + number % TIMES_MAX * _TIME_WORDS
+        words[at] = 0  # A reader that comes in between leaves it out.
+        words[at + 1], words[at + 2], words[at + 3] = whole_ns, waits_ns, loads_ns
+        words[at] = words[_STEPS_TIMED] = number
+
+    def forget(self) -> None:
+        """Forget the steps so far: those that follow are of another kind."""
+        for slot in range(TIMES_MAX):
+            self._words[_TIMES + slot * _TIME_WORDS] = 0
+
+
 class WorkerPage(_Words):
     """The worker's side of the status page."""
 
@@ -213,6 +253,10 @@ class WorkerPage(_Words):
     def ring_memory(self) -> memoryview:
         """The memory of the ring of collectives, in bytes."""
         return memoryview(self._memory)[_NAMES_END:]
+
+    def step_records(self) -> StepRecords:
+        """Return where this worker writes its step times."""
+        return StepRecords(self._words)
 
     def claim(self, pid: int) -> bool:
         """Become the one process that writes the page; False if another process has claimed it."""

@@ -38,6 +38,8 @@ class EventKind(StrEnum):
     REPLACEMENT = "replacement"
     WAITING = "waiting"
     STALL = "stall"
+    STRAGGLER = "straggler"
+    STRAGGLER_ENDED = "straggler-ended"
     PROGRESS = "progress"
     RESIZED = "resized"
     JOB_ENDED = "job-ended"

@@ -28,6 +28,7 @@ from elastane.protocol.model import (
     Text,
     WaitPoint,
 )
+from elastane.protocol.stragglers import PACES_MAX, Pace
 
 GroupState = Literal["running", "succeeded", "failed", "stopping"]
 # A drain's target is one more than the furthest count, and has to fit the wire too.
@@ -87,7 +88,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
 
     `met`: the round of the last world in which all its workers met the others and had the state; 0:
     none. `waiting`: where they are, once all have waited for others without progress for a while.
-    `all_wait`: for so long that nothing will come.
+    `all_wait`: for so long that nothing will come. `paces`: how its workers make their last steps,
+    as far as they show it.
     """
 
     fence: Fence | None = None
@@ -95,10 +97,13 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     met: Count = 0
     waiting: tuple[WaitPoint, ...] = ()
     all_wait: bool = False
+    paces: tuple[Pace, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.waiting) > WAITING_MAX:
             raise ValueError(f"{len(self.waiting)} waiting workers, of at most {WAITING_MAX}")
+        if len(self.paces) > PACES_MAX:
+            raise ValueError(f"{len(self.paces)} paces, of at most {PACES_MAX}")
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):

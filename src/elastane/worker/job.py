@@ -26,6 +26,7 @@ from elastane.data.checks import whole
 from elastane.data.feed import Feed, Portion
 from elastane.data.stream import ElasticStream, StreamFeed
 from elastane.errors import ElastaneError, JobError, PeerLostError
+from elastane.process import step_meter
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Fence
 from elastane.worker import comparison, healing, shard_support
@@ -340,9 +341,10 @@ class Job:
         is_cut = error is not None
         if error is None:
             try:
-                self.process_group.check()
-                self._health.agree(None)
-                self.process_group.pairing.agree(step.number)
+                with step_meter.Waiting():
+                    self.process_group.check()
+                    self._health.agree(None)
+                    self.process_group.pairing.agree(step.number)
             except PeerLostError as lost:
                 error = lost
         elif not (self.process_group.failed or self._world.world_has_ended):
@@ -477,7 +479,8 @@ class Job:
         """Return the portions of the next step; none at the end of an epoch or of the world."""
         count = feed.cursor.portions_per_step
         try:
-            return [*itertools.islice(iter(functools.partial(next, feed, None), None), count)]
+            with step_meter.Loading():
+                return [*itertools.islice(iter(functools.partial(next, feed, None), None), count)]
         except ReadingCutError:
             self._enter_next()
             return []

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from elastane.process import step_meter
 from elastane.process.status_page import WorkerPage
 from elastane.protocol.hangs import Activity
 
@@ -65,6 +66,7 @@ class ProgressReporter:
         """Count a completed step; the code that follows is the user's own."""
         if self._page is not None:
             self._page.step_made()
+        step_meter.mark(step_meter.Mark.STEP)
         self.at(Activity.BETWEEN)
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ def test_an_agent_with_an_unkillable_worker_exits_as_unfit(lost, outcome, code):
         outlets = Outlets(None, lambda note: None, without_bound)
         agent = AgentShell(Core(), setup, OfferedPort(listening=False), asyncio.Queue(), outlets)
         drain = SimpleNamespace(progress=lambda: None, met=lambda: 0)
-        minder = SimpleNamespace(waits=Waits())
+        minder = SimpleNamespace(waits=Waits(), paces=())
         agent._group = SimpleNamespace(
             lost=lost, drain=drain, hang_monitor=minder, allow_until=without_bound
         )

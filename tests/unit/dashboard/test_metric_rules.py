@@ -102,6 +102,13 @@ def test_the_seconds_of_all_causes_sum_to_the_wall_time():
     assert spent == pytest.approx(200.0 - 100.0, abs=0.1)
 
 
+def test_stragglers_are_counted_by_reason():
+    slow = event("straggler", "b", rank=2, why="loader", round=2, attempt=0, time_s=150.0)
+    found = samples(measured([*LOST, slow]))
+    counts = {name[1]: value for name, value in found.items() if name[0] == "training_stragglers"}
+    assert counts == {"loader": 1, "cpu-share": 0, "compute": 0, "other": 0}
+
+
 def test_what_is_not_known_has_no_sample():
     names = {name[0] for name in samples(measured(LOST[:3]))}
     unknown = {

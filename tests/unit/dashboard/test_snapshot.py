@@ -64,6 +64,22 @@ def test_workers_have_ranks_by_the_order_of_the_world_and_their_own_states():
     assert [node.state for node in found] == ["failed", "training"]
 
 
+def test_a_rank_for_which_the_others_wait_is_marked_and_needs_a_look_until_it_is_over():
+    slow = event("straggler", "b", "rank 2 on node b makes the others wait", rank=2, why="loader")
+    view = training(slow)
+    shown = sections_of(view, source())
+    assert [[w.slow for w in node.workers] for node in shown.nodes.here] == [
+        ["", ""],
+        ["loader", ""],
+    ]
+    assert [(need.severity, need.text) for need in shown.needs] == [("watch", "Rank 2 is slow")]
+    more = event("straggler", "a", "rank 0 on node a makes the others wait", rank=0, why="compute")
+    assert needs_of(training(slow, more))[0].text == "Ranks 0, 2 are slow"
+    assert not training(slow, event("straggler-ended", "b", rank=2)).stragglers
+    assert not training(slow, settled(2, "a b", 4)).stragglers
+    assert not training(slow, event("job-ended", ok=True)).stragglers
+
+
 def test_what_only_the_coordinator_knows_is_shown_if_it_answers():
     known = NodeStatus(node_id="b", host="h", state="away", node_rank=1, local_world_size=2,
                        heard_s=2.5, progress=7, steps_per_s=3.0)  # fmt: skip

@@ -307,6 +307,23 @@ def test_a_time_beyond_the_calendar_is_the_calendars_end():
     assert attempt.failures[0].time.startswith("1970-01-01T00:00:00")
 
 
+def test_a_straggler_is_told_with_its_reason_and_its_end():
+    text = "rank 1 on node a makes the others wait in each step"
+    data = {"rank": 1, "why": "loader", "own_s": 0.04, "others_s": 0.03}
+    slow = event(5, EventKind.STRAGGLER, text, **data)
+    assert f"  straggler  {at(5)}: {text} [loader]" in told(settled(0), slow)
+    over = event(9, EventKind.STRAGGLER_ENDED, "rank 1 is as fast as the others again", rank=1)
+    assert f"  straggler  {at(5)} until {at(9)}: {text} [loader]" in told(settled(0), slow, over)
+    [one] = story_of("folder", "/logs", [settled(0), slow, over]).attempts[0].stragglers
+    assert (one.rank, one.why, one.own_s, one.others_s, one.ended) == (
+        1,
+        "loader",
+        0.04,
+        0.03,
+        at(9),
+    )
+
+
 def test_a_culprit_is_told_with_its_class_and_its_facts():
     text = "rank 1 on node a has not entered all_reduce #7 (train.py:8, main); rank 0 waits in it"
     data = {"class": "busy", "ranks": "1", "outlook": "unknown", "certain": False, "still_s": 21.5}

@@ -27,6 +27,7 @@ from elastane.protocol.model import (
     Versions,
     WaitPoint,
 )
+from elastane.protocol.stragglers import Pace, StragglerRules
 
 # A person reads no more names than these, and a frame is bounded. The text goes to every node, so
 # its length must not grow with the job.
@@ -67,6 +68,24 @@ class StepPace:
         # A node without new steps slows down: once the next count is overdue, the silence counts.
         overdue_s = now_s - last_s > 2 * (last_s - first_s) / (len(self._samples) - 1)
         return (last - first) / ((now_s if overdue_s else last_s) - first_s)
+
+
+@dataclass(slots=True)
+class StragglerWatch:
+    """The comparison of the current world's workers."""
+
+    rules: StragglerRules = field(default_factory=StragglerRules)
+    of: Fence | None = None
+    compared_s: float = float("-inf")
+
+    def is_due(self, now_s: float, fence: Fence, every_s: float) -> bool:
+        """Begin a comparison, of a new world if there is one; False if the last was just now."""
+        if fence != self.of:
+            self.of, self.rules = fence, StragglerRules()
+        if now_s - self.compared_s < every_s:
+            return False
+        self.compared_s = now_s
+        return True
 
 
 # One line of the event log: a rate that a chart can draw, for 20 MB a week.
@@ -133,6 +152,7 @@ class NodeProgress:
     is_stalled: bool = False  # all of them have waited too long
     standings: tuple[Standing, ...] = ()  # what each worker shows, once all stand still
     still_s: float = 0.0  # for how long they did by then
+    paces: tuple[Pace, ...] = ()  # how each worker makes its steps
 
     def record_steps(self, now_s: float, steps: int | None) -> None:
         """Record how many steps were made."""
@@ -152,11 +172,16 @@ class NodeProgress:
         """Record what the workers show at a standstill; nothing, once they move again."""
         self.standings, self.still_s = standings, still_s
 
+    def record_paces(self, message: Heartbeat, *, is_of_now: bool) -> None:
+        """Record how the workers make their steps in the current world."""
+        self.paces = message.paces if is_of_now else ()
+
     def restart(self, now_s: float) -> None:
         """Record that the workers entered another world."""
         self.record_steps(now_s, None)
         self.waits_at, self.is_stalled = (), False
         self.record_standings((), 0.0)
+        self.paces = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from elastane.coordinator.rules import ending, growth, liveness, recovery
+from elastane.coordinator.rules import ending, growth, liveness, recovery, stragglers
 from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.diagnosis import end_text, exit_text, is_lost_peer, worker_text
@@ -72,6 +72,9 @@ def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     """Record a heartbeat; return whether a rule has to look at it."""
     node.progress.record_steps(state.now_s, message.progress)
     _log_progress(state)
+    node.progress.record_paces(message, is_of_now=message.fence == node.fence)
+    if state.phase is Phase.RUNNING:
+        stragglers.find_stragglers(state)
     news = state.holders.record_heartbeat(node, message, state.world)
     if not node.progress.record_waiting(message, is_of_now=message.fence == node.fence):
         return news

@@ -19,7 +19,7 @@ from elastane.coordinator.rules.changes import (
     WaitingCapacity,
 )
 from elastane.coordinator.rules.incident import Incidents, RestartBudget
-from elastane.coordinator.rules.nodes import KnownNode, LoggedProgress, Roster
+from elastane.coordinator.rules.nodes import KnownNode, LoggedProgress, Roster, StragglerWatch
 from elastane.coordinator.rules.state_holders import StateHolders
 from elastane.coordinator.rules.worlds import InPlaceRecovery, WorldHistory
 from elastane.protocol.effects import Hangup, Persist, RendezvousEffect, Send, WriteEvent
@@ -169,6 +169,7 @@ class State:
     incidents: Incidents = field(default_factory=Incidents)
     drain: CurrentDrain = field(default_factory=CurrentDrain)
     progress: LoggedProgress = field(default_factory=LoggedProgress)
+    stragglers: StragglerWatch = field(default_factory=StragglerWatch)
     gathering: ArrivalGathering = field(default_factory=ArrivalGathering)
     joining_tries: JoiningTries = field(default_factory=JoiningTries)
     owner: OwnerOrders = field(default_factory=OwnerOrders)

@@ -109,10 +109,12 @@ function card(node, page) {
 function workerCell(node, worker, page) {
   const name = worker.rank === undefined ? `·${worker.local_rank ?? 0}` : worker.rank;
   const isUsual = worker.state === node.state;
-  const words = `rank ${worker.rank ?? "unknown"}, local rank ${worker.local_rank}, pid ${worker.pid}, ${worker.state}: show its output`;
+  const slow = worker.slow ? `, the others wait for it in each step (${worker.slow})` : "";
+  const words = `rank ${worker.rank ?? "unknown"}, local rank ${worker.local_rank}, pid ${worker.pid}, ${worker.state}${slow}: show its output`;
+  const tone = loud(worker.state) || (worker.slow ? "warn" : "");
   return element(
-    "button", { class: `worker ${loud(worker.state)}`, type: "button", title: words, "aria-label": words, "data-key": `${node.name}/${worker.local_rank}`, click: () => page.openLog({ node: node.name, local_rank: worker.local_rank }) },
-    element("b", { text: name }), isUsual ? null : element("span", { text: worker.state }),
+    "button", { class: `worker ${tone}`, type: "button", title: words, "aria-label": words, "data-key": `${node.name}/${worker.local_rank}`, click: () => page.openLog({ node: node.name, local_rank: worker.local_rank }) },
+    element("b", { text: name }), isUsual ? (worker.slow ? element("span", { text: `slow: ${worker.slow}` }) : null) : element("span", { text: worker.state }),
   );
 }
 

@@ -1,0 +1,39 @@
+"""Logs which ranks make the others wait in each step, and when that is over.
+
+Heartbeats bring how each worker makes its steps; `protocol.stragglers` compares them, as soon as
+all of the world have made new ones. Nothing is done about a straggler.
+"""
+
+from __future__ import annotations
+
+from elastane.coordinator.rules.state import State
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.stragglers import Straggler
+
+
+def find_stragglers(state: State) -> None:
+    """Compare the workers of the world, at most once for each time of a heartbeat."""
+    assert state.world is not None
+    watch = state.stragglers
+    if not watch.is_due(state.now_s, state.world.fence, state.spec.timing.heartbeat_s):
+        return
+    members = [*state.roster.members()]
+    paces = {pace.rank: pace for node in members for pace in node.progress.paces}
+    nodes = {pace.rank: node.id for node in members for pace in node.progress.paces}
+    begun, ended = watch.rules.look(paces, state.world.world_size)
+    for found in begun:
+        node_id = nodes[found.rank]
+        state.log(EventKind.STRAGGLER, found.sentence(node_id), node_id, **_data(found))
+    for found in ended:
+        node_id = nodes[found.rank]
+        text = f"rank {found.rank} on node {node_id} is as fast as the others again"
+        state.log(EventKind.STRAGGLER_ENDED, text, node_id, rank=found.rank)
+
+
+def _data(found: Straggler) -> dict[str, str | int | float | bool]:
+    return {
+        "rank": found.rank,
+        "why": found.why.value,
+        "own_s": round(found.own_s, 4),
+        "others_s": round(found.others_s, 4),
+    }

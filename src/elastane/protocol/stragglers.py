@@ -1,0 +1,254 @@
+"""Finds the ranks that make the others wait in each step, the stragglers. Pure.
+
+All workers of a data-parallel world take equally long for a step, since each waits for the slowest.
+So the time of a step says nothing. A worker's own part of it does: the share of the step in which
+it did not wait in collectives. A straggler has a larger share than the others.
+
+`Pace` is what one worker shows of its last WINDOW_STEPS steps. `StragglerRules` compares the paces
+of all ranks whenever each has made new steps:
+
+    share of a rank >= NAMED_RATIO x that of the others, beyond noise    it is named
+    share of a named rank < ENDED_RATIO x that of the others             it is over
+
+The share is taken in each step, so steps that are long for all ranks change nothing. Of a window,
+each rank takes the median of its COUNTED_STEPS shortest steps. All ranks take the same ones, since
+a step is equally long for all. That leaves out single slow steps of any rank, such as a save or an
+evaluation, also where many ranks have some. "That of the others" is their lower median.
+
+Noise is learned from the job: by how much the ranks of a world differ in this at each comparison,
+in the median over the ranks, so that one straggler does not count. Of two ranks each may be the
+straggler; there the scatter of their shares is the noise. A rank within NOISE_SIGMAS is not named,
+nor one in a window whose steps differ more among themselves than the rank does from the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from enum import StrEnum
+from statistics import median
+from typing import Annotated
+
+import msgspec
+
+from elastane.protocol.limits import COUNT_MAX
+from elastane.protocol.model import Count
+
+# The newest steps of a worker, and how many of them count.
+WINDOW_STEPS = 16
+COUNTED_STEPS = 10
+NAMED_RATIO = 1.2
+ENDED_RATIO = 1.1
+# Ranks are compared once each has made this many more steps ...
+COMPARED_STEPS = 4
+# ... and named from this comparison of a world on, when its noise is known.
+COMPARISONS_MIN = 5
+# Neighbouring windows share steps, so a job has fewer independent windows than comparisons.
+NOISE_SIGMAS = 5.5
+# A rank is named only where it differs by this multiple of the spread of single steps.
+SPREAD_FACTOR = 1.5
+# The share of a comparison in the noise that was learned, once there were as many.
+NOISE_NEWEST = 0.05
+# A shorter excess is the noise of the clock and of the interpreter, whatever its ratio.
+EXCESS_MIN_S = 0.002
+# The share of the excess that a reason has to explain.
+REASON_SHARE = 0.5
+# Workers of one node whose paces a heartbeat carries; a node with more is not compared.
+PACES_MAX = 64
+# A whole slow node is named once for each of its ranks, up to this number.
+NAMED_MAX = 8
+
+# Half of normal deviations are smaller than this many sigma. In a world of two, half of the shares
+# are 1; three of four are within this many sigma of a worker's step of that.
+_MEDIAN_SIGMAS, _QUARTILE, _QUARTILE_SIGMAS = 0.6745, 0.75, 0.74
+# The scatter of a median of n, as a multiple of that of a mean.
+_MEDIAN_SCATTER = 1.2533
+# A smaller share counts as this one: a logarithm of it is taken.
+_LEAST = 0.01
+
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+
+
+class Why(StrEnum):
+    """What a straggler's own part is longer by. The values are stable: events have them."""
+
+    LOADER = "loader"
+    CPU_SHARE = "cpu-share"
+    COMPUTE = "compute"
+    OTHER = "other"
+
+
+_WORDS = {
+    Why.LOADER: "it waits longer for its data loader",
+    Why.CPU_SHARE: "it waits for a processor that others use",
+    Why.COMPUTE: "it computes longer",
+    Why.OTHER: "it neither computes nor loads data then: it sleeps, is stopped, or waits for a"
+    " device or a disk",
+}
+
+
+class Pace(msgspec.Struct, frozen=True, array_like=True):
+    """The last WINDOW_STEPS steps of one worker.
+
+    `step` counts the steps that it has recorded. `share` is the median of its own part of a step,
+    as a share of the step; `spread`: three of four shares are no further from it than this. The
+    rest is in seconds a step. `whole_s` and `loads_s` are medians of the whole step, and of the
+    time in its data loader. `runs_s` and `queues_s` are means: its main thread ran, or had no
+    processor.
+    """
+
+    rank: Count
+    step: Annotated[int, msgspec.Meta(ge=0, lt=COUNT_MAX)]
+    share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+    spread: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+    whole_s: Seconds
+    loads_s: Seconds
+    runs_s: Seconds = 0.0
+    queues_s: Seconds = 0.0
+
+
+class StepTimes(msgspec.Struct, frozen=True):
+    """One step of one worker in seconds: all of it, its waits in collectives and for its loader."""
+
+    whole_s: float
+    waits_s: float
+    loads_s: float
+
+    @property
+    def share(self) -> float:
+        """The worker's own part."""
+        return min(1.0, max(0.0, 1.0 - self.waits_s / self.whole_s)) if self.whole_s > 0 else 1.0
+
+
+class Straggler(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank for which the others wait in each step, and why."""
+
+    rank: int
+    why: Why
+    own_s: float
+    others_s: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long its own part of a step takes as that of the others."""
+        return self.own_s / self.others_s
+
+    def sentence(self, node_id: str) -> str:
+        """Return what is wrong, in words."""
+        return (
+            f"rank {self.rank} on node {node_id} makes the others wait in each step: its own part"
+            f" takes {self.own_s:.3g} s, theirs {self.others_s:.3g} s ({self.ratio:.2f} times);"
+            f" {_WORDS[self.why]}"
+        )
+
+
+def pace_of(
+    rank: int, step: int, times: Sequence[StepTimes], runs_s: float = 0.0, queues_s: float = 0.0
+) -> Pace:
+    """Return the pace of a worker from its last WINDOW_STEPS steps."""
+    counted = sorted(times, key=lambda each: each.whole_s)[:COUNTED_STEPS]
+    shares = [each.share for each in counted]
+    share = median(shares)
+    return Pace(
+        rank=rank,
+        step=step,
+        share=share,
+        spread=sorted(abs(each - share) for each in shares)[int(_QUARTILE * len(shares))],
+        whole_s=median(each.whole_s for each in counted),
+        loads_s=median(each.loads_s for each in counted),
+        runs_s=runs_s,
+        queues_s=queues_s,
+    )
+
+
+class StragglerRules:
+    """Which ranks of one world are stragglers, from one comparison to the next."""
+
+    def __init__(self) -> None:
+        self.named: dict[int, Straggler] = {}
+        self._compared: dict[int, int] = {}
+        self._comparisons = 0
+        self._noise = 0.0
+
+    def look(
+        self, paces: Mapping[int, Pace], world_size: int
+    ) -> tuple[list[Straggler], list[Straggler]]:
+        """Compare the ranks; return those that are stragglers now, and those that are no more.
+
+        Without a pace of each rank nothing is compared, nor before each has made new steps.
+        """
+        if world_size < 2 or len(paces) != world_size or not self._has_news(paces):
+            return [], []
+        self._compared = {rank: pace.step for rank, pace in paces.items()}
+        order = sorted(pace.share for pace in paces.values())
+        others = {rank: max(_LEAST, _others(order, pace.share)) for rank, pace in paces.items()}
+        self._learn(paces, others)
+        spread = median(pace.spread / max(_LEAST, pace.share) for pace in paces.values())
+        begun, ended = [], []
+        for rank, pace in paces.items():
+            if rank in self.named:
+                if pace.share < ENDED_RATIO * others[rank]:
+                    ended.append(self.named.pop(rank))
+            elif len(self.named) < NAMED_MAX and self._is_slow(pace, others[rank], spread):
+                self.named[rank] = _straggler(pace, paces, others[rank])
+                begun.append(self.named[rank])
+        return begun, ended
+
+    def _is_slow(self, pace: Pace, others: float, spread: float) -> bool:
+        noise = max(NOISE_SIGMAS * self._noise, SPREAD_FACTOR * spread)
+        is_known = self._comparisons >= COMPARISONS_MIN
+        is_beyond = math.log(max(_LEAST, pace.share) / others) >= max(math.log(NAMED_RATIO), noise)
+        return is_known and is_beyond and (pace.share - others) * pace.whole_s >= EXCESS_MIN_S
+
+    def _learn(self, paces: Mapping[int, Pace], others: Mapping[int, float]) -> None:
+        """Learn by how much a rank differs from the others by chance, as a sigma of logarithms."""
+        self._comparisons += 1
+        if len(paces) == 2:
+            noise = _scatter(paces.values())
+        else:
+            differences = (_difference(pace.share, others[rank]) for rank, pace in paces.items())
+            noise = median(differences) / _MEDIAN_SIGMAS
+        newest = max(NOISE_NEWEST, 1 / self._comparisons)
+        self._noise += newest * (noise - self._noise)
+
+    def _has_news(self, paces: Mapping[int, Pace]) -> bool:
+        known = self._compared
+        return all(
+            pace.step < known.get(rank, 0) or pace.step - known.get(rank, 0) >= COMPARED_STEPS
+            for rank, pace in paces.items()
+        )
+
+
+def _others(order: Sequence[float], share: float) -> float:
+    """Return the lower median of all shares but this one, from all in their order."""
+    at = (len(order) - 2) // 2
+    return order[at + 1] if share <= order[at] else order[at]
+
+
+def _difference(share: float, others: float) -> float:
+    return abs(math.log(max(_LEAST, share) / others))
+
+
+def _scatter(paces: Collection[Pace]) -> float:
+    """Return the sigma of the difference of two medians, from the scatter of the single steps."""
+    spread = median(pace.spread / max(_LEAST, pace.share) for pace in paces)
+    return spread / _QUARTILE_SIGMAS * _MEDIAN_SCATTER * math.sqrt(2 / COUNTED_STEPS)
+
+
+def _straggler(pace: Pace, paces: Mapping[int, Pace], others: float) -> Straggler:
+    return Straggler(
+        rank=pace.rank,
+        why=_why(pace, paces, (pace.share - others) * pace.whole_s),
+        own_s=pace.share * pace.whole_s,
+        others_s=others * pace.whole_s,
+    )
+
+
+def _why(pace: Pace, paces: Mapping[int, Pace], excess_s: float) -> Why:
+    others = [each for each in paces.values() if each.rank != pace.rank]
+    parts = (
+        (Why.LOADER, pace.loads_s - median(each.loads_s for each in others)),
+        (Why.CPU_SHARE, pace.queues_s - median(each.queues_s for each in others)),
+        (Why.COMPUTE, pace.runs_s - median(each.runs_s for each in others)),
+    )
+    return next((why for why, more_s in parts if more_s >= REASON_SHARE * excess_s), Why.OTHER)

@@ -1,0 +1,60 @@
+"""The coordinator names the ranks that make the others wait, from what heartbeats bring."""
+
+from coordinator_driver import Driver, job_spec
+
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import Heartbeat
+from elastane.protocol.model import Fence
+from elastane.protocol.stragglers import COMPARED_STEPS, COMPARISONS_MIN, WINDOW_STEPS, Pace
+
+
+def running():
+    job = Driver(job_spec(2, 2, 3))
+    for node_id in "ab":
+        job.join(node_id)
+    job.passes(4.0, alive="ab")
+    return job
+
+
+def beat(job, shares, step, fence=None):
+    """A heartbeat of each node a second later; `shares`: those of its two workers."""
+    job.passes(1.0, alive="")
+    for node_id, own in shares.items():
+        base = job.assigned[node_id].rank_base
+        paces = [Pace(base + at, step, share, 0.01, 0.1, 0.0) for at, share in enumerate(own)]
+        of = fence or job.assigned[node_id].fence
+        job.says(node_id, Heartbeat(fence=of, paces=tuple(paces)))
+
+
+def beats(job, count, shares, first=WINDOW_STEPS, **more):
+    for number in range(count):
+        beat(job, shares, first + number * COMPARED_STEPS, **more)
+
+
+def found(job, kind=EventKind.STRAGGLER):
+    return [event for event in job.events if event.kind is kind]
+
+
+SLOW = {"a": (0.75, 0.75), "b": (0.98, 0.75)}
+EVEN = {"a": (0.75, 0.75), "b": (0.75, 0.75)}
+
+
+def test_a_straggler_is_logged_once_and_its_end_as_well():
+    job = running()
+    beats(job, COMPARISONS_MIN + 4, SLOW)
+    [named] = found(job)
+    rank = job.assigned["b"].rank_base
+    assert (named.node_id, named.data["rank"], named.data["why"]) == ("b", rank, "other")
+    assert named.data["own_s"] == 0.098 and named.data["others_s"] == 0.075
+    assert named.reason.startswith(f"rank {rank} on node b makes the others wait in each step")
+    assert not found(job, EventKind.STRAGGLER_ENDED)
+    beats(job, 2, EVEN, first=500)
+    [ended] = found(job, EventKind.STRAGGLER_ENDED)
+    assert (ended.node_id, ended.data["rank"]) == ("b", rank)
+
+
+def test_nobody_is_named_while_a_node_shows_nothing_of_the_world():
+    job = running()
+    beats(job, 2 * COMPARISONS_MIN, {"b": SLOW["b"]})
+    beats(job, 2 * COMPARISONS_MIN, SLOW, fence=Fence(0, 0))
+    assert not found(job)
