@@ -79,7 +79,7 @@ def check_packages() -> None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ConfigurationError(
-            f"elastane dashboard needs {' and '.join(missing)}",
+            f"the page of a job needs {' and '.join(missing)}",
             slug="extra-missing",
             where=sys.executable,
             expected="the packages of elastane's extra `dashboard`",
@@ -121,23 +121,27 @@ def _token(args: argparse.Namespace) -> str:
     return token
 
 
+def listener_on(host: str, port: int, instead: str) -> socket.socket:
+    """Return a listening socket; `instead`: how to say that any free port will do."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}",
+            slug="dashboard-listen",
+            expected="an address of this machine and a port that no other process has",
+            next_step=f"{instead}, which takes a free port",
+        ) from error
+    return listener
+
+
 def _listener(args: argparse.Namespace) -> socket.socket:
-    """Return the listening socket."""
     if not 0 <= args.port <= _PORT_MAX:
         raise UsageError(
             f"--port {args.port}", slug="dashboard-listen", expected=f"0 to {_PORT_MAX}"
         )
-    try:
-        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((args.host, args.port))
-        listener.listen()
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen on {args.host} port {args.port}: {error.strerror or error}",
-            slug="dashboard-listen",
-            expected="an address of this machine and a port that no other process has",
-            next_step="elastane dashboard --port 0, which takes a free port",
-        ) from error
-    return listener
+    return listener_on(args.host, args.port, "elastane dashboard --port 0")

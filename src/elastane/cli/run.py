@@ -70,6 +70,13 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
         if _is_foreign_handler(options):
             from elastane.cli._handler import run
 
+            if options.text("serve"):
+                raise UsageError(
+                    f"--serve {options.text('serve')} with another package's rendezvous handler",
+                    slug="bad-option-value",
+                    expected="a backend of elastane, whose agents write the log that a page shows",
+                    next_step="leave out --serve",
+                )
             return run(options, environ)
         config = build(options, environ)
     except ElastaneError as error:
@@ -77,8 +84,10 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
         raise
     _print_notes(config.notes)
     from elastane.agent.main import launch
+    from elastane.cli._page_beside import page_beside
 
-    return launch(config)
+    with page_beside(config):
+        return launch(config)
 
 
 def _is_foreign_handler(options: Options) -> bool:

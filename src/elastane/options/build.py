@@ -28,6 +28,7 @@ from elastane.options.workers import (
     read_command,
     read_logs,
     read_notices,
+    read_serve,
     read_signals,
     read_supervision,
     repeated_signals,
@@ -84,6 +85,7 @@ def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
         report_file=options.text("report_file"),
         repeated_signals=repeated_signals(signals, environ),
         notices=read_notices(options),
+        serve=read_serve(options),
     )
 
 

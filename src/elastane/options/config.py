@@ -102,7 +102,8 @@ class AgentConfig:
 
     `report_file` is where the outcome of the job is written; empty: nowhere. `repeated_signals` are
     those of `signals` that a scheduler sends more than once before it kills. `notices`: where this
-    agent reads that its node is about to go.
+    agent reads that its node is about to go. `serve`: the port of the job's page on the loopback;
+    None: no page.
     """
 
     spec: JobSpec
@@ -117,6 +118,7 @@ class AgentConfig:
     report_file: str = ""
     repeated_signals: tuple[str, ...] = ()
     notices: tuple[NoticeSource, ...] = ()
+    serve: int | None = None
 
     @property
     def is_on_one_machine(self) -> bool:

@@ -393,6 +393,15 @@ TABLE: tuple[Option, ...] = (
         ours=True,
     ),
     Option(
+        "serve",
+        "",
+        "serve the job's page on this port of the loopback for as long as this agent runs; 0 takes "
+        "a free port (see docs/dashboard.md)",
+        OURS,
+        metavar="PORT",
+        ours=True,
+    ),
+    Option(
         "report-file",
         "",
         "write the outcome of the job to this file, as JSON (see docs/report.md)",

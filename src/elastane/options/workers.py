@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
 _UNHANDLED = ("SIGKILL", "SIGSTOP", "SIGCHLD")
+_PORT_MAX = 65535
 _PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
 _STUCK = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 _TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
@@ -149,6 +150,21 @@ def read_notices(options: Options) -> tuple[NoticeSource, ...]:
                 expected="a program in PATH, or the path of one that is executable",
             )
     return sources
+
+
+def read_serve(options: Options) -> int | None:
+    """Return the port of the job's page; None without one."""
+    text = options.text("serve")
+    if not text:
+        return None
+    if not text.isascii() or not text.isdecimal() or int(text) > _PORT_MAX:
+        raise UsageError(
+            f"--serve {text}",
+            slug="bad-option-value",
+            expected=f"a port, 1 to {_PORT_MAX}, or 0 for a free one",
+            next_step="--serve 8470",
+        )
+    return int(text)
 
 
 def repeated_signals(signals: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, ...]:
