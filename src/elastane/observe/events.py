@@ -11,6 +11,7 @@ Readers merge all hosts by time and skip unreadable lines.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import logging
@@ -272,7 +273,9 @@ def read_events(folder: str | Path) -> Iterator[LoggedEvent]:
     Lines that are torn or of another format are left out. Memory does not grow with the log.
     """
     files = sorted(Path(folder).glob("events.*.jsonl"))
-    return heapq.merge(*(_ordered(_file_events(path)) for path in files), key=lambda e: e.order)
+    if len(files) == 1:  # A merge would compare each event with nothing.
+        return _ordered(_file_events(files[0]))
+    return heapq.merge(*(_ordered(_file_events(path)) for path in files), key=_order)
 
 
 def _file_events(path: Path) -> Iterator[LoggedEvent]:
@@ -288,13 +291,20 @@ def _file_events(path: Path) -> Iterator[LoggedEvent]:
 
 def _ordered(events: Iterator[LoggedEvent]) -> Iterator[LoggedEvent]:
     """Sort events that are at most `_REORDER_EVENTS` places out of order."""
-    waiting: list[tuple[tuple[float, str, int, int], int, LoggedEvent]] = []
-    for count, event in enumerate(events):
-        heapq.heappush(waiting, (event.order, count, event))
+    waiting: deque[LoggedEvent] = deque()
+    for event in events:
+        # Nearly all events come in their order, and then none is compared but the last one.
+        if waiting and event.time_s <= waiting[-1].time_s:
+            bisect.insort(waiting, event, key=_order)
+        else:
+            waiting.append(event)
         if len(waiting) > _REORDER_EVENTS:
-            yield heapq.heappop(waiting)[2]
-    while waiting:
-        yield heapq.heappop(waiting)[2]
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _order(event: LoggedEvent) -> tuple[float, str, int, int]:
+    return event.order
 
 
 class PlacedEvent(NamedTuple):

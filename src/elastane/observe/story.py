@@ -230,14 +230,17 @@ class JobStory(msgspec.Struct, kw_only=True):
     def add(self, event: LoggedEvent, here: set[tuple[str, int]]) -> None:
         """Add an event of the job, whatever attempt it is of; `here`: the agents that run."""
         self.job = event.job or self.job
-        self.last_event = f"{event.time} {event.kind}: {event.reason}"
         self._add_to_job(event)
         self._add_agent(here, event)
 
-    def complete(self, attempts: list[AttemptStory], agents_here: int) -> None:
-        """Record the attempts, once all events were added."""
+    def complete(
+        self, attempts: list[AttemptStory], agents_here: int, last: LoggedEvent | None
+    ) -> None:
+        """Record the attempts and the last event, once all events were added."""
         self.attempts = attempts
         self.agents_here = agents_here
+        if last is not None:
+            self.last_event = f"{last.time} {last.kind}: {last.reason}"
 
     def _add_to_job(self, event: LoggedEvent) -> None:
         if event.kind == EventKind.JOB_ENDED:
@@ -272,7 +275,11 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     table: dict[tuple[int, int], AttemptStory] = {}
     began_s: dict[tuple[int, int], float] = {}
     here: set[tuple[str, int]] = set()
+    event: LoggedEvent | None = None
     for event in events:
+        # Most events of a long job are step counts, of which a story has nothing but the last.
+        if event.kind == EventKind.PROGRESS and (event.round, event.attempt) in table:
+            continue
         story.add(event, here)
         if event.round is None or event.attempt is None:
             continue
@@ -283,5 +290,5 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
             began_s[fence] = event.time_s
         elif attempt.ended == event.time and fence in began_s:
             attempt.last(began_s[fence], event.time_s)
-    story.complete([table[fence] for fence in sorted(table)], len(here))
+    story.complete([table[fence] for fence in sorted(table)], len(here), event)
     return story
