@@ -49,7 +49,7 @@ STAMP := $(VENV)/.elastane-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help env demo test pure lane-1 lane-2 lane-3 lint bench soak nightly gpu kubernetes kubernetes-bed \
-	coverage covered-1 covered-2 covered-3 release docs format clean
+	coverage covered-1 covered-2 covered-3 release docs man constraints format clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -136,6 +136,7 @@ covered-3:
 
 # VERSION, if it is given, must be that of the tree: a tag names it.
 RELEASE := build/release
+MAN := manual/man
 DOCS := build/docs-tools
 # Draws the diagrams of pages in the reader's browser. The sum is of the file, whoever serves it.
 MERMAID := 11.17.2
@@ -145,12 +146,14 @@ release: ## build wheel and sdist, and try the wheel in a fresh environment (thr
 		{ echo 'src/elastane/version.py has another version than $(VERSION)' >&2; exit 1; }
 	rm -rf $(RELEASE)
 	$(PYTHON) -m venv $(RELEASE)/tools
-	$(RELEASE)/tools/bin/pip install --quiet build twine
+	$(RELEASE)/tools/bin/pip install --quiet build twine -e .
+	$(RELEASE)/tools/bin/python manual/manpages.py $(MAN)
 	$(RELEASE)/tools/bin/python -m build --outdir $(RELEASE)/dist .
 	$(RELEASE)/tools/bin/twine check --strict $(RELEASE)/dist/*
 	$(PYTHON) -m venv $(RELEASE)/user
 	$(RELEASE)/user/bin/pip install --quiet $(TORCH)
-	$(RELEASE)/user/bin/pip install --quiet "$$(ls $(RELEASE)/dist/*.whl)[demo]"
+	$(RELEASE)/user/bin/pip install --quiet -c deploy/constraints.txt "$$(ls $(RELEASE)/dist/*.whl)[demo]"
+	test -f $(RELEASE)/user/share/man/man1/elastane-run.1
 	cd $(RELEASE) && user/bin/elastane demo
 
 docs: $(DOCS)/stamp build/mermaid/$(MERMAID) ## build the documentation site in build/docs; a warning is an error
@@ -171,6 +174,13 @@ build/mermaid/$(MERMAID):
 		tar xzf mermaid-$(MERMAID).tgz --strip-components 2 package/dist/mermaid.min.js && \
 		echo '$(MERMAID_SHA256)  mermaid.min.js' | sha256sum --check --quiet && rm mermaid-$(MERMAID).tgz
 	@touch $@
+
+man: env ## write the man pages, from the parsers of the commands, into manual/man
+	$(BIN)/python manual/manpages.py $(MAN)
+	@echo 'read one: man -l $(MAN)/elastane-run.1'
+
+constraints: env ## write deploy/constraints.txt: the versions that are installed, once tests have passed
+	$(BIN)/python deploy/constraints.py
 
 format: env ## format the code, sort its imports, write what deploy/generate.py makes of it
 	$(BIN)/ruff check --fix --select I .
