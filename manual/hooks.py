@@ -44,6 +44,7 @@ _FENCE = re.compile(r"^( *)(```+).*?^\1\2`*$", re.MULTILINE | re.DOTALL)
 # Of the words that name a block's language, tests read all, and the site's Markdown the first.
 _MORE_WORDS = re.compile(r"^( *```+\w+) .*$", re.MULTILINE)
 _LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)\s#]+)((?:#[^)\s]*)?\))")
+_NAMED = re.compile(r"\bdocs/([\w/-]+\.md)\b(?![^<]*</a>)")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash"}
 _LOADED = re.compile(
     r"<(?:script|img|iframe|source|audio|video)\b[^>]*?\bsrc=[\"']?(?:https?:)?//[^\s>]*"
@@ -119,6 +120,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return found[1] + posixpath.relpath(place, posixpath.dirname(here) or ".") + found[3]
 
     return _outside_fences(markdown, lambda text: _LINK.sub(turned, text))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Link the documents that docstrings and helps of options name, such as docs/settings.md."""
+    if not page.file.src_uri.startswith("reference/"):
+        return html
+
+    def linked(found: re.Match[str]) -> str:
+        named = files.get_file_from_path(found[1])
+        if named is None:
+            raise PluginError(f"{page.file.src_uri} names {found[0]}, which is not there")
+        return f'<a href="{named.url_relative_to(page.file)}">{found[0]}</a>'
+
+    return _NAMED.sub(linked, html)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
