@@ -98,6 +98,8 @@ def test_a_script_that_keeps_its_size_sees_it_until_its_end_and_means_stay_right
         lines = [line for pid in left for line in job.said()[pid]]
         assert {line["mean"] for line in lines} == {1.0}
         assert {(line["rank"], line["world"]) for line in lines} == {(0, 3), (2, 3)}
+        saved = {file.name for file in (job.folder / "dcp").glob("*.distcp")}
+        assert saved == {"__0_0.distcp", "__1_0.distcp"}, "each survivor saves its part"
 
 
 @pytest.mark.parametrize(

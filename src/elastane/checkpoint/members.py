@@ -7,6 +7,7 @@ it fails: as collectives fail, and then nothing was agreed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -112,16 +113,18 @@ class GroupMembers:
     @property
     def rank(self) -> int:
         """The rank of this process, which may change with the world of a job."""
-        return dist.get_rank(self._group)
+        with _current(self._group):
+            return dist.get_rank(self._group)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return dist.get_world_size(self._group)
+        with _current(self._group):
+            return dist.get_world_size(self._group)
 
     def numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return each rank's numbers."""
-        with self._timeout:
+        with self._timeout, _current(self._group):
             return self._numbers(numbers)
 
     def _numbers(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -132,18 +135,26 @@ class GroupMembers:
 
     def texts(self, said: bytes) -> list[bytes]:
         """Return each rank's bytes, by two collectives."""
-        lengths = [length for (length,) in self._numbers([len(said)])]
-        own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-        if said:
-            own[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        heard = [torch.zeros_like(own) for _ in lengths]
-        dist.all_gather(heard, own, group=self._group)
+        with _current(self._group):
+            lengths = [length for (length,) in self._numbers([len(said)])]
+            own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+            if said:
+                own[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+            heard = [torch.zeros_like(own) for _ in lengths]
+            dist.all_gather(heard, own, group=self._group)
         pairs = zip(heard, lengths, strict=True)
         return [bytes(each[:length].numpy()) for each, length in pairs]
 
     def spread(self, data: torch.Tensor, source: int) -> None:
         """Broadcast the bytes of `source` to all ranks, in place."""
-        dist.broadcast(data, group=self._group, group_src=source)
+        with _current(self._group):
+            dist.broadcast(data, group=self._group, group_src=source)
+
+
+def _current(group: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which an elastic group's ranks are those of the members left."""
+    current = getattr(group, "current", None)
+    return contextlib.nullcontext() if current is None else current()
 
 
 def members_of_process() -> Members:

@@ -9,6 +9,7 @@ called: an operation may have failed that was not waited for.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import weakref
@@ -87,6 +88,13 @@ class ElasticGroup(ProcessGroup):
         self.apart = False
         self.pairing = Pairing(self)
         self.parts: tuple[ElasticGroup, ...] = ()
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which ranks and size are those of the members that are left.
+
+        For code that asks for them in each call, on all members alike.
+        """
+        return contextlib.nullcontext()
 
     def guard_by(self, guard: Callable[[str], None]) -> None:
         """Call `guard` with the name of each of torch's operations before it; it may refuse it."""

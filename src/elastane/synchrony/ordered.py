@@ -21,7 +21,7 @@ import secrets
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -130,6 +130,9 @@ class OrderedGroup(ElasticGroup):
         self._shown: tuple[Identity, ...] = ()
         # Whether the script has summed floats by a call of its own.
         self._has_summed = False
+        # How many contexts of `current` the program is in, and the members that it sees outside.
+        self._currents = 0
+        self._first: tuple[Identity, ...] = ()
         # What newcomers get, once the program has named it.
         self._shared: SharedState | None = None
         # Rank and world size that a newcomer's program sees before it joins.
@@ -167,6 +170,19 @@ class OrderedGroup(ElasticGroup):
     def has_joined(self) -> bool:
         """Whether this worker is, or was, a member of a world."""
         return self._outside is None
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Let the program see the members that are left, meanwhile; all members alike."""
+        with self._changed:
+            self._currents += 1
+            self._show_if_changed()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._currents -= 1
+                self._show_if_changed()
 
     @property
     def members(self) -> tuple[Identity, ...]:
@@ -271,7 +287,8 @@ class OrderedGroup(ElasticGroup):
     @property
     def _sees_first(self) -> bool:
         """Whether the program sees its first world until its end."""
-        return self._member.keeps_ranks and self._shared is None and not self._host.follows
+        is_plain = self._shared is None and not self._currents and not self._host.follows
+        return self._member.keeps_ranks and is_plain
 
     def monitored_barrier(self, *_timeouts: Any, **_options: Any) -> None:
         """Wait for all members, over any number of faults; the agents notice one that is lost."""
@@ -568,10 +585,12 @@ class OrderedGroup(ElasticGroup):
         """Let the program see the members of the rules' visible view."""
         if self._member.restart:
             self._host.restart(self._member.restart)
-        is_first = not self._shown
-        if self._member.visible == self._shown or (self._sees_first and not is_first):
+        if not self._first:
+            self._first = self._member.visible
+        members = self._first if self._sees_first else self._member.visible
+        if members == self._shown:
             return
-        self._shown = self._member.visible
+        self._shown = members
         self.show_members(range(self.size()))
         self._host.show(self.rank(), self.size())
         for call in self._told:

@@ -435,7 +435,10 @@ def why_not_issued(signature: Signature, members: Sequence[Identity]) -> str:
     if signature.root is not None and signature.root not in members:
         return f"{what} has a lost worker as its root"
     if signature.shaped not in (0, len(members)):
-        return f"{what} has buffers for {signature.shaped} workers, of whom {len(members)} are left"
+        return (
+            f"{what} has buffers for {signature.shaped} workers, of whom {len(members)} are left;"
+            " if the script asks for the world size each time, add --ranks-may-change"
+        )
     return ""
 
 

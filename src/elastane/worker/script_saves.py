@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastane.comms.elastic import ElasticGroup
 from elastane.worker import running_saves
 
 _DCP_PACKAGE = "torch.distributed.checkpoint"
@@ -65,6 +66,12 @@ class SavedFile:
         return self.file is None or bool(self.file.closed)
 
 
+def _among_those_left() -> contextlib.AbstractContextManager[None]:
+    """Return a context for a save that asks for rank and size itself: it sees the current ones."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return group.current() if isinstance(group, ElasticGroup) else contextlib.nullcontext()
+
+
 class ScriptSaves:
     """The saves of this process; `refusal(what, expected)` makes the error of a refused one."""
 
@@ -85,7 +92,9 @@ class ScriptSaves:
         module: Any = sys.modules.get(_DCP)
         save = getattr(module, "_save_state_dict", None)
         if save is not None and not hasattr(save, "__wrapped__"):
-            module._save_state_dict = self._around(save, _target_of_writer, _is_alone)
+            module._save_state_dict = self._around(
+                save, _target_of_writer, _is_alone, _among_those_left
+            )
         for name, kind, by_process in _ASYNC:
             executor: Any = getattr(sys.modules.get(f"{_DCP_PACKAGE}.{name}"), kind, None)
             begin = getattr(executor, "execute_save", None)
@@ -110,7 +119,11 @@ class ScriptSaves:
         return saved.where if saved.is_closed else None
 
     def _around(
-        self, save: Callable[..., Any], target: _Target, is_alone: Callable[..., bool]
+        self,
+        save: Callable[..., Any],
+        target: _Target,
+        is_alone: Callable[..., bool],
+        context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> Callable[..., Any]:
         @functools.wraps(save)
         def saving(*args: Any, **kwargs: Any) -> Any:
@@ -120,7 +133,8 @@ class ScriptSaves:
             try:
                 # Without peers a save that needs them would hold the signal for ever.
                 with running_saves.sigterm_held() if alone else contextlib.nullcontext():
-                    result = save(*args, **kwargs)
+                    with context():
+                        result = save(*args, **kwargs)
                     self._note(frame, target, args, kwargs)
                     return result
             finally:

@@ -2,10 +2,10 @@
 
 Usage: unmodified_ddp.py FOLDER [static | sum | gather | by hand | group | async save | end].
 It ends once a file "enough" is there. With `sum` it takes the mean of floats of its own in each
-step, over the world size that it keeps; with `gather` it gathers from as many. Before one of these,
-rank 1 of the first attempt dies. With `by hand` it averages gradients itself. With `group` it asks
-for a group of one worker. With `async save` all workers save together while they train. With `end`
-rank 1 dies as its interpreter exits.
+step, over the world size that it keeps, and saves once; with `gather` it gathers from as many.
+Before one of these, rank 1 of the first attempt dies. With `by hand` it averages gradients itself.
+With `group` it asks for a group of one worker. With `async save` all workers save together while
+they train. With `end` rank 1 dies as its interpreter exits.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import async_save
+from torch.distributed.checkpoint import async_save, save
 from torch.nn.parallel import DistributedDataParallel
 
 FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:])
@@ -45,8 +45,8 @@ def is_enough():
     return bool(enough.item())
 
 
-def mean_of_ones(step, size):
-    """Return the mean of a one of each worker, if the script is to take it."""
+def mean_of_ones(step, size, optimizer):
+    """Return the mean of a one of each worker, if the script is to take it; save once behind it."""
     mean = torch.ones(1)
     if WAY in ("sum", "gather") and (step, dist.get_rank()) == (DIES_AT, 1) and is_first_attempt():
         os.kill(os.getpid(), signal.SIGKILL)
@@ -55,6 +55,8 @@ def mean_of_ones(step, size):
             mean = torch.ones(1)
             dist.all_reduce(mean)
             mean /= size
+        if step == DIES_AT + 2:
+            save({"optimizer": optimizer.state_dict()}, checkpoint_id=FOLDER / "dcp")
     if WAY == "gather":
         dist.all_gather([torch.empty(1) for _ in range(dist.get_world_size())], mean)
     return mean.item()
@@ -91,7 +93,7 @@ def main():
             optimizer.step()
             if WAY == "async save":
                 async_save({"optimizer": optimizer.state_dict()}, checkpoint_id=FOLDER / "dcp")
-            mean = mean_of_ones(step, size)
+            mean = mean_of_ones(step, size, optimizer)
             what = {"step": step, "digest": digest(model), "world": dist.get_world_size()}
             what.update(mean=mean, rank=dist.get_rank())
             file.write(json.dumps(what) + "\n")
