@@ -25,7 +25,6 @@ PLAIN = {
     msgspec.inspect.NoneType: st.none(),
     msgspec.inspect.BoolType: st.booleans(),
     msgspec.inspect.IntType: st.integers(1, 4095),
-    msgspec.inspect.FloatType: st.floats(0.0, 1e6),
     msgspec.inspect.StrType: TEXT,
 }
 
@@ -43,6 +42,8 @@ def of_type(info):
             return st.dictionaries(of_type(key), of_type(value), max_size=2)
         case msgspec.inspect.StrType(max_length=int(most)) if most < 20:
             return TEXT.map(lambda text: text[:most])
+        case msgspec.inspect.FloatType(le=most):
+            return st.floats(0.0, 1e6 if most is None else most)
         case msgspec.inspect.LiteralType(values=values):
             return st.sampled_from(list(values))
         case msgspec.inspect.EnumType(cls=cls):
