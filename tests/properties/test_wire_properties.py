@@ -44,10 +44,8 @@ def of_type(info):
             return TEXT.map(lambda text: text[:most])
         case msgspec.inspect.FloatType(le=most):
             return st.floats(0.0, 1e6 if most is None else most)
-        case msgspec.inspect.LiteralType(values=values):
-            return st.sampled_from(list(values))
-        case msgspec.inspect.EnumType(cls=cls):
-            return st.sampled_from(cls)
+        case msgspec.inspect.LiteralType(values=choices) | msgspec.inspect.EnumType(cls=choices):
+            return st.sampled_from(list(choices))
     return PLAIN[type(info)]
 
 

@@ -185,6 +185,6 @@ def test_noise_alone_names_no_rank(ranks, sigma):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("sigma", [0.03, 0.05, 0.1, 0.15])
+@pytest.mark.parametrize("sigma", [0.03, 0.05, 0.1, 0.15, 0.2])
 def test_a_hundred_thousand_steps_of_noise_name_no_rank(ranks, sigma):
     assert History(ranks, ranks, sigma).run(100_000) == []
