@@ -83,7 +83,7 @@ def test_values_reach_a_service_once_and_its_processes_end_with_the_worker(tmp_p
     log.end()
     assert steps(tmp_path) == [1, 2, 3] and steps(tmp_path, "accuracy") == [2]
     assert (tmp_path / "terminated").exists()
-    assert not left_processes(tmp_path)
+    until(lambda: not left_processes(tmp_path), "all processes end", DEADLINE_S)
 
 
 def test_another_worker_continues_the_run_of_a_writer_that_was_killed(tmp_path):
@@ -112,7 +112,7 @@ def test_a_writer_that_hands_over_waits_for_nothing_and_nothing_comes_twice(tmp_
     made(second, 9)
     second.end(), first.end()
     assert steps(tmp_path) == [*range(1, 10)] and len(runs_of_service(tmp_path)) == 1
-    assert not left_processes(tmp_path)
+    until(lambda: not left_processes(tmp_path), "all processes end", DEADLINE_S)
 
 
 def test_a_service_that_hangs_stops_no_step_and_the_end_only_for_a_bounded_time(tmp_path, capsys):
@@ -125,7 +125,7 @@ def test_a_service_that_hangs_stops_no_step_and_the_end_only_for_a_bounded_time(
     sink.finish(time.monotonic() + 0.2)
     assert time.monotonic() - began < DEADLINE_S
     assert "1024 entries (at most 1024) are lost" in capsys.readouterr().err
-    assert not left_processes(tmp_path)
+    until(lambda: not left_processes(tmp_path), "all processes end", DEADLINE_S)
 
 
 def test_a_service_that_takes_nothing_for_too_long_is_started_again(tmp_path, monkeypatch, capsys):
