@@ -134,11 +134,15 @@ def test_the_page_of_a_dead_server_is_not_believed(node, worker):
     worker.save(1)
     assert not worker.client.progress(FENCE).busy
     pid = node.server_pid
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: not alive(pid), "it is gone")
-    for _ in range(2):
-        with pytest.raises(ConnectionError, match=r"lost|gone"):
-            worker.client.progress(FENCE)
+    os.kill(node.agent.pid, signal.SIGSTOP)  # It would start the next server.
+    try:
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not alive(pid), "it is gone")
+        for _ in range(2):
+            with pytest.raises(ConnectionError, match=r"lost|gone"):
+                worker.client.progress(FENCE)
+    finally:
+        os.kill(node.agent.pid, signal.SIGCONT)
 
 
 def test_a_closed_client_unmaps_its_page(node):
