@@ -1,8 +1,8 @@
 """The pages of the site that are written from the code: each command line, and the Python API.
 
-A page is Markdown. That of a command has what `--help` prints, with an anchor for each option; that
-of a module of the API names what the module exports, and mkdocstrings fills in the signatures and
-docstrings. A name that the code has no longer fails the build.
+A page is Markdown. The page of a command has the text of `--help`, with an anchor for each option.
+The page of an API module lists the exported names, and mkdocstrings adds their signatures and
+docstrings. The build fails if a listed name is not in the code.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 from elastane.agent.step_paces import StepPaces
 from elastane.process import step_meter
 from elastane.process.status_page import TIMES_MAX, StatusPage, WorkerPage
-from elastane.process.step_meter import AWAY_MARKS, Loading, Mark, Waiting
+from elastane.process.step_meter import AWAY_MARKS, Loading, StepMark, Waiting
 from elastane.protocol.stragglers import WINDOW_STEPS
 
 
@@ -31,14 +31,14 @@ def page():
     page.close()
 
 
-def steps(count, clock, kind=Mark.STEP, marker=0):
+def steps(count, clock, kind=StepMark.STEP, marker=0):
     for _ in range(count):
         clock.ns += 10
         step_meter.mark(kind, marker)
 
 
 def test_a_step_has_its_length_and_what_it_waited_for(page, clock):
-    step_meter.mark(Mark.STEP)
+    step_meter.mark(StepMark.STEP)
     with Loading():
         clock.ns += 5
         with Waiting():
@@ -48,7 +48,7 @@ def test_a_step_has_its_length_and_what_it_waited_for(page, clock):
         with Waiting():
             clock.ns += 200
     clock.ns += 1_000
-    step_meter.mark(Mark.STEP)
+    step_meter.mark(StepMark.STEP)
     assert page.step_times(4) == [(1_325, 320, 5)]
 
 
@@ -59,21 +59,21 @@ def test_the_last_steps_are_kept(page, clock):
 
 
 def test_a_better_mark_replaces_the_others_and_their_steps(page, clock):
-    steps(9, clock, Mark.BATCH)
-    steps(1, clock, Mark.BACKWARD)
-    steps(9, clock, Mark.BATCH)
+    steps(9, clock, StepMark.BATCH)
+    steps(1, clock, StepMark.BACKWARD)
+    steps(9, clock, StepMark.BATCH)
     assert page.step_times(30) == []
-    steps(1, clock, Mark.BACKWARD)
+    steps(1, clock, StepMark.BACKWARD)
     assert page.step_times(30) == [(100, 0, 0)]
 
 
 def test_another_model_counts_once_it_makes_all_of_the_marks(page, clock):
-    steps(3, clock, Mark.BACKWARD, marker=1)
+    steps(3, clock, StepMark.BACKWARD, marker=1)
     for _ in range(2 * AWAY_MARKS):
-        steps(1, clock, Mark.BACKWARD, marker=2)
-        steps(1, clock, Mark.BACKWARD, marker=1)
+        steps(1, clock, StepMark.BACKWARD, marker=2)
+        steps(1, clock, StepMark.BACKWARD, marker=1)
     assert page.step_times(2) == [(20, 0, 0)] * 2
-    steps(AWAY_MARKS + 2, clock, Mark.BACKWARD, marker=2)
+    steps(AWAY_MARKS + 2, clock, StepMark.BACKWARD, marker=2)
     assert page.step_times(2) == [(10, 0, 0)] * 2
 
 
@@ -81,7 +81,7 @@ def test_other_threads_measure_nothing(page, clock):
     def other():
         with Waiting():
             clock.ns += 50
-        step_meter.mark(Mark.STEP)
+        step_meter.mark(StepMark.STEP)
 
     steps(1, clock)
     thread = threading.Thread(target=other)

@@ -69,7 +69,8 @@ class ControlSockets:
         self._shardings: dict[int, Sharding] = {}
         self.ready: set[int] = set()  # warm spares that wait in init(); their keys are negative
         self.finished: set[int] = set()
-        # Their programs have ended well, and so have all others'; they stay here once they exit.
+        # Workers whose programs have ended well, as have those of all other workers. A worker stays
+        # in this set when it exits.
         self.programs_ended: set[int] = set()
         # Could recover, and closed their socket. Most have ended, and their failure is reported
         # soon.

@@ -35,7 +35,7 @@ _log = logging.getLogger("elastane.workers")
 HUNG_SLUG = "worker-hung"
 UNKILLABLE_SLUG = "worker-unkillable"
 _ACTIVITIES = {int(known): known for known in Activity}
-# Paces are read at every so many looks, twice for each usual heartbeat.
+# The agent reads the paces of its workers at every second look for hangs.
 _PACE_LOOKS = 2
 # How many looks fit into the limit; torch's agent looks ten times a second.
 _LOOKS = 8

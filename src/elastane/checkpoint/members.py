@@ -7,7 +7,6 @@ it fails: as collectives fail, and then nothing was agreed.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -17,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from elastane.comms.elastic import members_left
 
 _log = logging.getLogger("elastane.checkpoint")
 _WARN_S = 30.0
@@ -113,18 +114,18 @@ class GroupMembers:
     @property
     def rank(self) -> int:
         """The rank of this process, which may change with the world of a job."""
-        with _current(self._group):
+        with members_left(self._group):
             return dist.get_rank(self._group)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        with _current(self._group):
+        with members_left(self._group):
             return dist.get_world_size(self._group)
 
     def numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return each rank's numbers."""
-        with self._timeout, _current(self._group):
+        with self._timeout, members_left(self._group):
             return self._numbers(numbers)
 
     def _numbers(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -135,7 +136,7 @@ class GroupMembers:
 
     def texts(self, said: bytes) -> list[bytes]:
         """Return each rank's bytes, by two collectives."""
-        with _current(self._group):
+        with members_left(self._group):
             lengths = [length for (length,) in self._numbers([len(said)])]
             own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
             if said:
@@ -147,14 +148,8 @@ class GroupMembers:
 
     def spread(self, data: torch.Tensor, source: int) -> None:
         """Broadcast the bytes of `source` to all ranks, in place."""
-        with _current(self._group):
+        with members_left(self._group):
             dist.broadcast(data, group=self._group, group_src=source)
-
-
-def _current(group: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which an elastic group's ranks are those of the members left."""
-    current = getattr(group, "current", None)
-    return contextlib.nullcontext() if current is None else current()
 
 
 def members_of_process() -> Members:

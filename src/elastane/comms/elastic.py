@@ -69,6 +69,11 @@ Message: TypeAlias = tuple[torch.Tensor, int, int]
 _TRANSPORT = "/gloo/transport/"
 
 
+def members_left(group: object) -> contextlib.AbstractContextManager[None]:
+    """Return `ElasticGroup.members_left` of `group`; no other group shows members that are lost."""
+    return group.members_left() if isinstance(group, ElasticGroup) else contextlib.nullcontext()
+
+
 class ElasticGroup(ProcessGroup):
     """The group of the current world; `replace` changes the world beneath its users."""
 
@@ -89,10 +94,10 @@ class ElasticGroup(ProcessGroup):
         self.pairing = Pairing(self)
         self.parts: tuple[ElasticGroup, ...] = ()
 
-    def current(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ranks and size are those of the members that are left.
+    def members_left(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which rank and size are those of the members that are left.
 
-        For code that asks for them in each call, on all members alike.
+        The code in it asks for them in each call, on all members alike.
         """
         return contextlib.nullcontext()
 

@@ -41,3 +41,9 @@ def adopt(name: str, world: VisibleWorld) -> None:
     world.make_whole(package.Accelerator, "reduce")
     # The main process writes, and the others go on.
     world.make_whole(package.Accelerator, "save_state", waits=True)
+
+
+def has_state(name: str) -> bool:
+    """Whether the script has made an Accelerator or its state; `name`: the imported package."""
+    states: Any = importlib.import_module(f"{name}.state")
+    return bool(states.PartialState._shared_state)

@@ -28,7 +28,7 @@ from elastane.process import step_meter
 from elastane.process.collective_ring import CallSites, write_board
 from elastane.process.frames import described, is_debugged, main_frames
 from elastane.process.status_page import WorkerPage
-from elastane.process.step_meter import Loading, Mark, StepMeter
+from elastane.process.step_meter import Loading, StepMark, StepMeter
 from elastane.protocol.ring import (
     CALLS_MAX,
     GROUP_SHIFT,
@@ -274,7 +274,7 @@ def _watch_loaders() -> None:
         finally:
             words[_LOADING] = 0
             words[_LOADS] += 1
-            step_meter.mark(Mark.BATCH, id(getattr(self, "_dataset", None)))
+            step_meter.mark(StepMark.BATCH, id(getattr(self, "_dataset", None)))
 
     kind.__next__ = __next__
 
@@ -320,7 +320,7 @@ def _time_waits(engine: Any, node: Any, marker: int) -> None:
 
     def has_waited() -> None:
         wait.__exit__(None, None, None)
-        step_meter.mark(Mark.BACKWARD, marker)
+        step_meter.mark(StepMark.BACKWARD, marker)
 
     node.register_prehook(begins)
 

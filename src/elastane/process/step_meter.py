@@ -23,7 +23,7 @@ from elastane.process.status_page import StepRecords, WorkerPage
 AWAY_MARKS = 64
 
 
-class Mark(IntEnum):
+class StepMark(IntEnum):
     """What ends a step, the better ones later."""
 
     BATCH = 1
@@ -43,7 +43,7 @@ class StepMeter:
         self._away = 0
         self._begun: tuple[int, int, int] | None = None
 
-    def mark(self, kind: Mark, marker: int = 0) -> None:
+    def mark(self, kind: StepMark, marker: int = 0) -> None:
         """End a step, and begin the next one; `marker` names the model or loader."""
         if kind < self._kind or threading.get_ident() != self.thread:
             return
@@ -59,7 +59,7 @@ class StepMeter:
             self._records.add(*(new - old for new, old in zip(now, self._begun, strict=True)))
         self._begun, self._away = now, 0
 
-    def _change(self, kind: Mark, marker: int) -> None:
+    def _change(self, kind: StepMark, marker: int) -> None:
         self._kind, self._marker, self._begun = kind, marker, None
         self._records.forget()
 
@@ -83,7 +83,7 @@ def begin(page: WorkerPage) -> StepMeter:
     return _process.meter
 
 
-def mark(kind: Mark, marker: int = 0) -> None:
+def mark(kind: StepMark, marker: int = 0) -> None:
     """End a step of this process, if it is measured."""
     if _process.meter is not None:
         _process.meter.mark(kind, marker)

@@ -56,8 +56,8 @@ from elastane.synchrony.rules import (
 _MESSAGES = frozenset(("send", "recv"))
 # A vote is a sum over the members; each adds twice its count, and one if its program has ended.
 _ENDED = 1
-# After so many worlds in which nothing was delivered and nobody was lost, the cause is no loss, and
-# would end further worlds, too.
+# The number of worlds in a row that may end with no delivery and no lost member. After that the
+# cause is not a loss, and more worlds would end the same way.
 _VAIN_WORLDS_MAX = 10
 
 
@@ -82,7 +82,7 @@ class GroupHost(Protocol):
 
     @property
     def follows(self) -> bool:
-        """Whether a framework of the program is told of each change of its rank and world size."""
+        """Whether the program uses a framework that adapts to each new rank and world size."""
 
     def show(self, rank: int, size: int) -> None:
         """Let the program see another rank or world size."""
@@ -130,8 +130,8 @@ class OrderedGroup(ElasticGroup):
         self._shown: tuple[Identity, ...] = ()
         # Whether the script has summed floats by a call of its own.
         self._has_summed = False
-        # How many contexts of `current` the program is in, and the members that it sees outside.
-        self._currents = 0
+        # How many contexts of `members_left` the program is in, and the members of the first world.
+        self._contexts = 0
         self._first: tuple[Identity, ...] = ()
         # What newcomers get, once the program has named it.
         self._shared: SharedState | None = None
@@ -172,16 +172,16 @@ class OrderedGroup(ElasticGroup):
         return self._outside is None
 
     @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Let the program see the members that are left, meanwhile; all members alike."""
+    def members_left(self) -> Iterator[None]:
+        """Show the program the members that are left; all members enter and leave alike."""
         with self._changed:
-            self._currents += 1
+            self._contexts += 1
             self._show_if_changed()
         try:
             yield
         finally:
             with self._changed:
-                self._currents -= 1
+                self._contexts -= 1
                 self._show_if_changed()
 
     @property
@@ -287,7 +287,7 @@ class OrderedGroup(ElasticGroup):
     @property
     def _sees_first(self) -> bool:
         """Whether the program sees its first world until its end."""
-        is_plain = self._shared is None and not self._currents and not self._host.follows
+        is_plain = self._shared is None and not self._contexts and not self._host.follows
         return self._member.keeps_ranks and is_plain
 
     def monitored_barrier(self, *_timeouts: Any, **_options: Any) -> None:

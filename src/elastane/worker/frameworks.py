@@ -20,9 +20,8 @@ _ADOPTERS = {
     "transformers.trainer": "elastane.integrations.transformers",
 }
 
-
-# Those that are in use once they have a state, whoever has imported them: models of Transformers
-# import Accelerate.
+# An import does not show that a script uses these: the models of Transformers import Accelerate.
+# Accelerate is in use once it has a state, and each Trainer makes one.
 _STATEFUL = frozenset(("accelerate", "transformers.trainer"))
 
 
@@ -42,8 +41,9 @@ class Frameworks:
 
     @property
     def in_use(self) -> bool:
-        """Whether one of those adopted computes with rank and world size."""
+        """Whether an adopted framework computes with rank and world size."""
         if self._adopted - _STATEFUL:
             return True
-        states = sys.modules.get("accelerate.state") if self._adopted else None
-        return states is not None and bool(states.PartialState._shared_state)
+        if "accelerate" not in self._adopted:
+            return False
+        return bool(importlib.import_module(_ADOPTERS["accelerate"]).has_state("accelerate"))

@@ -66,7 +66,7 @@ class ProgressReporter:
         """Count a completed step; the code that follows is the user's own."""
         if self._page is not None:
             self._page.step_made()
-        step_meter.mark(step_meter.Mark.STEP)
+        step_meter.mark(step_meter.StepMark.STEP)
         self.at(Activity.BETWEEN)
 
     def close(self) -> None:

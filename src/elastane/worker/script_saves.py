@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastane.comms.elastic import ElasticGroup
+from elastane.comms.elastic import members_left
 from elastane.worker import running_saves
 
 _DCP_PACKAGE = "torch.distributed.checkpoint"
@@ -67,9 +67,8 @@ class SavedFile:
 
 
 def _among_those_left() -> contextlib.AbstractContextManager[None]:
-    """Return a context for a save that asks for rank and size itself: it sees the current ones."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    return group.current() if isinstance(group, ElasticGroup) else contextlib.nullcontext()
+    """Return the context of a save that asks for rank and size itself."""
+    return members_left(dist.group.WORLD if dist.is_initialized() else None)
 
 
 class ScriptSaves:

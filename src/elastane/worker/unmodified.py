@@ -141,7 +141,7 @@ class UnmodifiedWorker:
 
     @property
     def follows(self) -> bool:
-        """Whether a framework of the script is told of each change of rank and world size."""
+        """Whether the script uses a framework that adapts to each new rank and world size."""
         self._frameworks.adopt()
         return self._frameworks.in_use
 

@@ -3,7 +3,7 @@
 import pytest
 
 from elastane.synchrony.operations import Identity, Rule, Signature, Site, rule_of
-from elastane.synchrony.rules import Switch, Table, View, plan
+from elastane.synchrony.rules import Switch, Table, View, plan, why_not_issued
 
 A, B, C = (Identity(n) for n in (1, 2, 3))
 FIRST = View((1, 0), (A, B, C))
@@ -108,3 +108,18 @@ def test_a_member_that_was_left_out_of_a_view_is_not_taken_back():
 )
 def test_the_table_of_operations(signature, rule):
     assert rule_of(signature) is rule
+
+
+@pytest.mark.parametrize(
+    ("signature", "reason"),
+    [
+        (Signature("allgather", shaped=3), "has buffers for 3 workers, of whom 2 are left"),
+        (Signature("allgather", shaped=2), ""),
+        (Signature("broadcast", root=B), "has a lost worker as its root"),
+        (Signature("broadcast", root=C), ""),
+        (Signature("allreduce", reduction="sum", site=Site.FIRST_SIZE), ""),
+    ],
+)
+def test_a_program_that_sees_lost_members_begins_nothing_that_needs_them(signature, reason):
+    why = why_not_issued(signature, (A, C))
+    assert reason in why and bool(why) is bool(reason)
