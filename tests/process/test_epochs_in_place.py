@@ -65,6 +65,7 @@ def test_a_worker_killed_in_a_validation_costs_no_epoch_and_no_other_process(
 ):
     job = Epochs(tmp_path, where, min_workers=fewest)
     (job.said_folder / "die").touch()  # in the first validation
+    (job.said_folder / "stay").touch()
     with job.cluster:
         [node] = [job.cluster.start("a")]
         job.cluster.wait(lambda: [*job.said_folder.glob("died-*")], "one is killed in validation")
@@ -73,6 +74,7 @@ def test_a_worker_killed_in_a_validation_costs_no_epoch_and_no_other_process(
             "the others validate again",
         )
         node.kill_worker()
+        (job.said_folder / "stay").unlink()
         job.cluster.wait(lambda: not node.is_alive, "the job ends")
     assert job.cluster.events("job-ended")[-1].data["ok"] is True
     assert len(job.cluster.events("replacement")) == 2 and not job.cluster.events("restart")

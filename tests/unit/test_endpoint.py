@@ -22,7 +22,6 @@ from elastane.process.endpoint import (
     listen,
     local_addresses,
     parse_endpoint,
-    resolve,
 )
 from elastane.process.files import (
     JobEntry,
@@ -33,6 +32,7 @@ from elastane.process.files import (
     safe_name,
     write_atomic,
 )
+from elastane.process.resolver import resolve
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_resolving_gives_addresses_and_an_unknown_name_the_next_step() -> None:
 
 def test_a_resolver_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
-    monkeypatch.setattr(module.socket, "getaddrinfo", lambda *args, **kwargs: answered.wait(10))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: answered.wait(10))
     with pytest.raises(MembershipError, match=r"no answer within 0\.05 s"):
         asyncio.run(resolve("slow", 0.05))
     answered.set()

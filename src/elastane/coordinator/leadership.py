@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 from elastane.coordinator.election import Election
 from elastane.coordinator.host import CoordinatorHost, Takeover
 from elastane.errors import ConfigurationError, ElastaneError, MembershipError, StoreError
-from elastane.process.endpoint import Endpoint, is_mine, listen, local_addresses, resolve
+from elastane.process.endpoint import Endpoint, is_mine, listen, local_addresses
+from elastane.process.resolver import resolve
 from elastane.protocol.events import AuthorityChanged
 from elastane.protocol.limits import CLOSE_S
 from elastane.protocol.model import JobRecord

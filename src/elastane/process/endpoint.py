@@ -1,11 +1,10 @@
 """The endpoint of a coordinator: its syntax, its addresses, and the listening socket.
 
-This module owns the form `host[:port]`, name resolution with a timeout, the check whether an
-address is local, and the listening socket. It speaks no protocol. A port in use may be served by
-this job's coordinator or by another program, which only the handshake of a client can tell apart,
-so `listen` returns None for both. It fails with UsageError for a malformed endpoint,
-MembershipError for a name that does not resolve, and ConfigurationError for a port that cannot be
-opened.
+This module owns the form `host[:port]`, the check whether an address is local, and the listening
+socket. It speaks no protocol. A port in use may be served by this job's coordinator or by another
+program, which only the handshake of a client can tell apart, so `listen` returns None for both. It
+fails with UsageError for a malformed endpoint, and ConfigurationError for a port that cannot be
+opened. It loads no event loop, because each node's snapshot server imports it.
 
 Every port that strangers can reach counts its unproven connections in `Unproven`, apart from the
 authenticated ones. At the bound, the oldest one is closed for the next, once its minimum time has
@@ -25,16 +24,11 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from elastane.errors import ConfigurationError, MembershipError, UsageError
-from elastane.process.offload import Offload
-
-# One look-up of a name; the resolver's default is 5 s per server and two tries.
-RESOLVE_TIMEOUT_S = 10.0
+from elastane.errors import ConfigurationError, UsageError
 
 DEFAULT_PORT = 29400  # as torchrun's c10d backend
 _BACKLOG = 1024  # the nodes of a job of 1,024 may all connect at once
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
-_offload = Offload()
 LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
 
@@ -95,33 +89,6 @@ def _is_ipv6(host: str) -> bool:
         return ipaddress.ip_address(host.partition("%")[0]).version == 6
     except ValueError:
         return False
-
-
-async def resolve(host: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> tuple[str, ...]:
-    """Return the addresses of `host`, in the resolver's order; tries once.
-
-    Raises MembershipError after at most `timeout_s`, with the next step.
-    """
-
-    def look_up() -> tuple[str, ...]:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-    try:
-        return await _offload.run(look_up, timeout_s)
-    except TimeoutError as error:
-        raise _unresolvable(host, f"no answer within {timeout_s:g} s") from error
-    except (OSError, UnicodeError) as error:
-        raise _unresolvable(host, getattr(error, "strerror", "") or str(error)) from error
-
-
-def _unresolvable(host: str, why: str) -> MembershipError:
-    return MembershipError(
-        f"endpoint: host {host!r} does not resolve on this node: {why}",
-        slug="endpoint-unresolvable",
-        expected="a name that DNS or /etc/hosts of every node knows, or an address",
-        next_step=f"getent hosts {host}",
-    )
 
 
 def local_addresses() -> frozenset[str]:

@@ -50,12 +50,6 @@ from elastane.snapshots.shared_memory import Source, close_all, make_slot, viewe
 
 if TYPE_CHECKING:
     from elastane.snapshots.connection import PeerConnection
-    from elastane.snapshots.messages import ToReceiver
-if TYPE_CHECKING:
-    from elastane.snapshots.connection import PeerConnection
-
-if TYPE_CHECKING:
-    from elastane.snapshots.connection import PeerConnection
     from elastane.snapshots.messages import ToSender
 
 _log = logging.getLogger("elastane.snapshots")

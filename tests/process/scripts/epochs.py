@@ -5,8 +5,8 @@
 Validation all-reduces its metrics. It stands behind the last step of each epoch, or between loops
 of one epoch each; or behind the step, but without job.retry(). Each committed step and each value
 is a line in FOLDER/PID.jsonl. A worker that finds FOLDER/die in a validation takes it and is
-killed. At the end each worker leaves FOLDER/PID.final: its weights and the values of all
-validations that it has seen.
+killed. While FOLDER/stay exists, no worker leaves the last epoch. At the end each worker leaves
+FOLDER/PID.final: its weights and the values of all validations that it has seen.
 """
 
 from __future__ import annotations
@@ -74,6 +74,12 @@ def guarded(job: elastane.Job, function, *args: object) -> float:
     return job.retry(function, *args)
 
 
+def stay(folder: Path, pause_s: float, *, is_last: bool) -> None:
+    """Wait in the last epoch while FOLDER/stay exists."""
+    while is_last and (folder / "stay").exists():
+        time.sleep(pause_s)
+
+
 def main() -> None:
     folder, epochs, step_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     between = sys.argv[4:] == ["between"]
@@ -113,6 +119,7 @@ def main() -> None:
                     if step.last_of_epoch:
                         scheduler.step()
                 time.sleep(step_s)
+                stay(folder, step_s, is_last=step.epoch == epochs - 1)
                 if step.committed:
                     say("committed", step=step.number, lr=scheduler.get_last_lr()[0])
                     if step.last_of_epoch and not between:

@@ -26,7 +26,8 @@ from elastane.elastic.rendezvous.api import (
 from elastane.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 from elastane.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from elastane.errors import MembershipError
-from elastane.process.endpoint import is_mine, resolve
+from elastane.process.endpoint import is_mine
+from elastane.process.resolver import resolve
 
 DEFAULT_PORT = 29400
 # A store's get waits for its key, so the key is created at the start, with a value that is not
