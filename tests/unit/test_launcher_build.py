@@ -383,3 +383,13 @@ def test_a_flag_without_effect_gets_a_note(make):
 def test_the_thread_default_is_noted_once_where_it_applies(make):
     assert len([n for n in make("--nproc-per-node", "2").notes if "OMP_NUM_THREADS" in n]) == 1
     assert not make("--nproc-per-node", "2", OMP_NUM_THREADS="3").notes
+
+
+def test_a_health_check_is_a_program_that_is_there_and_has_a_limit(make):
+    assert make().supervision.health_check == ()
+    made = make("--health-check", "sh -c 'exit 3'", "--health-check-timeout", "1.5").supervision
+    assert made.health_check == ("sh", "-c", "exit 3") and made.health_check_s == 1.5
+    for words in ("/no/such/check --all", "sh -c 'open", " "):
+        refused(make, "--health-check", words, slug="bad-option-value", error=UsageError)
+    for limit in ("0", "-1", "soon"):
+        refused(make, "--health-check-timeout", limit, slug="bad-option-value", error=UsageError)

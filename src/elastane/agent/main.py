@@ -17,8 +17,11 @@ import socket
 import time
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from elastane.agent.ending import report_end
 from elastane.agent.etcd_sidecar import sidecar
+from elastane.agent.health_check import HealthCheck
 from elastane.agent.link import CoordinatorLink, Dialer
 from elastane.agent.node import NodeServices, node_services, register_node
 from elastane.agent.rules import AgentCore
@@ -101,11 +104,20 @@ class _Agent:
         self._node = node
         self._config = node.config
         self._registry = registry
+        # For programs of the site, which get no secret of the job.
+        self._environ = {
+            **without_secrets(node.config.environment),
+            MARK_VARIABLE: node.process_mark,
+        }
+        self._health = HealthCheck(node.config.supervision, self._environ, node.id, node.log.write)
 
     async def run(self) -> Exit:
         """Take part in the job until it ends, or this agent leaves it."""
+        await self._health.before_join()
         async with contextlib.AsyncExitStack() as stack:
-            return await self._run(await self._store_keys(stack))
+            exit_ = await self._run(await self._store_keys(stack))
+        outcome = exit_.outcome or self._health.outcome
+        return exit_ if outcome is None else structs.replace(exit_, outcome=outcome)
 
     async def _run(self, keys: JobKeys | None) -> Exit:
         config, node = self._config, self._node
@@ -136,21 +148,19 @@ class _Agent:
         watch = asyncio.create_task(keyring.watch(changed))
         notices = self._notice_watch(parts.shell)
         notices.start()
+        self._health.start(parts.shell.post)
         try:
             return await self._run_tasks(parts)
         finally:
             watch.cancel()
+            await self._health.close()
             await notices.close()
 
     def _notice_watch(self, shell: AgentShell) -> NoticeWatch:
         """Return the watch of this node's notices, which begin early enough for a drain."""
         config, timing = self._config, self._config.spec.timing
         lead_s = timing.drain_timeout_s + timing.shutdown_timeout_s + STOP_MARGIN_S
-        environ = {
-            **without_secrets(config.environment),
-            MARK_VARIABLE: self._node.process_mark,
-        }
-        return NoticeWatch(config.notices, shell.post, lead_s, environ)
+        return NoticeWatch(config.notices, shell.post, lead_s, self._environ)
 
     def _parts(self, keys: JobKeys | None, keyring: Keyring, access: rpc.Access) -> _Parts:
         config, node = self._config, self._node
@@ -169,7 +179,7 @@ class _Agent:
         )
         queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
         link = CoordinatorLink(leadership, dialer, queue.put_nowait, config.spec)
-        outlets = Outlets(link, node.log.write, node.reaper.allow_until)
+        outlets = Outlets(link, node.log.write, node.reaper.allow_until, self._health.fault_seen)
         shell = AgentShell(core, self._group_setup(), node.port, queue, outlets)
         node.snapshot_server.when_saved(shell.checkpoint_saved)
         return _Parts(core, shell, dialer, link, leadership, keys)

@@ -196,7 +196,7 @@ class Leaving:
 
     `by_s`: when its drain must be over; None once that time has passed. `out_by_s`: when its node
     goes; None: no deadline is known. `signalled`: a signal came, so another one is an order to
-    hurry.
+    hurry. `unfit`: the node cannot do its work, which its exit code says.
     """
 
     reason: str
@@ -204,6 +204,12 @@ class Leaving:
     by_s: float | None
     out_by_s: float | None = None
     signalled: bool = False
+    unfit: bool = False
+
+    @property
+    def code(self) -> ExitCode:
+        """The exit code of an agent that leaves a job which goes on."""
+        return ExitCode.NODE_UNFIT if self.unfit else ExitCode.DRAINED
 
     def within_s(self, now_s: float) -> float | None:
         """Return how long the drain may take from now on; None without a deadline."""
@@ -376,7 +382,7 @@ class AgentCore:
 
     def _dismissed(self, message: Release | Close) -> None:
         if isinstance(message, Release):
-            self._end(ExitCode.DRAINED, f"released: {message.reason}")
+            self._end(self._left_code(), f"released: {message.reason}")
             return
         self.outcome = message.outcome
         self._end(message.outcome.exit_code, message.outcome.reason)
@@ -409,8 +415,10 @@ class AgentCore:
             by_s = min(by_s, out_by_s - min(NOTICE_MARGIN_S, within_s / 2))
         if leaving is None:
             reason = f"notice of {notice.source}: {notice.reason}"
-            self._leave(Leaving(reason, self._now_s, by_s, out_by_s))
-        elif out_by_s is not None and out_by_s < (leaving.out_by_s or math.inf):
+            self._leave(Leaving(reason, self._now_s, by_s, out_by_s, unfit=notice.unfit))
+            return
+        self._leaving = leaving = replace(leaving, unfit=leaving.unfit or notice.unfit)
+        if out_by_s is not None and out_by_s < (leaving.out_by_s or math.inf):
             self._leaving = leaving.shorten(by_s, out_by_s)
             self._send_leave(self._leaving)
 
@@ -442,10 +450,13 @@ class AgentCore:
     def _hurry(self, name: str) -> None:
         if self.group is not None:
             self._workers.stop(self.group, 0.0, f"a second signal ({name})")
-        self._end(ExitCode.DRAINED, f"a second signal ({name})")
+        self._end(self._left_code(), f"a second signal ({name})")
 
     def _leave_now(self, leaving: Leaving, why: str) -> None:
-        self._end(ExitCode.DRAINED, f"{leaving.reason}: {why}")
+        self._end(leaving.code, f"{leaving.reason}: {why}")
+
+    def _left_code(self) -> ExitCode:
+        return self._leaving.code if self._leaving is not None else ExitCode.DRAINED
 
     def _end(self, code: int, reason: str) -> None:
         """Exit with `code` once no worker is left."""
@@ -489,7 +500,7 @@ class AgentCore:
             self._leaving = replace(leaving, by_s=None)
             if self.group is not None:
                 self._workers.stop(self.group, 0.0, "the drain took longer than it may")
-            self._end(ExitCode.DRAINED, "the drain took longer than it may")
+            self._end(leaving.code, "the drain took longer than it may")
         self._check_release()
         self._check_isolation()
         self._check_absence()

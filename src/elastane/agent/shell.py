@@ -40,7 +40,17 @@ from elastane.protocol.effects import (
     Transmit,
     WriteEvent,
 )
-from elastane.protocol.events import AgentEvent, GroupAble, GroupGone, Linked, Signalled, Tick, Warm
+from elastane.protocol.events import (
+    AgentEvent,
+    GroupAble,
+    GroupGone,
+    Linked,
+    ReplicaDiffered,
+    Signalled,
+    Tick,
+    Warm,
+    WorkerFailed,
+)
 from elastane.protocol.log_events import LogEvent
 from elastane.protocol.model import PortOffer
 
@@ -52,12 +62,13 @@ class Outlets:
     """Where the effects go that are not for the workers.
 
     `set_deadline` passes on until when workers may live if this process stands still: nanoseconds
-    of CLOCK_BOOTTIME, 0 without a bound.
+    of CLOCK_BOOTTIME, 0 without a bound. `fault_seen` is called after each fault of a worker here.
     """
 
     link: CoordinatorLink
     log_event: Callable[[LogEvent], None]
     set_deadline: Callable[[int], None]
+    fault_seen: Callable[[], None]
 
 
 class AgentShell:
@@ -117,6 +128,8 @@ class AgentShell:
                     if isinstance(effect, Exit):
                         return self._final_exit(effect)
                     self._perform(effect)
+                if isinstance(event, WorkerFailed | ReplicaDiffered):
+                    self._outlets.fault_seen()
                 if self._core.outcome is not None:
                     self._outlets.link.retire()
                 self._set_timer()

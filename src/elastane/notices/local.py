@@ -8,29 +8,23 @@ agent. It is started again if it ends without a notice.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import time
-from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 from elastane.notices.rules import NoticeSource, read_text
-from elastane.process.execspawn import launch
 from elastane.process.offload import Offload
-from elastane.process.process import WorkerProcess
+from elastane.process.site_program import REST_S, lines_of, running
 from elastane.protocol.events import Notice
 
 # How often a file is looked at, and whether a command has said something.
 LOOK_S = 0.5
 # A local file answers at once; one of a network file system may be away for a while.
 FILE_TIMEOUT_S = 5.0
-# Bytes of a file, and of a line of a command, that count.
+# Bytes of a file that count.
 TEXT_BYTES_MAX = 4096
 # A command that ended without a notice is started again after this.
 COMMAND_PAUSE_S = 5.0
-# What a command wrote before its end is read for no longer than this after it.
-_REST_S = 1.0
 
 
 class FileReader:
@@ -88,11 +82,11 @@ class CommandReader:
     async def _run(self) -> None:
         """Run the command once, to its end."""
         self._starts_s = time.monotonic() + COMMAND_PAUSE_S
-        async with _started(self._source.words, self._environ) as (process, output):
+        async with running(self._source.words, self._environ) as (process, output):
             reading = asyncio.create_task(self._take_lines(output))
             try:
                 code = await process.wait()
-                await asyncio.wait({reading}, timeout=_REST_S)
+                await asyncio.wait({reading}, timeout=REST_S)
             finally:
                 reading.cancel()
         if code == 0 and self._seen.text is None:
@@ -100,17 +94,8 @@ class CommandReader:
         self._starts_s = time.monotonic() + COMMAND_PAUSE_S
 
     async def _take_lines(self, output: asyncio.StreamReader) -> None:
-        while True:
-            try:
-                line = await output.readuntil(b"\n")
-            except asyncio.IncompleteReadError as rest:
-                line = rest.partial
-                if not line:
-                    return
-            except asyncio.LimitOverrunError as error:
-                line = await output.read(error.consumed)
-            if line.strip():
-                self._seen.take(line.decode(errors="replace"))
+        async for line in lines_of(output):
+            self._seen.take(line)
 
 
 class _SeenText:
@@ -146,31 +131,3 @@ def _content(path: str) -> str | None:
         return ""
     finally:
         os.close(descriptor)
-
-
-@contextlib.asynccontextmanager
-async def _started(
-    words: list[str], environ: Mapping[str, str]
-) -> AsyncIterator[tuple[WorkerProcess, asyncio.StreamReader]]:
-    """Start a program; yield it and its output. Nothing of it is left at the end."""
-    read, write = os.pipe2(os.O_CLOEXEC)
-    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    pipe = os.fdopen(read, "rb", 0)
-    output = asyncio.StreamReader(TEXT_BYTES_MAX)
-    with contextlib.ExitStack() as stack:
-        stack.callback(pipe.close)
-        try:
-            process = await launch(words, environ, str(Path.cwd()), {0: null, 1: write, 2: 2})
-        finally:
-            os.close(null)
-            os.close(write)
-        try:
-            loop = asyncio.get_running_loop()
-            transport, _ = await loop.connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(output), pipe
-            )
-            stack.callback(transport.close)
-            yield process, output
-        finally:
-            process.kill_group(signal.SIGKILL)
-            await process.wait()

@@ -175,6 +175,11 @@ def _notice_line(event: LoggedEvent) -> str:
     return f"{event.time} {event.node} ({event.text('source')}): {event.reason}: {leaves}{deadline}"
 
 
+def _keeps_out(event: LoggedEvent) -> bool:
+    """Whether a health check failed before its node joined; a later failure is a notice, too."""
+    return event.text("when") == "join" and not event.data.get("ok")
+
+
 def _culprit(event: LoggedEvent) -> SeenCulprit:
     still_s = event.data.get("still_s", 0.0)
     return SeenCulprit(
@@ -257,6 +262,9 @@ class JobStory(msgspec.Struct, kw_only=True):
             self.injected.append(f"{event.time} {event.reason}")
         elif event.kind == EventKind.NOTICE:
             self.notices.append(_notice_line(event))
+        elif event.kind == EventKind.HEALTH_CHECK and _keeps_out(event):
+            line = f"{event.time} {event.node}: {event.reason}: the node does not join"
+            self.notices.append(line)
 
     def _add_agent(self, here: set[tuple[str, int]], event: LoggedEvent) -> None:
         """Record the agents whose ends are in the log."""

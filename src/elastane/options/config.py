@@ -80,7 +80,8 @@ class Supervision:
     `cpus` holds, by local rank, the CPUs that a worker is bound to; empty without binding.
     `stuck_s` is the limit for uninterruptible sleep; 0 means no limit. `spares` is
     --spares-per-node, `replicas` is --snapshot-replicas, `choose_files` the class of --logs-specs.
-    `records`: workers record their collectives.
+    `records`: workers record their collectives. `health_check`: the words of a program that says
+    whether this node is fit, within `health_check_s`; empty: every node is.
     """
 
     cpus: tuple[frozenset[int], ...] = ()
@@ -94,6 +95,8 @@ class Supervision:
     event_handler: str = "null"
     choose_files: ChooseFiles | None = None
     records: bool = True
+    health_check: tuple[str, ...] = ()
+    health_check_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -393,6 +393,26 @@ TABLE: tuple[Option, ...] = (
         ours=True,
     ),
     Option(
+        "health-check",
+        "",
+        "a program that says whether this node is fit, by its exit code: it runs before the node "
+        "joins, and after each fault of a worker here, beside the recovery; a node that is not fit "
+        "does not join, or leaves (see docs/health-checks.md)",
+        OURS,
+        metavar="COMMAND",
+        ours=True,
+    ),
+    Option(
+        "health-check-timeout",
+        "",
+        "seconds that --health-check may take; a longer one means that the node is not fit "
+        "(default 120)",
+        OURS,
+        kind="float",
+        metavar="S",
+        ours=True,
+    ),
+    Option(
         "serve",
         "",
         "serve the job's page on this port of the loopback for as long as this agent runs; 0 takes "

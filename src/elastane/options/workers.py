@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
 _UNHANDLED = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 _PORT_MAX = 65535
+# --health-check-timeout: a thorough check of eight GPUs takes about a minute.
+_HEALTH_CHECK_S = 120.0
 _PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
 _STUCK = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 _TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
@@ -150,6 +153,26 @@ def read_notices(options: Options) -> tuple[NoticeSource, ...]:
                 expected="a program in PATH, or the path of one that is executable",
             )
     return sources
+
+
+def _health_check(options: Options) -> tuple[str, ...]:
+    text = options.text("health_check")
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise options.bad("health_check", f"words as in a shell ({error})") from None
+    if text and (not words or shutil.which(words[0]) is None):
+        raise options.bad(
+            "health_check", "a program in PATH, or the path of one that is executable"
+        )
+    return words
+
+
+def _health_check_s(options: Options) -> float:
+    limit_s = options.seconds("health_check_timeout")
+    if limit_s is not None and limit_s <= 0:
+        raise options.bad("health_check_timeout", "more than 0 seconds")
+    return _HEALTH_CHECK_S if limit_s is None else limit_s
 
 
 def read_serve(options: Options) -> int | None:
@@ -254,6 +277,8 @@ def read_supervision(
         replicas=_replicas(options),
         event_handler=_handler(options.text("event_log_handler")),
         choose_files=_chooser(options, local_world_size),
+        health_check=_health_check(options),
+        health_check_s=_health_check_s(options),
     )
 
 

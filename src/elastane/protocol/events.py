@@ -224,12 +224,14 @@ class Notice(msgspec.Struct, frozen=True):
 
     `drains`: the node is about to go, so its agent leaves; otherwise the notice is only logged.
     `within_s`: how long the node has, from the time when the notice was read; None: unknown.
+    `unfit`: the node leaves because it cannot do its work, so that it should not come back.
     """
 
     source: str
     reason: str
     drains: bool = True
     within_s: float | None = None
+    unfit: bool = False
 
 
 AgentEvent = (

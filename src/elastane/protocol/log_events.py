@@ -65,6 +65,7 @@ class EventKind(StrEnum):
     WORKERS_DRAINING = "workers-draining"
     SIGNAL = "signal"
     NOTICE = "notice"
+    HEALTH_CHECK = "health-check"
     ZYGOTE_WARM = "zygote-warm"
     ZYGOTE_DIED = "zygote-died"
     ZYGOTE_PROBLEM = "zygote-problem"

@@ -120,3 +120,21 @@ def test_an_agent_without_workers_is_released_and_knows_its_deadline():
     agent.does(SPOT)
     agent.told(Release("drained"))
     assert agent.effect(Exit).out_by_s == 20.0
+
+
+def test_a_node_that_leaves_because_it_is_unfit_says_so_by_its_exit_code():
+    agent = Agent().running()
+    agent.does(Notice("health-check", "ECC errors", unfit=True))
+    (leave,) = agent.sent(Leave)
+    assert "health-check" in leave.reason and leave.within_s is None
+    agent.told(Release("asked to leave"))
+    assert gone(agent).code == 69
+
+
+def test_a_node_that_is_found_unfit_while_it_leaves_says_so_too():
+    agent = Agent().running()
+    agent.does(SPOT)
+    agent.does(Notice("health-check", "ECC errors", unfit=True))
+    agent.does(Signalled("SIGTERM"))
+    agent.told(Release("asked to leave"))
+    assert gone(agent).code == 69

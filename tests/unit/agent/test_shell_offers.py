@@ -34,7 +34,9 @@ def test_each_session_offers_a_port_of_its_own(group):
     async def run():
         warm = asyncio.Event()
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=warm))
-        outlets = Outlets(link=None, log_event=None, set_deadline=lambda until_ns: None)
+        outlets = Outlets(
+            link=None, log_event=None, set_deadline=lambda until_ns: None, fault_seen=lambda: None
+        )
         shell = AgentShell(core, setup, port, asyncio.Queue(), outlets)
         # The port that workers speak of was given up while their word waited in the queue.
         late = GroupAble(Fence(1, 0), (0,), PortOffer(first.port, True), sharding=Sharding())
