@@ -59,10 +59,10 @@ def holds(mode, dies_at, back_s=0.5):
 @pytest.mark.parametrize(
     ("mode", "first", "stride"),
     [
-        ("store", 0, 2),
-        ("endpoint", 1, 2),
-        pytest.param("store", 1, 2, marks=pytest.mark.soak),
-        pytest.param("endpoint", 0, 2, marks=pytest.mark.soak),
+        ("store", 0, 4),
+        ("endpoint", 1, 4),
+        pytest.param("store", 0, 1, marks=pytest.mark.soak),
+        pytest.param("endpoint", 0, 1, marks=pytest.mark.soak),
     ],
 )
 def test_a_death_at_any_step_of_a_job_is_survived(mode, first, stride):

@@ -93,12 +93,12 @@ def test_capacity_that_waits_for_ever_is_found(monkeypatch):
 
 def test_a_restart_before_the_interval_has_passed_is_found(monkeypatch):
     monkeypatch.setattr(growth, "_earliest_s", lambda state: 0.0)
-    assert "s after its start" in first_failure(300)
+    assert "s after its start" in first_failure(100, first=28)
 
 
 def test_workers_that_stay_parked_after_a_drain_was_called_off_are_found(monkeypatch):
     monkeypatch.setattr(drain, "send_call_off", lambda state, node: None)
-    found = first_failure(100)
+    found = first_failure(100, first=40)
     assert "stay parked" in found or "nothing was trained" in found
 
 

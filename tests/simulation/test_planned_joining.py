@@ -71,7 +71,7 @@ def test_a_worker_that_joins_in_a_world_after_a_fault_is_found(monkeypatch):
 
 def test_workers_that_join_after_a_drain_that_not_all_reached_are_found(monkeypatch):
     monkeypatch.setattr(drain, "call_off", lambda state: machine._end_world(state, "late"))
-    assert "not parked" in first_failure(100)
+    assert "not parked" in first_failure(100, first=40)
 
 
 def test_workers_that_wait_for_ever_are_found(monkeypatch):
@@ -89,4 +89,4 @@ def test_lost_workers_that_the_budget_pays_for_and_nobody_replaces_are_found(mon
 def test_displaced_workers_that_join_with_a_state_of_before_are_found(monkeypatch):
     monkeypatch.setattr(recovery, "_displaced_from_boundaries", lambda state: [])
     monkeypatch.setattr(HeldWorkers, "leave_world", lambda self, ranks: None)
-    assert "with a state of before" in first_failure(300)
+    assert "with a state of before" in first_failure(100, first=215)

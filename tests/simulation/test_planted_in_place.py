@@ -163,12 +163,12 @@ def test_a_world_that_is_left_for_one_of_before_is_found(monkeypatch):
 
 def test_joining_workers_that_start_afresh_while_others_train_out_of_sight_are_found(monkeypatch):
     monkeypatch.setattr(StateHolders, "wait_until_s", lambda self, members, world: 0.0)
-    assert "two sides train" in first_failure(100, first=20_002_500)
+    assert "two sides train" in first_failure(100, first=20_002_575)
 
 
 def test_displaced_holders_stopped_though_needed_are_found(monkeypatch):
     monkeypatch.setattr(StateHolders, "is_displaced_holder", lambda self, node: False)
-    assert "was stopped" in first_failure(100, first=20_037_200)
+    assert "was stopped" in first_failure(100, first=20_037_285)
 
 
 def test_an_assignment_dropped_without_a_report_is_found(monkeypatch):
@@ -176,7 +176,7 @@ def test_an_assignment_dropped_without_a_report_is_found(monkeypatch):
         group.move(fence)
 
     monkeypatch.setattr(LocalWorkers, "_stay_out", silently)
-    assert "nothing was trained" in first_failure(100, first=43_400, store_backed=False)
+    assert "nothing was trained" in first_failure(100, first=43_440, store_backed=False)
 
 
 def test_an_old_step_taken_as_proof_of_a_later_world_is_found(monkeypatch):
@@ -194,7 +194,7 @@ def test_an_agent_that_is_given_up_and_stays_in_its_world_is_found(monkeypatch):
         state.owner.fenced = frozenset(incarnations)
 
     monkeypatch.setattr(admission, "apply_fencing", at_the_door_alone)
-    assert "whom the owner gave up" in first_failure(100, first=130_000_000)
+    assert "whom the owner gave up" in first_failure(100, first=130_000_025)
 
 
 def test_a_live_agent_counted_as_dead_is_found(monkeypatch):
@@ -205,12 +205,12 @@ def test_a_live_agent_counted_as_dead_is_found(monkeypatch):
 
 def test_workers_that_are_stopped_with_steps_that_nobody_else_has_are_found(monkeypatch):
     monkeypatch.setattr(drain, "all_save", lambda state: not state.in_place.active)
-    assert "leaves with step" in first_failure(200)
+    assert "leaves with step" in first_failure(100, first=80)
 
 
 def test_the_last_that_leave_during_a_drain_and_do_not_save_are_found(monkeypatch):
     monkeypatch.setattr(drain, "stop_at_target", lambda state: None)
-    assert "leaves with step" in first_failure(100, first=1300)
+    assert "leaves with step" in first_failure(100, first=1360)
 
 
 def test_a_node_that_takes_part_with_some_of_its_workers_is_found(monkeypatch):
