@@ -38,9 +38,11 @@ _MESSAGE_BYTES_MAX = 128 << 10
 _ZYGOTE = ("-u", "-m", "elastane.process.zygote")
 # What workers that save import, and what a zygote itself imports.
 _MORE = ("torch.distributed.checkpoint", "tabulate", "elastane.process.zygote.server")
+# What takes one to six seconds more, each in a nursery that has imported it for who preloads it.
+_LARGE = ("torch._dynamo", "lightning", "transformers.trainer", "accelerate")
 # An environment in which torch would be imported otherwise needs a nursery of its own.
-_NURSERIES_MAX = 3
-_nurseries: dict[tuple[tuple[str, str], ...], _Nursery] = {}
+_NURSERIES_MAX = 6
+_nurseries: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], _Nursery] = {}
 
 
 class Popen(subprocess.Popen[bytes]):
@@ -102,11 +104,12 @@ def _nursery_for(words: Sequence[str], env: Mapping[str, str]) -> _Nursery | Non
         for name, value in env.items()
         if name.startswith(fitness.FROZEN_PREFIXES) and name != "PYTHONUNBUFFERED"
     }
+    preload = _preload(words, env)
     if (
         _CLONE is None
         or list(words[:4]) != [sys.executable, "-m", "elastane", "run"]
         or "--no-zygote" in words
-        or _preload(words, env)[:1] != ["torch"]
+        or preload[:1] != ["torch"]
         or frozen.get("OMP_NUM_THREADS") != "1"
         or not {"PYTHONSAFEPATH", "COVERAGE_PROCESS_CONFIG"}.isdisjoint(env)
         or any(
@@ -114,9 +117,10 @@ def _nursery_for(words: Sequence[str], env: Mapping[str, str]) -> _Nursery | Non
         )
     ):
         return None
-    key = tuple(sorted(frozen.items()))
+    large = tuple(name for name in _LARGE if name in preload)
+    key = large, tuple(sorted(frozen.items()))
     if key not in _nurseries and len(_nurseries) < _NURSERIES_MAX:
-        _nurseries[key] = _Nursery(frozen)
+        _nurseries[key] = _Nursery(frozen, large)
     return _nurseries.get(key)
 
 
@@ -131,13 +135,13 @@ def _preload(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
 class _Nursery:
     """The test process's side of one nursery."""
 
-    def __init__(self, frozen: Mapping[str, str]) -> None:
+    def __init__(self, frozen: Mapping[str, str], large: Sequence[str]) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock = mine
         with its:
             self._process = subprocess.Popen(
                 # Room for the command lines of zygote and workers, where the kernel has no other.
-                [sys.executable, "-u", __file__, "nursery", str(its.fileno()), " " * 2048],
+                [sys.executable, "-u", __file__, str(its.fileno()), *large, " " * 2048],
                 env={"PATH": os.environ["PATH"], **frozen},
                 pass_fds=(its.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -153,7 +157,7 @@ class _Nursery:
         self._process.wait()
 
 
-def _nurse(fd: int) -> Any:
+def _nurse(fd: int, large: Sequence[str]) -> Any:
     """Serve requests; return None at their end, and in each zygote's worker its program."""
     import importlib
 
@@ -161,7 +165,7 @@ def _nurse(fd: int) -> Any:
 
     die_with_parent(os.getppid())
     with without_collections():
-        for name in (*DEFAULT_PRELOAD, *_MORE):
+        for name in (*DEFAULT_PRELOAD, *_MORE, *large):
             importlib.import_module(name)
     assert not check_forkable()
     gc.collect()
@@ -266,10 +270,9 @@ def _run_agent(zygote: int, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    role, number, *others = sys.argv[1:]
-    if role == "agent":
-        _run_agent(int(number), others)
+    if sys.argv[1] == "agent":
+        _run_agent(int(sys.argv[2]), sys.argv[3:])
     else:
-        work = _nurse(int(number))
+        work = _nurse(int(sys.argv[1]), sys.argv[2:-1])
         while work is not None:
             work = work()
