@@ -81,14 +81,16 @@ class Saving:
 
 # Of each way and world size: the weights after each step of an undisturbed job.
 _undisturbed: dict[tuple[str, int], list[str]] = {}
-# More than most jobs here make, so that one run serves all.
-UNDISTURBED_STEPS = 300
+# More than most jobs here make, so that one run serves all. Those with sharded state are short, and
+# each of their steps takes long.
+UNDISTURBED_STEPS = {"sharded": 40}
+UNDISTURBED_STEPS_OF_OTHERS = 300
 
 
 def undisturbed(folder: Path, way: str, steps: int, world: int) -> str:
     """Return the weights of an undisturbed job after a number of steps."""
     if len(_undisturbed.get((way, world), ())) < steps:
-        longer = max(UNDISTURBED_STEPS, 2 * steps)
+        longer = max(UNDISTURBED_STEPS.get(way, UNDISTURBED_STEPS_OF_OTHERS), 2 * steps)
         _undisturbed[way, world] = trained(folder, way, longer, world)
     return _undisturbed[way, world][steps - 1]
 
