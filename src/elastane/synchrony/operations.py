@@ -24,9 +24,11 @@ class Rule(Enum):
 
     # The result has the same meaning over the survivors.
     REPEAT = "run again over the survivors"
-    # The contributions were divided by a number of members, or the result will be: they are scaled
-    # to the number of survivors.
+    # The contributions were divided by a number of members.
     RESCALE = "run again, with contributions divided by the number of survivors"
+    # The program may divide the result by the size that it sees, or take it for a count of as many
+    # members.
+    SCALED = "run again; the sum is multiplied by the size that the program sees, over survivors"
     # A broadcast. It runs again from the same member; without that member, from a survivor that has
     # received it.
     ROOTED = "run again from the same member"
@@ -108,7 +110,7 @@ class Signature:
         """Whether its result means something only together with the number of members."""
         is_sum = self.kind.startswith("allreduce") and self.reduction not in _IDEMPOTENT
         is_read = self.site in (Site.SCRIPT, Site.FIRST_SIZE, Site.TRUE_SUM)
-        return self.kind in _SHAPED or (is_sum and is_read and self.rule is not Rule.RESCALE)
+        return self.kind in _SHAPED or (is_sum and is_read and self.rule is not Rule.SCALED)
 
     def described(self) -> str:
         """Describe the operation for a message: its kind, reduction and caller."""
@@ -137,7 +139,7 @@ def _rule_of_reduction(signature: Signature) -> Rule:
     if signature.reduction in _IDEMPOTENT or signature.counts:
         return Rule.REPEAT
     if signature.site is Site.FIRST_SIZE and signature.reduction == "sum":
-        return Rule.RESCALE
+        return Rule.SCALED
     # A float sum may have been divided before, by a size that no longer holds: all members would
     # agree on parameters that are too small, and no digest would show it.
     is_true_sum = signature.reduction == "sum" and signature.site is Site.TRUE_SUM

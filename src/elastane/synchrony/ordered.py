@@ -369,8 +369,7 @@ class OrderedGroup(ElasticGroup):
                 site = Site.FIRST_SIZE
             call = call_of(name, args, kwargs, self._shown, site)
             is_sum = call.signature.kind.startswith("allreduce")
-            scaled = site is Site.FIRST_SIZE and call.signature.rule is Rule.RESCALE
-            self._has_summed |= is_sum and (scaled or call.signature.rule is Rule.REFUSED)
+            self._has_summed |= is_sum and call.signature.rule in (Rule.SCALED, Rule.REFUSED)
             if self._shown != self._member.visible and (
                 why := why_not_issued(call.signature, self._member.visible)
             ):
@@ -402,8 +401,8 @@ class OrderedGroup(ElasticGroup):
 
     def _issue(self, call: Call, slots: list[Slot] | None) -> PendingOperation:
         site, unit, divided_by = call.signature.site, None, 0
-        if call.signature.rule is Rule.RESCALE:
-            divided_by = self.size()  # the script will divide, or torch's hook has divided, by it
+        if call.signature.rule in (Rule.RESCALE, Rule.SCALED):
+            divided_by = self.size()  # torch's hook has divided, or the script will divide, by it
         if site in (Site.REDUCER, Site.HOOK):
             if callsites.is_in_nested_backward():
                 # Its end is not the end of the pass, so members would switch within the pass.
@@ -567,6 +566,8 @@ class OrderedGroup(ElasticGroup):
         for pending in done:
             if pending.number in delivery.handed:
                 pending.accept(self._handed.pop(pending.number))
+            else:
+                pending.scale_sum()
             if self._member.keeps(pending.number):
                 self._kept[pending.number] = pending.result()
         self._prune()
@@ -717,8 +718,7 @@ class OrderedGroup(ElasticGroup):
     def _start(self, pending: PendingOperation, start: Start) -> None:
         """Start an operation in the current view; a failure shows as it is waited for."""
         root = None if start.root is None else self._member.view.members.index(start.root)
-        if start.is_repeated or start.divided_by != start.divisor:
-            pending.contribution.restore(start.divided_by, start.divisor)
+        pending.prepare(start)
         pending.begin(self.world_in_use, root, self._works)
 
     def _use(self, world: WorldGroup) -> WorkLog:

@@ -16,6 +16,8 @@ from elastane.comms.works import Waited, WorkLog
 from elastane.errors import PeerLostError
 from elastane.synchrony.calls import Call
 from elastane.synchrony.contributions import Contribution, Gradients, overwrite
+from elastane.synchrony.operations import Rule
+from elastane.synchrony.rules import Start
 
 
 class PendingOperation:
@@ -29,6 +31,17 @@ class PendingOperation:
         self._work: Waited | None = None
         self._failure: Exception | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        # The number of members that its sum counts for, and the number whose sum it is.
+        self._counts_for = self._is_of = 0
+
+    def prepare(self, start: Start) -> None:
+        """Put its contribution in place, as it has to be for this start."""
+        if self.call.signature.rule is Rule.SCALED:
+            self._counts_for, self._is_of = start.divided_by, start.divisor
+            if start.is_repeated:
+                self.contribution.restore(0, 0)
+        elif start.is_repeated or start.divided_by != start.divisor:
+            self.contribution.restore(start.divided_by, start.divisor)
 
     def begin(self, world: WorldGroup, root: int | None, log: WorkLog) -> None:
         """Start it in `world`; a failure is raised by `wait`."""
@@ -49,6 +62,18 @@ class PendingOperation:
             raise self._failure
         if self._work is not None:
             self._work.wait()
+
+    def scale_sum(self) -> None:
+        """Scale its sum, which has completed, to the number of members that it counts for.
+
+        Scripts put counts into sums of floats and read them by int(). If all parts are 7, the sum
+        of three for four is 28. Scaled before the sum, as doubles, they gave 27.999.., so 27.
+        """
+        if self._counts_for == self._is_of:
+            return
+        for output in self.call.outputs:
+            wide = output.detach().to(torch.promote_types(output.dtype, torch.float64))
+            overwrite(output, wide * self._counts_for / self._is_of)
 
     def accept(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take the result of another member."""

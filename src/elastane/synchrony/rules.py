@@ -375,9 +375,10 @@ class Operation:
     """One operation that is issued and not delivered, or handed over and not issued.
 
     `unit`: the backward pass that it belongs to; None outside of one. `divided_by`: the number of
-    members that its contribution was divided by; 0 if it was not. `waited_before`: how many
-    operations the program had waited for when it issued this one. `is_complete`: in the current
-    view. `is_held`: it completed here since it was last started, so its tensors hold the result.
+    members that its contribution was divided by, or that its sum is for; 0: none. `waited_before`:
+    how many operations the program had waited for when it issued this one. `is_complete`: in the
+    current view. `is_held`: it completed here since it was last started, so its tensors hold the
+    result.
     """
 
     number: int
@@ -395,7 +396,8 @@ class Start:
 
     `root`: the member it comes from; None without one. `is_repeated`: it was started in an earlier
     view, so its contribution has to be restored. `divided_by` and `divisor`: by what the
-    contribution was divided, and by what it has to be; zeros: it is used as it is.
+    contribution was divided, and by what it has to be; zeros: it is used as it is. For a SCALED
+    operation its sum is multiplied by the first of them and divided by the second.
     """
 
     number: int
@@ -503,7 +505,7 @@ class Member:
 
         Only in a view: the caller waits until then. `unit`: the backward pass that it belongs to,
         until `close_unit`. `divided_by`: the number of members that the contribution of a RESCALE
-        operation was divided by.
+        operation was divided by, or that the sum of a SCALED one is for.
         """
         assert self.phase is Phase.RUNNING, self.phase
         number = self.issued
@@ -711,12 +713,13 @@ class Member:
 
     def _start(self, operation: Operation, *, is_repeated: bool = False) -> Start:
         signature = operation.signature
+        is_divided = signature.rule in (Rule.RESCALE, Rule.SCALED)
         return Start(
             operation.number,
             root=None if signature.root is None else root_in(signature, self.view),
             is_repeated=is_repeated,
             divided_by=operation.divided_by,
-            divisor=len(self.view.members) if signature.rule is Rule.RESCALE else 0,
+            divisor=len(self.view.members) if is_divided else 0,
         )
 
     def _switch(self) -> None:

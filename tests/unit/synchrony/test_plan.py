@@ -99,7 +99,7 @@ def test_a_member_that_was_left_out_of_a_view_is_not_taken_back():
         (Signature("allreduce", reduction="sum", site=Site.TRUE_SUM), Rule.REPEAT),
         (Signature("allreduce", reduction="sum", site=Site.HOOK), Rule.RESCALE),
         (Signature("allreduce", reduction="max", site=Site.HOOK), Rule.REPEAT),
-        (Signature("allreduce", reduction="sum", site=Site.FIRST_SIZE), Rule.RESCALE),
+        (Signature("allreduce", reduction="sum", site=Site.FIRST_SIZE), Rule.SCALED),
         (Signature("allreduce", reduction="sum", site=Site.FIRST_SIZE, counts=True), Rule.REPEAT),
         (Signature("allreduce", reduction="product", site=Site.FIRST_SIZE), Rule.REFUSED),
         (Signature("alltoall"), Rule.PRIVATE),
