@@ -186,6 +186,8 @@ def trains(cluster: SimulatedCluster) -> bool:
 def left_out(cluster: SimulatedCluster) -> str:
     """Return which workers should have a place in the newest world, and have none."""
     if cluster.residents.script.shrinks:
+        if not (cluster.spec.is_elastic or cluster.spec.max_restarts):
+            return ""  # The script need not expect to start again.
         able = {
             node.name: node.size
             for node in cluster.nodes.values()

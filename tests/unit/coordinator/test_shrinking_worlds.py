@@ -120,6 +120,19 @@ def test_a_checkpoint_lets_all_workers_restart_with_those_that_wait():
     assert event.data["nodes"] == "a" and 2.9 < event.data["waited_s"] < 3.2
 
 
+def test_a_job_of_fixed_size_without_restarts_does_not_grow_since_its_script_may_not_resume():
+    job = shrinking(2, 2, min_workers=1, restarts=0, **SOON)
+    dies(job, "a", local_rank=0)
+    able(job, "a", workers=(1,), joining=Joining.NEVER), able(job, "b", joining=Joining.NEVER)
+    checkpoints(job)
+    for _ in range(3):
+        job.passes(growth.QUIET_S, alive="ab")
+    assert not reasons(job, EventKind.GROWTH)
+    waiting = [each for each in reasons(job, EventKind.WAITING) if "could run on" in each]
+    assert len(waiting) == 1 and "add --max-restarts N" in waiting[0], waiting
+    assert not [each for each in reasons(job, EventKind.WAITING) if "no checkpoint" in each]
+
+
 def test_a_node_that_waits_is_taken_in_at_a_checkpoint():
     job = shrinking(min_workers=1, **SOON)
     job.join("c")

@@ -7,6 +7,10 @@ then brought to one boundary of steps by a drain, so that none of them is killed
 some do not reach it in time, the drain is called off, and the next checkpoint is another chance. If
 a fault follows soon after a growth, the next one waits for twice as long: the new worker may be
 unable to train.
+
+After a restart, a script that does not resume from its checkpoint has lost all its work. So a job
+does not grow if its script need not expect to start again: the number of nodes is fixed, and no
+restart is allowed.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ def growth_due(state: State) -> PlannedGrowth | None:
         return None
     _explain_waiting(state, workers, nodes)
     goes_on = all(node.survivors and node.session for node in state.roster.members())
-    if checkpoint is None or not goes_on or state.now_s < _earliest_s(state):
+    is_ready = _may_restart(state) and goes_on and state.now_s >= _earliest_s(state)
+    if checkpoint is None or not is_ready:
         return None
     return PlannedGrowth(checkpoint, workers, nodes, growth.waits_since_s or state.now_s)
 
@@ -80,6 +85,11 @@ def log_growth(state: State, planned: PlannedGrowth) -> None:
     )
 
 
+def _may_restart(state: State) -> bool:
+    """Whether the job is one whose script has to expect that it starts again, as under torchrun."""
+    return state.spec.is_elastic or state.owner.resized or state.budget.allowed > 0
+
+
 def _waiting(state: State) -> tuple[int, str]:
     """Return how many workers a restart would add to the world, and on which nodes."""
     if not (state.in_place.active and next_world.joining(state) is Joining.NEVER):
@@ -103,15 +113,10 @@ def _explain_waiting(state: State, workers: int, nodes: str) -> None:
     """Log what waits whenever that is new, and once that no checkpoint comes."""
     growth = state.growth
     if growth.note_waiting(workers, nodes, state.now_s):
-        reason = (
-            f"{_more_workers(workers)} could run on {nodes}: all workers restart with them at the"
-            " next checkpoint of the script"
-        )
-        rest_s = _earliest_s(state) - state.now_s
-        reason += f", in {rest_s:.0f} s at the earliest" if rest_s > 0 else ""
+        reason = f"{_more_workers(workers)} could run on {nodes}: {_when_they_start(state)}"
         state.log(EventKind.WAITING, reason, workers=workers)
     since_s = growth.quiet_since_s
-    if since_s is None:
+    if since_s is None or not _may_restart(state):
         return
     if state.now_s < since_s + QUIET_S:
         state.queue.wait_until(since_s + QUIET_S)
@@ -122,6 +127,17 @@ def _explain_waiting(state: State, workers: int, nodes: str) -> None:
         " docs/unmodified-scripts.md says which ones are seen"
     )
     state.log(EventKind.WAITING, reason, workers=workers)
+
+
+def _when_they_start(state: State) -> str:
+    if not _may_restart(state):
+        return (
+            "the others train on without them, since no restart is allowed; if the script resumes"
+            " from its checkpoints, add --max-restarts N"
+        )
+    rest_s = _earliest_s(state) - state.now_s
+    later = f", in {rest_s:.0f} s at the earliest" if rest_s > 0 else ""
+    return f"all workers restart with them at the next checkpoint of the script{later}"
 
 
 def _earliest_s(state: State) -> float:
