@@ -141,6 +141,22 @@ def test_what_a_script_may_have_kept_in_a_variable_restarts_all(tmp_path, way, l
         assert reason in node.output and "add --ranks-may-change" in node.output
 
 
+def test_the_loss_of_local_rank_0_restarts_all_since_scripts_save_on_each_node(tmp_path):
+    job = Unmodified(tmp_path, "ordinary", nnodes="2", nproc_per_node=2, max_restarts=1)
+    with job.cluster as cluster:
+        cluster.start("a"), cluster.start("b")
+        cluster.wait_world(nodes=2)
+        job.wait_steps({*cluster.world().pids["a"], *cluster.world().pids["b"]}, 4)
+        lost = cluster.world().nodes[1]
+        cluster.node(lost).kill_worker(0)
+        cluster.wait(lambda: len(job.said()) == 8, "four workers, and four after the restart")
+        world = cluster.world().pids
+        again = {*world["a"], *world["b"]}
+        job.wait_steps(again, 4)
+        job.ends_alike(again)
+        assert "the worker of local rank 0 on a node is lost" in cluster.node(lost).output
+
+
 def test_a_worker_that_dies_after_its_program_has_ended_well_restarts_nobody(tmp_path):
     job = Unmodified(tmp_path, "end", nproc_per_node=2, max_restarts=0)
     with job.cluster as cluster:

@@ -145,13 +145,16 @@ class OrderedGroup(ElasticGroup):
         self._told: list[Callable[[int, int], None]] = []
         self._thread = threading.Thread(target=self._run, name="elastane-deliver", daemon=True)
 
-    def begin(self, world: WorldGroup) -> None:
-        """Enter the first world, which is built, with its other members."""
+    def begin(self, world: WorldGroup, local_rank: int) -> None:
+        """Enter the first world, which is built, with its other members.
+
+        `local_rank`: of this worker among those of its node, whose ranks follow one another.
+        """
         log = self._use(world)
         identities = Meeting(world, log).gather_identities(self._member.identity)
         members = tuple(Identity(each) for each in identities)
         with self._changed:
-            self._member.begin(View(_number(world), members))
+            self._member.begin(View(_number(world), members), members[world.rank - local_rank])
             self._show_if_changed()
         self._thread.start()
 
@@ -204,6 +207,8 @@ class OrderedGroup(ElasticGroup):
         """
         assert self._shared is None, "a program has one shared state"
         self._shared = state
+        with self._changed:
+            self._member.expect_newcomers()
         if self.has_joined:
             self._host.shared()
 

@@ -55,7 +55,8 @@ Rank and world size change as the program leaves the boundary.
 What cannot be kept restarts the job: a program that diverged, a result that no survivor keeps, an
 operation that has no meaning in a smaller world (`operations.Rule`). So does the loss of the first
 member of the first view, while a program may have kept its rank in a variable: no other member
-would save and log in its place. At the end of all programs nothing is left to save.
+would save and log in its place. The same holds of the first member of each node, as long as others
+of that node are left. At the end of all programs nothing is left to save.
 
 States of a member::
 
@@ -122,7 +123,8 @@ class Table:
     results it keeps. `received`: the numbers of operations that it has completed and not delivered,
     whose result another member may take from it. `signatures`: of its unstable operations, by
     number. `refused`: why the job can only restart; or "". `first`: the member of rank 0 in the
-    first view. `keeps_ranks`: the program may have kept its rank. `all_ended`: the programs of all
+    first view. `node_first`: that of local rank 0 on this member's node; None if another takes its
+    place. `keeps_ranks`: the program may have kept its rank. `all_ended`: the programs of all
     members have ended. `is_new`: the member has no state; the other fields are void. `boundary`:
     the number of the boundary at which the program waits; None elsewhere.
     """
@@ -138,6 +140,7 @@ class Table:
     signatures: Mapping[int, Signature] = field(default_factory=dict)
     refused: str = ""
     first: Identity | None = None
+    node_first: Identity | None = None
     keeps_ranks: bool = False
     all_ended: bool = False
     is_new: bool = False
@@ -258,7 +261,7 @@ def _receiver(survivors: Sequence[Table], number: int) -> Table | None:
 def _why_not(survivors: Sequence[Table], cut: int) -> str:
     """Return why these survivors cannot continue; "" if they can."""
     refused = next((table.refused for table in survivors if table.refused), "")
-    if why := refused or _why_rank_0_is_missed(survivors):
+    if why := refused or _why_a_first_is_missed(survivors):
         return why
     if _boundary(survivors) is not None and len({table.issued for table in survivors}) > 1:
         counts = sorted({table.issued for table in survivors})
@@ -287,19 +290,27 @@ def _why_not(survivors: Sequence[Table], cut: int) -> str:
     return ""
 
 
-def _why_rank_0_is_missed(survivors: Sequence[Table]) -> str:
-    """Return why nobody can take the place of the worker of rank 0; "" if it is there, or one can.
+def _why_a_first_is_missed(survivors: Sequence[Table]) -> str:
+    """Return why no other worker does what that of rank 0 did, or of local rank 0 on a node; or "".
 
-    If one survivor knows that all programs have ended, that of rank 0 has: it may just have left.
+    If one survivor knows that all programs have ended, the lost one's has: it may just have left.
     """
     alive = {table.identity for table in survivors}
-    keepers = [t for t in survivors if t.keeps_ranks and t.first not in alive]
-    if not keepers or any(table.all_ended for table in survivors):
+    keepers = [table for table in survivors if table.keeps_ranks]
+    if any(table.all_ended for table in survivors):
         return ""
-    return (
-        "the worker of rank 0 is lost, and no other would save and log if the script keeps its rank"
-        " in a variable; if it asks for it each time, add --ranks-may-change"
-    )
+    if any(table.first not in alive for table in keepers):
+        return (
+            "the worker of rank 0 is lost, and no other would save and log if the script keeps its"
+            " rank in a variable; if it asks for it each time, add --ranks-may-change"
+        )
+    if any(table.node_first not in (None, *alive) for table in keepers):
+        return (
+            "the worker of local rank 0 on a node is lost, and no other would save there if the"
+            " script saves on each node; if only rank 0 saves, and the script asks for its rank"
+            " each time, add --ranks-may-change"
+        )
+    return ""
 
 
 def _why_not_given(
@@ -454,6 +465,7 @@ class Member:
         # Whether the programs of all members have ended.
         self.all_ended = False
         self._first: Identity | None = None
+        self._node_first: Identity | None = None
         self.phase = Phase.NEW
         # The last view that was installed; nobody is in the one before the first.
         self.view = View((-1, -1), ())
@@ -484,13 +496,17 @@ class Member:
         # delivered before it passes, so that all members hold the same votes. None: no vote.
         self.vote: int | None = None
 
-    def begin(self, view: View) -> None:
-        """Install the first view."""
+    def begin(self, view: View, node_first: Identity | None = None) -> None:
+        """Install the first view; `node_first` has local rank 0 on the node of this member."""
         assert self.phase is Phase.NEW, self.phase
         self.phase = Phase.RUNNING
         self.view = view
         self.visible = view.members
-        self._first = view.members[0]
+        self._first, self._node_first = view.members[0], node_first
+
+    def expect_newcomers(self) -> None:
+        """Record that a newcomer takes the place of a lost member on its node."""
+        self._node_first = None
 
     def refuse(self, reason: str) -> None:
         """Record that the program did what cannot be kept: the next fault restarts the job."""
@@ -661,6 +677,7 @@ class Member:
             signatures={**self._kept, **undelivered},
             refused=self.refused,
             first=self._first,
+            node_first=self._node_first,
             keeps_ranks=self.keeps_ranks,
             all_ended=self.all_ended,
             boundary=self.boundaries if self.at_boundary else None,

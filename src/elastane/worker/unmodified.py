@@ -87,7 +87,7 @@ class UnmodifiedWorker:
             self.group.show_members(range(size))
             return
         self._place = word
-        self.group.begin(self._build(word))
+        self.group.begin(self._build(word), word.local_rank)
         self.group.register()
         self._line.able(None, joining=Joining.NEVER)
 

@@ -40,6 +40,16 @@ def test_the_loss_of_rank_0_restarts_while_the_script_may_have_kept_its_rank():
     assert not plan([table(A, 0, 0, **keeps, all_ended=True), table(B, 0, 0, **keeps)]).restart
 
 
+def test_the_loss_of_local_rank_0_restarts_while_others_of_its_node_are_left():
+    keeps = {"first": A, "keeps_ranks": True}
+    first, of_other_node = table(A, 0, 0, **keeps, node_first=A), {**keeps, "node_first": C}
+    decided = plan([first, table(B, 0, 0, **of_other_node)])
+    assert "the worker of local rank 0 on a node is lost" in decided.restart
+    assert not plan([first, table(B, 0, 0, **{**keeps, "node_first": None})]).restart
+    assert not plan([first, table(B, 0, 0, **{**of_other_node, "keeps_ranks": False})]).restart
+    assert not plan([first]).restart, "the whole node is lost"
+
+
 def test_an_interrupted_sum_of_the_script_restarts():
     assert "allreduce (sum) was interrupted" in plan([table(A, 0, 1, SUM)]).restart
 
