@@ -26,9 +26,6 @@ class Rule(Enum):
     REPEAT = "run again over the survivors"
     # The contributions were divided by a number of members.
     RESCALE = "run again, with contributions divided by the number of survivors"
-    # The program may divide the result by the size that it sees, or take it for a count of as many
-    # members.
-    SCALED = "run again; the sum is multiplied by the size that the program sees, over survivors"
     # A broadcast. It runs again from the same member; without that member, from a survivor that has
     # received it.
     ROOTED = "run again from the same member"
@@ -68,9 +65,10 @@ _SHAPED = frozenset(
         *("allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced"),
     )
 )
+_REDUCTIONS = frozenset(("allreduce", "allreduce_coalesced", "reduce"))
 _PRIVATE = frozenset(
     (
-        *("reduce", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base"),
+        *("gather", "scatter", "reduce_scatter", "_reduce_scatter_base"),
         *("reduce_scatter_tensor_coalesced", "reduce_scatter_single"),
         *("reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
     )
@@ -108,9 +106,24 @@ class Signature:
     @property
     def depends_on_size(self) -> bool:
         """Whether its result means something only together with the number of members."""
-        is_sum = self.kind.startswith("allreduce") and self.reduction not in _IDEMPOTENT
+        is_sum = self.kind in _REDUCTIONS and self.reduction not in _IDEMPOTENT
         is_read = self.site in (Site.SCRIPT, Site.FIRST_SIZE, Site.TRUE_SUM)
-        return self.kind in _SHAPED or (is_sum and is_read and self.rule is not Rule.SCALED)
+        return self.kind in _SHAPED or (is_sum and is_read and not self.is_scaled)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether its result is multiplied by the size that the program sees, over its members.
+
+        The program may divide the sum by that size, or take it for a count of as many members.
+        """
+        is_sum = self.kind in _REDUCTIONS and self.reduction == "sum" and not self.counts
+        return is_sum and self.site is Site.FIRST_SIZE
+
+    @property
+    def may_be_divided(self) -> bool:
+        """Whether it is a sum that the program may divide by a number of members."""
+        is_refused = self.kind in _REDUCTIONS and self.rule is Rule.REFUSED
+        return self.is_scaled or is_refused
 
     def described(self) -> str:
         """Describe the operation for a message: its kind, reduction and caller."""
@@ -124,8 +137,10 @@ def rule_of(signature: Signature) -> Rule:
     kind = signature.kind
     if kind == "barrier":
         return Rule.REPEAT
-    if kind in ("allreduce", "allreduce_coalesced"):
-        return _rule_of_reduction(signature)
+    if kind in _REDUCTIONS:
+        rule = _rule_of_reduction(signature)
+        # The result of a reduction to one member is that member's alone.
+        return Rule.PRIVATE if kind == "reduce" and rule is not Rule.REFUSED else rule
     if kind == "broadcast":
         return Rule.AUTHORITY if signature.site is Site.AUTHORITY else Rule.ROOTED
     if kind in _SHAPED:
@@ -136,10 +151,8 @@ def rule_of(signature: Signature) -> Rule:
 def _rule_of_reduction(signature: Signature) -> Rule:
     if signature.site in (Site.REDUCER, Site.HOOK):
         return Rule.RESCALE if signature.reduction == "sum" else Rule.REPEAT
-    if signature.reduction in _IDEMPOTENT or signature.counts:
+    if signature.reduction in _IDEMPOTENT or signature.counts or signature.is_scaled:
         return Rule.REPEAT
-    if signature.site is Site.FIRST_SIZE and signature.reduction == "sum":
-        return Rule.SCALED
     # A float sum may have been divided before, by a size that no longer holds: all members would
     # agree on parameters that are too small, and no digest would show it.
     is_true_sum = signature.reduction == "sum" and signature.site is Site.TRUE_SUM

@@ -373,8 +373,7 @@ class OrderedGroup(ElasticGroup):
             if site is Site.SCRIPT and self._sees_first:
                 site = Site.FIRST_SIZE
             call = call_of(name, args, kwargs, self._shown, site)
-            is_sum = call.signature.kind.startswith("allreduce")
-            self._has_summed |= is_sum and call.signature.rule in (Rule.SCALED, Rule.REFUSED)
+            self._has_summed |= call.signature.may_be_divided
             if self._shown != self._member.visible and (
                 why := why_not_issued(call.signature, self._member.visible)
             ):
@@ -406,7 +405,7 @@ class OrderedGroup(ElasticGroup):
 
     def _issue(self, call: Call, slots: list[Slot] | None) -> PendingOperation:
         site, unit, divided_by = call.signature.site, None, 0
-        if call.signature.rule in (Rule.RESCALE, Rule.SCALED):
+        if call.signature.rule is Rule.RESCALE or call.signature.is_scaled:
             divided_by = self.size()  # torch's hook has divided, or the script will divide, by it
         if site in (Site.REDUCER, Site.HOOK):
             if callsites.is_in_nested_backward():
@@ -571,7 +570,7 @@ class OrderedGroup(ElasticGroup):
         for pending in done:
             if pending.number in delivery.handed:
                 pending.accept(self._handed.pop(pending.number))
-            else:
+            elif pending.call.signature.root in (None, self._member.identity):
                 pending.scale_sum()
             if self._member.keeps(pending.number):
                 self._kept[pending.number] = pending.result()

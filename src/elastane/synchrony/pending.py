@@ -16,7 +16,6 @@ from elastane.comms.works import Waited, WorkLog
 from elastane.errors import PeerLostError
 from elastane.synchrony.calls import Call
 from elastane.synchrony.contributions import Contribution, Gradients, overwrite
-from elastane.synchrony.operations import Rule
 from elastane.synchrony.rules import Start
 
 
@@ -36,7 +35,7 @@ class PendingOperation:
 
     def prepare(self, start: Start) -> None:
         """Put its contribution in place, as it has to be for this start."""
-        if self.call.signature.rule is Rule.SCALED:
+        if self.call.signature.is_scaled:
             self._counts_for, self._is_of = start.divided_by, start.divisor
             if start.is_repeated:
                 self.contribution.restore(0, 0)

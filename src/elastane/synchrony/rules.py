@@ -407,8 +407,8 @@ class Start:
 
     `root`: the member it comes from; None without one. `is_repeated`: it was started in an earlier
     view, so its contribution has to be restored. `divided_by` and `divisor`: by what the
-    contribution was divided, and by what it has to be; zeros: it is used as it is. For a SCALED
-    operation its sum is multiplied by the first of them and divided by the second.
+    contribution was divided, and by what it has to be; zeros: it is used as it is. For an
+    operation that is scaled, its sum is multiplied by the first and divided by the second.
     """
 
     number: int
@@ -521,7 +521,7 @@ class Member:
 
         Only in a view: the caller waits until then. `unit`: the backward pass that it belongs to,
         until `close_unit`. `divided_by`: the number of members that the contribution of a RESCALE
-        operation was divided by, or that the sum of a SCALED one is for.
+        operation was divided by, or that the sum of a scaled one is for.
         """
         assert self.phase is Phase.RUNNING, self.phase
         number = self.issued
@@ -730,7 +730,7 @@ class Member:
 
     def _start(self, operation: Operation, *, is_repeated: bool = False) -> Start:
         signature = operation.signature
-        is_divided = signature.rule in (Rule.RESCALE, Rule.SCALED)
+        is_divided = signature.rule is Rule.RESCALE or signature.is_scaled
         return Start(
             operation.number,
             root=None if signature.root is None else root_in(signature, self.view),

@@ -2,10 +2,10 @@
 
 Usage: unmodified_ddp.py FOLDER [static | sum | gather | by hand | group | async save | end].
 It ends once a file "enough" is there. With `sum` it takes the mean of floats of its own in each
-step, over the world size that it keeps, and saves once; with `gather` it gathers from as many.
-Before one of these, rank 1 of the first attempt dies. With `by hand` it averages gradients itself.
-With `group` it asks for a group of one worker. With `async save` all workers save together while
-they train. With `end` rank 1 dies as its interpreter exits.
+step, on all workers and on rank 0, over the world size that it keeps, and saves once; with `gather`
+it gathers from as many. Before one of these, rank 1 of the first attempt dies. With `by hand` it
+averages gradients itself. With `group` it asks for a group of one worker. With `async save` all
+workers save together while they train. With `end` rank 1 dies as its interpreter exits.
 """
 
 import atexit
@@ -55,6 +55,10 @@ def mean_of_ones(step, size, optimizer):
             mean = torch.ones(1)
             dist.all_reduce(mean)
             mean /= size
+            total = torch.ones(1)
+            dist.reduce(total, 0)
+            if dist.get_rank() == 0:
+                mean = (mean + total / size) / 2
         if step == DIES_AT + 2:
             save({"optimizer": optimizer.state_dict()}, checkpoint_id=FOLDER / "dcp")
     if WAY == "gather":

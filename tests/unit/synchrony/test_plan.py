@@ -1,5 +1,7 @@
 """What survivors decide from their tables, one rule each."""
 
+import dataclasses
+
 import pytest
 
 from elastane.synchrony.operations import Identity, Rule, Signature, Site, rule_of
@@ -109,7 +111,10 @@ def test_a_member_that_was_left_out_of_a_view_is_not_taken_back():
         (Signature("allreduce", reduction="sum", site=Site.TRUE_SUM), Rule.REPEAT),
         (Signature("allreduce", reduction="sum", site=Site.HOOK), Rule.RESCALE),
         (Signature("allreduce", reduction="max", site=Site.HOOK), Rule.REPEAT),
-        (Signature("allreduce", reduction="sum", site=Site.FIRST_SIZE), Rule.SCALED),
+        (Signature("allreduce", reduction="sum", site=Site.FIRST_SIZE), Rule.REPEAT),
+        (Signature("reduce", reduction="sum", site=Site.FIRST_SIZE), Rule.PRIVATE),
+        (Signature("reduce", reduction="sum", counts=True), Rule.PRIVATE),
+        (Signature("reduce", reduction="sum"), Rule.REFUSED),
         (Signature("allreduce", reduction="sum", site=Site.FIRST_SIZE, counts=True), Rule.REPEAT),
         (Signature("allreduce", reduction="product", site=Site.FIRST_SIZE), Rule.REFUSED),
         (Signature("alltoall"), Rule.PRIVATE),
@@ -118,6 +123,15 @@ def test_a_member_that_was_left_out_of_a_view_is_not_taken_back():
 )
 def test_the_table_of_operations(signature, rule):
     assert rule_of(signature) is rule
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "allreduce_coalesced", "reduce"])
+def test_only_sums_of_floats_of_a_script_that_sees_its_first_size_are_scaled(kind):
+    one = Signature(kind, reduction="sum", site=Site.FIRST_SIZE)
+    assert one.is_scaled and one.may_be_divided and not one.depends_on_size
+    for other in ({"counts": True}, {"reduction": "max"}, {"site": Site.SCRIPT}):
+        assert not dataclasses.replace(one, **other).is_scaled
+    assert dataclasses.replace(one, site=Site.SCRIPT).depends_on_size
 
 
 @pytest.mark.parametrize(
