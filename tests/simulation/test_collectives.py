@@ -134,7 +134,7 @@ def delivered_operations_run_again(patch):
 
 
 def rank_0_is_not_missed(patch):
-    patch.setattr(rules, "_why_rank_0_is_missed", lambda survivors: "")
+    patch.setattr(rules, "_why_a_first_is_missed", lambda survivors: "")
 
 
 def all_have_ended_once_one_has(patch):
