@@ -56,6 +56,7 @@ def test_a_node_that_is_unfit_after_a_fault_leaves_and_the_recovery_does_not_wai
         cluster.start("a", health_check="true")
         node = cluster.start("b", health_check=words)
         job.wait_steps(3, 2)
+        cluster.wait(node.workers, "its agent names its worker")
         node.kill_worker()
         cluster.wait(lambda: cluster.events("replacement"), "the worker is replaced")
         job.wait_steps(3, 2)
@@ -76,6 +77,7 @@ def test_a_node_that_is_fit_after_a_fault_stays(tmp_path):
         cluster.start("a", health_check="true")
         node = cluster.start("b", health_check="true")
         job.wait_steps(3, 2)
+        cluster.wait(node.workers, "its agent names its worker")
         node.kill_worker()
         cluster.wait(lambda: len(_checks(cluster, "b")) == 2, "it is checked")
         assert [one.data["ok"] for one in _checks(cluster, "b")] == [True, True]

@@ -93,6 +93,8 @@ def starts(job: InPlace, names: str, world: int = 0) -> list[LocalNode]:
     """Start nodes, and wait for steps of a world of this size; by default of one worker a node."""
     nodes = [job.cluster.start(name) for name in names]
     job.wait_steps(5, world or len(names))
+    # Workers may be faster than the events of their agents, which name them.
+    job.cluster.wait(lambda: all(node.workers() for node in nodes), "the agents name their workers")
     return nodes
 
 
@@ -203,8 +205,8 @@ def test_without_wait_for_place_the_others_train_while_a_replacement_builds(tmp_
         nodes[0].kill_worker()
 
         def begun() -> list[dict]:
-            found = [path for path in said.glob("*.building") if int(path.stem) not in first]
-            return [json.loads(path.read_text()) for path in found]
+            paths = [path for path in said.glob("*.building") if int(path.stem) not in first]
+            return [json.loads(words) for words in (path.read_text() for path in paths) if words]
 
         job.cluster.wait(begun, "the replacement builds, behind init()")
         job.wait_steps(5, 1)
