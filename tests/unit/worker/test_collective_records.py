@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from elastane.process import collectives
 from elastane.process.status_page import StatusPage, WorkerPage
+from elastane.protocol.ring import Position
 
 DEADLINE_S = 30.0
 REDUCE = dist.all_reduce
@@ -115,12 +116,11 @@ def test_a_wait_for_the_loader_is_shown(page):
 def test_the_board_shows_the_groups_and_where_a_still_worker_is(page):
     for _ in range(5):
         dist.all_reduce(torch.ones(7))
-    wait_for(lambda: any(call.sequence == 5 for call in calls_of(page)))
-    wait_for(lambda: shown(page).position.completed == 5)
-    group = shown(page)
-    assert group.position.begun == 5
-    last = group.calls[-1]
-    assert (last.operation, last.elements, last.dtype) == ("all_reduce", 7, "Float")
+    wait_for(lambda: groups_at(page, 5))
+    assert ("all_reduce", 7, "Float") in [
+        (group.calls[-1].operation, group.calls[-1].elements, group.calls[-1].dtype)
+        for group in groups_at(page, 5)
+    ]
     # It is where the main thread was at the last beat, which may have been within `ring`.
     wait_for(lambda: "test_collective_records.py:" in page.ring().board.where)
     beats = page.beats
@@ -134,12 +134,11 @@ def groups_of(page):
     return page.ring().board.groups.values()
 
 
-def calls_of(page):
-    return [call for group in groups_of(page) for call in group.calls]
-
-
-def shown(page):
-    return next(g for g in groups_of(page) if any(call.sequence == 5 for call in g.calls))
+def groups_at(page, count):
+    """Return the groups that have begun and completed so many calls, the last of which is shown."""
+    at = Position(count, count)
+    found = [group for group in groups_of(page) if group.position == at]
+    return [group for group in found if any(call.sequence == count for call in group.calls)]
 
 
 def test_threads_record_beside_each_other(page):
