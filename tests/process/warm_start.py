@@ -38,7 +38,7 @@ _MESSAGE_BYTES_MAX = 128 << 10
 _ZYGOTE = ("-u", "-m", "elastane.process.zygote")
 # What workers that save import, and what a zygote itself imports.
 _MORE = ("torch.distributed.checkpoint", "tabulate", "elastane.process.zygote.server")
-# What takes one to six seconds more, each in a nursery that has imported it for who preloads it.
+# Packages that take up to six seconds to import. A job that preloads one gets a nursery with it.
 _LARGE = ("torch._dynamo", "lightning", "transformers.trainer", "accelerate")
 # An environment in which torch would be imported otherwise needs a nursery of its own.
 _NURSERIES_MAX = 6

@@ -71,7 +71,7 @@ def test_no_step_is_lost_with_whole_nodes(store_backed):
 
 
 def test_no_step_is_lost_with_replicas_of_two_nodes():
-    """With a store: the test of worlds that are to be evened out."""
+    """Without a store; the test of uneven worlds below plays the histories with one."""
     holds(play(range(CHUNK), [False], in_place=True, span=2), span=2)
 
 

@@ -1,10 +1,10 @@
 """Runs the site's health check of this node, before it joins and after each fault of its workers.
 
-The check after a fault runs beside the recovery, which never waits for it. If it fails, the node
-leaves between two steps, as for a notice, and says by its exit code that another node may do
-better. A check that takes too long has failed: a broken device may hang whoever asks it. Faults
-that follow each other within `PAUSE_S` are checked once. It fails with NodeUnfitError, before the
-node has joined.
+The check after a fault runs beside the recovery, which never waits for it. If the check fails, the
+node leaves between two steps, as for a notice. Its exit code says that another node may do better.
+A check that exceeds its time limit counts as failed, because a program that asks a broken device
+may hang. Two checks begin at least `PAUSE_S` apart; one check covers all faults in between. Before
+the node has joined, a failed check raises NodeUnfitError.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from elastane.errors import ConfigurationError, NodeUnfitError
+from elastane.notices.rules import REASON_CHARS_MAX, printable
 from elastane.options.config import Supervision
 from elastane.process.site_program import REST_S, lines_of, running
 from elastane.protocol.diagnosis import exit_text
@@ -28,11 +29,10 @@ SLUG = "node-unhealthy"
 # Tells the check when it runs: JOIN or FAULT.
 VARIABLE = "ELASTANE_HEALTH_CHECK"
 JOIN, FAULT = "join", "fault"
-# The shortest time between two checks: a node whose workers crash again and again is not kept busy.
+# The shortest time between two checks, so that a crash loop does not keep the node busy with them.
 PAUSE_S = 10.0
 # The last lines of its output go to the console if it fails; the last one is the reason.
 _LINES_SHOWN = 20
-_REASON_CHARS_MAX = 200
 _NEXT_STEP = "mend the node, or leave it out; to see more, run the check there by hand"
 
 _log = logging.getLogger("elastane.agent")
@@ -121,10 +121,10 @@ class HealthCheck:
         took_s = round(time.monotonic() - begun_s, 3)
         reason = "passed"
         if why:
-            last = _printable(lines[-1]) if lines else ""
+            last = printable(lines[-1])[:REASON_CHARS_MAX] if lines else ""
             reason = f"the health check failed: {why}{': ' if last else ''}{last}"
             for line in lines:
-                _log.warning("health check: %s", _printable(line))
+                _log.warning("health check: %s", printable(line))
         self._write(
             LogEvent(
                 kind=EventKind.HEALTH_CHECK,
@@ -153,8 +153,3 @@ class HealthCheck:
 async def _take(output: asyncio.StreamReader, lines: deque[str]) -> None:
     async for line in lines_of(output):
         lines.append(line)
-
-
-def _printable(line: str) -> str:
-    text = "".join(each if each.isprintable() else " " for each in line).strip()
-    return text[:_REASON_CHARS_MAX]

@@ -132,7 +132,7 @@ def read_text(source: NoticeSource, text: str, age_s: float, clock_s: float) -> 
     `age_s` ago, or a time by ISO 8601 (UTC without an offset), of which `clock_s` is now, in
     seconds since 1970. The rest is the reason.
     """
-    line = next((line for line in map(_printable, text.splitlines()) if line), "")
+    line = next((line for line in map(printable, text.splitlines()) if line), "")
     first, _, rest = line.partition(" ")
     within_s = None
     if counted := _SECONDS.fullmatch(first):
@@ -142,10 +142,11 @@ def read_text(source: NoticeSource, text: str, age_s: float, clock_s: float) -> 
     if within_s is not None:
         within_s = min(max(0.0, within_s), WITHIN_MAX_S)
     reason = (line if within_s is None else rest.strip()) or f"{source.where} says so"
-    return Notice(source.kind, _printable(reason)[:REASON_CHARS_MAX], within_s=within_s)
+    return Notice(source.kind, printable(reason)[:REASON_CHARS_MAX], within_s=within_s)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Return `text` with a space for each character that a terminal does not print."""
     return "".join(each if each.isprintable() else " " for each in text).strip()
 
 

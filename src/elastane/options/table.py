@@ -405,7 +405,7 @@ TABLE: tuple[Option, ...] = (
     Option(
         "health-check-timeout",
         "",
-        "seconds that --health-check may take; a longer one means that the node is not fit "
+        "seconds that --health-check may take; if it takes longer, the node counts as not fit "
         "(default 120)",
         OURS,
         kind="float",

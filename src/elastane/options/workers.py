@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _UNHANDLED = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 _PORT_MAX = 65535
-# --health-check-timeout: a thorough check of eight GPUs takes about a minute.
+# The default of --health-check-timeout.
 _HEALTH_CHECK_S = 120.0
 _PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
 _STUCK = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from elastane.process import collectives
 from elastane.process.status_page import StatusPage, WorkerPage
-from elastane.protocol.ring import Position
 
 DEADLINE_S = 30.0
 REDUCE = dist.all_reduce
@@ -135,9 +134,12 @@ def groups_of(page):
 
 
 def groups_at(page, count):
-    """Return the groups that have begun and completed so many calls, the last of which is shown."""
-    at = Position(count, count)
-    found = [group for group in groups_of(page) if group.position == at]
+    """Return the groups that have begun `count` calls, and show the newest of them.
+
+    How many they have completed is not asked: on a busy machine two threads of gloo may write
+    torch's count in the wrong order, and it then stays too small until the next call.
+    """
+    found = [group for group in groups_of(page) if group.position.begun == count]
     return [group for group in found if any(call.sequence == count for call in group.calls)]
 
 
