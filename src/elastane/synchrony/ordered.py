@@ -621,10 +621,14 @@ class OrderedGroup(ElasticGroup):
             self._refuse_vain_worlds(error)
             try:
                 world = self._host.enter(error)
+            except (RuntimeError, PeerLostError) as another:
+                error = another.with_traceback(None)
+                continue
+            try:
                 self._meet(world, self._use(world))
             except (RuntimeError, PeerLostError) as another:
                 error = another.with_traceback(None)  # Its frames refer to this world's groups.
-                self.world_in_use.abort()
+                world.abort()
                 self._handed.clear()
 
     def _refuse_vain_worlds(self, error: Exception | None) -> None:

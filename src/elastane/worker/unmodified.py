@@ -134,10 +134,15 @@ class UnmodifiedWorker:
         return world.build()
 
     def _end_world(self) -> None:
-        """In the control socket's thread: end what waits in the current world."""
-        if self._line.world_has_ended and self._building is not None:
+        """In the control socket's thread: end what waits in the current world.
+
+        The world is read first: once the other thread has taken its next place, no world has ended,
+        and the next world may be there.
+        """
+        building = self._building
+        if self._line.world_has_ended and building is not None:
             with self._progress.aborting():
-                self._building.abort()
+                building.abort()
 
     @property
     def follows(self) -> bool:

@@ -382,10 +382,15 @@ class Worlds:
         group.replace(world.build())
 
     def _end_world(self) -> None:
-        """In the control socket's thread: abort the collectives that the main thread waits in."""
+        """In the control socket's thread: abort the collectives that the main thread waits in.
+
+        The groups are read first: once the main thread has taken its next place, no world has
+        ended, and the groups of the next world may be there.
+        """
+        building = self._building
         if self.world_has_ended:
             with self.progress.aborting():
-                for world in self._building:
+                for world in building:
                     world.abort()
 
     def _restart(self, error: Exception) -> NoReturn:
