@@ -6,7 +6,8 @@ or compares it, torch.compile included. What torch calls from C++, as the reduce
 DistributedDataParallel does, passes no function of Python. A thread beside the script therefore
 reads torch's own counts of each group four times a second, and writes them to the board. Once
 nothing has moved for some seconds it adds torch's last records of each group, and the line where
-the main thread is.
+the main thread is. The records also say which collectives are complete. torch's count of these may
+stay too small, since two threads of gloo may complete in one order and count in the other.
 
 Nothing here changes what a collective does or raises. A torch without these names is left alone.
 """
@@ -342,6 +343,8 @@ class _Watch:
         self._usual_s = 0.0
         self._shown = Board()
         self._records: dict[str, GroupBoard] | None = None
+        # Where the main thread was as the records were read.
+        self._read_at = ""
 
     def start(self) -> None:
         """Begin, in a thread that does not keep the process from its end."""
@@ -373,10 +376,16 @@ class _Watch:
             self._show_standstill()
 
     def _show_standstill(self) -> None:
-        if self._records is None:
-            self._records = self._read_records()
         frames = main_frames()
-        self._show(self._records, described(frames), debugged=is_debugged(frames))
+        where = described(frames)
+        if self._records is None or (where != self._read_at and self._is_open(self._records)):
+            self._records, self._read_at = self._read_records(), where
+        self._show(self._records, where, debugged=is_debugged(frames))
+
+    def _is_open(self, groups: dict[str, GroupBoard]) -> bool:
+        """Whether a collective was not complete; that it is by now may show in no count."""
+        positions = (group.position for group in groups.values())
+        return any(position.begun > position.completed for position in positions)
 
     def _show(
         self, groups: dict[str, GroupBoard], where: str = "", *, debugged: bool = False
@@ -410,6 +419,7 @@ class _Watch:
         """Return torch's last records of each group, and learn the names of the groups."""
         calls: dict[str, dict[int, GroupCall]] = {}
         backends: dict[str, str] = {}
+        over: dict[str, dict[int, bool]] = {}
         entries = json.loads(self._dump(True, False)).get("entries", []) if self._dump else []
         for entry in entries:
             name = str(entry["process_group"][0])
@@ -417,11 +427,13 @@ class _Watch:
             if not entry.get("is_p2p"):
                 call = _group_call(entry)
                 calls.setdefault(name, {})[call.sequence] = call
+                states = over.setdefault(name, {})
+                states[call.sequence] = states.get(call.sequence, True) and entry["retired"]
                 backends[name] = str(entry["profiling_name"]).partition(":")[0][:100]
         members = _members()
         return {
             name: GroupBoard(
-                position=position,
+                position=_position(position, over.get(name, {})),
                 ranks=members.get(name, ""),
                 backend=backends.get(name, ""),
                 sends=name in calls and max(calls[name]) != position.begun,
@@ -429,6 +441,14 @@ class _Watch:
             )
             for name, position in self._positions.items()
         }
+
+
+def _position(counted: Position, over: dict[int, bool]) -> Position:
+    """Return the position of a group; `over`: whether each of its last collectives is complete."""
+    if max(over, default=-1) < counted.begun:
+        return counted  # Messages count too, or the records are those of other groups.
+    first = min((number for number, is_over in over.items() if not is_over), default=None)
+    return Position(counted.begun, counted.begun if first is None else first - 1)
 
 
 def _group_call(entry: dict[str, Any]) -> GroupCall:

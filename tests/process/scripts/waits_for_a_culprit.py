@@ -89,7 +89,9 @@ FAULTS = {each.__name__: each for each in (loop, sleep, lock, disk, stop, other,
 def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    # Several buckets: two of gloo's threads then complete reductions beside each other.
+    layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    model = DistributedDataParallel(layers, bucket_cap_mb=1e-5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = iter(DataLoader(Samples(), batch_size=1))
     for step in range(STEPS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from elastane.process import collectives
 from elastane.process.status_page import StatusPage, WorkerPage
+from elastane.protocol.ring import Position
 
 DEADLINE_S = 30.0
 REDUCE = dist.all_reduce
@@ -134,13 +136,59 @@ def groups_of(page):
 
 
 def groups_at(page, count):
-    """Return the groups that have begun `count` calls, and show the newest of them.
-
-    How many they have completed is not asked: on a busy machine two threads of gloo may write
-    torch's count in the wrong order, and it then stays too small until the next call.
-    """
-    found = [group for group in groups_of(page) if group.position.begun == count]
+    """Return the groups that have begun and completed `count` calls, and show the newest."""
+    found = [group for group in groups_of(page) if group.position == Position(count, count)]
     return [group for group in found if any(call.sequence == count for call in group.calls)]
+
+
+def entry(number, *, retired, pg="default"):
+    """Return one record of torch's flight recorder."""
+    what = {"pg_id": 7, "process_group": [pg, ""], "profiling_name": "gloo:all_reduce"}
+    return {**what, "collective_seq_id": number, "is_p2p": False, "retired": retired}
+
+
+@pytest.mark.parametrize(
+    ("counted", "retired", "completed"),
+    [
+        pytest.param(4, {4: True, 5: True}, 5, id="counted in the wrong order"),
+        pytest.param(5, {4: False, 5: True}, 3, id="a later one is complete"),
+        pytest.param(3, {4: False, 5: False}, 3, id="two are open"),
+        pytest.param(4, {}, 4, id="no record of this group is left"),
+        pytest.param(4, {3: True, 4: True}, 4, id="the last one was a message"),
+        pytest.param(4, {4: True, 5: False, 6: False}, 4, id="one has begun since"),
+    ],
+)
+def test_at_a_standstill_the_records_say_what_is_complete(page, counted, retired, completed):
+    watch = collectives._Watch(collectives._state.recorder, None)
+    watch._positions = {"default": Position(5, counted)}
+    entries = [entry(number, retired=is_over) for number, is_over in retired.items()]
+    others = [entry(9, retired=False, pg="another")]
+    watch._dump = lambda *_: json.dumps({"entries": entries + others}).encode()
+    assert watch._read_records()["default"].position == Position(5, completed)
+
+
+def test_a_collective_that_completes_without_a_count_is_seen_once_the_worker_moves_on(page):
+    watch = collectives._Watch(collectives._state.recorder, None)
+    watch._positions = {"default": Position(5, 4)}
+    is_over, reads = False, 0
+
+    def dump(*_):
+        nonlocal reads
+        reads += 1
+        return json.dumps({"entries": [entry(5, retired=is_over)]}).encode()
+
+    def shown():
+        return watch._shown.groups["default"].position.completed
+
+    watch._dump = dump
+    for _ in range(3):
+        watch._show_standstill()
+    assert (shown(), reads) == (4, 1), "the worker stayed at one line"
+    is_over = True
+    watch._show_standstill()
+    assert (shown(), reads) == (5, 2)
+    watch._show_standstill()
+    assert (shown(), reads) == (5, 2), "nothing is open any more"
 
 
 def test_threads_record_beside_each_other(page):
