@@ -150,15 +150,26 @@ class LocalNode:
         world = self._cluster.world()
         return world.pids.get(self.name, ()) if world is not None else ()
 
-    def kill_worker(self, local_rank: int = 0, number: int = signal.SIGKILL) -> int:
-        """Send a worker a signal, SIGKILL by default; return its pid."""
+    def kill_worker(
+        self,
+        local_rank: int = 0,
+        number: int = signal.SIGKILL,
+        *,
+        deadline_s: float = DEADLINE_S,
+    ) -> int:
+        """Send a worker a signal, SIGKILL by default; return its pid.
+
+        Waits until the agent has named its workers: a script may train a moment before. Raises
+        ClusterError if it names none within `deadline_s`, UsageError if it has none of this number.
+        """
+        self._cluster.wait(self.workers, f"node {self.name} has workers", deadline_s)
         pids = self.workers()
         if not 0 <= local_rank < len(pids):
             raise UsageError(
                 f"kill_worker({local_rank}): node {self.name} has {len(pids)} workers",
                 slug="cluster",
-                expected="a local rank of a worker that was started",
-                next_step="cluster.wait_world(...) before",
+                expected=f"a local rank from 0 to {len(pids) - 1}",
+                next_step="start the cluster with a larger nproc_per_node",
             )
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[local_rank], number)
