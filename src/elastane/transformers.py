@@ -408,7 +408,7 @@ class TrainerLoader(ElasticLoader):
     @property
     def steps_done_in_epoch(self) -> int:
         """The number of committed steps of the current epoch."""
-        return self._cursor.next_step % self._cursor.ledger.steps_per_epoch
+        return self._cursor.steps_done_in_epoch
 
     def has_further(self) -> bool:
         """Commit the current step; return whether the epoch has a further one."""

@@ -30,6 +30,39 @@ def test_a_lost_worker_is_replaced_while_the_others_train_on(tmp_path, way):
         assert len(cluster.events("replacement")) == 1
 
 
+def test_no_sample_of_a_stream_is_wrong_wherever_in_a_step_a_worker_is_lost(tmp_path):
+    job = made(tmp_path, "stream", nproc_per_node=4)
+    with job.cluster as cluster:
+        cluster.start("a")
+        left = job.wait_size(4)
+        for place in ("read", "second", "last"):
+            lost = max(left)
+            job.kill_at(lost, place)
+            job.wait_size(3, count=1)
+            assert left - {lost} < job.wait_size(4), place
+            left = job.wait_size(4)
+        job.ends_well()
+        assert job.missing() == 0
+        assert len(cluster.events("replacement")) == 3
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_workers_over_a_stream_are_killed_at_random_and_no_replica_or_sample_is_wrong(
+    tmp_path, seed
+):
+    job = made(tmp_path, "stream", nproc_per_node=2, max_restarts=100)
+    with job.cluster as cluster:
+        cluster.start("a")
+        cluster.start("b")
+        job.wait_size(4)
+        job.kill_at_random(12, seed)
+        job.wait_size(4)
+        job.ends_well()
+        assert job.missing() == 0
+
+
 def test_a_node_that_arrives_joins_and_one_that_leaves_is_left_without_a_lost_sample(tmp_path):
     job = made(tmp_path, nproc_per_node=2)
     with job.cluster as cluster:

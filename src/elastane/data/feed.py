@@ -55,7 +55,7 @@ class Portion(NamedTuple):
     @property
     def is_further(self) -> bool:
         """Whether the step follows the last one of its epoch, for samples of lost workers alone."""
-        return isinstance(self.share, LedgerShare) and self.share.is_further
+        return self.share.is_further
 
 
 class Feed(Iterator[Portion]):

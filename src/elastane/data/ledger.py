@@ -31,6 +31,7 @@ __all__ = [
     "Spans",
     "cut",
     "length_of_spans",
+    "owed_per_step",
     "split",
 ]
 
@@ -139,6 +140,11 @@ def split(spans: Spans, count: int) -> tuple[Spans, Spans]:
     return tuple(first), ()
 
 
+def owed_per_step(global_batch_size: int) -> int:
+    """Return the most owed positions that a step takes in addition to its own."""
+    return ceil_div(global_batch_size, _OWED_PART)
+
+
 def cut(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
     """Return contiguous part `part` of `parts` of [start, stop); sizes differ by at most one."""
     length = stop - start
@@ -214,7 +220,7 @@ class Ledger:
     @property
     def owed_max(self) -> int:
         """The most owed positions that a step takes in addition to its own."""
-        return ceil_div(self.global_batch_size, _OWED_PART)
+        return owed_per_step(self.global_batch_size)
 
     def dealt_owed(self, owed: Spans, *, is_further: bool) -> tuple[Spans, Spans]:
         """Return the owed positions that the next step takes, and the rest.

@@ -12,7 +12,7 @@ commit of a step that is not the next, and for a state of other data.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol, Self
 
@@ -176,6 +176,11 @@ class DataPosition:
         """Whether the next step has only owed samples: the epoch's own steps are committed."""
         return self._owing.is_further
 
+    @property
+    def steps_done_in_epoch(self) -> int:
+        """The number of steps of the epoch that are committed, without further ones."""
+        return self._next % self.ledger.steps_per_epoch
+
     def is_last_of_epoch(self, step: int) -> bool:
         """Whether a step is the last one of its epoch."""
         return (step + 1) % self.ledger.steps_per_epoch == 0
@@ -219,6 +224,15 @@ class DataPosition:
             self._owing = Owing(owed, is_further=True)
             return
         self._next, self._owing = step + 1, Owing(owed, is_further=False)
+
+    def commit_without_ranks(self, ranks: Sequence[int]) -> bool:
+        """Commit the next step without the shares of these ranks; return whether it deals others.
+
+        The epoch then owes their samples, unless its data can only be read forwards.
+        """
+        lost = tuple(span for rank in ranks for span in self.spans_of(rank))
+        self.commit_without(lost if self.deals_owed else ())
+        return bool(lost)
 
     def spans_of(self, rank: int) -> Spans:
         """Return the positions of another rank's share of the next step, in this world."""

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from elastane.data.checks import ceil_div, whole
 from elastane.data.ledger import cut
 from elastane.errors import ConfigurationError
 
-__all__ = ["LaneReading", "OpenShard", "Round", "ShardLedger"]
+__all__ = ["LaneReading", "OpenShard", "Round", "ShardLedger", "ShardSpan", "ShardSpans"]
 
 
 class OpenShard(NamedTuple):
@@ -32,6 +32,35 @@ class OpenShard(NamedTuple):
 
     shard: int
     offset: int
+
+
+class ShardSpan(NamedTuple):
+    """Samples [start, stop) of a shard."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+ShardSpans: TypeAlias = tuple[ShardSpan, ...]
+
+
+def length_of(spans: ShardSpans) -> int:
+    """Return the number of samples."""
+    return sum(stop - start for _, start, stop in spans)
+
+
+def first_of(spans: ShardSpans, count: int) -> tuple[ShardSpans, ShardSpans]:
+    """Return the first `count` samples, or all if there are fewer, and the rest."""
+    first: list[ShardSpan] = []
+    for number, (shard, start, stop) in enumerate(spans):
+        end = min(stop, start + count)
+        if start < end:
+            first.append(ShardSpan(shard, start, end))
+        if end < stop:
+            return tuple(first), (ShardSpan(shard, end, stop), *spans[number + 1 :])
+        count -= end - start
+    return tuple(first), ()
 
 
 class LaneReading(NamedTuple):
@@ -75,6 +104,15 @@ class Round:
                 begin = opened.offset
                 own = begin + first, begin + stop
                 yield LaneReading(lane, opened.shard, begin, *own, reports=rank == last)
+
+    def spans(self, rank: int, world_size: int, reports: Sequence[int]) -> ShardSpans:
+        """Return the samples that a rank had of the round, from the sum of all ranks' reports."""
+        taken = reports[:-1:2]
+        parts = (
+            ShardSpan(each.shard, each.first, min(each.stop, each.begin + taken[each.lane]))
+            for each in self.readings(rank, world_size)
+        )
+        return tuple(part for part in parts if part.start < part.stop)
 
     @property
     def report_length(self) -> int:

@@ -5,7 +5,8 @@ one that was read ahead, opens and reads nothing again. `ShardReaders` opens, ke
 `ReadAhead` fills them while a step is computed. Nothing else uses the readers until it has stopped.
 
 How it fails: with the exceptions of the source, in the thread that asks for the sample. An error
-that the thread meets is raised when the sample is asked for.
+that the thread meets is raised when the sample is asked for. ConfigurationError for a shard that is
+shorter than it was.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from elastane.data.shard_ledger import LaneReading, OpenShard
+from elastane.data.shard_ledger import LaneReading, OpenShard, ShardSpan
+from elastane.errors import ConfigurationError
 
 __all__ = ["ReadAhead", "ShardReader", "ShardReaders", "ShardSource"]
 
@@ -113,6 +115,27 @@ class ShardReaders:
                 return sample[0]
         raise AssertionError("a step of an epoch without samples")
 
+    def owed(self, span: ShardSpan, epoch: int) -> list[Any]:
+        """Return the samples of a span that was read before, by a rank that is lost.
+
+        Raises ConfigurationError if the shard has fewer now.
+        """
+        shard, start, stop = span
+        reader = self._opened(shard, start, epoch)
+        try:
+            samples = reader.read(start, stop)
+        finally:
+            reader.close()
+        if len(samples) < stop - start:
+            raise ConfigurationError(
+                f"shard {self._source.shards[shard]!r} ended after {start + len(samples)} samples,"
+                f" and a worker that was lost has read {stop}",
+                expected="the same samples in the same order each time a shard is opened",
+                next_step="make the source repeatable: no draw without a seed, no changing files",
+                slug="data-shard",
+            )
+        return samples
+
     def trim(self, epoch: int, lanes: Iterable[OpenShard]) -> None:
         """After a commit, forget what is committed; close other shards, and those not used since.
 
@@ -165,11 +188,18 @@ class ReadAhead:
         self._stopped.clear()
 
     def close(self) -> bool:
-        """Stop for good; return False if the source still holds the thread after CLOSE_S."""
+        """Stop; return False if the source still holds the thread after CLOSE_S.
+
+        Then it is of no use any more; otherwise it may begin again.
+        """
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
-        return self._thread is None or not self._thread.is_alive()
+            if self._thread.is_alive():
+                return False
+        self._thread = None
+        self._stopped.clear()
+        return True
 
     def _read(self, epoch: int, readings: Sequence[LaneReading]) -> None:
         # The step that needs the sample meets the error again.

@@ -1,9 +1,9 @@
 """A stream: elastic data from sources that are read front to back and do not tell their length.
 
-`ElasticStream` is what a script gives to `job.steps`. `StreamFeed` reads it for one rank: it reads
-this rank's part of each round, and exchanges with the other ranks what the shards gave. That
-exchange is the price of unknown lengths: the weight of a share and the end of a shard are known to
-all ranks only after it. Where lengths are known, `ElasticShards` needs none.
+`ElasticStream` is what a script gives to `job.steps` or to an ElasticLoader. `StreamFeed` reads it
+for one rank: it reads this rank's part of each round, and exchanges with the other ranks what the
+shards gave. That exchange is the price of unknown lengths: the weight of a share and the end of a
+shard are known to all ranks only after it. Where lengths are known, `ElasticShards` needs none.
 
 While a step is computed, a thread reads what the next one will need if this one is committed. It
 only fills the readers, which keep what is not committed, so a wrong guess costs nothing but time.
@@ -25,15 +25,21 @@ from elastane.data.shards import LANES
 from elastane.data.stream_position import StreamPosition
 from elastane.errors import ConfigurationError
 
-__all__ = ["ElasticStream", "ShardSource", "StreamFeed"]
+__all__ = ["ElasticStream", "ReadingCutError", "ShardSource", "StreamFeed"]
 
 # Returns the sums of these numbers over all ranks.
 Exchange: TypeAlias = Callable[[list[int]], Sequence[int]]
 _NONE = object()
 
 
+class ReadingCutError(Exception):
+    """Raised through a feed whose exchange lost a peer; it never reaches the script."""
+
+
 class ElasticStream:
-    """Deals the samples of a source exactly once per epoch, in any world; for `job.steps`.
+    """Deals the samples of a source exactly once per epoch, in any world.
+
+    For `job.steps` and for an ElasticLoader.
 
     `source` is a ShardSource, or what a function of `elastane.data.sources` returns.
     `global_batch_size` is the number of samples of a step over all ranks; only the last step of an
@@ -114,7 +120,7 @@ class StreamFeed(Iterator[Portion]):
         self._waiting.clear()
 
     def close(self) -> None:
-        """Close the open shards, for good; one whose source does not answer is left alone."""
+        """Close the open shards; one whose source does not answer is left alone."""
         self._waiting.clear()
         if self._ahead.close():
             self._readers.close()
@@ -129,7 +135,9 @@ class StreamFeed(Iterator[Portion]):
         if self.cursor.next_step != self._trimmed_at:
             self._trimmed_at = self.cursor.next_step
             self._readers.trim(self.cursor.epoch, self.cursor.committed.lanes)
-        own: list[Any] = []
+        epoch, rank = self.cursor.epoch, self.cursor.world[0]
+        owed = [self._readers.owed(span, epoch) for span in self.cursor.owed_of(rank)]
+        own = [sample for samples in owed for sample in samples]
         while not self.cursor.is_whole:
             samples, report = self._read_round()
             own += samples

@@ -4,6 +4,11 @@ It has the calls of `DataPosition`. A step exists only once the ranks have read 
 what this rank reads in each round, and `learn` takes the sum of all ranks' reports. What was
 learned counts when the step is committed, and is dropped when the world changes.
 
+A step may also be committed without the shares of ranks that were lost in it (`ElasticLoader`). All
+ranks know these from the rounds of the step, and know how long they are. The epoch then owes them:
+later steps take some in addition to their own samples, and further steps the rest (`data.ledger`).
+The docs have the argument: docs/decisions/streams-of-unknown-length.md.
+
 It knows nothing of samples or sources. How it fails: ConfigurationError for a state of other data,
 for a commit of a step that was not read, and for a dataset without a sample.
 """
@@ -13,10 +18,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from elastane.data.checks import SEED_END, whole
+from elastane.data.checks import SEED_END, ceil_div, whole
+from elastane.data.ledger import cut, owed_per_step
 from elastane.data.permutation import Permutation
 from elastane.data.position import matching
-from elastane.data.shard_ledger import LaneReading, Round, ShardLedger
+from elastane.data.shard_ledger import (
+    LaneReading,
+    Round,
+    ShardLedger,
+    ShardSpan,
+    ShardSpans,
+    first_of,
+    length_of,
+)
 from elastane.errors import ConfigurationError
 
 __all__ = ["StreamPosition", "StreamShare"]
@@ -32,9 +46,10 @@ class StreamShare(NamedTuple):
     micro: int  # Of the `micro_batches` of this step, each with its own share.
     micro_batches: int
     samples: int  # 0 if the batch is a stand-in.
-    step_samples: int  # Of the whole step, over all ranks.
+    step_samples: int  # Of the whole step, over all ranks, owed ones included.
     world_size: int
     shard: int = 0  # Virtual shards are refused.
+    is_further: bool = False  # The step has owed samples only.
 
     @property
     def weight(self) -> float:
@@ -68,8 +83,13 @@ class StreamPosition:
         self._next = 0
         self._epoch = 0
         self._committed = self._beginning(self._epoch)
-        # The step that is being read, and the round of it that the ranks have not exchanged.
+        # The samples that the epoch owes, and whether all its own steps are committed.
+        self._owed: ShardSpans = ()
+        self._is_further = False
+        # The step that is being read: its rounds with the sums of their reports, and the round that
+        # the ranks have not exchanged.
         self._read = self._committed
+        self._rounds: list[tuple[Round, Sequence[int]]] = []
         self._round: Round | None = None
         self._last_of_epoch = -1
 
@@ -108,6 +128,16 @@ class StreamPosition:
         """The committed position in this epoch."""
         return self._committed
 
+    @property
+    def is_further(self) -> bool:
+        """Whether the next step has only owed samples: the epoch's own steps are committed."""
+        return self._is_further
+
+    @property
+    def steps_done_in_epoch(self) -> int:
+        """The number of the epoch's own steps that are committed."""
+        return ceil_div(self._committed.samples, self.global_batch_size)
+
     def is_last_of_epoch(self, step: int) -> bool:
         """Whether the newest step that was read is this one, and the last one of its epoch."""
         return step == self._last_of_epoch
@@ -115,6 +145,16 @@ class StreamPosition:
     def forget(self) -> None:
         """Drop what was read since the last commit."""
         self._read, self._round = self._committed, None
+        self._rounds.clear()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch, unless the position is in that epoch already.
+
+        Step numbers go on by one, however many steps of the present epoch are left out.
+        """
+        if whole("epoch", epoch) != self._epoch:
+            self._begin_epoch(epoch)
+            self.forget()
 
     def readings(self) -> list[LaneReading]:
         """Return what this rank reads in the next round of the step, possibly nothing.
@@ -128,7 +168,7 @@ class StreamPosition:
                 next_step="check the files, and the filters of the dataset",
                 slug="data-no-step",
             )
-        self._round = self._read.round(self.global_batch_size - self.step_samples)
+        self._round = self._read.round(self.global_batch_size - self._own_samples)
         return list(self._round.readings(*self._world))
 
     @property
@@ -137,13 +177,26 @@ class StreamPosition:
 
         Then the epoch has another sample behind it, or is known to be complete.
         """
-        is_full = self.step_samples == self.global_batch_size and self._read.continues
-        return is_full or (self._read.is_complete and self.step_samples > 0)
+        is_full = self._own_samples == self.global_batch_size and self._read.continues
+        is_last = self._read.is_complete and self._own_samples > 0
+        return self._is_further or is_full or is_last
 
     @property
-    def step_samples(self) -> int:
-        """The number of samples that were read so far for the next step."""
+    def _own_samples(self) -> int:
+        """The number of samples of the next step that were read so far, without owed ones."""
         return self._read.samples - self._committed.samples
+
+    @property
+    def _owed_in_step(self) -> tuple[ShardSpans, ShardSpans]:
+        """The owed samples that the next step takes, and the rest."""
+        most = self.global_batch_size
+        return first_of(self._owed, most if self._is_further else owed_per_step(most))
+
+    def owed_of(self, rank: int) -> ShardSpans:
+        """Return the owed samples that a rank takes in the next step, in this world."""
+        taken = self._owed_in_step[0]
+        start, stop = cut(0, length_of(taken), rank, self._world[1])
+        return first_of(first_of(taken, start)[1], stop - start)[0]
 
     def expected(self) -> tuple[int, list[LaneReading]]:
         """Return the epoch and the first readings of the step after the one that was read.
@@ -163,16 +216,27 @@ class StreamPosition:
     def learn(self, reports: Sequence[int]) -> None:
         """Accept the sum of all ranks' reports of the round."""
         assert self._round is not None, "readings() comes first"
-        self._read, self._round = self._read.after(self._round, reports), None
+        self._read = self._read.after(self._round, reports)
+        self._rounds.append((self._round, tuple(reports)))
+        self._round = None
         if self.is_whole:
             is_last = self._read.is_complete
             self._last_of_epoch = self._next if is_last else -1
 
     def shares(self, samples: Sequence[int]) -> list[StreamShare]:
         """Return this rank's shares of the step that was read, of so many samples each."""
-        count, world_size = len(samples), self._world[1]
+        in_step = self._own_samples + length_of(self._owed_in_step[0])
         return [
-            StreamShare(self._next, self._epoch, micro, count, own, self.step_samples, world_size)
+            StreamShare(
+                self._next,
+                self._epoch,
+                micro,
+                len(samples),
+                own,
+                in_step,
+                self._world[1],
+                is_further=self._is_further,
+            )
             for micro, own in enumerate(samples)
         ]
 
@@ -191,12 +255,30 @@ class StreamPosition:
                 next_step="commit each step, or load another rank's position by load_state_dict",
                 slug="data-step",
             )
-        self._next = step + 1
+        self.commit_without_ranks(())
+
+    def commit_without_ranks(self, ranks: Sequence[int]) -> bool:
+        """Commit the step that was read without the shares of these ranks, which the epoch owes.
+
+        Returns whether they had samples. The owed samples that the step took are paid, except for
+        those of these ranks.
+        """
+        assert self.is_whole, "a step is committed after its portions were taken from the feed"
+        lost = tuple(span for rank in ranks for span in self.spans_of(rank))
+        self._owed = (*self._owed_in_step[1], *lost)
         self._committed = self._read
-        if self._read.is_complete:
-            self._epoch += 1
-            self._committed = self._beginning(self._epoch)
+        self._is_further = self._read.is_complete and bool(self._owed)
+        if not self._is_further:
+            self._next += 1
+            if self._read.is_complete:
+                self._begin_epoch(self._epoch + 1)
         self.forget()
+        return bool(lost)
+
+    def spans_of(self, rank: int) -> ShardSpans:
+        """Return the samples that a rank of this world has of the step that was read."""
+        parts = (round_.spans(rank, self._world[1], sums) for round_, sums in self._rounds)
+        return (*self.owed_of(rank), *(span for part in parts for span in part))
 
     def described(self) -> dict[str, object]:
         """Return the properties that define the shards and their order; a state must agree."""
@@ -211,7 +293,11 @@ class StreamPosition:
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the data that it belongs to, equal on all ranks."""
         place = {"step": self._next, "epoch": self._epoch, "place": self._committed.state_dict()}
-        return {"format": _FORMAT, **self.described(), **place}
+        state = {"format": _FORMAT, **self.described(), **place}
+        if self._owed:
+            owed = [list(span) for span in self._owed]
+            state.update(owed=owed, is_further=self._is_further)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of a state; raises ConfigurationError, unchanged, for other data.
@@ -221,8 +307,20 @@ class StreamPosition:
         matching(self.described(), state, "the stream")
         step, epoch = whole("step", state.get("step")), whole("epoch", state.get("epoch"))
         committed = ShardLedger.from_state(self._order(epoch), state["place"])
+        owed = tuple(self._span(*span) for span in state.get("owed", []))
         self._next, self._epoch, self._committed = step, epoch, committed
+        self._owed, self._is_further = owed, bool(owed) and bool(state["is_further"])
+        self._last_of_epoch = step if self._is_further else -1
         self.forget()
+
+    def _span(self, shard: int, start: int, stop: int) -> ShardSpan:
+        start = whole("start", start)
+        number = whole("shard", shard, 0, self.shards - 1)
+        return ShardSpan(number, start, whole("stop", stop, start + 1))
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._committed = epoch, self._beginning(epoch)
+        self._owed, self._is_further = (), False
 
     def _beginning(self, epoch: int) -> ShardLedger:
         return ShardLedger.begin(self._order(epoch), self.lanes)

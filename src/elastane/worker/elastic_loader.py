@@ -1,11 +1,14 @@
 """Exact data for a DDP loop of the user's own, and the boundaries at which workers join it.
 
-`ElasticLoader` wraps a DataLoader over an ElasticBatchSampler or ElasticShards. It divides each
-step among the members of the world in which the step begins. If a worker is lost before its
-contribution to the gradient, later steps of the epoch take its samples (`data.ledger`). Between two
-steps the program passes a boundary (`synchrony.rules`), where new workers receive the state of the
-named objects. Under another launcher the world does not change. Fails with ConfigurationError
-where newcomers would train with another state than the others.
+`ElasticLoader` takes a DataLoader over an ElasticBatchSampler or ElasticShards, or an
+ElasticStream. It divides each step among the members of the world in which the step begins. If a
+worker is lost before its contribution to the gradient, later steps of the epoch take its samples
+(`data.ledger`). Between two steps the program passes a boundary (`synchrony.rules`), where new
+workers receive the state of the named objects. Under another launcher the world does not change.
+Fails with ConfigurationError where newcomers would train with another state than the others.
+
+A step of a stream begins with sums over the members, one for each round of reading. If a member is
+missing behind one of them, the step is read again: docs/decisions/streams-of-unknown-length.md.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from elastane.comms import ddp
 from elastane.comms.elastic import ElasticGroup
 from elastane.data.checks import whole
 from elastane.data.feed import Feed, Portion
+from elastane.data.stream import ElasticStream, ReadingCutError, StreamFeed
 from elastane.errors import ConfigurationError
 from elastane.synchrony.operations import Identity
 from elastane.synchrony.ordered import OrderedGroup
@@ -43,16 +47,18 @@ class ElasticLoader:
                 optimizer.step()
 
     `loader`: a DataLoader over an ElasticBatchSampler, whose batch size is that of all workers
-    together, or over ElasticShards. `accumulate`: the number of batches of each step. `tracked`:
-    the objects by name that a newcomer needs to continue like the others: models, optimizers,
-    schedulers, scalers, averages; anything with `state_dict` and `load_state_dict`.
+    together, or over ElasticShards; or an ElasticStream. `accumulate`: the number of batches of
+    each step. `tracked`: the objects by name that a newcomer needs to continue like the others:
+    models, optimizers, schedulers, scalers, averages; anything with `state_dict` and
+    `load_state_dict`.
 
     Make the loader after these objects, on all workers, and one in each process. Evaluation,
     saving and logging belong behind the inner loop, or into it. Not thread-safe.
     """
 
     def __init__(self, loader: Any, *, accumulate: int = 1, **tracked: Any) -> None:
-        self._feed = Feed(loader)
+        is_stream = isinstance(loader, ElasticStream)
+        self._feed = StreamFeed(loader, self._add_up) if is_stream else Feed(loader)
         self._cursor = self._feed.cursor
         self._cursor.accumulate(whole("accumulate", accumulate, 1))
         self._tracked = RegisteredObjects()
@@ -193,9 +199,12 @@ class ElasticLoader:
     def __len__(self) -> int:
         """Return the number of batches of an epoch, the same in every world.
 
-        Further steps are not counted (`is_further`).
+        Further steps are not counted (`is_further`). Raises TypeError for a stream.
         """
-        return self._cursor.ledger.steps_per_epoch * self._cursor.micro_batches
+        if isinstance(self._feed, StreamFeed):
+            raise TypeError("an ElasticLoader over an ElasticStream has no length")
+        cursor = self._feed.cursor
+        return cursor.ledger.steps_per_epoch * cursor.micro_batches
 
     @property
     def step(self) -> int:
@@ -262,8 +271,32 @@ class ElasticLoader:
                 return _NONE
             self._pass_boundary()
         self._is_passed = False
-        self._portion = next(self._feed)
-        return self._portion.batch
+        while True:
+            try:
+                self._portion = next(self._feed)
+            except ReadingCutError:
+                self._deal()
+            else:
+                return self._portion.batch
+
+    def _add_up(self, numbers: list[int]) -> list[int]:
+        """Return the sums of these numbers over all members, which read the same step.
+
+        Raises ReadingCutError if a member of those that the step was dealt to is missing.
+        """
+        device = "cpu" if self._group is not None else c10d._get_object_coll_device()
+        total = torch.tensor(numbers, device=device)
+        dist.all_reduce(total)
+        if self._group is not None and self._group.members != self._dealt_to:
+            # All survivors see this here, and the sum may lack what the lost member has read.
+            raise ReadingCutError("a member was lost")
+        return total.tolist()
+
+    def _deal(self) -> None:
+        """Deal the next step to the members that are left, since it was not read by all."""
+        assert self._group is not None, "without a group no member is lost"
+        self._dealt_to = self._group.members
+        self._feed.rewind(*_world())
 
     def _finish_step(self) -> None:
         """Commit the current step if its last batch was computed."""
@@ -288,10 +321,8 @@ class ElasticLoader:
             return
         self._is_committed = True
         lost = [r for r, member in enumerate(self._dealt_to) if member not in contributors]
-        spans = [span for rank in lost for span in cursor.spans_of(rank)]
-        cursor.commit_without(tuple(spans) if cursor.deals_owed else ())
         # The loader has read ahead, and the coming steps now have other samples.
-        self._is_stale = bool(spans)
+        self._is_stale = cursor.commit_without_ranks(lost)
 
     def _is_at_end(self) -> bool:
         return self._until_step is not None and self._cursor.next_step >= self._until_step

@@ -24,7 +24,7 @@ from elastane.comms.digest import state_digest
 from elastane.comms.pairing import MispairedError
 from elastane.data.checks import whole
 from elastane.data.feed import Feed, Portion
-from elastane.data.stream import ElasticStream, StreamFeed
+from elastane.data.stream import ElasticStream, ReadingCutError, StreamFeed
 from elastane.errors import ElastaneError, JobError, PeerLostError
 from elastane.process import step_meter
 from elastane.protocol.hangs import Activity
@@ -589,10 +589,6 @@ class Job:
         mesh = self._world.mesh
         rank = self.process_group.rank() if mesh is None else mesh.seat
         self._open_feed.rewind(rank, self.process_group.size())
-
-
-class ReadingCutError(Exception):
-    """Raised through a feed whose exchange lost a peer; it never reaches the script."""
 
 
 def _not_begun(step: Step) -> JobError:

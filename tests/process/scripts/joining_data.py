@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import Dataset
 
 SAMPLES, BATCH = 240, 24
+STEPS = SAMPLES // BATCH  # of an epoch
 
 
 class Numbers(Dataset):

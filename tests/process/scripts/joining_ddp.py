@@ -1,11 +1,15 @@
 """A DDP script whose loop runs through an ElasticLoader, so that workers join it in place.
 
 Usage: joining_ddp.py FOLDER [WAY]. It ends at the first epoch's end after a file "enough" is there;
-a file "go on" is what lets an epoch end. It writes what it has after each step. WAY:
+a file "go on" is what lets an epoch end. It writes what it has after each step. The process of a
+file PID.hold-X makes PID.held-X when it comes to X, and waits to be killed: X is read (of a stream,
+in the thread that reads ahead), second (a stream's second round of a step) or last (the last step
+of an epoch, before its backward pass). WAY:
 
 - plain: nothing else
 - accumulate: two batches to a step
 - workers: two processes load the data
+- stream: the samples are those of shards whose lengths are not known
 - unnamed: the optimizer is not named
 - early: a sum of all workers before the loop
 - late: a worker of a later start waits, before its loop, for the file "now"
@@ -14,26 +18,58 @@ a file "go on" is what lets an epoch end. It writes what it has after each step.
 import contextlib
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from joining_data import BATCH, SAMPLES, Numbers, digest
+from joining_data import BATCH, SAMPLES, STEPS, Numbers, digest
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import elastane
+from elastane.data import sources
 
 FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
 EPOCHS_MAX = 10_000
+# Of the shards of the stream.
+FIRSTS = [0, 50, 50, 51, 141, 178, 202, SAMPLES]
 
 
 def made():
     """Return a model."""
     inner = torch.nn.LayerNorm(32), torch.nn.ReLU()
     return torch.nn.Sequential(torch.nn.Linear(16, 32), *inner, torch.nn.Linear(32, 1))
+
+
+def hold(where):
+    """Wait to be killed, if the test asks for it."""
+    if (FOLDER / f"{os.getpid()}.hold-{where}").exists():
+        (FOLDER / f"{os.getpid()}.held-{where}").touch()
+        signal.pause()
+
+
+def opened(shard, start, _epoch):
+    """Yield the samples of a shard."""
+    is_ahead = threading.current_thread() is not threading.main_thread()
+    if not is_ahead and start == 0:
+        hold("second")
+    for index in range(FIRSTS[shard] + start, FIRSTS[shard + 1]):
+        if is_ahead:
+            hold("read")
+        yield Numbers()[index]
+
+
+def data_of(way):
+    """Return the data, as an ElasticLoader takes them."""
+    if way == "stream":
+        source = sources.ShardSource(range(len(FIRSTS) - 1), opened)
+        return elastane.ElasticStream(source, BATCH, seed=1, lanes=4)
+    sampler = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=1)
+    return DataLoader(Numbers(), batch_sampler=sampler, num_workers=2 * (way == "workers"))
 
 
 def any_has(name):
@@ -54,12 +90,10 @@ def main():
     trained = DistributedDataParallel(model, bucket_cap_mb=0.002)
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
-    sampler = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=1)
-    data = DataLoader(Numbers(), batch_sampler=sampler, num_workers=2 * (WAY == "workers"))
     named = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if WAY == "unnamed":
         del named["optimizer"]
-    loader = elastane.ElasticLoader(data, accumulate=1 + (WAY == "accumulate"), **named)
+    loader = elastane.ElasticLoader(data_of(WAY), accumulate=1 + (WAY == "accumulate"), **named)
     if WAY == "early":
         dist.all_reduce(torch.ones(1))
     (FOLDER / f"{os.getpid()}.ready").touch()
@@ -80,6 +114,7 @@ def main():
                     world = dist.get_world_size()
                     say({"dealt": seen, "optimizer_steps": number, "of": world})
                 time.sleep(0.01)
+                hold("last" if loader.step % STEPS == STEPS - 1 else "other")
                 delayed = contextlib.nullcontext() if loader.is_last else trained.no_sync()
                 with delayed:
                     loss = (trained(inputs).squeeze(-1) - inputs.sum(1)).square().mean()

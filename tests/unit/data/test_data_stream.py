@@ -250,3 +250,60 @@ def test_a_step_that_was_not_read_is_not_committed():
 def test_a_state_of_other_data_is_refused(other):
     with pytest.raises(ConfigurationError, match=r"\[data-state\]"):
         feed_of(stream_of(**other)).cursor.load_state_dict(stream_of().position.state_dict())
+
+
+def lose(feeds, portions, lost):
+    """Commit a step without the shares of some ranks; return what the others have of it."""
+    for feed in feeds:
+        feed.cursor.commit_without_ranks(lost)
+    kept = [portion for rank, portion in enumerate(portions) if rank not in lost]
+    return [x for [portion] in kept for x in portion.batch[: portion.samples]]
+
+
+def test_a_lost_ranks_samples_are_owed_and_dealt_in_later_steps_and_a_further_one():
+    feeds = [feed_of(stream_of(batch=8, lanes=3), rank, 2) for rank in range(2)]
+    seen = lose(feeds, read(*feeds), [1])
+    assert len(seen) == 4 and feeds[0].cursor.state_dict()["owed"] != []
+    sizes = []
+    while feeds[0].cursor.epoch == 0:
+        step = read(*feeds)
+        shares = [portion.share for [portion] in step]
+        sizes.append((shares[0].step, shares[0].step_samples, shares[0].is_further))
+        assert sum(share.weight for share in shares) == pytest.approx(2)
+        # The second one is the last own step, in which the other rank is lost.
+        seen += lose(feeds, step, [0] if len(sizes) == 2 else [])
+    assert sorted(seen) == sorted((s, n) for s, count in enumerate(LENGTHS) for n in range(count))
+    # A quarter of a batch is dealt with each step, and the rest behind the last one.
+    assert sizes[:2] == [(1, 8 + 2, False), (2, 1 + 2, False)]
+    assert all(step == 2 and is_further for step, _, is_further in sizes[2:])
+    assert "owed" not in feeds[0].cursor.state_dict()
+
+
+def test_a_state_that_owes_samples_goes_on_in_another_world():
+    feeds = [feed_of(stream_of(batch=8, lanes=3), rank, 2) for rank in range(2)]
+    seen = []
+    for lost in ([], [1], [0]):
+        seen += lose(feeds, read(*feeds), lost)
+    state = feeds[0].cursor.state_dict()
+    assert state["is_further"] and state["step"] == 2
+    others = [feed_of(stream_of(batch=8, lanes=3), rank, 3) for rank in range(3)]
+    for feed in others:
+        feed.cursor.load_state_dict(state)
+    while others[0].cursor.epoch == 0:
+        assert others[0].cursor.is_last_of_epoch(2)
+        seen += lose(others, read(*others), [])
+    assert sorted(seen) == sorted((s, n) for s, count in enumerate(LENGTHS) for n in range(count))
+    with pytest.raises(ConfigurationError, match="shard is 4"):
+        others[0].cursor.load_state_dict({**state, "owed": [[4, 0, 1]]})
+
+
+def test_a_shard_that_lacks_what_a_lost_rank_had_read_is_refused():
+    opened = Opened()
+    feeds = [feed_of(stream_of(opened, batch=8, lanes=3), rank, 2) for rank in range(2)]
+    lose(feeds, read(*feeds), [1])
+    [shard, start, stop], *_ = feeds[0].cursor.state_dict()["owed"]
+    opened.lengths = [*LENGTHS]
+    opened.lengths[shard] = start
+    with pytest.raises(ConfigurationError, match=f"a worker that was lost has read {start + 1}"):
+        read(*feeds)
+    assert stop > start

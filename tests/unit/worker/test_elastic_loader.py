@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import elastane
+from elastane.data.sources import ShardSource
 from elastane.errors import ConfigurationError
 from elastane.worker import elastic_loader
 
@@ -51,6 +52,34 @@ def test_accumulated_batches_of_a_step_have_weights_that_sum_to_one():
             lasts.append(loader.is_last)
     assert lasts == [False, False, True] * 3
     assert [sum(weights[i : i + 3]) for i in (0, 3, 6)] == [1.0, 1.0, 1.0]
+
+
+def stream_loader(lengths=(5, 0, 9, 3), batch=4):
+    source = ShardSource(range(len(lengths)), lambda k, start, _: range(lengths[k])[start:])
+    stream = elastane.ElasticStream(source, batch, shuffle=False, lanes=2, collate_fn=list)
+    return elastane.ElasticLoader(stream, model=torch.nn.Linear(1, 1))
+
+
+def test_a_stream_has_its_epochs_and_no_length():
+    loader = stream_loader()
+    sizes = {epoch: [loader.samples for _ in loader] for epoch in loader.epochs(2)}
+    assert sizes == {0: [4, 4, 4, 4, 1], 1: [4, 4, 4, 4, 1]}
+    assert loader.epoch == 2
+    with pytest.raises(TypeError, match="has no length"):
+        len(loader)
+
+
+def test_a_position_in_a_stream_is_loaded_and_a_break_skips_the_rest_of_its_epoch():
+    first = stream_loader()
+    for epoch in first.epochs(3, until_step=4):
+        for _ in first:
+            first.backward(torch.ones(1, requires_grad=True).sum())
+            if epoch == 0 and first.step == 1:
+                break
+    again = stream_loader()
+    again.load_state_dict(first.state_dict())
+    places = [(epoch, again.step, again.samples) for epoch in again.epochs(2) for _ in again]
+    assert places == [(1, 4, 4), (1, 5, 4), (1, 6, 1)]
 
 
 @pytest.mark.parametrize(
