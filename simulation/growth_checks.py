@@ -2,7 +2,8 @@
 
 A restart comes only right after a checkpoint that is whole, with all workers parked before a step
 and none of them writing, and not sooner than the interval after the last start. If the drain is
-called off instead, all workers go on. `budget_checks` has that a restart is not charged; `history`
+called off instead, all workers go on. One coordinator grows a script only once that does not
+resume. `budget_checks` has that a restart is not charged; `history`
 has that no capacity waits for ever while checkpoints are written.
 """
 
@@ -35,6 +36,7 @@ class GrowthCheck:
         self._whole: set[int] = set()  # the steps of checkpoints on storage
         self._drains = 0
         self._started: dict[Fence, float] = {}
+        self._anew: set[int] = set()  # coordinators that let a script grow which does not resume
         self.grown = 0
         self.called_off = 0
 
@@ -62,6 +64,13 @@ class GrowthCheck:
         self._require(
             step in self._whole, f"{event.fence} is to restart at step {step}, which is not saved"
         )
+        if self._cluster.checks.line.is_strict and not self._cluster.residents.script.resumes:
+            coordinator = self._cluster.coordinators_started
+            self._require(
+                coordinator not in self._anew,
+                f"{event.fence} is to restart again, and its script begins anew each time",
+            )
+            self._anew.add(coordinator)
         if self._cluster.checks.line.is_strict and event.fence is not None:
             self._is_timely(event.fence, step)
             for group in self._groups(event.fence):

@@ -188,6 +188,8 @@ def left_out(cluster: SimulatedCluster) -> str:
     if cluster.residents.script.shrinks:
         if not (cluster.spec.is_elastic or cluster.spec.max_restarts):
             return ""  # The script need not expect to start again.
+        if not cluster.residents.script.resumes:
+            return ""  # It is not to lose its work at each growth.
         able = {
             node.name: node.size
             for node in cluster.nodes.values()

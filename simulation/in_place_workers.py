@@ -518,7 +518,10 @@ class InPlaceTraining:
         """Report a checkpoint, since all workers have made another step by now."""
         step, worker.reports = worker.reports, None
         if step is not None:
-            worker.group.feed(GroupWroteCheckpoint(worker.group.start_fence, f"step-{step}"))
+            assert worker.committed is not None
+            resumed = self.script.resumes and worker.made < worker.committed
+            fence = worker.group.start_fence
+            worker.group.feed(GroupWroteCheckpoint(fence, f"step-{step}", resumed))
 
     def _finish(self, world: Gathering) -> None:
         """After the last step each worker exits at its own moment, unless it is interrupted."""

@@ -168,6 +168,7 @@ def setup_of(
         span=span,
         shrinks=shrinks,
         planned=planned,
+        resumes=not shrinks or random.Random(f"resumes {seed}").random() >= 0.2,
         loads_after=random.Random(f"loads after {seed}").choice((0, 0, 1, 3)),
         evaluates=(shrinks or planned) and random.Random(f"evaluates {seed}").random() < 0.3,
     )

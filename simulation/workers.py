@@ -49,6 +49,7 @@ class Script:
     span: int = 0  # nodes per replica of a sharded state; 0: each worker has the whole
     shrinks: bool = False  # it is unmodified: its worlds recover in place, and only shrink
     planned: bool = False  # it is unmodified, and workers join at its boundaries
+    resumes: bool = True  # it reads a checkpoint when it starts
     loads_after: int = 0  # of these: how many steps a process makes before there are boundaries
     evaluates: bool = False  # its main thread is busy for a while after some of its checkpoints
 

@@ -129,6 +129,29 @@ def test_lost_workers_come_back_at_the_next_checkpoint_and_no_step_before_it_is_
         job.ends_well("a")
 
 
+def test_a_script_that_does_not_resume_grows_once_and_is_told_so(tmp_path):
+    job = GrowingJob(tmp_path)
+    (job.folder / "anew").touch()
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        for again in (False, True):
+            cluster.wait_world(nodes=1)
+            pids = job.pids("a")
+            job.wait_steps(pids, 3)
+            kill({max(pids)})
+            left = pids - {max(pids)}
+            job.wait_steps(left, 2, count=1)
+            job.save()
+            if not again:
+                job.wait_growth(workers=1)
+        said = cluster.wait_event("not-resumed")
+        assert said.data["checkpoint"] == str(job.folder / "new.pt")
+        job.wait_steps(left, 2)
+        assert len(cluster.events("growth")) == 1
+        assert "The world does not grow any more" in node.output
+        job.ends_well("a")
+
+
 def test_a_worker_killed_while_it_saves_is_taken_in_at_the_checkpoint_of_another(tmp_path):
     job = GrowingJob(tmp_path, max_restarts=1)
     with job.cluster as cluster:

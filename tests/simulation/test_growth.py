@@ -102,6 +102,16 @@ def test_workers_that_stay_parked_after_a_drain_was_called_off_are_found(monkeyp
     assert "stay parked" in found or "nothing was trained" in found
 
 
+def test_a_script_that_loses_its_work_at_each_growth_is_found(monkeypatch):
+    note = WaitingCapacity.note_checkpoint
+    monkeypatch.setattr(
+        WaitingCapacity,
+        "note_checkpoint",
+        lambda self, where, now_s, *, resumed: note(self, where, now_s, resumed=True),
+    )
+    assert "begins anew each time" in first_failure(100, first=700)
+
+
 def test_a_growth_that_is_charged_is_found(monkeypatch):
     log = growth.log_growth
 

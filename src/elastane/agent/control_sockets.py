@@ -43,8 +43,8 @@ def _ignore(local_rank: int, message: object) -> None:
     del local_rank, message
 
 
-def _no_checkpoint(where: str) -> None:
-    del where
+def _no_checkpoint(message: CheckpointWritten) -> None:
+    del message
 
 
 class ControlSockets:
@@ -59,7 +59,7 @@ class ControlSockets:
         lost: Callable[[Fence, str], None],
         answered: Callable[[int, Doing], None] = _ignore,
         differed: Callable[[int, Differed], None] = _ignore,
-        wrote: Callable[[str], None] = _no_checkpoint,
+        wrote: Callable[[CheckpointWritten], None] = _no_checkpoint,
     ) -> None:
         """`answered` gets answers to a StatusQuery, `differed` workers whose replica differed."""
         self.recoverable: set[int] = set()
@@ -222,8 +222,8 @@ class ControlSockets:
                 if program_ended:
                     self.programs_ended.add(local_rank)
                 self._changed()
-            case CheckpointWritten(where=where):
-                self._wrote(where)
+            case CheckpointWritten():
+                self._wrote(message)
             case PeerLost(fence=fence, reason=reason):
                 self._peer_lost(fence, reason)
             case Doing():

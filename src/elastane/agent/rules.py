@@ -605,7 +605,7 @@ class LocalWorkers:
             case GroupAble(fence=fence) if group and fence == group.start_fence:
                 self._able(group, event)
             case GroupWroteCheckpoint(fence=fence) if group and fence == group.start_fence:
-                self._outbox.send(Checkpointed(group.fence, event.where))
+                self._outbox.send(Checkpointed(group.fence, event.where, event.resumed))
             case WorkerLost(fence=fence, world=world, reason=reason) if (
                 group and fence == group.start_fence and world == group.fence
             ):

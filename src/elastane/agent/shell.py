@@ -21,6 +21,7 @@ from elastane.agent.rules import AgentCore, Readings
 from elastane.agent.worker import GroupSetup
 from elastane.agent.workers import LocalWorkerGroup
 from elastane.errors import ExitCode
+from elastane.process.control_socket import CheckpointWritten
 from elastane.process.kernel import suspended_s
 from elastane.process.process import reap_orphans
 from elastane.protocol.effects import (
@@ -95,9 +96,12 @@ class AgentShell:
         self._queue.put_nowait(event)
 
     def checkpoint_saved(self, where: str) -> None:
-        """Report a checkpoint of an `elastane.Checkpointer` in the workers, which is durable."""
+        """Report a checkpoint of an `elastane.Checkpointer` in the workers, which is durable.
+
+        It saves nothing before `restore()` was called.
+        """
         if self._group is not None:
-            self._group.report_checkpoint(where)
+            self._group.report_checkpoint(CheckpointWritten(where, resumed=True))
 
     def handle_signals(self, names: Sequence[str], repeated: Sequence[str] = ()) -> None:
         """Leave the job on these signals, except those that the parent process ignores.

@@ -31,6 +31,7 @@ from elastane.agent.standstill import MonitorPosts
 from elastane.agent.worker import EXIT_NOT_STARTED, GroupSetup, LocalWorker, SpawnTask, end_expired
 from elastane.errors import ElastaneError
 from elastane.process import control_socket
+from elastane.process.control_socket import CheckpointWritten
 from elastane.process.process import WorkerProcess, kill_strays
 from elastane.process.status_page import StatusPage
 from elastane.process.streams.console import process_console
@@ -149,9 +150,9 @@ class LocalWorkerGroup:
             self.drain.cancel()
             self._spawn_task(self._stop())
 
-    def report_checkpoint(self, where: str) -> None:
+    def report_checkpoint(self, message: CheckpointWritten) -> None:
         """Report a checkpoint of the workers that is whole on storage."""
-        self.post(GroupWroteCheckpoint(self.assignment.fence, where))
+        self.post(GroupWroteCheckpoint(self.assignment.fence, message.where, message.resumed))
 
     def interrupt(self, reason: str) -> None:
         """Ask the workers that have a place to end their step."""

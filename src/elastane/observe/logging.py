@@ -49,6 +49,7 @@ _WARNINGS = frozenset(
         EventKind.INCIDENT,
         EventKind.NODE_DEPARTED,
         EventKind.NODE_REFUSED,
+        EventKind.NOT_RESUMED,
         EventKind.REPLACEMENT,
         EventKind.RESTART,
         EventKind.SIGNAL,

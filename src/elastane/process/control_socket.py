@@ -117,10 +117,11 @@ class CanRecoverInPlace(msgspec.Struct, frozen=True, tag="able"):
 class CheckpointWritten(msgspec.Struct, frozen=True, tag="written"):
     """From a worker: the script has just written a whole checkpoint, so a restart costs little.
 
-    `where`: the last file or folder of it, for people.
+    `where`: the last file or folder of it, for people. `resumed`: this process has read one itself.
     """
 
     where: Text = ""
+    resumed: bool = False
 
 
 class WorkerFinished(msgspec.Struct, frozen=True, tag="finished"):

@@ -154,10 +154,14 @@ class GroupAble(msgspec.Struct, frozen=True):
 
 
 class GroupWroteCheckpoint(msgspec.Struct, frozen=True):
-    """A worker has reported that the script wrote a whole checkpoint, and where."""
+    """A worker has reported that the script wrote a whole checkpoint, and where.
+
+    `resumed`: the worker has read one itself since it was started.
+    """
 
     fence: Fence
     where: str = ""
+    resumed: bool = False
 
 
 class WorkerLost(msgspec.Struct, frozen=True):

@@ -34,6 +34,7 @@ class EventKind(StrEnum):
     DRAIN_STARTED = "drain-started"
     DRAIN_ENDED = "drain-ended"
     GROWTH = "growth"
+    NOT_RESUMED = "not-resumed"
     RESTART = "restart"
     REPLACEMENT = "replacement"
     WAITING = "waiting"

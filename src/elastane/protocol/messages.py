@@ -156,11 +156,13 @@ class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
 class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
     """A worker of `fence` reports that the script has just written a whole checkpoint.
 
-    `where`: the last file or folder of it, for people.
+    `where`: the last file or folder of it, for people. `resumed`: since it was started, the worker
+    has read a checkpoint itself.
     """
 
     fence: Fence
     where: Text = ""
+    resumed: bool = False
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):

@@ -141,12 +141,13 @@ class ControlSocket:
         """
         self._send(CanRecoverInPlace(sharding, joining))
 
-    def saved(self, where: str) -> None:
+    def saved(self, where: str, *, resumed: bool) -> None:
         """Report a checkpoint, once it is whole on storage; one worker of the world does.
 
         If workers are missing and no other can join in place, all may restart from it at once.
+        `resumed`: this process has read one itself.
         """
-        self._send(CheckpointWritten(where[-1000:]))
+        self._send(CheckpointWritten(where[-1000:], resumed))
 
     def finished(self, *, program_ended: bool = False) -> None:
         """Report that all steps are done; `program_ended`: and everything else, on all workers."""

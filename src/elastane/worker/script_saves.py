@@ -1,10 +1,13 @@
-"""Sees the checkpoints that a script writes which knows nothing of elastane.
+"""Sees the checkpoints that a script writes and reads which knows nothing of elastane.
 
 `watch` puts itself around torch.save and what torch.distributed.checkpoint.save and async_save
 call. A save counts if it is surely one to resume from: it holds the state of an optimizer, goes to
 a file, and was called by the main thread. A checkpoint may consist of several files, and be renamed
 after its save; so it is whole only once training goes on, which `whole_at` is asked for. What
 cannot be seen is not guessed: other formats, saves of other threads, object stores.
+
+Loads by torch.load and torch.distributed.checkpoint.load are seen alike, until the first step: a
+script that started again, and read no state of an optimizer before that, began anew.
 
 A save that has begun is not cut off: SIGTERM waits for the main thread's, and a worker that ends
 waits for those of its threads. An asynchronous save by all workers is refused. Otherwise nothing
@@ -34,6 +37,7 @@ from elastane.worker import running_saves
 
 _DCP_PACKAGE = "torch.distributed.checkpoint"
 _DCP = f"{_DCP_PACKAGE}.state_dict_saver"
+_DCP_LOADER = f"{_DCP_PACKAGE}.state_dict_loader"
 # What torch.distributed.checkpoint.async_save calls: the module, the class, and whether it saves
 # by a process that has a process group of its own.
 _ASYNC = (
@@ -79,15 +83,22 @@ class ScriptSaves:
         self._steps = 0
         self._last: SavedFile | None = None
         self._running = running_saves.of_process
+        # Whether this process read the state of an optimizer before its first step.
+        self.has_loaded = False
 
     def watch(self) -> None:
-        """See what is saved from here on."""
+        """See what is saved and loaded from here on."""
         saver: Any = torch.serialization
+        saver.load = torch.load = self._around_load(torch.load, lambda loaded, *_, **__: loaded)
         saver.save = torch.save = self._around(torch.save, _target_of_file, lambda *_, **__: True)
         self.watch_distributed()
 
     def watch_distributed(self) -> None:
-        """See saves by torch.distributed.checkpoint too, once it is imported."""
+        """See what torch.distributed.checkpoint saves and loads, once it is imported."""
+        loader: Any = sys.modules.get(_DCP_LOADER)
+        load = getattr(loader, "_load_state_dict", None)
+        if load is not None and not hasattr(load, "__wrapped__"):
+            loader._load_state_dict = self._around_load(load, _filled)
         module: Any = sys.modules.get(_DCP)
         save = getattr(module, "_save_state_dict", None)
         if save is not None and not hasattr(save, "__wrapped__"):
@@ -116,6 +127,21 @@ class ScriptSaves:
             return None
         self._last = None
         return saved.where if saved.is_closed else None
+
+    def _around_load(
+        self, load: Callable[..., Any], found: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return `load`, which notes an optimizer in what `found(result, *args)` returns."""
+
+        @functools.wraps(load)
+        def loading(*args: Any, **kwargs: Any) -> Any:
+            loaded = load(*args, **kwargs)
+            if not (self._steps or self.has_loaded):
+                with contextlib.suppress(Exception):  # An object of the script may do anything.
+                    self.has_loaded = holds_optimizer(found(loaded, *args, **kwargs))
+            return loaded
+
+        return loading
 
     def _around(
         self,
@@ -185,6 +211,11 @@ class ScriptSaves:
 
 
 _Target = Callable[..., tuple[Any, str, Any]]
+
+
+def _filled(_loaded: Any, state_dict: Any, *_: Any, **__: Any) -> Any:
+    """Return the state that torch.distributed.checkpoint has loaded into."""
+    return state_dict
 
 
 def _target_of_file(frame: FrameType, obj: Any, f: Any, *_: Any, **__: Any) -> tuple[Any, str, Any]:

@@ -77,6 +77,7 @@ class UnmodifiedWorker:
         self._progress.show_on(self._page)
         collectives.watch_groups(self._positions)
         self._frameworks.adopt()
+        self._saves.watch_distributed()
         word = self._line.first()
         self._line.begin(self._end_world, self._doing)
         self._progress.at(Activity.BODY)
@@ -165,7 +166,7 @@ class UnmodifiedWorker:
         self._progress.beat()
         where = self._saves.whole_at(steps)
         if where is not None:
-            self._line.saved(where)
+            self._line.saved(where, resumed=self._saves.has_loaded)
 
     def reach(self, number: int) -> None:
         """Reach the boundary of this number, or step: wait here if a drain has agreed on it.

@@ -86,6 +86,8 @@ def test_an_agent_reports_a_checkpoint_under_the_fence_of_the_world():
     agent = Agent().running()
     agent.does(GroupWroteCheckpoint(FENCE, "run/last.pt"))
     assert agent.sent(Checkpointed) == [Checkpointed(FENCE, "run/last.pt")]
+    agent.does(GroupWroteCheckpoint(FENCE, "run/2.pt", resumed=True))
+    assert agent.sent(Checkpointed) == [Checkpointed(FENCE, "run/2.pt", resumed=True)]
     agent.does(GroupWroteCheckpoint(Fence(0, 7)))  # of a group that no longer exists
     assert not agent.sent(Checkpointed)
 

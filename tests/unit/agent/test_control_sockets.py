@@ -106,8 +106,12 @@ def test_a_checkpoint_that_a_worker_wrote_is_reported():
         wrote = asyncio.Queue()
         lines = ControlSockets(lambda: None, _ignore, wrote=wrote.put_nowait)
         with lines.open(0) as worker:
-            worker.send(encode(CheckpointWritten("run/last.pt")))
-            assert await asyncio.wait_for(wrote.get(), 30) == "run/last.pt"
+            for message in (
+                CheckpointWritten("run/last.pt"),
+                CheckpointWritten("run/2.pt", resumed=True),
+            ):
+                worker.send(encode(message))
+                assert await asyncio.wait_for(wrote.get(), 30) == message
 
     asyncio.run(scenario())
 

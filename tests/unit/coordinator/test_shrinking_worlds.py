@@ -87,8 +87,8 @@ def shrunk(**more):
     return job
 
 
-def checkpoints(job, node_id="b", where="run/last.pt"):
-    job.says(node_id, Checkpointed(job.assigned[node_id].fence, where))
+def checkpoints(job, node_id="b", where="run/last.pt", *, resumed=True):
+    job.says(node_id, Checkpointed(job.assigned[node_id].fence, where, resumed))
 
 
 def reaches_boundary(job, *node_ids, calls=7):
@@ -118,6 +118,56 @@ def test_a_checkpoint_lets_all_workers_restart_with_those_that_wait():
     [event] = [event for event in job.events if event.kind == EventKind.GROWTH]
     assert event.data["checkpoint"] == "run/last.pt" and event.data["workers"] == 1
     assert event.data["nodes"] == "a" and 2.9 < event.data["waited_s"] < 3.2
+
+
+def grown():
+    """A world that lost a worker and grew again; a worker is lost since."""
+    job = shrunk(restarts=3, **SOON)
+    checkpoints(job, resumed=False)
+    reaches_boundary(job, "a", "b")
+    job.stops("a", "b")
+    for node_id in "ab":
+        able(job, node_id, joining=Joining.NEVER)
+    job.inbox.clear()
+    job.passes(growth.LASTS_S, alive="ab")
+    return job
+
+
+def loses_another(job):
+    dies(job, "a", local_rank=0)
+    able(job, "a", workers=(1,), joining=Joining.NEVER)
+    job.inbox.clear()
+
+
+def test_a_script_that_read_no_checkpoint_after_a_growth_began_anew_and_grows_no_more():
+    job = grown()
+    checkpoints(job, where="run/epoch-1.pt", resumed=False)
+    [reason] = reasons(job, EventKind.NOT_RESUMED)
+    assert reason.startswith("the script wrote run/epoch-1.pt and had read no checkpoint")
+    loses_another(job)
+    for _ in range(3):
+        checkpoints(job, resumed=False)
+        job.passes(growth.PAUSE_MAX_S, alive="ab")
+    assert DrainTarget not in kinds(job, "a") and len(reasons(job, EventKind.NOT_RESUMED)) == 1
+    assert "since the script does not resume" in reasons(job, EventKind.WAITING)[-1]
+
+
+def test_a_script_that_read_a_checkpoint_grows_again():
+    job = grown()
+    checkpoints(job, resumed=True)
+    loses_another(job)
+    checkpoints(
+        job, node_id="a", resumed=False
+    )  # by another worker, which the first one gave its state
+    reaches_boundary(job, "a", "b")
+    assert DrainTarget in kinds(job, "a") and not reasons(job, EventKind.NOT_RESUMED)
+
+
+def test_the_first_checkpoint_of_a_script_needs_no_other_before_it():
+    job = shrunk(**SOON)
+    for _ in range(3):
+        checkpoints(job, resumed=False)
+    assert not reasons(job, EventKind.NOT_RESUMED)
 
 
 def test_a_job_of_fixed_size_without_restarts_does_not_grow_since_its_script_may_not_resume():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_loader as loader
 import torch.distributed.checkpoint.state_dict_saver as saver
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._async_process_executor import (
@@ -25,6 +26,9 @@ def saves(monkeypatch):
     for owner, name in (
         (torch, "save"),
         (torch.serialization, "save"),
+        (torch, "load"),
+        (torch.serialization, "load"),
+        (loader, "_load_state_dict"),
         (saver, "_save_state_dict"),
         (_ThreadBasedAsyncCheckpointExecutor, "execute_save"),
         (_ProcessBasedAsyncCheckpointExecutor, "execute_save"),
@@ -52,6 +56,29 @@ def test_a_save_is_whole_once_a_later_step_was_made_and_is_reported_once(saves, 
     assert saves.whole_at(8) == str(tmp_path / "last.pt")
     assert saves.whole_at(9) is None
     assert torch.load(tmp_path / "last.pt").keys() == {"model", "optimizers"}
+
+
+def test_a_load_of_a_whole_checkpoint_before_the_first_step_is_seen(saves, tmp_path):
+    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "model.pt")
+    torch.load(tmp_path / "model.pt")
+    assert not saves.has_loaded
+    torch.save(state(), tmp_path / "last.pt")
+    assert torch.load(tmp_path / "last.pt").keys() == {"model", "optimizers"}
+    assert saves.has_loaded
+
+
+def test_a_load_of_a_distributed_checkpoint_is_seen(saves, tmp_path):
+    dcp.save(state(), checkpoint_id=tmp_path / "dcp")
+    assert not saves.has_loaded
+    dcp.load(state(), checkpoint_id=tmp_path / "dcp")
+    assert saves.has_loaded
+
+
+def test_a_load_after_the_first_step_does_not_resume(saves, tmp_path):
+    torch.save(state(), tmp_path / "last.pt")
+    saves.whole_at(1)
+    torch.load(tmp_path / "last.pt")
+    assert not saves.has_loaded
 
 
 def test_a_model_alone_a_buffer_and_a_save_of_another_thread_do_not_count(saves, tmp_path):

@@ -120,10 +120,15 @@ class WaitingCapacity:
     _told: tuple[int, str] = (0, "")
     _is_explained: bool = False
     _checkpoint: str | None = None  # written since the rules last looked
+    begins_anew: bool = False  # the script wrote one, started again, and read none
+    _resumes: bool = False  # a worker that wrote a checkpoint had read one
+    _writes: bool = False  # the script has written one, ...
+    _wrote_before: bool = False  # ... and before the last start of all workers
 
     def start_all(self, now_s: float) -> None:
         """Record that all workers start now."""
         self.started_s, self._checkpoint, self.called_off = now_s, None, 0
+        self._wrote_before = self._writes
         self._has_grown, self._grows = self._grows, False
         self.forget_waiting()
 
@@ -143,11 +148,18 @@ class WaitingCapacity:
         """Record that some workers did not reach the boundary of a growth in time."""
         self.called_off += 1
 
-    def note_checkpoint(self, where: str, now_s: float) -> None:
-        """Record a checkpoint that is whole on storage."""
+    def note_checkpoint(self, where: str, now_s: float, *, resumed: bool) -> bool:
+        """Record a checkpoint that is whole on storage.
+
+        Return whether it shows, as the first one, that the script begins anew.
+        """
+        self._resumes |= resumed
+        before, self._writes = self.begins_anew, True
+        self.begins_anew = self._wrote_before and not self._resumes
         self._checkpoint = where
         if self.quiet_since_s is not None:
             self.quiet_since_s = now_s
+        return self.begins_anew and not before
 
     def pop_checkpoint(self) -> str | None:
         """Return the checkpoint that was written since the last call, or None."""

@@ -10,7 +10,8 @@ unable to train.
 
 After a restart, a script that does not resume from its checkpoint has lost all its work. So a job
 does not grow if its script need not expect to start again: the number of nodes is fixed, and no
-restart is allowed.
+restart is allowed. Nor does it grow once its script was seen to begin anew: it wrote a checkpoint,
+all workers started again, and none of them had read one when it wrote the next.
 """
 
 from __future__ import annotations
@@ -36,9 +37,20 @@ PAUSE_MAX_S = 3600.0
 _DOUBLINGS_MAX = 16
 
 
-def record_checkpoint(state: State, where: str) -> None:
-    """Record that the script has written a whole checkpoint in the current world."""
-    state.growth.note_checkpoint(where[-REASON_CHARS_MAX:], state.now_s)
+def record_checkpoint(state: State, where: str, *, resumed: bool) -> None:
+    """Record that the script has written a whole checkpoint in the current world.
+
+    `resumed`: the worker that wrote it has read one since it was started.
+    """
+    where = where[-REASON_CHARS_MAX:]
+    if state.growth.note_checkpoint(where, state.now_s, resumed=resumed):
+        state.log(
+            EventKind.NOT_RESUMED,
+            f"the script wrote {where} and had read no checkpoint since all workers started again:"
+            " it began anew, and its work before that is lost. The world does not grow any more."
+            " Let the script resume from its newest checkpoint when it starts",
+            checkpoint=where,
+        )
 
 
 def growth_due(state: State) -> PlannedGrowth | None:
@@ -86,8 +98,9 @@ def log_growth(state: State, planned: PlannedGrowth) -> None:
 
 
 def _may_restart(state: State) -> bool:
-    """Whether the job is one whose script has to expect that it starts again, as under torchrun."""
-    return state.spec.is_elastic or state.owner.resized or state.budget.allowed > 0
+    """Whether the script has to expect that it starts again, as under torchrun, and resumes."""
+    expects = state.spec.is_elastic or state.owner.resized or state.budget.allowed > 0
+    return expects and not state.growth.begins_anew
 
 
 def _waiting(state: State) -> tuple[int, str]:
@@ -130,6 +143,8 @@ def _explain_waiting(state: State, workers: int, nodes: str) -> None:
 
 
 def _when_they_start(state: State) -> str:
+    if state.growth.begins_anew:
+        return "the others train on without them, since the script does not resume"
     if not _may_restart(state):
         return (
             "the others train on without them, since no restart is allowed; if the script resumes"

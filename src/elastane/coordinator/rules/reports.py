@@ -109,8 +109,8 @@ def _record_workers(
     match message:
         case Lost(fence=fence, reason=reason):
             recovery.record_lost_peer(state, node, fence, reason)
-        case Checkpointed(fence=fence, where=where) if node.is_of(fence) and node.is_member:
-            growth.record_checkpoint(state, where)
+        case Checkpointed(fence=fence) if node.is_of(fence) and node.is_member:
+            growth.record_checkpoint(state, message.where, resumed=message.resumed)
         case StandsStill(fence=fence) if fence == node.fence:
             node.progress.record_standings(message.standings, message.still_s)
             state.incidents.standstill.note()
