@@ -187,18 +187,15 @@ class _Adopted:
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self._loader: AcceleratedLoader | None = None
-        # Opens the trackers that the script has asked for, if this process has not opened them.
-        self._open_trackers: Callable[[], None] | None = None
+        # Trackers that take what is logged on each worker.
         self._for_all: list[Any] = []
         replacements: dict[str, Callable[..., Any]] = {
             "prepare_data_loader": self._prepare_data_loader,
             "prepare_scheduler": self._prepare_scheduler,
             "backward": self._backward,
             "_do_sync": self._do_sync,
-            "print": self._print,
             "init_trackers": self._init_trackers,
             "log": self._log,
-            "get_tracker": self._with_trackers,
             "join_uneven_inputs": _join_uneven_inputs,
         }
         for name, replacement in replacements.items():
@@ -308,44 +305,19 @@ class _Adopted:
         accelerator.step += 1
         accelerator.gradient_state._set_sync_gradients(loader.is_last)
 
-    def _print(self, _before: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Print once on each node: on the first one by rank 0, as its local rank 0 may be lost."""
-        accelerator = self._accelerator
-        is_first_node = environment.get("GROUP_RANK", "0") == "0"
-        is_one = accelerator.is_main_process if is_first_node else accelerator.is_local_main_process
-        if is_one:
-            print(*args, **kwargs)  # noqa: T201 - it is what the function is for
-
     def _init_trackers(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Open the trackers on rank 0, and on each worker that has this rank later.
-
-        Accelerate's `log` reaches the main process alone, so trackers for all are kept here.
-        """
+        """Keep the trackers for all workers here: Accelerate's `log` reaches the main process."""
         given = self._accelerator.log_with
         self._for_all = [one for one in given if not getattr(one, "main_process_only", True)]
         self._accelerator.log_with = [one for one in given if one not in self._for_all]
-
-        def open_trackers() -> None:
-            before(*args, **kwargs)
-
-        self._open_trackers = open_trackers
-        self._open_if_main()
+        before(*args, **kwargs)
 
     def _log(self, before: Callable[..., Any], values: Any, *args: Any, **kwargs: Any) -> None:
-        """Log by the trackers for all workers, and by those of the main process there."""
+        """Log by the trackers for all workers, then by those of the main process."""
         step = args[0] if args else kwargs.get("step")
         for tracker in self._for_all:
             tracker.log(values, step)
-        self._with_trackers(before, values, *args, **kwargs)
-
-    def _with_trackers(self, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._open_if_main()
-        return before(*args, **kwargs)
-
-    def _open_if_main(self) -> None:
-        if self._open_trackers is not None and self._accelerator.is_main_process:
-            self._open_trackers()
-            self._open_trackers = None
+        before(values, *args, **kwargs)
 
 
 def _join_uneven_inputs(_before: object, *_args: object, **_kwargs: object) -> NoReturn:

@@ -1,15 +1,26 @@
 """Accelerate under `elastane run --in-place`: its rank and world size follow the world.
 
 It keeps both from its start, and programs compute with them: the Hugging Face Trainer multiplies
-each loss by that size.
+each loss by that size. What it decided for the world of its start, such as which samples of a last
+batch are repetitions or who opens trackers, is decided again for the members that are left.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
 
 from elastane.integrations.versions import require_known
+from elastane.process import environment
 from elastane.synchrony.visible import VisibleWorld
 
 # The versions whose private names these are.
@@ -39,11 +50,196 @@ def adopt(name: str, world: VisibleWorld) -> None:
         world.make_whole(operations, gather)
     # It divides a sum by the size.
     world.make_whole(package.Accelerator, "reduce")
-    # The main process writes, and the others go on.
-    world.make_whole(package.Accelerator, "save_state", waits=True)
+    _gather_each_sample_once(package.Accelerator, operations, world)
+    _save_again(package.Accelerator, world)
+    _load_one_phase(name)
+    _open_trackers_later(package.Accelerator)
+    _print_on_each_node(package.Accelerator)
 
 
 def has_state(name: str) -> bool:
     """Whether the script has made an Accelerator or its state; `name`: the imported package."""
     states: Any = importlib.import_module(f"{name}.state")
     return bool(states.PartialState._shared_state)
+
+
+@dataclass(frozen=True, slots=True)
+class _LastBatch:
+    """The last batch of a loader whose end is filled with samples from its beginning.
+
+    `loader`: the prepared loader. `size`: of the world that it is dealt to. `rows`: the samples of
+    one member in this batch. `own`: how many of this member's come first and are no repetitions.
+    """
+
+    loader: Any
+    size: int
+    rows: int
+    own: int
+
+    @classmethod
+    def of(cls, state: Any) -> _LastBatch | None:
+        """Return the one that is iterated over; `state`: Accelerate's GradientState."""
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return None
+        loader = state.active_dataloader
+        samplers = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+        shard = next((each for each in samplers if hasattr(each, "process_index")), None)
+        if shard is None:
+            return None
+        rows = loader.total_batch_size // shard.num_processes
+        own = min(max(state.remainder - shard.process_index * rows, 0), rows)
+        return cls(loader, shard.num_processes, rows, own)
+
+    @contextmanager
+    def kept_whole(self) -> Iterator[None]:
+        """Let `gather_for_metrics` drop nothing meanwhile."""
+        remainder, self.loader.remainder = self.loader.remainder, 0
+        try:
+            yield
+        finally:
+            self.loader.remainder = remainder
+
+    def without_repetitions(self, gathered: Any, counts: list[int]) -> Any:
+        """Return the samples that are no repetitions; `counts`: how many each member has.
+
+        `gathered`: a tensor, or a list of objects, with the parts of the members in their order.
+        What does not have one row for each sample is cut off as Accelerate does.
+        """
+        if len(gathered) != self.rows * len(counts):
+            return gathered[: self.loader.remainder]
+        starts = range(0, len(gathered), self.rows)
+        parts = [gathered[a : a + n] for a, n in zip(starts, counts, strict=True)]
+        if isinstance(gathered, torch.Tensor):
+            return torch.cat(parts)
+        return [each for part in parts for each in part]
+
+
+def _gather_each_sample_once(owner: Any, operations: Any, world: VisibleWorld) -> None:
+    """Let `gather_for_metrics` drop what is repeated, though members of the deal are lost.
+
+    Accelerate keeps the first rows of what it gathers, as many as are left over in a world of the
+    size that the loader is dealt to. Without a member in their middle it would keep repetitions.
+    """
+    gather: Callable[..., Any] = owner.gather_for_metrics
+    apply: Callable[..., Any] = operations.recursively_apply
+
+    def among_those_left(self: Any, last: _LastBatch, data: Any, use_gather_object: bool) -> Any:
+        with last.kept_whole():
+            gathered = gather(self, data, use_gather_object)
+            counts = self.gather(torch.tensor([last.own], device=self.device)).tolist()
+        if use_gather_object or not _is_of_tensors(apply, data):
+            return last.without_repetitions(gathered, counts)
+        return apply(lambda tensor: last.without_repetitions(tensor, counts), gathered)
+
+    @functools.wraps(gather)
+    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        last = _LastBatch.of(self.gradient_state)
+        if last is None:
+            return gather(self, input_data, use_gather_object)
+
+        def once() -> Any:
+            if world.size == last.size:
+                return gather(self, input_data, use_gather_object)
+            return among_those_left(self, last, input_data, use_gather_object)
+
+        return world.whole(once)
+
+    owner.gather_for_metrics = gather_for_metrics
+
+
+def _is_of_tensors(apply: Callable[..., Any], data: Any) -> bool:
+    """Whether Accelerate gathers `data` as tensors; otherwise as a list of objects."""
+    try:
+        apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _save_again(owner: Any, world: VisibleWorld) -> None:
+    """Let another worker save what the loss of the main process interrupts, under the same number.
+
+    The main process writes, and the others go on. Accelerate refuses a folder that is there, so the
+    one that was begun is removed.
+    """
+    save: Callable[..., Any] = owner.save_state
+
+    @functools.wraps(save)
+    def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        project = self.project_configuration
+        number = project.iteration
+        folder = Path(self.project_dir or ".", "checkpoints", f"checkpoint_{number}")
+        # Nobody makes it before all have come to the barrier of `whole`.
+        is_ours = project.automatic_checkpoint_naming and not folder.exists()
+
+        def restore() -> None:
+            project.iteration = number
+            if is_ours:
+                shutil.rmtree(folder, ignore_errors=True)
+
+        return world.whole(lambda: save(self, *args, **kwargs), restore, waits=True)
+
+    owner.save_state = save_state
+
+
+def _load_one_phase(name: str) -> None:
+    """Let all workers continue at the same batch of an accumulated step after `load_state`.
+
+    Accelerate reads the number of batches from a file of each rank. A world that is larger than the
+    one that saved lacks some of these files, or has older ones: then gradients would be reduced
+    after different batches.
+    """
+    checkpointing: Any = importlib.import_module(f"{name}.checkpointing")
+    accelerator: Any = importlib.import_module(f"{name}.accelerator")
+    load: Callable[..., dict[str, Any]] = checkpointing.load_accelerator_state
+
+    @functools.wraps(load)
+    def load_accelerator_state(input_dir: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        loaded = load(input_dir, *args, **kwargs)
+        of_first = Path(input_dir, f"{checkpointing.RNG_STATE_NAME}_0.pkl")
+        if of_first.exists():
+            loaded["step"] = checkpointing.load(of_first).get("step", 0)
+        return loaded
+
+    checkpointing.load_accelerator_state = load_accelerator_state
+    accelerator.load_accelerator_state = load_accelerator_state
+
+
+def _open_trackers_later(owner: Any) -> None:
+    """Let each next main process open the trackers that `init_trackers` was called for."""
+    # By accelerator: what opens the trackers that the script has asked for, until they are open.
+    unopened: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+    init: Callable[..., None] = owner.init_trackers
+
+    def open_if_main(accelerator: Any) -> None:
+        if accelerator.is_main_process and accelerator in unopened:
+            unopened.pop(accelerator)()
+
+    @functools.wraps(init)
+    def init_trackers(self: Any, *args: Any, **kwargs: Any) -> None:
+        unopened[self] = functools.partial(init, self, *args, **kwargs)
+        open_if_main(self)
+
+    def with_trackers(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            open_if_main(self)
+            return function(self, *args, **kwargs)
+
+        return called
+
+    owner.init_trackers = init_trackers
+    for name in ("log", "get_tracker"):
+        setattr(owner, name, with_trackers(getattr(owner, name)))
+
+
+def _print_on_each_node(owner: Any) -> None:
+    """Print once on each node: on the first one by rank 0, as its local rank 0 may be lost."""
+
+    @functools.wraps(owner.print)
+    def print_once(self: Any, *args: Any, **kwargs: Any) -> None:
+        is_first_node = environment.get("GROUP_RANK", "0") == "0"
+        if self.is_main_process if is_first_node else self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201 - it is what the function is for
+
+    owner.print = print_once

@@ -1,0 +1,120 @@
+"""An ordinary Accelerate script in which workers kill themselves at places that are named here.
+
+Usage: accelerate_losses.py FOLDER, with four workers, of which the one that begins with rank 3
+is left. It writes what it has to said.json: the samples that it has evaluated, and numbers.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.utils import ProjectConfiguration
+
+FOLDER = Path(sys.argv[1])
+FIRST_RANK = int(os.environ["RANK"])
+# In batches of 2 for four workers: the last round has four samples, and four that are repeated.
+SAMPLES = 20
+
+
+def die(rank):
+    """End the worker that has begun with this rank."""
+    if rank == FIRST_RANK:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FileTracker(GeneralTracker):
+    """Appends what is logged to one file."""
+
+    name = "file"
+    requires_logging_directory = False
+
+    def __init__(self):
+        super().__init__()
+        self.file = None
+
+    @property
+    def tracker(self):
+        """What logs."""
+        return self.file
+
+    @on_main_process
+    def start(self):
+        """Open the file."""
+        self.file = (FOLDER / "tracked").open("a")
+
+    @on_main_process
+    def store_init_configuration(self, values):
+        """Leave out the configuration."""
+
+    @on_main_process
+    def log(self, values, step=None, **_):
+        """Append a step."""
+        self.file.write(f"{step}:{values['loss']}\n")
+        self.file.flush()
+
+
+def main():
+    """Lose worker 1 in an evaluation, 2 in a save and, after a load, 0 between two steps."""
+    torch.set_num_threads(1)
+    project = ProjectConfiguration(str(FOLDER), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(
+        cpu=True, project_config=project, log_with=FileTracker(), gradient_accumulation_steps=2
+    )
+    accelerator.init_trackers("losses", {"workers": 4})
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    data = torch.utils.data.DataLoader(torch.arange(SAMPLES), batch_size=2)
+    net, optimizer, data = accelerator.prepare(net, optimizer, data)
+    said = {"evaluated": [], "objects": []}
+
+    def train(batches):
+        for _ in range(batches):
+            with accelerator.accumulate(net):
+                accelerator.backward(net(torch.ones(4, 1)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def evaluate(loses=None):
+        tensors, objects = [], []
+        for number, batch in enumerate(data):
+            if number == 1:
+                die(loses)
+            tensors += accelerator.gather_for_metrics(batch).tolist()
+            objects += accelerator.gather_for_metrics([f"{each}" for each in batch.tolist()])
+        said["evaluated"].append(sorted(tensors))
+        said["objects"].append(sorted(map(int, objects)))
+
+    train(3)
+    accelerator.save_state()
+    evaluate()
+    evaluate(loses=1)
+    evaluate()
+    hook = accelerator.register_save_state_pre_hook(lambda *_: die(2))
+    # Worker 2 dies once all have seen that this folder is not there, and the first has made it.
+    accelerator.save_state()
+    hook.remove()
+    accelerator.save_state()
+    said["numbers"] = accelerator.save_iteration
+    accelerator.log({"loss": 1}, step=1)
+    newest = FOLDER / "checkpoints" / "checkpoint_2"
+    if accelerator.is_main_process:  # As if one worker had saved.
+        (newest / "random_states_1.pkl").unlink()
+    accelerator.wait_for_everyone()
+    accelerator.step = 0
+    accelerator.load_state(str(newest))
+    said["step"] = accelerator.step
+    train(2)
+    die(0)
+    train(2)
+    accelerator.log({"loss": 2}, step=2)
+    accelerator.print(f"printed by {FIRST_RANK}")
+    (FOLDER / "said.json").write_text(json.dumps(said))
+    accelerator.end_training()
+
+
+main()
