@@ -157,6 +157,19 @@ def test_the_loss_of_local_rank_0_restarts_all_since_scripts_save_on_each_node(t
         assert "the worker of local rank 0 on a node is lost" in cluster.node(lost).output
 
 
+def test_the_loss_of_rank_0_in_its_last_save_restarts_all_though_ranks_may_change(tmp_path):
+    job = Unmodified(tmp_path, "last save", nproc_per_node=2, max_restarts=1, ranks_may_change=True)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        cluster.wait_world(nodes=1)
+        job.wait_steps({*cluster.world().pids["a"]}, 2)
+        (job.folder / "enough").touch()
+        cluster.wait(lambda: len(job.said()) == 4, "two workers, and two more after the restart")
+        job.ends_alike({*cluster.world().pids["a"]})
+        assert "the worker of rank 0 was lost after the last step" in node.output
+        assert (job.folder / "model.pt").exists()
+
+
 def test_a_worker_that_dies_after_its_program_has_ended_well_restarts_nobody(tmp_path):
     job = Unmodified(tmp_path, "end", nproc_per_node=2, max_restarts=0)
     with job.cluster as cluster:

@@ -84,6 +84,10 @@ class GroupHost(Protocol):
     def follows(self) -> bool:
         """Whether the program uses a framework that adapts to each new rank and world size."""
 
+    @property
+    def saves_together(self) -> bool:
+        """Whether the program saves by a framework of which another worker saves again."""
+
     def show(self, rank: int, size: int) -> None:
         """Let the program see another rank or world size."""
 
@@ -130,6 +134,9 @@ class OrderedGroup(ElasticGroup):
         self._shown: tuple[Identity, ...] = ()
         # Whether the script has summed floats by a call of its own.
         self._has_summed = False
+        # Whether the program has made a step of an optimizer, and whether the worker of rank 0 was
+        # lost after the last one: it may have been saving what no other worker saves.
+        self._has_stepped = self._lacks_first = False
         # How many contexts of `members_left` the program is in, and the members of the first world.
         self._contexts = 0
         self._first: tuple[Identity, ...] = ()
@@ -246,6 +253,10 @@ class OrderedGroup(ElasticGroup):
         """Leave the boundary if the world goes on: in the next one there may be newcomers."""
         is_over = self._host.world_has_ended or self.world_in_use.aborted
         return not is_over and self._member.depart()
+
+    def made_step(self) -> None:
+        """Record that the program has made a step of an optimizer."""
+        self._has_stepped, self._lacks_first = True, False
 
     def leave(self) -> None:
         """Wait until all members have delivered everything, then end the group.
@@ -537,6 +548,11 @@ class OrderedGroup(ElasticGroup):
 
     def _end(self, world: WorldGroup) -> None:
         """Agree twice with the others to leave: who has left knows that all know that all ended."""
+        if self._lacks_first and not self._host.saves_together:
+            self._host.restart(
+                "the worker of rank 0 was lost after the last step, and no other would make what it"
+                " may have been saving"
+            )
         mark = 2 * self._member.delivered + _ENDED
         self._agree(world, mark)
         with self._changed:
@@ -697,6 +713,7 @@ class OrderedGroup(ElasticGroup):
                 raise self._peer_lost()
             is_new = self._member.phase is Phase.NEW
             view = View(_number(world), tuple(table.identity for table in tables))
+            self._note_lost_first(view, tables)
             starts = self._member.install(view, decided)
             if self._member.phase is Phase.LEFT and is_new:
                 self._host.left_out()
@@ -715,6 +732,12 @@ class OrderedGroup(ElasticGroup):
             self._pump()
             self._host.stepped(self._units)
             self._changed.notify_all()
+
+    def _note_lost_first(self, view: View, tables: Sequence[Table]) -> None:
+        """Record whether rank 0 of the former view is lost, unless all programs had ended."""
+        is_lost = any(first not in view.members for first in self._member.view.members[:1])
+        if is_lost and self._has_stepped and not any(table.all_ended for table in tables):
+            self._lacks_first = True
 
     def _held(self, number: int) -> Sequence[torch.Tensor]:
         """Return this member's result of an operation, if it has one."""

@@ -24,6 +24,9 @@ _ADOPTERS = {
 # Accelerate is in use once it has a state, and each Trainer makes one.
 _STATEFUL = frozenset(("accelerate", "transformers.trainer"))
 
+# All workers take part in each of their saves, so that another one saves what a loss interrupts.
+_SAVING_TOGETHER = frozenset(("lightning.pytorch", "pytorch_lightning"))
+
 
 class Frameworks:
     """Lets the frameworks of one process follow `world`, each once."""
@@ -47,3 +50,8 @@ class Frameworks:
         if "accelerate" not in self._adopted:
             return False
         return bool(importlib.import_module(_ADOPTERS["accelerate"]).has_state("accelerate"))
+
+    @property
+    def save_together(self) -> bool:
+        """Whether an adopted framework makes all saves of the script, by all workers together."""
+        return bool(self._adopted & _SAVING_TOGETHER)

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elastane.comms.group import WorldGroup
 from elastane.errors import ConfigurationError, ExitCode
@@ -75,6 +76,7 @@ class UnmodifiedWorker:
     def join(self) -> None:
         """Enter the first world, as the script calls init_process_group."""
         self._progress.show_on(self._page)
+        register_optimizer_step_post_hook(lambda *_: self.group.made_step())
         collectives.watch_groups(self._positions)
         self._frameworks.adopt()
         self._saves.watch_distributed()
@@ -150,6 +152,11 @@ class UnmodifiedWorker:
         """Whether the script uses a framework that adapts to each new rank and world size."""
         self._frameworks.adopt()
         return self._frameworks.in_use
+
+    @property
+    def saves_together(self) -> bool:
+        """Whether the script saves by a framework of which another worker saves again."""
+        return self._frameworks.save_together
 
     def show(self, rank: int, size: int) -> None:
         """Let the script and its frameworks read its rank and world size where they look."""

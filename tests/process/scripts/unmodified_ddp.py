@@ -1,11 +1,13 @@
 """An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
 
-Usage: unmodified_ddp.py FOLDER [static | sum | gather | by hand | group | async save | end].
+Usage: unmodified_ddp.py FOLDER [static | sum | gather | by hand | group | async save | end |
+last save].
 It ends once a file "enough" is there. With `sum` it takes the mean of floats of its own in each
 step, on all workers and on rank 0, over the world size that it keeps, and saves once; with `gather`
 it gathers from as many. Before one of these, rank 1 of the first attempt dies. With `by hand` it
 averages gradients itself. With `group` it asks for a group of one worker. With `async save` all
-workers save together while they train. With `end` rank 1 dies as its interpreter exits.
+workers save together while they train. With `end` rank 1 dies as its interpreter exits. With `last
+save` rank 0 of the first attempt dies as it saves its model at the end, and the others wait.
 """
 
 import atexit
@@ -66,6 +68,15 @@ def mean_of_ones(step, size, optimizer):
     return mean.item()
 
 
+def save_last(model):
+    """Save the model on rank 0, while the others wait."""
+    if dist.get_rank() == 0:
+        if is_first_attempt():
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.save(model.state_dict(), FOLDER / "model.pt")
+    dist.barrier()
+
+
 def main():
     """Train until it is enough."""
     if WAY == "end" and os.environ["RANK"] == "1":  # called after what is registered later
@@ -104,6 +115,8 @@ def main():
             file.flush()
             if is_enough():
                 break
+    if WAY == "last save":
+        save_last(model)
     dist.destroy_process_group()
 
 
