@@ -191,6 +191,20 @@ def test_a_group_of_some_workers_is_refused_with_the_call_and_the_way_out(tmp_pa
         assert "start the script without --in-place" in node.output
 
 
+@pytest.mark.parametrize("way", ["fsdp", "tensor"])
+def test_parameters_that_are_sharded_over_the_workers_are_refused(tmp_path, way):
+    script = str(SCRIPT.parent / "sharded.py")
+    cluster = LocalCluster(
+        [script, way], folder=tmp_path, in_place=True, preload=PRELOAD_COMPILER, nnodes="1",
+        nproc_per_node=2, min_workers=1,
+    )  # fmt: skip
+    with cluster:
+        node = cluster.start("a")
+        assert node.wait() != 0
+        assert "of FSDP or tensor parallelism: not possible with --in-place" in node.output
+        assert "start the script without --in-place" in node.output
+
+
 def test_an_asynchronous_save_by_all_workers_is_refused_at_its_first_call(tmp_path):
     job = Unmodified(tmp_path, "async save", nproc_per_node=2)
     with job.cluster as cluster:

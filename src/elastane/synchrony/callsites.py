@@ -21,6 +21,8 @@ _RUN_BACKWARD = "_engine_run_backward"
 _DDP = "torch.nn.parallel.distributed"
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _TORCHS = frozenset(("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"))
+# What keeps a part of the parameters on each worker.
+_SHARDED = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 # Functions of frameworks by module and name: a broadcast of what each member knows, and a sum that
 # is divided by the world size as it is when the sum returns. Without the package's first name:
 # Lightning has two.
@@ -76,6 +78,8 @@ def _site_in_framework(frame: FrameType | None) -> Site:
     for _ in range(_FRAMES_MAX):
         if frame is None:
             break
+        if _module(frame).startswith(_SHARDED):
+            return Site.SHARDED
         name = frame.f_code.co_name
         if name in _KNOWN_NAMES and (site := _of_lightning(_module(frame), name)) is not None:
             return site

@@ -55,6 +55,8 @@ class Site(Enum):
     AUTHORITY = "DistributedDataParallel's state"
     # A sum that is divided by the world size when it returns, or that counts.
     TRUE_SUM = "a framework's sum"
+    # FSDP and tensor parallelism: each member holds a part of the parameters. It is refused.
+    SHARDED = "torch's sharded parameters"
 
 
 # Reductions that mean the same over fewer members, whatever the data.

@@ -33,7 +33,7 @@ from elastane.comms import ddp
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import WorldGroup
 from elastane.comms.works import Waited, WorkLog
-from elastane.errors import PeerLostError
+from elastane.errors import ConfigurationError, PeerLostError
 from elastane.synchrony import callsites, newcomers
 from elastane.synchrony.calls import Call, call_of
 from elastane.synchrony.contributions import BucketLayout, Copied, Gradients, Slot
@@ -381,6 +381,8 @@ class OrderedGroup(ElasticGroup):
             self._refuse_in_meeting(name)
             self._changed.wait_for(lambda: self._member.phase is Phase.RUNNING)
             site, slots = self._site(frame, name, args)
+            if site is Site.SHARDED:
+                raise _refused_shards(name)
             if site is Site.SCRIPT and self._sees_first:
                 site = Site.FIRST_SIZE
             call = call_of(name, args, kwargs, self._shown, site)
@@ -773,6 +775,15 @@ def _number(world: WorldGroup) -> tuple[int, int]:
     """Return the number of a world's view: its round and attempt."""
     of_round, _, attempt = world.wiring.fence.partition(".")
     return int(of_round), int(attempt)
+
+
+def _refused_shards(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} of FSDP or tensor parallelism: not possible with --in-place",
+        slug="in-place-refused",
+        expected="DistributedDataParallel: a lost worker's part of the parameters is on no other",
+        next_step="start the script without --in-place: then a fault restarts all workers",
+    )
 
 
 def watch_forwards() -> None:

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed import device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elastane.comms.group import WorldGroup
@@ -265,13 +266,14 @@ def install(*, keeps_ranks: bool) -> None:
         os.environ.setdefault("MASTER_ADDR", "localhost")
     make_group = _maker(line, saves, keeps_ranks=keeps_ranks)
     groups = _GroupsOfAll()
-    modules: tuple[Any, ...] = (dist, c10d)
+    modules: tuple[Any, ...] = (dist, c10d, device_mesh)
     for module in modules:
         module.init_process_group = make_group
         module.new_group = groups.new_group
+        module.split_group = _refused("split_group")
+    for module in modules[:2]:
         module.destroy_process_group = groups.destroy_process_group
         module.new_subgroups = _refused("new_subgroups")
-        module.split_group = _refused("split_group")
     watch_forwards()
 
 
