@@ -182,12 +182,15 @@ def test_a_worker_that_dies_after_its_program_has_ended_well_restarts_nobody(tmp
         assert [end for end in ends if "SIGSEGV, after its program had ended well" in end], ends
 
 
-def test_a_group_of_some_workers_is_refused_with_the_call_and_the_way_out(tmp_path):
-    job = Unmodified(tmp_path, "group", nproc_per_node=2)
+@pytest.mark.parametrize(
+    ("way", "call"), [("group", "new_group([0])"), ("spawn", "torch.multiprocessing.spawn()")]
+)
+def test_what_is_not_of_all_workers_is_refused_with_the_call_and_the_way_out(tmp_path, way, call):
+    job = Unmodified(tmp_path, way, nproc_per_node=2)
     with job.cluster as cluster:
         node = cluster.start("a")
         assert node.wait() != 0
-        assert "new_group([0]): not possible with --in-place" in node.output
+        assert f"{call}: not possible with --in-place" in node.output
         assert "start the script without --in-place" in node.output
 
 

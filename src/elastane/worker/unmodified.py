@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch import multiprocessing
 from torch.distributed import device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -274,6 +275,11 @@ def install(*, keeps_ranks: bool) -> None:
     for module in modules[:2]:
         module.destroy_process_group = groups.destroy_process_group
         module.new_subgroups = _refused("new_subgroups")
+    # Its processes have no agent, and would wait for a store that nobody has opened.
+    processes: Any = multiprocessing
+    processes.spawn = _refused(
+        "torch.multiprocessing.spawn", "the workers of elastane run --nproc-per-node"
+    )
     watch_forwards()
 
 
@@ -339,9 +345,9 @@ class _GroupsOfAll:
         self._destroy(group)
 
 
-def _refused(name: str) -> Callable[..., NoReturn]:
+def _refused(name: str, expected: str = "collectives over all workers") -> Callable[..., NoReturn]:
     def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
-        raise _refusal(f"{name}()", "collectives over all workers")
+        raise _refusal(f"{name}()", expected)
 
     return refuse
 

@@ -1,13 +1,13 @@
 """An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
 
-Usage: unmodified_ddp.py FOLDER [static | sum | gather | by hand | group | async save | end |
-last save].
-It ends once a file "enough" is there. With `sum` it takes the mean of floats of its own in each
-step, on all workers and on rank 0, over the world size that it keeps, and saves once; with `gather`
-it gathers from as many. Before one of these, rank 1 of the first attempt dies. With `by hand` it
-averages gradients itself. With `group` it asks for a group of one worker. With `async save` all
-workers save together while they train. With `end` rank 1 dies as its interpreter exits. With `last
-save` rank 0 of the first attempt dies as it saves its model at the end, and the others wait.
+Usage: unmodified_ddp.py FOLDER [WAY]: static, sum, gather, by hand, group, spawn, async save, end
+or last save. It ends once a file "enough" is there. With `sum` it takes the mean of floats of its
+own in each step, on all workers and on rank 0, over the world size that it keeps, and saves once;
+with `gather` it gathers from as many. Before one of these, rank 1 of the first attempt dies. With
+`by hand` it averages gradients itself. With `group` it asks for a group of one worker, with `spawn`
+it starts a process. With `async save` all workers save together while they train. With `end` rank 1
+dies as its interpreter exits. With `last save` rank 0 of the first attempt dies as it saves its
+model at the end, and the others wait.
 """
 
 import atexit
@@ -81,6 +81,8 @@ def main():
     """Train until it is enough."""
     if WAY == "end" and os.environ["RANK"] == "1":  # called after what is registered later
         atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+    if WAY == "spawn":
+        torch.multiprocessing.spawn(print, nprocs=1)
     dist.init_process_group("gloo")
     if WAY == "group":
         dist.new_group([0])
