@@ -1,9 +1,10 @@
 """The Hugging Face Trainer, with workers that join in place and exact data: `ElasticTrainer`.
 
 Under `elastane run --in-place` a Trainer shrinks in any case (`integrations.transformers`). An
-`ElasticTrainer` deals its training data by an ElasticBatchSampler, and before each update its
-workers pass a boundary, where new ones receive a survivor's state. The number of updates, the
-schedule and the epochs follow from `global_batch_size`, not from the world. It overrides private
+`ElasticTrainer` deals its training data by an ElasticBatchSampler, or by an ElasticStream if they
+have no length. Before each update its workers pass a boundary, where new ones receive a survivor's
+state. The number of updates, the schedule and the epochs follow from `global_batch_size`, not from
+the world. It overrides private
 methods of the Trainer, whose versions `integrations.transformers` checks. Fails with
 ConfigurationError for settings with which a worker that joins would train differently.
 """
@@ -23,7 +24,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from elastane.checkpoint.registered import RandomStreams, restore_streams
+from elastane.data import sources
 from elastane.data.sampler import ElasticBatchSampler
+from elastane.data.stream import ElasticStream, ShardSource
 from elastane.errors import ConfigurationError
 from elastane.integrations.weight_copies import weight_copy
 from elastane.process import environment
@@ -95,26 +98,31 @@ class ElasticTrainerMixin:
         """Return the loader of the training data, which deals them to the current world."""
         trainer: Any = self
         dataset, args = trainer.train_dataset, self.args
-        if (
-            dataset is None
-            or isinstance(dataset, IterableDataset)
-            or not hasattr(dataset, "__len__")
-        ):
-            kind = type(dataset).__name__
-            raise _refused(f"training data of the kind {kind}", "a dataset with a length")
         collate = trainer.data_collator
         if _trainer.is_datasets_available() and isinstance(dataset, _trainer.datasets.Dataset):
             dataset = trainer._remove_unused_columns(dataset, description="Training")
         else:
             collate = trainer._get_collator_with_removed_columns(collate, description="Training")
+        order = {
+            "seed": args.seed if args.data_seed is None else args.data_seed,
+            "shuffle": args.train_sampling_strategy != "sequential",
+        }
+        source = _source_of(dataset)
+        if source is None:
+            loader: Any = self._loader_of(dataset, collate, order)
+        else:
+            _check_stream(args)
+            loader = ElasticStream(source, self._global_batch_size, collate_fn=collate, **order)
+        self._elastic = TrainerLoader(loader, dataset, args.gradient_accumulation_steps)
+        return self._elastic
+
+    def _loader_of(self, dataset: Any, collate: Any, order: dict[str, Any]) -> Any:
+        """Return the DataLoader of a dataset with a length."""
+        args = self.args
         sampler = ElasticBatchSampler(
-            len(dataset),
-            self._global_batch_size,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            shuffle=args.train_sampling_strategy != "sequential",
-            drop_last=args.dataloader_drop_last,
+            len(dataset), self._global_batch_size, drop_last=args.dataloader_drop_last, **order
         )
-        loader: Any = DataLoader(
+        return DataLoader(
             dataset,
             batch_sampler=sampler,
             collate_fn=collate,
@@ -123,8 +131,6 @@ class ElasticTrainerMixin:
             multiprocessing_context=args.dataloader_multiprocessing_context,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
-        self._elastic = TrainerLoader(loader, args.gradient_accumulation_steps)
-        return self._elastic
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of an update."""
@@ -141,7 +147,12 @@ class ElasticTrainerMixin:
         batches: list[Any] = []
         self._portions.clear()
         for _ in range(num_batches):
-            batches.append(next(epoch_iterator))
+            batch = next(epoch_iterator, None)
+            if batch is None:
+                # The end of a stream: the Trainer would ask up to max_steps times for another.
+                self.control.should_epoch_stop = True
+                break
+            batches.append(batch)
             self._portions.append((loader.weight, loader.samples))
         counted = [
             batch if samples else _without_labels(batch)
@@ -270,10 +281,12 @@ class ElasticTrainerMixin:
         base: Any = super()
         begun = base._init_training_state(max_steps, updates, epochs, checkpoint, trial)
         if checkpoint is not None:
-            self._load_position(Path(checkpoint))
+            loader = self._load_position(Path(checkpoint))
+            # The Trainer takes max_steps for the length of a stream.
+            return loader.epoch, loader.steps_done_in_epoch * self.args.gradient_accumulation_steps
         return begun
 
-    def _load_position(self, checkpoint: Path) -> None:
+    def _load_position(self, checkpoint: Path) -> TrainerLoader:
         assert self._elastic is not None, "the loader is made before the state"
         path = checkpoint / POSITION_FILE
         if not path.exists():
@@ -287,6 +300,7 @@ class ElasticTrainerMixin:
                 f"{POSITION_FILE} of {checkpoint} is at step {self._elastic.steps_done}",
                 f"step {self.state.global_step}, as in its trainer_state.json",
             )
+        return self._elastic
 
     def _run_epoch(self, **kwargs: Any) -> None:
         base: Any = super()
@@ -391,9 +405,9 @@ ScalarCallback = trainer_callback(_callbacks.TrainerCallback)
 class TrainerLoader(ElasticLoader):
     """The training data of an ElasticTrainer."""
 
-    def __init__(self, loader: Any, accumulate: int) -> None:
+    def __init__(self, loader: Any, dataset: Any, accumulate: int) -> None:
         super().__init__(loader, accumulate=accumulate)
-        self.dataset = loader.dataset
+        self.dataset = dataset
 
     @property
     def is_joining(self) -> bool:
@@ -480,6 +494,38 @@ _NUMBERS = (
     "current_flos",
     "_total_train_tokens",  # of TRL's SFTTrainer
 )
+
+
+def _source_of(dataset: Any) -> ShardSource | None:
+    """Return the shards of training data without a length; None for data with one."""
+    if isinstance(dataset, ShardSource):
+        return dataset
+    if hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
+        return None
+    try:
+        return sources.hugging_face(dataset)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"training data of the kind {type(dataset).__name__}, of whose shards nothing is known",
+            slug=SLUG,
+            expected="a datasets.IterableDataset, or a ShardSource of elastane.data.sources",
+            next_step="train_dataset=sources.ShardSource(shards, open_shard), or"
+            " sources.webdataset(...)",
+        ) from error
+
+
+def _check_stream(args: Any) -> None:
+    """Refuse settings of loaders that a stream does not have."""
+    refused = {
+        "dataloader_drop_last": args.dataloader_drop_last,
+        "dataloader_num_workers": bool(args.dataloader_num_workers),
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise _refused(
+                f"{what} with training data without a length",
+                "its default: a stream is read to its end, by a thread of the worker",
+            )
 
 
 def _without_labels(batch: Any) -> Any:

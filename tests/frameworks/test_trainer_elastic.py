@@ -9,6 +9,7 @@ from elastane.errors import ConfigurationError
 pytest.importorskip("transformers")
 from transformers import TrainerCallback, TrainingArguments
 
+from elastane.data.sources import ShardSource
 from elastane.transformers import ElasticTrainer
 
 SAMPLES, BATCH, EPOCHS = 50, 12, 2  # The last update of an epoch has two samples.
@@ -151,13 +152,73 @@ def test_a_loss_that_is_divided_by_the_labels_of_one_worker_is_refused(tmp_path)
         trainer.train()
 
 
-def test_training_data_without_a_length_are_refused(tmp_path):
+def test_training_data_without_known_shards_are_refused(tmp_path):
     class Stream(IterableDataset):
         def __iter__(self):
             yield from range(4)
 
-    with pytest.raises(ConfigurationError, match="training data of the kind Stream"):
+    with pytest.raises(ConfigurationError, match="training data of the kind Stream, of whose sh"):
         trainer_of(tmp_path, MeanNet(), Stream(), max_steps=3).train()
+
+
+def one_shard():
+    """Return the samples as a stream of one shard, so that they come in their order."""
+    return ShardSource([0], lambda _, at, epoch: (Sequences()[n] for n in range(at, SAMPLES)))
+
+
+@pytest.mark.parametrize(("net", "batches"), [(MeanNet, 1), (CountingNet, 3)])
+def test_epochs_of_a_stream_train_as_those_of_a_dataset(tmp_path, net, batches):
+    model, begun = net(), []
+
+    class Epochs(TrainerCallback):
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            begun.append(state.global_step)
+
+    steps = 5 * EPOCHS
+    trainer = trainer_of(
+        tmp_path, model, one_shard(), max_steps=steps, gradient_accumulation_steps=batches
+    )
+    trainer.add_callback(Epochs)
+    trainer.train()
+    assert begun == [0, 5], "an epoch ends with its data"
+    assert torch.allclose(model.linear.weight, directly_trained(net()).linear.weight, atol=1e-6)
+
+
+def test_a_trainer_over_a_stream_is_resumed_within_a_later_epoch(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 7}
+    trainer_of(tmp_path, MeanNet(), one_shard(), max_steps=7, **options).train()
+    resumed = MeanNet()
+    trainer = trainer_of(tmp_path, resumed, one_shard(), max_steps=5 * EPOCHS)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 5 * EPOCHS
+    expected = directly_trained(MeanNet())
+    assert torch.allclose(resumed.linear.weight, expected.linear.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("option", ["dataloader_drop_last", "dataloader_num_workers"])
+def test_what_a_stream_does_not_have_is_refused(tmp_path, option):
+    with pytest.raises(ConfigurationError, match=f"{option} with training data without a length"):
+        trainer_of(tmp_path, MeanNet(), one_shard(), max_steps=3, **{option: 1}).train()
+
+
+def test_an_iterable_dataset_of_hugging_face_is_trained_on_shard_by_shard(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    seen = []
+
+    def rows(shards):
+        for shard in shards:
+            for n in range(shard * 10, shard * 10 + 10):
+                yield {**{k: v.tolist() for k, v in Sequences()[n].items()}, "unused": n}
+
+    class Noting(MeanNet):
+        def forward(self, x, labels):
+            seen.append(len(x))
+            return super().forward(x, labels)
+
+    dataset = datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [*range(5)]})
+    trainer = trainer_of(tmp_path, Noting(), dataset.shuffle(seed=1), max_steps=10)
+    trainer.train()
+    assert seen == [12, 12, 12, 12, 2] * 2
 
 
 def test_a_loss_of_a_worker_before_the_backward_pass_does_not_change_the_scale(tmp_path):

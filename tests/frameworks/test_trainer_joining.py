@@ -93,6 +93,22 @@ def test_samples_of_a_worker_lost_in_a_trainers_last_update_are_used_without_a_f
     assert max(line["optimizer_steps"] for line in job.lines("digest")) > EPOCHS * STEPS
 
 
+def test_a_trainer_over_a_stream_replaces_workers_lost_in_an_update_and_in_an_epochs_last(tmp_path):
+    job = TrainerJob(tmp_path, "stream")
+    with job.cluster as cluster:
+        cluster.start("a")
+        left = job.wait_size(3)
+        for place in ("train", "last"):
+            lost = job.rank_0()
+            job.kill_at(lost, place)
+            left -= {lost}
+            assert left < job.wait_size(3), place
+            left = job.wait_size(3)
+        job.ends_well()
+        assert job.missing() == 0
+        assert len(cluster.events("replacement")) == 2
+
+
 def test_a_node_joins_a_world_of_one_trainer_and_leaves(tmp_path):
     job = TrainerJob(tmp_path, nproc_per_node=1)
     with job.cluster as cluster:
@@ -144,7 +160,7 @@ def test_data_in_another_order_than_the_samplers_is_refused(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("seed", "way"), [(1, "plain"), (2, "tokens"), (3, "plain")])
+@pytest.mark.parametrize(("seed", "way"), [(1, "plain"), (2, "tokens"), (3, "stream")])
 def test_workers_of_a_trainer_are_killed_at_random_and_no_replica_or_sample_is_wrong(
     tmp_path, seed, way
 ):

@@ -7,6 +7,7 @@ evaluate, save or log. WAY:
 
 - plain: nothing else
 - tokens: two batches to an update, and a loss that is a sum over the number of all labels
+- stream: the samples are those of shards whose lengths are not known
 - short: it ends by itself, after EPOCHS epochs
 - resume: as short, from the newest checkpoint
 - grouped: a sampling strategy that is refused
@@ -25,12 +26,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset, Subset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
+from elastane.data import sources
 from elastane.transformers import ElasticTrainerMixin
 
 FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
 SAMPLES, BATCH = 240, 24
 STEPS = SAMPLES // BATCH
 EPOCHS = 8 if WAY in ("short", "resume") else 1000
+# Of the shards of the stream.
+FIRSTS = [0, 50, 50, 51, 141, 178, 202, SAMPLES]
 
 
 class Numbers(Dataset):
@@ -73,6 +77,11 @@ class CountingNet(Net):
         """Return loss and predictions."""
         count = labels.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
         return self.computed(x, labels, count)
+
+
+def opened(shard, start, _epoch):
+    """Yield the samples of a shard."""
+    return (Numbers()[index] for index in range(FIRSTS[shard] + start, FIRSTS[shard + 1]))
 
 
 def hold(where):
@@ -188,10 +197,12 @@ def main():
         gradient_accumulation_steps=1 + (WAY == "tokens"), report_to=[], disable_tqdm=True,
         ddp_backend="gloo", save_total_limit=3, metric_for_best_model="eval_quality",
         train_sampling_strategy="group_by_length" if WAY == "grouped" else "random",
+        max_steps=EPOCHS * STEPS if WAY == "stream" else -1,
     )  # fmt: skip
     reports, stopping = Reports(), EarlyStoppingCallback(10_000)
+    data = sources.ShardSource(range(len(FIRSTS) - 1), opened) if WAY == "stream" else Numbers()
     trainer = ElasticRecorded(
-        CountingNet() if WAY == "tokens" else Net(), arguments, train_dataset=Numbers(),
+        CountingNet() if WAY == "tokens" else Net(), arguments, train_dataset=data,
         eval_dataset=Subset(Numbers(), range(50)), callbacks=[reports, stopping],
         compute_metrics=metrics_of, global_batch_size=BATCH,
     )  # fmt: skip
