@@ -1,8 +1,8 @@
 """Scripts with Accelerate's own loop, whose workers join in place: `adopt(Accelerator(...))`.
 
 Under `elastane run --in-place` the rank and world size of Accelerate follow the world in any case
-(`integrations.accelerate`). An adopted accelerator also prepares a DataLoader over an
-ElasticBatchSampler as an `AcceleratedLoader`, which knows all prepared objects, and which
+(`integrations.accelerate`). An adopted accelerator also prepares an ElasticStream, or a DataLoader
+over an ElasticBatchSampler, as an `AcceleratedLoader`, which knows all prepared objects, and which
 `accumulate`, `backward` and the schedulers follow. Nothing imports the package accelerate before
 `adopt` is called. Fails with ConfigurationError for settings with which a worker that joins would
 train differently from the others.
@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from elastane.data.position import DataPosition
+from elastane.data.stream import ElasticStream
 from elastane.errors import ConfigurationError
 from elastane.process import environment
 from elastane.worker.elastic_loader import ElasticLoader
@@ -35,7 +36,8 @@ class AcceleratedLoader(ElasticLoader):
     """An ElasticLoader of all objects that an accelerator has prepared.
 
     Made by `accelerator.prepare(DataLoader(data, batch_sampler=ElasticBatchSampler(...)))` of an
-    adopted accelerator. A step has `gradient_accumulation_steps` batches.
+    adopted accelerator, or by `accelerator.prepare(ElasticStream(...))`. A step has
+    `gradient_accumulation_steps` batches.
     """
 
     def __init__(self, accelerator: Any, loader: Any) -> None:
@@ -191,6 +193,7 @@ class _Adopted:
         self._for_all: list[Any] = []
         replacements: dict[str, Callable[..., Any]] = {
             "prepare_data_loader": self._prepare_data_loader,
+            "_prepare_one": self._prepare_one,
             "prepare_scheduler": self._prepare_scheduler,
             "backward": self._backward,
             "_do_sync": self._do_sync,
@@ -219,13 +222,22 @@ class _Adopted:
         if isinstance(loader, ElasticLoader):
             return loader
         places = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
-        if not any(isinstance(each, DataPosition) for each in places):
+        is_stream = isinstance(loader, ElasticStream)
+        if not is_stream and not any(isinstance(each, DataPosition) for each in places):
             return self._for_evaluation(before, loader, *args, **kwargs)
         accelerator = self._accelerator
         self._loader = AcceleratedLoader(accelerator, loader)
         # save_state() and load_state() carry the position in the data.
         accelerator.register_for_checkpointing(self._loader)
         return self._loader
+
+    def _prepare_one(
+        self, before: Callable[..., Any], each: Any, first_pass: bool = False, **kwargs: Any
+    ) -> Any:
+        if first_pass and isinstance(each, ElasticStream):
+            # Accelerate's prepare() leaves alone what it does not know.
+            return self._accelerator.prepare_data_loader(each)
+        return before(each, first_pass=first_pass, **kwargs)
 
     def _for_evaluation(
         self, before: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any
@@ -235,7 +247,7 @@ class _Adopted:
         if isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset):
             raise _refused(
                 f"a loader over the iterable dataset {type(loader.dataset).__name__}",
-                "a dataset with a length for evaluation; for training elastane.data.shards",
+                "a dataset with a length for evaluation; for training an elastane.ElasticStream",
             )
         state = accelerator.state._shared_state
         before_size = state.get("num_processes", 1)

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastane
+from elastane.data.sources import ShardSource
 from elastane.errors import ConfigurationError
 
 pytest.importorskip("accelerate")
@@ -37,6 +38,28 @@ def model_and_optimizer():
     torch.manual_seed(3)
     model = torch.nn.Linear(4, 1)
     return model, torch.optim.SGD(model.parameters(), 0.05)
+
+
+def test_a_stream_is_prepared_as_the_loader_and_its_position_is_saved(tmp_path):
+    accelerator = elastane.accelerate.adopt(Accelerator(cpu=True))
+    model, optimizer = model_and_optimizer()
+    samples = [*zip(*data(), strict=True)]
+    source = ShardSource([0, 1], lambda shard, at, _: samples[shard::2][at:])
+    stream = elastane.ElasticStream(source, BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, stream)
+    sizes = []
+    for epoch in loader.epochs(EPOCHS):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward((model(inputs) - targets).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            sizes.append((epoch, len(inputs)))
+            if len(sizes) == 7:
+                accelerator.save_state(str(tmp_path))
+    assert sizes == [(epoch, size) for epoch in range(2) for size in (12, 12, 12, 12, 2)]
+    accelerator.load_state(str(tmp_path))
+    assert [(epoch, len(x)) for epoch in loader.epochs(EPOCHS) for x, _ in loader] == sizes[7:]
 
 
 @pytest.mark.parametrize("batches", [1, 3])

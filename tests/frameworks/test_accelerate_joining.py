@@ -48,7 +48,9 @@ class AcceleratedJob(JoiningJob):
         return [json.loads(line) for line in (self.folder / "tracked.txt").open()]
 
 
-@pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.soak), "accumulate"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("plain", marks=pytest.mark.soak), "accumulate", "stream"]
+)
 def test_lost_workers_of_an_accelerate_script_are_replaced_in_place(tmp_path, way):
     job = AcceleratedJob(tmp_path, way)
     with job.cluster as cluster:

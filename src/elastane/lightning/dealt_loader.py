@@ -138,7 +138,12 @@ def _sampler_of(loader: Any) -> Any:
     """Return the DistributedSampler that Lightning, or the script, has given to a DataLoader."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         over = " over an IterableDataset" if isinstance(loader, DataLoader) else ""
-        raise _not_dealt(f"a {type(loader).__name__}{over} for training")
+        raise refusal(
+            f"a {type(loader).__name__}{over} for training",
+            "DataLoader(dataset, shuffle=True, ...) over a dataset with a length",
+            "for data without a length use an elastane.ElasticLoader over an elastane.ElasticStream"
+            " in a loop of your own",
+        )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise _not_dealt(f"a {type(loader).__name__} with an __iter__ of its own")
     if type(loader.batch_sampler) is not BatchSampler:

@@ -7,6 +7,7 @@ last step of an epoch), evaluate, gather, save or log. WAY:
 
 - plain: nothing else
 - accumulate: two batches to a step, in bfloat16, with clipping
+- stream: as plain, of shards whose lengths are not known
 - resume: as plain, from the newest state that was saved
 - unnamed: a second optimizer is not prepared
 - unsynchronised: two batches to a step, without accumulate()
@@ -27,6 +28,7 @@ from accelerate.utils import ProjectConfiguration
 from torch.utils.data import DataLoader, Dataset
 
 import elastane
+from elastane.data import sources
 
 FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
 SAMPLES, BATCH, EVALUATED = 240, 24, 50
@@ -47,6 +49,19 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         return index, torch.randn(16, generator=torch.Generator().manual_seed(index))
+
+
+def data():
+    """Return the training data, as an adopted accelerator prepares them."""
+    numbers = Numbers(SAMPLES)
+    if WAY == "stream":
+        shards = [range(50), range(50, 50), range(50, 51), range(51, 141), range(141, SAMPLES)]
+
+        def opened(shard, start, _epoch):
+            return (numbers[index] for index in shard[start:])
+
+        return elastane.ElasticStream(sources.ShardSource(shards, opened), BATCH, seed=1)
+    return DataLoader(numbers, batch_sampler=elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=1))
 
 
 class Average:
@@ -167,13 +182,12 @@ class Training:
         model = made()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
-        sampler = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=1)
         self.model, self.optimizer, self.scheduler, self.loader, self.evaluation = (
             accelerator.prepare(
                 model,
                 optimizer,
                 scheduler,
-                DataLoader(Numbers(SAMPLES), batch_sampler=sampler),
+                data(),
                 DataLoader(Numbers(EVALUATED), batch_size=4),
             )
         )
