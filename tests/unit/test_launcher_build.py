@@ -122,6 +122,19 @@ def test_several_nodes_without_an_endpoint_are_refused(make):
     assert "--rdzv-endpoint" in error.next_step
 
 
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_several_agents_of_mpirun_that_would_not_meet_are_refused(make, variable):
+    error = refused(make, slug="endpoint-missing", **{variable: "4"})
+    assert f"{variable} = 4: MPI starts 4 agents" in str(error)
+    for argv in (
+        ("--standalone",),
+        ("--nnodes", "1"),
+        ("--nnodes", "4", "--rdzv-endpoint", "node0:29400"),
+    ):
+        make(*argv, **{variable: "4"})
+    assert make(**{variable: "1"}).rendezvous.backend == "standalone"
+
+
 def test_static_cannot_be_elastic_nor_hold_an_impossible_rank(make):
     refused(make, "--nnodes", "1:2", "--master-addr", "a", slug="static-elastic")
     refused(make, "--nnodes", "2", "--node-rank", "2", slug="node-rank")

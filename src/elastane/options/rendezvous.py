@@ -50,6 +50,8 @@ _OTHER = ("token", "is_host", "rank", "keep_alive_max_attempt", *_TLS)
 _FIELDS = Timing.__struct_fields__
 _STEM_CHARS_MAX = 40
 _UNSPECIFIED = ("", "none")
+# How many processes mpirun has started: Open MPI, and MPICH or Intel MPI.
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def resolve(
@@ -60,6 +62,7 @@ def resolve(
     backend = _backend(options, max_nodes)
     _check_store_keys(conf, backend)
     if backend == "standalone":
+        _refuse_mpi(options, environ)
         return _standalone(options, nodes)
     if backend not in _WITHOUT_STORE:
         if options.flag("standalone"):
@@ -131,6 +134,21 @@ def _known(written: str) -> str:
         next_step=f"a package that brings it has an entry point {written!r} in the group "
         f"{registry.GROUP}",
     )
+
+
+def _refuse_mpi(options: Options, environ: Mapping[str, str]) -> None:
+    """Refuse a job of one node that mpirun starts several times, unless the user asks for that."""
+    if options.flag("standalone") or "nnodes" in options.given:
+        return
+    for name in _MPI_SIZES:
+        size = environ.get(name, "")
+        if size.isdecimal() and int(size) > 1:
+            raise UsageError(
+                f"{name} = {size}: MPI starts {size} agents, and each would be a job of its own",
+                slug="endpoint-missing",
+                expected="--nnodes and --rdzv-endpoint, by which the agents meet in one job",
+                next_step="docs/schedulers.md has the command; --standalone makes each a job",
+            )
 
 
 def _standalone(options: Options, nodes: tuple[int, int]) -> tuple[RendezvousConfig, list[str]]:
