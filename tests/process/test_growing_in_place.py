@@ -218,8 +218,15 @@ def test_nodes_that_come_late_leave_and_come_back_are_taken_in_at_checkpoints(tm
         cluster.node("b").stop()  # A planned departure: the other continues at the next step.
         assert cluster.node("b").wait() == ExitCode.DRAINED
         job.wait_steps(job.pids("a") & both, 1)
+        [left] = cluster.events("node-released")
         cluster.start("b")
-        cluster.wait_event("node-ready", count=4)
+        cluster.wait(
+            lambda: any(
+                "could run on b" in event.reason and event.order > left.order
+                for event in cluster.events("waiting")
+            ),
+            "b waits beside the world",
+        )
         job.save()
         job.wait_growth(count=2, workers=1, nodes="b")
         job.wait_steps(job.pids("a", "b"), 2)
