@@ -71,8 +71,13 @@ def left_processes(folder):
 
 def started(folder):
     """Wait for the process of the service; return its pid."""
-    until((folder / "pids").exists, "the service is opened", DEADLINE_S)
-    return int((folder / "pids").read_text().split()[-2])
+    pids = folder / "pids"
+    until(
+        lambda: pids.exists() and pids.read_text().endswith("\n"),
+        "the service is opened",
+        DEADLINE_S,
+    )
+    return int(pids.read_text().split()[-2])
 
 
 def test_values_reach_a_service_once_and_its_processes_end_with_the_worker(tmp_path):

@@ -38,7 +38,8 @@ def save(model, optimizer, step):
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
         torch.save(state, FOLDER / "new.pt")
-        (FOLDER / "saving").write_text(str(os.getpid()))
+        (FOLDER / "saves").write_text(str(os.getpid()))
+        (FOLDER / "saves").rename(FOLDER / "saving")
         while (FOLDER / "hold").exists():
             time.sleep(0.01)
         (FOLDER / "new.pt").rename(FOLDER / "last.pt")
