@@ -36,7 +36,7 @@ class GrowthCheck:
         self._whole: set[int] = set()  # the steps of checkpoints on storage
         self._drains = 0
         self._started: dict[Fence, float] = {}
-        self._anew: set[int] = set()  # coordinators that let a script grow which does not resume
+        self._regrown: set[int] = set()  # coordinators that let a script grow which does not resume
         self.grown = 0
         self.called_off = 0
 
@@ -67,10 +67,10 @@ class GrowthCheck:
         if self._cluster.checks.line.is_strict and not self._cluster.residents.script.resumes:
             coordinator = self._cluster.coordinators_started
             self._require(
-                coordinator not in self._anew,
-                f"{event.fence} is to restart again, and its script begins anew each time",
+                coordinator not in self._regrown,
+                f"{event.fence} is to restart again, and its script does not resume",
             )
-            self._anew.add(coordinator)
+            self._regrown.add(coordinator)
         if self._cluster.checks.line.is_strict and event.fence is not None:
             self._is_timely(event.fence, step)
             for group in self._groups(event.fence):

@@ -4,9 +4,9 @@ Under `elastane run --in-place` a Trainer shrinks in any case (`integrations.tra
 `ElasticTrainer` deals its training data by an ElasticBatchSampler, or by an ElasticStream if they
 have no length. Before each update its workers pass a boundary, where new ones receive a survivor's
 state. The number of updates, the schedule and the epochs follow from `global_batch_size`, not from
-the world. It overrides private
-methods of the Trainer, whose versions `integrations.transformers` checks. Fails with
-ConfigurationError for settings with which a worker that joins would train differently.
+the world. It overrides private methods of the Trainer, whose versions `integrations.transformers`
+checks. Fails with ConfigurationError for settings with which a worker that joins would train
+differently.
 """
 
 from __future__ import annotations

@@ -159,11 +159,4 @@ def test_workers_are_killed_at_random_instants_and_no_replica_or_sample_is_wrong
     tmp_path, seed, way
 ):
     job = AcceleratedJob(tmp_path, way, nproc_per_node=2, max_restarts=100)
-    with job.cluster as cluster:
-        cluster.start("a")
-        cluster.start("b")
-        job.wait_size(4)
-        job.kill_at_random(12, seed)
-        job.wait_size(4)
-        job.ends_well()
-        assert job.missing() == 0
+    job.survives_random_kills(12, seed)

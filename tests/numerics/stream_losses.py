@@ -2,8 +2,8 @@
 
 `Crowd` stands for the OrderedGroups of all workers. The workers of a world meet at each collective
 and at each boundary. A worker that is lost there has contributed or has not: all survivors get the
-same sum, and see the loss behind the first operation that lacks the lost worker. Who is lost, who
-joins, and when all restart from a checkpoint follows from a seed.
+same sum, and see the loss behind the first operation that lacks the lost worker. A seed draws which
+workers are lost or join, and when all restart from a checkpoint.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def test_lost_workers_come_back_at_the_next_checkpoint_and_no_step_before_it_is_
 
 def test_a_script_that_does_not_resume_grows_once_and_is_told_so(tmp_path):
     job = GrowingJob(tmp_path)
-    (job.folder / "anew").touch()
+    (job.folder / "never-load").touch()
     with job.cluster as cluster:
         node = cluster.start("a")
         for again in (False, True):

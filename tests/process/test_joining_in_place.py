@@ -53,14 +53,7 @@ def test_workers_over_a_stream_are_killed_at_random_and_no_replica_or_sample_is_
     tmp_path, seed
 ):
     job = made(tmp_path, "stream", nproc_per_node=2, max_restarts=100)
-    with job.cluster as cluster:
-        cluster.start("a")
-        cluster.start("b")
-        job.wait_size(4)
-        job.kill_at_random(12, seed)
-        job.wait_size(4)
-        job.ends_well()
-        assert job.missing() == 0
+    job.survives_random_kills(12, seed)
 
 
 def test_a_node_that_arrives_joins_and_one_that_leaves_is_left_without_a_lost_sample(tmp_path):

@@ -98,6 +98,17 @@ class JoiningJob:
             self.killed.add(victim)
             count -= 1
 
+    def survives_random_kills(self, count: int, seed: int) -> None:
+        """Train on two nodes of two workers, of which `count` are killed; no sample is wrong."""
+        with self.cluster as cluster:
+            cluster.start("a")
+            cluster.start("b")
+            self.wait_size(4)
+            self.kill_at_random(count, seed)
+            self.wait_size(4)
+            self.ends_well()
+            assert self.missing() == 0
+
     def steps(self) -> int:
         """The number of the last step that the worker which is furthest has made."""
         return max((lines[-1]["step"] for lines in self.said().values() if lines), default=0)

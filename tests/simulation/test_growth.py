@@ -109,7 +109,7 @@ def test_a_script_that_loses_its_work_at_each_growth_is_found(monkeypatch):
         "note_checkpoint",
         lambda self, where, now_s, *, resumed: note(self, where, now_s, resumed=True),
     )
-    assert "begins anew each time" in first_failure(100, first=700)
+    assert "its script does not resume" in first_failure(100, first=700)
 
 
 def test_a_growth_that_is_charged_is_found(monkeypatch):

@@ -169,7 +169,7 @@ def _save_again(owner: Any, world: VisibleWorld) -> None:
         project = self.project_configuration
         number = project.iteration
         folder = Path(self.project_dir or ".", "checkpoints", f"checkpoint_{number}")
-        # Nobody makes it before all have come to the barrier of `whole`.
+        # The main process makes it only after all workers have reached the barrier of `whole`.
         is_ours = project.automatic_checkpoint_naming and not folder.exists()
 
         def restore() -> None:

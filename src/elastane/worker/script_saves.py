@@ -7,7 +7,7 @@ after its save; so it is whole only once training goes on, which `whole_at` is a
 cannot be seen is not guessed: other formats, saves of other threads, object stores.
 
 Loads by torch.load and torch.distributed.checkpoint.load are seen alike, until the first step: a
-script that started again, and read no state of an optimizer before that, began anew.
+script that reads no state of an optimizer before it does not resume from a checkpoint.
 
 A save that has begun is not cut off: SIGTERM waits for the main thread's, and a worker that ends
 waits for those of its threads. An asynchronous save by all workers is refused. Otherwise nothing

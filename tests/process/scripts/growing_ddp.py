@@ -1,8 +1,8 @@
 """An ordinary DDP script with checkpoints, which knows nothing of elastane.
 
 Usage: growing_ddp.py FOLDER [EVERY]. It saves each EVERY steps, 0 for never; the file "save" lets
-it save at the next step; with a file "anew" it reads no checkpoint. It ends once a file "enough" is
-there. It writes where it began and what it has after each step.
+it save at the next step; with a file "never-load" it reads no checkpoint. It ends once a file
+"enough" is there. It writes where it began and what it has after each step.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ def main():
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     begin = 0
-    if (FOLDER / "last.pt").exists() and not (FOLDER / "anew").exists():
+    if (FOLDER / "last.pt").exists() and not (FOLDER / "never-load").exists():
         state = torch.load(FOLDER / "last.pt")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])

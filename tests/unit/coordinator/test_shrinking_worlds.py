@@ -139,7 +139,7 @@ def loses_another(job):
     job.inbox.clear()
 
 
-def test_a_script_that_read_no_checkpoint_after_a_growth_began_anew_and_grows_no_more():
+def test_a_world_whose_script_read_no_checkpoint_after_a_growth_does_not_grow_again():
     job = grown()
     checkpoints(job, where="run/epoch-1.pt", resumed=False)
     [reason] = reasons(job, EventKind.NOT_RESUMED)

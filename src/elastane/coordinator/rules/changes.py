@@ -120,7 +120,7 @@ class WaitingCapacity:
     _told: tuple[int, str] = (0, "")
     _is_explained: bool = False
     _checkpoint: str | None = None  # written since the rules last looked
-    begins_anew: bool = False  # the script wrote one, started again, and read none
+    does_not_resume: bool = False  # the script wrote one, started again, and read none
     _resumes: bool = False  # a worker that wrote a checkpoint had read one
     _writes: bool = False  # the script has written one, ...
     _wrote_before: bool = False  # ... and before the last start of all workers
@@ -151,15 +151,15 @@ class WaitingCapacity:
     def note_checkpoint(self, where: str, now_s: float, *, resumed: bool) -> bool:
         """Record a checkpoint that is whole on storage.
 
-        Return whether it shows, as the first one, that the script begins anew.
+        Return whether it is the first one to show that the script does not resume.
         """
         self._resumes |= resumed
-        before, self._writes = self.begins_anew, True
-        self.begins_anew = self._wrote_before and not self._resumes
+        before, self._writes = self.does_not_resume, True
+        self.does_not_resume = self._wrote_before and not self._resumes
         self._checkpoint = where
         if self.quiet_since_s is not None:
             self.quiet_since_s = now_s
-        return self.begins_anew and not before
+        return self.does_not_resume and not before
 
     def pop_checkpoint(self) -> str | None:
         """Return the checkpoint that was written since the last call, or None."""

@@ -10,8 +10,8 @@ unable to train.
 
 After a restart, a script that does not resume from its checkpoint has lost all its work. So a job
 does not grow if its script need not expect to start again: the number of nodes is fixed, and no
-restart is allowed. Nor does it grow once its script was seen to begin anew: it wrote a checkpoint,
-all workers started again, and none of them had read one when it wrote the next.
+restart is allowed. Nor does it grow once its script has failed to resume: it wrote a checkpoint,
+all workers started again, and the worker that wrote the next one had read none.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def record_checkpoint(state: State, where: str, *, resumed: bool) -> None:
         state.log(
             EventKind.NOT_RESUMED,
             f"the script wrote {where} and had read no checkpoint since all workers started again:"
-            " it began anew, and its work before that is lost. The world does not grow any more."
-            " Let the script resume from its newest checkpoint when it starts",
+            " it started from the beginning, and its earlier work is lost. The world does not grow"
+            " any more. Let the script resume from its newest checkpoint when it starts",
             checkpoint=where,
         )
 
@@ -100,7 +100,7 @@ def log_growth(state: State, planned: PlannedGrowth) -> None:
 def _may_restart(state: State) -> bool:
     """Whether the script has to expect that it starts again, as under torchrun, and resumes."""
     expects = state.spec.is_elastic or state.owner.resized or state.budget.allowed > 0
-    return expects and not state.growth.begins_anew
+    return expects and not state.growth.does_not_resume
 
 
 def _waiting(state: State) -> tuple[int, str]:
@@ -143,7 +143,7 @@ def _explain_waiting(state: State, workers: int, nodes: str) -> None:
 
 
 def _when_they_start(state: State) -> str:
-    if state.growth.begins_anew:
+    if state.growth.does_not_resume:
         return "the others train on without them, since the script does not resume"
     if not _may_restart(state):
         return (
