@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 from process_harness import DEADLINE_S, SCRIPTS, until, worker_environment
 from supervise import alive, children, command_line
 
 from elastane.protocol.checkpoints import Key
+from elastane.protocol.messages import NodeCopies
 from elastane.snapshots.client import SnapshotClient
 from elastane.snapshots.limits import ANSWER_S
 from elastane.snapshots.messages import PersistRequest, Snapshot
@@ -69,6 +71,16 @@ class Node:
         """The pid of the snapshot server."""
         until(lambda: len(snapshot_servers(self.agent.pid)) == 1, "one snapshot server")
         return next(iter(snapshot_servers(self.agent.pid)))
+
+    def copies(self) -> NodeCopies:
+        """Return the newest copies of its workers' state, as its heartbeats report them."""
+        assert self.agent.stdin is not None and self.agent.stdout is not None
+        self.agent.stdin.write(b"copies\n")
+        self.agent.stdin.flush()
+        return (
+            msgspec.json.decode(self.agent.stdout.readline(), type=NodeCopies | None)
+            or NodeCopies()
+        )
 
     def leave(self) -> None:
         """Have the agent end in good order, and wait for that."""

@@ -10,10 +10,12 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.capture import CaptureResult
 from growing import Growing
 from jobs import PRELOAD_COMPILER, PRELOAD_OPTIMIZER
 from snapshot_server_support import snapshot_servers
@@ -210,12 +212,28 @@ def test_all_workers_of_a_job_in_place_may_die_at_once(tmp_path):
     exact(job, final)
 
 
-def test_a_new_node_restores_from_a_surviving_nodes_memory(tmp_path):
+def safe_copies(job: str, printed: Callable[[], CaptureResult[str]]) -> dict:
+    """Return the newest copies of a running job's state, as `elastane status` has them."""
+    printed()
+    assert main(["status", job, "--json"]) == 0
+    (found,) = json.loads(printed().out)["jobs"]
+    return found["report"]["safe"]
+
+
+def test_a_new_node_restores_from_a_surviving_nodes_memory(tmp_path, capsys):
     job = Saving(tmp_path, "objects", nnodes="2", nproc_per_node=1)
     with job.cluster:
         job.cluster.start("a")
         job.cluster.start("b")
         job.wait_steps(6)
+        made = min(line["step"] for line in job.said("step")[-2:])
+        job.cluster.wait(
+            lambda: all(
+                copy and copy["step"] >= made and copy["age_s"] < 60
+                for copy in safe_copies(job.cluster.job, capsys.readouterr).values()
+            ),
+            "status shows a copy beside the workers, one on both nodes, and a checkpoint",
+        )
         job.cluster.node("b").kill()
         job.cluster.start("c")
         job.cluster.wait(lambda: len(job.said("restored")) == 4, "the world of a and c")

@@ -19,6 +19,7 @@ from snapshot_server_support import (
 )
 
 from elastane.protocol.checkpoints import Key, folder_name
+from elastane.protocol.messages import NodeCopies
 from elastane.snapshots import connection
 from elastane.snapshots.messages import (
     FINAL_FLUSH,
@@ -89,6 +90,25 @@ def test_replicas_are_read_together_with_the_nodes_own_part(pair):
     whole = [(0, SLOT_BYTES), (SLOT_BYTES, 2 * SLOT_BYTES)]
     assert held(a) == [(3, whole), (2, whole)]
     assert held(b) == [(3, whole[::-1]), (2, whole[::-1])]
+
+
+def test_the_agent_knows_how_old_the_copies_are_and_how_long_they_took(pair, tmp_path):
+    (node, a), (_, b) = pair
+    assert node.copies() == NodeCopies()
+    save(a, 1, b, persist=persist_to(tmp_path / "store"), took_s=30.0)
+    until(lambda: node.copies().storage and node.copies().neighbour, "all three copies")
+    found = node.copies()
+    assert not found.replicated
+    assert [each.step for each in (found.memory, found.neighbour, found.storage)] == [1, 1, 1]
+    assert all(30 < each.age_s < 90 for each in (found.memory, found.neighbour, found.storage))
+    assert 30 <= found.memory.took_s <= found.neighbour.took_s < 90 and found.storage.took_s < 30
+    save(a, 2, None)
+    until(lambda: node.copies().memory.step == 2, "the copy in memory is newer")
+    assert node.copies().neighbour.step == 1 and node.copies().memory.age_s < 30
+    assert node.copies().memory.every_s > 30 and node.copies().neighbour.every_s is None
+    os.kill(node.server_pid, signal.SIGKILL)
+    until(lambda: node.copies().memory is None, "its memory is lost")
+    assert node.copies().neighbour is None and node.copies().storage.step == 1
 
 
 def test_the_replica_of_a_lost_nodes_part_is_given_to_new_workers(pair):

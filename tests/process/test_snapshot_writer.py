@@ -24,6 +24,7 @@ def order(tmp_path):
         made.append(make_slot(SLOT_BYTES))
         return WriteOrder(
             name=Name(Key(0, 1, 0, 7), "00000007"),
+            began_s=0.0,
             persist=persist_to(tmp_path, ranges=ranges, **share),
             sources=(Source(begin, end, made[-1]),),
             files={"state.msgpack": b"7"},

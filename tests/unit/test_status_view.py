@@ -9,7 +9,7 @@ from elastane.cli.status import (
 )
 from elastane.errors import MembershipError
 from elastane.observe.events import LoggedEvent
-from elastane.protocol.messages import NodeStatus, Report
+from elastane.protocol.messages import NodeStatus, Report, SafeCopies, StateCopy
 from elastane.protocol.model import Fence
 
 
@@ -72,6 +72,21 @@ def test_a_running_job_in_full():
         "  a     10.0.0.1  running  0     2        41    12.3     0.2 s ago",
         "  b     10.0.0.1  running  1     2        40    -        0.2 s ago",
     ]
+
+
+def test_the_newest_copies_of_the_state_say_what_their_loss_would_cost():
+    old = StateCopy(step=40, age_s=2.0, took_s=0.3)
+    safe = SafeCopies(worker=StateCopy(step=41, age_s=0.4, took_s=0.05), node=old, job=None)
+    lines = report_lines(report([node("a", 0, progress=41)], safe=safe), "h:1")
+    snapshot = (
+        "  snapshot      step 41 (0.4 s old, took 0.1 s) in another process,"
+        " step 40 (2.0 s old, took 0.3 s) on two nodes"
+    )
+    assert snapshot in lines and not any("checkpoint  " in line for line in lines)
+    stored = SafeCopies(job=StateCopy(step=30, age_s=75.0, took_s=12.0))
+    lines = report_lines(report([node("a", 0, progress=41)], safe=stored), "h:1")
+    assert "  checkpoint    step 30 (1 min 15 s old, took 12 s)" in lines
+    assert not any("snapshot" in line for line in lines)
 
 
 def test_a_script_that_reports_no_steps_gets_an_explanation():

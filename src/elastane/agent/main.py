@@ -179,7 +179,13 @@ class _Agent:
         )
         queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
         link = CoordinatorLink(leadership, dialer, queue.put_nowait, config.spec)
-        outlets = Outlets(link, node.log.write, node.reaper.allow_until, self._health.fault_seen)
+        outlets = Outlets(
+            link,
+            node.log.write,
+            node.reaper.allow_until,
+            self._health.fault_seen,
+            node.snapshot_server.copies,
+        )
         shell = AgentShell(core, self._group_setup(), node.port, queue, outlets)
         node.snapshot_server.when_saved(shell.checkpoint_saved)
         return _Parts(core, shell, dialer, link, leadership, keys)

@@ -126,6 +126,7 @@ from elastane.protocol.messages import (
     Leave,
     Lost,
     Marked,
+    NodeCopies,
     Prepare,
     Ready,
     Refused,
@@ -167,8 +168,8 @@ class Readings:
 
     `progress` and `met` come from the status pages: the smallest call count of the workers, and the
     smallest round in which one last met all others. `waiting`: where all of them wait for others;
-    `all_wait`: they will wait forever. `paces`: how they make their steps. `slept_s`: how long this
-    host was suspended so far, which the monotonic clock omits.
+    `all_wait`: they will wait forever. `paces`: how they make their steps. `copies`: of their
+    state. `slept_s`: how long this host was suspended so far, which the monotonic clock omits.
     """
 
     progress: int | None = None
@@ -176,6 +177,7 @@ class Readings:
     waiting: tuple[WaitPoint, ...] = ()
     all_wait: bool = False
     paces: tuple[Pace, ...] = ()
+    copies: NodeCopies | None = None
     slept_s: float = 0.0
 
 
@@ -493,6 +495,7 @@ class AgentCore:
                 waiting=readings.waiting[:WAITING_MAX],
                 all_wait=readings.all_wait,
                 paces=readings.paces,
+                copies=readings.copies,
             )
             self._outbox.send(beat)
         leaving = self._leaving

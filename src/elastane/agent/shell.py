@@ -53,6 +53,7 @@ from elastane.protocol.events import (
     WorkerFailed,
 )
 from elastane.protocol.log_events import LogEvent
+from elastane.protocol.messages import NodeCopies
 from elastane.protocol.model import PortOffer
 
 _log = logging.getLogger("elastane.agent")
@@ -64,12 +65,14 @@ class Outlets:
 
     `set_deadline` passes on until when workers may live if this process stands still: nanoseconds
     of CLOCK_BOOTTIME, 0 without a bound. `fault_seen` is called after each fault of a worker here.
+    `copies` returns the newest copies of the workers' state.
     """
 
     link: CoordinatorLink
     log_event: Callable[[LogEvent], None]
     set_deadline: Callable[[int], None]
     fault_seen: Callable[[], None]
+    copies: Callable[[], NodeCopies | None] = lambda: None
 
 
 class AgentShell:
@@ -146,13 +149,14 @@ class AgentShell:
         """Return what the workers' status pages show, and how long this host slept."""
         group = self._group
         if group is None:
-            return Readings(slept_s=suspended_s())
+            return Readings(copies=self._outlets.copies(), slept_s=suspended_s())
         return Readings(
             progress=group.drain.progress(),
             met=group.drain.met(),
             waiting=group.hang_monitor.waits.at,
             all_wait=group.hang_monitor.waits.forever,
             paces=group.hang_monitor.paces,
+            copies=self._outlets.copies(),
             slept_s=suspended_s(),
         )
 

@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from elastane.agent.hang_monitor import states_of
 from elastane.process.files import process_start, runtime_folder
 from elastane.process.orphan_reaper import unlink
@@ -34,6 +36,7 @@ from elastane.process.process import WorkerProcess, adopt, spawning
 from elastane.process.worker_environment import without_secrets
 from elastane.protocol.diagnosis import exit_text
 from elastane.protocol.log_events import EventKind, LogEvent
+from elastane.protocol.messages import NodeCopies, StateCopy
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.snapshots.limits import (
     CHECK_S,
@@ -48,7 +51,13 @@ from elastane.snapshots.startup import start_node_server
 if TYPE_CHECKING:
     from elastane.options.config import AgentConfig
     from elastane.options.secret import Keyring
-    from elastane.snapshots.messages import FromAgent, ReplicationSettings, SnapshotEvent
+    from elastane.snapshots.messages import (
+        CopiesHeld,
+        FromAgent,
+        ReplicationSettings,
+        SnapshotEvent,
+    )
+    from elastane.snapshots.rules.copy_times import CopyTime
 
 _log = logging.getLogger("elastane.agent")
 SLUG = "snapshot-server-lost"
@@ -80,6 +89,7 @@ class SnapshotServerHandle:
         self._log_event = log_event
         self._lost = lost
         self._saved: Callable[[str], None] = _nothing
+        self._held: CopiesHeld | None = None
         self._out_by_s: float | None = None
 
     @property
@@ -117,6 +127,18 @@ class SnapshotServerHandle:
     def when_saved(self, saved: Callable[[str], None]) -> None:
         """Call `saved` with the place of each checkpoint that the server reports as durable."""
         self._saved = saved
+
+    def copies(self) -> NodeCopies | None:
+        """Return the newest copies of the workers' state; None while the server told of none."""
+        held, now_s = self._held, time.monotonic()
+        if held is None:
+            return None
+        return NodeCopies(
+            memory=_copy_at(held.memory, now_s),
+            neighbour=_copy_at(held.neighbour, now_s),
+            storage=_copy_at(held.storage, now_s),
+            replicated=held.replicated,
+        )
 
     def send_peers(self) -> None:
         """Send the server the current secrets and address for other nodes' servers."""
@@ -173,11 +195,17 @@ class SnapshotServerHandle:
                 f"the snapshot server ended ({ended}): its snapshots are lost; it is started again"
             )
             _log.error("%s [%s]", line, SLUG)
+            self._forget_memory()
             self._lost(line)
             if loop.time() - started_s > RESTART_PAUSE_MAX_S:
                 pause_s = RESTART_PAUSE_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RESTART_PAUSE_MAX_S)
+
+    def _forget_memory(self) -> None:
+        """Forget the copies that the server held, which has ended."""
+        if self._held is not None:
+            self._held = structs.replace(self._held, memory=None, neighbour=None)
 
     async def _ended(self, process: WorkerProcess) -> int:
         """Wait for the end of a server; one stopped by a signal is killed after a while."""
@@ -218,16 +246,21 @@ class SnapshotServerHandle:
                 self._control.send(encode(message), socket.MSG_DONTWAIT)
 
     def _read(self, control: socket.socket) -> None:
-        from elastane.snapshots.messages import SNAPSHOT_EVENTS, Saved
+        from elastane.snapshots.messages import SNAPSHOT_NEWS, CopiesHeld, Saved
 
         try:
-            event = SNAPSHOT_EVENTS.decode(control.recv(HELLO_BYTES_MAX, socket.MSG_DONTWAIT))
+            event = SNAPSHOT_NEWS.decode(control.recv(HELLO_BYTES_MAX, socket.MSG_DONTWAIT))
         except BlockingIOError:
             return
         except (OSError, *UNREADABLE) as error:  # The server has ended, or is of another version.
             _log.debug("the snapshot server reports nothing more: %r", error)
             asyncio.get_running_loop().remove_reader(control)
         else:
+            if isinstance(event, CopiesHeld):
+                # A server that was started again does not know of earlier checkpoints.
+                before = self._held.storage if self._held is not None else None
+                self._held = structs.replace(event, storage=event.storage or before)
+                return
             self._log_event(event)
             if isinstance(event, Saved):
                 self._saved(event.place)
@@ -265,6 +298,7 @@ def snapshot_event(event: SnapshotEvent, node_id: str) -> LogEvent:
             kind = EventKind.CHECKPOINT_SAVED
             data |= {"bytes": event.size_bytes, "seconds": round(event.seconds, 3)}
             data |= {"why": event.reason, "saves": event.saves}
+            data["age_s"] = round(max(0.0, time.monotonic() - event.began_s), 3)
             reason = f"step {event.key.step} is durable"
         case PersistFailed():
             kind = EventKind.CHECKPOINT_FAILED
@@ -274,6 +308,13 @@ def snapshot_event(event: SnapshotEvent, node_id: str) -> LogEvent:
             kind, reason = EventKind.RESTORED, f"step {event.key.step} from {event.place}"
             reason += f": {event.why}" if event.why else ""
     return LogEvent(kind=kind, reason=reason, node_id=node_id, data=data)
+
+
+def _copy_at(copy: CopyTime | None, now_s: float) -> StateCopy | None:
+    if copy is None:
+        return None
+    age_s = max(0.0, now_s - copy.began_s)
+    return StateCopy(step=copy.step, age_s=age_s, took_s=copy.took_s, every_s=copy.every_s)
 
 
 def _nothing(_place: str) -> None:

@@ -8,6 +8,7 @@ files that change seldom are sent to the snapshot server once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -55,10 +56,12 @@ class SaveDetails(msgspec.Struct, frozen=True):
     """The agreed details of one save. `durable`: it is to be written to storage.
 
     `copied`: other nodes are to hold replicas of it. `safe` is the last save that all nodes have
-    replicated, `together` the last that all ranks have kept; "" if there is none yet.
+    replicated, `together` the last that all ranks have kept; "" if there is none yet. The save
+    began at `began_s` of the monotonic clock.
     """
 
     nonce: str
+    began_s: float
     durable: bool
     copied: bool = False
     safe: str = ""
@@ -225,6 +228,7 @@ class SavePlan:
         return Snapshot(
             key=key,
             nonce=details.nonce,
+            took_s=max(0.0, time.monotonic() - details.began_s),
             local=share.local,
             locals=share.locals,
             first=share.first,

@@ -212,6 +212,7 @@ class Saver:
         streams = self._streams(share)
         details = SaveDetails(
             nonce=_word(nonce),
+            began_s=began_s,
             durable=durable,
             copied=not any(each.copying for each in agreed),
             safe=_word(self._safe),

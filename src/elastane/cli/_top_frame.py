@@ -31,7 +31,7 @@ from elastane.cli._top_layout import (
     titled,
 )
 from elastane.cli.status import duration
-from elastane.dashboard.snapshot import NodeRow, Sections, WorkerRow
+from elastane.dashboard.snapshot import NodeRow, Sections, SnapshotRow, WorkerRow
 from elastane.observe.box import printable
 from elastane.observe.incidents import IncidentView
 from elastane.observe.rates import series_of
@@ -188,7 +188,7 @@ def _budget(picture: Picture, width: int) -> Text:
     parts = [] if account is None else [f"goodput {account.goodput:.1%}"]
     allowed = "" if job.restarts_allowed is None else f" of {job.restarts_allowed}"
     saved = [made for made in sections.checkpoints.newest if not made.slug]
-    parts += [f"saved step {saved[0].step:,}, {_ago(picture, saved[0].time_s)}"] if saved else []
+    parts += [f"saved step {saved[0].step:,}, {_ago(picture, saved[0].begun_s)}"] if saved else []
     parts.append(f"restarts {job.restarts_used}{allowed} used")
     return _joined(Text(), [Text(part) for part in parts], width)
 
@@ -438,17 +438,23 @@ def _checkpoints(picture: Picture) -> Panel:
     failed = f", {found.failed} failed" if found.failed else ""
 
     def entries(width: int) -> list[ListEntry]:
+        rows = [entry(_snapshot(held, picture)) for held in picture.sections.snapshots]
         if not found.newest:
-            return [entry(Text("none saved by elastane's Checkpointer", style="dim"))]
-        return [entry(_checkpoint(made, picture)) for made in found.newest]
+            return [*rows, entry(Text("none saved by elastane's Checkpointer", style="dim"))]
+        return [*rows, *(entry(_checkpoint(made, picture)) for made in found.newest)]
 
     return Listed(titled(f"CHECKPOINTS   {found.saved} saved{failed}"), entries, least=2)
+
+
+def _snapshot(held: SnapshotRow, picture: Picture) -> Text:
+    when, took = _ago(picture, held.begun_s), f"{held.took_s:.1f} s"
+    return Text(f"step {held.step:,}  {when}  in memory, survives any {held.survives}  {took}")
 
 
 def _checkpoint(made: CheckpointView, picture: Picture) -> Text:
     if made.slug:
         return Text(f"× step {made.step:,} failed [{printable(made.slug)}]", style="red")
-    when = _ago(picture, made.time_s)
+    when = _ago(picture, made.begun_s)
     size, took = _bytes(made.stored_bytes), f"{made.seconds:.1f} s"
     return Text(f"step {made.step:,}  {when}  {size}  {took}")
 

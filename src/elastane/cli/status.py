@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elastane.observe.events import LoggedEvent
     from elastane.process.files import JobEntry
     from elastane.process.tls import TlsConfig
-    from elastane.protocol.messages import NodeStatus, Report
+    from elastane.protocol.messages import NodeStatus, Report, StateCopy
 
 
 def _or_dash(value: object) -> str:
@@ -261,7 +261,21 @@ def report_lines(report: Report, endpoint: str) -> list[str]:
     ]
     if report.last_incident:
         lines.append(f"  last incident {report.last_incident}")
-    return [*lines, *_missing_steps(report), "", *_table(report.nodes)]
+    return [*lines, *_copies(report), *_missing_steps(report), "", *_table(report.nodes)]
+
+
+def _copies(report: Report) -> list[str]:
+    """Return the newest copies of the state; none of a job that was never seen to save one."""
+    safe = report.safe
+    memory = [(safe.worker, "in another process"), (safe.node, "on two nodes")]
+    held = [f"{_copy(copy)} {where}" for copy, where in memory if copy is not None]
+    lines = [f"  snapshot      {', '.join(held)}"] if held else []
+    return [*lines, f"  checkpoint    {_copy(safe.job)}"] if safe.job is not None else lines
+
+
+def _copy(copy: StateCopy) -> str:
+    took = f", took {duration(copy.took_s)}"
+    return f"step {copy.step} ({duration(copy.age_s)} old{took})"
 
 
 def _missing_steps(report: Report) -> list[str]:

@@ -54,7 +54,7 @@ class MeasuredJob(JobFollower):
 
     def measured(self) -> MeasuredState:
         """Return what is known of the job now."""
-        return MeasuredState(self.sections(), self._totals, self.report)
+        return MeasuredState(time.time(), self.sections(), self._totals, self.report)
 
     def _note(self, placed: PlacedEvent, before: JobView) -> None:
         if self.view.run != before.run:

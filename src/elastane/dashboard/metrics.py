@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from elastane.dashboard.snapshot import Sections
+from elastane.dashboard.snapshot import Sections, SnapshotRow
 from elastane.observe.account import TimeCause
 from elastane.observe.events import LoggedEvent
 from elastane.observe.incidents import BESIDE, IncidentHistory
@@ -121,8 +121,9 @@ class RunTotals:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredState:
-    """All that is known of one job as it is scraped."""
+    """All that is known of one job as it is scraped, at `now_s` of this machine's clock."""
 
+    now_s: float
     sections: Sections
     totals: RunTotals
     report: Report | None
@@ -218,6 +219,27 @@ def _saved(name: str, what: str, field_name: str) -> MetricRule:
     return MetricRule(name, "gauge", (), what, _one(read))
 
 
+def _checkpoint_age(state: MeasuredState) -> float | None:
+    """Return how long ago the save of the newest checkpoint began; None of a job that is over."""
+    newest = state.sections.checkpoints.newest
+    made = next((one for one in newest if not one.slug), None)
+    if made is None or state.sections.job.ended_s is not None:
+        return None
+    return max(0.0, state.now_s - made.begun_s)
+
+
+def _snapshot(
+    name: str, what: str, read: Callable[[SnapshotRow, float], float | None]
+) -> MetricRule:
+    """Return a gauge of the newest snapshots; `read` gets the snapshot and the present time."""
+
+    def samples(state: MeasuredState) -> list[Sample]:
+        rows = [(row.survives, read(row, state.now_s)) for row in state.sections.snapshots]
+        return [((survives,), value) for survives, value in rows if value is not None]
+
+    return MetricRule(name, "gauge", ("survives",), what, samples)
+
+
 def _of_node(name: str, what: str, field_name: str) -> MetricRule:
     """Return a gauge that each node has."""
 
@@ -297,7 +319,35 @@ METRICS = (
     _saved(
         "training_checkpoint_duration_seconds", "seconds that the newest checkpoint took", "seconds"
     ),
+    MetricRule(
+        "training_checkpoint_age_seconds",
+        "gauge",
+        (),
+        "seconds since the save of the newest checkpoint began",
+        _one(_checkpoint_age),
+    ),
+    _gauge(
+        "training_checkpoint_interval_seconds",
+        "usual seconds between two checkpoints",
+        "sections.checkpoints.interval_s",
+    ),
     _saved("training_checkpoint_bytes", "bytes that the newest checkpoint stored", "stored_bytes"),
+    _snapshot("training_snapshot_step", "step of the newest snapshot", lambda row, _: row.step),
+    _snapshot(
+        "training_snapshot_age_seconds",
+        "seconds since the save of the newest snapshot began",
+        lambda row, now_s: max(0.0, now_s - row.begun_s),
+    ),
+    _snapshot(
+        "training_snapshot_duration_seconds",
+        "seconds that the newest snapshot took until it was there",
+        lambda row, _: row.took_s,
+    ),
+    _snapshot(
+        "training_snapshot_interval_seconds",
+        "usual seconds between two snapshots",
+        lambda row, _: row.every_s,
+    ),
     MetricRule(
         "training_stragglers",
         "gauge",

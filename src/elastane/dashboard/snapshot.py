@@ -6,7 +6,8 @@ bounded: a job of a thousand nodes has some hundred kilobytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 
 import msgspec
@@ -17,7 +18,7 @@ from elastane.observe.incidents import IncidentView
 from elastane.observe.needs import Need, needs_of
 from elastane.observe.rates import Series, StepRates, rates_of, series_of
 from elastane.observe.view import CheckpointView, JobView, NodeView
-from elastane.protocol.messages import NodeStatus, Report
+from elastane.protocol.messages import NodeStatus, Report, SafeCopies
 from elastane.protocol.model import NO_RANK
 
 # As many as a chart of full width has pairs of pixels.
@@ -28,6 +29,8 @@ MARKS_MAX = 1000
 # A job that trains logs its progress every ten seconds, wherever its agents run.
 SILENT_S = 60.0
 CHECKPOINTS_LISTED = 30
+# The interval of checkpoints is that of this many: one that is late changes nothing.
+INTERVAL_SAVES = 10
 GONE_LISTED = 20
 _WELL = frozenset({"training", "done"})
 
@@ -113,12 +116,29 @@ class Mark(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class CheckpointsSection(msgspec.Struct, kw_only=True):
-    """The newest checkpoints, newest first, and all of them as (time, step, failed)."""
+    """The newest checkpoints, newest first, and all of them as (time, step, failed).
+
+    `interval_s` is the usual time between two that were saved; None while there was only one.
+    """
 
     newest: list[CheckpointView]
     saved: int
     failed: int
     marks: list[tuple[float, int, bool]]
+    interval_s: float | None = None
+
+
+class SnapshotRow(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The newest snapshot that survives the loss of any `survives`, which is worker or node.
+
+    Its save began at `begun_s`, and it was there `took_s` later; saves come `every_s` apart.
+    """
+
+    survives: str
+    step: int
+    begun_s: float
+    took_s: float
+    every_s: float | None = None
 
 
 class CauseRow(msgspec.Struct, kw_only=True):
@@ -148,6 +168,7 @@ class Sections(msgspec.Struct, kw_only=True):
     series: Series
     incidents: list[Mark]
     checkpoints: CheckpointsSection
+    snapshots: list[SnapshotRow]
     account: AccountSection | None
     scalars: list[ScalarCurve]
 
@@ -180,6 +201,7 @@ def sections_of(view: JobView, source: SourceFacts, account: Account | None = No
         series=series_of(view, begin_s, max(end_s, begin_s + 60.0), BUCKETS),
         incidents=[_mark(one) for one in view.incidents.listed[-MARKS_MAX:]],
         checkpoints=_checkpoints(view),
+        snapshots=_snapshots(source),
         account=None if account is None else _account(account),
         scalars=source.scalars,
     )
@@ -394,11 +416,36 @@ def _cause(cause: str, of: CauseSeconds) -> CauseRow:
     )
 
 
+def _snapshots(source: SourceFacts) -> list[SnapshotRow]:
+    """Return the newest snapshots as the coordinator reports them; none without its answer."""
+    safe = source.report.safe if source.report is not None else SafeCopies()
+    known = [("worker", safe.worker), ("node", safe.node)]
+    return [
+        SnapshotRow(
+            survives=survives,
+            step=copy.step,
+            begun_s=round(source.now_s - copy.age_s, 1),
+            took_s=round(copy.took_s, 3),
+            every_s=None if copy.every_s is None else round(copy.every_s, 3),
+        )
+        for survives, copy in known
+        if copy is not None
+    ]
+
+
+def _usual_s(times_s: Sequence[float]) -> float | None:
+    """Return the usual time between the newest of these; None for fewer than two."""
+    gaps = [after - before for before, after in pairwise(times_s[-INTERVAL_SAVES:])]
+    return round(median(gaps), 3) if gaps else None
+
+
 def _checkpoints(view: JobView) -> CheckpointsSection:
     failed = sum(bool(made.slug) for made in view.checkpoints)
+    times_s = [made.time_s for made in view.checkpoints if not made.slug]
     return CheckpointsSection(
         newest=list(reversed(view.checkpoints[-CHECKPOINTS_LISTED:])),
         saved=len(view.checkpoints) - failed,
         failed=failed,
         marks=[(made.time_s, made.step, bool(made.slug)) for made in view.checkpoints[-MARKS_MAX:]],
+        interval_s=_usual_s(times_s),
     )

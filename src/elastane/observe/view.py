@@ -162,9 +162,13 @@ class WorldPoint(msgspec.Struct, frozen=True):
 
 
 class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint that was saved, or that failed if it has a slug."""
+    """One checkpoint that was saved, or that failed if it has a slug.
+
+    Its save had begun at `begun_s`; the write took `seconds`, and it was reported at `time_s`.
+    """
 
     time_s: float
+    begun_s: float
     step: int
     location: str
     node: str
@@ -495,6 +499,7 @@ def _with_budget(view: JobView, event: LoggedEvent) -> JobView:
 def _with_checkpoint(view: JobView, event: LoggedEvent) -> JobView:
     made = CheckpointView(
         time_s=event.time_s,
+        begun_s=event.time_s - event.measure("age_s"),
         step=event.number("step") or 0,
         location=event.text("location"),
         node=event.node,

@@ -83,13 +83,39 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Workers can now start quickly; sent once, by an agent that joined unready."""
 
 
+class StateCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy of the training state of `step`, whose save began `age_s` ago.
+
+    A copy in memory was complete `took_s` after that; a checkpoint took `took_s` to write.
+    `every_s` is the usual time between two copies; None while there was only one.
+    """
+
+    step: Count
+    age_s: Seconds
+    took_s: Seconds
+    every_s: Seconds | None = None
+
+
+class NodeCopies(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest copies of the state of a node's workers; None where there is none.
+
+    `memory` is in the node's snapshot server, `neighbour` in that of another node, `storage` is
+    durable. `replicated`: each is the whole state, not this node's part of it.
+    """
+
+    memory: StateCopy | None = None
+    neighbour: StateCopy | None = None
+    storage: StateCopy | None = None
+    replicated: bool = True
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """The agent lives. `progress` is the least step count of its workers that report one.
 
     `met`: the round of the last world in which all its workers met the others and had the state; 0:
     none. `waiting`: where they are, once all have waited for others without progress for a while.
     `all_wait`: for so long that nothing will come. `paces`: how its workers make their last steps,
-    as far as they show it.
+    as far as they show it. `copies`: of their state.
     """
 
     fence: Fence | None = None
@@ -98,6 +124,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     waiting: tuple[WaitPoint, ...] = ()
     all_wait: bool = False
     paces: tuple[Pace, ...] = ()
+    copies: NodeCopies | None = None
 
     def __post_init__(self) -> None:
         if len(self.waiting) > WAITING_MAX:
@@ -352,6 +379,17 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     steps_per_s: float | None = None
 
 
+class SafeCopies(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest copy of the state that survives the loss of any worker, of any node, of all nodes.
+
+    None where there is none that is known.
+    """
+
+    worker: StateCopy | None = None
+    node: StateCopy | None = None
+    job: StateCopy | None = None
+
+
 class Report(msgspec.Struct, frozen=True, tag="report", kw_only=True):
     """What the coordinator knows, for `elastane status`."""
 
@@ -367,6 +405,7 @@ class Report(msgspec.Struct, frozen=True, tag="report", kw_only=True):
     uptime_s: float
     nodes: tuple[NodeStatus, ...]
     last_incident: str = ""
+    safe: SafeCopies = SafeCopies()
 
 
 ToAgent = (

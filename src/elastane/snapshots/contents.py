@@ -50,6 +50,12 @@ class Contents:
 
     def __init__(self) -> None:
         self.pieces: dict[int, Snapshot] = {}
+        self.began_s = float("inf")  # when the first of its workers began to save
+
+    def add(self, piece: Snapshot, now_s: float) -> None:
+        """Add a piece that `check` accepted, which is here now."""
+        self.pieces[piece.local] = piece
+        self.began_s = min(self.began_s, now_s - piece.took_s)
 
     @property
     def first(self) -> Snapshot:

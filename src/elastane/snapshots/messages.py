@@ -26,10 +26,11 @@ from elastane.protocol.checkpoints import (
 from elastane.protocol.limits import LOCAL_WORLD_SIZE_MAX
 from elastane.protocol.unreadable import decoded
 from elastane.snapshots.limits import FAILURES_MAX, REQUEST_BYTES_MAX, SLOTS_MAX
+from elastane.snapshots.rules.copy_times import CopyTime
 from elastane.snapshots.rules.replicas import COPIES_MAX
 
 # Both sides refuse another version: they may come from two installations.
-VERSION = 5
+VERSION = 6
 FINAL_FLUSH = "final flush"
 # Each part's file with the streams of its workers: a list of them, in msgpack.
 STREAMS_FILE = "streams-{:05d}.msgpack"
@@ -92,10 +93,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `SnapshotClient.layout` gave before. `streams` belongs to this worker and is given back
     unchanged. `replicated` means that the slots of this node hold the whole layout. Otherwise
     `together` is the nonce of the last save that all nodes kept, held until there is a later one.
+    The save began `took_s` seconds before this message.
     """
 
     key: Key
     nonce: Nonce
+    took_s: Wait = 0.0
     local: Local = 0
     locals: Locals = 1
     first: Size
@@ -314,13 +317,17 @@ _Words = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """A checkpoint is durable: the last of `saves`. `reason` says why it was saved."""
+    """A checkpoint is durable: the last of `saves`. `reason` says why it was saved.
+
+    Its save began at `began_s` of this host's monotonic clock; the write took `seconds`.
+    """
 
     key: Key
     place: Where
     reason: Text
     size_bytes: int
     seconds: float
+    began_s: float
     saves: Count = 1
 
 
@@ -341,7 +348,21 @@ class RestoredEvent(msgspec.Struct, frozen=True, tag="restored"):
     why: _Words = ""
 
 
+class CopiesHeld(msgspec.Struct, frozen=True, tag="held", kw_only=True):
+    """The newest copies of the state of this node's workers, for the agent's heartbeats.
+
+    `memory` is in this server, `neighbour` in that of another node, `storage` is durable.
+    `replicated`: each of them is the whole state, not this node's part of it.
+    """
+
+    memory: CopyTime | None = None
+    neighbour: CopyTime | None = None
+    storage: CopyTime | None = None
+    replicated: bool = True
+
+
 SnapshotEvent = Saved | PersistFailed | RestoredEvent
+SnapshotNews = SnapshotEvent | CopiesHeld
 encode = msgspec.msgpack.Encoder().encode
 _request: Callable[[bytes], Request] = msgspec.msgpack.Decoder(Request).decode
 _answer: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(Answer).decode
@@ -430,4 +451,4 @@ TO_RECEIVER: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToRec
 TO_SENDER: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 WORDS: msgspec.msgpack.Decoder[SnapshotDescription] = msgspec.msgpack.Decoder(SnapshotDescription)
-SNAPSHOT_EVENTS: msgspec.msgpack.Decoder[SnapshotEvent] = msgspec.msgpack.Decoder(SnapshotEvent)
+SNAPSHOT_NEWS: msgspec.msgpack.Decoder[SnapshotNews] = msgspec.msgpack.Decoder(SnapshotNews)

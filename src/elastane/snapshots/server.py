@@ -39,6 +39,7 @@ from elastane.snapshots.limits import (
     CONNECTIONS_MAX,
     END_S,
     GROUPS_MAX,
+    HELD_NEWS_S,
     HELLO_BYTES_MAX,
     REQUEST_BYTES_MAX,
     RETURN_S,
@@ -47,11 +48,12 @@ from elastane.snapshots.limits import (
 )
 from elastane.snapshots.messages import (
     FROM_AGENT,
+    CopiesHeld,
     ReplicaOffer,
     ReplicationSettings,
     RestoredEvent,
     Saved,
-    SnapshotEvent,
+    SnapshotNews,
     ToReceiver,
 )
 from elastane.snapshots.replication import SnapshotListener
@@ -85,7 +87,7 @@ class SnapshotServer:
     """Answers each worker from the store of its group. `wake` is called when a connection ends."""
 
     def __init__(
-        self, wake: Callable[[], None], report: Callable[[SnapshotEvent], None], *, survives: bool
+        self, wake: Callable[[], None], report: Callable[[SnapshotNews], None], *, survives: bool
     ) -> None:
         self.id = os.urandom(8).hex()  # Not from `secrets`, which loads 5 MB of OpenSSL.
         self._wake = wake
@@ -284,7 +286,7 @@ class ServerProcess:
         self._is_owned = control is not None
         self._end_s = END_S  # how long it writes after its agent is gone or leaving
         self._reporter = EventReporter(control)
-        self._server = SnapshotServer(self._wake, self._reporter.report, survives=self._is_owned)
+        self._server = SnapshotServer(self._wake, self._report, survives=self._is_owned)
 
     def run(self, own: socket.socket | None = None) -> None:
         """Serve until nothing is left to do, or the time is over."""
@@ -363,49 +365,64 @@ class ServerProcess:
             _log.debug("the agent is leaving")
         self._is_owned = False
 
+    def _report(self, news: SnapshotNews) -> None:
+        """Report to the agent; news that waits is sent by the loop, which must look when."""
+        if self._reporter.report(news):
+            self._wake()
+
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"!")
 
 
-class EventReporter:
-    """Sends events to one agent over its control socket; without one it drops them. Thread-safe.
+# News of these kinds is sent no more often than this: of several in between, the last counts.
+_PERIODS_S: dict[type[SnapshotNews], float] = {Saved: SAVED_EVENT_S, CopiesHeld: HELD_NEWS_S}
 
-    Saves in close succession are reported as one event, with the last one and their number.
+
+class EventReporter:
+    """Sends news to one agent over its control socket; without one it drops it. Thread-safe.
+
+    Saves in close succession are reported as one event, with the last one and their number. Of the
+    copies held, the agent gets the newest.
     """
 
     def __init__(self, line: socket.socket | None) -> None:
         self._line = line
         self._lock = threading.Lock()
-        self._saved: Saved | None = None
-        self._due_s = 0.0
+        self._waiting: dict[type[SnapshotNews], SnapshotNews] = {}
+        self._due_s = dict.fromkeys(_PERIODS_S, 0.0)
 
-    def report(self, news: SnapshotEvent) -> None:
-        """Send an event now; a save may wait for `flush`."""
-        if not isinstance(news, Saved):
+    def report(self, news: SnapshotNews) -> bool:
+        """Send news now, or keep it for `flush`; returns whether it is the first that waits."""
+        kind = type(news)
+        if kind not in _PERIODS_S:
             self._send(news)
-            return
+            return False
         with self._lock:
-            before = self._saved.saves if self._saved is not None else 0
-            self._saved = msgspec.structs.replace(news, saves=news.saves + before)
+            before = self._waiting.get(kind)
+            if isinstance(news, Saved) and isinstance(before, Saved):
+                news = msgspec.structs.replace(news, saves=news.saves + before.saves)
+            self._waiting[kind] = news
         self.flush()
+        return before is None and kind in self._waiting
 
     def flush(self, *, last: bool = False) -> None:
-        """Send the waiting event if it is due; `last`: in any case."""
+        """Send the waiting news that is due; `last`: all of it."""
         now_s = time.monotonic()
         with self._lock:
-            if self._saved is None or (now_s < self._due_s and not last):
-                return
-            news, self._saved = self._saved, None
-            self._due_s = now_s + SAVED_EVENT_S
-        self._send(news)
+            due = [kind for kind in self._waiting if last or now_s >= self._due_s[kind]]
+            ready = [self._waiting.pop(kind) for kind in due]
+            self._due_s |= {kind: now_s + _PERIODS_S[kind] for kind in due}
+        for news in ready:
+            self._send(news)
 
     def left_s(self) -> float | None:
         """Return the seconds until `flush` is due, or None if nothing waits."""
         with self._lock:
-            return max(0.0, self._due_s - time.monotonic()) if self._saved is not None else None
+            due_s = min((self._due_s[kind] for kind in self._waiting), default=None)
+        return None if due_s is None else max(0.0, due_s - time.monotonic())
 
-    def _send(self, news: SnapshotEvent) -> None:
+    def _send(self, news: SnapshotNews) -> None:
         if self._line is not None:
             with contextlib.suppress(OSError):
                 self._line.send(messages.encode(news), socket.MSG_DONTWAIT)

@@ -15,24 +15,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from elastane.protocol.checkpoints import Key
 from elastane.snapshots.channel import OwnStatusPage
 from elastane.snapshots.contents import Contents, Layouts, check_where, merged
 from elastane.snapshots.digests import Background, Digests, digest_and_close
 from elastane.snapshots.limits import HURRY_S, RETURN_S
 from elastane.snapshots.messages import (
+    CopiesHeld,
     LayoutFiles,
     Replica,
     ReplicationSettings,
     Slots,
     Snapshot,
     SnapshotDescription,
-    SnapshotEvent,
+    SnapshotNews,
     WriteProgress,
     WriteStatus,
     encode,
 )
 from elastane.snapshots.replication import ReplicaStore, Replicator, ReplicaTransfer
+from elastane.snapshots.rules.copy_times import CopyTimes
 from elastane.snapshots.rules.slot_table import (
     Drop,
     Effect,
@@ -71,7 +72,7 @@ class SnapshotStore:
         wake: Callable[[], None],
         origin: str = "",
         settings: Callable[[], ReplicationSettings | None] = lambda: None,
-        report: Callable[[SnapshotEvent], None] = lambda event: None,
+        report: Callable[[SnapshotNews], None] = lambda news: None,
     ) -> None:
         self._wake = wake
         self.report = report
@@ -91,6 +92,9 @@ class SnapshotStore:
         self.replicas = ReplicaStore()
         self._replicator = Replicator(origin, settings, self._copied)
         self.status = ServerStatus(self._table, self._writer, self._replicator)
+        self._in_memory, self._at_neighbour, self._in_storage = (CopyTimes() for _ in range(3))
+        self._stored: tuple[Name, ...] = ()  # The newest durable one.
+        self._held = CopiesHeld()
         self._alone_since_s = time.monotonic()
         self._is_flushed = self._is_leaving = False
         self._seen = (0, 0)  # The latest round and attempt of the workers.
@@ -180,7 +184,8 @@ class SnapshotStore:
             wanted = piece.persist is not None
             entry = SnapshotPiece(name, piece.local, piece.locals, wanted, piece.together)
             effects = self._table.keep(worker, slot, entry)
-            contents.pieces[piece.local], self._contents[name] = piece, contents
+            contents.add(piece, time.monotonic())
+            self._contents[name] = contents
             self._seen = max(self._seen, name.key.fence[1:])
             self._carry_out(effects)
         self._free_dropped()
@@ -257,6 +262,8 @@ class SnapshotStore:
         while left:
             match left.popleft():
                 case Whole(name):
+                    began_s = self._contents[name].began_s
+                    self._in_memory.add(name, began_s, time.monotonic() - began_s)
                     self._digester.submit(functools.partial(self._digest, name))
                     left.extend(self._copy(name))
                 case Write(name, final):
@@ -271,6 +278,20 @@ class SnapshotStore:
                     self._dropped.append(self._memory.pop(slot)[0])
         self._digests.set_newest(next(iter(self._table.whole()), None))
         self.status.update()
+        self._report_copies()
+
+    def _report_copies(self) -> None:
+        """Report the newest copies if they have changed."""
+        whole = self._table.whole()
+        held = CopiesHeld(
+            memory=self._in_memory.newest(whole),
+            neighbour=self._at_neighbour.newest(self._replicator.table.there),
+            storage=self._in_storage.newest(self._stored),
+            replicated=not whole or self._contents[whole[0]].first.replicated,
+        )
+        if held != self._held:
+            self._held = held
+            self.report(held)
 
     def _begin(self, name: Name, *, final: bool) -> list[Effect]:
         """Start a write; returns the effects of its end if it cannot be started."""
@@ -294,6 +315,7 @@ class SnapshotStore:
         throttle = PeerWait(self._writer.stopping, functools.partial(self._hurries, name))
         order = WriteOrder(
             name=name,
+            began_s=contents.began_s,
             persist=final_flush(persist, HURRY_S) if final else persist,
             sources=self._sources(name),
             files=contents.files(self._layouts),
@@ -313,11 +335,14 @@ class SnapshotStore:
         with self._lock:
             return self._seen > name.key.fence[1:] or self._table.waiting is not None
 
-    def _durable(self, key: Key) -> None:
+    def _durable(self, order: WriteOrder) -> None:
         """Record a durable checkpoint; called by the writing thread, without the lock."""
         with self._lock:
-            self._table.durable(key)
+            self._table.durable(order.name.key)
+            self._stored = (max(order.name, *self._stored),) if self._stored else (order.name,)
+            self._in_storage.add(order.name, order.began_s, self._writer.last[0])
             self.status.update()
+            self._report_copies()
 
     def _written(self, order: WriteOrder, failure: WriteFailure | None) -> None:
         """Handle the end of a write; called by the writing thread, without the lock."""
@@ -364,6 +389,9 @@ class SnapshotStore:
     def _copied(self, name: Name, arrived: bool) -> None:
         """Handle the end of a transfer; called by its thread, without the lock."""
         with self._lock:
+            if arrived and name in self._contents:
+                began_s = self._contents[name].began_s
+                self._at_neighbour.add(name, began_s, time.monotonic() - began_s)
             self._replicator.table.ended(name, arrived=arrived)
             self._carry_out(self._table.pin(self._replicator.table.pinned))
         self._free_dropped()

@@ -74,10 +74,12 @@ class WriteOrder:
 
     `stop()` cancels the write. `hurry()` ends the wait for other writers. Then this server writes
     the missing parts of `others` from its replicas of lost nodes. It does not if `is_past()`:
-    workers continue from this snapshot, and will write a newer one.
+    workers continue from this snapshot, and will write a newer one. Its save began at `began_s` of
+    this host's monotonic clock.
     """
 
     name: Name
+    began_s: float
     persist: PersistRequest
     sources: tuple[Source, ...]
     files: Mapping[str, bytes]
@@ -333,12 +335,12 @@ def _failures() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class WriterCallbacks:
-    """Callbacks from the writing thread: a key is durable, a write has ended.
+    """Callbacks from the writing thread: a snapshot is durable, a write has ended.
 
     `ended` gets the failure, if there was one. `news` is for the agent's event log.
     """
 
-    durable: Callable[[Key], None]
+    durable: Callable[[WriteOrder], None]
     ended: Callable[[WriteOrder, WriteFailure | None], None]
     news: Callable[[SnapshotEvent], None]
 
@@ -391,8 +393,8 @@ class SnapshotWriter:
                     "it changed in memory after it was kept", slug="snapshot-changed"
                 )
             written = self._writer.flush(order) if final else self._writer.write(order)
-            self._heard.durable(order.name.key)
             self.last = (time.monotonic() - began_s, written.size_bytes)
+            self._heard.durable(order)
             self._logged = ""
             self._report_saved(order, written)
             self._writer.prune(order.persist)
@@ -413,7 +415,14 @@ class SnapshotWriter:
         """Report a checkpoint once: only the writer of its first part does."""
         if 0 in written.parts:
             (seconds, size_bytes), persist = self.last, order.persist
-            saved = Saved(order.name.key, persist.where, persist.reason, size_bytes, seconds)
+            saved = Saved(
+                key=order.name.key,
+                place=persist.where,
+                reason=persist.reason,
+                size_bytes=size_bytes,
+                seconds=seconds,
+                began_s=order.began_s,
+            )
             self._heard.news(saved)
 
 

@@ -1,9 +1,14 @@
-"""An agent that starts a snapshot server, prints the path of its socket, and leaves on request."""
+"""An agent that starts a snapshot server, prints the path of its socket, and leaves on request.
+
+Each line "copies" is answered by the newest copies that its heartbeat would report.
+"""
 
 import asyncio
 import os
 import sys
 import time
+
+import msgspec
 
 from elastane.agent.snapshot_server import SnapshotServerHandle
 from elastane.process.kernel import become_subreaper
@@ -21,9 +26,11 @@ async def main():
         keeping.replicate_with(lambda: ReplicationSettings("job", (secret.encode(),), "127.0.0.1"))
     keeping.start()
     print(keeping.path, flush=True)
-    told = asyncio.Event()
-    asyncio.get_running_loop().add_reader(sys.stdin, told.set)
-    await told.wait()
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin, lambda: lines.put_nowait(sys.stdin.readline()))
+    while await lines.get() == "copies\n":
+        print(msgspec.json.encode(keeping.copies()).decode(), flush=True)
     if within_s := os.environ.get("TEST_OUT_WITHIN_S"):
         keeping.end_by(time.monotonic() + float(within_s))
     await keeping.close()

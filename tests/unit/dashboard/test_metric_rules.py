@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from reports import report_of
@@ -28,7 +29,7 @@ from elastane.dashboard.metrics import (
 from elastane.dashboard.snapshot import SourceFacts, sections_of
 from elastane.observe.account import TimeCause, account_of
 from elastane.observe.events import read_events
-from elastane.protocol.messages import NodeStatus
+from elastane.protocol.messages import NodeStatus, SafeCopies, StateCopy
 
 ROOT = Path(__file__).parents[3]
 PAGE, RULES = ROOT / "docs" / "metrics.md", ROOT / "deploy" / "job-alerts.yaml"
@@ -55,7 +56,8 @@ def measured(events, now_s=200.0, report=None):
         now_s=now_s, key="j", folder="/f", events=len(events), has_agents=True, is_read=True,
         report=report,
     )  # fmt: skip
-    return MeasuredState(sections_of(view, source, account_of(events, now_s)), totals, report)
+    sections = sections_of(view, source, account_of(events, now_s))
+    return MeasuredState(now_s, sections, totals, report)
 
 
 def samples(state):
@@ -119,9 +121,32 @@ def test_what_is_not_known_has_no_sample():
     assert not names & unknown
 
 
-def test_a_coordinator_says_who_waits_and_when_it_heard_each_node():
-    import msgspec
+def test_the_age_of_copies_counts_from_the_beginning_of_their_save():
+    saves = [
+        event("checkpoint-saved", "a", step=n, seconds=2.0, age_s=5.0, time_s=110.0 + 10 * n)
+        for n in range(1, 5)
+    ]
+    safe = SafeCopies(
+        worker=StateCopy(step=48, age_s=0.5, took_s=0.1, every_s=1.0),
+        node=StateCopy(step=45, age_s=3.5, took_s=2.5),
+    )
+    report = msgspec.structs.replace(report_of("j"), safe=safe)
+    found = samples(measured([*LOST, *saves], report=report))
+    assert found["training_checkpoint_age_seconds",] == 200.0 - 150.0 + 5.0
+    assert found["training_checkpoint_duration_seconds",] == 2.0
+    assert found["training_checkpoint_interval_seconds",] == 10.0
+    ages = {name[1]: found["training_snapshot_age_seconds", name[1]] for name in found
+            if name[0] == "training_snapshot_step"}  # fmt: skip
+    assert ages == {"worker": pytest.approx(0.5), "node": pytest.approx(3.5)}
+    assert found["training_snapshot_duration_seconds", "node"] == 2.5
+    assert found["training_snapshot_interval_seconds", "worker"] == 1.0
+    assert ("training_snapshot_interval_seconds", "node") not in found
+    over = event("job-ended", ok=True, exit_code=0, time_s=190.0)
+    ended = samples(measured([*LOST, *saves, over]))
+    assert ("training_checkpoint_age_seconds",) not in ended
 
+
+def test_a_coordinator_says_who_waits_and_when_it_heard_each_node():
     def node(name, rank, **more):
         facts = {"host": "h", "state": "joined", "local_world_size": 2, "heard_s": 1.5}
         return NodeStatus(node_id=name, node_rank=rank, **{**facts, **more})

@@ -11,16 +11,18 @@ from elastane.protocol.checkpoints import Key
 from elastane.protocol.log_events import EventKind
 from elastane.snapshots import server
 from elastane.snapshots.messages import (
-    SNAPSHOT_EVENTS,
+    SNAPSHOT_NEWS,
+    CopiesHeld,
     PersistFailed,
     RestoredEvent,
     Saved,
 )
+from elastane.snapshots.rules.copy_times import CopyTime
 from elastane.snapshots.server import EventReporter
 
 
 def saved(step):
-    return Saved(Key(0, 1, 0, step), "/ck", "step", 1000, 0.5)
+    return Saved(Key(0, 1, 0, step), "/ck", "step", 1000, 0.5, began_s=0.0)
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def heard(mine):
     found = []
     while True:
         try:
-            found.append(SNAPSHOT_EVENTS.decode(mine.recv(65536)))
+            found.append(SNAPSHOT_NEWS.decode(mine.recv(65536)))
         except BlockingIOError:
             return found
 
@@ -58,6 +60,22 @@ def test_of_saves_in_close_succession_the_first_and_the_last_are_reported(line, 
     assert heard(mine) == []
     reporter.flush(last=True)
     assert [each.key.step for each in heard(mine)] == [6]
+
+
+def test_of_the_copies_held_the_agent_gets_the_newest_once_a_second(line, monkeypatch):
+    now_s = [1000.0]
+    monkeypatch.setattr(server.time, "monotonic", lambda: now_s[0])
+    mine, its = line
+    reporter = EventReporter(its)
+    held = [CopiesHeld(memory=CopyTime(step, 0.0, 0.1)) for step in range(4)]
+    assert [reporter.report(each) for each in held] == [False, True, False, False]
+    assert heard(mine) == held[:1]
+    now_s[0] += 0.4
+    assert reporter.left_s() == pytest.approx(0.6)
+    now_s[0] += 0.6
+    reporter.flush()
+    assert heard(mine) == held[3:]
+    assert reporter.left_s() is None
 
 
 def test_failures_and_restores_are_reported_at_once(line):
@@ -96,5 +114,6 @@ def test_each_becomes_an_event_with_step_and_place():
     assert [note.kind for note in notes] == kinds
     assert [note.data["step"] for note in notes] == [7, 7, 7]
     assert [note.data["location"] for note in notes] == ["/ck", "/ck", "memory"]
+    assert notes[0].data["age_s"] > 0
     assert notes[1].reason == "step 7: No space left"
     assert notes[1].data["slug"] == "checkpoint-write"

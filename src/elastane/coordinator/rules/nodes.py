@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from elastane.protocol.culprits import Standing
 from elastane.protocol.events import Broken, Received
-from elastane.protocol.messages import GroupState, Heartbeat, Holding, ToCoordinator
+from elastane.protocol.messages import GroupState, Heartbeat, Holding, NodeCopies, ToCoordinator
 from elastane.protocol.model import (
     Failure,
     Fence,
@@ -153,6 +153,8 @@ class NodeProgress:
     standings: tuple[Standing, ...] = ()  # what each worker shows, once all stand still
     still_s: float = 0.0  # for how long they did by then
     paces: tuple[Pace, ...] = ()  # how each worker makes its steps
+    copies: NodeCopies | None = None  # of their state, ...
+    copies_s: float = 0.0  # ... as of this time
 
     def record_steps(self, now_s: float, steps: int | None) -> None:
         """Record how many steps were made."""
@@ -175,6 +177,10 @@ class NodeProgress:
     def record_paces(self, message: Heartbeat, *, is_of_now: bool) -> None:
         """Record how the workers make their steps in the current world."""
         self.paces = message.paces if is_of_now else ()
+
+    def record_copies(self, now_s: float, copies: NodeCopies | None) -> None:
+        """Record the newest copies of the workers' state."""
+        self.copies, self.copies_s = copies, now_s
 
     def restart(self, now_s: float) -> None:
         """Record that the workers entered another world."""

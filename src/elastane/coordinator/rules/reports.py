@@ -72,6 +72,7 @@ def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     """Record a heartbeat; return whether a rule has to look at it."""
     node.progress.record_steps(state.now_s, message.progress)
     _log_progress(state)
+    node.progress.record_copies(state.now_s, message.copies)
     node.progress.record_paces(message, is_of_now=message.fence == node.fence)
     if state.phase is Phase.RUNNING:
         stragglers.find_stragglers(state)

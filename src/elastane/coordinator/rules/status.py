@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.state import Phase, State
 from elastane.protocol.effects import Send
-from elastane.protocol.messages import AgentPresence, NodeStatus, Report
+from elastane.protocol.messages import AgentPresence, NodeStatus, Report, SafeCopies, StateCopy
 
 # A report lists no more nodes than this, since a frame is bounded.
 _LISTED_MAX = 1024
@@ -53,7 +55,39 @@ def report(state: State) -> Report:
         uptime_s=state.now_s - state.term.started_s,
         nodes=tuple(_node(state, node, ranks) for node in listed[:_LISTED_MAX]),
         last_incident=state.incidents.last_reason,
+        safe=_safe(state),
     )
+
+
+def _safe(state: State) -> SafeCopies:
+    """Return the newest copies of the state by what they survive.
+
+    Of replicated state every copy is whole, so two nodes that have one survive the loss of either.
+    Of sharded state the part that is oldest counts, and all members must have one.
+    """
+    members = [node.progress for node in state.roster.members()]
+    known = [(each.copies, state.now_s - each.copies_s) for each in members if each.copies]
+    memory = _by_age([_aged(copies.memory, by_s) for copies, by_s in known])
+    stored = _by_age([_aged(copies.storage, by_s) for copies, by_s in known])
+    job = stored[0] if stored else None
+    if all(copies.replicated for copies, _ in known):
+        worker, node = (*memory[:2], None, None)[:2]
+        return SafeCopies(worker=worker, node=node, job=job)
+    replicas = _by_age([_aged(copies.neighbour, by_s) for copies, by_s in known])
+    return SafeCopies(
+        worker=memory[-1] if len(memory) == len(members) else None,
+        node=replicas[-1] if len(replicas) == len(members) else None,
+        job=job,
+    )
+
+
+def _aged(copy: StateCopy | None, by_s: float) -> StateCopy | None:
+    return None if copy is None else msgspec.structs.replace(copy, age_s=copy.age_s + by_s)
+
+
+def _by_age(copies: list[StateCopy | None]) -> list[StateCopy]:
+    """Return the copies that there are, newest first."""
+    return sorted((copy for copy in copies if copy is not None), key=lambda copy: copy.age_s)
 
 
 def _node(state: State, node: KnownNode, ranks: dict[str, int]) -> NodeStatus:

@@ -233,12 +233,15 @@ export function drawAccount(page) {
 
 const share = (part) => `${(100 * part).toFixed(1)}%`;
 
+const snapshotLine = (page, each) => element("p", {}, `If any ${each.survives} died now: back to step `, element("b", { text: count(each.step) }),
+  ` in memory, ${duration(page.end_s() - each.begun_s)} old, which took ${duration(each.took_s)}`);
+
 export function drawCheckpoints(page) {
-  const { checkpoints, job } = page.sections;
+  const { checkpoints, snapshots, job } = page.sections;
   const body = byId("checkpoints-body");
   byId("checkpoints-note").textContent = checkpoints.newest.length ? `${count(checkpoints.saved)} saved, ${count(checkpoints.failed)} failed` : "";
   if (!checkpoints.newest.length) {
-    body.replaceChildren(element("p", { class: "empty", text: "None was saved by elastane's Checkpointer. What the script saves itself does not appear here." }));
+    body.replaceChildren(...snapshots.map((each) => snapshotLine(page, each)), element("p", { class: "empty", text: "None was saved by elastane's Checkpointer. What the script saves itself does not appear here." }));
     return;
   }
   const last = checkpoints.newest.find((each) => !each.slug);
@@ -246,12 +249,13 @@ export function drawCheckpoints(page) {
   const head = element("tr", {}, ...["step", "age", "size", "took", "why", "place"].map((name) => element("th", { text: name, class: ["age", "size", "took"].includes(name) ? "number" : name === "place" ? "wide" : "" })));
   const rows = checkpoints.newest.map((each) => element("tr", { class: each.slug ? "t-lost" : "" },
     element("td", { class: "short" }, each.slug ? mark("cross", "lost", "failed") : null, ` ${count(each.step)}`),
-    element("td", { class: "number", text: duration(page.end_s() - each.time_s) }),
+    element("td", { class: "number", text: duration(page.end_s() - each.begun_s) }),
     element("td", { class: "number", text: each.slug ? "–" : size(each.stored_bytes) }),
     element("td", { class: "number", text: each.slug ? "failed" : duration(each.seconds) }),
     element("td", { text: each.slug ? `[${each.slug}]` : each.why }),
     element("td", { class: "wide quiet", text: `${each.location} by ${each.node}` })));
   body.replaceChildren(
+    ...snapshots.map((each) => snapshotLine(page, each)),
     last ? element("p", {}, `If all died now: back to step `, element("b", { text: count(last.step) }), steps) : element("p", { class: "t-lost", text: "No checkpoint was saved yet." }),
     element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows))));
 }
