@@ -24,6 +24,7 @@ class BenchTable:
 TABLES = (
     BenchTable("restart", "bench.table", "Any torchrun script: restarts, beside torchrun"),
     BenchTable("in-place", "bench.in_place", "Scripts that recover in place, beside their peers"),
+    BenchTable("frameworks", "bench.frameworks", "Kills in the loops of frameworks, and step cost"),
     BenchTable("survive", "bench.survive", "A script of epochs, with four kills in each run"),
     BenchTable("arrival", "bench.arrival", "A node arrives at 100 MB of state"),
     BenchTable("data", "bench.permutation", "The order of elastic data"),

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from bench import goodput, nodes, recovery, torchft
 from bench.harness import TORCHRUN_UNSHARED, BenchError, Sample, free_port, kill, tree_of
-from bench.report import BenchResult, machine, spell, summary, write_json
+from bench.report import BenchResult, cell, machine, write_json
 from bench.trainers import RECENT_S, SCRIPTS, Trainers
 from elastane.observe.events import read_events
 from elastane.protocol.log_events import EventKind
@@ -338,24 +338,6 @@ ROWS = (
         unit="%",
     ),
 )
-
-
-def cell(result: BenchResult, unit: str) -> str:
-    """Return one cell: the median, and the 99th percentile of many samples."""
-    seconds = result.seconds
-    if unit == "%" and seconds:
-        return ", ".join([f"{100 * statistics.median(seconds):.0f}%", *result.notes()])
-    if unit == "ratio" and len(seconds) > 1:
-        low, middle, high = (f"{100 * (part - 1):+.1f}%" for part in statistics.quantiles(seconds))
-        spread = f"{middle} (quartiles {low} and {high} of {len(seconds)} pairs of blocks)"
-        return ", ".join([spread, *result.notes()])
-    if unit == "ratio":
-        return "the measure"
-    if len(seconds) < 20:
-        return summary(result)
-    late = seconds[int(len(seconds) * 0.99)]
-    figures = f"{spell(statistics.median(seconds))}, 99th percentile {spell(late)}, worst"
-    return ", ".join([f"{figures} {spell(seconds[-1])}, {len(seconds)} times", *result.notes()])
 
 
 def line_of(row: StepRow, results: dict[str, BenchResult]) -> str:

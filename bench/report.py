@@ -82,6 +82,24 @@ def spell(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
 
 
+def cell(result: BenchResult, unit: str) -> str:
+    """Return one cell: the median, and the 99th percentile of many samples."""
+    seconds = result.seconds
+    if unit == "%" and seconds:
+        return ", ".join([f"{100 * statistics.median(seconds):.0f}%", *result.notes()])
+    if unit == "ratio" and len(seconds) > 1:
+        low, middle, high = (f"{100 * (part - 1):+.1f}%" for part in statistics.quantiles(seconds))
+        spread = f"{middle} (quartiles {low} and {high} of {len(seconds)} pairs of blocks)"
+        return ", ".join([spread, *result.notes()])
+    if unit == "ratio":
+        return "the measure"
+    if len(seconds) < 20:
+        return summary(result)
+    late = seconds[int(len(seconds) * 0.99)]
+    figures = f"{spell(statistics.median(seconds))}, 99th percentile {spell(late)}, worst"
+    return ", ".join([f"{figures} {spell(seconds[-1])}, {len(seconds)} times", *result.notes()])
+
+
 def machine() -> dict[str, str]:
     """Return the conditions of the figures: machine, date, versions, load."""
     return {

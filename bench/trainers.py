@@ -40,6 +40,7 @@ class Commit:
     round: int
     rank: int
     again: int = 0
+    digest: str = ""
 
 
 class Watch:
@@ -105,9 +106,13 @@ class Trainers:
         self, workers: int, *options: str, mode: str = "library", step_s: float = 0.0
     ) -> int:
         """Start an agent of elastane with workers that train for ever; return its pid."""
-        words = ["--nproc-per-node", str(workers), "--min-workers", "1", "--max-restarts", "100000"]
-        words += ["--rdzv-conf", "crash_loop=0,gather=0.2", "--log-dir", f"{self.folder}/logs"]
         script = [str(SCRIPTS / "in_place_train.py"), str(self.folder), mode, "0", str(step_s)]
+        return self.start_script(workers, script, "--max-restarts", "100000", *options)
+
+    def start_script(self, workers: int, script: Sequence[str], *options: str) -> int:
+        """Start an agent of elastane with workers that run a script; return its pid."""
+        words = ["--nproc-per-node", str(workers), "--min-workers", "1"]
+        words += ["--rdzv-conf", "crash_loop=0,gather=0.2", "--log-dir", f"{self.folder}/logs"]
         return self.start([sys.executable, "-m", "elastane", "run", *words, *options, *script])
 
     def wait(self, condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
