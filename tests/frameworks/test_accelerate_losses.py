@@ -60,3 +60,7 @@ def test_the_next_main_process_logs_to_the_trackers_and_prints(job):
 
 def test_a_worker_without_a_file_of_its_rank_continues_at_the_batch_of_the_others(job):
     assert said(job[0])["step"] == 3
+
+
+def test_a_mean_that_a_loss_interrupts_is_that_of_the_workers_that_are_left(job):
+    assert said(job[0])["mean"] == 3.0

@@ -48,8 +48,7 @@ def adopt(name: str, world: VisibleWorld) -> None:
     operations: Any = importlib.import_module(f"{name}.utils.operations")
     for gather in ("_gpu_gather", "_gpu_gather_object"):
         world.make_whole(operations, gather)
-    # It divides a sum by the size.
-    world.make_whole(package.Accelerator, "reduce")
+    _reduce_again(package.Accelerator, world)
     _gather_each_sample_once(package.Accelerator, operations, world)
     _save_again(package.Accelerator, world)
     _load_one_phase(name)
@@ -61,6 +60,30 @@ def has_state(name: str) -> bool:
     """Whether the script has made an Accelerator or its state; `name`: the imported package."""
     states: Any = importlib.import_module(f"{name}.state")
     return bool(states.PartialState._shared_state)
+
+
+def mean_of_members(reduce: Callable[..., Any], *args: Any) -> Any:
+    """Return Accelerate's mean; `synchrony.callsites` knows its sum by the name of this function.
+
+    Accelerate divides the sum by the size that it has when the sum returns.
+    """
+    return reduce(*args)
+
+
+def _reduce_again(owner: Any, world: VisibleWorld) -> None:
+    """Let a mean be that of the members that are left, and any `reduce` be over one membership.
+
+    A script may have divided what it sums by itself. If a loss interrupts such a sum of floats, all
+    workers restart.
+    """
+    reduce: Callable[..., Any] = owner.reduce
+
+    @functools.wraps(reduce)
+    def reduce_whole(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        call = functools.partial(mean_of_members, reduce) if reduction == "mean" else reduce
+        return world.whole(lambda: call(self, tensor, reduction, scale))
+
+    owner.reduce = reduce_whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,16 @@ _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _TORCHS = frozenset(("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"))
 # What keeps a part of the parameters on each worker.
 _SHARDED = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
-# Functions of frameworks by module and name: a broadcast of what each member knows, and a sum that
-# is divided by the world size as it is when the sum returns. Without the package's first name:
-# Lightning has two.
+# Functions of frameworks by module and name: a broadcast of what each member knows, and sums that
+# are divided by the world size as it is when the sum returns. Without the packages' names:
+# Lightning has two. Accelerate's is called by a function of its integration.
 _KNOWN = {
     ("loops.training_epoch_loop", "_broadcast_sigterm_tensor"): Site.AUTHORITY,
     ("utilities.distributed", "_sync_ddp"): Site.TRUE_SUM,
+    ("accelerate", "mean_of_members"): Site.TRUE_SUM,
 }
 _LIGHTNING = ("lightning.pytorch.", "lightning.fabric.", "pytorch_lightning.", "lightning_fabric.")
+_PACKAGES = (*_LIGHTNING, "elastane.integrations.")
 _KNOWN_NAMES = frozenset(name for _, name in _KNOWN)
 # Between a framework's function and torch's: decorators, strategies, plugins.
 _FRAMES_MAX = 16
@@ -81,14 +83,14 @@ def _site_in_framework(frame: FrameType | None) -> Site:
         if _module(frame).startswith(_SHARDED):
             return Site.SHARDED
         name = frame.f_code.co_name
-        if name in _KNOWN_NAMES and (site := _of_lightning(_module(frame), name)) is not None:
+        if name in _KNOWN_NAMES and (site := _of_function(_module(frame), name)) is not None:
             return site
         frame = frame.f_back
     return Site.SCRIPT
 
 
-def _of_lightning(module: str, name: str) -> Site | None:
-    prefix = next((each for each in _LIGHTNING if module.startswith(each)), None)
+def _of_function(module: str, name: str) -> Site | None:
+    prefix = next((each for each in _PACKAGES if module.startswith(each)), None)
     return None if prefix is None else _KNOWN.get((module.removeprefix(prefix), name))
 
 
