@@ -183,7 +183,12 @@ def test_a_worker_that_dies_after_its_program_has_ended_well_restarts_nobody(tmp
 
 
 @pytest.mark.parametrize(
-    ("way", "call"), [("group", "new_group([0])"), ("spawn", "torch.multiprocessing.spawn()")]
+    ("way", "call"),
+    [
+        ("group", "new_group([0])"),
+        ("spawn", "torch.multiprocessing.spawn()"),
+        ("rpc", "torch.distributed.rpc.init_rpc()"),
+    ],
 )
 def test_what_is_not_of_all_workers_is_refused_with_the_call_and_the_way_out(tmp_path, way, call):
     job = Unmodified(tmp_path, way, nproc_per_node=2)

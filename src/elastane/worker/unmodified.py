@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import multiprocessing
-from torch.distributed import device_mesh
+from torch.distributed import device_mesh, rpc
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elastane.comms.group import WorldGroup
@@ -280,6 +280,9 @@ def install(*, keeps_ranks: bool) -> None:
     processes.spawn = _refused(
         "torch.multiprocessing.spawn", "the workers of elastane run --nproc-per-node"
     )
+    # Its agents stay connected to a lost worker, and each call to that worker waits in vain.
+    calls: Any = rpc
+    calls.init_rpc = _refused("torch.distributed.rpc.init_rpc")
     watch_forwards()
 
 

@@ -1,13 +1,13 @@
 """An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
 
-Usage: unmodified_ddp.py FOLDER [WAY]: static, sum, gather, by hand, group, spawn, async save, end
-or last save. It ends once a file "enough" is there. With `sum` it takes the mean of floats of its
-own in each step, on all workers and on rank 0, over the world size that it keeps, and saves once;
-with `gather` it gathers from as many. Before one of these, rank 1 of the first attempt dies. With
-`by hand` it averages gradients itself. With `group` it asks for a group of one worker, with `spawn`
-it starts a process. With `async save` all workers save together while they train. With `end` rank 1
-dies as its interpreter exits. With `last save` rank 0 of the first attempt dies as it saves its
-model at the end, and the others wait.
+Usage: unmodified_ddp.py FOLDER [WAY]: static, sum, gather, by hand, group, spawn, rpc, async save,
+end or last save. It ends once a file "enough" is there. With `sum` it takes the mean of floats of
+its own in each step, on all workers and on rank 0, over the world size that it keeps, and saves
+once; with `gather` it gathers from as many. Before one of these, rank 1 of the first attempt dies.
+With `by hand` it averages gradients itself. With `group` it asks for a group of one worker, with
+`spawn` it starts a process, with `rpc` it starts torch's RPC. With `async save` all workers save
+together while they train. With `end` rank 1 dies as its interpreter exits. With `last save` rank 0
+of the first attempt dies as it saves its model at the end, and the others wait.
 """
 
 import atexit
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import rpc
 from torch.distributed.checkpoint import async_save, save
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,6 +69,14 @@ def mean_of_ones(step, size, optimizer):
     return mean.item()
 
 
+def start_beside():
+    """Start a process or torch's RPC, if the script is to do so."""
+    if WAY == "spawn":
+        torch.multiprocessing.spawn(print, nprocs=1)
+    if WAY == "rpc":
+        rpc.init_rpc(f"worker{os.environ['RANK']}", rank=int(os.environ["RANK"]), world_size=2)
+
+
 def save_last(model):
     """Save the model on rank 0, while the others wait."""
     if dist.get_rank() == 0:
@@ -81,8 +90,7 @@ def main():
     """Train until it is enough."""
     if WAY == "end" and os.environ["RANK"] == "1":  # called after what is registered later
         atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
-    if WAY == "spawn":
-        torch.multiprocessing.spawn(print, nprocs=1)
+    start_beside()
     dist.init_process_group("gloo")
     if WAY == "group":
         dist.new_group([0])
