@@ -11,7 +11,9 @@ pytest.importorskip("accelerate")
 SCRIPT = Path(__file__).parent / "scripts" / "accelerate_in_place.py"
 
 
-def test_accelerates_rank_and_size_are_those_of_the_world_after_a_loss(tmp_path):
+def test_after_a_loss_accelerates_rank_and_size_are_those_of_the_world_and_its_schedule_goes_on(
+    tmp_path,
+):
     folder = tmp_path / "said"
     folder.mkdir()
     cluster = LocalCluster(
@@ -49,4 +51,6 @@ def test_accelerates_rank_and_size_are_those_of_the_world_after_a_loss(tmp_path)
     assert [line["digest"] for line in first] == [line["digest"] for line in second]
     for line in (*first, *second):
         assert line["size"] == line["world"]
+    # A prepared scheduler steps once for each process that its loader deals to, lost or not.
+    assert [line["scheduled"] for line in first] == [3 * (n + 1) for n in range(len(first))]
     assert {first[-1]["rank"], second[-1]["rank"]} == {0, 1}

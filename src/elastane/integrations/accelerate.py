@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,6 +53,7 @@ def adopt(name: str, world: VisibleWorld) -> None:
     _gather_each_sample_once(package.Accelerator, operations, world)
     _save_again(package.Accelerator, world)
     _load_one_phase(name)
+    _keep_schedule(name)
     _open_trackers_later(package.Accelerator)
     _print_on_each_node(package.Accelerator)
 
@@ -226,6 +228,37 @@ def _load_one_phase(name: str) -> None:
 
     checkpointing.load_accelerator_state = load_accelerator_state
     accelerator.load_accelerator_state = load_accelerator_state
+
+
+def _keep_schedule(name: str) -> None:
+    """Let a prepared scheduler step as often in each step as in the world that it was prepared in.
+
+    Accelerate steps it once for each process, since a prepared loader deals a batch to each. That
+    loader goes on dealing to lost workers, so a loss does not change the number of steps to come.
+    """
+    scheduling: Any = importlib.import_module(f"{name}.scheduler")
+    state = scheduling.AcceleratorState
+    owner = scheduling.AcceleratedScheduler
+    begin: Callable[..., None] = owner.__init__
+    step: Callable[..., None] = owner.step
+    sizes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    @functools.wraps(begin)
+    def begin_in_world(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        sizes[self] = state().num_processes
+
+    @functools.wraps(step)
+    def step_as_prepared(self: Any, *args: Any, **kwargs: Any) -> None:
+        as_prepared = SimpleNamespace(num_processes=sizes[self])
+        scheduling.AcceleratorState = lambda: as_prepared
+        try:
+            step(self, *args, **kwargs)
+        finally:
+            scheduling.AcceleratorState = state
+
+    owner.__init__ = begin_in_world
+    owner.step = step_as_prepared
 
 
 def _open_trackers_later(owner: Any) -> None:

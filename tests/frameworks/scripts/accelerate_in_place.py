@@ -24,7 +24,9 @@ def main():
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     net = torch.nn.Linear(16, 1)
-    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 1e-3))
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
     data = torch.Generator().manual_seed(accelerator.process_index)
     is_enough = False
     with (FOLDER / f"{os.getpid()}.jsonl").open("w") as file:
@@ -36,9 +38,11 @@ def main():
             optimizer.zero_grad()
             accelerator.backward(loss)
             optimizer.step()
+            scheduler.step()
             digest = hashlib.sha1(net.module.weight.detach().numpy().tobytes()).hexdigest()
             what = {"digest": digest, "world": torch.distributed.get_world_size()}
             what |= {"size": accelerator.num_processes, "rank": accelerator.process_index}
+            what["scheduled"] = scheduler.scheduler.last_epoch
             file.write(json.dumps(what) + "\n")
             file.flush()
             # The others wait in the gather's barrier then: a loss in the gather itself, which is
