@@ -134,7 +134,7 @@ def running(store_backed):
     return desk
 
 
-@settings(max_examples=250)
+@settings(max_examples=125)
 @given(
     said=st.lists(st.tuples(st.sampled_from([B, HOSTILE, AGAIN]), MESSAGES) | ACTS, max_size=12),
     store_backed=st.booleans(),
@@ -154,7 +154,7 @@ def test_no_message_of_a_hostile_agent_breaks_the_coordinator(said, store_backed
     msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=ToAgent)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(said=st.lists(MESSAGES.filter(lambda m: not isinstance(m, Join)), max_size=20))
 def test_who_never_joined_changes_nothing(said):
     desk = running(False)

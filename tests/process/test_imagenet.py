@@ -116,8 +116,9 @@ def test_the_plain_script_trains_on_every_sample_once(undisturbed):
     assert undisturbed(PLAIN).end()
 
 
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=SOAK)])
-@pytest.mark.parametrize("script", [pytest.param(PLAIN, marks=SOAK), CHECKPOINTS])
+@SOAK
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("script", [PLAIN, CHECKPOINTS])
 def test_a_lost_worker_and_a_lost_node_leave_no_trace(script, shared, data, undisturbed, tmp_path):
     job = Nodes(script, data, tmp_path, shared=shared)
     job.to(EARLY)

@@ -52,7 +52,7 @@ def logged(draw):
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(logged(), st.none() | st.floats(0.0, 5000.0))
 def test_the_intervals_follow_each_other_and_sum_to_the_wall_time(events, now_s):
     account = account_of(events, now_s)
@@ -66,7 +66,7 @@ def test_the_intervals_follow_each_other_and_sum_to_the_wall_time(events, now_s)
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(logged(), st.floats(0.0, 5000.0))
 def test_events_that_come_later_do_not_change_when_the_job_began(events, now_s):
     first = events[0].time_s
@@ -74,7 +74,7 @@ def test_events_that_come_later_do_not_change_when_the_job_began(events, now_s):
         assert account_of(events, now_s).from_s == first
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(logged())
 def test_only_lost_seconds_point_at_an_incident(events):
     for one in account_of(events).intervals:

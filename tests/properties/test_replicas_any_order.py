@@ -198,7 +198,7 @@ class WithoutCopies(Cluster):
     slots, copies = 3, False
 
 
-FEW = settings(max_examples=150, stateful_step_count=50, deadline=None)
+FEW = settings(max_examples=75, stateful_step_count=50, deadline=None)
 MANY = settings(max_examples=2000, stateful_step_count=100, deadline=None)
 
 

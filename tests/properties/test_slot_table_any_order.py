@@ -231,7 +231,7 @@ class Books(RuleBasedStateMachine):
 
 
 BooksTest = Books.TestCase
-BooksTest.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+BooksTest.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.soak

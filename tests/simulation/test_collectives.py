@@ -9,7 +9,7 @@ from elastane.synchrony.rules import Member, Phase
 from simulation import collectives
 from simulation.collectives import CollectiveHistory, CollectiveViolation, play
 
-HISTORIES = 300
+HISTORIES = 150
 # Seeds that once broke a promise: a size that depended on the pace of deliveries, a sum that was
 # read together with the size of a later view, a result handed over that was handed on after the
 # next fault, by a member that had dropped it.
@@ -18,7 +18,7 @@ KEPT = (2, 5, 30_975)
 
 def test_no_history_breaks_a_promise():
     handed = sum(play(seed).counts["handed"] for seed in (*KEPT, *range(1000, 1000 + HISTORIES)))
-    assert handed > 50, "the faults of these histories never made a member lack a result"
+    assert handed > 25, "the faults of these histories never made a member lack a result"
 
 
 def test_no_history_with_newcomers_breaks_a_promise():

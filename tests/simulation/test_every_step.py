@@ -59,8 +59,8 @@ def holds(mode, dies_at, back_s=0.5):
 @pytest.mark.parametrize(
     ("mode", "first", "stride"),
     [
-        ("store", 0, 4),
-        ("endpoint", 1, 4),
+        ("store", 0, 8),
+        ("endpoint", 3, 8),
         pytest.param("store", 0, 1, marks=pytest.mark.soak),
         pytest.param("endpoint", 0, 1, marks=pytest.mark.soak),
     ],
@@ -82,7 +82,7 @@ def test_every_named_place_is_met(mode):
 def test_two_and_three_deaths_at_any_steps_are_survived(mode):
     rng, (_, passed) = random.Random(4), play(mode)
     for count in (2, 3):
-        for _ in range(60):
+        for _ in range(30):
             holds(mode, {*rng.sample(range(len(passed)), count)}, rng.choice((0.05, 0.5, 4.0)))
 
 
