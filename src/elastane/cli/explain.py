@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     from elastane.observe.story import story_of
 
     folder = find_job(args.job, args.log_dir)
-    events = list(read_events(folder))
+    events = list(read_events(folder, all_counts=False))
     story = story_of(folder.name, str(folder), events)
     account = account_of(events)
     story.attempts = [

@@ -134,8 +134,10 @@ def _views(args: argparse.Namespace, job: str) -> list[_View]:
     for entry in running:
         by_job.setdefault(entry.job, []).append(entry)
     if not by_job and job:
-        return [_from_log(job, args.log_dir)]
-    return [_from_agents(entries, tls_of(args)) for entries in by_job.values()]
+        return [_from_log(job, args.log_dir, all_counts=args.json)]
+    return [
+        _from_agents(entries, tls_of(args), all_counts=args.json) for entries in by_job.values()
+    ]
 
 
 def _from_endpoint(args: argparse.Namespace, job: str) -> _View:
@@ -156,7 +158,7 @@ def _from_endpoint(args: argparse.Namespace, job: str) -> _View:
     return _View(job, endpoint, report=_ask(endpoint, job, token, tls_of(args)))
 
 
-def _from_agents(entries: list[JobEntry], tls: TlsConfig | None) -> _View:
+def _from_agents(entries: list[JobEntry], tls: TlsConfig | None, *, all_counts: bool) -> _View:
     """Ask the coordinators that the job's agents on this machine know; keep the last error."""
     view = _View(entries[0].job, agents=entries)
     for entry in reversed(entries):  # the youngest agent has the newest address
@@ -169,17 +171,18 @@ def _from_agents(entries: list[JobEntry], tls: TlsConfig | None) -> _View:
             view.error = None
             _add_account(view, entry.log_dir)
             return view
-    _add_events(view, entries[-1].log_dir)
+    _add_events(view, entries[-1].log_dir, all_counts=all_counts)
     return view
 
 
-def _from_log(job: str, log_dir: str) -> _View:
+def _from_log(job: str, log_dir: str, *, all_counts: bool) -> _View:
     view = _View(job)
-    _add_events(view, log_dir, must_exist=True)
+    _add_events(view, log_dir, must_exist=True, all_counts=all_counts)
     return view
 
 
-def _add_events(view: _View, log_dir: str, *, must_exist: bool = False) -> None:
+def _add_events(view: _View, log_dir: str, *, all_counts: bool, must_exist: bool = False) -> None:
+    """Add the events and the account; `all_counts`: all events are shown, not the last ones."""
     from elastane.cli.logs import find_job
     from elastane.observe.account import account_of
     from elastane.observe.events import read_events
@@ -192,7 +195,7 @@ def _add_events(view: _View, log_dir: str, *, must_exist: bool = False) -> None:
         return
     view.job = view.job if view.job != str(folder) else folder.name
     view.folder = str(folder)
-    view.events = list(read_events(folder))
+    view.events = list(read_events(folder, all_counts=all_counts))
     view.account = account_of(view.events)
 
 
@@ -206,7 +209,7 @@ def _add_account(view: _View, log_dir: str) -> None:
         folder = find_job(view.job, log_dir)
     except UsageError:
         return
-    view.account = account_of(read_events(folder), time.time())
+    view.account = account_of(read_events(folder, all_counts=False), time.time())
 
 
 def _ask(endpoint: str, job: str, token: str, tls: TlsConfig | None) -> Report:

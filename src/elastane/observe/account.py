@@ -143,8 +143,12 @@ def account_of(events: Iterable[LoggedEvent], now_s: float | None = None) -> Acc
     """
     view, accountant = JobView(), Accountant()
     for event in events:
-        # A step count changes no incident but a stall, and most events of a long job are counts.
-        if event.kind != EventKind.PROGRESS or view.incidents.beside("stall") is not None:
+        # Most events of a long job are these. A step count changes no incident but a stall, and a
+        # checkpoint none at all.
+        changes_none = event.kind == EventKind.CHECKPOINT_SAVED or (
+            event.kind == EventKind.PROGRESS and view.incidents.beside("stall") is None
+        )
+        if not changes_none:
             view = after_event(view, event)
         accountant.add(event, view)
     return accountant.account(view, now_s)

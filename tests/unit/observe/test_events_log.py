@@ -6,9 +6,20 @@ import shutil
 import threading
 
 import pytest
+from shown_job import write_job
+from view_events import event, settled
 
 from elastane.observe import events as events_module
-from elastane.observe.events import EventLog, EventReader, follow, read_events
+from elastane.observe.account import account_of
+from elastane.observe.events import (
+    EventLog,
+    EventReader,
+    decode_line,
+    encode_line,
+    follow,
+    read_events,
+)
+from elastane.observe.story import story_of
 from elastane.protocol.log_events import EventKind, LogEvent
 
 
@@ -205,3 +216,64 @@ def test_a_removed_log_is_made_again_with_a_warning(log, tmp_path, caplog, gone)
     assert one.flush()
     assert reasons(tmp_path / "job") == ["after"]
     assert caplog.text.count("was removed or replaced") == 1
+
+
+def written(folder, events, host="a"):
+    folder.mkdir(exist_ok=True)
+    (folder / f"events.{host}.jsonl").write_bytes(b"".join(map(encode_line, events)))
+    return folder
+
+
+def counted(at_s, steps, of_round=1):
+    return event("progress", time_s=at_s, steps=steps, round=of_round, attempt=0, workers=2)
+
+
+def told(folder, events):
+    return account_of(events, 9e9), story_of("j", str(folder), events)
+
+
+def repeating():
+    """A job that is restored from step 2000 at 6000, and repeats 400 counts until it is past."""
+    trained = {"round": 2, "attempt": 0}
+    return [
+        settled(1, "node-a", 2, time_s=0.0, nodes=1),
+        event("workers-training", round=1, attempt=0, time_s=1.0),
+        *(counted(10.0 * n, 10 * n) for n in range(1, 601)),
+        event("incident", round=1, attempt=0, time_s=6001.0),
+        settled(2, "node-a", 2, time_s=6003.0, nodes=1),
+        event("restored", time_s=6003.5, step=2000),
+        event("workers-training", time_s=6004.0, **trained),
+        *(counted(6010.0 + 10 * n, 2000 + 11 * n, 2) for n in range(1, 900)),
+    ]
+
+
+@pytest.mark.parametrize("with_saves", [False, True])
+def test_account_and_story_are_the_same_without_most_step_counts(tmp_path, with_saves):
+    events = repeating()
+    saves = [event("checkpoint-saved", time_s=one.time_s + 1, step=1) for one in events[::7]]
+    folder = written(tmp_path / "j", sorted([*events, *(saves if with_saves else ())],
+                                            key=lambda one: one.time_s))  # fmt: skip
+    every, few = list(read_events(folder)), list(read_events(folder, all_counts=False))
+    assert told(folder, few) == told(folder, every)
+    repeated = sum(one.seconds for one in told(folder, few)[0].intervals if one.cause == "retried")
+    assert 3000 < repeated < 4000, "the counts until all steps were repeated are not left out"
+    counts = [one for one in few if one.kind == "progress"]
+    assert len(counts) < 400 and sum(one.kind == "progress" for one in every) > 1400
+    assert few[-10:] == every[-10:] or with_saves
+
+
+def test_a_job_of_many_incidents_has_the_same_account_without_most_step_counts(tmp_path):
+    folder = write_job(tmp_path, now_s=1e9)
+    every, few = list(read_events(folder)), list(read_events(folder, all_counts=False))
+    assert len(few) < 0.7 * len(every)
+    assert told(folder, few) == told(folder, every)
+
+
+def test_a_count_whose_line_is_torn_or_that_only_a_text_names_ends_no_job(tmp_path):
+    quoted = event("incident", reason='{"kind":"progress","steps":9}', time_s=2.5)
+    folder = written(tmp_path / "j", [*(counted(float(n), n) for n in (1, 2)), quoted])
+    with (folder / "events.a.jsonl").open("ab") as file:
+        file.write(encode_line(counted(3.0, 3)) + encode_line(counted(4.0, 4))[:-20])
+    found = list(read_events(folder, all_counts=False))
+    assert [one.kind for one in found] == ["progress", "progress", "incident", "progress"]
+    assert found[2] == decode_line(encode_line(quoted))
