@@ -37,6 +37,21 @@ def test_a_node_that_fails_its_health_check_does_not_join(tmp_path):
         assert not one.events("coordinator-found")
 
 
+def test_a_health_check_that_cannot_be_run_is_named_with_what_is_expected(tmp_path):
+    program = tmp_path / "check"
+    program.write_text("#!/no/such/shell\n")
+    program.chmod(0o755)
+    with agent(tmp_path, "--health-check", str(program), body=NEVER) as one:
+        assert one.wait() == UNFIT
+        (event,) = one.events("health-check")
+        assert event["reason"] == (
+            f"the health check failed: cannot run '{program}': No such file or directory;"
+            " expected a program that exists and may be executed, and a folder that exists"
+        )
+        assert event["reason"] in one.err and "worker" not in event["reason"]
+        assert f"where: --health-check {program}" in one.err and "run the check there" in one.err
+
+
 @pytest.mark.parametrize("text", ["exec sleep 1000", "trap '' TERM INT; sleep 1000 & wait"])
 def test_a_health_check_that_hangs_has_failed_and_nothing_of_it_is_left(tmp_path, text):
     words = check(tmp_path, text)

@@ -234,22 +234,47 @@ def test_a_cloud_is_asked_at_its_address_or_at_another_one(text, host, port):
     assert read_sources(text)[0].address == Address(host, port)
 
 
+FORM = "http://IP[:PORT]; it has another form"
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("text", "expected"),
     [
-        "aws:https://127.0.0.1",
-        "aws:http://metadata.internal",
-        "aws:http://user:pass@127.0.0.1",
-        "aws:http://127.0.0.1/latest",
-        "aws:http://127.0.0.1:99999",
-        "aws:127.0.0.1",
-        "auto:http://127.0.0.1",
+        ("aws:https://127.0.0.1", f"aws:{FORM}"),
+        ("aws:http://user:pass@127.0.0.1", f"aws:{FORM}"),
+        ("gcp:http://127.0.0.1/latest", f"gcp:{FORM}"),
+        ("aws:http://127.0.0.1:http", f"aws:{FORM}"),
+        ("aws:http://[::1", f"aws:{FORM}"),
+        ("aws:127.0.0.1", f"aws:{FORM}"),
+        (
+            "aws:http://metadata.internal",
+            "aws:http://IP[:PORT]; 'metadata.internal' is no IP address, and no name is resolved",
+        ),
+        (
+            "aws:http://[::g]",
+            "aws:http://IP[:PORT]; '::g' is no IP address, and no name is resolved",
+        ),
+        (
+            "azure:http://127.0.0.1:99999",
+            "azure:http://IP[:PORT]; 99999 is no port: it is not from 1 to 65535",
+        ),
+        (
+            "command:say 'it",
+            "words as in a shell: each quote is closed, and no backslash stands at the end",
+        ),
+        ("auto:http://127.0.0.1", "one of file:PATH, command:WORDS, aws, gcp, azure, auto"),
     ],
 )
-def test_an_address_that_is_no_plain_one_is_refused(text):
+def test_an_address_that_is_no_plain_one_is_named_with_what_is_expected(text, expected):
     with pytest.raises(UsageError) as caught:
         read_sources(text)
-    assert caught.value.slug == "bad-option-value"
+    found = caught.value
+    assert (
+        found.slug == "bad-option-value"
+        and text in found.what
+        and "docs/notices.md" in found.next_step
+    )
+    assert found.expected == expected
 
 
 @pytest.mark.parametrize(

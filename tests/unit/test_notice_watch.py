@@ -1,8 +1,12 @@
 """The watch of notices: each is reported once, and a source that fails affects no other."""
 
 import asyncio
+import errno
 import logging
 
+import pytest
+
+from elastane.errors import ConfigurationError
 from elastane.notices import watch
 from elastane.notices.rules import NoticeSource
 from elastane.notices.watch import NoticeWatch
@@ -81,6 +85,25 @@ def test_a_source_that_fails_is_read_again_and_is_reported_once(caplog):
         "notices of file:/0 cannot be read and are tried again: no route to host [notice-source]",
         "notices of file:/0 are read again",
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed ('127.0.0.1', 9)"),
+         "Connection refused"),
+        (ConfigurationError("cannot run 'say': Permission denied", slug="s", expected="a program"),
+         "cannot run 'say': Permission denied; expected a program"),
+    ],
+)  # fmt: skip
+def test_why_a_source_cannot_be_read_is_said_in_words(error, said, caplog):
+    logging.getLogger("elastane").propagate = True
+    reader = Scripted(*[error] * 4, [GOING])
+    watched = Watched(reader)
+    with caplog.at_level(logging.WARNING, "elastane.agent"):
+        assert watched.run_until(lambda: watched.heard) == [GOING]
+    told = f"notices of file:/0 cannot be read and are tried again: {said} [notice-source]"
+    assert caplog.records[0].getMessage() == told
 
 
 def test_auto_reads_nothing_on_a_machine_of_no_known_cloud(monkeypatch, caplog):

@@ -117,7 +117,7 @@ class HealthCheck:
         except TimeoutError:
             why = f"no end within {self._limit_s:g} s"
         except ConfigurationError as error:
-            why = error.what
+            why = f"{error.what}; expected {error.expected}"
         took_s = round(time.monotonic() - begun_s, 3)
         reason = "passed"
         if why:

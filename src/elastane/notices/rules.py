@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
@@ -37,6 +36,12 @@ _SECONDS = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)s?")
 CLOUDS = ("aws", "gcp", "azure")
 # Of all three clouds, on the link of each machine.
 METADATA_HOST, METADATA_PORT = "169.254.169.254", 80
+# Each server's own paths are asked for, so an address has none; 12 digits are too many for a port.
+_URL = re.compile(
+    r"http://(?:\[(?P<v6>[^\[\]]*)\]|(?P<host>[^/:@?#\[\]]+))(?::(?P<port>[0-9]{1,12}))?/?"
+)
+# What is expected of a command that cannot be split into words.
+SHELL_WORDS = "words as in a shell: each quote is closed, and no backslash stands at the end"
 _FORMS = "file:PATH, command:WORDS, aws, gcp, azure, auto"
 # How Azure marks its machines, whatever they run on.
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
@@ -74,14 +79,23 @@ class NoticeSource:
 
     @property
     def address(self) -> Address:
-        """Where the metadata server of a cloud is; ValueError if that is no http://IP[:PORT]."""
-        if not self.where:
-            return Address()
-        parts = urlsplit(self.where)
-        rest = (parts.path.strip("/"), parts.query, parts.fragment, parts.username)
-        if parts.scheme != "http" or any(rest):
-            raise ValueError("http://IP or http://IP:PORT")
-        return Address(str(ip_address(parts.hostname or "")), parts.port or METADATA_PORT)
+        """Where the metadata server of a cloud is; ValueError says what is wrong with it."""
+        return _address(self.where) if self.where else Address()
+
+
+def _address(where: str) -> Address:
+    """Return the address in `where`; raises ValueError, in words of ours."""
+    found = _URL.fullmatch(where)
+    if found is None:
+        raise ValueError("it has another form")
+    host, port = found["v6"] or found["host"], int(found["port"] or METADATA_PORT)
+    try:
+        ip = ip_address(host)
+    except ValueError:
+        raise ValueError(f"{host!r} is no IP address, and no name is resolved") from None
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"{port} is no port: it is not from 1 to 65535")
+    return Address(str(ip), port)
 
 
 def read_sources(text: str) -> tuple[NoticeSource, ...]:
@@ -98,8 +112,8 @@ def _read_source(item: str) -> NoticeSource:
         if (kind == "command" and source.words) or (kind == "file" and where) or item == "auto":
             return source
     except ValueError as error:
-        what = "words as in a shell" if kind == "command" else f"{kind}:http://IP[:PORT]"
-        raise _bad(item, f"{what} ({error})") from None
+        what = SHELL_WORDS if kind == "command" else f"{kind}:http://IP[:PORT]; {error}"
+        raise _bad(item, what) from None
     raise _bad(item, f"one of {_FORMS}")
 
 

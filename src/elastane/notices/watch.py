@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from elastane.errors import ElastaneError
 from elastane.notices.aws import AwsMetadata
 from elastane.notices.azure import AzureMetadata
 from elastane.notices.dialogue import MetadataServer
@@ -143,4 +145,14 @@ def _pause_s(usual_s: float, failures: int) -> float:
 def _tell_failure(name: str, failures: int, error: Exception) -> None:
     if failures == FAILURES_TOLD:
         text = "notices of %s cannot be read and are tried again: %s [%s]"
-        _log.warning(text, name, str(error) or type(error).__name__, SLUG)
+        _log.warning(text, name, _reason_of(error), SLUG)
+
+
+def _reason_of(error: Exception) -> str:
+    """Return why a source could not be read, in words; an error of the system has its own."""
+    match error:
+        case ElastaneError():
+            return f"{error.what}; expected {error.expected}"
+        case OSError(errno=int(number)):
+            return os.strerror(number)
+    return str(error) or type(error).__name__

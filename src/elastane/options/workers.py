@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastane.errors import ConfigurationError, UsageError
-from elastane.notices.rules import NoticeSource, read_sources
+from elastane.notices.rules import SHELL_WORDS, NoticeSource, read_sources
 from elastane.observe.logging import HANDLERS
 from elastane.options.config import Command, Supervision
 from elastane.options.facts import torch_build
@@ -159,8 +159,8 @@ def _health_check(options: Options) -> tuple[str, ...]:
     text = options.text("health_check")
     try:
         words = tuple(shlex.split(text))
-    except ValueError as error:
-        raise options.bad("health_check", f"words as in a shell ({error})") from None
+    except ValueError:
+        raise options.bad("health_check", SHELL_WORDS) from None
     if text and (not words or shutil.which(words[0]) is None):
         raise options.bad(
             "health_check", "a program in PATH, or the path of one that is executable"

@@ -82,7 +82,7 @@ async def launch(
     if error:
         await process.wait()
         raise ConfigurationError(
-            f"worker: cannot run {argv[0]!r}: {error.decode(errors='replace')}",
+            f"cannot run {argv[0]!r}: {error.decode(errors='replace')}",
             slug="worker-start",
             where=f"folder {cwd}",
             expected="a program that exists and may be executed, and a folder that exists",
