@@ -27,8 +27,8 @@ DEADLINE_S = 60.0
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch):
     monkeypatch.syspath_prepend(str(FAKES))
-    monkeypatch.setattr(service_sinks, "_RETRY_FIRST_S", 0.05)
-    monkeypatch.setattr(service_sinks, "_RETRY_MAX_S", 0.05)
+    monkeypatch.setattr(service_sinks, "RETRY_FIRST_S", 0.05)
+    monkeypatch.setattr(service_sinks, "RETRY_MAX_S", 0.05)
 
 
 def worker(folder):

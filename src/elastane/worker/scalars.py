@@ -9,20 +9,22 @@ written costs values and not the job. It does not import torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from elastane.errors import JobError
 from elastane.process import environment
 from elastane.process.files import safe_name
-from elastane.worker.service_sinks import ServiceSink
+from elastane.worker.service_sinks import RETRY_FIRST_S, RETRY_MAX_S, ServiceSink
 from elastane.worker.sink_process import END_WITHIN_S, KEPT_MAX, Scalars
 
 # Ranks are below this, so that a place in the order of writers is one number.
@@ -30,6 +32,8 @@ _RANKS = 1 << 24
 _STEPS = 1 << 38
 _BLOCK_BYTES = 1 << 16
 _PACE_S = 1.0
+# More than the beginning of an event file.
+_ROOM_BYTES = 1 << 12
 SLUG = "job-log"
 
 
@@ -41,7 +45,7 @@ class Sink(Protocol):
         """Open it; return the last step of each name that it has of this run beyond `after_step`.
 
         None: another run begins, of which it has nothing. What raises here or in `write` costs no
-        values yet: it is opened again at the next step.
+        values yet: it is opened again at the next step, then after a pause that grows to a minute.
         """
 
     def write(self, scalars: Scalars) -> None:
@@ -84,7 +88,9 @@ class JsonLines:
         """Append a line."""
         values = {name: _spelled(value) for name, value in scalars.values.items()}
         line = {"step": scalars.step, "time": round(scalars.time_s, 3), **values}
-        os.write(self._file, json.dumps(line).encode() + b"\n")
+        data = json.dumps(line).encode() + b"\n"
+        if os.write(self._file, data) < len(data):  # `open` cuts off what was written of it.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file."""
@@ -129,6 +135,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path.mkdir(parents=True, exist_ok=True)
+        _require_room(self.path)
         found = self._journal.open(after_step)
         first = max([-1 if after_step is None else after_step, *found.values()]) + 1
         self._writer = SummaryWriter(str(self.path), purge_step=first)
@@ -149,6 +156,13 @@ class TensorBoard:
         self._journal.close()
 
 
+class _SinkFailures(NamedTuple):
+    """A sink that has failed: the last pause before another try, and when that is (monotonic)."""
+
+    pause_s: float
+    again_s: float
+
+
 class ScalarLog:
     """The scalars of one worker, and the sinks, which are open on the writer alone."""
 
@@ -160,7 +174,7 @@ class ScalarLog:
         self._kept: deque[Scalars] = deque(maxlen=KEPT_MAX)
         self._pending: dict[str, float] = {}
         self._in_body = False
-        self._warned: set[int] = set()
+        self._failures: dict[int, _SinkFailures] = {}
         self._is_writer = False
         # How many steps were committed as this worker became the writer; None: the run began so.
         self._begun: int | None = None
@@ -236,6 +250,8 @@ class ScalarLog:
         for sink in self._sinks:
             if isinstance(sink, ServiceSink):
                 sink.finish(until_s)
+        if self._is_writer and self._failures:
+            self._write(last=True)
         self.close()
 
     def _keep(self, step: int, values: Mapping[str, float]) -> None:
@@ -243,32 +259,51 @@ class ScalarLog:
         if self._is_writer:
             self._write()
 
-    def _write(self) -> None:
-        """Bring all sinks up to date; one that fails is opened again at the next step."""
+    def _write(self, *, last: bool = False) -> None:
+        """Bring all sinks up to date; one that fails is opened again later, or now if it is `last`.
+
+        A full disk may stay full for hours, so the pause grows: each try costs time of a step, and
+        TensorBoard a file.
+        """
         if not self._kept:
             return
         for number, sink in enumerate(self._sinks):
+            failures = self._failures.get(number)
+            if failures is not None and not last and time.monotonic() < failures.again_s:
+                continue
             try:
                 self._bring_up(number, sink)
-                self._warned.discard(number)
             except Exception as error:
                 self._open.discard(number)
                 with contextlib.suppress(Exception):
                     sink.close()
-                if number not in self._warned:
-                    self._warned.add(number)
-                    where = getattr(sink, "path", type(sink).__name__)
-                    sys.stderr.write(
-                        f"elastane: job.log: {where} cannot be written: {error};"
-                        f" the last {KEPT_MAX} values are kept, and it is tried again\n"
-                    )
+                self._put_off(number, error)
+            else:
+                if self._failures.pop(number, None) is not None:
+                    sys.stderr.write(f"elastane: job.log: {_where(sink)} is written again\n")
+
+    def _put_off(self, number: int, error: Exception) -> None:
+        """Try the sink again later: at the next step at first. Only the first failure is told."""
+        failures = self._failures.get(number)
+        if failures is not None:
+            pause_s = min(max(2 * failures.pause_s, RETRY_FIRST_S), RETRY_MAX_S)
+            self._failures[number] = _SinkFailures(pause_s, time.monotonic() + pause_s)
+            return
+        self._failures[number] = _SinkFailures(0.0, 0.0)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        sys.stderr.write(
+            f"elastane: job.log: {_where(self._sinks[number])} cannot be written: {reason};"
+            f" the last {KEPT_MAX} values are kept, and it is tried again [{SLUG}]\n"
+        )
 
     def _bring_up(self, number: int, sink: Sink) -> None:
         written = self._written.setdefault(number, {})
         if number not in self._open:
             after_step = self._known_before()
-            # It may have been written in part before it failed.
-            written.update(sink.open(0 if written and after_step is None else after_step))
+            if written and (left := self._unwritten(written)):
+                # It failed, maybe in the middle of these; what is before them is there.
+                after_step = left[0].step - 1
+            written.update(sink.open(after_step))
             self._open.add(number)
         for one in self._unwritten(written):
             missing = {n: v for n, v in one.values.items() if one.step > written.get(n, -1)}
@@ -303,6 +338,20 @@ def _number(name: str, value: Any) -> float:
             next_step=f"log {name} as a number, such as {name}.mean()",
             slug=SLUG,
         ) from error
+
+
+def _where(sink: Sink) -> object:
+    return getattr(sink, "path", type(sink).__name__)
+
+
+def _require_room(folder: Path) -> None:
+    """Raise OSError if the folder takes no bytes.
+
+    TensorBoard finds out in a thread, which prints a traceback and leaves a file for each try.
+    """
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        if (file.write(bytes(_ROOM_BYTES)) or 0) < _ROOM_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _said(line: bytes) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from elastane.worker.sink_process import KEPT_MAX, Scalars, kill_descendants
 
 # A process that has taken no value for this long is ended, and started again.
 HANG_S = 60.0
-_RETRY_FIRST_S, _RETRY_MAX_S = 2.0, 60.0
+# Pauses between two tries of a sink that fails: the first, and the longest.
+RETRY_FIRST_S, RETRY_MAX_S = 2.0, 60.0
 _READ_BYTES = 1 << 16
 _LOOK_S = 0.1
 
@@ -47,7 +48,7 @@ class ServiceSink:
         self._number = self._through = self._lost = 0
         self._process: _Process | None = None
         self._leaving: list[_Process] = []
-        self._retry_at_s, self._retry_s = 0.0, _RETRY_FIRST_S
+        self._retry_at_s, self._retry_s = 0.0, RETRY_FIRST_S
         self._is_told = False
 
     def open(self, after_step: int | None) -> Mapping[str, int]:
@@ -125,7 +126,7 @@ class ServiceSink:
         """Note that the process has written up to this entry."""
         if through <= self._through:
             return
-        self._through, self._retry_s = through, _RETRY_FIRST_S
+        self._through, self._retry_s = through, RETRY_FIRST_S
         if self._is_told:
             self._is_told = False
             sys.stderr.write(
@@ -150,7 +151,7 @@ class ServiceSink:
     def _put_off(self, reason: str, now_s: float) -> None:
         """Start the process later; report the first failure only."""
         self._retry_at_s = now_s + self._retry_s
-        self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
+        self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
         if not self._is_told:
             self._is_told = True
             self._tell(reason, "are kept, and it is tried again")

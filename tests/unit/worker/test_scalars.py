@@ -1,13 +1,17 @@
 """Scalars reach each sink once per committed step, whoever writes and whatever was torn."""
 
+import contextlib
 import json
+import os
+import subprocess
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastane.errors import JobError
-from elastane.worker.scalars import KEPT_MAX, JsonLines, ScalarLog
+from elastane.worker.scalars import KEPT_MAX, JsonLines, ScalarLog, TensorBoard
+from elastane.worker.service_sinks import RETRY_FIRST_S, RETRY_MAX_S
 
 
 def lines(path):
@@ -111,19 +115,123 @@ def test_another_run_begins_again_and_a_later_writer_looks_at_its_lines_alone(tm
     assert steps(path, "accuracy") == [50, 50]
 
 
-def test_no_value_is_lost_while_a_file_cannot_be_written(tmp_path, capsys):
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds of the monotonic clock, which the test sets."""
+    now_s = [1000.0]
+    monkeypatch.setattr("elastane.worker.scalars.time.monotonic", lambda: now_s[0])
+    return now_s
+
+
+def test_no_value_is_lost_while_a_file_cannot_be_written(tmp_path, capsys, clock):
     path = tmp_path / "a.jsonl"
     path.mkdir()
     log = writer(path, tmp_path / "b.jsonl")
     made(log, 1), made(log, 2)
     told = capsys.readouterr().err
-    assert told.count("cannot be written") == 1 and str(path) in told
+    assert told.count("cannot be written: Is a directory") == 1 and str(path) in told
     path.rmdir()
     made(log, 3)
-    assert steps(path) == steps(tmp_path / "b.jsonl") == [1, 2, 3]
+    assert steps(tmp_path / "b.jsonl") == [1, 2, 3] and not path.exists(), "after a pause alone"
+    clock[0] += RETRY_FIRST_S
+    made(log, 4)
+    assert steps(path) == steps(tmp_path / "b.jsonl") == [1, 2, 3, 4]
+    assert capsys.readouterr().err == f"elastane: job.log: {path} is written again\n"
 
 
-def test_a_sink_that_fails_later_is_opened_again_and_nothing_comes_twice(tmp_path):
+def test_a_sink_that_stays_away_is_tried_less_and_less_often_and_once_more_at_the_end(
+    tmp_path, clock
+):
+    path = tmp_path / "a.jsonl"
+    path.mkdir()
+    log, tries = writer(path), []
+    log._sinks[0].open = lambda after_step, first=log._sinks[0].open: (
+        tries.append(clock[0]) or first(after_step)
+    )
+    for number in range(1, 601):
+        made(log, number)
+        clock[0] += 1.0
+    assert 8 < len(tries) < 18 and tries[-1] - tries[-2] == RETRY_MAX_S
+    path.rmdir()
+    log.end()
+    assert steps(path) == [*range(1, 601)]
+
+
+def test_a_line_that_a_full_disk_took_in_part_is_written_again(
+    tmp_path, monkeypatch, capsys, clock
+):
+    path, write = tmp_path / "a.jsonl", os.write
+    log = writer(path)
+    made(log, 1)
+    monkeypatch.setattr("elastane.worker.scalars.os.write", lambda fd, data: write(fd, data[:9]))
+    made(log, 2)
+    assert "No space left on device" in capsys.readouterr().err
+    monkeypatch.undo()
+    log.end()
+    assert steps(path) == [1, 2]
+
+
+def test_what_was_written_before_a_failure_is_not_read_again(tmp_path, monkeypatch, clock):
+    sink = JsonLines(tmp_path / "a.jsonl")
+    log, opened = writer(sink), []
+    for number in range(1, 50):
+        made(log, number)
+    monkeypatch.setattr(
+        sink, "open", lambda step, first=sink.open: opened.append(step) or first(step)
+    )
+    monkeypatch.setattr(sink, "write", lambda scalars: (_ for _ in ()).throw(OSError(28, "full")))
+    made(log, 50)
+    made(log, 51)
+    assert opened == [49]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 64 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("needs root, to mount a small disk")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(path):
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(1024)) == 1024:
+            pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", ["lines", "tensorboard"])
+def test_a_full_disk_costs_no_value_is_told_once_and_leaves_no_file_for_each_try(
+    small_disk, capfd, kind
+):
+    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    target = TensorBoard(small_disk / "t") if kind == "tensorboard" else small_disk / "t"
+    log, values = writer(target), {f"v{n}": 0.5 for n in range(20)}
+    made(log, 1, **values)
+    fill(small_disk / "fill")
+    for number in range(2, 40):
+        made(log, number, **values)
+    said = capfd.readouterr().err
+    assert said.count("cannot be written: No space left on device") == 1
+    assert said.count("Traceback") <= 1, "TensorBoard's own, at the first failure"
+    (small_disk / "fill").unlink()
+    log.end()
+    assert "is written again" in capfd.readouterr().err
+    if kind == "lines":
+        assert steps(small_disk / "t", "v0") == [*range(1, 40)]
+        return
+    events = tensorboard.EventAccumulator(str(small_disk / "t"), size_guidance={"scalars": 0})
+    assert [one.step for one in events.Reload().Scalars("v0")] == [*range(1, 40)]
+    assert len([*(small_disk / "t").iterdir()]) <= 5
+
+
+def test_a_sink_that_fails_later_is_opened_again_and_nothing_comes_twice(tmp_path, clock):
     class Failing(JsonLines):
         fails = False
 
@@ -138,6 +246,7 @@ def test_a_sink_that_fails_later_is_opened_again_and_nothing_comes_twice(tmp_pat
     sink.fails = True
     made(log, 2), made(log, 3)
     sink.fails = False
+    clock[0] += RETRY_FIRST_S
     made(log, 4)
     assert steps(sink.path) == [1, 2, 3, 4]
 
