@@ -158,6 +158,11 @@ def test_a_terminal_gets_a_bar_on_standard_error_and_a_pipe_none(place):
     command = [sys.executable, "-m", "elastane", "checkpoint", "verify", str(where), "100"]
     plain = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert plain.stderr == ""
+    at_once = (
+        "import sys, elastane.observe.progress as shown; shown.SHOWN_AFTER_S = 0.0;"
+        "from elastane.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command[1:3] = ["-c", at_once]
     screen, terminal = pty.openpty()
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     shown = subprocess.run(

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from process_harness import until
 from safetensors.torch import load_file
 
 import elastane
 from elastane.checkpoint import simple as exporting
 from elastane.cli.main import main
+from elastane.observe import progress
 
 
 class Net(torch.nn.Module):
@@ -44,6 +46,29 @@ def saved(tmp_path):
 
 def exported(where: Path, to: Path, *words: str) -> int:
     return main(["checkpoint", "export", str(where), str(to), *words])
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_verifying_reading_and_writing_say_how_far_they_are(
+    saved, tmp_path, capsys, monkeypatch, suffix
+):
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "_LOOK_S", 0.001)
+    save, said = exporting._saved, []
+
+    def slowly(state, path, suffix):
+        left_out = save(state, path, suffix)
+        until(lambda: said.append(capsys.readouterr().err) or "writing" in "".join(said), "a look")
+        return left_out
+
+    monkeypatch.setattr(exporting, "_saved", slowly)
+    words = ("--only", "net") if suffix == ".safetensors" else ()
+    assert exported(saved[0], tmp_path / f"all{suffix}", *words) == 0
+    lines = "".join([*said, capsys.readouterr().err]).splitlines()
+    whats = ["verifying step 7", "reading step 7", f"writing all{suffix}"]
+    assert [line.split(": ")[1] for line in lines] == whats
+    assert main(["checkpoint", "verify", str(saved[0]), "7"]) == 0
+    assert capsys.readouterr().err.startswith("elastane: verifying step 7: ")
 
 
 def test_a_pt_file_has_the_state_as_it_was_saved(saved, tmp_path, capsys):

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import elastane
 from elastane.checkpoint.checkpointer import Checkpointer
 from elastane.errors import CheckpointError, ConfigurationError, StorageError
+from elastane.observe import progress
 from elastane.process.status_page import finish_before_park
 
 
@@ -60,6 +61,21 @@ class Trained:
         raw = [t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in states]
         lr = str(self.scheduler.get_last_lr()).encode()
         return [*raw, lr, self.generator.get_state().numpy().tobytes()]
+
+
+def test_a_restore_that_takes_long_says_how_far_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+    one = Trained()
+    with_saved = Checkpointer(tmp_path, every_steps=1)
+    with_saved.restore(one.objects())
+    one.step()
+    with_saved.save(3)
+    with_saved.wait()
+    capsys.readouterr()
+    other = Trained(1)
+    assert Checkpointer(tmp_path, every_steps=1).restore(other.objects()).step == 3
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "restoring" in x]
+    assert line.startswith("elastane: restoring step 3: ") and other.bits() == one.bits()
 
 
 def wait_for(condition) -> None:

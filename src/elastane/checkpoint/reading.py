@@ -31,6 +31,7 @@ from elastane.checkpoint.layout import Box, Layout, TensorPiece, overlap, part_o
 from elastane.checkpoint.members import Members
 from elastane.comms.digest import raw_bytes
 from elastane.errors import CheckpointError
+from elastane.observe.progress import ShownProgress, shown_progress
 from elastane.protocol.checkpoints import CHUNK_BYTES, MANIFEST, FileRecord, Manifest
 from elastane.storage.aligned import pages
 from elastane.storage.protocol import Storage
@@ -72,6 +73,28 @@ class ByteSource(Protocol):
 
     def run(self, at: int, size: int) -> int:
         """Return how many bytes from `at` on are contiguous in the source, `size` at most."""
+
+
+class _CountedBytes:
+    """A source that reports what is read of it."""
+
+    def __init__(self, source: ByteSource, shown: ShownProgress) -> None:
+        self._source = source
+        self._shown = shown
+
+    def read_into(self, at: int, memory: memoryview) -> None:
+        """Fill `memory` with the bytes from `at` on."""
+        self._source.read_into(at, memory)
+        self._shown.add(len(memory))
+
+    def run(self, at: int, size: int) -> int:
+        """Return how many bytes from `at` on are contiguous in the source, `size` at most."""
+        return self._source.run(at, size)
+
+
+def counted(source: ByteSource, shown: ShownProgress | None) -> ByteSource:
+    """Return a source that reports what is read of it, if that is shown."""
+    return source if shown is None else _CountedBytes(source, shown)
 
 
 class MemoryPieces:
@@ -158,6 +181,18 @@ class ReadRequest(NamedTuple):
     piece: TensorPiece
     destination: Destination
     common: Box
+
+
+@contextlib.contextmanager
+def restore_progress(
+    what: str, total_bytes: int, members: Members
+) -> Iterator[ShownProgress | None]:
+    """Show the progress of what all ranks do together, on the first one."""
+    if members.rank:
+        yield None
+        return
+    with shown_progress(what, total_bytes) as shown:
+        yield shown
 
 
 def fill(layout: Layout, image: ByteSource, destinations: Sequence[Destination]) -> None:
@@ -305,6 +340,7 @@ def gather(
     spans: Sequence[Spans],
     destinations: Sequence[Destination],
     members: Members,
+    shown: ShownProgress | None = None,
 ) -> None:
     """Fill the destinations. `own` is readable by this rank; `spans` are those of all ranks."""
     wanted, why = list[ReadRequest](), ""
@@ -320,8 +356,8 @@ def gather(
             far.setdefault(each.piece.at, []).append(each)
     lacked = _exchange(members, [*far], why)
     if own is not None:
-        fill_requests(layout, own, near)
-    _receive(layout, own, [*parcels(layout, lacked, spans)], far, members)
+        fill_requests(layout, counted(own, shown), near)
+    _receive(layout, own, [*parcels(layout, lacked, spans)], far, members, shown)
 
 
 def _exchange(members: Members, lacked: list[int], why: str) -> set[int]:
@@ -345,6 +381,7 @@ def _receive(
     coming: Sequence[Parcel],
     far: dict[int, list[ReadRequest]],
     members: Members,
+    shown: ShownProgress | None,
 ) -> None:
     failure: Exception | None = None
     for parcel in coming:
@@ -355,7 +392,8 @@ def _receive(
             except (OSError, CheckpointError) as error:
                 failure = error  # The other ranks are in the collective already.
         members.spread(arrived.data, parcel.source)
-        fill_requests(layout, arrived, [w for p in parcel.pieces for w in far.get(p.at, ())])
+        mine = [w for p in parcel.pieces for w in far.get(p.at, ())]
+        fill_requests(layout, counted(arrived, shown), mine)
     if failure is not None:
         raise failure
 
@@ -415,8 +453,9 @@ class CheckpointTransfer:
         self._storage = storage
         self._folder = folder
         self._source = 0
+        self._shown: ShownProgress | None = None
 
-    def run(self, source: int, writers: Collection[int]) -> None:
+    def run(self, source: int, writers: Collection[int], step: int) -> None:
         """Copy it to the writers; all ranks take part. Raises CheckpointError if one failed."""
         self._source, mine = source, self._members.rank == source
         content, failure = self._manifest() if mine else (b"", "")
@@ -425,7 +464,12 @@ class CheckpointTransfer:
             writes = self._members.rank in writers
             failure = self._prepare() if writes else ""
             manifest = msgspec.msgpack.decode(content, type=_Announced)
-            with ThreadPoolExecutor(1, thread_name_prefix="elastane-bring") as helper:
+            total_bytes = sum(record.size_bytes for record in manifest.files)
+            with (
+                ThreadPoolExecutor(1, thread_name_prefix="elastane-bring") as helper,
+                restore_progress(f"copying step {step} to nodes", total_bytes, self._members) as to,
+            ):
+                self._shown = to
                 for record in manifest.files:
                     parcels = self._send(record, helper) if mine else self._receive(record)
                     if writes and not failure:
@@ -491,8 +535,7 @@ class CheckpointTransfer:
         """Yield a file part by part, in buffers that are used again after some others."""
         for number, (_, size) in enumerate(_spans(record)):
             data = self._buffers[number % _BUFFERS][:size]
-            self._members.spread(data, self._source)
-            yield data
+            yield self._spread(data)
 
     def _send(self, record: FileRecord, helper: Executor) -> Iterator[torch.Tensor]:
         """Broadcast and yield a file part by part; the next parts are read meanwhile."""
@@ -506,12 +549,17 @@ class CheckpointTransfer:
                     coming.append(helper.submit(self._read, path, fd, memory, *spans[number]))
                 if number >= _AHEAD:
                     data = coming.popleft().result()
-                    self._members.spread(data, self._source)
-                    yield data
+                    yield self._spread(data)
         finally:
             wait(coming)
             if fd is not None:
                 os.close(fd)
+
+    def _spread(self, data: torch.Tensor) -> torch.Tensor:
+        self._members.spread(data, self._source)
+        if self._shown is not None:
+            self._shown.add(data.numel())
+        return data
 
     @functools.cached_property
     def _buffers(self) -> list[torch.Tensor]:

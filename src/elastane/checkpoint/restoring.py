@@ -33,8 +33,10 @@ from elastane.checkpoint.reading import (
     MemoryPieces,
     ReceivedBytes,
     broadcast,
+    counted,
     fill,
     gather,
+    restore_progress,
 )
 from elastane.checkpoint.registered import restore_streams
 from elastane.checkpoint.small_files import (
@@ -364,7 +366,7 @@ class Restorer:
             if choice.lacking and not choice.memory:
                 folder = choice.save.folder
                 CheckpointTransfer(self._members, self._repository.storage, folder).run(
-                    choice.givers[0], _writers(choice, found)
+                    choice.givers[0], _writers(choice, found), choice.save.key.step
                 )
             opened = self._open(choice)
             state = self._read(opened, choice)
@@ -411,13 +413,16 @@ class Restorer:
             shared = CopyOnWriteTensors(opened.layout, image)
             self._shared = shared, self._held[choice.save]
         tensors, destinations = places_for(opened.layout, self._source.state(), shared)
+        what = f"restoring step {choice.save.key.step}"
+        total_bytes = sum(each.tensor.nbytes for each in destinations)
         try:
-            if choice.spans:
-                gather(opened.layout, image, choice.spans, destinations, self._members)
-            else:
-                if choice.memory and choice.lacking:
-                    image = self._receive(opened, choice)
-                fill(opened.layout, image, destinations)
+            if choice.memory and choice.lacking and not choice.spans:
+                image = self._receive(opened, choice)
+            with restore_progress(what, total_bytes, self._members) as shown:
+                if choice.spans:
+                    gather(opened.layout, image, choice.spans, destinations, self._members, shown)
+                else:
+                    fill(opened.layout, counted(image, shown), destinations)
         finally:
             if isinstance(opened.image, CheckpointFiles):
                 opened.image.close()
@@ -428,9 +433,13 @@ class Restorer:
         source, rank = choice.givers[0], self._members.rank
         arrived = ReceivedBytes(opened.layout.image_bytes) if rank in choice.lacking else None
         own = opened.image if rank == source else None
-        for at, data in broadcast(opened.layout.image_bytes, own, self._members, source):
-            if arrived is not None:
-                arrived.data[at : at + len(data)] = data
+        total_bytes, what = opened.layout.image_bytes, f"receiving step {choice.save.key.step}"
+        with restore_progress(what, total_bytes, self._members) as shown:
+            for at, data in broadcast(total_bytes, own, self._members, source):
+                if arrived is not None:
+                    arrived.data[at : at + len(data)] = data
+                if shown is not None:
+                    shown.reach(at + len(data))
         return arrived if arrived is not None else opened.image
 
 

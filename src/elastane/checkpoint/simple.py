@@ -25,13 +25,14 @@ import torch
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.members import Members, SingleProcess
 from elastane.checkpoint.plan import SaveOrder
-from elastane.checkpoint.reading import fill
+from elastane.checkpoint.reading import counted, fill
 from elastane.checkpoint.registered import bare, has_state, load_into, states_of
 from elastane.checkpoint.restoring import open_files, places_for, state_of
 from elastane.checkpoint.saving import Saver, require_durable
 from elastane.checkpoint.schedule import at_least_one, steps_done
 from elastane.checkpoint.state_source import fence_of_process, require_mapping, require_names
 from elastane.errors import CheckpointError, UsageError
+from elastane.observe.progress import shown_progress, writing_progress
 from elastane.process import environment
 from elastane.protocol.checkpoints import Key, era_beyond
 from elastane.snapshots.client import SnapshotClient
@@ -123,7 +124,9 @@ def load_found(
         layout, stored, image = open_files(repository.storage, found.folder)
         try:
             tensors, destinations = places_for(layout, live or {})
-            fill(layout, image, destinations)
+            total_bytes = sum(each.tensor.nbytes for each in destinations)
+            with shown_progress(f"reading step {found.key.step}", total_bytes) as shown:
+                fill(layout, counted(image, shown), destinations)
         finally:
             image.close()
     return state_of(stored, tensors)
@@ -200,7 +203,9 @@ def export(repository: Repository, found: FoundCheckpoint, to: Path, only: str =
     """
     state = _chosen(load_found(repository, found), only)
     with _partial(to) as partial:
-        left_out = _saved(state, partial, to.suffix)
+        total_bytes = found.manifest.size_bytes if found.manifest is not None else 0
+        with writing_progress(f"writing {to.name}", total_bytes, partial):
+            left_out = _saved(state, partial, to.suffix)
         partial.replace(to)
     return Exported(str(to), to.stat().st_size, left_out)
 

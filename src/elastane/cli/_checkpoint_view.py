@@ -1,16 +1,16 @@
-"""What `elastane checkpoint` prints, as text and as JSON, and its progress bar."""
+"""What `elastane checkpoint` prints, as text and as JSON."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elastane.observe.progress import size_text
+
 if TYPE_CHECKING:
-    from elastane.storage import FoundCheckpoint, Progress
+    from elastane.storage import FoundCheckpoint
     from elastane.storage.retention import Removal
 
 _COLUMNS = ("step", "written", "size", "world", "era.round.attempt", "why", "folder")
@@ -79,8 +79,8 @@ def verdict(fields: dict[str, Any]) -> str:
         word = "not for this elastane" if fields["newer"] else "NOT VALID"
         return f"{fields['folder']}: {word}: {fields['reason']}"
     took_s = max(fields["seconds"], 0.001)
-    pace = size(fields["bytes"] / took_s)
-    return f"{fields['folder']}: valid, {size(fields['bytes'])} in {took_s:.2f} s ({pace}/s)"
+    pace = size_text(fields["bytes"] / took_s)
+    return f"{fields['folder']}: valid, {size_text(fields['bytes'])} in {took_s:.2f} s ({pace}/s)"
 
 
 def details(found: FoundCheckpoint) -> list[str]:
@@ -99,9 +99,9 @@ def details(found: FoundCheckpoint) -> list[str]:
         f"  fence      era {key.era}, round {key.round}, attempt {key.attempt}",
         f"  world      {about.world}",
         f"  versions   {versions}",
-        f"  size       {size(found.manifest.size_bytes)} in {len(found.manifest.files)} files",
+        f"  size       {size_text(found.manifest.size_bytes)} in {len(found.manifest.files)} files",
     ]
-    rows = [(f"    {file.name}", size(file.size_bytes)) for file in found.manifest.files]
+    rows = [(f"    {file.name}", size_text(file.size_bytes)) for file in found.manifest.files]
     return lines + _table(rows)
 
 
@@ -116,39 +116,11 @@ def exported(
     found: FoundCheckpoint, path: str, size_bytes: int, left_out: Sequence[str]
 ) -> list[str]:
     """Return the lines about the exported file, and what the format could not hold."""
-    lines = [f"{path}: step {found.key.step}, {size(size_bytes)}"]
+    lines = [f"{path}: step {found.key.step}, {size_text(size_bytes)}"]
     if left_out:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
         lines.append(f"no tensors, and left out: {', '.join(left_out[:3])}{more}")
     return lines
-
-
-def size(count: float) -> str:
-    """Return bytes in a unit that fits."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
-@contextlib.contextmanager
-def progress(found: FoundCheckpoint) -> Iterator[Progress | None]:
-    """Show a bar on a terminal's standard error while a checkpoint is read."""
-    if not sys.stderr.isatty() or found.manifest is None:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(f"step {found.key.step}", total=found.manifest.size_bytes)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
 def _row(found: FoundCheckpoint) -> tuple[str, ...]:
@@ -157,7 +129,7 @@ def _row(found: FoundCheckpoint) -> tuple[str, ...]:
     if found.manifest is None:
         return (str(key.step), "", "", "", fence, "", found.folder)
     about = found.manifest.about
-    held = size(found.manifest.size_bytes)
+    held = size_text(found.manifest.size_bytes)
     written = _moment(about.created_s)
     return (str(key.step), written, held, str(about.world), fence, about.reason, found.folder)
 

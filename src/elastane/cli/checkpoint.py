@@ -81,8 +81,8 @@ def _verify(args: argparse.Namespace) -> int:
         chosen = _chosen(repository, args.which)
     for found in chosen:
         begun_s = time.monotonic()
-        with storage_errors(where), view.progress(found) as progress:
-            reason = repository.verify(found, progress, fresh=True)
+        with storage_errors(where):
+            reason = _verified(repository, found, fresh=True)
         entries.append(view.judged(found, reason, time.monotonic() - begun_s))
         if not args.json:
             _print([view.verdict(entries[-1])])
@@ -90,6 +90,15 @@ def _verify(args: argparse.Namespace) -> int:
         _print_json({"where": where, "checkpoints": entries})
     bad = [one for one in entries if one["reason"] and (args.strict or not one["newer"])]
     return UNSOUND if bad else SOUND
+
+
+def _verified(repository: Repository, found: FoundCheckpoint, *, fresh: bool = False) -> str:
+    """Return why a checkpoint is not valid, or an empty string."""
+    from elastane.observe.progress import shown_progress
+
+    total_bytes = found.manifest.size_bytes if found.manifest is not None else 0
+    with shown_progress(f"verifying step {found.key.step}", total_bytes) as shown:
+        return repository.verify(found, lambda done, _: shown.reach(done), fresh=fresh)
 
 
 def _configure_show(parser: argparse.ArgumentParser) -> None:
@@ -171,8 +180,7 @@ def _export(args: argparse.Namespace) -> int:
     where = repository.storage.where
     with storage_errors(where):
         found = _chosen(repository, [args.step] if args.step else [])[0]
-        with view.progress(found) as progress:
-            reason = repository.verify(found, progress)
+        reason = _verified(repository, found)
     if reason:
         raise CheckpointError(
             f"{found.folder} is not valid: {reason}",

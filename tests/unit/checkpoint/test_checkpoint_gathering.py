@@ -12,6 +12,7 @@ import torch
 from elastane.checkpoint.layout import Chunk, Tensor, lay_out
 from elastane.checkpoint.reading import Destination, ReceivedBytes, gather, memory_of, parcels
 from elastane.errors import CheckpointError
+from elastane.observe.progress import ShownProgress
 
 
 class Room:
@@ -101,6 +102,19 @@ def test_every_rank_gets_the_pieces_that_it_lacks(seed):
 
     assert together(room, one) == [None] * new
     assert torch.equal(torch.cat([each.tensor for each in wanted]), state.whole)
+
+
+def test_what_a_rank_reads_and_receives_adds_up_to_what_it_wants():
+    state, room = State(8, 2), Room(2)
+    spans = [[(0, state.layout.bounds[1])], [(state.layout.bounds[1], state.layout.image_bytes)]]
+    wanted = [state.wants(0, 8), state.wants(4, 8)]
+    shown = [ShownProgress("restoring step 3", 100) for _ in wanted]
+
+    def one(rank):
+        gather(state.layout, state.image, spans, [wanted[rank]], room.members(rank), shown[rank])
+
+    assert together(room, one) == [None] * 2
+    assert [each._done_bytes for each in shown] == [each.tensor.nbytes for each in wanted]
 
 
 def test_nothing_is_sent_if_no_rank_lacks_a_piece():

@@ -10,6 +10,7 @@ import torch
 import elastane
 from elastane.checkpoint.reading import CheckpointTransfer
 from elastane.errors import CheckpointError
+from elastane.observe import progress
 from elastane.protocol.checkpoints import CHUNK_BYTES, MANIFEST
 from elastane.storage import open_storage
 from elastane.storage.repository import Repository
@@ -71,7 +72,7 @@ def brought(folders, storages=None):
 
     def one(rank):
         try:
-            CheckpointTransfer(Rank(together, rank), storages[rank], name).run(0, [1, 2])
+            CheckpointTransfer(Rank(together, rank), storages[rank], name).run(0, [1, 2], 7)
         except CheckpointError as error:
             return str(error)
         return ""
@@ -94,6 +95,13 @@ def test_a_checkpoint_is_copied_to_every_folder_that_lacks_it(folders):
         repository = Repository(open_storage(str(folders / rank)))
         (published,) = repository.published()
         assert repository.verify(published, fresh=True) == ""
+
+
+def test_the_first_rank_says_how_much_was_copied(folders, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+    brought(folders)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("elastane: copying step 7 to nodes: ") and " MB in " in line
 
 
 def test_a_folder_that_fills_up_is_named_and_blocks_no_rank(folders):
