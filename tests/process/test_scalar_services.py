@@ -5,7 +5,9 @@ The service is a stand-in for MLflow (`scripts/fake_services`), which can hang a
 
 import json
 import os
+import select
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -163,6 +165,30 @@ def test_a_service_that_fails_is_reported_once_and_gets_all_values_later(tmp_pat
     assert told.count("cannot be written: RuntimeError: the server is away") == 1
     assert "is written again; 0 entries are lost" in told
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_locked_database_of_a_service_stops_no_step_and_gets_all_values_later(tmp_path, capsys):
+    database = sqlite3.connect(tmp_path / "runs.db", isolation_level=None)
+    database.execute("create table logged (step int)")
+    log = writer(tmp_path)
+    made(log, 1)
+    until(lambda: steps(tmp_path) == [1], "the service is written", DEADLINE_S)
+    database.execute("begin exclusive")
+    slowest_s, number, said = 0.0, 1, ""
+    until_s = time.monotonic() + DEADLINE_S
+    while "database is locked" not in said and time.monotonic() < until_s:
+        number, begun_s = number + 1, time.perf_counter()
+        made(log, number)
+        slowest_s = max(slowest_s, time.perf_counter() - begun_s)
+        said += capsys.readouterr().err
+        select.select([], [], [], 0.01)
+    assert said.count("cannot be written") == 1 and slowest_s < 2.0
+    database.execute("rollback")
+    log.end()
+    assert "is written again; 0 entries are lost" in capsys.readouterr().err
+    rows = database.execute("select step from logged order by step").fetchall()
+    database.close()
+    assert [row for (row,) in rows] == steps(tmp_path) == [*range(1, number + 1)]
 
 
 def test_a_package_that_is_not_installed_costs_values_and_names_the_command(

@@ -130,9 +130,17 @@ def _become(
         os.chdir(cwd)
         os.execvpe(argv[0], list(argv), dict(env))
     except BaseException as error:
-        os.write(report, str(error).encode(errors="replace")[:ERROR_BYTES_MAX])
+        os.write(report, _reason_of(error, argv[0]).encode(errors="replace")[:ERROR_BYTES_MAX])
     finally:
         os._exit(127)
+
+
+def _reason_of(error: BaseException, program: str) -> str:
+    """Return why a program could not be run; a file that is not the program is named."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    named = f"{error.filename}: " if error.filename and error.filename != program else ""
+    return f"{named}{error.strerror}"
 
 
 def _reset_signals() -> None:
