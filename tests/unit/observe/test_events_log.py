@@ -262,6 +262,19 @@ def test_account_and_story_are_the_same_without_most_step_counts(tmp_path, with_
     assert few[-10:] == every[-10:] or with_saves
 
 
+def test_steps_that_another_coordinator_repeats_in_its_own_file_are_counted(tmp_path):
+    """More events come before the first count than are read ahead of each file."""
+    before = [event("node-joined", time_s=-1.0) for _ in range(300)]
+    events = [one for one in repeating() if one.kind != "progress" or one.time_s < 6002.0]
+    faster = [counted(6010.0 + 10 * n, 2000 + n * n // 100, 2) for n in range(1, 900)]
+    written(tmp_path / "j", [*before, *(one for one in events if one.time_s < 6002.0)], "a")
+    folder = written(
+        tmp_path / "j", [*(one for one in events if one.time_s > 6002.0), *faster], "b"
+    )
+    every, few = list(read_events(folder)), list(read_events(folder, all_counts=False))
+    assert told(folder, few) == told(folder, every)
+
+
 def test_a_job_of_many_incidents_has_the_same_account_without_most_step_counts(tmp_path):
     folder = write_job(tmp_path, now_s=1e9)
     every, few = list(read_events(folder)), list(read_events(folder, all_counts=False))
