@@ -82,3 +82,26 @@ def test_a_node_that_is_taken_away_stays_away_without_a_time_to_come_back():
     plan = FaultPlan((Fault(0.0, "kill-node", 0.9),), back_s=None)
     (told,) = plan.run(job)
     assert gone == ["b"] and told.endswith("kill-node b")
+
+
+def test_a_node_that_comes_back_when_a_fault_is_due_is_its_target():
+    def node(name):
+        one = SimpleNamespace(name=name, is_alive=True, kill_agent=None)
+        one.kill = one.stop = lambda: setattr(one, "is_alive", False)
+        return one
+
+    nodes = [node("a"), node("b")]
+
+    def start(name):
+        nodes.append(node(name))
+        return nodes[-1]
+
+    job = SimpleNamespace(
+        nodes=nodes, events=lambda kind: [], record_fault=lambda *fault: None, start=start
+    )
+    # The return and the second fault are due by the next look.
+    plan = FaultPlan((Fault(0.0, "kill-node"), Fault(0.01, "stop-node")), back_s=0.005)
+    told = plan.run(job)
+    assert [text.split(": ")[1] for text in told] == [
+        "kill-node a", "a comes back", "stop-node b", "b comes back",
+    ]  # fmt: skip

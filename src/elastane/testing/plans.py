@@ -158,7 +158,7 @@ class FaultPlan:
 
         while faults or absent:
             now_s = time.monotonic() - begun_s
-            present = [node for node in job.nodes if node.is_alive]
+            present = _present(job)
             if job.events(EventKind.JOB_ENDED) or not (present or absent):
                 break
             for back in [back for back in absent if back[0] <= now_s]:
@@ -168,7 +168,8 @@ class FaultPlan:
                     note(f"{back[1]} comes back")
             if faults and faults[0].at_s <= now_s:
                 fault = faults.pop(0)
-                done, node, gone = self._inject(fault, present, job)
+                # Those that came back just now are targets, too.
+                done, node, gone = self._inject(fault, _present(job), job)
                 if done:
                     job.record_fault(fault.kind, node, done)
                     note(done)
@@ -207,6 +208,10 @@ class FaultPlan:
         ends = {"kill-node": node.kill, "kill-agent": node.kill_agent, "stop-node": node.stop}
         ends[fault.kind]()
         return f"{fault.kind} {node.name}", node.name, True
+
+
+def _present(job: FaultedJob) -> list[FaultedNode]:
+    return [node for node in job.nodes if node.is_alive]
 
 
 def _harm_worker(kind: Kind, pid: int, node: FaultedNode) -> str:
