@@ -441,9 +441,10 @@ class MembershipAgent:
 
     def _new_port(self) -> PortOffer:
         """Hold a new port; others may know the previous one."""
-        self._port.close()
-        self._port = OfferedPort(listening=True, host=self.config.reach)
-        return self._port.open()
+        before, self._port = self._port, OfferedPort(listening=True, host=self.config.reach)
+        offer = self._port.open()
+        before.close()
+        return offer
 
     def _send_conclusion(self) -> None:
         if self._conclusion is not None and self._link is not None:

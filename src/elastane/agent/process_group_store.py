@@ -56,13 +56,16 @@ class OfferedPort:
         self._socket = held
 
     def open(self) -> PortOffer:
-        """Bind a port of the kernel's choice.
+        """Bind a port of the kernel's choice, and release the one that is held.
 
-        A port that does not listen is held on all addresses, since torch's store will bind all.
+        A port that does not listen is held on all addresses, since torch's store will bind all. The
+        held one is released last: the kernel might choose it again, and others may know it.
         """
-        self._socket = bound(self._host if self.listening else "", 0)
+        opened = bound(self._host if self.listening else "", 0)
+        self.close()
+        self._socket = opened
         if self.listening:
-            self._socket.listen(_BACKLOG)
+            opened.listen(_BACKLOG)
         return self.offer
 
     @property

@@ -180,7 +180,6 @@ class AgentShell:
 
     def _new_port(self) -> PortOffer:
         """Hold a new port; others may know the previous one."""
-        self._port.close()
         return self._port.open()
 
     def _final_exit(self, exit_: Exit) -> Exit:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastane.agent import process_group_store
 from elastane.agent.process_group_store import OfferedPort
 from elastane.agent.shell import AgentShell, Outlets
 from elastane.protocol.effects import Exit
@@ -49,5 +50,20 @@ def test_each_session_offers_a_port_of_its_own(group):
     (able,) = (event for event in core.heard if isinstance(event, GroupAble))
     held = port.offer
     port.close()
-    assert len({first.port, once.port, again.port}) == 3
+    assert first.port != once.port != again.port
     assert again == held == able.offer and able.sharding
+
+
+def test_the_kernel_cannot_choose_the_port_again_that_is_given_up(monkeypatch):
+    port = OfferedPort(listening=True)
+    port.open()
+    held, bind = port.socket, process_group_store.bound
+
+    def bound(host, number):
+        assert held.fileno() != -1, "the port that others know is free for the kernel's choice"
+        return bind(host, number)
+
+    monkeypatch.setattr(process_group_store, "bound", bound)
+    port.open()
+    assert held.fileno() == -1
+    port.close()
