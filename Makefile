@@ -62,7 +62,7 @@ $(STAMP): pyproject.toml
 	@test -n '$(PYTHON)' || { echo 'no Python 3.11 or later found; name one: make PYTHON=/path/to/python3' >&2; exit 1; }
 	@.ci/packages $(PYTHON)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@# pip would compile 19,000 files one after the other, of which these imports need a few thousand.
+	@# pip would compile 19,000 files one after the other, of which the tests import a third.
 	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
 	$(BIN)/python -m pip install --quiet --no-compile -e '.[demo,test]'
 	@$(BIN)/python -c 'import accelerate, lightning, torch._dynamo, transformers.trainer'

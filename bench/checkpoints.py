@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from bench.harness import Sample
-from bench.report import BenchResult, machine, spell, write_json
+from bench.report import BenchResult, machine, measured_by, spell, write_json
 from elastane.testing import LocalCluster
 
 SCRIPT = Path(__file__).parent / "scripts" / "checkpoint_work.py"
@@ -170,11 +170,7 @@ def main() -> int:
     lines += [line for gb in args.large for line in of_large(gb, args.folder, rows)]
     lines += [after_each(workers, args.folder, rows) for workers in (1, 2)]
     lines += [copies(gb, args.folder, rows) for gb in (0.1, *args.gb)]
-    print(
-        f"Measured by `python -m bench checkpoints` on {about['date']}: {about['cores']} cores of"
-        f" {about['cpu']}, {about['memory']}, Linux {about['kernel']}, Python {about['python']},"
-        f" torch {about['torch']}; load at the start {about['load']}. Medians.\n"
-    )
+    print(f"{measured_by('checkpoints', about)} Medians.\n")
     print("| what | others here | elastane |\n|---|---|---|")
     print("\n".join(lines))
     write_json("checkpoints", about, rows)

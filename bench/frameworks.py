@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.harness import ELASTANE, TORCHRUN_UNSHARED, BenchError, Launcher, Sample, kill
-from bench.report import BenchResult, cell, installed, machine, write_json
+from bench.report import BenchResult, cell, installed, machine, measured_by, write_json
 from bench.trainers import SCRIPTS, Commit, Trainers
 from elastane.observe.events import read_events
 from elastane.protocol.log_events import EventKind
@@ -315,13 +315,10 @@ def introduction(about: dict[str, str], seed: int) -> str:
     """Return the conditions of the figures, in words."""
     versions = ", ".join(f"{name} {installed(name)}" for name in FRAMEWORKS)
     return (
-        f"Measured by `python -m bench frameworks` on {about['date']}: {about['cores']} cores of"
-        f" {about['cpu']}, {about['memory']}, Linux {about['kernel']}, Python {about['python']},"
-        f" torch {about['torch']} (CPU, gloo), {versions}; load at the start {about['load']}, seed"
-        f" {seed}. SIGKILL of any one of {WORKERS} workers, to the next step of all survivors."
-        f" Medians; never: not within {NEVER_S:g} s. torchrun is told"
-        " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; its times are to the first step of all workers of"
-        " the new attempt."
+        f"{measured_by('frameworks', about, f' (CPU, gloo), {versions}')} Seed {seed}. SIGKILL of"
+        f" any one of {WORKERS} workers, to the next step of all survivors. Medians; never: not"
+        f" within {NEVER_S:g} s. torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; its"
+        " times are to the first step of all workers of the new attempt."
     )
 
 

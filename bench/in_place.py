@@ -26,7 +26,7 @@ from pathlib import Path
 
 from bench import goodput, nodes, recovery, torchft
 from bench.harness import TORCHRUN_UNSHARED, BenchError, Sample, free_port, kill, tree_of
-from bench.report import BenchResult, cell, machine, write_json
+from bench.report import BenchResult, cell, machine, measured_by, write_json
 from bench.trainers import RECENT_S, SCRIPTS, Trainers
 from elastane.observe.events import read_events
 from elastane.protocol.log_events import EventKind
@@ -351,12 +351,10 @@ def introduction(about: dict[str, str], python: str) -> str:
     """Return the conditions of the figures, in words."""
     peers = f", torchft {torchft.version(python)}" if python else ""
     return (
-        f"Measured by `python -m bench in-place` on {about['date']}: {about['cores']} cores of"
-        f" {about['cpu']}, {about['memory']}, Linux {about['kernel']}, Python {about['python']},"
-        f" torch {about['torch']} (CPU, gloo){peers}; load at the start {about['load']}. Medians;"
-        f" never: not within {NEVER_S:g} s. torchrun is told TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,"
-        " without which its attempts often do not recover; its times are to the first step of the"
-        " new attempt, whose checkpoint is one number."
+        f"{measured_by('in-place', about, f' (CPU, gloo){peers}')} Medians; never: not within"
+        f" {NEVER_S:g} s. torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which"
+        " its attempts often do not recover; its times are to the first step of the new attempt,"
+        " whose checkpoint is one number."
     )
 
 

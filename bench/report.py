@@ -115,6 +115,15 @@ def machine() -> dict[str, str]:
     }
 
 
+def measured_by(table: str, about: dict[str, str], more: str = "") -> str:
+    """Return the first sentence above a table; `more` follows the version of torch."""
+    return (
+        f"Measured by `python -m bench {table}` on {about['date']}: {about['cores']} cores of"
+        f" {about['cpu']}, {about['memory']}, Linux {about['kernel']}, Python {about['python']},"
+        f" torch {about['torch']}{more}; load at the start {about['load']}."
+    )
+
+
 def write_json(
     name: str, about: dict[str, str], measured: dict[str, dict[str, BenchResult]]
 ) -> None:

@@ -16,7 +16,7 @@ from simulation.history import IN_PLACE_S, LIVENESS_S, stuck
 from simulation.shrink import shrunk
 from simulation.transcript import Play
 
-# The first so many have each kind of fault.
+# The seeds below this draw every kind of fault.
 HISTORIES = 140
 # One of so many steps is played by every run of the tests, all of them by the soak.
 STRIDE = 32

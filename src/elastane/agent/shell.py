@@ -72,7 +72,7 @@ class Outlets:
     log_event: Callable[[LogEvent], None]
     set_deadline: Callable[[int], None]
     fault_seen: Callable[[], None]
-    copies: Callable[[], NodeCopies | None] = lambda: None
+    copies: Callable[[], NodeCopies | None]
 
 
 class AgentShell:

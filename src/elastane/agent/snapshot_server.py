@@ -129,7 +129,7 @@ class SnapshotServerHandle:
         self._saved = saved
 
     def copies(self) -> NodeCopies | None:
-        """Return the newest copies of the workers' state; None while the server told of none."""
+        """Return the newest copies of the workers' state; None until the server reports some."""
         held, now_s = self._held, time.monotonic()
         if held is None:
             return None

@@ -40,7 +40,7 @@ METADATA_HOST, METADATA_PORT = "169.254.169.254", 80
 _URL = re.compile(
     r"http://(?:\[(?P<v6>[^\[\]]*)\]|(?P<host>[^/:@?#\[\]]+))(?::(?P<port>[0-9]{1,12}))?/?"
 )
-# What is expected of a command that cannot be split into words.
+# The form of a command in an option.
 SHELL_WORDS = "words as in a shell: each quote is closed, and no backslash stands at the end"
 _FORMS = "file:PATH, command:WORDS, aws, gcp, azure, auto"
 # How Azure marks its machines, whatever they run on.

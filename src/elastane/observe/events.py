@@ -281,15 +281,15 @@ def read_events(folder: str | Path, *, all_counts: bool = True) -> Iterator[Logg
     """
     files = sorted(Path(folder).glob("events.*.jsonl"))
     if len(files) == 1:  # A merge would compare each event with nothing.
-        return _ordered(_file_events(files[0], thinned=not all_counts))
+        return _ordered(_file_events(files[0], all_counts=all_counts))
     return heapq.merge(*(_ordered(_file_events(path)) for path in files), key=_order)
 
 
-def _file_events(path: Path, *, thinned: bool = False) -> Iterator[LoggedEvent]:
+def _file_events(path: Path, *, all_counts: bool = True) -> Iterator[LoggedEvent]:
     try:
         with path.open("rb") as file:
             lines: Iterator[bytes] = iter(functools.partial(file.readline, LINE_BYTES_MAX * 4), b"")
-            for line in _StepCounts().thinned(lines) if thinned else lines:
+            for line in lines if all_counts else _without_most_counts(lines):
                 event = decode_line(line)
                 if event is not None:
                     yield event
@@ -297,50 +297,39 @@ def _file_events(path: Path, *, thinned: bool = False) -> Iterator[LoggedEvent]:
         _log.warning("event log %s: %s", path, error.strerror or error)
 
 
-class _StepCounts:
-    """Leaves out lines with a step count that change neither an account nor a story.
+def _without_most_counts(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file without step counts that change neither account nor story.
 
-    Of the counts between two other lines, it keeps the first, those that repeat steps
-    until one is higher than all before, and the last. A checkpoint ends no such run. At the end of
-    a file it keeps the last ten, which are shown. Lines are told apart before they are decoded: to
-    decode and account all 64,000 of a week took 1.1 s (2 cores of an AMD EPYC, 2026-11-28).
+    Of the counts between two other lines, it keeps the first, those that repeat steps until one is
+    higher than all before, and the last. A checkpoint may be logged before an earlier count, so it
+    does not separate counts. At the end of the file the last ten counts are kept, which `elastane
+    status` lists. The kind of a line is read before the line is decoded: to decode and account all
+    64,000 of a week took 1.1 s (2 cores of an AMD EPYC, 2026-11-28).
     """
+    highest, is_past = -1, False  # `is_past`: a count since the last other line exceeded `highest`
+    left: deque[bytes] = deque(maxlen=_LAST_COUNTS)
+    for line in lines:
+        kind_at = line.find(_KIND) + len(_KIND)
+        if line.startswith(_COUNT, kind_at) and line.endswith(_LINE_END):
+            if is_past:
+                left.append(line)
+                continue
+            is_past = _steps_of(line) > highest
+            highest = max(highest, _steps_of(line))
+        elif not line.startswith(_SAVED, kind_at):
+            if left:
+                highest = max(highest, _steps_of(left[-1]))
+                yield left[-1]
+                left.clear()
+            is_past = False
+        yield line
+    yield from left
 
-    def __init__(self) -> None:
-        self._highest = -1
 
-    def thinned(self, lines: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the lines of a file without those that change nothing.
-
-        A checkpoint may come before a count that was logged earlier.
-        """
-        is_past = False  # whether this run of counts is higher than all before it
-        left: deque[bytes] = deque(maxlen=_LAST_COUNTS)
-        for line in lines:
-            kind_at = line.find(_KIND) + len(_KIND)
-            if line.startswith(_COUNT, kind_at) and line.endswith(_LINE_END):
-                if is_past:
-                    left.append(line)
-                else:
-                    before = self._highest
-                    yield self._noted(line)
-                    is_past = self._highest > before
-            else:
-                if not line.startswith(_SAVED, kind_at):
-                    if left:
-                        yield self._noted(left[-1])
-                        left.clear()
-                    is_past = False
-                yield line
-        for line in left:
-            yield self._noted(line)
-
-    def _noted(self, line: bytes) -> bytes:
-        """Note the steps of a line that is kept."""
-        found = _STEPS.search(line)
-        if found is not None:
-            self._highest = max(self._highest, int(found[1]))
-        return line
+def _steps_of(line: bytes) -> int:
+    """Return the steps in the line of a step count; -1 if it has none."""
+    found = _STEPS.search(line)
+    return -1 if found is None else int(found[1])
 
 
 # The keys of a line stand in the order of `LoggedEvent`, and texts cannot hold a bare quote.

@@ -36,12 +36,12 @@ class ShownProgress:
         self._is_told = False
 
     def add(self, count_bytes: int) -> None:
-        """Report that so many more bytes are done."""
+        """Add to the number of bytes that are done."""
         with self._lock:
             self._set(self._done_bytes + count_bytes)
 
     def reach(self, done_bytes: int) -> None:
-        """Report how many bytes are done in all."""
+        """Set the number of bytes that are done."""
         with self._lock:
             self._set(done_bytes)
 

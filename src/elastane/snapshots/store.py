@@ -93,7 +93,7 @@ class SnapshotStore:
         self._replicator = Replicator(origin, settings, self._copied)
         self.status = ServerStatus(self._table, self._writer, self._replicator)
         self._in_memory, self._at_neighbour, self._in_storage = (CopyTimes() for _ in range(3))
-        self._stored: tuple[Name, ...] = ()  # The newest durable one.
+        self._stored: tuple[Name, ...] = ()  # the newest durable one, if any
         self._held = CopiesHeld()
         self._alone_since_s = time.monotonic()
         self._is_flushed = self._is_leaving = False
@@ -339,7 +339,7 @@ class SnapshotStore:
         """Record a durable checkpoint; called by the writing thread, without the lock."""
         with self._lock:
             self._table.durable(order.name.key)
-            self._stored = (max(order.name, *self._stored),) if self._stored else (order.name,)
+            self._stored = (max((order.name, *self._stored)),)
             self._in_storage.add(order.name, order.began_s, self._writer.last[0])
             self.status.update()
             self._report_copies()

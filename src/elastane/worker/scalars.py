@@ -283,7 +283,10 @@ class ScalarLog:
                     sys.stderr.write(f"elastane: job.log: {_where(sink)} is written again\n")
 
     def _put_off(self, number: int, error: Exception) -> None:
-        """Try the sink again later: at the next step at first. Only the first failure is told."""
+        """Schedule the next try of a sink that failed; print the first failure only.
+
+        The next try is at the next step, later ones are after a pause that doubles.
+        """
         failures = self._failures.get(number)
         if failures is not None:
             pause_s = min(max(2 * failures.pause_s, RETRY_FIRST_S), RETRY_MAX_S)

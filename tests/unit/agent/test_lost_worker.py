@@ -83,7 +83,7 @@ def test_an_agent_with_an_unkillable_worker_exits_as_unfit(lost, outcome, code):
 
     async def scenario():
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
-        outlets = Outlets(None, lambda note: None, without_bound, lambda: None)
+        outlets = Outlets(None, lambda note: None, without_bound, lambda: None, lambda: None)
         agent = AgentShell(Core(), setup, OfferedPort(listening=False), asyncio.Queue(), outlets)
         drain = SimpleNamespace(progress=lambda: None, met=lambda: 0)
         minder = SimpleNamespace(waits=Waits(), paces=())
@@ -109,7 +109,7 @@ def test_the_rules_get_progress_and_suspension_with_each_event(monkeypatch):
 
     async def scenario():
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
-        outlets = Outlets(None, lambda note: None, bounds.append, lambda: None)
+        outlets = Outlets(None, lambda note: None, bounds.append, lambda: None, lambda: None)
         agent = AgentShell(Core(), setup, OfferedPort(listening=False), asyncio.Queue(), outlets)
         agent._group = group
         await agent.run()

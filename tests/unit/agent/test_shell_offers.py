@@ -36,7 +36,11 @@ def test_each_session_offers_a_port_of_its_own(group):
         warm = asyncio.Event()
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=warm))
         outlets = Outlets(
-            link=None, log_event=None, set_deadline=lambda until_ns: None, fault_seen=lambda: None
+            link=None,
+            log_event=None,
+            set_deadline=lambda until_ns: None,
+            fault_seen=lambda: None,
+            copies=lambda: None,
         )
         shell = AgentShell(core, setup, port, asyncio.Queue(), outlets)
         # The port that workers speak of was given up while their word waited in the queue.

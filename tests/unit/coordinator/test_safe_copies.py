@@ -11,8 +11,8 @@ def copy(step, age_s):
     return StateCopy(step=step, age_s=age_s, took_s=0.1)
 
 
-def told(*copies):
-    """Return what the coordinator reports once nodes a, b, ... have told of these copies."""
+def reported(*copies):
+    """Return a coordinator to which nodes a, b, ... have reported these copies."""
     job, names = Driver(job_spec(low=len(copies), high=len(copies))), "abc"[: len(copies)]
     for node_id in names:
         job.join(node_id)
@@ -27,29 +27,29 @@ def steps(safe):
 
 def test_of_replicated_state_two_nodes_that_hold_it_survive_the_loss_of_one():
     newer, older = NodeCopies(memory=copy(9, 1.0)), NodeCopies(memory=copy(8, 3.0))
-    assert steps(told(older, newer).machine.report().safe) == [9, 8, None]
-    assert steps(told(newer).machine.report().safe) == [9, None, None]
-    assert steps(told(newer, NodeCopies()).machine.report().safe) == [9, None, None]
+    assert steps(reported(older, newer).machine.report().safe) == [9, 8, None]
+    assert steps(reported(newer).machine.report().safe) == [9, None, None]
+    assert steps(reported(newer, NodeCopies()).machine.report().safe) == [9, None, None]
 
 
-def test_of_sharded_state_the_oldest_part_counts_and_none_may_lack():
+def test_of_sharded_state_the_oldest_part_counts_and_no_part_may_be_missing():
     def part(step, age_s, neighbour=None):
         return NodeCopies(memory=copy(step, age_s), neighbour=neighbour, replicated=False)
 
-    whole = told(part(9, 1.0, copy(7, 5.0)), part(8, 3.0, copy(6, 8.0)))
+    whole = reported(part(9, 1.0, copy(7, 5.0)), part(8, 3.0, copy(6, 8.0)))
     assert steps(whole.machine.report().safe) == [8, 6, None]
-    lacks = told(part(9, 1.0, copy(7, 5.0)), part(8, 3.0))
+    lacks = reported(part(9, 1.0, copy(7, 5.0)), part(8, 3.0))
     assert steps(lacks.machine.report().safe) == [8, None, None]
-    assert steps(told(part(9, 1.0), None).machine.report().safe) == [None, None, None]
+    assert steps(reported(part(9, 1.0), None).machine.report().safe) == [None, None, None]
 
 
 def test_any_node_may_know_the_newest_checkpoint():
     first = NodeCopies(storage=copy(4, 20.0))
-    assert steps(told(first, NodeCopies(storage=copy(5, 9.0))).machine.report().safe)[2] == 5
+    assert steps(reported(first, NodeCopies(storage=copy(5, 9.0))).machine.report().safe)[2] == 5
 
 
 def test_a_copy_grows_older_while_its_node_is_not_heard():
-    job = told(NodeCopies(memory=copy(9, 1.5)))
+    job = reported(NodeCopies(memory=copy(9, 1.5)))
     job.now_s += 0.25
     job.handle(Tick())
     assert job.machine.report().safe.worker.age_s == pytest.approx(1.75)
