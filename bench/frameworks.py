@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -100,7 +101,7 @@ class LoopKills:
         self.lost.add(pid)
         stay = here.keys() - {pid}
         took_s = self.job.wait(
-            lambda: self._stepped(stay, at_s),
+            lambda: self._stepped(stay, here.keys(), at_s),
             f"a step of {sorted(stay)}, without {pid} of rank {here[pid].rank}",
             NEVER_S,
         )
@@ -108,12 +109,18 @@ class LoopKills:
         if took_s > 0.5:
             print(f"bench: {took_s:.2f} s without {pid}, {at_s=}", file=sys.stderr, flush=True)
 
-    def _stepped(self, pids: Collection[int], since_s: float) -> float:
-        """Return the seconds until all have stepped in the world that is left; 0: not yet."""
+    def _stepped(self, pids: Collection[int], before: Collection[int], since_s: float) -> float:
+        """Return the seconds until all have stepped without the lost worker; 0: not yet.
+
+        Such a step is of a smaller world, or one that a worker of none of the pids `before` made.
+        """
         said, firsts = self.job.watch.poll(), []
+        others = [done[0].step for pid, done in said.items() if pid not in self.lost | set(before)]
+        joined = min(others, default=math.inf)
         for pid in pids:
-            later = [c for c in said[pid] if c.at_s > since_s and c.world < WORKERS]
-            firsts.append(later[0].at_s - since_s if later else 0.0)
+            later = [c for c in said[pid] if c.at_s > since_s]
+            without = [c for c in later if c.world < WORKERS or c.step >= joined]
+            firsts.append(without[0].at_s - since_s if without else 0.0)
         return max(firsts) if all(firsts) else 0.0
 
     def judge(self) -> None:

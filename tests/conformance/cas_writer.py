@@ -12,7 +12,11 @@ sys.path.append(str(Path(__file__).parents[1] / "shared"))
 
 from store_harness import connect
 
+from elastane.protocol.limits import STORE_TIMEOUT_S
+from elastane.stores.etcd import gateway
 from elastane.stores.protocol import ConflictError
+
+gateway.ATTEMPT_TIMEOUT_S = STORE_TIMEOUT_S  # as in conftest.py
 
 
 async def main(specification: str, key: str, count: int) -> None:

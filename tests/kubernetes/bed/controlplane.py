@@ -28,6 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from etcd_server import memory_folder
+
 from bed import binaries
 from bed.certificates import Certificates, kubeconfig, user_of_pair
 from bed.parts import Part
@@ -52,6 +54,7 @@ class ControlPlane:
     def __enter__(self) -> Self:
         binaries.need(binaries.unavailable(binaries.WHOLE if self.whole else binaries.MINIMAL))
         self.folder = Path(tempfile.mkdtemp(prefix="bed-"))
+        self._data = memory_folder()
         self._held = socket.socket()
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._held.bind(("127.0.0.1", 0))
@@ -75,6 +78,7 @@ class ControlPlane:
         for part in reversed(self.parts.values()):
             part.kill()
         self._held.close()
+        shutil.rmtree(self._data, ignore_errors=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __getitem__(self, name: str) -> Part:
@@ -125,7 +129,7 @@ class ControlPlane:
     def _etcd(self) -> list[str]:
         peers = "unix://etcd:2"
         return [
-            "--name=bed", "--data-dir=etcd", "--log-level=warn",
+            "--name=bed", f"--data-dir={self._data}", "--log-level=warn",
             f"--listen-client-urls={ETCD}", f"--advertise-client-urls={ETCD}",
             f"--listen-peer-urls={peers}", f"--initial-advertise-peer-urls={peers}",
             f"--initial-cluster=bed={peers}",
