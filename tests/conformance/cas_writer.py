@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "shared"))
 
-from store_harness import connect
+from store_connect import connect
 
 from elastane.protocol.limits import STORE_TIMEOUT_S
 from elastane.stores.etcd import gateway

@@ -25,29 +25,25 @@ class MemoryRegister:
 
 
 class FileRegister:
-    """The token in the first twenty bytes, the value after them."""
+    """The token in the first twenty bytes, the value after them; a killed writer leaves both."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def get_state(self) -> tuple[bytes, int] | None:
-        with self._path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            return _read(file)
+        if not self._path.exists():
+            return None
+        content = self._path.read_bytes()
+        return content[20:], int(content[:20])
 
     def set_state(self, state: bytes, token: int | None = None) -> tuple[bytes, int, bool]:
-        with self._path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            found = _read(file)
+        with self._path.with_name(f"{self._path.name}.lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = self.get_state()
             if (found[1] if found else None) != token:
                 assert found is not None
                 return (*found, False)
-            file.truncate(0)
-            file.write(b"%020d" % ((token or 0) + 1) + state)
+            written = self._path.with_name(f"{self._path.name}.new")
+            written.write_bytes(b"%020d" % ((token or 0) + 1) + state)
+            written.replace(self._path)
             return state, (token or 0) + 1, True
-
-
-def _read(file) -> tuple[bytes, int] | None:
-    file.seek(0)
-    content = file.read()
-    return (content[20:], int(content[:20])) if content else None

@@ -1,7 +1,7 @@
 """What the conformance suite needs of a store; a new store adds one Harness to HARNESSES.
 
 A harness makes clients of one and the same server or folder. `specification` lets another
-process make one too (see `connect`); None where only this process can.
+process make one too (see `store_connect`); None where only this process can.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from etcd_server import shared_cluster
 from kube_bed import shared_control_plane
 from memory_store import MemoryBackend, MemoryStore
 from redis_server import shared_redis
-from registers import FileRegister, MemoryRegister
+from registers import MemoryRegister
+from store_connect import connect
 
 from elastane.stores.file import FileStore
 from elastane.stores.protocol import Store
 from elastane.stores.register import RegisterStore
-from elastane.stores.registry import backend, make_store
+from elastane.stores.registry import backend
 
 DEADLINE_S = 20.0
 
@@ -120,18 +121,6 @@ class RedisHarness(Harness):
         return connect(self.specification)
 
 
-class PrefixedStore:
-    """A store that others use too: every key lies below a prefix."""
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._store = store
-        self._prefix = prefix
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        method = getattr(self._store, name)
-        return lambda key, *values, **named: method(f"{self._prefix}/{key}", *values, **named)
-
-
 class GivenHarness(Harness):
     """A store of ELASTANE_TEST_STORES, which another package brings and somebody runs."""
 
@@ -164,32 +153,6 @@ HARNESSES: dict[str, Callable[[Path], Harness]] = {
     "redis": RedisHarness,
     **given(),
 }
-
-
-# The key of --rdzv-conf that a specification gives.
-_KEYS = {
-    "etcd": "etcd_prefix",
-    "etcd-v2": "etcd_prefix",
-    "redis": "redis_prefix",
-    "kubernetes": "kubeconfig",
-}
-
-
-def connect(specification: str) -> Store:
-    kind, _, rest = specification.partition(":")
-    if kind == "register":
-        return RegisterStore(FileRegister(Path(rest)), rest, poll_s=0.02)
-    if kind == "given":
-        named, _, prefix = rest.rpartition("#")
-        name, _, endpoint = named.partition("=")
-        return PrefixedStore(make_store(name, endpoint, {}), prefix)
-    if kind in _KEYS:
-        endpoint, _, named = rest.rpartition("#")
-        if kind == "kubernetes":
-            endpoint, named = named, endpoint
-        return make_store(kind, endpoint, {_KEYS[kind]: named})
-    assert kind == "file", kind
-    return FileStore(Path(rest), poll_s=0.02)
 
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

@@ -1,0 +1,202 @@
+"""One client of a store, to be killed and stopped: it reads, writes, holds a lease and watches.
+
+    store_client.py SPECIFICATION FILE NAME SEED KEYS
+
+Each observation is a line of JSON, appended to FILE: an operation is a line before it is sent and
+another after its answer. Times are CLOCK_MONOTONIC. SIGUSR1 ends the writing and the lease: the
+client then only watches. SIGTERM ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "shared"))
+
+from store_connect import connect
+
+from elastane.errors import ElastaneError, LeaseLostError, StoreError
+from elastane.stores.protocol import ConflictError, Entry, Lease, Store
+
+SEAT = "job/seat"
+# Candidates look often, so that a lease that is free for a moment is taken in it.
+POLL_S = 0.05
+TTL_S = 1.0
+# Up to 100 operations a second: a history stays short enough to be searched.
+PAUSE_S = 0.02
+# With these, a store says that a write was not done and never will be.
+NOT_DONE = ("store-unreachable", "store-refused", "store-busy", "kube-forbidden")
+
+
+Note = Callable[[dict[str, object]], None]
+
+
+class Client:
+    def __init__(self, store: Store, name: str, seed: str, note: Note) -> None:
+        self.store = store
+        self.name = name
+        self.random = random.Random(seed)
+        self.quiet = asyncio.Event()
+        self.pause_s = PAUSE_S
+        self._note = note
+        self._count = 0
+
+    def note(self, what: str, **more: object) -> None:
+        self._note({"what": what, **more})
+
+    async def pause(self, longest_s: float) -> None:
+        """Wait for a moment that is drawn, or until the end."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.quiet.wait(), self.random.uniform(0, longest_s))
+
+    # ---- keys
+
+    async def write(self, keys: list[str]) -> None:
+        known: dict[str, list[Entry | None]] = {key: [] for key in keys}
+        while not self.quiet.is_set():
+            key, draw = self.random.choice(keys), self.random.random()
+            seen = known[key]
+            answer = await self._next(key, seen, draw)
+            if answer is None:
+                if self.random.random() < 0.5:
+                    seen.clear()
+            else:
+                seen.extend(answer)
+            await self.pause(self.pause_s)
+
+    async def _next(
+        self, key: str, seen: list[Entry | None], draw: float
+    ) -> tuple[Entry | None] | None:
+        """Do the next operation; return what the key is known to be, None where that is unknown."""
+        if not seen or draw < 0.3:
+            return await self.operate("get", key)
+        last = seen[-1]
+        if last is not None and draw < 0.4:
+            return await self.operate("delete", key, last.version)
+        if draw < 0.45:  # An expectation that is stale.
+            last = self.random.choice(seen)
+        return await self.operate("compare_and_set", key, last.version if last else 0)
+
+    async def operate(self, kind: str, key: str, expected: int = 0) -> tuple[Entry | None] | None:
+        self._count += 1
+        number, value = self._count, f"{self.name}-{self._count}"
+        call = {
+            "get": lambda: self.store.get(key),
+            "delete": lambda: self.store.delete(key, expected),
+            "compare_and_set": lambda: self.store.compare_and_set(key, value.encode(), expected),
+        }[kind]
+        asked = {"kind": kind, "key": key, "expected": expected, "value": value}
+        self.note("begin", number=number, at_s=time.monotonic(), **asked)
+        outcome, found = "ok", None
+        try:
+            found = await call()
+        except ConflictError as conflict:
+            outcome, found = "conflict", conflict.current
+        except StoreError as error:
+            is_known = kind == "get" or error.slug in NOT_DONE
+            outcome = "unreachable" if is_known else "unsure"
+        answer = [found.version, found.value.decode()] if found else None
+        self.note("end", number=number, at_s=time.monotonic(), outcome=outcome, answer=answer)
+        return (found,) if outcome in ("ok", "conflict") else None
+
+    # ---- the lease
+
+    async def hold(self) -> None:
+        while not self.quiet.is_set():
+            with contextlib.suppress(StoreError):
+                asked_s = time.monotonic()
+                lease = await self.store.lease(SEAT, self.name.encode(), TTL_S)
+                if lease is not None:
+                    self.believe(lease, asked_s)
+                    await self.keep(lease)
+                else:
+                    await self.look()
+            await self.pause(POLL_S)
+
+    async def keep(self, lease: Lease) -> None:
+        while not self.quiet.is_set():
+            await self.pause(TTL_S / 2)
+            if self.random.random() < 0.1:
+                self.note("given up", at_s=time.monotonic())
+                await lease.release()
+                return
+            asked_s = time.monotonic()
+            try:
+                await lease.renew()
+            except LeaseLostError:
+                self.note("given up", at_s=time.monotonic())
+                return
+            except StoreError:
+                continue
+            self.believe(lease, asked_s)
+
+    async def look(self) -> None:
+        asked_s = time.monotonic()
+        if (holder := await self.store.holder(SEAT)) is not None:
+            self.note("holder", term=holder.term, asked_s=asked_s)
+
+    def believe(self, lease: Lease, asked_s: float) -> None:
+        # In this order: if the process is stopped in between, its belief is noted as too short.
+        since_s = time.monotonic()
+        until_s = since_s + lease.remaining_s()
+        self.note("holds", term=lease.term, asked_s=asked_s, since_s=since_s, until_s=until_s)
+
+    # ---- watches
+
+    async def watch(self, key: str) -> None:
+        known = 0
+        while True:
+            with contextlib.suppress(StoreError):
+                async with contextlib.aclosing(self.store.watch(key, known)) as changes:
+                    async for entry in changes:
+                        known = entry.version if entry else 0
+                        value = entry.value.decode() if entry else ""
+                        answer = [known, value] if entry else None
+                        self.note("watched", key=key, answer=answer, at_s=time.monotonic())
+            await asyncio.sleep(POLL_S)
+
+    async def run(self, keys: list[str]) -> None:
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, self.quiet.set)
+        loop.add_signal_handler(signal.SIGTERM, ended.set)
+        self.note("started")
+        watches = [asyncio.ensure_future(self.watch(key)) for key in keys]
+        active = asyncio.gather(self.write(keys), self.hold())
+        try:
+            await active
+            self.note("quiet")
+            end = asyncio.ensure_future(ended.wait())
+            await asyncio.wait([end, *watches], return_when=asyncio.FIRST_COMPLETED)
+            for watch in watches:
+                if watch.done():
+                    watch.result()
+        except ElastaneError as error:
+            self.note("error", text=str(error))
+            raise
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+        await self.store.close()
+
+
+async def main(specification: str, file: str, name: str, seed: str, keys: str) -> None:
+    history = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def note(line: dict[str, object]) -> None:
+        os.write(history, json.dumps(line).encode() + b"\n")
+
+    await Client(connect(specification), name, seed, note).run(keys.split(","))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

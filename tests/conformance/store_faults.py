@@ -1,0 +1,333 @@
+"""A run of clients of one store under faults that a seed draws, and the check of what they saw.
+
+The clients are processes of `store_client.py`, which are killed, stopped and started again; a bed
+harms servers and links. Then all faults end, the clients stop writing, and every watcher has to see
+the last version. `check_run` reads the history of a run from its folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from etcd_server import _die_with_parent
+from linearizability import Operation, Versioned, check
+from store_beds import Bed, End
+from store_connect import connect
+from store_promises import Belief, SeenHolder, check_leases, check_watch
+
+from elastane.errors import StoreError
+from elastane.stores.protocol import Entry
+
+SCRIPT = Path(__file__).with_name("store_client.py")
+KEYS = ("job/a", "job/b")
+CLIENTS = 3
+CLIENT_FAULTS = ("kill-client", "stop-client")
+# A stopped client is stopped for longer than its lease, mostly.
+FAULT_S = (0.1, 1.6)
+# From the last fault to the last version seen: a watch reads again after 10 s of silence.
+SETTLE_S = 30.0
+# What each client does after the last fault, since some faults show only later.
+OPERATIONS_AFTER = 10
+# A run that does next to nothing proves nothing.
+WRITES_MIN = 10
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """A fault: when it begins, for how long, what it is, and the draw that says whom it hits."""
+
+    at_s: float
+    for_s: float
+    kind: str
+    draw: int
+
+    def __str__(self) -> str:
+        return f"{self.at_s:.2f} s: {self.kind} for {self.for_s:.2f} s (draw {self.draw})"
+
+
+def plan(seed: int, kinds: tuple[str, ...], duration_s: float, pace: float = 1.0) -> list[Fault]:
+    """Return the faults of a seed: one begins each 0.1 to 0.8 s, so several may be at once."""
+    draw = random.Random(seed)
+    faults, at_s = [], 0.0
+    while (at_s := at_s + pace * draw.uniform(0.1, 0.8)) < duration_s:
+        for_s = min(pace * draw.uniform(*FAULT_S), duration_s - at_s)
+        faults.append(Fault(at_s, for_s, draw.choice(kinds), draw.randrange(1 << 30)))
+    return faults
+
+
+@dataclass
+class _Client:
+    """One client's process, and the file of its present life."""
+
+    index: int
+    lives: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    file: Path = field(default_factory=Path)
+
+
+class FaultRun:
+    """One run; its folder holds the history, a file for each life of a client."""
+
+    def __init__(self, bed: Bed, folder: Path, seed: int, duration_s: float) -> None:
+        self.bed = bed
+        self.folder = folder
+        self.seed = seed
+        self.duration_s = duration_s
+        self.faults = plan(seed, (*bed.faults, *CLIENT_FAULTS), duration_s, bed.pace)
+        self._clients = [_Client(index) for index in range(bed.clients)]
+
+    def run(self) -> None:
+        """Run the clients and all faults, then wait until each watcher has seen the end."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "faults").write_text("\n".join(map(str, self.faults)) + "\n")
+        try:
+            for client in self._clients:
+                self._start(client)
+            self._until(lambda: all(map(self._is_started, self._clients)), "all clients start")
+            self._harm()
+            self._settle()
+        finally:
+            for client in self._clients:
+                self._kill(client)
+
+    def _harm(self) -> None:
+        """Begin and end each fault in its time."""
+        number = itertools.count()
+        due: list[tuple[float, int, Fault | End]] = [
+            (fault.at_s, next(number), fault) for fault in self.faults
+        ]
+        heapq.heapify(due)
+        begun_s = time.monotonic()
+        while due:
+            at_s, _, what = heapq.heappop(due)
+            while (left_s := begun_s + at_s - time.monotonic()) > 0:
+                time.sleep(left_s)
+            if isinstance(what, Fault):
+                heapq.heappush(due, (what.at_s + what.for_s, next(number), self._begin(what)))
+            else:
+                what()
+
+    def _begin(self, fault: Fault) -> End:
+        draw = random.Random(fault.draw)
+        if fault.kind not in CLIENT_FAULTS:
+            return self.bed.begin(fault.kind, draw)
+        client = draw.choice(self._clients)
+        if fault.kind == "kill-client":
+            self._kill(client)
+            return lambda: self._start(client)
+        self._send(client, signal.SIGSTOP)
+        return lambda: self._send(client, signal.SIGCONT)
+
+    def _start(self, client: _Client) -> None:
+        if client.process is not None:
+            return
+        name = f"c{client.index}.{client.lives}"
+        client.lives += 1
+        client.file = self.folder / f"{name}.history"
+        words = [self.bed.specification(client.index), client.file, name, f"{self.seed}-{name}"]
+        with (self.folder / "errors").open("ab") as errors:
+            client.process = subprocess.Popen(
+                [sys.executable, SCRIPT, *words, ",".join(KEYS)],
+                stderr=errors,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                preexec_fn=_die_with_parent,  # noqa: PLW1509
+            )
+
+    def _kill(self, client: _Client) -> None:
+        if client.process is not None:
+            client.process.kill()
+            client.process.wait(10)
+            client.process = None
+
+    def _send(self, client: _Client, signum: int) -> None:
+        if client.process is not None:
+            client.process.send_signal(signum)
+
+    def _is_started(self, client: _Client) -> bool:
+        assert client.process is not None
+        assert client.process.poll() is None, (self.folder / "errors").read_text()[-2000:]
+        return any(line["what"] == "started" for line in read_lines(client.file))
+
+    # ---- the end
+
+    def _settle(self) -> None:
+        self._until(lambda: all(map(self._is_started, self._clients)), "all clients start again")
+        done = {client.index: _answers(client.file) for client in self._clients}
+        self._until(
+            lambda: all(
+                _answers(client.file) >= done[client.index] + OPERATIONS_AFTER
+                for client in self._clients
+            ),
+            "all clients do some more operations",
+        )
+        for client in self._clients:
+            self._send(client, signal.SIGUSR1)
+        self._until(lambda: all(map(self._is_quiet, self._clients)), "all clients are quiet")
+        last = asyncio.run(self._read())
+        for client in self._clients:
+            self._until(
+                lambda client=client: self._seen_last(client) == last,
+                f"client {client.index} sees {last} by its watches",
+            )
+
+    def _is_quiet(self, client: _Client) -> bool:
+        return any(line["what"] in ("quiet", "error") for line in read_lines(client.file))
+
+    def _seen_last(self, client: _Client) -> dict[str, int | None]:
+        seen: dict[str, int | None] = dict.fromkeys(KEYS)
+        for line in read_lines(client.file):
+            if line["what"] == "watched":
+                seen[line["key"]] = line["answer"][0] if line["answer"] else None
+        return seen
+
+    async def _read(self) -> dict[str, int | None]:
+        """Read each key once all is well; noted as operations of a client `end`."""
+        store = connect(self.bed.direct())
+        found = {}
+        with (self.folder / "end.history").open("w") as file:
+            for number, key in enumerate(KEYS):
+                begin_s = time.monotonic()
+                entry = await self._get(store, key, begin_s + SETTLE_S)
+                asked = {"kind": "get", "key": key, "number": number, "expected": 0, "value": ""}
+                answer = [entry.version, entry.value.decode()] if entry else None
+                ended = {"number": number, "at_s": time.monotonic(), "outcome": "ok"}
+                for line in (
+                    {"what": "begin", "at_s": begin_s, **asked},
+                    {"what": "end", "answer": answer, **ended},
+                ):
+                    file.write(json.dumps(line) + "\n")
+                found[key] = entry.version if entry else None
+        await store.close()
+        return found
+
+    async def _get(self, store: object, key: str, deadline_s: float) -> Entry | None:
+        while True:
+            try:
+                return await store.get(key)
+            except StoreError:
+                assert time.monotonic() < deadline_s, f"{key} cannot be read:\n{self.bed.story()}"
+                await asyncio.sleep(0.05)
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + SETTLE_S
+        while not condition():
+            story = (self.folder / "errors").read_text()[-2000:] + self.bed.story()
+            assert time.monotonic() < deadline_s, f"never came: {what}\n{story}"
+            time.sleep(0.02)
+
+
+def read_lines(file: Path) -> Iterator[dict]:
+    """Yield the observations in a file; the last line of a killed client may be torn."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in file.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
+
+
+def _answers(file: Path) -> int:
+    return sum(line.get("outcome") in ("ok", "conflict") for line in read_lines(file))
+
+
+@dataclass
+class Seen:
+    """What all clients of a run saw."""
+
+    operations: dict[str, list[Operation]] = field(default_factory=lambda: defaultdict(list))
+    beliefs: list[Belief] = field(default_factory=list)
+    holders: list[SeenHolder] = field(default_factory=list)
+    watched: dict[tuple[str, str], list[int | None]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def counts(self) -> dict[str, int]:
+        """How many of each kind and outcome; an unsure get is one that a watch yielded."""
+        counts: dict[str, int] = defaultdict(int)
+        for one in itertools.chain.from_iterable(self.operations.values()):
+            counts[f"{one.kind} {one.outcome}"] += 1
+        counts["terms"] = len({belief.term for belief in self.beliefs})
+        return dict(counts)
+
+
+def read_run(folder: Path) -> Seen:
+    """Read the history of a run."""
+    seen = Seen()
+    for file in sorted(folder.glob("*.history")):
+        add_life(seen, file.stem, read_lines(file))
+    return seen
+
+
+def add_life(seen: Seen, client: str, lines: Iterable[dict]) -> None:
+    """Add what one client noted in one life."""
+    begun, beliefs = {}, []
+    for line in lines:
+        match line["what"]:
+            case "begin":
+                begun[line["number"]] = line
+            case "end":
+                _add(seen, client, begun.pop(line["number"]), line)
+            case "holds":
+                times = (line["asked_s"], line["since_s"], line["until_s"])
+                beliefs.append(Belief(client, line["term"], *times))
+            case "given up":
+                end_s = line["at_s"]
+                beliefs = [replace(one, until_s=min(one.until_s, end_s)) for one in beliefs]
+            case "holder":
+                seen.holders.append(SeenHolder(client, line["term"], line["asked_s"]))
+            case "watched":
+                _add_watched(seen, client, line)
+            case "error":
+                raise AssertionError(f"{client}: {line['text']}")
+    for line in begun.values():  # It was killed before the answer came.
+        outcome = "unreachable" if line["kind"] == "get" else "unsure"
+        _add(seen, client, line, {"at_s": math.inf, "answer": None, "outcome": outcome})
+    seen.beliefs += beliefs
+
+
+def _add_watched(seen: Seen, client: str, line: dict) -> None:
+    answer = Versioned(*line["answer"]) if line["answer"] else None
+    seen.watched[client, line["key"]].append(answer.version if answer else None)
+    if answer:
+        shown = Operation(client, "get", line["at_s"], line["at_s"], "unsure", answer=answer)
+        seen.operations[line["key"]].append(shown)
+
+
+def _add(seen: Seen, client: str, begun: dict, ended: dict) -> None:
+    one = Operation(
+        client,
+        begun["kind"],
+        begun["at_s"],
+        ended["at_s"],
+        ended["outcome"],
+        expected=begun["expected"],
+        value=begun["value"],
+        answer=Versioned(*ended["answer"]) if ended["answer"] else None,
+    )
+    seen.operations[begun["key"]].append(one)
+
+
+def check_seen(seen: Seen) -> dict[str, int]:
+    """Check all that a store promises, and return how much was seen."""
+    for operations in seen.operations.values():
+        check(operations)
+    check_leases(seen.beliefs, seen.holders)
+    for (client, key), versions in seen.watched.items():
+        check_watch(f"{client}'s watch of {key}", versions)
+    counts = seen.counts()
+    assert counts.get("compare_and_set ok", 0) >= WRITES_MIN, counts
+    assert counts["terms"] and counts.get("get unsure"), counts
+    return counts
