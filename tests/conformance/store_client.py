@@ -1,7 +1,8 @@
 """One client of a store, to be killed and stopped: it reads, writes, holds a lease and watches.
 
-    store_client.py SPECIFICATION FILE NAME SEED KEYS
+    store_client.py SPECIFICATION FILE NAME SEED KEYS [TERM]
 
+It first ends the lease of TERM, which a client held that was killed.
 Each observation is a line of JSON, appended to FILE: an operation is a line before it is sent and
 another after its answer. Times are CLOCK_MONOTONIC. SIGUSR1 ends the writing and the lease: the
 client then only watches. SIGTERM ends it.
@@ -96,16 +97,17 @@ class Client:
         }[kind]
         asked = {"kind": kind, "key": key, "expected": expected, "value": value}
         self.note("begin", number=number, at_s=time.monotonic(), **asked)
-        outcome, found = "ok", None
+        outcome, found, why = "ok", None, ""
         try:
             found = await call()
         except ConflictError as conflict:
             outcome, found = "conflict", conflict.current
         except StoreError as error:
             is_known = kind == "get" or error.slug in NOT_DONE
-            outcome = "unreachable" if is_known else "unsure"
+            outcome, why = "unreachable" if is_known else "unsure", f"{error.slug}: {error.what}"
         answer = [found.version, found.value.decode()] if found else None
-        self.note("end", number=number, at_s=time.monotonic(), outcome=outcome, answer=answer)
+        ended = {"outcome": outcome, "answer": answer, "why": why}
+        self.note("end", number=number, at_s=time.monotonic(), **ended)
         return (found,) if outcome in ("ok", "conflict") else None
 
     # ---- the lease
@@ -164,12 +166,15 @@ class Client:
                         self.note("watched", key=key, answer=answer, at_s=time.monotonic())
             await asyncio.sleep(POLL_S)
 
-    async def run(self, keys: list[str]) -> None:
+    async def run(self, keys: list[str], dead_term: int) -> None:
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, self.quiet.set)
         loop.add_signal_handler(signal.SIGTERM, ended.set)
         self.note("started")
+        if dead_term:
+            with contextlib.suppress(StoreError):
+                await self.store.end_lease(SEAT, dead_term)
         watches = [asyncio.ensure_future(self.watch(key)) for key in keys]
         active = asyncio.gather(self.write(keys), self.hold())
         try:
@@ -189,13 +194,15 @@ class Client:
         await self.store.close()
 
 
-async def main(specification: str, file: str, name: str, seed: str, keys: str) -> None:
+async def main(
+    specification: str, file: str, name: str, seed: str, keys: str, dead_term: str = "0"
+) -> None:
     history = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def note(line: dict[str, object]) -> None:
         os.write(history, json.dumps(line).encode() + b"\n")
 
-    await Client(connect(specification), name, seed, note).run(keys.split(","))
+    await Client(connect(specification), name, seed, note).run(keys.split(","), int(dead_term))
 
 
 if __name__ == "__main__":

@@ -129,12 +129,14 @@ class FaultRun:
         client = draw.choice(self._clients)
         if fault.kind == "kill-client":
             self._kill(client)
-            return lambda: self._start(client)
+            # Half of the killed holders have to be waited for.
+            dead_term = _last_term(client.file) if draw.random() < 0.5 else 0
+            return lambda: self._start(client, dead_term)
         self._send(client, signal.SIGSTOP)
         return lambda: self._send(client, signal.SIGCONT)
 
-    def _start(self, client: _Client) -> None:
-        if client.process is not None:
+    def _start(self, client: _Client, dead_term: int = 0) -> None:
+        if client.process is not None:  # Another fault's end has started it.
             return
         name = f"c{client.index}.{client.lives}"
         client.lives += 1
@@ -142,7 +144,7 @@ class FaultRun:
         words = [self.bed.specification(client.index), client.file, name, f"{self.seed}-{name}"]
         with (self.folder / "errors").open("ab") as errors:
             client.process = subprocess.Popen(
-                [sys.executable, SCRIPT, *words, ",".join(KEYS)],
+                [sys.executable, SCRIPT, *words, ",".join(KEYS), str(dead_term)],
                 stderr=errors,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 preexec_fn=_die_with_parent,  # noqa: PLW1509
@@ -153,6 +155,8 @@ class FaultRun:
             client.process.kill()
             client.process.wait(10)
             client.process = None
+            with client.file.open("a") as file:  # behind a line that may be torn
+                file.write("\n" + json.dumps({"what": "given up", "at_s": time.monotonic()}) + "\n")
 
     def _send(self, client: _Client, signum: int) -> None:
         if client.process is not None:
@@ -237,6 +241,10 @@ def read_lines(file: Path) -> Iterator[dict]:
         for line in file.read_text().splitlines():
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
+
+
+def _last_term(file: Path) -> int:
+    return max((line["term"] for line in read_lines(file) if line["what"] == "holds"), default=0)
 
 
 def _answers(file: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,27 @@ async def test_deleting_an_absent_key_conflicts(harness: Harness) -> None:
         await store.delete("k", 0)
     with pytest.raises(ConflictError):
         await store.delete("k", 3)
+
+
+@asynchronous
+async def test_a_conflict_never_names_what_was_expected(harness: Harness) -> None:
+    turns, draw = 40, random.Random(1)
+
+    async def come_and_go(store: Store) -> int:
+        conflicts = 0
+        for _ in range(turns):
+            try:
+                written = await store.compare_and_set("k", b"x", 0)
+                # Otherwise the requests of all go in step, and one client meets each deletion.
+                await asyncio.sleep(draw.uniform(0, 0.01))
+                await store.delete("k", written.version)
+            except ConflictError as conflict:
+                assert conflict.current is not None, "it was refused for a key that is absent"
+                conflicts += 1
+        return conflicts
+
+    conflicts = await asyncio.gather(*(come_and_go(harness.client()) for _ in range(3)))
+    assert sum(conflicts) < 3 * turns
 
 
 @asynchronous

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -286,6 +287,54 @@ def test_a_writer_into_the_last_gap_knows_that_it_lost(tmp_path) -> None:
     (tmp_path / f"{stale.top + 1:018d}").unlink()
     assert pages.append(stale, "value", b"stale") is None
     assert not (tmp_path / f"{stale.top + 1:018d}").exists()
+
+
+@asynchronous
+async def test_a_write_that_fails_after_its_link_is_unsure_and_one_that_cannot_tidy_is_done(
+    tmp_path, monkeypatch
+) -> None:
+    failing = ""
+
+    def on_step(step: str) -> None:
+        if step == failing == "linked":
+            raise OSError(errno.EIO, "Input/output error")
+        if step == failing == "durable":
+            monkeypatch.setattr(os, "scandir", too_many)
+
+    def too_many(*args: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    store = FileStore(tmp_path, on_step=on_step)
+    first = await store.compare_and_set("k", b"1", 0)
+    failing = "linked"
+    with pytest.raises(StoreError) as unsure:
+        await store.compare_and_set("k", b"2", first.version)
+    assert unsure.value.slug == "store-unsure"
+    second = await store.get("k")
+    assert second.value == b"2"
+    failing = "durable"
+    third = await store.compare_and_set("k", b"3", second.version)
+    monkeypatch.undo()
+    assert await store.get("k") == third
+
+
+@asynchronous
+async def test_a_link_of_which_the_file_server_reports_nothing_is_unsure(
+    tmp_path, monkeypatch
+) -> None:
+    link = os.link
+
+    def link_without_answer(*args: object, **named: object) -> None:
+        link(*args, **named)
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    store = FileStore(tmp_path)
+    first = await store.compare_and_set("k", b"1", 0)
+    monkeypatch.setattr(os, "link", link_without_answer)
+    with pytest.raises(StoreError) as unsure:
+        await store.compare_and_set("k", b"2", first.version)
+    assert unsure.value.slug == "store-unsure"
+    assert (await store.get("k")).value == b"2"
 
 
 def test_a_folder_does_not_grow_with_the_number_of_writes(tmp_path) -> None:

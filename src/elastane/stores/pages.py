@@ -45,6 +45,8 @@ _RESCANS_MAX = 100
 # Pages kept behind the newest: as many writes may pass while a reader is between listing the
 # folder and opening the page, before it has to list again.
 _PAGES_KEPT = 8
+# A file server that answers so, or not at all, may have made the link.
+_IN_DOUBT = {errno.EIO, errno.ETIMEDOUT}
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ROOT_UID = 0
@@ -248,11 +250,16 @@ class Pages:
                     os.unlink(temp, dir_fd=at)
             if not linked:
                 return None
-            self._hooks.on_step("linked")
-            # Immediately: during the flush, others may write more pages than are kept.
-            if not self._took_effect(page):
-                return None
-            os.fsync(at)
+            try:
+                self._hooks.on_step("linked")
+                # Immediately: during the flush, others may write more pages than are kept.
+                if not self._took_effect(page):
+                    return None
+                os.fsync(at)
+            except OSError as error:
+                raise self._unsure(
+                    page, f"may not be durable: {error.strerror or error}"
+                ) from error
         self._hooks.on_step("durable")
         return page
 
@@ -262,13 +269,12 @@ class Pages:
         A temporary file for this number or a lower one belongs to a writer that is dead or about to
         lose; without the file it can only lose.
         """
-        doomed = [name for name in self._names() if _is_obsolete(name, page.number, keep)]
-        with self._opened() as at:
-            for name in doomed:
-                with contextlib.suppress(
-                    OSError
-                ):  # another process tidies too, or the next call does
-                    os.unlink(name, dir_fd=at)
+        with contextlib.suppress(OSError):  # The page counts; the next one that is written tidies.
+            doomed = [name for name in self._names() if _is_obsolete(name, page.number, keep)]
+            with self._opened() as at:
+                for name in doomed:
+                    with contextlib.suppress(OSError):  # another process tidies too
+                        os.unlink(name, dir_fd=at)
 
     def _opened(self, *, make: bool = False) -> contextlib.AbstractContextManager[int]:
         return self._root.opened(self._below, make=make)
@@ -300,6 +306,10 @@ class Pages:
                 found = self.read(page.number)
                 return found is not None and found.nonce == page.nonce
             return False
+        except OSError as error:
+            if error.errno in _IN_DOUBT:
+                raise self._unsure(page, f"may be written: {error.strerror}") from error
+            raise
         return True
 
     def _took_effect(self, page: FolderPage) -> bool:
@@ -313,10 +323,11 @@ class Pages:
                 with self._opened() as at, contextlib.suppress(FileNotFoundError):
                     os.unlink(_name(page.number), dir_fd=at)
                 return False
-        raise StoreError(
-            f"file store: {self.path / _name(page.number)} was overtaken while it was written, "
-            "and may or may not have counted",
-            slug="store-unsure",
+        raise self._unsure(page, "was overtaken while it was written, and may not have counted")
+
+    def _unsure(self, page: FolderPage, why: str) -> StoreError:
+        return StoreError(
+            f"file store: {self.path / _name(page.number)} {why}", slug="store-unsure"
         )
 
     def _names(self) -> list[str]:

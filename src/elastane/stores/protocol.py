@@ -141,7 +141,8 @@ class Store(Protocol):
 
         Of several writers that expect the same version one succeeds; the others get ConflictError.
         After a StoreError the write may or may not be done, now or later. A later compare_and_set
-        that succeeds shows which.
+        that succeeds shows which. With the slugs `store-unreachable`, `store-refused` and
+        `store-busy` it is not done.
 
         With `ttl_s` the server removes the entry that many seconds later, unless it is written
         again. A store without a server keeps it.

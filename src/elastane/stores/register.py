@@ -218,7 +218,10 @@ class RegisterStore:
             if result is None and _is_same(document, before):
                 return result
             state, token = self._encode(document), found[1] if found is not None else None
-            answer = await self._call(lambda s=state, t=token: self._register.set_state(s, t))  # type: ignore[misc]
+            answer = await self._call(
+                lambda s=state, t=token: self._register.set_state(s, t),  # type: ignore[misc]
+                slug="store-unsure",
+            )
             if answer is not None and (answer[2] or answer[0] == state):
                 return result
             found = (answer[0], answer[1]) if answer is not None else None
@@ -244,8 +247,11 @@ class RegisterStore:
             return False
         return begun_s - seen.seen_s >= found.ttl_s
 
-    async def _call(self, call: Callable[[], T]) -> T:
-        """Run one call of the register, which may block, in a thread and within the bound."""
+    async def _call(self, call: Callable[[], T], slug: str = "store-unreachable") -> T:
+        """Run one call of the register, which may block, in a thread and within the bound.
+
+        `slug` is that of the error if the call fails: a register that fails may have written.
+        """
 
         def alone() -> T:
             if not self._turn.acquire(timeout=self._timeout_s):
@@ -268,7 +274,7 @@ class RegisterStore:
         except Exception as error:
             raise StoreError(
                 f"register {self.name}: {type(error).__name__}: {error}",
-                slug="store-unreachable",
+                slug=slug,
                 next_step="look at the server behind that rendezvous backend",
             ) from error
 

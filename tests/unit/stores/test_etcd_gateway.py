@@ -68,6 +68,12 @@ BROKEN = httpx.ReadError("connection reset")
 NO_LEADER = trouble(503, "etcdserver: no leader")
 CLOSING = trouble(503, "transport is closing")
 TIMED_OUT = trouble(500, "etcdserver: request timed out")
+CLOSED = trouble(408, "grpc: the client connection is closing")
+STOPPED = trouble(503, "etcdserver: server stopped")
+STOPPED_V2 = (
+    500,
+    b'{"errorCode":300,"message":"Raft Internal Error","cause":"etcdserver: server stopped"}',
+)
 
 
 def test_a_server_that_answers_is_kept():
@@ -88,8 +94,8 @@ def test_what_no_server_has_taken_up_is_asked_of_the_next(there, write):
 
 
 @pytest.mark.parametrize(
-    "there", [BROKEN, httpx.RemoteProtocolError("cut off"), TIMED_OUT, CLOSING,
-              trouble(503, "etcdserver: leader changed")],
+    "there", [BROKEN, httpx.RemoteProtocolError("cut off"), TIMED_OUT, CLOSING, CLOSED, STOPPED,
+              STOPPED_V2, trouble(503, "etcdserver: leader changed")],
 )  # fmt: skip
 def test_a_write_that_a_server_may_have_seen_is_never_sent_again(there):
     servers = Servers(a=there)
@@ -97,7 +103,7 @@ def test_a_write_that_a_server_may_have_seen_is_never_sent_again(there):
     assert servers.asked == ["a"]
 
 
-@pytest.mark.parametrize("there", [BROKEN, TIMED_OUT, CLOSING])
+@pytest.mark.parametrize("there", [BROKEN, TIMED_OUT, CLOSING, CLOSED, STOPPED, STOPPED_V2])
 def test_a_read_goes_on_to_a_server_that_answers(there):
     servers = Servers(a=there, b=there)
     assert servers.ask().status == 200

@@ -19,7 +19,7 @@ class Register:
 
     def __init__(self, found=None):
         self.found = found
-        self.losing = self.racing = self.writes = 0
+        self.losing = self.racing = self.writes = self.breaking = 0
 
     def get_state(self):
         return self.found
@@ -32,6 +32,9 @@ class Register:
         if (self.found[1] if self.found else None) != token:
             return (*self.found, False)
         self.found, self.writes = (state, (token or 0) + 1), self.writes + 1
+        if self.breaking:
+            self.breaking -= 1
+            raise ConnectionError("the answer was lost")
         if self.losing:
             self.losing -= 1
             return (*self.found, False)
@@ -48,6 +51,19 @@ def test_a_write_that_was_done_and_not_told_counts_once():
     store = RegisterStore(register, "r")
     entry = run(store.compare_and_set("k", b"1", 0))
     assert (register.writes, run(store.get("k"))) == (1, entry)
+
+
+def test_a_write_after_which_the_register_breaks_is_unsure_and_a_read_is_not():
+    register = Register()
+    register.breaking = 1
+    store = RegisterStore(register, "r")
+    with pytest.raises(StoreError) as unsure:
+        run(store.compare_and_set("k", b"1", 0))
+    assert (unsure.value.slug, run(store.get("k")).value) == ("store-unsure", b"1")
+    register.get_state = None
+    with pytest.raises(StoreError) as unreachable:
+        run(store.get("k"))
+    assert unreachable.value.slug == "store-unreachable"
 
 
 def test_a_lost_race_is_run_again_and_a_lost_key_is_a_conflict():

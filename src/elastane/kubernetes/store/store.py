@@ -63,6 +63,8 @@ T = TypeVar("T")
 
 # An API server hears of a new Role within a second.
 REFUSED_S = 3.0
+# Turns of a write that was refused for an object that is gone when it is looked at.
+_TURNS_MAX = 20
 _VERBS = "get,list,watch,create,update,delete"
 
 
@@ -196,13 +198,20 @@ class KubernetesStore:
         await self.find_owner()
         manifest = manifest_of(key, value, expected_version, self._owner)
         self._touched.add((resource_of(key), key))
-        try:
-            written = await self._write(key, manifest, expected_version)
-        except (ApiConflictError, ApiNotFoundError) as error:
-            if isinstance(error, ApiNotFoundError) and not expected_version:
-                raise self._no_namespace(error) from error
-            raise ConflictError(key, expected_version, await self.get(key)) from error
-        return Entry(value, written.metadata.version)
+        for _ in range(_TURNS_MAX):
+            try:
+                written = await self._write(key, manifest, expected_version)
+            except (ApiConflictError, ApiNotFoundError) as error:
+                if isinstance(error, ApiNotFoundError) and not expected_version:
+                    raise self._no_namespace(error) from error
+                current = await self.get(key)
+                if current is not None or expected_version:
+                    raise ConflictError(key, expected_version, current) from error
+                continue  # It was there, and is gone by now, as expected.
+            return Entry(value, written.metadata.version)
+        raise StoreError(
+            f"kubernetes: {key} comes and goes with each look at it", slug="store-busy"
+        )
 
     async def delete(self, key: str, expected_version: int) -> None:
         """See Store.delete."""

@@ -40,9 +40,13 @@ WATCH_SILENCE_S = 10.0
 # base64 of the largest value in a transaction's answer, and the names around it.
 ANSWER_BYTES_MAX = 2 * STORE_VALUE_BYTES_MAX
 # Errors of a server that did not accept a request: another member may be asked.
-_NOT_TAKEN = ("no leader", "not capable", "server stopped", "too many requests")
-# Errors of a server that may have accepted it: a write is not sent again.
-_MAY_BE_TAKEN = ("leader changed", "timed out", "unavailable")
+_NOT_TAKEN = ("no leader", "not capable", "too many requests")
+# Errors of a server that may have accepted it: a write is not sent again. A server that is stopped
+# says so of proposals that its cluster may still commit.
+_MAY_BE_TAKEN = ("leader changed", "timed out", "unavailable", "server stopped")
+# What the gateway answers when the connection to its own server broke or was closed (gRPC's
+# Canceled, DeadlineExceeded and Unavailable): the server may have the request.
+_BROKE = (408, 499, 503, 504)
 # The host of a request over a socket; no server looks at it.
 _BY_SOCKET = "http://etcd"
 _NOT_ALLOWED = ("auth", "permission denied", "user name is empty")
@@ -54,6 +58,7 @@ class _GatewayError(msgspec.Struct):
     error: str = ""
     message: str = ""
     code: int = 0
+    cause: str = ""  # of a v2 server: what is wrong within its cluster
 
 
 class HttpAnswer:
@@ -102,7 +107,7 @@ class Gateway:
                         if write and error.sent:
                             raise self.unsure(trouble) from error
                         continue
-                    if answer.status in (500, 503) and self._goes_on(answer, write):
+                    if answer.status in (500, *_BROKE) and self._goes_on(answer, write):
                         trouble = f"{url}: {trouble_of(answer.content)}"
                         self._next()
                         continue
@@ -203,8 +208,7 @@ class Gateway:
         text = trouble_of(answer.content)
         if any(sign in text for sign in _NOT_TAKEN):
             return True
-        # Any other 503 is gRPC's Unavailable: a connection broke between the server's own parts.
-        if answer.status == 503 or any(sign in text for sign in _MAY_BE_TAKEN):
+        if answer.status in _BROKE or any(sign in text for sign in _MAY_BE_TAKEN):
             if write:
                 self._next()
                 raise self.unsure(f"{answer.url}: {text}")
@@ -257,7 +261,7 @@ def trouble_of(content: bytes) -> str:
         found = msgspec.json.decode(content, type=_GatewayError, strict=False)
     except UNREADABLE:
         return content[:200].decode(errors="replace").strip()
-    return found.error or found.message
+    return f"{found.error or found.message} {found.cause}".strip()
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:

@@ -41,6 +41,8 @@ _NOT_FOUND = 100
 # Compare failed; not a file; already exists.
 _CONFLICTS = (101, 102, 105)
 _WATCH_PAUSE_S = 0.1
+# Turns of a write that was refused for a key that is gone when it is looked at.
+_TURNS_MAX = 20
 
 
 class EtcdNode(msgspec.Struct):
@@ -96,10 +98,15 @@ class EtcdV2Store:
         form = _guard(expected_version) | {"value": base64.b64encode(value).decode()}
         # An empty TTL removes that of the key.
         form["ttl"] = "" if ttl_s is None else str(math.ceil(check_ttl(key, ttl_s)))
-        reply, _ = await self.ask("PUT", key, data=form)
-        if reply.node is None:
-            raise ConflictError(key, expected_version, await self.get(key))
-        return Entry(value, reply.node.modifiedIndex)
+        for _ in range(_TURNS_MAX):
+            reply, _ = await self.ask("PUT", key, data=form)
+            if reply.node is not None:
+                return Entry(value, reply.node.modifiedIndex)
+            current = await self.get(key)
+            if current is not None or expected_version:
+                raise ConflictError(key, expected_version, current)
+            # It was there, and is gone by now, as expected: the write is tried again.
+        raise StoreError(f"etcd: {key} comes and goes with each look at it", slug="store-busy")
 
     async def delete(self, key: str, expected_version: int) -> None:
         """See Store.delete."""
@@ -192,7 +199,7 @@ class EtcdV2Store:
         )
         reply = self._decode(answer)
         if answer.status >= 400 and reply.errorCode not in (_NOT_FOUND, *_CONFLICTS):
-            raise self._refused(answer, reply)
+            raise self._refused(answer)
         if answer.status >= 400:
             reply.node = None
         return reply, answer.index
@@ -217,7 +224,7 @@ class EtcdV2Store:
             return msgspec.json.decode(answer.content, type=Reply)
         except UNREADABLE:
             if answer.status != 404:
-                raise self._refused(answer, Reply()) from None
+                raise self._refused(answer) from None
         raise ConfigurationError(
             f"the server at {answer.url} does not speak etcd v2",
             slug="etcd-version",
@@ -226,9 +233,8 @@ class EtcdV2Store:
             next_step="--rdzv-backend etcd, which speaks v3",
         )
 
-    def _refused(self, answer: HttpAnswer, reply: Reply) -> StoreError | ConfigurationError:
-        text = f"{reply.message} {reply.cause}".strip() or trouble_of(answer.content)
-        return self.gateway.refused(answer, text)
+    def _refused(self, answer: HttpAnswer) -> StoreError | ConfigurationError:
+        return self.gateway.refused(answer, trouble_of(answer.content))
 
 
 class EtcdV2Lease(HeldLease):
