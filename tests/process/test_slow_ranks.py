@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,25 @@ import pytest
 from elastane.testing import LocalCluster
 
 SCRIPT = Path(__file__).parent / "scripts" / "slow_rank.py"
+
+
+def test_the_step_rate_of_a_script_that_reports_no_steps_is_shown(tmp_path):
+    options = {"nproc_per_node": 2, "rdzv_conf": {"heartbeat": 0.2}}
+    with LocalCluster([str(SCRIPT), "even"], folder=tmp_path, **options) as cluster:
+        cluster.start("a")
+        cluster.wait_event("workers-started")
+
+        def shown():
+            command = [sys.executable, "-m", "elastane", "status", "--json", cluster.job]
+            said = subprocess.run(command, capture_output=True, check=True).stdout
+            [job] = json.loads(said)["jobs"]
+            nodes = job["report"]["nodes"] if job["report"] else []
+            return next((node for node in nodes if node["steps_per_s"]), None)
+
+        cluster.wait(shown, "a measured rate")
+        node = shown()
+        assert 2.0 < node["steps_per_s"] < 70.0, "steps take 15 ms and more"
+        assert node["progress"] is None
 
 
 @pytest.mark.soak

@@ -91,9 +91,14 @@ def test_the_newest_copies_of_the_state_say_what_their_loss_would_cost():
 
 def test_a_script_that_reports_no_steps_gets_an_explanation():
     lines = report_lines(report([node("a", 0)]), "h:1")
-    assert any(line.startswith("  steps         none seen: a script shows them") for line in lines)
+    assert any(
+        line.startswith("  steps         none seen so far: a script shows") for line in lines
+    )
+    lines = report_lines(report([node("a", 0, steps_per_s=2.5)]), "h:1")
+    assert any(line.startswith("  steps         not numbered: a script") for line in lines)
+    assert any("2.5" in line for line in lines)
     lines = report_lines(report([node("a", 0, progress=0)]), "h:1")
-    assert not any("none seen" in line for line in lines)
+    assert not any("  steps  " in line for line in lines)
 
 
 def test_a_job_without_a_round_or_nodes_says_so():

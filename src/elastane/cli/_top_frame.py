@@ -138,16 +138,15 @@ def _scalars(sections: Sections, width: int) -> Text:
 def _speed(picture: Picture, width: int) -> Text:
     """Return step and step rate; of a job that is over, the last that it logged."""
     job, rate = picture.sections.job, picture.sections.rate
-    if not job.has_steps:
-        return Text("no step reported", style="bold")
     is_over = job.ended_s is not None
-    text = Text(f"step {job.step:,}" + (" at the last count" if is_over else ""), style="bold")
+    counted = f"step {job.step:,}" + (" at the last count" if is_over else "")
+    text = Text(counted if job.has_steps else "no step reported", style="bold")
     parts = []
     if rate.now is not None and not is_over:
         parts.append(Text(f"{rate.now:.3g} steps/s", style="bold"))
     if rate.usual is not None:
         parts.append(Text(f"usual {rate.usual:.3g}" + (" steps/s" if is_over else "")))
-    if not is_over:
+    if not is_over and picture.view.steps:
         parts.append(Text(_recent(picture), style="cyan"))
     return _joined(text, parts, width)
 

@@ -282,13 +282,15 @@ def _copy(copy: StateCopy) -> str:
 
 
 def _missing_steps(report: Report) -> list[str]:
-    """Explain why no steps are shown for a script that does not report any."""
+    """Explain why no step numbers are shown for a script that does not report any."""
     training = [node for node in report.nodes if node.node_rank is not None]
     if not training or any(node.progress is not None for node in training):
         return []
+    measured = any(node.steps_per_s is not None for node in training)
+    seen = "not numbered: a script numbers" if measured else "none seen so far: a script shows"
     return [
-        "  steps         none seen: a script shows them by calling elastane.should_checkpoint()",
-        "                in each step, or by job.steps(); no others can be seen",
+        f"  steps         {seen} them by calling",
+        "                elastane.should_checkpoint() in each step, or by job.steps()",
     ]
 
 

@@ -134,7 +134,7 @@ class EventIndex:
             case "saved":
                 return kind.startswith(_SAVED)
             case _:
-                return kind != "progress" or bool(wanted.text)
+                return kind not in ("progress", "pace") or bool(wanted.text)
 
     def _row(self, number: int) -> EventRow | None:
         path = Path(self._files.listed[self._file[number]])

@@ -288,7 +288,7 @@ def _job(view: JobView, source: SourceFacts) -> JobSection:
         ended_s=_ended_s(view),
         exit_code=view.end.exit_code if view.end else None,
         step=view.step,
-        has_steps=bool(view.steps),
+        has_steps=bool(view.steps) and view.steps[-1].steps is not None,
         world_size=view.world_size,
         world_full=max((point.size for point in view.worlds), default=0),
         nodes=sum(node.state not in ("gone", "left", "done") for node in view.nodes.values()),

@@ -146,7 +146,8 @@ def account_of(events: Iterable[LoggedEvent], now_s: float | None = None) -> Acc
         # Most events of a long job are these. A step count changes no incident but a stall, and a
         # checkpoint none at all.
         changes_none = event.kind == EventKind.CHECKPOINT_SAVED or (
-            event.kind == EventKind.PROGRESS and view.incidents.beside("stall") is None
+            event.kind in (EventKind.PROGRESS, EventKind.PACE)
+            and view.incidents.beside("stall") is None
         )
         if not changes_none:
             view = after_event(view, event)

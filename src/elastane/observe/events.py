@@ -301,27 +301,34 @@ def _without_most_counts(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the lines of a file without step counts that change neither account nor story.
 
     Of the counts between two other lines, it keeps the first, those that repeat steps until one is
-    higher than all before, and the last. A checkpoint may be logged before an earlier count, so it
-    does not separate counts. At the end of the file the last ten counts are kept, which `elastane
-    status` lists. The kind of a line is read before the line is decoded: to decode and account all
-    64,000 of a week took 1.1 s (2 cores of an AMD EPYC, 2026-11-28).
+    higher than all before, and the last. Measured paces repeat nothing. A checkpoint may be logged
+    before an earlier count, so it does not separate counts. At the end of the file the last ten
+    counts are kept, which `elastane status` lists. The kind of a line is read before the line is
+    decoded: to decode and account all 64,000 of a week took 1.1 s (2 cores of an AMD EPYC,
+    2026-11-28).
     """
     highest, is_past = -1, False  # `is_past`: a count since the last other line exceeded `highest`
     left: deque[bytes] = deque(maxlen=_LAST_COUNTS)
+    of = b""  # the kind of the counts since then
     for line in lines:
         kind_at = line.find(_KIND) + len(_KIND)
-        if line.startswith(_COUNT, kind_at) and line.endswith(_LINE_END):
-            if is_past:
-                left.append(line)
-                continue
-            is_past = _steps_of(line) > highest
-            highest = max(highest, _steps_of(line))
-        elif not line.startswith(_SAVED, kind_at):
+        if line.startswith(_SAVED, kind_at):
+            yield line
+            continue
+        kind = next((kind for kind in _COUNTS if line.startswith(kind, kind_at)), b"")
+        is_count = bool(kind) and line.endswith(_LINE_END)
+        if is_count and kind == of and is_past:
+            left.append(line)
+            continue
+        if not is_count or kind != of:
             if left:
                 highest = max(highest, _steps_of(left[-1]))
                 yield left[-1]
                 left.clear()
-            is_past = False
+            of, is_past = kind if is_count else b"", False
+        if is_count:
+            is_past = kind == _PACE or _steps_of(line) > highest
+            highest = max(highest, _steps_of(line))
         yield line
     yield from left
 
@@ -334,7 +341,8 @@ def _steps_of(line: bytes) -> int:
 
 # The keys of a line stand in the order of `LoggedEvent`, and texts cannot hold a bare quote.
 _KIND = b'"kind":"'
-_COUNT = f'{EventKind.PROGRESS.value}"'.encode()
+_PACE = f'{EventKind.PACE.value}"'.encode()
+_COUNTS = (f'{EventKind.PROGRESS.value}"'.encode(), _PACE)
 _SAVED = f'{EventKind.CHECKPOINT_SAVED.value}"'.encode()
 _LINE_END = b"}\n"
 # The digits are bounded, since a log may hold any number.

@@ -415,6 +415,7 @@ _RULES: dict[str, Callable[[IncidentHistory, LoggedEvent], IncidentHistory]] = {
     EventKind.GROWTH: _drain_started,
     EventKind.STALL: _stall,
     EventKind.PROGRESS: _progress,
+    EventKind.PACE: _progress,
     EventKind.AUTHORITY_LOST: _authority_lost,
     EventKind.AUTHORITY_REGAINED: _authority_regained,
     EventKind.REPLICA_DIFFERED: _replica_differed,

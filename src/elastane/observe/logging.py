@@ -79,7 +79,7 @@ def level_of(text: str) -> int:
 
 def event_level(event: LogEvent) -> int:
     """Return the log level of an event."""
-    if event.kind is EventKind.PROGRESS:
+    if event.kind in (EventKind.PROGRESS, EventKind.PACE):
         return logging.DEBUG
     return logging.WARNING if event.kind in _WARNINGS else logging.INFO
 

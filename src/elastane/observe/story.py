@@ -286,7 +286,8 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     event: LoggedEvent | None = None
     for event in events:
         # Most events of a long job are step counts, of which a story has nothing but the last.
-        if event.kind == EventKind.PROGRESS and (event.round, event.attempt) in table:
+        is_count = event.kind in (EventKind.PROGRESS, EventKind.PACE)
+        if is_count and (event.round, event.attempt) in table:
             continue
         story.add(event, here)
         if event.round is None or event.attempt is None:

@@ -57,6 +57,7 @@ ECHOES = frozenset(
         EventKind.AGENT_STOPPED,
         EventKind.COORDINATOR_STOPPED,
         EventKind.PROGRESS,
+        EventKind.PACE,
     }
 )
 # Final states that a later event of the same life of a node must not overwrite.
@@ -143,13 +144,13 @@ class ViewLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPoint(msgspec.Struct, frozen=True):
-    """How many steps the whole world had made at a time.
+    """How many steps the whole world had made at a time; None: its workers only measure them.
 
     `made`: those of them that are of no earlier point; all were made after `since_s`.
     """
 
     time_s: float
-    steps: int
+    steps: int | None
     since_s: float
     made: int = 0
 
@@ -279,19 +280,23 @@ def line_of(event: LoggedEvent, node: NodeView | None, incident: int = 0) -> Vie
 
 def after_steps(view: JobView, time_s: float, steps: int) -> JobView:
     """Return the view after the coordinator said how many steps the world has made."""
-    last = view.steps[-1] if view.steps else None
-    if last is None:
-        point = StepPoint(time_s, steps, time_s)
-    elif time_s <= last.time_s:
+    if not view.steps:
+        return _with_point(view, StepPoint(time_s, steps, time_s))
+    last = view.steps[-1]
+    since_s = max(last.time_s, time_s - SPREAD_S)
+    made = 0 if last.steps is None else max(0, steps - last.steps)
+    return _with_point(view, StepPoint(time_s, steps, since_s, made))
+
+
+def _with_point(view: JobView, point: StepPoint) -> JobView:
+    if view.steps and point.time_s <= view.steps[-1].time_s:
         return view
-    else:
-        since_s = max(last.time_s, time_s - SPREAD_S)
-        point = StepPoint(time_s, steps, since_s, max(0, steps - last.steps))
     points = (*view.steps, point)
     if len(points) > STEP_POINTS_MAX:
         half = STEP_POINTS_MAX // 2
         points = (*_merged(points[:half]), *points[half:])
-    return msgspec.structs.replace(view, step=steps, steps=points)
+    step = view.step if point.steps is None else point.steps
+    return msgspec.structs.replace(view, step=step, steps=points)
 
 
 def after_progress(view: JobView, point: StepProgress) -> JobView:
@@ -487,6 +492,13 @@ def _with_progress(view: JobView, event: LoggedEvent) -> JobView:
     return view if steps is None else after_steps(view, event.time_s, steps)
 
 
+def _with_pace(view: JobView, event: LoggedEvent) -> JobView:
+    last_s = view.steps[-1].time_s if view.steps else float("-inf")
+    since_s = max(last_s, event.time_s - min(event.measure("seconds"), SPREAD_S))
+    point = StepPoint(event.time_s, None, since_s, event.number("made") or 0)
+    return _with_point(view, point) if since_s < event.time_s else view
+
+
 def _with_budget(view: JobView, event: LoggedEvent) -> JobView:
     used = event.number("used")
     allowed = event.number("allowed")
@@ -539,6 +551,7 @@ _RULES: dict[EventKind, Callable[[JobView, LoggedEvent], JobView]] = {
     EventKind.COORDINATOR_STARTED: _with_coordinator,
     EventKind.ROUND_SETTLED: _with_world,
     EventKind.PROGRESS: _with_progress,
+    EventKind.PACE: _with_pace,
     EventKind.RESTART: _with_budget,
     EventKind.REPLACEMENT: _with_budget,
     EventKind.CHECKPOINT_SAVED: _with_checkpoint,

@@ -42,6 +42,7 @@ class EventKind(StrEnum):
     STRAGGLER = "straggler"
     STRAGGLER_ENDED = "straggler-ended"
     PROGRESS = "progress"
+    PACE = "pace"
     RESIZED = "resized"
     JOB_ENDED = "job-ended"
     # Logged by an agent.

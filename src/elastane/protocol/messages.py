@@ -376,7 +376,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int
     heard_s: float  # seconds since its last message
     progress: int | None = None  # steps that its workers report; None: they report none
-    steps_per_s: float | None = None
+    steps_per_s: float | None = None  # of these steps, or of those that its workers measure
 
 
 class SafeCopies(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,6 +53,34 @@ def test_a_straggler_is_logged_once_and_its_end_as_well():
     assert (ended.node_id, ended.data["rank"]) == ("b", rank)
 
 
+def test_the_rate_of_a_script_that_reports_no_steps_is_measured_and_logged():
+    job = running()
+    beats(job, 25, EVEN)
+    rates = {node.node_id: node.steps_per_s for node in job.machine.report().nodes}
+    assert rates == {"a": COMPARED_STEPS, "b": COMPARED_STEPS}
+    first, second = found(job, EventKind.PACE)
+    # Node a was heard last, so node b's workers are a second behind in the first one.
+    assert first.data == {"made": 9 * COMPARED_STEPS, "seconds": 10.0, "workers": 4}
+    assert second.data == {"made": 10 * COMPARED_STEPS, "seconds": 10.0, "workers": 4}
+    assert second.reason == "4 steps/s, as the workers measure them"
+
+
+def test_no_pace_is_logged_of_ranks_that_make_no_steps_or_report_them():
+    job = running()
+    for _ in range(25):
+        beat(job, EVEN, WINDOW_STEPS)
+    assert not found(job, EventKind.PACE)
+    for _ in range(6):
+        beat(job, EVEN, WINDOW_STEPS + 15)
+    [late] = found(job, EventKind.PACE)
+    assert late.data == {"made": 15, "seconds": 30.0, "workers": 4}
+    for _ in range(25):
+        job.passes(1.0, alive="")
+        for node_id in "ab":
+            job.says(node_id, Heartbeat(fence=job.assigned[node_id].fence, progress=7))
+    assert found(job, EventKind.PACE) == [late] and found(job, EventKind.PROGRESS)
+
+
 def test_nobody_is_named_while_a_node_shows_nothing_of_the_world():
     job = running()
     beats(job, 2 * COMPARISONS_MIN, {"b": SLOW["b"]})

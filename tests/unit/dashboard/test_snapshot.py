@@ -126,6 +126,22 @@ def test_the_rate_is_that_of_the_last_seconds_and_the_usual_one_a_median():
     assert rates_of(view, 200.0).now == 0.0, "nothing was counted for a minute"
 
 
+def test_a_rate_that_the_workers_measured_is_shown_without_a_step():
+    def paces(*at):
+        return [event("pace", time_s=at_s, made=made, seconds=10.0) for at_s, made in at]
+
+    measured = paces((110, 20), (120, 20), (130, 30))
+    view = training(*measured)
+    assert rates_of(view, 135.0).now == pytest.approx((20 + 30) / 20)
+    assert rates_of(view, 135.0).usual == 2.5
+    assert series_of(view, 100.0, 130.0, 3).rate == [2.0, 2.0, 3.0]
+    assert not sections_of(view, source()).job.has_steps
+    view = training(*measured, *steps((140, 1000), (150, 1020)))
+    assert series_of(view, 130.0, 150.0, 2).rate == [0.0, 2.0], "step 1000 is where it continues"
+    assert rates_of(view, 150.0).usual == 2.0
+    assert sections_of(view, source()).job.has_steps
+
+
 def test_steps_after_a_silence_were_made_at_its_end_and_a_restart_makes_none_negative():
     view = training(*steps((100, 0), (110, 20), (170, 40), (180, 10), (190, 30)))
     series = series_of(view, 100.0, 200.0, 10)

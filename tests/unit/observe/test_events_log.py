@@ -262,6 +262,37 @@ def test_account_and_story_are_the_same_without_most_step_counts(tmp_path, with_
     assert few[-10:] == every[-10:] or with_saves
 
 
+def test_paces_are_left_out_like_counts_and_separate_them(tmp_path):
+    """A script numbers its steps late: until then their pace is logged, also after a restart."""
+
+    def paced(time_s, round_=1):
+        return event("pace", round=round_, attempt=0, time_s=time_s, made=10, seconds=10.0)
+
+    events = [one for one in repeating() if one.time_s > 10.0 or one.kind != "progress"]
+    paces = [*(paced(10.0 + n / 100) for n in range(1, 900)), paced(6004.5, 2), paced(6005.0, 2)]
+    folder = written(tmp_path / "j", sorted([*events, *paces], key=lambda one: one.time_s))
+    every, few = list(read_events(folder)), list(read_events(folder, all_counts=False))
+    assert told(folder, few) == told(folder, every)
+    assert sum(one.kind == "pace" for one in few) == 4, "the first and the last of each row"
+    assert few[-10:] == every[-10:]
+
+
+def test_a_stall_ends_at_the_next_pace_also_without_most_of_them(tmp_path):
+    paces = [
+        event("pace", round=1, attempt=0, time_s=float(n), made=10, seconds=10.0)
+        for n in range(20, 400, 10)
+    ]
+    stall = event("stall", round=1, attempt=0, time_s=205.0, reason="no step")
+    events = sorted([settled(1, "node-a", 2, time_s=0.0, nodes=1), *paces, stall], key=_time)
+    folder = written(tmp_path / "j", events)
+    every, few = list(read_events(folder)), list(read_events(folder, all_counts=False))
+    assert told(folder, few) == told(folder, every) and len(few) < len(every)
+
+
+def _time(one):
+    return one.time_s
+
+
 def test_steps_that_another_coordinator_repeats_in_its_own_file_are_counted(tmp_path):
     """More events come before the first count than are read ahead of each file."""
     before = [event("node-joined", time_s=-1.0) for _ in range(300)]

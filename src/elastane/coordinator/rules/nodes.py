@@ -94,10 +94,16 @@ PROGRESS_LOG_S = 10.0
 
 @dataclass(slots=True)
 class LoggedProgress:
-    """The step count of the job that the event log got last."""
+    """The step count of the job that the event log got last.
+
+    Of a script that reports none: `counts`, of steps that each rank's worker has measured.
+    """
 
     logged_s: float = float("-inf")
     steps: int | None = None
+    of: Fence | None = None
+    counts: dict[int, int] = field(default_factory=dict)
+    counted_s: float = 0.0
 
     def is_due(self, now_s: float) -> bool:
         """Whether the step count may be logged again."""
@@ -108,6 +114,19 @@ class LoggedProgress:
         self.logged_s = now_s
         changed, self.steps = steps != self.steps, steps
         return changed
+
+    def count(self, now_s: float, fence: Fence, counts: dict[int, int]) -> tuple[int, float] | None:
+        """Record the measured steps; return how many all ranks made since, and in how long.
+
+        None before the second record of a world, and while they make none.
+        """
+        self.logged_s = now_s
+        before, since_s = (self.counts, self.counted_s) if fence == self.of else ({}, now_s)
+        made = min((counts[rank] - before[rank] for rank in counts if rank in before), default=-1)
+        if made == 0:
+            return None
+        self.of, self.counts, self.counted_s = fence, counts, now_s
+        return None if made < 0 else (made, now_s - since_s)
 
 
 class Place(StrEnum):
@@ -153,6 +172,7 @@ class NodeProgress:
     standings: tuple[Standing, ...] = ()  # what each worker shows, once all stand still
     still_s: float = 0.0  # for how long they did by then
     paces: tuple[Pace, ...] = ()  # how each worker makes its steps
+    measured: StepPace = field(default_factory=StepPace)  # of the steps that these count
     copies: NodeCopies | None = None  # of their state, ...
     copies_s: float = 0.0  # ... as of this time
 
@@ -174,9 +194,14 @@ class NodeProgress:
         """Record what the workers show at a standstill; nothing, once they move again."""
         self.standings, self.still_s = standings, still_s
 
-    def record_paces(self, message: Heartbeat, *, is_of_now: bool) -> None:
+    def record_paces(self, now_s: float, message: Heartbeat, *, is_of_now: bool) -> None:
         """Record how the workers make their steps in the current world."""
         self.paces = message.paces if is_of_now else ()
+        self.measured.note(now_s, min((pace.step for pace in self.paces), default=None))
+
+    def steps_per_s(self, now_s: float) -> float | None:
+        """Return the rate of the steps that are reported or, where none are, measured."""
+        return (self.measured if self.steps is None else self.pace).steps_per_s(now_s)
 
     def record_copies(self, now_s: float, copies: NodeCopies | None) -> None:
         """Record the newest copies of the workers' state."""
@@ -188,6 +213,7 @@ class NodeProgress:
         self.waits_at, self.is_stalled = (), False
         self.record_standings((), 0.0)
         self.paces = ()
+        self.measured.note(now_s, None)
 
 
 @dataclass(slots=True, kw_only=True)

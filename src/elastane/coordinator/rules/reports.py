@@ -71,9 +71,9 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
 def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     """Record a heartbeat; return whether a rule has to look at it."""
     node.progress.record_steps(state.now_s, message.progress)
-    _log_progress(state)
     node.progress.record_copies(state.now_s, message.copies)
-    node.progress.record_paces(message, is_of_now=message.fence == node.fence)
+    node.progress.record_paces(state.now_s, message, is_of_now=message.fence == node.fence)
+    _log_progress(state)
     if state.phase is Phase.RUNNING:
         stragglers.find_stragglers(state)
     news = state.holders.record_heartbeat(node, message, state.world)
@@ -84,16 +84,29 @@ def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
 
 
 def _log_progress(state: State) -> None:
-    """Log how many steps the whole world has made, now and then."""
+    """Log how many steps the whole world has made, or measured, now and then."""
     if state.world is None or not state.progress.is_due(state.now_s):
         return
-    counts = [node.progress.steps for node in state.roster.members()]
-    made = [steps for steps in counts if steps is not None]
-    if not made or len(made) < len(counts):
-        return
-    if state.progress.note(state.now_s, min(made)):
-        size = state.world.world_size
+    size = state.world.world_size
+    members = [node.progress for node in state.roster.members()]
+    made = [each.steps for each in members if each.steps is not None]
+    if not made:
+        _log_pace(state, {pace.rank: pace.step for each in members for pace in each.paces})
+    elif len(made) == len(members) and state.progress.note(state.now_s, min(made)):
         state.log(EventKind.PROGRESS, f"step {min(made)}", steps=min(made), workers=size)
+
+
+def _log_pace(state: State, counts: dict[int, int]) -> None:
+    """Log how fast the workers measured their steps to be, of a script that reports none."""
+    assert state.world is not None
+    size = state.world.world_size
+    if len(counts) != size:
+        return
+    counted = state.progress.count(state.now_s, state.world.fence, counts)
+    if counted is not None:
+        made, took_s = counted
+        words = f"{made / took_s:.3g} steps/s, as the workers measure them"
+        state.log(EventKind.PACE, words, made=made, seconds=round(took_s, 3), workers=size)
 
 
 def _drained(node: KnownNode, message: Marked | Drained) -> None:

@@ -100,7 +100,7 @@ def _node(state: State, node: KnownNode, ranks: dict[str, int]) -> NodeStatus:
         local_world_size=node.spec.local_world_size,
         heard_s=max(0.0, state.now_s - node.connection.heard_s),
         progress=node.progress.steps,
-        steps_per_s=node.progress.pace.steps_per_s(state.now_s),
+        steps_per_s=node.progress.steps_per_s(state.now_s),
     )
 
 

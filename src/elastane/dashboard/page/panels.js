@@ -46,7 +46,7 @@ function drawRate(job, rates, over) {
     "answer-rate",
     element("p", { class: "big" }, rate(shown), element("small", { text: "steps/s" })),
     below ? element("p", { class: "t-warn" }, mark("triangle", "warn"), element("b", { text: ` ${below}% below ` }), usual) : usual ? element("p", { class: "quiet", text: usual }) : null,
-    job.has_steps ? null : element("p", { class: "quiet", text: "The script reports no steps." }),
+    job.has_steps ? null : element("p", { class: "quiet", text: rates.usual === null ? "The script reports no steps." : "As its workers measure them: the script reports no steps." }),
   );
 }
 
