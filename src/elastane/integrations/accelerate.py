@@ -58,8 +58,11 @@ def adopt(name: str, world: VisibleWorld) -> None:
     _print_on_each_node(package.Accelerator)
 
 
-def has_state(name: str) -> bool:
-    """Whether the script has made an Accelerator or its state; `name`: the imported package."""
+def in_use(name: str) -> bool:
+    """Whether the script has made an Accelerator or its state; `name`: the imported package.
+
+    The models of Transformers import Accelerate, too.
+    """
     states: Any = importlib.import_module(f"{name}.state")
     return bool(states.PartialState._shared_state)
 
@@ -75,15 +78,19 @@ def mean_of_members(reduce: Callable[..., Any], *args: Any) -> Any:
 def _reduce_again(owner: Any, world: VisibleWorld) -> None:
     """Let a mean be that of the members that are left, and any `reduce` be over one membership.
 
-    A script may have divided what it sums by itself. If a loss interrupts such a sum of floats, all
-    workers restart.
+    A script may have divided what it sums by the world size. If a loss interrupts such a sum of
+    floats, all workers restart.
     """
     reduce: Callable[..., Any] = owner.reduce
 
     @functools.wraps(reduce)
     def reduce_whole(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        call = functools.partial(mean_of_members, reduce) if reduction == "mean" else reduce
-        return world.whole(lambda: call(self, tensor, reduction, scale))
+        function = functools.partial(mean_of_members, reduce) if reduction == "mean" else reduce
+
+        def call() -> Any:
+            return function(self, tensor, reduction, scale)
+
+        return world.reduced(call, tensor, is_sum=reduction == "sum")
 
     owner.reduce = reduce_whole
 

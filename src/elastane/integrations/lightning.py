@@ -1,29 +1,31 @@
-"""Lightning under `elastane run --in-place`: what it keeps, and what a shrunken world affects.
+"""Lightning's Trainer under `elastane run --in-place`: what it keeps, and what a loss affects.
 
-Lightning reads rank and world size from the environment, which changes with the program's world. A
-few places keep them, or call several collectives that belong together; `adopt` mends these. It
-touches names of Lightning that are private, so a version that was not checked is refused.
+Its rank and world size are Fabric's (`integrations.fabric`). A few places keep them, or call
+several collectives that belong together; `adopt` mends these. It touches names of Lightning that
+are private, so a version that was not checked is refused.
 """
 
 from __future__ import annotations
 
-import csv
+import functools
 import importlib
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from elastane.comms.elastic import members_left
+from elastane.integrations import fabric
 from elastane.integrations.versions import require_known
 from elastane.synchrony.ordered import OrderedGroup
 from elastane.synchrony.visible import VisibleWorld
 
-# The versions whose private names these are.
-KNOWN = ("2.5.", "2.6.")
-# Lightning has two names; that of Fabric by that of the package.
-_FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+# The packages of which a Trainer runs, or has run, by their names.
+_running: set[str] = set()
 
 
 def adopt(name: str, world: VisibleWorld) -> None:
@@ -32,43 +34,44 @@ def adopt(name: str, world: VisibleWorld) -> None:
     Raises ConfigurationError if the version is not known.
     """
     package = importlib.import_module(name)
-    require_known(name, str(package.__version__), KNOWN)
-    fabric = _FABRICS[name]
-    _follow_rank(world)
-    _follow_size(name, fabric, world)
+    require_known(name, str(package.__version__), fabric.KNOWN)
+    _note_trainers(name)
+    fabric.share_by_world(importlib.import_module(f"{name}.strategies").DDPStrategy)
     _prepare_each_pass(name)
     _rebuild_evaluation_loaders(name, world)
     _keep_together(name, world)
     _save_by_a_survivor(name, world)
-    _continue_csv_logs(fabric, world)
 
 
-def _follow_rank(world: VisibleWorld) -> None:
-    """Let the next rank 0 print, log and save what only rank 0 does."""
-    rank_zero_only: Any = importlib.import_module("lightning_utilities.core.rank_zero")
-    rank_zero_only = rank_zero_only.rank_zero_only
-
-    def follow() -> None:
-        rank_zero_only.rank = world.rank
-
-    world.tell(follow)
+def in_use(name: str) -> bool:
+    """Whether the script trains or tests by a Trainer; `name`: the imported package."""
+    return name in _running
 
 
-def _follow_size(name: str, fabric: str, world: VisibleWorld) -> None:
-    """Let samplers that are built later be for the current world, of another size than devices=."""
-    strategy: Any = importlib.import_module(f"{name}.strategies").DDPStrategy
-    environment: Any = importlib.import_module(f"{fabric}.plugins.environments")
-    environment = environment.TorchElasticEnvironment
-    validate = environment.validate_settings
+def _note_trainers(name: str) -> None:
+    """Note that a Trainer runs: an import does not show it, as Fabric's package imports both."""
+    module: Any = importlib.import_module(f"{name}.trainer.trainer")
+    run: Callable[..., Any] = module.Trainer._run
+    if _is_below(run):
+        _running.add(name)
 
-    def validate_settings(self: Any, num_devices: int, num_nodes: int) -> None:
-        if num_devices * num_nodes != world.first_size:
-            validate(self, num_devices, num_nodes)
+    @functools.wraps(run)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name not in _running and c10d.is_initialized():
+            # From here on all workers see the members that are left.
+            with members_left(c10d._get_default_group()):
+                _running.add(name)
+        return run(self, *args, **kwargs)
 
-    environment.validate_settings = validate_settings
-    strategy.distributed_sampler_kwargs = property(
-        lambda self: {"num_replicas": self.world_size, "rank": self.global_rank}
-    )
+    module.Trainer._run = noted
+
+
+def _is_below(function: Any) -> bool:
+    """Whether this thread is in a call of `function`: a Trainer makes the process group."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _prepare_each_pass(name: str) -> None:
@@ -138,18 +141,3 @@ def _save_by_a_survivor(name: str, world: VisibleWorld) -> None:
     world.make_whole(trainer, "save_checkpoint")
     callback: Any = importlib.import_module(f"{name}.callbacks").ModelCheckpoint
     world.make_whole(callback, "_link_checkpoint")
-
-
-def _continue_csv_logs(fabric: str, world: VisibleWorld) -> None:
-    """Let another rank 0 continue the file of CSVLogger, which it would delete."""
-    writer: Any = importlib.import_module(f"{fabric}.loggers.csv_logs")._ExperimentWriter
-    check = writer._check_log_dir_exists
-
-    def check_log_dir_exists(self: Any) -> None:
-        if world.first_rank == 0:
-            check(self)
-        elif self._fs.isfile(self.metrics_file_path):
-            with self._fs.open(self.metrics_file_path, "r", newline="") as file:
-                self.metrics_keys = next(csv.reader(file), [])
-
-    writer._check_log_dir_exists = check_log_dir_exists

@@ -25,14 +25,17 @@ _TORCHS = frozenset(("torch.distributed.distributed_c10d", "torch.distributed.c1
 _SHARDED = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 # Functions of frameworks by module and name: a broadcast of what each member knows, and sums that
 # are divided by the world size as it is when the sum returns. Without the packages' names:
-# Lightning has two. Accelerate's is called by a function of its integration.
+# Lightning has two. Accelerate's is called by a function of its integration. Ignite's are the sums
+# of its metrics.
 _KNOWN = {
     ("loops.training_epoch_loop", "_broadcast_sigterm_tensor"): Site.AUTHORITY,
     ("utilities.distributed", "_sync_ddp"): Site.TRUE_SUM,
     ("accelerate", "mean_of_members"): Site.TRUE_SUM,
+    ("metrics.metric", "another_wrapper"): Site.TRUE_SUM,
+    ("metrics.running_average", "update"): Site.TRUE_SUM,
 }
 _LIGHTNING = ("lightning.pytorch.", "lightning.fabric.", "pytorch_lightning.", "lightning_fabric.")
-_PACKAGES = (*_LIGHTNING, "elastane.integrations.")
+_PACKAGES = (*_LIGHTNING, "elastane.integrations.", "ignite.")
 _KNOWN_NAMES = frozenset(name for _, name in _KNOWN)
 # Between a framework's function and torch's: decorators, strategies, plugins.
 _FRAMES_MAX = 16

@@ -301,7 +301,7 @@ class OrderedGroup(ElasticGroup):
         return len(self._member.visible) or 1
 
     @property
-    def _sees_first(self) -> bool:
+    def sees_first(self) -> bool:
         """Whether the program sees its first world until its end."""
         is_plain = self._shared is None and not self._contexts and not self._host.follows
         return self._member.keeps_ranks and is_plain
@@ -383,7 +383,7 @@ class OrderedGroup(ElasticGroup):
             site, slots = self._site(frame, name, args)
             if site is Site.SHARDED:
                 raise _refused_shards(name)
-            if site is Site.SCRIPT and self._sees_first:
+            if site in (Site.SCRIPT, Site.TRUE_SUM) and self.sees_first:
                 site = Site.FIRST_SIZE
             call = call_of(name, args, kwargs, self._shown, site)
             self._has_summed |= call.signature.may_be_divided
@@ -610,7 +610,7 @@ class OrderedGroup(ElasticGroup):
             self._host.restart(self._member.restart)
         if not self._first:
             self._first = self._member.visible
-        members = self._first if self._sees_first else self._member.visible
+        members = self._first if self.sees_first else self._member.visible
         if members == self._shown:
             return
         self._shown = members

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from elastane.comms.elastic import members_left
 from elastane.synchrony.contributions import overwrite
 
 T = TypeVar("T")
@@ -26,9 +27,11 @@ class VisibleWorld:
     """What the program sees of the world; one for each process.
 
     `first_rank` and `first_size`: those with which the process began; None before the first world.
+    `restart` restarts all workers of the job, and does not return.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, restart: Callable[[str], NoReturn]) -> None:
+        self._restart = restart
         self.rank = 0
         self.size = 1
         self.first_rank: int | None = None
@@ -58,12 +61,17 @@ class VisibleWorld:
     ) -> T:
         """Return `call()`, with all its collectives over the same members.
 
-        `call` runs again, after `restore`, if the world has changed in it. An all-gather in it is
-        made as a sum of integers, which survivors repeat: its own buffers are for workers that may
-        be lost. What it gives in a smaller world is of no use, and is not used. A barrier comes
-        first, so that most losses fall into none of the collectives. `waits`: also wait until all
-        members have made it, for what only one of them does, such as a save.
+        `call` sees the members that are left. It runs again, after `restore`, if the world has
+        changed in it. An all-gather in it is made as a sum of integers, which survivors repeat: its
+        own buffers are for workers that may be lost. What it gives in a smaller world is of no use,
+        and is not used. A barrier comes first, so that most losses fall into none of the
+        collectives. `waits`: also wait until all members have made it, for what only one of them
+        does, such as a save.
         """
+        with members_left(c10d._get_default_group()):
+            return self._repeated(call, restore, waits=waits)
+
+    def _repeated(self, call: Callable[[], T], restore: Callable[[], None], *, waits: bool) -> T:
         while True:
             dist.barrier()
             before = self._changes
@@ -81,16 +89,59 @@ class VisibleWorld:
                     return result
             restore()
 
-    def make_whole(self, owner: Any, name: str, *, waits: bool = False) -> None:
-        """Let the function `name` of a class or module always run as `whole` does."""
+    def reduced(
+        self,
+        call: Callable[[], T],
+        data: object,
+        restore: Callable[[], None] = lambda: None,
+        *,
+        is_sum: bool,
+    ) -> T:
+        """Return `call()`, which reduces the tensors in `data`, as `whole` does.
+
+        A sum of floats may be of parts that the program has divided by the world size, so it is not
+        made again: all workers restart if the world changes in it.
+        """
+        if not (is_sum and _holds_floats(data)):
+            return self.whole(call, restore)
+        before = self._changes
+        result = call()
+        if self._changes != before:
+            self._restart(
+                "a sum of floats was interrupted, and the script may have divided its parts by the"
+                " world size"
+            )
+        return result
+
+    def make_whole(
+        self, owner: Any, name: str, *, waits: bool = False, as_seen: bool = False
+    ) -> None:
+        """Let the function `name` of a class or module always run as `whole` does.
+
+        `as_seen`: not while the program sees its first world, since ranks that it gives or parts
+        that it gets are for that one.
+        """
         function = getattr(owner, name)
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
+            if as_seen and getattr(c10d._get_default_group(), "sees_first", False):
+                return function(*args, **kwargs)
             return self.whole(lambda: function(*args, **kwargs), waits=waits)
 
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         setattr(owner, name, staticmethod(called) if is_static else called)
+
+
+def _holds_floats(data: object) -> bool:
+    """Whether there is a float among the tensors and numbers of nested lists and dictionaries."""
+    if isinstance(data, torch.Tensor):
+        return data.is_floating_point() or data.is_complex()
+    if isinstance(data, Mapping):
+        return any(_holds_floats(each) for each in data.values())
+    if isinstance(data, list | tuple):
+        return any(_holds_floats(each) for each in data)
+    return isinstance(data, float)
 
 
 # The alignment of every dtype.

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
 
 from elastane.synchrony.visible import VisibleWorld
 
 # By the name that a script imports: our module, whose `adopt(name, world)` is called once.
 _ADOPTERS = {
     "accelerate": "elastane.integrations.accelerate",
+    "ignite.metrics": "elastane.integrations.ignite",
+    "lightning.fabric": "elastane.integrations.fabric",
     "lightning.pytorch": "elastane.integrations.lightning",
+    "lightning_fabric": "elastane.integrations.fabric",
     "pytorch_lightning": "elastane.integrations.lightning",
     "torchmetrics": "elastane.integrations.torchmetrics",
     "transformers.trainer": "elastane.integrations.transformers",
 }
 
-# An import does not show that a script uses these: the models of Transformers import Accelerate.
-# Accelerate is in use once it has a state, and each Trainer makes one.
-_STATEFUL = frozenset(("accelerate", "transformers.trainer"))
+# These compute with rank and world size, so their programs always see the members that are left.
+# An import does not show that a script uses them: `in_use(name)` of our module tells. Each Trainer
+# of Transformers uses Accelerate.
+_FOLLOWING = ("accelerate", "lightning.pytorch", "pytorch_lightning")
 
 # All workers take part in each of their saves, so that another one saves what a loss interrupts.
-_SAVING_TOGETHER = frozenset(("lightning.pytorch", "pytorch_lightning"))
+_SAVING_TOGETHER = ("lightning.pytorch", "pytorch_lightning")
 
 
 class Frameworks:
@@ -44,14 +49,14 @@ class Frameworks:
 
     @property
     def in_use(self) -> bool:
-        """Whether an adopted framework computes with rank and world size."""
-        if self._adopted - _STATEFUL:
-            return True
-        if "accelerate" not in self._adopted:
-            return False
-        return bool(importlib.import_module(_ADOPTERS["accelerate"]).has_state("accelerate"))
+        """Whether the script uses a framework that computes with rank and world size."""
+        return self._uses_any(_FOLLOWING)
 
     @property
     def save_together(self) -> bool:
-        """Whether an adopted framework makes all saves of the script, by all workers together."""
-        return bool(self._adopted & _SAVING_TOGETHER)
+        """Whether a framework makes all saves of the script, by all workers together."""
+        return self._uses_any(_SAVING_TOGETHER)
+
+    def _uses_any(self, names: Iterable[str]) -> bool:
+        adopted = (name for name in names if name in self._adopted)
+        return any(importlib.import_module(_ADOPTERS[name]).in_use(name) for name in adopted)

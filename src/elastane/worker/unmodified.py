@@ -67,7 +67,7 @@ class UnmodifiedWorker:
     def __init__(self, line: ControlSocket, saves: ScriptSaves, *, keeps_ranks: bool) -> None:
         self._line = line
         self._saves = saves
-        self._visible = VisibleWorld()
+        self._visible = VisibleWorld(restart)
         self._frameworks = Frameworks(self._visible)
         self._progress = ProgressReporter()
         self._page = drain.take_page()

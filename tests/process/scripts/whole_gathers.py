@@ -39,7 +39,7 @@ def main():
     """Compare."""
     store = dist.FileStore(str(FOLDER / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=2)
-    world, torchs = VisibleWorld(), dist.all_gather
+    world, torchs = VisibleWorld(sys.exit), dist.all_gather
     for tensor in tensors():
         sums = world.whole(lambda t=tensor: gathered(t))
         for ours, plain in zip(sums, gathered(tensor), strict=True):

@@ -1,0 +1,33 @@
+"""PyTorch-Ignite under `elastane run --in-place`: a metric is over one membership.
+
+A metric sums its states one after the other, floats and counts. A change of the world between two
+of them would divide the correct samples of four workers by all samples of three.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from elastane.integrations.versions import require_known
+from elastane.synchrony.visible import VisibleWorld
+
+# The versions whose private names these are; `synchrony.callsites` knows two of their functions.
+KNOWN = ("0.5.", "0.6.")
+
+
+def adopt(name: str, world: VisibleWorld) -> None:
+    """Let each metric be computed over one membership; `name`: the module with the metrics.
+
+    Raises ConfigurationError if the version is not known.
+    """
+    package: Any = importlib.import_module(name.partition(".")[0])
+    require_known(package.__name__, str(package.__version__), KNOWN)
+    for kind in _kinds(importlib.import_module(name).Metric):
+        if "compute" in vars(kind):
+            world.make_whole(kind, "compute")
+
+
+def _kinds(kind: type) -> set[type]:
+    """Return a class and all that are derived from it."""
+    return {kind}.union(*map(_kinds, kind.__subclasses__()))
