@@ -31,9 +31,10 @@ from elastane.stores.protocol import ConflictError, Entry, Lease, Store
 SEAT = "job/seat"
 # Candidates look often, so that a lease that is free for a moment is taken in it.
 POLL_S = 0.05
-TTL_S = 1.0
-# Up to 100 operations a second: a history stays short enough to be searched.
-PAUSE_S = 0.02
+# What each life of a client draws: how long its leases are, and its longest pause between two
+# operations. It does 200 of them a second at most, so a history is short enough to be searched.
+TTLS_S = (0.3, 1.0)
+PAUSES_S = (0.005, 0.02)
 # With these, a store says that a write was not done and never will be.
 NOT_DONE = ("store-unreachable", "store-refused", "store-busy", "kube-forbidden")
 
@@ -47,7 +48,8 @@ class Client:
         self.name = name
         self.random = random.Random(seed)
         self.quiet = asyncio.Event()
-        self.pause_s = PAUSE_S
+        self.ttl_s = self.random.choice(TTLS_S)
+        self.pause_s = self.random.choice(PAUSES_S)
         self._note = note
         self._count = 0
 
@@ -116,7 +118,7 @@ class Client:
         while not self.quiet.is_set():
             with contextlib.suppress(StoreError):
                 asked_s = time.monotonic()
-                lease = await self.store.lease(SEAT, self.name.encode(), TTL_S)
+                lease = await self.store.lease(SEAT, self.name.encode(), self.ttl_s)
                 if lease is not None:
                     self.believe(lease, asked_s)
                     await self.keep(lease)
@@ -126,7 +128,7 @@ class Client:
 
     async def keep(self, lease: Lease) -> None:
         while not self.quiet.is_set():
-            await self.pause(TTL_S / 2)
+            await self.pause(self.ttl_s / 2)
             if self.random.random() < 0.1:
                 self.note("given up", at_s=time.monotonic())
                 await lease.release()

@@ -53,6 +53,8 @@ def check_leases(beliefs: Iterable[Belief], seen: Iterable[SeenHolder] = ()) -> 
     ordered = sorted(beliefs, key=lambda belief: belief.since_s)
     latest: dict[str, Belief] = {}
     for belief in ordered:
+        if belief.until_s <= belief.since_s:
+            continue  # The answer came after the end: it was never believed.
         for client, other in latest.items():
             if client != belief.client and other.until_s > belief.since_s:
                 raise BrokenPromiseError(f"two hold the lease at once:\n  {other}\n  {belief}")
