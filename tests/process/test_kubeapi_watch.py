@@ -155,3 +155,19 @@ def test_a_server_that_ends_each_watch_at_once_is_not_asked_without_pause(monkey
     check()
     grown = [pause_s for pause_s in pauses if pause_s >= client_api.PAUSE_S]
     assert grown[:7] == sorted(grown[:7]) and grown[-1] == client_api.PAUSE_MAX_S
+
+
+@served(
+    plain(200, thing("x", "10")),
+    [STREAM, changed("DELETED", "11"), END],
+    status(410, "Expired"),
+    status(404, "NotFound"),
+    [STREAM, changed("ADDED", "10"), changed("DELETED", "11"), changed("ADDED", "12"), HANG],
+)
+async def test_an_object_that_is_followed_never_goes_back_to_what_the_server_has_in_memory(server):
+    async with api(server) as client:
+        follow = client_api.follow_one(client, CONFIGMAPS, "ns", "x", Thing)
+        seen = [await anext(follow) for _ in range(4)]
+        await follow.aclose()
+    versions = [one and one.metadata["resourceVersion"] for one in seen]
+    assert versions == ["10", None, None, "12"]

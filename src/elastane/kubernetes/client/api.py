@@ -360,8 +360,11 @@ async def follow_one(
 
     A Role can allow the reading and watching of one name where a list of all is too much. It fails
     with the ApiError of a read; a broken watch only leads to another read.
+
+    A watch without a version begins with what the server has in memory, and that may be older than
+    what was read. Such events are left out.
     """
-    begin = ""
+    begin, newest = "", 0
     while True:
         raw = await api.find(resource, namespace, name, msgspec.Raw)
         version = ""
@@ -370,6 +373,7 @@ async def follow_one(
         else:
             label, where = f"get {resource.label(namespace, name)}", api.access.where
             version = decoded(raw, Versioned, label, where).metadata.resourceVersion
+            newest = max(newest, _number(version, newest))
             yield decoded(raw, kind, label, where)
         # From the version that was read, or from now on where the server has dropped that version.
         watch = api.watch(
@@ -384,7 +388,9 @@ async def follow_one(
                     # Not around the yield: it would cancel the iterating task there.
                     async with asyncio.timeout_at(until_s):
                         seen = await anext(watch)
-                    if seen.change != "BOOKMARK":
+                    number = _number(seen.version, newest + 1)
+                    if seen.change != "BOOKMARK" and number > newest:
+                        newest = number
                         yield None if seen.change == "DELETED" else seen.object
             except TimeoutError:
                 pass
@@ -393,3 +399,8 @@ async def follow_one(
             except ApiError:  # The next read shows whether the server is away.
                 pause_s = _BROKEN_PAUSE_S
         await asyncio.sleep(pause_s)
+
+
+def _number(version: str, otherwise: int) -> int:
+    """Return a resourceVersion as a number, `otherwise` for one that is none."""
+    return int(version) if version.isascii() and version.isdecimal() else otherwise
