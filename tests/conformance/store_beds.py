@@ -22,8 +22,9 @@ from kube_bed import ControlPlane, need_control_plane
 from redis_server import RedisServer, need_redis
 from relay import Mode, Relay, Relays
 
-# Too small for the pages of a run, and for a log of the server's.
 SMALL_BYTES = 4 << 20
+# etcd takes 128 MiB for its log at once.
+SMALL_ETCD_BYTES = 160 << 20
 End = Callable[[], None]
 _LINKS = {"cut": Mode.CUT, "stall": Mode.STALL, "deaf": Mode.DEAF}
 
@@ -131,6 +132,8 @@ class EtcdBed(LinkedBed):
     def begin(self, fault: str, draw: random.Random) -> End:
         if fault in _LINKS:
             return self.begin_at_link(fault, draw)
+        if fault == "full-disk":
+            return self._fill(self.cluster.members[0])
         what, _, which = fault.partition("-")
         member = draw.choice(self.cluster.members)
         if which == "leader":
@@ -162,6 +165,17 @@ class EtcdBed(LinkedBed):
             member.process.wait(1.0)
         member.kill()
         member.start(self.cluster.cluster)
+
+    def _fill(self, member: EtcdMember) -> End:
+        freed = fill(member.data.parent)
+
+        def end() -> None:
+            freed()
+            assert member.process is not None
+            if member.process.poll() is not None:  # as it ends on a full disk
+                member.start(self.cluster.cluster)
+
+        return end
 
     def leader(self) -> EtcdMember | None:
         """The member that says that it leads; None where none says so."""
@@ -328,7 +342,9 @@ def small_disk_bed(folder: Path, clients: int) -> Iterator[Bed]:
 
 
 @contextlib.contextmanager
-def etcd_bed(folder: Path, clients: int, kind: str = "etcd", members: int = 3) -> Iterator[Bed]:
+def etcd_bed(
+    folder: Path, clients: int, kind: str = "etcd", members: int = 3, *, start: bool = True
+) -> Iterator[EtcdBed]:
     need_etcd()
     # A follower calls an election within 0.2 s, and not within a second.
     extra = ["--heartbeat-interval", "20", "--election-timeout", "200"]
@@ -337,11 +353,28 @@ def etcd_bed(folder: Path, clients: int, kind: str = "etcd", members: int = 3) -
     cluster = EtcdCluster(folder, members, extra)
     with Relays() as relays:
         try:
-            bed = EtcdBed(clients, cluster.start(), kind)
+            if start:
+                cluster.start()
+            bed = EtcdBed(clients, cluster, kind)
             bed.link(relays, [member.port for member in cluster.members])
             yield bed
         finally:
             cluster.stop()
+
+
+@contextlib.contextmanager
+def small_etcd_bed(folder: Path, clients: int) -> Iterator[Bed]:
+    """Three members, of which one is on a small disk."""
+    with (
+        etcd_bed(folder, clients, start=False) as bed,
+        small_disk(folder, SMALL_ETCD_BYTES) as path,
+    ):
+        member = bed.cluster.members[0]
+        member.data = path / member.name
+        bed.faults = ("full-disk", "kill-member", "kill-leader")
+        bed.cluster.start()
+        yield bed
+        bed.cluster.stop()
 
 
 @contextlib.contextmanager

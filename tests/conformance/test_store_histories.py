@@ -26,6 +26,7 @@ from store_beds import (
     redis_bed,
     register_bed,
     small_disk_bed,
+    small_etcd_bed,
 )
 from store_client import Client
 from store_faults import CLIENTS, FaultRun, Seen, add_life, check_seen, read_run
@@ -41,6 +42,7 @@ BEDS: dict[str, Callable[[Path, int], AbstractContextManager[Bed]]] = {
     "register": register_bed,
     "etcd": functools.partial(etcd_bed, members=1),
     "etcd-of-three": etcd_bed,
+    "etcd-of-three-on-a-small-disk": small_etcd_bed,
     "etcd-v2-of-three": functools.partial(etcd_bed, kind="etcd-v2"),
     "redis": redis_bed,
     "redis-on-a-small-disk": functools.partial(redis_bed, is_small=True),
