@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 from pathlib import Path
@@ -89,6 +90,17 @@ def test_a_cell_gets_values_and_shows_what_workers_print(notebook):
     assert one.text(2, "stdout") == "{0: 10, 1: 20} True\n"
     assert one.text(1, "stderr") == ""
     assert not one.folders()
+
+
+def test_the_notebook_of_the_examples_survives_its_kill(notebook, monkeypatch):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    example = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+    cells = [one.source for one in nbformat.read(example, 4).cells if one.cell_type == "code"]
+    one = notebook(*cells)
+    one.client.execute()
+    assert len(one.text(2, "stdout").splitlines()) == 3, "a line of each worker"
+    assert one.text(3, "stdout").startswith("1 worker joined, at step ")
+    assert "job spirals: succeeded" in one.text(4, "stdout")
 
 
 def test_an_error_in_a_cell_has_the_lines_of_the_cells_it_is_from(notebook):
