@@ -184,6 +184,7 @@ class FaultRun:
             ),
             "all clients do some more operations",
         )
+        self._until(lambda: is_enough(read_run(self.folder)), "enough of each kind was seen")
         for client in self._clients:
             self._send(client, signal.SIGUSR1)
         self._until(lambda: all(map(self._is_quiet, self._clients)), "all clients are quiet")
@@ -340,7 +341,13 @@ def check_seen(seen: Seen) -> dict[str, int]:
     check_leases(seen.beliefs, seen.holders)
     for (client, key), versions in seen.watched.items():
         check_watch(f"{client}'s watch of {key}", versions)
-    counts = seen.counts()
-    assert counts.get("compare_and_set ok", 0) >= WRITES_MIN, counts
-    assert counts["terms"] and counts.get("get unsure"), counts
-    return counts
+    assert is_enough(seen), seen.counts()
+    return seen.counts()
+
+
+def is_enough(seen: Seen) -> bool:
+    """Return whether there were writes, a lease and a watch to check."""
+    counts = defaultdict(int, seen.counts())
+    return counts["compare_and_set ok"] >= WRITES_MIN and bool(
+        counts["terms"] * counts["get unsure"]
+    )

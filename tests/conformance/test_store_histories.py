@@ -48,7 +48,7 @@ BEDS: dict[str, Callable[[Path, int], AbstractContextManager[Bed]]] = {
     "redis-on-a-small-disk": functools.partial(redis_bed, is_small=True),
     "kubernetes": kubernetes_bed,
 }
-SHORT_S = 1.5
+SHORT_S = 1.2
 RUN_S = float(os.environ.get("ELASTANE_STORE_RUN_S", "15"))
 FIRST, COUNT = map(int, os.environ.get("ELASTANE_STORE_SEEDS", "0:5").split(":"))
 KEPT = [
