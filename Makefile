@@ -152,7 +152,7 @@ release: ## build wheel and sdist, and try the wheel in a fresh environment (thr
 		{ echo 'src/elastane/version.py has another version than $(VERSION)' >&2; exit 1; }
 	rm -rf $(RELEASE)
 	$(PYTHON) -m venv $(RELEASE)/tools
-	$(RELEASE)/tools/bin/pip install --quiet build twine -e .
+	$(RELEASE)/tools/bin/pip install --quiet build twine cyclonedx-bom -e .
 	$(RELEASE)/tools/bin/python manual/manpages.py $(MAN)
 	$(RELEASE)/tools/bin/python -m build --outdir $(RELEASE)/dist .
 	$(RELEASE)/tools/bin/twine check --strict $(RELEASE)/dist/*
@@ -161,6 +161,11 @@ release: ## build wheel and sdist, and try the wheel in a fresh environment (thr
 	$(RELEASE)/user/bin/pip install --quiet -c deploy/constraints.txt "$$(ls $(RELEASE)/dist/*.whl)[demo]"
 	test -f $(RELEASE)/user/share/man/man1/elastane-run.1
 	cd $(RELEASE) && user/bin/elastane demo
+	@# The software bill of materials: elastane, and what was installed with it for the demo.
+	mkdir -p $(RELEASE)/sbom
+	$(RELEASE)/tools/bin/cyclonedx-py environment --output-reproducible --of JSON \
+		-o $(RELEASE)/sbom/elastane.cdx.json $(RELEASE)/user/bin/python
+	sed -i 's#file://[^"]*/##' $(RELEASE)/sbom/elastane.cdx.json
 
 docs: $(DOCS)/stamp build/mermaid/$(MERMAID) ## build the documentation site in build/docs; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build -f manual/mkdocs.yml
