@@ -141,7 +141,12 @@ def _device_count(kind: str, environ: Mapping[str, str]) -> int:
 
 
 def _bad_nproc(text: str, expected: str) -> UsageError:
-    return UsageError(f"--nproc-per-node = {text!r}", slug="bad-option-value", expected=expected)
+    return UsageError(
+        f"--nproc-per-node = {text!r}",
+        slug="bad-option-value",
+        expected=expected,
+        next_step="--nproc-per-node 4 for four workers, auto for one on each GPU",
+    )
 
 
 def _check_monitor_interval(options: Options) -> None:
@@ -167,7 +172,10 @@ def _at_least_0(options: Options, dest: str) -> int:
     if count < 0:
         name = f"--{dest.replace('_', '-')}"
         raise UsageError(
-            f"{name} = {count}", slug="bad-option-value", expected="0 or a higher number"
+            f"{name} = {count}",
+            slug="bad-option-value",
+            expected="0 or a higher number",
+            next_step=f"{name} 0, or leave it out",
         )
     return count
 

@@ -351,6 +351,7 @@ def _number(key: str, value: str) -> float:
             f"--rdzv-conf {key} = {value!r}",
             slug="bad-rdzv-conf",
             expected="a number, not negative; durations are seconds",
+            next_step=f"--rdzv-conf {key}=10",
         )
     return number
 
@@ -362,6 +363,7 @@ def _whole(key: str, value: str) -> int:
             f"--rdzv-conf {key} = {value!r}",
             slug="bad-rdzv-conf",
             expected="a whole number, not negative",
+            next_step=f"--rdzv-conf {key}=10",
         )
     return int(number)
 

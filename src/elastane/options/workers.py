@@ -235,6 +235,7 @@ def _check_target(kind: WorkerKind, target: str) -> None:
                 f"--no-python {target}: no such program, or it may not be executed",
                 slug="script-not-found",
                 expected="a program in PATH, or the path of one that is executable",
+                next_step=f"chmod +x {target}, if it is there; without --no-python it is a script",
             )
         return
     path = Path(target)
@@ -245,6 +246,7 @@ def _check_target(kind: WorkerKind, target: str) -> None:
         slug="script-not-found",
         where=str(Path.cwd()),
         expected=_nearest(path) or "the path of a script; for a module, -m NAME",
+        next_step="name its path from this folder, or the whole path",
     )
 
 
