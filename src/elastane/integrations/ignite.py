@@ -6,7 +6,9 @@ of them would divide the correct samples of four workers by all samples of three
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from elastane.integrations.versions import require_known
@@ -24,8 +26,28 @@ def adopt(name: str, world: VisibleWorld) -> None:
     package: Any = importlib.import_module(name.partition(".")[0])
     require_known(package.__name__, str(package.__version__), KNOWN)
     for kind in _kinds(importlib.import_module(name).Metric):
-        if "compute" in vars(kind):
-            world.make_whole(kind, "compute")
+        compute = vars(kind).get("compute")
+        # Others need no other worker, so a script may call them on one alone.
+        if "idist" in getattr(getattr(compute, "__code__", None), "co_names", ()):
+            _compute_whole(kind, world)
+
+
+def _compute_whole(kind: Any, world: VisibleWorld) -> None:
+    """Let a metric be computed over one membership, each time from what it has collected."""
+    compute: Callable[[Any], Any] = kind.compute
+
+    @functools.wraps(compute)
+    def compute_whole(self: Any) -> Any:
+        own = dict(vars(self))
+
+        def restore() -> None:
+            # A metric of whole epochs keeps its result.
+            vars(self).clear()
+            vars(self).update(own)
+
+        return world.whole(lambda: compute(self), restore)
+
+    kind.compute = compute_whole
 
 
 def _kinds(kind: type) -> set[type]:

@@ -1,7 +1,7 @@
 """An ordinary script of PyTorch-Ignite in which worker 1 of three dies in the sums of a metric.
 
-Usage: ignite_losses.py FOLDER. Worker R has samples of loss R, of which R in four are right. The
-worker of rank 0 writes what it has to said.json.
+Usage: ignite_losses.py FOLDER SUM: the number of the sum in which it dies. Worker R has samples of
+loss R, of which R in four are right. The worker of rank 0 writes what it has to said.json.
 """
 
 import json
@@ -13,10 +13,26 @@ from pathlib import Path
 import ignite.distributed as idist
 import torch
 from ignite.engine import Engine
-from ignite.metrics import Accuracy, Loss, RunningAverage
+from ignite.metrics import Accuracy, EpochMetric, Loss, Metric, RunningAverage
 
 FOLDER = Path(sys.argv[1])
 FIRST_RANK = int(os.environ["RANK"])
+
+
+class Alone(Metric):
+    """A metric that needs no other worker."""
+
+    def reset(self):
+        """Begin again."""
+        self.count = 0
+
+    def update(self, output):
+        """Count a batch."""
+        self.count += 1
+
+    def compute(self):
+        """Return the count."""
+        return self.count
 
 
 def die_in_sum(calls):
@@ -33,7 +49,7 @@ def die_in_sum(calls):
 
 
 def main(_local_rank):
-    """Evaluate, and lose worker 1 in its second sum."""
+    """Evaluate, and lose worker 1 meanwhile."""
     net = idist.auto_model(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)
 
@@ -47,11 +63,14 @@ def main(_local_rank):
     evaluator = Engine(lambda _engine, batch: batch)
     Accuracy().attach(evaluator, "accuracy")
     Loss(lambda predicted, _labels: predicted.mean() * 0 + FIRST_RANK).attach(evaluator, "loss")
+    EpochMetric(lambda _predicted, labels: float(len(labels))).attach(evaluator, "samples")
+    if FIRST_RANK == 0:
+        Alone().attach(evaluator, "alone")
     predicted, labels = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
     predicted[:FIRST_RANK, 0] = 1.0
     predicted[FIRST_RANK:, 1] = 1.0
     trainer.run([0])
-    die_in_sum(2)
+    die_in_sum(int(sys.argv[2]))
     said = dict(evaluator.run([(predicted, labels)]).metrics)
     said["again"] = dict(evaluator.run([(predicted, labels)]).metrics)
     said["running"] = trainer.run([0], max_epochs=2).metrics["running"]
