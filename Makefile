@@ -105,7 +105,7 @@ soak: env ## new examples for the properties, the long tests, and second proofs 
 # Each night draws other seeds.
 nightly: env ## ten minutes of the long job under faults, and ten of every store
 	SOAK_S=600 $(BIN)/python -m pytest -m soak -k an_hour_of_faults $(ARGS)
-	ELASTANE_STORE_SEEDS=$$(date +%y%j):4 $(BIN)/python -m pytest -m soak \
+	ELASTANE_STORE_SEEDS=$$(date +%y%j):2 $(BIN)/python -m pytest -m soak \
 		tests/conformance/test_store_histories.py $(ARGS)
 
 kubernetes: env kubernetes-bed ## the tests against a real Kubernetes control plane, which must be there
