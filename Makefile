@@ -26,9 +26,9 @@ KUBERNETES := tests/kubernetes tests/conformance tests/process/test_kubernetes_j
 BED ?=
 LANE_1 := tests/conformance tests/frameworks tests/gpu tests/hostile tests/hosts tests/numerics \
 	$(filter-out $(TRAINED), $(wildcard tests/kubernetes/test_*.py)) \
-	$(wildcard tests/process/test_[a-d]*.py)
+	$(wildcard tests/process/test_[a-c]*.py tests/process/test_d[e-z]*.py)
 LANE_2 := $(filter-out $(TRAINED), $(wildcard tests/process/test_[e-m]*.py))
-LANE_3 := $(wildcard tests/process/test_[n-z]*.py)
+LANE_3 := $(wildcard tests/process/test_d[a-d]*.py tests/process/test_[n-z]*.py)
 # What runs in workers mostly, and takes long: `make coverage` is of the control plane.
 UNCOVERED := tests/frameworks tests/gpu tests/hosts tests/numerics tests/style \
 	$(wildcard $(addprefix tests/process/test_, checkpoint_faults.py comms_*.py data_*.py \

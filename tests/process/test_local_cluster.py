@@ -23,9 +23,9 @@ SCRIPT = """\
 import os, pathlib, subprocess, sys, time
 folder = pathlib.Path(sys.argv[1])
 child = subprocess.Popen(["sleep", "600"])
-up = folder / f"up.{os.environ['RANK']}.{os.getpid()}"
-up.with_suffix(".part").write_text(str(child.pid))
-up.with_suffix(".part").rename(folder / f"up.{os.getpid()}")
+part = folder / f"part.{os.getpid()}"
+part.write_text(str(child.pid))
+part.rename(folder / f"up.{os.getpid()}")
 while not (folder / "done").exists():
     time.sleep(0.02)
 child.kill()
