@@ -112,11 +112,15 @@ class LoopKills:
     def _stepped(self, pids: Collection[int], before: Collection[int], since_s: float) -> float:
         """Return the seconds until all have stepped without the lost worker; 0: not yet.
 
-        Such a step is of a smaller world, or one that a worker of none of the pids `before` made.
+        Such a step is of a smaller world, or a replacement made it too. `before`: the pids of the
+        world in which the worker was killed.
         """
         said, firsts = self.job.watch.poll(), []
-        others = [done[0].step for pid, done in said.items() if pid not in self.lost | set(before)]
-        joined = min(others, default=math.inf)
+        old = self.lost | set(before)
+        joined = min(
+            (done[0].step for pid, done in said.items() if done and pid not in old),
+            default=math.inf,
+        )
         for pid in pids:
             later = [c for c in said[pid] if c.at_s > since_s]
             without = [c for c in later if c.world < WORKERS or c.step >= joined]

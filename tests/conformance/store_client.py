@@ -28,7 +28,7 @@ from store_connect import connect
 from elastane.errors import ElastaneError, LeaseLostError, StoreError
 from elastane.stores.protocol import ConflictError, Entry, Lease, Store
 
-SEAT = "job/seat"
+LEASE = "job/lease"
 # Candidates look often, so that a lease that is free for a moment is taken in it.
 POLL_S = 0.05
 # What each life of a client draws: how long its leases are, and its longest pause between two
@@ -118,7 +118,7 @@ class Client:
         while not self.quiet.is_set():
             with contextlib.suppress(StoreError):
                 asked_s = time.monotonic()
-                lease = await self.store.lease(SEAT, self.name.encode(), self.ttl_s)
+                lease = await self.store.lease(LEASE, self.name.encode(), self.ttl_s)
                 if lease is not None:
                     self.believe(lease, asked_s)
                     await self.keep(lease)
@@ -145,7 +145,7 @@ class Client:
 
     async def look(self) -> None:
         asked_s = time.monotonic()
-        if (holder := await self.store.holder(SEAT)) is not None:
+        if (holder := await self.store.holder(LEASE)) is not None:
             self.note("holder", term=holder.term, asked_s=asked_s)
 
     def believe(self, lease: Lease, asked_s: float) -> None:
@@ -176,7 +176,7 @@ class Client:
         self.note("started")
         if dead_term:
             with contextlib.suppress(StoreError):
-                await self.store.end_lease(SEAT, dead_term)
+                await self.store.end_lease(LEASE, dead_term)
         watches = [asyncio.ensure_future(self.watch(key)) for key in keys]
         active = asyncio.gather(self.write(keys), self.hold())
         try:

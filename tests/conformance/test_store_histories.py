@@ -59,7 +59,7 @@ KEPT = [
 HISTORIES = Path(__file__).parents[2] / "build" / "store-histories"
 
 
-def holds(name: str, seed: int, folder: Path, duration_s: float) -> dict[str, int]:
+def play(name: str, seed: int, folder: Path, duration_s: float) -> dict[str, int]:
     """Play a seed on a store and check it; keep the history of one that fails."""
     history = folder / "history"
     with BEDS[name](folder, CLIENTS) as bed:
@@ -81,7 +81,7 @@ def holds(name: str, seed: int, folder: Path, duration_s: float) -> dict[str, in
 
 @pytest.mark.parametrize("name", ["file", "etcd-of-three", "redis"])
 def test_a_store_keeps_its_promises_under_faults(name, tmp_path):
-    holds(name, 1, tmp_path, SHORT_S)
+    play(name, 1, tmp_path, SHORT_S)
 
 
 @pytest.mark.soak
@@ -91,7 +91,7 @@ def test_many_seeds_of_faults_break_no_promise_of_a_store(name, tmp_path):
     for seed in range(FIRST, FIRST + COUNT):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        counts = holds(name, seed, folder, RUN_S)
+        counts = play(name, seed, folder, RUN_S)
         print(f"{name} seed {seed}: {counts}", flush=True)
         shutil.rmtree(folder)
 
@@ -102,7 +102,7 @@ _SOAK = test_many_seeds_of_faults_break_no_promise_of_a_store
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "seed", "duration_s"), KEPT)
 def test_a_seed_that_once_failed_holds_on_its_store(name, seed, duration_s, tmp_path):
-    holds(name, int(seed), tmp_path, float(duration_s))
+    play(name, int(seed), tmp_path, float(duration_s))
 
 
 # ---- planted bugs, which these checks must find
@@ -183,7 +183,7 @@ class GivesTheLeaseToAll(MemoryStore):
 
 
 class WatchesAnOldCopy(MemoryStore):
-    """A watch that tells of a version again."""
+    """A watch that yields each version twice."""
 
     async def watch(self, key: str, after_version: int):
         async for entry in super().watch(key, after_version):
@@ -200,7 +200,7 @@ async def _played(make: Callable[[MemoryBackend], MemoryStore]) -> Seen:
         client.pause_s = 0.0
         lives.append((client, lines))
 
-    async def play(client: Client, lines: list[dict]) -> None:
+    async def use(client: Client, lines: list[dict]) -> None:
         watch = asyncio.ensure_future(client.watch("k"))
         working = asyncio.gather(client.hold(), client.write(["k"]))
         await until(lambda: _is_enough(lines), "200 operations, and a look at the lease")
@@ -208,7 +208,7 @@ async def _played(make: Callable[[MemoryBackend], MemoryStore]) -> Seen:
         await working
         watch.cancel()
 
-    await asyncio.gather(*(play(client, lines) for client, lines in lives))
+    await asyncio.gather(*(use(client, lines) for client, lines in lives))
     seen = Seen()
     for client, lines in lives:
         add_life(seen, client.name, lines)

@@ -29,7 +29,7 @@ MEMORY_BYTES = 4 * 2**30
 def memory_folder() -> Path:
     """Make a folder in memory if there is room, so that no write waits for a busy disk.
 
-    It goes with this process, or before.
+    It is removed when this process ends, if it is still there.
     """
     roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= MEMORY_BYTES
     folder = tempfile.mkdtemp(prefix="elastane-etcd-", dir=MEMORY if roomy else None)

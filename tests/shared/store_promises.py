@@ -1,8 +1,8 @@
 """What a Store promises of leases and watches, as checks of what its clients saw. Pure.
 
-`check_leases` takes what each candidate believed, by its own client's word, and `check_watch` what
-one watcher was told. They raise BrokenPromiseError, which names the two observations that cannot
-both be right. All times are in seconds of one clock.
+`check_leases` takes the times in which each client counted itself as the holder, and
+`check_watch` what one watch yielded. They raise BrokenPromiseError, which names the two
+observations that cannot both be right. All times are in seconds of one clock.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def _check_terms(ordered: Sequence[Belief], seen: Iterable[SeenHolder]) -> None:
 
 
 def check_watch(watcher: str, versions: Iterable[int | None]) -> None:
-    """Check that the versions a watcher was told of only grow; None says that the key is gone."""
+    """Check that the versions of a watch only grow; None stands for a deletion."""
     highest, before = 0, 0
     for version in versions:
         if version is None and not before:
-            raise BrokenPromiseError(f"{watcher} was told of a key's end that it did not know")
+            raise BrokenPromiseError(f"{watcher} yielded a deletion of an absent key")
         if version is not None and version <= highest:
-            raise BrokenPromiseError(f"{watcher} was told of version {version} after {highest}")
+            raise BrokenPromiseError(f"{watcher} yielded version {version} after {highest}")
         before = version or 0
         highest = max(highest, before)

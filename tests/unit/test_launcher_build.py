@@ -349,7 +349,7 @@ def test_a_script_that_is_not_there_gets_the_nearest_name(script):
     for argv in (["no/such/folder.py"], ["--no-python", "no-such-program"]):
         with pytest.raises(UsageError) as caught:
             build(parse(argv, {}), {})
-        assert caught.value.slug == "script-not-found"
+        assert caught.value.slug == "script-not-found" and caught.value.next_step
 
 
 # Output and signals

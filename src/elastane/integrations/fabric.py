@@ -24,8 +24,8 @@ from elastane.synchrony.visible import VisibleWorld
 
 # The versions whose private names these are.
 KNOWN = ("2.5.", "2.6.")
-# Reductions that are no sums, of which a script may have divided the parts by the world size.
-_AGAIN = frozenset(("mean", "avg", "min", "max"))
+# Reductions that are no sums: a script may have divided the parts of a sum by the world size.
+_NO_SUMS = frozenset(("mean", "avg", "min", "max"))
 
 
 def adopt(name: str, world: VisibleWorld) -> None:
@@ -39,8 +39,8 @@ def adopt(name: str, world: VisibleWorld) -> None:
     _accept_other_sizes(name, world)
     strategy: Any = importlib.import_module(f"{name}.strategies").DDPStrategy
     share_by_world(strategy)
-    world.make_whole(strategy, "broadcast", as_seen=True)
-    world.make_whole(package.Fabric, "all_gather", as_seen=True)
+    world.make_whole(strategy, "broadcast", only_following=True)
+    world.make_whole(package.Fabric, "all_gather", only_following=True)
     # Fabric's save ends with a barrier: a save is made again if its writer is lost meanwhile.
     world.make_whole(package.Fabric, "save")
     _reduce_together(package.Fabric, world)
@@ -100,7 +100,7 @@ def _reduce_together(owner: Any, world: VisibleWorld) -> None:
             return reduce(self, data, group, reduce_op)
 
         kind = str(reduce_op).rpartition(".")[2].lower()
-        return world.reduced(call, data, restore, is_sum=kind not in _AGAIN)
+        return world.reduced(call, data, restore, is_sum=kind not in _NO_SUMS)
 
     owner.all_reduce = all_reduce
 

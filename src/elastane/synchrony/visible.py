@@ -114,18 +114,18 @@ class VisibleWorld:
         return result
 
     def make_whole(
-        self, owner: Any, name: str, *, waits: bool = False, as_seen: bool = False
+        self, owner: Any, name: str, *, waits: bool = False, only_following: bool = False
     ) -> None:
         """Let the function `name` of a class or module always run as `whole` does.
 
-        `as_seen`: not while the program sees its first world, since ranks that it gives or parts
-        that it gets are for that one.
+        `only_following`: not while the program sees its first world. The ranks that it gives and
+        the parts that it gets are then for that world.
         """
         function = getattr(owner, name)
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            if as_seen and getattr(c10d._get_default_group(), "sees_first", False):
+            if only_following and getattr(c10d._get_default_group(), "sees_first", False):
                 return function(*args, **kwargs)
             return self.whole(lambda: function(*args, **kwargs), waits=waits)
 

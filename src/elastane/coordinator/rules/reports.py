@@ -32,7 +32,7 @@ from elastane.protocol.messages import (
     Succeeded,
     ToCoordinator,
 )
-from elastane.protocol.model import Failure
+from elastane.protocol.model import Failure, World
 
 
 def record_message(state: State, session: int, message: ToCoordinator) -> bool:
@@ -87,26 +87,27 @@ def _log_progress(state: State) -> None:
     """Log how many steps the whole world has made, or measured, now and then."""
     if state.world is None or not state.progress.is_due(state.now_s):
         return
-    size = state.world.world_size
     members = [node.progress for node in state.roster.members()]
     made = [each.steps for each in members if each.steps is not None]
     if not made:
-        _log_pace(state, {pace.rank: pace.step for each in members for pace in each.paces})
+        counts = {pace.rank: pace.step for each in members for pace in each.paces}
+        _log_pace(state, state.world, counts)
     elif len(made) == len(members) and state.progress.note(state.now_s, min(made)):
+        size = state.world.world_size
         state.log(EventKind.PROGRESS, f"step {min(made)}", steps=min(made), workers=size)
 
 
-def _log_pace(state: State, counts: dict[int, int]) -> None:
-    """Log how fast the workers measured their steps to be, of a script that reports none."""
-    assert state.world is not None
-    size = state.world.world_size
-    if len(counts) != size:
+def _log_pace(state: State, world: World, counts: dict[int, int]) -> None:
+    """Log the step rate that the workers of a script measure which reports no steps."""
+    if len(counts) != world.world_size:
         return
-    counted = state.progress.count(state.now_s, state.world.fence, counts)
+    counted = state.progress.count(state.now_s, world.fence, counts)
     if counted is not None:
         made, took_s = counted
         words = f"{made / took_s:.3g} steps/s, as the workers measure them"
-        state.log(EventKind.PACE, words, made=made, seconds=round(took_s, 3), workers=size)
+        state.log(
+            EventKind.PACE, words, made=made, seconds=round(took_s, 3), workers=world.world_size
+        )
 
 
 def _drained(node: KnownNode, message: Marked | Drained) -> None:
