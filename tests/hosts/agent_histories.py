@@ -1,0 +1,452 @@
+"""Plays a history of faults into a job on hosts, and reads what its workers noted.
+
+`HistoryRun.play` ends every fault, brings every agent back, waits until all hosts train together,
+ends the job and checks it by tests/shared/job_promises.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from agent_plans import STORE, WORKER_FAULTS, AgentHistory, Fault
+from etcd_server import need_etcd
+from host_jobs import EtcdHosts, HostJob
+from hosts import Lan, need_hosts
+from job_promises import (
+    Body,
+    BrokenJobError,
+    DurableState,
+    ExactStep,
+    Promised,
+    SeenJob,
+    SettledWorld,
+    check_job,
+)
+from jobs import PRELOAD_OPTIMIZER, SCRIPT, Agent, until
+
+from elastane.observe.events import LoggedEvent
+from elastane.protocol.log_events import EventKind
+
+sys.path.append(str(SCRIPT.parent))
+from noted_steps import undisturbed
+
+PROGRAM = SCRIPT.with_name("noted_steps.py")
+STEP_S = 0.05
+# The last line of a file of notes is within this.
+LINE_BYTES_MAX = 1024
+# A coordinator that reaches no member of the last world waits for 138 s, and a drain takes 30 s.
+SETTLE_S = 138.0 + 30.0 + 60.0
+END_S = 90.0
+# What all hosts do together, over several checkpoints.
+STEPS_AFTER = 50
+# From SIGTERM to the end of a worker that waits in a collective: its agent gives it 5 s.
+STRAYS_S = 15.0
+START_S = 120.0
+OPTIONS = ("--max-restarts", "1000", "--preload", PRELOAD_OPTIMIZER)
+# No pause in a crash loop, which a history may look like.
+CONF = "crash_loop=0,last_call=1,gather=0.5"
+
+End = Callable[[], None]
+
+
+@dataclass
+class NotedJob(HostJob):
+    """A job whose workers note their steps."""
+
+    way: str = "in-place"
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.notes.mkdir()
+        return self
+
+    @property
+    def notes(self) -> Path:
+        return self.folder / "notes"
+
+    def command(self, node: str, nproc: int, options: tuple[str, ...]) -> list[str]:
+        words = super().command(node, nproc, options)
+        before = words[: words.index(str(SCRIPT))]
+        return [*before, str(PROGRAM), self.way, str(self.folder), str(STEP_S)]
+
+    def newest_notes(self) -> dict[str, dict[str, Any]]:
+        """Return the last note of each process that has made one, by the name of its file."""
+        found = {}
+        for path in self.notes.iterdir():
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(0, size - LINE_BYTES_MAX))
+                lines = file.read().split(b"\n")
+            with suppress(ValueError, IndexError):
+                found[path.stem] = json.loads(lines[-2])
+        return found
+
+
+@dataclass
+class HistoryRun:
+    """One history of one job on hosts that are up."""
+
+    history: AgentHistory
+    job: NotedJob
+    etcd: EtcdHosts | None
+    cuts: list[Fault] = field(default_factory=list)
+    # Newest agent of each host, and since when the host is up.
+    agents: dict[str, Agent] = field(default_factory=dict)
+    up_s: dict[str, float] = field(default_factory=dict)
+    # Agents that a fault ends.
+    ending: list[Agent] = field(default_factory=list)
+    harmed_workers: int = 0
+    told: list[str] = field(default_factory=list)
+    settled_after_s: float = 0.0
+
+    def play(self) -> dict[str, int]:
+        """Play the whole history, and check it; returns how much was seen."""
+        late = self.history.hosts[-1:] if self.history.late_s else ""
+        for name in self.history.hosts:
+            self.up_s[name] = time.monotonic()
+            if name != late:
+                self._start(name)
+        until(lambda: self._has_stepped(late), "the first world steps", START_S)
+        self._harm(late)
+        self._settle()
+        return self.check()
+
+    def check(self) -> dict[str, int]:
+        """Check what was seen so far of a job that has ended."""
+        seen = self._seen()
+        steps = max((body.step for body in seen.bodies), default=0) + 1
+        per_host, hosts = self.history.workers_per_host, len(self.history.hosts)
+        promised = Promised(
+            size_min=self.history.nodes_min * per_host,
+            size_max=hosts * per_host,
+            harmed_workers=self.harmed_workers,
+            steps=exact_steps(steps),
+        )
+        return check_job(seen, promised) | {"settled after s": round(self.settled_after_s)}
+
+    # Faults.
+
+    def _harm(self, late: str) -> None:
+        """Begin and end each fault in its time, and let the late host arrive."""
+        number = itertools.count()
+        due: list[tuple[float, int, Fault | End]] = [
+            (fault.at_s, next(number), fault) for fault in self.history.faults
+        ]
+        if late:
+            due.append((self.history.late_s, next(number), lambda: self._start(late)))
+        heapq.heapify(due)
+        begun_s = time.monotonic()
+        while due:
+            at_s, _, what = heapq.heappop(due)
+            while (left_s := begun_s + at_s - time.monotonic()) > 0:
+                time.sleep(left_s)
+            if isinstance(what, Fault):
+                end = self._begin(what)
+                heapq.heappush(due, (what.end_s, next(number), end))
+            else:
+                what()
+
+    def _begin(self, fault: Fault) -> End:
+        self.told.append(f"{time.time():.3f} {fault}")
+        if fault.kind in WORKER_FAULTS:
+            return self._harm_worker(fault)
+        acts: dict[str, Callable[[Fault], End]] = {
+            "kill-agent": self._kill_agent,
+            "power": self._power,
+            "leave": self._leave,
+            "stop-agent": self._stop_agent,
+            "store-killed": self._kill_store,
+            "store-stopped": self._stop_store,
+        }
+        return acts.get(fault.kind, self._cut)(fault)
+
+    def _cut(self, fault: Fault) -> End:
+        def end() -> None:
+            self.cuts.remove(fault)
+            self._apply_cuts()
+
+        self.cuts.append(fault)
+        self._apply_cuts()
+        return end
+
+    def _apply_cuts(self) -> None:
+        lan = self.job.lan
+        lan.heal()
+        everyone = self.history.hosts + (STORE if self.etcd else "")
+        for fault in self.cuts:
+            host = fault.host or STORE
+            others = {"part": fault.other, "store-part": STORE}.get(fault.kind, everyone)
+            cut = {"mute": lan.mute, "deafen": lan.deafen}.get(fault.kind, lan.cut_off)
+            cut(host, *others.replace(host, ""))
+
+    def _kill_agent(self, fault: Fault) -> End:
+        self._end(fault.host, signal.SIGKILL)
+        return lambda: self._start(fault.host)
+
+    def _power(self, fault: Fault) -> End:
+        if fault.host not in self.job.lan.hosts:
+            return lambda: None
+        if fault.host in self.agents:
+            self.ending.append(self.agents[fault.host])
+        self.job.lan.kill(fault.host)
+
+        def end() -> None:
+            self.job.lan.add(fault.host)
+            self.up_s[fault.host] = time.monotonic()
+            self._apply_cuts()
+            self._start(fault.host)
+
+        return end
+
+    def _leave(self, fault: Fault) -> End:
+        self._end(fault.host, signal.SIGTERM)
+        return lambda: self._start(fault.host)
+
+    def _stop_agent(self, fault: Fault) -> End:
+        agent = self.agents.get(fault.host)
+        if agent is None:
+            return lambda: None
+        agent.send(signal.SIGSTOP)
+        return lambda: agent.send(signal.SIGCONT)
+
+    def _harm_worker(self, fault: Fault) -> End:
+        """Kill or stop a worker, as the draw says, of those on the host that may live."""
+        alive = sorted(
+            (note["at_s"], int(name.split(".")[1]))
+            for name, note in self.job.newest_notes().items()
+            if name.startswith(f"{fault.host}.") and _started_s(name) > self.up_s[fault.host]
+        )[-self.history.workers_per_host :]
+        if not alive or fault.host not in self.job.lan.hosts:
+            return lambda: None
+        host = self.job.lan[fault.host]
+        pid = random.Random(fault.draw).choice(alive)[1]
+        self.harmed_workers += 1
+        stop = fault.kind == "stop-worker"
+        number = signal.SIGSTOP if stop else signal.SIGKILL
+        host.ask("signal", pid=pid, number=int(number))
+
+        def end() -> None:
+            if stop and host.is_up:
+                host.ask("signal", pid=pid, number=int(signal.SIGCONT))
+
+        return end
+
+    def _kill_store(self, fault: Fault) -> End:
+        assert self.etcd is not None
+        self.etcd.processes[STORE].kill()
+        return self._start_store
+
+    def _start_store(self) -> None:
+        assert self.etcd is not None
+        if self.etcd.processes[STORE].poll() is not None:
+            self.etcd.start()
+
+    def _stop_store(self, fault: Fault) -> End:
+        assert self.etcd is not None
+        store = self.etcd.processes[STORE]
+        store.send_signal(signal.SIGSTOP)
+        return lambda: store.send_signal(signal.SIGCONT)
+
+    # Agents.
+
+    def _start(self, host: str) -> None:
+        """Start the host's agent, unless it runs or the host is down."""
+        agent = self.agents.get(host)
+        is_up = host in self.job.lan.hosts
+        if is_up and (agent is None or agent.process.poll() is not None):
+            self.agents[host] = self.job.start(host, nproc=self.history.workers_per_host)
+
+    def _end(self, host: str, number: signal.Signals) -> None:
+        """Send the host's agent, where it has one, a signal that ends it."""
+        if host in self.agents:
+            self.ending.append(self.agents[host])
+            self.agents[host].send(number)
+
+    def _check_agents(self) -> None:
+        """Raise where an agent has ended by itself."""
+        for agent in self.job.agents:
+            if agent.process.poll() is not None and agent not in self.ending:
+                raise BrokenJobError(
+                    f"agent {agent.name} ended by itself with {agent.process.poll()}:\n"
+                    f"{agent.words[-3000:]}"
+                )
+
+    # The end.
+
+    def _has_stepped(self, late: str) -> bool:
+        self._check_agents()
+        nodes = {name.partition(".")[0] for name in self.job.newest_notes()}
+        return nodes == {*self.history.hosts} - {*late}
+
+    def _settle(self) -> None:
+        """Bring all agents back, wait until all hosts train together, and end the job."""
+        healed_s = time.monotonic()
+        for host in self.history.hosts:
+            agent = self.agents.get(host)
+            if agent is not None and agent in self.ending:
+                agent.wait(END_S)
+            self._start(host)
+        # From now on none may end.
+        until(self._all_train, "all hosts train together after all faults", SETTLE_S)
+        self.settled_after_s = time.monotonic() - healed_s
+        until(lambda: not self._strays(), "no worker of an older world is left", STRAYS_S)
+        last = self._step() + STEPS_AFTER
+        until(lambda: self._step() >= last, f"step {last} with all hosts", END_S)
+        (self.job.folder / "enough").touch()
+        until(lambda: not any(a.is_alive for a in self.agents.values()), "all agents end", END_S)
+        self.job.wait_event(EventKind.JOB_ENDED)
+
+    def _all_train(self) -> bool:
+        """Whether the newest world has all workers of all hosts, each of which steps in it."""
+        self._check_agents()
+        notes = self.job.newest_notes().values()
+        newest = max(note["fence"] for note in notes)
+        places = {(note["rank"], note["size"]) for note in notes if note["fence"] == newest}
+        most = len(self.history.hosts) * self.history.workers_per_host
+        return places == {(rank, most) for rank in range(most)}
+
+    def _step(self) -> int:
+        """Return the furthest step of the newest world."""
+        notes = self.job.newest_notes().values()
+        return max((note["fence"], note["step"]) for note in notes)[1]
+
+    def _strays(self) -> list[str]:
+        """Return the processes that noted steps, live, and are not of the newest world."""
+        notes = self.job.newest_notes()
+        newest = max(note["fence"] for note in notes.values())
+        found = []
+        for host in self.history.hosts:
+            alive = set(self.job.lan[host].run("sh", "-c", "cd /proc && echo [0-9]*").split())
+            found += [
+                name
+                for name, note in notes.items()
+                if name.startswith(f"{host}.")
+                and name.split(".")[1] in alive
+                and _started_s(name) > self.up_s[host]
+                and note["fence"] != newest
+            ]
+        return found
+
+    # What was seen.
+
+    def _seen(self) -> SeenJob:
+        events = self.job.events()
+        charges = [e for e in events if e.kind in (EventKind.RESTART, EventKind.REPLACEMENT)]
+        ends = [e.data["ok"] for e in events if e.kind == EventKind.JOB_ENDED]
+        started = {
+            (e.node, int(pid))
+            for e in events
+            if e.kind == EventKind.WORKERS_STARTED
+            for pid in re.findall(r"\d+", str(e.data["pids"]))
+        }
+        return SeenJob(
+            bodies=[body for path in sorted(self.job.notes.iterdir()) for body in bodies_of(path)],
+            worlds=[
+                SettledWorld(
+                    (e.round or 0, e.attempt or 0),
+                    tuple(str(e.data["members"]).split()),
+                    int(e.data["world_size"]),
+                    e.mono_s,
+                )
+                for e in events
+                if e.kind == EventKind.ROUND_SETTLED
+            ],
+            saves=[durable(e) for e in events if e.kind == EventKind.CHECKPOINT_SAVED],
+            started=frozenset(started),
+            charged=max((int(e.data["used"]) for e in charges), default=0),
+            codes=[(host, agent.process.poll() or 0) for host, agent in self.agents.items()],
+            is_ok=bool(ends) and all(ends),
+        )
+
+
+def durable(event: LoggedEvent) -> DurableState:
+    """Return the checkpoint of a line of the event log."""
+    return DurableState(
+        steps=int(event.data["step"]),
+        began_s=event.mono_s - float(event.data["age_s"]),
+        at_s=event.mono_s,
+    )
+
+
+def _started_s(process: str) -> float:
+    return int(process.split(".")[2]) / 1e9
+
+
+def bodies_of(path: Path) -> Iterator[Body]:
+    """Yield the bodies in a file of notes; a killed process may leave half a line."""
+    body: Body | None = None
+    for line in path.read_text().splitlines():
+        try:
+            note = json.loads(line)
+        except ValueError:
+            continue
+        if note["what"] == "body":
+            if body is not None:
+                yield body
+            body = Body(
+                path.stem,
+                path.stem.partition(".")[0],
+                (note["fence"][0], note["fence"][1]),
+                note["rank"],
+                note["size"],
+                note["step"],
+                tuple(note["samples"]),
+                note["digest"],
+                note["at_s"],
+            )
+        else:
+            assert body is not None and body.step == note["step"], (path, line)
+            body = replace(body, after=note["digest"], committed_s=note["at_s"])
+    if body is not None:
+        yield body
+
+
+def exact_steps(steps: int) -> list[ExactStep]:
+    """Return what the first steps must be."""
+    before, made = undisturbed(steps)
+    found = []
+    for samples, after in made:
+        found.append(ExactStep(tuple(samples), before, after))
+        before = after
+    return found
+
+
+@contextmanager
+def history_on(history: AgentHistory, folder: Path) -> Iterator[HistoryRun]:
+    """A job on hosts for a history; no process of it is left when this ends."""
+    need_hosts()
+    has_store = history.backend == "etcd"
+    if has_store:
+        need_etcd()
+    folder.mkdir(parents=True)
+    least = history.nodes_min * history.workers_per_host
+    more = ("--min-workers", str(least)) if history.way == "in-place" else ()
+    with Lan(history.hosts + (STORE if has_store else "")) as lan:
+        job = NotedJob(
+            folder,
+            f"{history.nodes_min}:{len(history.hosts)}",
+            (*OPTIONS, *more),
+            CONF,
+            backend=history.backend,
+            lan=lan,
+            way=history.way,
+        )
+        etcd = EtcdHosts(lan, STORE, folder / "etcd").start() if has_store else None
+        if etcd is not None:
+            job.endpoint = etcd.endpoint
+        else:
+            job.at(history.hosts[0])
+        with job:
+            yield HistoryRun(history, job, etcd)

@@ -1,0 +1,129 @@
+"""What happens to the hosts, agents and workers of a job in one history, drawn from a seed. Pure.
+
+`AgentHistory.drawn` returns the shape of the job and all faults with their times. Whom a fault of a
+worker hits is drawn too, among the workers that are there by then.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Self
+
+WORKER_FAULTS = ("kill-worker", "stop-worker")
+# `part`: between two hosts. The others of the network: between one host and all.
+CUTS = ("cut", "mute", "deafen", "part")
+DEATHS = ("kill-agent", "power", "leave")
+HOST_FAULTS = (*CUTS, *DEATHS, "stop-agent")
+# `store-part`: between the store and one host.
+STORE_FAULTS = ("store-killed", "store-stopped", "store-cut", "store-part")
+# Below and above the time after which a silent host is departed, which is 3 s.
+LASTS_S = ((0.2, 1.5), (2.0, 5.0), (5.0, 12.0))
+# The endpoint of the default backend has no record: the others remember for it, so that one of
+# them, at least, must be there and in reach when its agent comes back. That takes so long.
+REMEMBERS_S = 8.0
+STORE = "s"
+
+
+@dataclass(frozen=True, order=True)
+class Fault:
+    """A fault: when it begins and for how long, what it is, and whom it hits.
+
+    `other` is the second host of a cut between two; `draw` says which of the workers.
+    """
+
+    at_s: float
+    for_s: float
+    kind: str
+    host: str = ""
+    other: str = ""
+    draw: int = 0
+
+    @property
+    def end_s(self) -> float:
+        """When it ends, in seconds after the first world began."""
+        return self.at_s + self.for_s
+
+    def __str__(self) -> str:
+        hosts = " and ".join(name for name in (self.host, self.other) if name)
+        return f"{self.at_s:.2f} s: {self.kind} {hosts} for {self.for_s:.2f} s (draw {self.draw})"
+
+
+@dataclass(frozen=True)
+class AgentHistory:
+    """One history: a job of one agent on each host, and what goes wrong.
+
+    `nodes_min`: the least number of nodes of a world. `late_s`: when the last host's agent starts,
+    0.0 for with the others.
+    """
+
+    seed: int
+    way: str
+    backend: str
+    hosts: str
+    workers_per_host: int
+    nodes_min: int
+    late_s: float
+    faults: tuple[Fault, ...]
+
+    def __str__(self) -> str:
+        head = (
+            f"seed {self.seed}, {self.way}, {self.backend}: hosts {self.hosts}, each of"
+            f" {self.workers_per_host}, worlds of {self.nodes_min} nodes at least"
+        )
+        late = f"{self.late_s:.2f} s: {self.hosts[-1]} arrives" if self.late_s else ""
+        return "\n".join(filter(None, [head, late, *map(str, self.faults)]))
+
+    @classmethod
+    def drawn(cls, seed: int, way: str, backend: str, duration_s: float) -> Self:
+        """Return the history of a seed: every third one harms no worker by itself.
+
+        With the default backend two worlds without a common host could both train for as long as a
+        partition lasts (docs/guarantees.md says so), so there a world has more than half of them.
+        """
+        draw = random.Random(f"{seed} {way} {backend}")
+        hosts = "abcd"[: draw.choice((3, 3, 4))]
+        most = len(hosts) // 2 + 1
+        has_store = backend != "elastane"
+        kinds = HOST_FAULTS + (STORE_FAULTS if has_store else ())
+        if seed % 3:
+            kinds += 3 * WORKER_FAULTS
+        faults: list[Fault] = []
+        at_s = 0.0
+        while (at_s := at_s + draw.uniform(0.2, 5.0 if seed % 2 else 10.0)) < duration_s:
+            fault = _drawn_fault(draw, at_s, kinds, hosts)
+            if has_store or all(_remembers(one, fault, hosts[0]) for one in faults):
+                faults.append(fault)
+        return cls(
+            seed,
+            way,
+            backend,
+            hosts,
+            workers_per_host=draw.choice((1, 2)),
+            nodes_min=draw.randint(1, most) if has_store else most,
+            late_s=draw.choice((0.0, draw.uniform(0.5, duration_s))),
+            faults=tuple(faults),
+        )
+
+
+def _drawn_fault(draw: random.Random, at_s: float, kinds: tuple[str, ...], hosts: str) -> Fault:
+    kind, host = draw.choice(kinds), draw.choice(hosts)
+    other, number = draw.choice(hosts.replace(host, "")), draw.randrange(1 << 16)
+    for_s = draw.uniform(*draw.choice(LASTS_S))
+    if kind == "kill-worker":
+        return Fault(at_s, 0.0, kind, host, draw=number)
+    if kind == "part":
+        return Fault(at_s, for_s, kind, host, other)
+    return Fault(at_s, for_s, kind, "" if _is_of_store(kind) else host, draw=number)
+
+
+def _is_of_store(kind: str) -> bool:
+    return kind in STORE_FAULTS and kind != "store-part"
+
+
+def _remembers(one: Fault, other: Fault, endpoint: str) -> bool:
+    """Whether the endpoint's agent is not away while another fault keeps an agent from it."""
+    ends = [fault for fault in (one, other) if fault.kind in DEATHS and fault.host == endpoint]
+    apart = one.end_s + REMEMBERS_S < other.at_s or other.end_s + REMEMBERS_S < one.at_s
+    is_of_hosts = all(fault.kind in HOST_FAULTS for fault in (one, other))
+    return not ends or not is_of_hosts or apart
