@@ -33,6 +33,10 @@ def test_a_save_that_a_loss_interrupts_is_made_again_under_its_own_number(job):
         assert (job.folder / "checkpoints" / name / "optimizer.bin").exists()
 
 
+def test_the_main_process_may_save_alone_into_a_folder_of_its_own(job):
+    assert (job.folder / "alone" / "optimizer.bin").exists()
+
+
 def test_the_next_main_process_logs_to_the_trackers_and_prints(job):
     assert (job.folder / "tracked").read_text().split() == ["1:1", "2:2"]
     assert "printed by 3" in job.output

@@ -192,17 +192,21 @@ def _save_again(owner: Any, world: VisibleWorld) -> None:
     """Let another worker save what the loss of the main process interrupts, under the same number.
 
     The main process writes, and the others go on. Accelerate refuses a folder that is there, so the
-    one that was begun is removed.
+    one that was begun is removed. All workers make a save that Accelerate numbers, as it has a
+    barrier. Into a folder of its own, a script may save on the main process only, as those of
+    diffusers do: then nothing may wait for the others.
     """
     save: Callable[..., Any] = owner.save_state
 
     @functools.wraps(save)
     def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         project = self.project_configuration
+        if not project.automatic_checkpoint_naming:
+            return save(self, *args, **kwargs)
         number = project.iteration
         folder = Path(self.project_dir or ".", "checkpoints", f"checkpoint_{number}")
         # The main process makes it only after all workers have reached the barrier of `whole`.
-        is_ours = project.automatic_checkpoint_naming and not folder.exists()
+        is_ours = not folder.exists()
 
         def restore() -> None:
             project.iteration = number

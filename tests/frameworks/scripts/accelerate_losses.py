@@ -64,6 +64,15 @@ class FileTracker(GeneralTracker):
         self.file.flush()
 
 
+def save_alone(accelerator):
+    """Save on the main process only, as the scripts of diffusers do."""
+    project = accelerator.project_configuration
+    number, project.automatic_checkpoint_naming = project.iteration, False
+    if accelerator.is_main_process:
+        accelerator.save_state(str(FOLDER / "alone"))
+    project.iteration, project.automatic_checkpoint_naming = number, True
+
+
 def main():
     """Lose worker 1 in an evaluation, 2 in a save and, after a load, 0 in a mean."""
     torch.set_num_threads(1)
@@ -97,6 +106,7 @@ def main():
 
     train(3)
     accelerator.save_state()
+    save_alone(accelerator)
     evaluate()
     evaluate(loses=1)
     evaluate()
