@@ -107,6 +107,7 @@ def test_a_script_that_keeps_its_size_sees_it_until_its_end_and_means_stay_right
     [
         ("sum", True, "allreduce (sum) was interrupted"),
         ("gather", False, "its buffers are for 2 workers"),
+        ("muon", True, "the optimizer DealtOut calls allreduce (sum) in its step"),
     ],
 )
 def test_what_has_no_known_meaning_among_fewer_workers_restarts_all(

@@ -28,6 +28,9 @@ _FRAMES_MAX = 12
 # Communication hooks of torch that count steps or keep random streams in their state: a joining
 # worker, or one that lost a step, would make other collectives than the rest.
 _STATEFUL_HOOKS = frozenset(("PowerSGDState", "PostLocalSGDState"))
+# Modules of torch's communication hooks that call further collectives in callbacks of futures.
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
+_CHAINED = tuple(_HOOKS + name for name in ("powerSGD_hook", "ddp_zero_hook", "quantization_hooks"))
 
 
 def constructed(frame: FrameType, group: ProcessGroup) -> DistributedDataParallel | None:
@@ -135,6 +138,16 @@ def stateful_hook(module: DistributedDataParallel) -> str:
     """Return the class of a hook's state that cannot be the same on all members; or ""."""
     states = [state for _, state in getattr(module, "_comm_hooks", ())]
     return next((n for n in map(_class, states) if n in _STATEFUL_HOOKS), "")
+
+
+def chained_hook(module: DistributedDataParallel) -> str:
+    """Return the name of a hook of torch that calls collectives in callbacks of futures; or ""."""
+    hooks = [hook for hook, _ in getattr(module, "_comm_hooks", ())]
+    return next((_name(each) for each in hooks if _module(each) in _CHAINED), "")
+
+
+def _module(function: Any) -> str:
+    return str(getattr(function, "__module__", ""))
 
 
 def _shape(tensor: torch.Tensor) -> str:

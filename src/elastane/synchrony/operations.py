@@ -68,13 +68,16 @@ _SHAPED = frozenset(
     )
 )
 _REDUCTIONS = frozenset(("allreduce", "allreduce_coalesced", "reduce"))
-_PRIVATE = frozenset(
+# Sums of which each member keeps a part: optimizers that keep a part of their state use them.
+_SCATTERED = frozenset(
     (
-        *("gather", "scatter", "reduce_scatter", "_reduce_scatter_base"),
-        *("reduce_scatter_tensor_coalesced", "reduce_scatter_single"),
-        *("reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
+        *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+        *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
     )
 )
+_PRIVATE = _SCATTERED | {
+    *("gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,13 @@ class Signature:
     def depends_on_size(self) -> bool:
         """Whether its result means something only together with the number of members."""
         is_sum = self.kind in _REDUCTIONS and self.reduction not in _IDEMPOTENT
-        is_read = self.site in (Site.SCRIPT, Site.FIRST_SIZE, Site.TRUE_SUM)
+        is_read = self.is_of_script or self.site is Site.TRUE_SUM
         return self.kind in _SHAPED or (is_sum and is_read and not self.is_scaled)
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether the script called it, and nothing that is known."""
+        return self.site in (Site.SCRIPT, Site.FIRST_SIZE)
 
     @property
     def is_scaled(self) -> bool:
@@ -130,8 +138,27 @@ class Signature:
     def described(self) -> str:
         """Describe the operation for a message: its kind, reduction and caller."""
         what = f"{self.kind} ({self.reduction})" if self.reduction else self.kind
-        is_plain = self.site in (Site.SCRIPT, Site.FIRST_SIZE)
-        return what if is_plain else f"{what} of {self.site.value}"
+        return what if self.is_of_script else f"{what} of {self.site.value}"
+
+
+def why_parts_are_lost(signature: Signature, optimizer: str) -> str:
+    """Return why workers keep parts of a state that are lost with them; "" if they may not.
+
+    `optimizer`: the class in whose step the operation was called; "" outside of a step.
+    """
+    if signature.kind in _SCATTERED:
+        return (
+            f"{signature.described()} leaves a part of a sum on each worker, and a lost worker's"
+            " part is on no other"
+        )
+    means_the_same = signature.reduction in _IDEMPOTENT or signature.counts
+    is_harmless = signature.kind in _REDUCTIONS and means_the_same
+    if not optimizer or signature.kind == "barrier" or is_harmless or not signature.is_of_script:
+        return ""
+    return (
+        f"the optimizer {optimizer} calls {signature.described()} in its step, so each worker may"
+        " keep a part of its state, and a lost worker's part is on no other"
+    )
 
 
 def rule_of(signature: Signature) -> Rule:

@@ -39,7 +39,8 @@ from elastane.synchrony.calls import Call, call_of
 from elastane.synchrony.contributions import BucketLayout, Copied, Gradients, Slot
 from elastane.synchrony.meeting import Meeting
 from elastane.synchrony.newcomers import SharedState
-from elastane.synchrony.operations import Identity, Rule, Site
+from elastane.synchrony.operations import Identity, Rule, Signature, Site, why_parts_are_lost
+from elastane.synchrony.optimizer_steps import OptimizerSteps
 from elastane.synchrony.pending import OrderedWork, PendingOperation, RestartingWork
 from elastane.synchrony.rules import (
     Delivery,
@@ -137,6 +138,7 @@ class OrderedGroup(ElasticGroup):
         # Whether the program has made a step of an optimizer, and whether the worker of rank 0 was
         # lost after the last one: it may have been saving what no other worker saves.
         self._has_stepped = self._lacks_first = False
+        self._steps = OptimizerSteps(self._made_step)
         # How many contexts of `members_left` the program is in, and the members of the first world.
         self._contexts = 0
         self._first: tuple[Identity, ...] = ()
@@ -175,6 +177,10 @@ class OrderedGroup(ElasticGroup):
         """Call `call(rank, world_size)` whenever the program sees another one of these."""
         with self._changed:
             self._told.append(call)
+
+    def watch_optimizers(self) -> None:
+        """Follow the steps of the program's optimizers, from here on."""
+        self._steps.watch()
 
     @property
     def has_joined(self) -> bool:
@@ -254,7 +260,7 @@ class OrderedGroup(ElasticGroup):
         is_over = self._host.world_has_ended or self.world_in_use.aborted
         return not is_over and self._member.depart()
 
-    def made_step(self) -> None:
+    def _made_step(self) -> None:
         """Record that the program has made a step of an optimizer."""
         self._has_stepped, self._lacks_first = True, False
 
@@ -346,6 +352,8 @@ class OrderedGroup(ElasticGroup):
 
     def before_forward(self, module: DistributedDataParallel) -> None:
         """Wait until no other member can need the buckets, which the next backward pass fills."""
+        if hook := ddp.chained_hook(module):
+            raise _refused_chain(f"the communication hook {hook}")
         number = self._wait_for_buckets() + 1
         if self._shared is None:
             self._host.reach(number)
@@ -378,7 +386,7 @@ class OrderedGroup(ElasticGroup):
         if self.apart:
             return newcomers.answer_apart(self, frame, name, args)
         with self._changed:
-            self._refuse_in_meeting(name)
+            self._refuse_delivering_thread(name)
             self._changed.wait_for(lambda: self._member.phase is Phase.RUNNING)
             site, slots = self._site(frame, name, args)
             if site is Site.SHARDED:
@@ -386,6 +394,7 @@ class OrderedGroup(ElasticGroup):
             if site in (Site.SCRIPT, Site.TRUE_SUM) and self.sees_first:
                 site = Site.FIRST_SIZE
             call = call_of(name, args, kwargs, self._shown, site)
+            self._note_parts(call.signature)
             self._has_summed |= call.signature.may_be_divided
             if self._shown != self._member.visible and (
                 why := why_not_issued(call.signature, self._member.visible)
@@ -396,14 +405,25 @@ class OrderedGroup(ElasticGroup):
             self._changed.notify_all()
         return OrderedWork(pending, self._changed, self._has_waited)
 
-    def _refuse_in_meeting(self, name: str) -> None:
-        """Restart if the thread that meets the others calls a collective: it would never return.
+    def _refuse_delivering_thread(self, name: str) -> None:
+        """Refuse a collective of the thread that delivers them: it would never return.
 
-        What it calls of the program are the functions of the shared state.
+        What this thread calls of the program are callbacks of futures and, while it meets the
+        others, the functions of the shared state.
         """
-        is_own = threading.current_thread() is self._thread
-        if is_own and self._member.phase is not Phase.RUNNING:
-            self._host.restart(f"a collective ({name}) was called while the state was handed over")
+        if threading.current_thread() is not self._thread:
+            return
+        if self._member.phase is Phase.RUNNING:
+            raise _refused_chain(f"a collective ({name}) in a callback of another one's future")
+        self._host.restart(f"a collective ({name}) was called while the state was handed over")
+
+    def _note_parts(self, signature: Signature) -> None:
+        """Let a loss restart all once workers keep parts of a state; one may be lost already."""
+        why = why_parts_are_lost(signature, self._steps.running)
+        if why and not {*self._first} <= {*self._member.view.members}:
+            self._host.restart(why)
+        if why:
+            self._member.refuse(why)
 
     def _message(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
         """Send or receive; the loss of a member then restarts the job."""
@@ -783,6 +803,17 @@ def _refused_shards(name: str) -> ConfigurationError:
         slug="in-place-refused",
         expected="DistributedDataParallel: a lost worker's part of the parameters is on no other",
         next_step="start the script without --in-place: then a fault restarts all workers",
+    )
+
+
+def _refused_chain(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what}: not possible with --in-place",
+        slug="in-place-refused",
+        expected="collectives that the program starts in one order on all workers; callbacks run"
+        " in another order on each",
+        next_step="start the script without --in-place: then a fault restarts all workers; or use a"
+        " hook with one collective, such as fp16_compress_hook",
     )
 
 

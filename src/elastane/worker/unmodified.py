@@ -29,7 +29,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import multiprocessing
 from torch.distributed import device_mesh, rpc
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elastane.comms.group import WorldGroup
 from elastane.errors import ConfigurationError, ExitCode
@@ -78,7 +77,7 @@ class UnmodifiedWorker:
     def join(self) -> None:
         """Enter the first world, as the script calls init_process_group."""
         self._progress.show_on(self._page)
-        register_optimizer_step_post_hook(lambda *_: self.group.made_step())
+        self.group.watch_optimizers()
         collectives.watch_groups(self._positions)
         self._frameworks.adopt()
         self._saves.watch_distributed()

@@ -1,9 +1,10 @@
 """An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
 
-Usage: unmodified_ddp.py FOLDER [WAY]: static, sum, gather, by hand, group, spawn, rpc, async save,
-end or last save. It ends once a file "enough" is there. With `sum` it takes the mean of floats of
-its own in each step, on all workers and on rank 0, over the world size that it keeps, and saves
-once; with `gather` it gathers from as many. Before one of these, rank 1 of the first attempt dies.
+Usage: unmodified_ddp.py FOLDER [WAY]: static, sum, gather, muon, by hand, group, spawn, rpc, async
+save, end or last save. It ends once a file "enough" is there. With `sum` it takes the mean of
+floats of its own in each step, on all workers and on rank 0, over the world size that it keeps, and
+saves once; with `gather` it gathers from as many. Before one of these, rank 1 of the first attempt
+dies. With `muon` it dies there, too, and each worker has the momentum of a part of the parameters.
 With `by hand` it averages gradients itself. With `group` it asks for a group of one worker, with
 `spawn` it starts a process, with `rpc` it starts torch's RPC. With `async save` all workers save
 together while they train. With `end` rank 1 dies as its interpreter exits. With `last save` rank 0
@@ -41,6 +42,23 @@ def digest(model):
     return hashlib.sha1(b"".join(state)).hexdigest()
 
 
+class DealtOut(torch.optim.Optimizer):
+    """An optimizer that updates a part of the parameters on each worker, as Muon does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        """Update the own part, and take the updates of the others."""
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            update = torch.zeros_like(parameter)
+            if number % dist.get_world_size() == dist.get_rank():
+                momentum = self.state[parameter].setdefault("momentum", update.clone())
+                update = momentum.mul_(0.9).add_(parameter.grad).clone()
+            dist.all_reduce(update)
+            parameter.data.add_(update, alpha=-1e-3)
+
+
 def is_enough():
     """Whether the test has seen enough; all ranks decide alike."""
     enough = torch.tensor([int((FOLDER / "enough").exists())])
@@ -51,7 +69,8 @@ def is_enough():
 def mean_of_ones(step, size, optimizer):
     """Return the mean of a one of each worker, if the script is to take it; save once behind it."""
     mean = torch.ones(1)
-    if WAY in ("sum", "gather") and (step, dist.get_rank()) == (DIES_AT, 1) and is_first_attempt():
+    is_place = (step, dist.get_rank()) == (DIES_AT, 1) and is_first_attempt()
+    if WAY in ("sum", "gather", "muon") and is_place:
         os.kill(os.getpid(), signal.SIGKILL)
     if WAY == "sum":
         with torch.inference_mode():
@@ -104,6 +123,8 @@ def main():
         is_static = WAY == "static"
         trained = DistributedDataParallel(model, bucket_cap_mb=0.002, static_graph=is_static)
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
+    if WAY == "muon":
+        optimizer = DealtOut(trained.parameters())
     data = torch.Generator().manual_seed(dist.get_rank())
     with (FOLDER / f"{os.getpid()}.jsonl").open("w") as file:
         for step in range(STEPS_MAX):

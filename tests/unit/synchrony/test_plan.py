@@ -4,7 +4,14 @@ import dataclasses
 
 import pytest
 
-from elastane.synchrony.operations import Identity, Rule, Signature, Site, rule_of
+from elastane.synchrony.operations import (
+    Identity,
+    Rule,
+    Signature,
+    Site,
+    rule_of,
+    why_parts_are_lost,
+)
 from elastane.synchrony.rules import Switch, Table, View, plan, why_not_issued
 
 A, B, C = (Identity(n) for n in (1, 2, 3))
@@ -146,4 +153,26 @@ def test_only_sums_of_floats_of_a_script_that_sees_its_first_size_are_scaled(kin
 )
 def test_a_program_that_sees_lost_members_begins_nothing_that_needs_them(signature, reason):
     why = why_not_issued(signature, (A, C))
+    assert reason in why and bool(why) is bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("signature", "optimizer", "reason"),
+    [
+        (SHARDS, "", "reduce_scatter (sum) leaves a part of a sum on each worker"),
+        (SUM, "Muon", "the optimizer Muon calls allreduce (sum) in its step"),
+        (Signature("broadcast", root=B), "ZeroRedundancyOptimizer", "calls broadcast in its step"),
+        (Signature("allgather", shaped=3, site=Site.FIRST_SIZE), "Muon", "calls allgather"),
+        (SUM, "", ""),
+        (MAX, "Muon", ""),
+        (Signature("allreduce", reduction="avg"), "Muon", ""),
+        (Signature("allreduce", reduction="sum", counts=True), "Muon", ""),
+        (Signature("barrier"), "Muon", ""),
+        (BUCKET, "Muon", ""),
+    ],
+)
+def test_what_workers_exchange_in_a_step_may_be_parts_that_are_lost_with_them(
+    signature, optimizer, reason
+):
+    why = why_parts_are_lost(signature, optimizer)
     assert reason in why and bool(why) is bool(reason)
