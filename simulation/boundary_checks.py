@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from elastane.protocol.log_events import EventKind, LogEvent
-from elastane.protocol.model import Fence, Member, World
+from elastane.protocol.model import Fence, World, WorldMember
 from simulation.places import Gathering, SimulatedWorker
 
 if TYPE_CHECKING:
@@ -96,5 +96,5 @@ class BoundaryCheck:
         )
 
 
-def _places(members: Sequence[Member]) -> list[str]:
+def _places(members: Sequence[WorldMember]) -> list[str]:
     return [f"{m.node_id}:{local_rank}" for m in members for local_rank in m.local_ranks]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastane.coordinator.rules import Phase
+from elastane.coordinator.rules import MembershipPhase
 from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import Fence, JobRecord
 
@@ -88,7 +88,7 @@ class BudgetCheck:
         nodes = [node for node in cluster.nodes.values() if node.alive]
         inside = [node for node in nodes if node.group and node.group.fence == fence]
         is_full = len(inside) >= cluster.most
-        return phase is Phase.RUNNING and (is_full or len(inside) == len(cluster.nodes))
+        return phase is MembershipPhase.RUNNING and (is_full or len(inside) == len(cluster.nodes))
 
 
 class PerDeathBudgetCheck(BudgetCheck):

@@ -14,7 +14,7 @@ from elastane.errors import ExitCode
 from elastane.protocol.effects import Exit
 from elastane.protocol.log_events import LogEvent
 from elastane.protocol.messages import Assign, Close, ToAgent
-from elastane.protocol.model import Assignment, Fence, JobRecord, Member, Outcome, World
+from elastane.protocol.model import Assignment, Fence, JobRecord, Outcome, World, WorldMember
 from simulation.boundary_checks import BoundaryCheck
 from simulation.budget_checks import BudgetCheck, PerDeathBudgetCheck
 from simulation.growth_checks import GrowthCheck
@@ -38,11 +38,11 @@ class Checks:
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
-        self._durable: dict[Fence, tuple[Member, ...]] = {}
-        self._worlds: dict[Fence, list[tuple[Member, ...]]] = {}
-        self._rounds: dict[int, tuple[Member, ...]] = {}
+        self._durable: dict[Fence, tuple[WorldMember, ...]] = {}
+        self._worlds: dict[Fence, list[tuple[WorldMember, ...]]] = {}
+        self._rounds: dict[int, tuple[WorldMember, ...]] = {}
         self._bases: list[int] = []
-        self._bases_of: tuple[Member, ...] = ()
+        self._bases_of: tuple[WorldMember, ...] = ()
         self._given: dict[Fence, dict[int, Assignment]] = {}
         self._started: dict[str, Fence] = {}
         self._targets: dict[tuple[Fence, str, int], int | None] = {}
@@ -107,7 +107,7 @@ class Checks:
             f"{after.fence}: an arrival was put before survivors",
         )
 
-    def _settled(self, fence: Fence, members: tuple[Member, ...], *, durable: bool) -> None:
+    def _settled(self, fence: Fence, members: tuple[WorldMember, ...], *, durable: bool) -> None:
         known = self._rounds.setdefault(fence.round, members)
         if known != members and not durable:
             # The endpoint came back without memory, and no agent was left that knew of the world.
@@ -149,14 +149,14 @@ class Checks:
         """Return the number of nodes of the world that made the last step."""
         return len(self._durable[self._stepped]) if self._stepped is not None else 0
 
-    def members_before(self, fence: Fence) -> tuple[Member, ...]:
+    def members_before(self, fence: Fence) -> tuple[WorldMember, ...]:
         """Return the members of the last world that was committed before the one of `fence`."""
         # By time: an endpoint without memory commits a round again.
         known = [*self._durable]
         before = known[: known.index(fence)] if fence in self._durable else known
         return self._durable[before[-1]] if before else ()
 
-    def settled_between(self, first: Fence, last: Fence) -> list[tuple[Member, ...]]:
+    def settled_between(self, first: Fence, last: Fence) -> list[tuple[WorldMember, ...]]:
         """Return the members of all worlds that were committed between two others."""
         return [members for fence, members in self._durable.items() if first < fence < last]
 

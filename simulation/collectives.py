@@ -23,7 +23,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastane.synchrony.operations import Identity, Rule, Signature, Site
-from elastane.synchrony.rules import Delivery, Gift, Member, Phase, Plan, Start, Table, View, plan
+from elastane.synchrony.rules import (
+    Delivery,
+    Gift,
+    Plan,
+    Start,
+    Table,
+    View,
+    ViewMember,
+    ViewPhase,
+    plan,
+)
 
 EVENTS_MAX = 20_000
 _OPERATIONS = 16
@@ -95,7 +105,7 @@ class Process:
 
     def __init__(self, identity: Identity, *, keeps_ranks: bool) -> None:
         self.identity = identity
-        self.member = Member(identity, keeps_ranks=keeps_ranks)
+        self.member = ViewMember(identity, keeps_ranks=keeps_ranks)
         self.at = 0
         self.is_alive = True
         self.has_left = False
@@ -120,7 +130,7 @@ class Process:
     @property
     def is_present(self) -> bool:
         """Whether it lives and has not left."""
-        return self.is_alive and not self.has_left and self.member.phase is not Phase.LEFT
+        return self.is_alive and not self.has_left and self.member.phase is not ViewPhase.LEFT
 
 
 class Restart(Exception):
@@ -215,7 +225,7 @@ class CollectiveHistory:
         member = process.member
         if process.at < len(self.program) and self._may_act(process):
             found.append(lambda: self._act(process))
-        if member.phase is Phase.RUNNING:
+        if member.phase is ViewPhase.RUNNING:
             view = self._view_of(process)
             for number in range(member.delivered, member.issued):
                 if self._completes(process, view, number):
@@ -226,7 +236,7 @@ class CollectiveHistory:
                 found += self._end_events(process, view)
             if self._is_broken(view):
                 found.append(lambda: self._seal(process))
-        elif member.phase in (Phase.SEALED, Phase.NEW):
+        elif member.phase in (ViewPhase.SEALED, ViewPhase.NEW):
             found += self._meeting_events(process)
         return found
 
@@ -239,10 +249,10 @@ class CollectiveHistory:
         if act.what == "forward":
             return member.vote is None
         if act.what == "arrive":
-            return member.phase is Phase.RUNNING and member.delivered == member.issued
+            return member.phase is ViewPhase.RUNNING and member.delivered == member.issued
         if act.what == "depart":
-            return member.phase is Phase.RUNNING and not self._is_held(process)
-        return act.what in ("read", "close") or member.phase is Phase.RUNNING
+            return member.phase is ViewPhase.RUNNING and not self._is_held(process)
+        return act.what in ("read", "close") or member.phase is ViewPhase.RUNNING
 
     def _act(self, process: Process) -> None:
         act, member = self.program[process.at], process.member
@@ -442,7 +452,7 @@ class CollectiveHistory:
 
     def _is_gone(self, identity: Identity) -> bool:
         process = next(p for p in self.processes if p.identity == identity)
-        return not process.is_alive or process.member.phase is Phase.LEFT
+        return not process.is_alive or process.member.phase is ViewPhase.LEFT
 
     def _is_broken(self, view: int) -> bool:
         gone = any(self._is_gone(each) for each in self.views[view].members)
@@ -501,7 +511,7 @@ class CollectiveHistory:
         if self.gate is not None and self.choose.random() < 0.05:
             return [lambda: self._hold_at(None)]
         members = [p for p in alive if p.identity in self.views[-1].members]
-        holders = [p for p in members if p.member.phase is not Phase.NEW]
+        holders = [p for p in members if p.member.phase is not ViewPhase.NEW]
         if not self.admissions or not holders:
             return []
         if self.gate is None and self.choose.random() < 0.1:
@@ -516,7 +526,7 @@ class CollectiveHistory:
     def _is_held(self, process: Process) -> bool:
         """Whether it waits at the gate, or in a meeting at it for a view that is not complete."""
         member = process.member
-        view = self._view_of(process) if member.phase is Phase.RUNNING else 0
+        view = self._view_of(process) if member.phase is ViewPhase.RUNNING else 0
         settles = view in self.settled and not {*self.views[view].members} <= self.settled[view]
         return member.at_boundary and (settles or member.boundaries == self.gate)
 
@@ -535,7 +545,7 @@ class CollectiveHistory:
     def _is_lost(self) -> bool:
         """Whether no member is left that holds the state of the job."""
         present = [p for p in self.processes if p.is_present]
-        return all(p.member.phase is Phase.NEW for p in present)
+        return all(p.member.phase is ViewPhase.NEW for p in present)
 
     def _give_state(self, process: Process, giver: Process, view: int) -> None:
         assert process.decided is not None
@@ -628,7 +638,7 @@ class CollectiveHistory:
         starts = process.member.install(self.views[view], process.decided)
         again = {start.number for start in starts}
         process.complete = {n: r for n, r in process.complete.items() if n not in again}
-        if process.member.phase is not Phase.RUNNING:
+        if process.member.phase is not ViewPhase.RUNNING:
             if self.tables[view][process.identity].is_new:
                 return  # A planned view whose members went on; it is told so, and ends.
             if self._leaves_newcomers_out(process.decided, view):
@@ -648,7 +658,7 @@ class CollectiveHistory:
     # What holds always.
 
     def _check(self) -> None:
-        gone = (Phase.NEW, Phase.LEFT)
+        gone = (ViewPhase.NEW, ViewPhase.LEFT)
         present = [p for p in self.processes if p.is_alive and p.member.phase not in gone]
         results: dict[int, CollectiveResult] = {}
         reads: dict[int, int] = {}

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elastane.coordinator.rules import Phase, Rendezvous
+from elastane.coordinator.rules import MembershipPhase, Rendezvous
 from elastane.protocol.effects import Finished, Hangup, Persist, RendezvousEffect, Send, WriteEvent
 from elastane.protocol.events import (
     AuthorityChanged,
@@ -83,7 +83,10 @@ class SimulatedCoordinator:
     @property
     def is_ending(self) -> bool:
         """Whether the job has ended, durably, and its agents are being informed."""
-        return self.machine.phase in (Phase.CLOSING, Phase.CLOSED) and not self._busy
+        return (
+            self.machine.phase in (MembershipPhase.CLOSING, MembershipPhase.CLOSED)
+            and not self._busy
+        )
 
     def stood_still(self, for_s: float) -> None:
         """Skip time in which this process received nothing: it does not count."""

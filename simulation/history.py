@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from elastane.coordinator.rules import Phase
+from elastane.coordinator.rules import MembershipPhase
 from elastane.protocol.limits import BACKOFF_MAX_S, FENCE_WAIT_S, STOP_MARGIN_S
 from simulation.checks import Violation
 from simulation.cluster import SimulatedCluster
@@ -180,7 +180,7 @@ def trains(cluster: SimulatedCluster) -> bool:
     recent_s = cluster.clock.now_s - cluster.checks.step_s
     steps = recent_s < 2 * cluster.training.script.step_s + 1.0
     fits = cluster.checks.nodes_stepped <= cluster.most
-    return phases == [Phase.RUNNING] and steps and fits and not left_out(cluster)
+    return phases == [MembershipPhase.RUNNING] and steps and fits and not left_out(cluster)
 
 
 def left_out(cluster: SimulatedCluster) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from elastane.protocol.model import Fence, Member
+from elastane.protocol.model import Fence, WorldMember
 from simulation import mesh
 from simulation.places import Gathering, InPlaceGroup, SimulatedWorker
 
@@ -321,7 +321,7 @@ def _can_reach(worker: SimulatedWorker, step: int) -> bool:
     return worker.held + (worker.ready or worker.stage == "applying") >= step
 
 
-def _is_among(worker: SimulatedWorker, members: Sequence[Member]) -> bool:
+def _is_among(worker: SimulatedWorker, members: Sequence[WorldMember]) -> bool:
     return any(
         member.node_id == worker.group.host
         and (not member.workers or worker.local_rank in member.workers)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from elastane.synchrony import rules
-from elastane.synchrony.rules import Member, Phase
+from elastane.synchrony.rules import ViewMember, ViewPhase
 from simulation import collectives
 from simulation.collectives import CollectiveHistory, CollectiveViolation, play
 
@@ -34,14 +34,14 @@ def test_operations_with_a_known_meaning_never_restart_a_job():
 
 
 def size_at_the_meeting(patch):
-    install = Member.install
+    install = ViewMember.install
 
     def wrong(self, view, decided):
         starts = install(self, view, decided)
         self.visible, self._pending = self.view.members, []
         return starts
 
-    patch.setattr(Member, "install", wrong)
+    patch.setattr(ViewMember, "install", wrong)
 
 
 def size_at_delivery(patch):
@@ -50,11 +50,11 @@ def size_at_delivery(patch):
             self._passed.append(self._pending.pop(0))
             self.visible = self._passed[-1].members
 
-    patch.setattr(Member, "_switch", wrong)
+    patch.setattr(ViewMember, "_switch", wrong)
 
 
 def stable_by_the_pace_of_deliveries(patch):
-    issue = Member.issue
+    issue = ViewMember.issue
 
     def wrong(self, signature, **more):
         issued = issue(self, signature, **more)
@@ -62,11 +62,11 @@ def stable_by_the_pace_of_deliveries(patch):
             self._operations[issued.number].waited_before = self.delivered
         return issued
 
-    patch.setattr(Member, "issue", wrong)
+    patch.setattr(ViewMember, "issue", wrong)
 
 
 def results_dropped_at_delivery(patch):
-    patch.setattr(Member, "_forget", lambda self: self._kept.clear())
+    patch.setattr(ViewMember, "_forget", lambda self: self._kept.clear())
 
 
 def survivors_need_the_last_view(patch):
@@ -82,51 +82,51 @@ def survivors_need_the_last_view(patch):
 
 
 def divisor_of_the_old_view(patch):
-    right = Member._start
+    right = ViewMember._start
 
     def wrong(self, operation, **more):
         start = right(self, operation, **more)
         return dataclasses.replace(start, divisor=start.divided_by)
 
-    patch.setattr(Member, "_start", wrong)
+    patch.setattr(ViewMember, "_start", wrong)
 
 
 def buckets_delivered_one_by_one(patch):
     def wrong(self):
         return [self.delivered] if self.delivered < self.issued else []
 
-    patch.setattr(Member, "_next_unit", wrong)
+    patch.setattr(ViewMember, "_next_unit", wrong)
 
 
 def handed_results_are_held(patch):
-    right = Member.seal
+    right = ViewMember.seal
 
     def wrong(self):
         for number in self._handed & {*self._operations}:
             self._operations[number].is_held = True
         right(self)
 
-    patch.setattr(Member, "seal", wrong)
+    patch.setattr(ViewMember, "seal", wrong)
 
 
 def no_vote(patch):
-    right = Member.deliver
+    right = ViewMember.deliver
 
     def wrong(self):
         delivery = right(self)
         self.vote = None
         return delivery
 
-    patch.setattr(Member, "deliver", wrong)
+    patch.setattr(ViewMember, "deliver", wrong)
 
 
 def passed_switches_forgotten(patch):
-    right = Member.table
+    right = ViewMember.table
 
     def wrong(self):
         return dataclasses.replace(right(self), switches=tuple(self._pending))
 
-    patch.setattr(Member, "table", wrong)
+    patch.setattr(ViewMember, "table", wrong)
 
 
 def delivered_operations_run_again(patch):
@@ -165,7 +165,7 @@ def leaving_after_one_agreement(patch):
 
 
 def old_sums_read_with_the_new_size(patch):
-    patch.setattr(Member, "_refuse_unread", lambda _self, _at: None)
+    patch.setattr(ViewMember, "_refuse_unread", lambda _self, _at: None)
 
 
 # Of boundaries.
@@ -188,19 +188,19 @@ def size_at_the_next_operation(patch):
 
 def leaving_a_boundary_between_views(patch):
     def wrong(self):
-        self.phase, phase = Phase.RUNNING, self.phase
+        self.phase, phase = ViewPhase.RUNNING, self.phase
         left = depart(self)
         self.phase = phase
         return left
 
     def may_act(self, process):
-        is_gone = process.member.phase in (Phase.NEW, Phase.LEFT)
+        is_gone = process.member.phase in (ViewPhase.NEW, ViewPhase.LEFT)
         if self.program[process.at].what == "depart" and not is_gone:
             return not self._is_held(process)
         return acts(self, process)
 
-    depart, acts = Member.depart, CollectiveHistory._may_act
-    patch.setattr(Member, "depart", wrong)
+    depart, acts = ViewMember.depart, CollectiveHistory._may_act
+    patch.setattr(ViewMember, "depart", wrong)
     patch.setattr(CollectiveHistory, "_may_act", may_act)
 
 
@@ -216,7 +216,7 @@ def survivors_do_not_wait_for_newcomers(patch):
 
 
 def void_switches_at_a_boundary(patch):
-    right = Member.install
+    right = ViewMember.install
 
     def wrong(self, view, decided):
         pending = list(self._pending)
@@ -224,18 +224,18 @@ def void_switches_at_a_boundary(patch):
         self._pending += [s for s in pending if s not in self._pending]
         return starts
 
-    patch.setattr(Member, "install", wrong)
+    patch.setattr(ViewMember, "install", wrong)
 
 
 def arriving_is_no_wait(patch):
     def wrong(self):
-        if self.phase is not Phase.RUNNING or self.delivered < self.issued:
+        if self.phase is not ViewPhase.RUNNING or self.delivered < self.issued:
             return False
         self.boundaries += 1
         self.at_boundary = True
         return True
 
-    patch.setattr(Member, "arrive", wrong)
+    patch.setattr(ViewMember, "arrive", wrong)
 
 
 # The first seed that finds each.

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from elastane.coordinator.rules import Phase, machine
+from elastane.coordinator.rules import MembershipPhase, machine
 from elastane.coordinator.rules.state import State
 from simulation import run_seed
 
@@ -36,10 +36,12 @@ def test_every_change_of_phase_in_the_histories_is_in_the_table(monkeypatch, kin
     for seed in range(20):
         run_seed(seed, store_backed=bool(seed % 2), **kind)
     table = changes_in_table()
-    assert {phase for phase, _ in table} == {p.name for p in Phase if p.name != "CLOSED"} | {
+    assert {phase for phase, _ in table} == {
+        p.name for p in MembershipPhase if p.name != "CLOSED"
+    } | {
         "(start)",
         "(any)",
     }
-    stayed = {(phase.name, phase.name) for phase in Phase}
-    closing = {(phase.name, "CLOSING") for phase in Phase}
+    stayed = {(phase.name, phase.name) for phase in MembershipPhase}
+    closing = {(phase.name, "CLOSING") for phase in MembershipPhase}
     assert len(changes) > 5 and changes <= table | stayed | closing

@@ -281,7 +281,7 @@ def test_a_late_node_in_a_committed_round_is_found(monkeypatch):
     def lets_in(state, event):
         original(state, event)
         node = state.roster.nodes[event.message.node.node_id]
-        if state.phase is not machine.Phase.RUNNING or node.is_member:
+        if state.phase is not machine.MembershipPhase.RUNNING or node.is_member:
             return
         members = (*state.world.members, member_of(node.spec))
         state.worlds.current = msgspec.structs.replace(state.world, members=members)
@@ -343,7 +343,7 @@ def test_a_world_committed_without_waiting_for_its_predecessor_is_found(monkeypa
             state.roster.reindex(node)
         return original(state)
 
-    monkeypatch.setitem(machine.RULES, machine.Phase.STOPPING, impatient)
+    monkeypatch.setitem(machine.RULES, machine.MembershipPhase.STOPPING, impatient)
     first_failure(300)
 
 

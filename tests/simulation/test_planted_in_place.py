@@ -7,7 +7,7 @@ from elastane.coordinator.rules import admission, drain, machine, next_world, re
 from elastane.coordinator.rules.changes import OwnerOrders
 from elastane.coordinator.rules.nodes import HeldWorkers, Place
 from elastane.coordinator.rules.sizing import NodeWorkers
-from elastane.coordinator.rules.state import Phase
+from elastane.coordinator.rules.state import MembershipPhase
 from elastane.coordinator.rules.state_holders import StateHolders
 from elastane.protocol.effects import RegroupWorkers
 from elastane.protocol.hangs import HANG_STEPS_FIRST, HangRules
@@ -133,7 +133,7 @@ def test_a_drained_boundary_that_regroups_before_all_are_parked_is_found(monkeyp
             state.roster.unsaved.clear()
         return original(state)
 
-    monkeypatch.setitem(machine.RULES, Phase.DRAINING, impatient)
+    monkeypatch.setitem(machine.RULES, MembershipPhase.DRAINING, impatient)
     assert "parks for a planned change" in first_failure(500)
 
 

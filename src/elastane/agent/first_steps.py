@@ -27,7 +27,7 @@ _LOOK_MAX_S = 0.25
 
 @dataclass(slots=True)
 class Beginning:
-    """How the members of one world came to their first step there, as far as they have."""
+    """When the members of one world had a process group, the state, and a first step there."""
 
     round: int
     trained_s: float = 0.0

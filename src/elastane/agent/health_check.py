@@ -86,7 +86,7 @@ class HealthCheck:
 
     @property
     def outcome(self) -> Outcome | None:
-        """Why this agent left a job that goes on; None while its node is fit."""
+        """Why this agent left a job that continues; None while its node is fit."""
         if not self._failure:
             return None
         return Outcome(

@@ -1,7 +1,7 @@
 """The agent's connection to the coordinator: found, kept, and found again.
 
 Reports `Linked`, `MessageReceived` and `Unlinked`. A coordinator that is silent for the silence
-timeout counts as gone, whatever TCP thinks. Errors that waiting cannot mend are fatal at the first
+timeout counts as gone, whatever TCP thinks. Errors that no retry can resolve are fatal at the first
 contact only: once a job has run, an agent with workers waits for the right coordinator.
 
 `Dialer` opens each connection, and owns this agent's entry among the jobs of this machine, from
@@ -50,7 +50,7 @@ _SECOND_LOOK_S = 0.1
 # A peer that accepts connections and closes them this often is not a coordinator about to end. It
 # speaks TLS to an agent that does not, or has other certificates. About ten seconds.
 _CLOSED_EARLY_MAX = 20
-# Errors that waiting cannot mend. A foreign program on the port counts: it will not go away.
+# Errors that no retry can resolve. A foreign program on the port counts: it will not go away.
 _FATAL_SLUGS = ("not-a-coordinator",)
 _FATAL_ERRORS = (RendezvousRefusedError, JobClosedError, ConfigurationError)
 
@@ -68,7 +68,7 @@ class Locator(Protocol):
         """Stop searching: there is a session, until `locate` is called again."""
 
     def refused(self, host: str, port: int) -> None:
-        """Take notice that the address of the last session's coordinator refuses connections.
+        """Record that the address of the last session's coordinator refuses connections.
 
         Its process has ended: a host that is away does not answer at all.
         """
@@ -243,7 +243,7 @@ class Dialer:
         return session
 
     def token_changed(self) -> None:
-        """Write the entry again with the new secret, so that `elastane status` is let in."""
+        """Write the entry again with the new secret, so that `elastane status` is accepted."""
         if self._entry is not None:
             self._register(parse_endpoint(self._entry.endpoint))
 

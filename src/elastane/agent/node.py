@@ -1,4 +1,4 @@
-"""What one agent has on its machine: its name, orphan reaper, zygote, event log and port.
+"""The services of one agent on its machine: name, orphan reaper, zygote, event log and port.
 
 Owns the order of their start: the orphan reaper comes before any process that it must be able to
 end. The zygote starts right after it, since its imports take longest. On the way out, nothing that
@@ -79,7 +79,7 @@ class NodeLog:
 
 @dataclass(frozen=True)
 class NodeServices:
-    """What one agent has on its machine."""
+    """The services of one agent on its machine."""
 
     config: AgentConfig
     id: str

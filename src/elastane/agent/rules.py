@@ -79,7 +79,7 @@ from elastane.protocol.events import (
     GroupDrained,
     GroupGone,
     GroupMarked,
-    GroupStandsStill,
+    GroupStandstill,
     GroupStarted,
     GroupTraining,
     GroupWroteCheckpoint,
@@ -132,7 +132,7 @@ from elastane.protocol.messages import (
     Refused,
     Release,
     Report,
-    StandsStill,
+    StandstillReport,
     Stop,
     Stopped,
     Succeeded,
@@ -164,11 +164,11 @@ ToGroup = Assign | Interrupt | Prepare | Stop | Drain | DrainTarget | CallOff | 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """What the shell has read as it delivers an event.
+    """The shell's readings at the time of an event.
 
     `progress` and `met` come from the status pages: the smallest call count of the workers, and the
     smallest round in which one last met all others. `waiting`: where all of them wait for others;
-    `all_wait`: they will wait forever. `paces`: how they make their steps. `copies`: of their
+    `all_wait`: they will wait forever. `paces`: the times of their last steps. `copies`: of their
     state. `slept_s`: how long this host was suspended so far, which the monotonic clock omits.
     """
 
@@ -210,7 +210,7 @@ class Leaving:
 
     @property
     def code(self) -> ExitCode:
-        """The exit code of an agent that leaves a job which goes on."""
+        """The exit code of an agent that leaves a job which continues."""
         return ExitCode.NODE_UNFIT if self.unfit else ExitCode.DRAINED
 
     def within_s(self, now_s: float) -> float | None:
@@ -614,7 +614,7 @@ class LocalWorkers:
             ):
                 group.interrupt(reason)
                 self._outbox.send(Lost(fence=world, reason=reason))
-            case ReplicaDiffered() | CulpritFound() | GroupStandsStill() if (
+            case ReplicaDiffered() | CulpritFound() | GroupStandstill() if (
                 group and event.fence == group.start_fence
             ):
                 self._found(group, event)
@@ -832,13 +832,13 @@ class LocalWorkers:
         failures = group.aged_failures(self.now_s)
         self._outbox.send(Failed(fence=group.fence, failures=failures))
 
-    def _found(
-        self, group: Group, event: ReplicaDiffered | CulpritFound | GroupStandsStill
-    ) -> None:
-        if isinstance(event, GroupStandsStill):
+    def _found(self, group: Group, event: ReplicaDiffered | CulpritFound | GroupStandstill) -> None:
+        if isinstance(event, GroupStandstill):
             if event.world == group.fence:
                 self._outbox.send(
-                    StandsStill(fence=group.fence, still_s=event.still_s, standings=event.standings)
+                    StandstillReport(
+                        fence=group.fence, still_s=event.still_s, evidence=event.evidence
+                    )
                 )
             return
         if isinstance(event, CulpritFound):

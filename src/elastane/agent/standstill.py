@@ -15,31 +15,31 @@ from pathlib import Path
 from elastane.agent.worker import GroupSetup, LocalWorker
 from elastane.process.kernel import blocking_descriptor
 from elastane.protocol.culprits import (
+    EVIDENCE_MAX,
     PAUSED,
-    STANDINGS_MAX,
     ProcessFacts,
     Reports,
-    Standing,
+    StandstillEvidence,
     StandstillRules,
     Verdict,
+    evidence_of,
     hung_alone,
     is_shown,
     judge,
-    standing_of,
 )
 from elastane.protocol.limits import WHERE_CHARS_MAX
 from elastane.protocol.model import Assignment, Failure
 
-# Workers are looked at more closely from the first such time without a move on.
+# After this long without progress, workers are sampled at each look.
 _CLOSE_S = 1.0
 # The thread beside a script runs four times a second; on a busy host it may be late.
 _BEAT_LATE_S = 2.0
-# A thread beside a script shows where its main thread is, this long after it is due at the latest.
+# A thread beside a script shows the main thread's place this long after it is due, at the latest.
 _SHOWN_LATE_S = 12.0
 # A worker counts as stopped after this many samples in a row, at four samples a second; at once
 # where another rule has found that it hangs.
 _STOPS, _STOPS_OF_HUNG = 8, 0
-# Files that are no files: a terminal, a socket, an anonymous pipe.
+# Open files that hold no data: a terminal, a socket, an anonymous pipe.
 _NO_FILES = ("/dev/", "socket:", "pipe:", "anon_inode:", "/memfd:")
 
 
@@ -47,18 +47,18 @@ _NO_FILES = ("/dev/", "socket:", "pipe:", "anon_inode:", "/memfd:")
 class MonitorPosts:
     """Where a monitor's findings go, and the world of the workers that it watches.
 
-    `standings` receives what workers of a world of several nodes show; none once they move again.
+    `evidence` receives that of a world of several nodes; empty once its workers move again.
     """
 
     failed: Callable[[Failure, float], None]
     culprit: Callable[[Verdict, float], None]
-    standings: Callable[[tuple[Standing, ...], float], None]
+    evidence: Callable[[tuple[StandstillEvidence, ...], float], None]
     world: Callable[[], Assignment]
 
 
 @dataclass
 class _Sample:
-    """What was seen of one process: its beats, and since when; its main thread at each look."""
+    """The samples of one process: its beats, since when they stand, its main thread's states."""
 
     beats: int
     beat_s: float
@@ -70,7 +70,7 @@ class _Sample:
 class StandstillWatch:
     """Compares the rings of the workers of one node, once they have come to a standstill.
 
-    In a world of several nodes it sends what they show, and the coordinator compares.
+    In a world of several nodes it sends the evidence, and the coordinator compares.
     """
 
     def __init__(self, setup: GroupSetup, post: MonitorPosts) -> None:
@@ -103,20 +103,20 @@ class StandstillWatch:
             self._sample(worker, now_s)
         if not self._rules.is_due(self._still_s):
             return
-        standings = [self._standing(worker, now_s) for worker in members]
+        evidence = [self._evidence(worker, now_s) for worker in members]
         is_late = self._rules.is_due(self._still_s - _SHOWN_LATE_S)
-        if not (is_late or all(map(is_shown, standings))):
+        if not (is_late or all(map(is_shown, evidence))):
             return
         if len(members) < self._post.world().world_size:
-            self._send(standings)
+            self._send(evidence)
             return
-        yield from self._judge(standings, members)
+        yield from self._judge(evidence, members)
 
     def describe(self, worker: LocalWorker, reason: str) -> None:
-        """Report what a worker does that hangs by another rule, unless it is ended already."""
+        """Report the activity of a worker that hangs by another rule, unless it is being ended."""
         if not (worker.hung or worker.given_up):
-            standing = self._standing(worker, self._rules.now_s, _STOPS_OF_HUNG)
-            self._post.culprit(hung_alone(standing, reason), self._still_s)
+            evidence = self._evidence(worker, self._rules.now_s, _STOPS_OF_HUNG)
+            self._post.culprit(hung_alone(evidence, reason), self._still_s)
 
     def _move(self, still_s: float) -> None:
         """Note that the workers move again."""
@@ -124,23 +124,23 @@ class StandstillWatch:
         self._reports.end(still_s)
         if self._sent:
             self._sent = ()
-            self._post.standings((), 0.0)
+            self._post.evidence((), 0.0)
 
-    def _send(self, standings: Sequence[Standing]) -> None:
-        """Send what the workers show, and again where a process of theirs has changed since."""
+    def _send(self, evidence: Sequence[StandstillEvidence]) -> None:
+        """Send the evidence of the workers, and again if one of their processes has changed."""
         facts = tuple(
             (each.rank, each.facts.state in "Tt", each.facts.lock_held, each.facts.exit_code)
-            for each in standings
+            for each in evidence
         )
-        if len(standings) <= STANDINGS_MAX and self._sent != facts:
+        if len(evidence) <= EVIDENCE_MAX and self._sent != facts:
             self._sent = facts
             self._rules.note_report()
-            self._post.standings(tuple(standings), self._still_s)
+            self._post.evidence(tuple(evidence), self._still_s)
 
     def _judge(
-        self, standings: Sequence[Standing], members: Sequence[LocalWorker]
+        self, evidence: Sequence[StandstillEvidence], members: Sequence[LocalWorker]
     ) -> Iterator[tuple[LocalWorker, str]]:
-        verdict = judge(standings, self._post.world().world_size)
+        verdict = judge(evidence, self._post.world().world_size)
         if verdict is None:
             return
         self._rules.note_report()
@@ -164,8 +164,10 @@ class StandstillWatch:
         sample.runs += state == "R"
         sample.stops = sample.stops + 1 if state == "T" else 0
 
-    def _standing(self, worker: LocalWorker, now_s: float, stops: int = _STOPS) -> Standing:
-        return standing_of(
+    def _evidence(
+        self, worker: LocalWorker, now_s: float, stops: int = _STOPS
+    ) -> StandstillEvidence:
+        return evidence_of(
             worker.rank, self._node_id, worker.page.ring(), self._facts(worker, now_s, stops)
         )
 

@@ -1,4 +1,4 @@
-"""How the local workers make their steps: the agent's side of `protocol.stragglers`.
+"""The step times of the local workers: the agent's side of `protocol.stragglers`.
 
 Reads the step times on their status pages, and from /proc for how long their main threads ran or
 had no processor. A worker that shows too few steps has no pace, and then none is compared.

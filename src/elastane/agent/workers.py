@@ -38,7 +38,7 @@ from elastane.process.streams.console import process_console
 from elastane.process.streams.group import GroupStreams
 from elastane.process.timers import WorkerTimer
 from elastane.process.worker_environment import WorkerFacts, worker_environment
-from elastane.protocol.culprits import Standing, Verdict
+from elastane.protocol.culprits import StandstillEvidence, Verdict
 from elastane.protocol.events import (
     AgentEvent,
     CulpritFound,
@@ -46,7 +46,7 @@ from elastane.protocol.events import (
     GroupDrained,
     GroupGone,
     GroupMarked,
-    GroupStandsStill,
+    GroupStandstill,
     GroupStarted,
     GroupTraining,
     GroupWroteCheckpoint,
@@ -112,7 +112,7 @@ class LocalWorkerGroup:
         self.drain = GroupDrain(self._members, self._sockets, self.post, self._spawn_task)
         self._spares = Spares(self.setup, self._sockets, self._spawn_task)
         posts = MonitorPosts(
-            self._post_failed, self._post_culprit, self._post_standings, lambda: self.world
+            self._post_failed, self._post_culprit, self._post_evidence, lambda: self.world
         )
         self.hang_monitor = HangMonitor(
             self._members, self._sockets, posts, self._spawn_task, self.setup
@@ -350,8 +350,8 @@ class LocalWorkerGroup:
     def _post_culprit(self, verdict: Verdict, still_s: float) -> None:
         self.post(CulpritFound(self.assignment.fence, verdict, still_s))
 
-    def _post_standings(self, standings: tuple[Standing, ...], still_s: float) -> None:
-        self.post(GroupStandsStill(self.assignment.fence, self.world.fence, standings, still_s))
+    def _post_evidence(self, evidence: tuple[StandstillEvidence, ...], still_s: float) -> None:
+        self.post(GroupStandstill(self.assignment.fence, self.world.fence, evidence, still_s))
 
     def end_worker(self, rank: int, reason: str) -> None:
         """End the worker of this rank, for which the others would wait for ever."""
@@ -525,7 +525,7 @@ class GroupDrain:
             self._task.cancel()
 
     def release(self) -> None:
-        """Let the workers go on from where they wait: the drain is called off."""
+        """Let the workers continue from where they wait: the drain is called off."""
         self.cancel()
         for worker in self._members():
             worker.page.release()

@@ -297,7 +297,7 @@ class Election:
                 await self._fence(lease)
 
     async def _await_renewal(self, renewal: asyncio.Future[None], lease: Lease) -> None:
-        """Wait for a renewal, and tell when the lease runs out before it is done."""
+        """Wait for a renewal, and report when the lease runs out before it is done."""
         timeout_s = max(lease.remaining_s(), 0.0) if self._reported_held else None
         await asyncio.wait({renewal}, timeout=timeout_s)
         if not renewal.done():
@@ -328,7 +328,7 @@ class Election:
             self._on_authority(AuthorityChanged(held, reason))
 
     def _log_problem(self, problem: str) -> None:
-        """Say once what keeps this candidate from the store, and once that it is over."""
+        """Log once why this candidate cannot use the store, and once that it can again."""
         if problem != self._problem:
             _log.warning("election: %s", problem or "the store answers again")
             self._problem = problem

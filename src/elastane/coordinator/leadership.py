@@ -2,7 +2,7 @@
 
 There are two ways. `EndpointLeadership`: the agent that owns the endpoint's address serves it, and
 binding the port is the election. `StoreLeadership`: the holder of the store's lease serves. An
-agent that leaves gives up its leadership. `run` raises what waiting cannot mend.
+agent that leaves gives up its leadership. `run` raises errors that no retry can resolve.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEP_DOWN_S = 5.0
 _log = logging.getLogger("elastane.leadership")
 # Between losing leadership and seeking it again: the store has to answer another node first.
 _PAUSE_S = 0.2
-# After giving it up for others, which poll each STORE_POLL_S, or each second in a large job.
+# The pause after stepping down; others poll each STORE_POLL_S, or each second in a large job.
 _STEP_DOWN_PAUSE_S = 2.0
 # Between two attempts to reach a store that is not up yet, and when the wait is logged.
 _STORE_RETRY_S = 0.5
@@ -55,7 +55,7 @@ class Leadership(Protocol):
         """Accept that the address of the last session's coordinator refuses connections."""
 
     async def run(self) -> None:
-        """Seek leadership for as long as the job runs; raises what waiting cannot mend."""
+        """Seek leadership for as long as the job runs; raise errors that no retry can resolve."""
 
     async def close(self, *, ended: bool) -> None:
         """Give up leadership; if the job has `ended`, after all agents were informed."""
@@ -248,7 +248,7 @@ class StoreLeadership:
                 tasks = {serving, keeping, stepping_down}
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if not serving.done() and not stepping_down.done():
-                    await keeping  # which raises LeaseLostError
+                    await keeping  # raises LeaseLostError
                 return serving.done() and serving.result() is not None
             finally:
                 for task in (serving, keeping, stepping_down):

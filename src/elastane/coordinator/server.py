@@ -57,7 +57,7 @@ _BURST_S = MESSAGES_BURST_MAX / MESSAGES_PER_S_MAX
 
 
 class Machine(Protocol):
-    """What decides: `elastane.coordinator.rules.Rendezvous`."""
+    """The deciding state machine: `elastane.coordinator.rules.Rendezvous`."""
 
     def handle(self, event: RendezvousEvent, now_s: float) -> list[RendezvousEffect]:
         """Record an event at `now_s`, monotonic seconds; return the effects to perform."""
@@ -338,7 +338,7 @@ class Coordinator:
             self._woken.set_result(None)
 
     async def _shut(self, politely: bool) -> None:
-        """Close everything; politely: bytes already sent still go out, in CLOSE_S at most."""
+        """Close everything; bytes already enqueued still go out, in CLOSE_S at most."""
         self._listener.close()
         for peer in list(self._peers.values()):
             self._forget(peer)

@@ -97,7 +97,7 @@ _GROUP_AT = {
 }
 
 
-class Recorder:
+class CollectiveRecorder:
     """Records the collectives of this process on its page."""
 
     def __init__(self, page: WorkerPage, meter: StepMeter) -> None:
@@ -132,7 +132,7 @@ class _State:
     """The recorder of this process, if it has one; forks of it have none."""
 
     def __init__(self) -> None:
-        self.recorder: Recorder | None = None
+        self.recorder: CollectiveRecorder | None = None
         self.watch: _Watch | None = None
 
     def forget(self) -> None:
@@ -167,7 +167,7 @@ def watch_torch() -> None:
 def begin(page: WorkerPage) -> None:
     """Record this process's collectives and steps on `page`, unless its agent wants none."""
     if page.records:
-        _state.recorder = Recorder(page, step_meter.begin(page))
+        _state.recorder = CollectiveRecorder(page, step_meter.begin(page))
 
 
 def watch_groups(positions: Callable[[], dict[str, Position]] | None = None) -> None:
@@ -330,7 +330,7 @@ class _Watch:
     """The thread that writes the board: the groups' positions, and more at a standstill."""
 
     def __init__(
-        self, recorder: Recorder, positions: Callable[[], dict[str, Position]] | None
+        self, recorder: CollectiveRecorder, positions: Callable[[], dict[str, Position]] | None
     ) -> None:
         self._recorder = recorder
         self._find_positions = positions or self._count

@@ -1,6 +1,6 @@
-"""Finds the worker for which the others wait, the culprit, from the rings of all. Pure.
+"""Finds the culprit, the worker for which the others wait, from the rings of all workers. Pure.
 
-`judge` compares what all workers of a world show once none of them has made progress for a while.
+`judge` compares the evidence of all workers of a world once none has made progress for a while.
 The groups of torch count their collectives alike on all members, also those of
 DistributedDataParallel. So a worker that has begun fewer than another has not entered a collective
 in which others wait. It is the culprit, unless it waits in another group. A worker that waits is
@@ -25,7 +25,7 @@ from elastane.protocol.limits import REASON_CHARS_MAX
 from elastane.protocol.model import Count, Name
 from elastane.protocol.ring import GROUPS_MAX, GroupBoard, Number, Ring, Short, ranks_of
 
-# A worker whose main thread ran, or could have run, at this share of the looks computes.
+# A worker computes if its main thread ran, or could have run, in this share of the samples.
 BUSY_SHARE = 0.7
 # The members of a group call these with tensors of one shape.
 _EQUAL_SHAPES = frozenset(
@@ -40,15 +40,15 @@ STANDSTILL_MOVES_FIRST = 3
 STANDSTILL_WINDOW_S = 1800.0
 # A longer time between two looks counts as no more than this.
 LOOK_MAX_S = 1.0
-# A wait that passed by itself is reported again once it lasts this multiple of that time. So many
-# places are remembered.
+# A wait that resolved itself is reported again once it lasts this multiple of that time; the second
+# bound is the number of places that are remembered.
 PASSED_FACTOR = 2.0
 PASSED_MAX = 256
 
 
-# Workers of one node whose standings one report carries: with all that a board may hold of them it
-# fits into a frame. A node with more is not compared with others.
-STANDINGS_MAX = 64
+# Workers of one node in one report: with full boards it still fits into a frame. A node with more
+# is not compared with others.
+EVIDENCE_MAX = 64
 
 
 class Kind(StrEnum):
@@ -69,10 +69,10 @@ class Kind(StrEnum):
 
 
 class Outlook(StrEnum):
-    """What another attempt may come to."""
+    """Whether another attempt may succeed."""
 
-    MAY_PASS = "may-pass"  # the fault was of a machine, or of the moment
-    SAME_AGAIN = "same-again"  # the script does it again
+    MAY_PASS = "may-pass"  # the fault was of a machine, or transient
+    SAME_AGAIN = "same-again"  # the script would repeat it
     UNKNOWN = "unknown"
 
 
@@ -114,8 +114,8 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     reads: Short = ""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker at a standstill: what its ring and its process show. `last`: its last call."""
+class StandstillEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """The evidence of one worker at a standstill: its ring, its process, and its `last` call."""
 
     rank: Count
     node_id: Name
@@ -153,7 +153,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def outlook(self) -> Outlook:
-        """What another attempt may come to."""
+        """Whether another attempt may succeed."""
         return OUTLOOKS[self.kind]
 
 
@@ -208,9 +208,9 @@ class Reports:
 
 
 class StandstillRules:
-    """When workers are to be compared: they have shown no move for longer than ever of late.
+    """When to compare workers: after no progress for far longer than in recent steps.
 
-    What was reported is not learned as a step, or the next fault would be found ten times as late.
+    A reported standstill is not learned as a step: the next fault would be found ten times as late.
     """
 
     def __init__(self, floor_s: float) -> None:
@@ -225,9 +225,9 @@ class StandstillRules:
         self._is_reported = False
 
     def look(self, shown: Mapping[int, tuple[int, ...]], now_s: float) -> float:
-        """Record what each worker shows, by its process id; return for how long none has moved.
+        """Record each worker's counters, by process id; return for how long none has changed.
 
-        Time without a look (a host or an agent that stood still) is left out, also of `now_s`.
+        Time without a look, while this host or agent stood still, is left out, also of `now_s`.
         """
         passed_s = now_s - self._looked_s if self._looked_s is not None else 0.0
         self._looked_s = now_s
@@ -241,7 +241,7 @@ class StandstillRules:
         return self.now_s - self._moved_s
 
     def is_due(self, still_s: float) -> bool:
-        """Whether workers that have not moved for so long are to be compared."""
+        """Whether to compare workers that have made no progress for this long."""
         longest_s = max(self._longest_s, self._longest_before_s)
         limit_s = max(self._floor_s, min(STANDSTILL_FACTOR * longest_s, HANG_CEILING_S))
         return self._moves >= STANDSTILL_MOVES_FIRST and still_s >= limit_s
@@ -269,10 +269,10 @@ class StandstillRules:
             self._longest_s = max(self._longest_s, still_s)
 
 
-def standing_of(rank: int, node_id: str, ring: Ring, facts: ProcessFacts) -> Standing:
-    """Return what a worker shows, from its ring and the facts about its process."""
+def evidence_of(rank: int, node_id: str, ring: Ring, facts: ProcessFacts) -> StandstillEvidence:
+    """Return a worker's evidence, from its ring and the facts about its process."""
     last = ring.calls[-1] if ring.calls else None
-    return Standing(
+    return StandstillEvidence(
         rank=rank,
         node_id=node_id,
         facts=facts,
@@ -283,31 +283,31 @@ def standing_of(rank: int, node_id: str, ring: Ring, facts: ProcessFacts) -> Sta
     )
 
 
-def hung_alone(standing: Standing, reason: str) -> Verdict:
+def hung_alone(worker: StandstillEvidence, reason: str) -> Verdict:
     """Return the verdict about a worker that recovers in place and hangs, for this reason.
 
-    It said itself that it does not wait, or could not answer (`protocol.hangs`).
+    It reported that it does not wait, or did not answer (`protocol.hangs`).
     """
-    case = _Case({standing.rank: standing}, {})
-    kind = case.kind(standing.rank)
-    who = f"rank {standing.rank} on node {standing.node_id}"
-    text = f"{who} hangs, {reason}; {_doing(standing, kind)}"
-    ranks = (standing.rank,)
+    case = _Case({worker.rank: worker}, {})
+    kind = case.kind(worker.rank)
+    who = f"rank {worker.rank} on node {worker.node_id}"
+    text = f"{who} hangs, {reason}; {_doing(worker, kind)}"
+    ranks = (worker.rank,)
     return Verdict(kind=kind, ranks=ranks, sentence=text[:REASON_CHARS_MAX], ends=ranks)
 
 
-def is_shown(standing: Standing) -> bool:
-    """Whether a worker shows all that it ever will at a standstill."""
-    facts = standing.facts
+def is_shown(worker: StandstillEvidence) -> bool:
+    """Whether the evidence is complete: it will not grow at this standstill."""
+    facts = worker.facts
     if facts.state == PAUSED:
         return False
     is_silent = facts.exit_code is not None or facts.lock_held or facts.state in ("T", "t")
-    return is_silent or bool(standing.where)
+    return is_silent or bool(worker.where)
 
 
-def judge(standings: Iterable[Standing], world_size: int) -> Verdict | None:
+def judge(evidence: Iterable[StandstillEvidence], world_size: int) -> Verdict | None:
     """Return the culprits; None if no worker waits for another, or some worker is not known."""
-    workers = {each.rank: each for each in standings}
+    workers = {each.rank: each for each in evidence}
     if set(workers) != {*range(world_size)} or world_size < 2:
         return None
     case = _Case(workers, _groups(workers, world_size))
@@ -321,7 +321,9 @@ def judge(standings: Iterable[Standing], world_size: int) -> Verdict | None:
     return msgspec.structs.replace(found, ends=ends)
 
 
-def _groups(workers: Mapping[int, Standing], world_size: int) -> dict[str, frozenset[int]]:
+def _groups(
+    workers: Mapping[int, StandstillEvidence], world_size: int
+) -> dict[str, frozenset[int]]:
     """Return the members of each group whose members all show a position that can be compared."""
     found: dict[str, frozenset[int]] = {}
     for each in workers.values():
@@ -345,7 +347,7 @@ class _Case:
     """
 
     def __init__(
-        self, workers: Mapping[int, Standing], groups: Mapping[str, frozenset[int]]
+        self, workers: Mapping[int, StandstillEvidence], groups: Mapping[str, frozenset[int]]
     ) -> None:
         self._workers = workers
         self._groups = groups
@@ -358,7 +360,7 @@ class _Case:
     def of_stopped(self) -> Verdict | None:
         """Blame workers that a signal has stopped, wherever they were."""
         stopped = [rank for rank, each in self._workers.items() if each.facts.state == "T"]
-        # Somebody who stops all of them wants to go on with them later.
+        # A person who stops all workers wants to continue them later.
         is_awaited = any(rank not in stopped for rank in self.waiters)
         return self._blame(Kind.STOPPED, sorted(stopped)) if stopped and is_awaited else None
 
@@ -408,7 +410,7 @@ class _Case:
         return {name: self._awaited_in(name, here) for name, here in at.items()}
 
     def _awaited_in(self, name: str, here: int) -> list[int]:
-        """Return the members that all wait for that have begun `here` collectives in a group."""
+        """Return the members that a worker waits for after it has begun `here` collectives."""
         if (name, here) not in self._known:
             members = sorted(self._groups[name])
             behind = [rank for rank in members if self._position(rank, name) < here]
@@ -441,7 +443,7 @@ class _Case:
         if facts.busy >= BUSY_SHARE:
             return Kind.DATA_LOADER if facts.loads else Kind.BUSY
         if self._waits(rank):
-            return Kind.NETWORK  # the others have completed what it waits in
+            return Kind.NETWORK  # the others have completed that collective
         if facts.reads:
             return Kind.DISK
         return Kind.DATA_LOADER if facts.loads else Kind.SLEEPS
@@ -462,7 +464,7 @@ class _Case:
         name = min(waiting, key=lambda each: (-waiting[each], each))
         furthest = max(self._position(member, name) for member in self._groups[name])
         if self._own_kind(rank) is not None:
-            return name, furthest  # what it showed last may be older than its last collective
+            return name, furthest  # its board may be older than its last collective
         return name, min(self._position(rank, name) + 1, furthest)
 
     def _open(self, ranks: Sequence[int]) -> tuple[str, int]:
@@ -503,7 +505,7 @@ class _Case:
         return f"node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)}"
 
 
-def _wait(waiting: Sequence[Standing]) -> str:
+def _wait(waiting: Sequence[StandstillEvidence]) -> str:
     return f"{ranks_text([each.rank for each in waiting])} wait{'s' * (len(waiting) == 1)}"
 
 
@@ -511,7 +513,7 @@ def _has(ranks: Sequence[int]) -> str:
     return "have" if len(ranks) > 1 else "has"
 
 
-def _doing(worker: Standing, kind: Kind) -> str:
+def _doing(worker: StandstillEvidence, kind: Kind) -> str:
     """Return what a culprit does instead, as a clause with its place."""
     who, at = f"rank {worker.rank}", f" at {place_of(worker.where)}" if worker.where else ""
     file = f": {worker.facts.reads}" if worker.facts.reads else ""
@@ -529,14 +531,14 @@ def _doing(worker: Standing, kind: Kind) -> str:
     }[kind]
 
 
-def _operation(worker: Standing, group: str, sequence: int) -> str:
+def _operation(worker: StandstillEvidence, group: str, sequence: int) -> str:
     for call in worker.groups[group].calls:
         if call.sequence == sequence:
             return call.operation
     return worker.where.partition(" (")[0] or "collective"
 
 
-def _place(worker: Standing) -> str:
+def _place(worker: StandstillEvidence) -> str:
     return f" ({place_of(worker.where)})" if worker.where else ""
 
 
@@ -546,7 +548,7 @@ def place_of(where: str) -> str:
     return place.removesuffix(")") if opened else where
 
 
-def _mismatch(name: str, members: Sequence[Standing]) -> Verdict | None:
+def _mismatch(name: str, members: Sequence[StandstillEvidence]) -> Verdict | None:
     """Return who called another collective, or with another shape, in a group at a standstill.
 
     Only collectives that are not complete on all members count, and only those of gloo: other
@@ -574,7 +576,7 @@ def _mismatch(name: str, members: Sequence[Standing]) -> Verdict | None:
 
 
 def _sides(words: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Return the ranks by what they did, the most of them first."""
+    """Return the ranks by the collective that they called, the most of them first."""
     found: dict[str, list[int]] = {}
     for rank, word in sorted(words.items()):
         found.setdefault(word, []).append(rank)
@@ -586,7 +588,7 @@ def _of_sides(
     name: str,
     sequence: Number,
     sides: Sequence[tuple[str, list[int]]],
-    members: Sequence[Standing],
+    members: Sequence[StandstillEvidence],
 ) -> Verdict:
     """Blame the smaller side; of two equal sides none."""
     workers = {each.rank: each for each in members}
@@ -608,7 +610,7 @@ def _of_sides(
     )
 
 
-def _places(workers: Iterable[Standing]) -> str:
+def _places(workers: Iterable[StandstillEvidence]) -> str:
     places: dict[str, list[int]] = {}
     for each in sorted(workers, key=lambda each: each.rank):
         places.setdefault(each.where or "an unknown place", []).append(each.rank)

@@ -179,7 +179,7 @@ def root_cause(sightings: Sequence[Sighting], fence: Fence) -> Cause:
 
 
 def crash_site(failure: Failure) -> str:
-    """Return in words where an error arose that only a change of the script can mend.
+    """Return in words where an error arose that only a change of the script can correct.
 
     Empty if another attempt may succeed: the worker had made steps, it left no error file, or its
     error is of the network, the device or the file system.

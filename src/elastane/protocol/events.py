@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from elastane.protocol.culprits import Standing, Verdict
+from elastane.protocol.culprits import StandstillEvidence, Verdict
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.model import Failure, Fence, Joining, PortOffer, Sharding
 
@@ -190,12 +190,12 @@ class CulpritFound(msgspec.Struct, frozen=True):
     still_s: float
 
 
-class GroupStandsStill(msgspec.Struct, frozen=True):
-    """The local workers have stood still in `world` for `still_s`; none: they move again."""
+class GroupStandstill(msgspec.Struct, frozen=True):
+    """The local workers have stood still in `world` for `still_s`; no evidence: they move again."""
 
     fence: Fence
     world: Fence
-    standings: tuple[Standing, ...]
+    evidence: tuple[StandstillEvidence, ...]
     still_s: float
 
 
@@ -253,7 +253,7 @@ AgentEvent = (
     | WorkerLost
     | ReplicaDiffered
     | CulpritFound
-    | GroupStandsStill
+    | GroupStandstill
     | GroupMarked
     | GroupDrained
     | Signalled

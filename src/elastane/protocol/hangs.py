@@ -114,7 +114,7 @@ class _Worker:
 class Findings:
     """What one look found: reasons by worker, workers to ask, and whether all only wait.
 
-    `waiting`: where, once all have waited for HANG_STALL_S. `stalled`: nothing will come of it.
+    `waiting`: where, once all have waited for HANG_STALL_S. `stalled`: for too long to continue.
     """
 
     hung: dict[int, str] = field(default_factory=dict)
@@ -291,7 +291,7 @@ class HangRules:
         return waits and self._now_s - worker.still_s >= HANG_STALL_S
 
     def _is_stalled(self, worker: _Worker) -> bool:
-        """Whether it has been still for so long that nothing will come."""
+        """Whether it has been still for too long to continue."""
         if worker.sight.activity in _ENTERING:
             return self._now_s - worker.still_s >= HANG_ENTER_S
         if worker.traffic is not None:

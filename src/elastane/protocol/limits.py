@@ -55,12 +55,12 @@ WAITING_MAX = 128
 # The longest pause between two attempts of a crash loop, and the first.
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
-# What an agent may take beyond the workers' own grace to report them stopped.
+# How long an agent may take, beyond the workers' own grace, to report them stopped.
 STOP_MARGIN_S = 10.0
-# What an agent keeps of the deadline of a notice for its own end, or half of a shorter one: its
+# The part of a notice's deadline that an agent keeps for its own end, or half of a shorter one: its
 # workers are killed, and the memory of snapshots has a last moment to write.
 NOTICE_MARGIN_S = 2.0
-# What the coordinator keeps of the time of a node that leaves, or a quarter of a shorter one, so
+# The part of a leaving node's time that the coordinator keeps, or a quarter of a shorter one, so
 # that its drain ends while its agent can still report.
 LEAVE_MARGIN_S = 1.0
 # How long the coordinator waits, after the job's end, for agents to take notice.

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from elastane.protocol.culprits import STANDINGS_MAX, Standing
+from elastane.protocol.culprits import EVIDENCE_MAX, StandstillEvidence
 from elastane.protocol.limits import COUNT_MAX, FAILURES_MAX, WAITING_MAX
 from elastane.protocol.model import (
     Assignment,
@@ -41,7 +41,7 @@ def _check_count(failures: tuple[Failure, ...]) -> None:
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """What workers an agent holds that registers, or registers again."""
+    """The workers that an agent holds when it registers, or registers again."""
 
     assignment: Assignment
     state: GroupState
@@ -114,8 +114,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
 
     `met`: the round of the last world in which all its workers met the others and had the state; 0:
     none. `waiting`: where they are, once all have waited for others without progress for a while.
-    `all_wait`: for so long that nothing will come. `paces`: how its workers make their last steps,
-    as far as they show it. `copies`: of their state.
+    `all_wait`: they have waited too long to continue. `paces`: the times of their last steps, as
+    far as they show them. `copies`: the newest ones of their state.
     """
 
     fence: Fence | None = None
@@ -199,19 +199,19 @@ class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
     reason: Text
 
 
-class StandsStill(msgspec.Struct, frozen=True, tag="stands-still", kw_only=True):
+class StandstillReport(msgspec.Struct, frozen=True, tag="stands-still", kw_only=True):
     """The workers of `fence` have made no collective for `still_s`, far longer than usual.
 
-    `standings` says what each of them shows; none: they move again.
+    `evidence`: one entry for each of them; empty once they move again.
     """
 
     fence: Fence
     still_s: Seconds = 0.0
-    standings: tuple[Standing, ...] = ()
+    evidence: tuple[StandstillEvidence, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.standings) > STANDINGS_MAX:
-            raise ValueError(f"{len(self.standings)} standings, of at most {STANDINGS_MAX}")
+        if len(self.evidence) > EVIDENCE_MAX:
+            raise ValueError(f"{len(self.evidence)} evidence, of at most {EVIDENCE_MAX}")
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
@@ -257,7 +257,7 @@ ToCoordinator = (
     | Able
     | Checkpointed
     | Lost
-    | StandsStill
+    | StandstillReport
     | Stopped
     | Leave
     | Conclude
@@ -327,7 +327,7 @@ class DrainTarget(msgspec.Struct, frozen=True, tag="drain-target", kw_only=True)
 
 
 class CallOff(msgspec.Struct, frozen=True, tag="call-off"):
-    """The drain of `fence` is called off: its workers go on from where they wait."""
+    """The drain of `fence` is called off: its workers continue from where they wait."""
 
     fence: Fence
 

@@ -118,7 +118,7 @@ class PortOffer(msgspec.Struct, frozen=True):
     agent_store: bool
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class WorldMember(msgspec.Struct, frozen=True, kw_only=True):
     """One node's place in a world.
 
     `workers` are the local ranks that take part, in the order of their ranks; empty means all of
@@ -146,7 +146,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     """The immutable record of one round and attempt: its members in the order of node rank."""
 
     fence: Fence
-    members: tuple[Member, ...]
+    members: tuple[WorldMember, ...]
 
     @property
     def world_size(self) -> int:
@@ -158,7 +158,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """What one agent has to run: its own place, and totals; never the list of all members.
 
     So the bytes per node of a membership change do not grow with the job. `workers` are the local
-    ranks that take part, as in Member. `in_place`: it is for workers that keep their processes.
+    ranks that take part, as in WorldMember. `in_place`: for workers that keep their processes.
     `waiting`: there is no place yet; the workers start and get ready for a later world, and its
     ranks are placeholders.
     """
@@ -286,11 +286,11 @@ class Joining(IntEnum):
 
 
 class Sharding(msgspec.Struct, frozen=True):
-    """What the workers of a node hold; they enter a world together or not at all.
+    """The sharded state that one node's workers hold; they enter a world together or not at all.
 
-    `sole`: some hold what no other worker of their world does. `span`: nodes per replica. `part`:
-    which slice of it they hold, from 0. `level`: a world with a partial replica that makes no steps
-    and whose members are all at the same step.
+    `sole`: some hold a part that no other worker of their world holds. `span`: nodes per replica.
+    `part`: which slice of it they hold, from 0. `level`: a world with a partial replica that makes
+    no steps and whose members are all at the same step.
     """
 
     sole: bool = False
@@ -300,7 +300,7 @@ class Sharding(msgspec.Struct, frozen=True):
 
 
 def merge_shardings(said: Iterable[Sharding]) -> Sharding | None:
-    """Return what the workers of a node hold together; None if their state is not sharded.
+    """Return the sharding of a node from that of its workers; None if their state is not sharded.
 
     Workers that joined have no slice yet, and take that of the others.
     """

@@ -100,7 +100,7 @@ class GroupBoard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Board(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker shows of its groups, by name, and of its main thread.
+    """A worker's positions in its groups, by name, and the place of its main thread.
 
     `where` and the calls of the groups are there once nothing has moved for some seconds.
     `debugged`: a debugger holds the main thread.
@@ -112,7 +112,7 @@ class Board(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ring(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ring shows at one moment: the recorded calls, the oldest first, and the board."""
+    """The content of a ring at one moment: the recorded calls, the oldest first, and the board."""
 
     calls: tuple[RecordedCall, ...] = ()
     board: Board = Board()
@@ -122,7 +122,7 @@ _BOARD = msgspec.json.Decoder(Board)
 
 
 def read_ring(memory: bytes, head: int) -> Ring:
-    """Return what a copy of a ring's memory shows; `head` is the number of the last record."""
+    """Decode a copy of a ring's memory; `head` is the number of the last record."""
     assert len(memory) == RING_BYTES, "a whole ring"
     first = max(1, head - RECORDS + 1)
     calls = (_call(memory, number) for number in range(first, head + 1))

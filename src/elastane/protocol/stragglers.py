@@ -70,7 +70,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 
 
 class Why(StrEnum):
-    """What a straggler's own part is longer by. The values are stable: events have them."""
+    """Why a straggler's own part is longer. The values are stable: events have them."""
 
     LOADER = "loader"
     CPU_SHARE = "cpu-share"

@@ -10,7 +10,7 @@ memory than `protocol.limits` allows. The first bytes of a connection:
     coordinator  u8 verdict | 32 bytes proof                           (proof with GO_ON only)
 
 MAGIC and version come first in every version of the protocol, so two versions can name each other.
-A refusal is one byte, and the reader makes the words: no text of an unproven peer reaches a log.
+A refusal is one byte, and its reader supplies the words: no text of an unproven peer is logged.
 `wrong-job` comes before any proof, since a peer of another job cannot prove anything. It reveals
 that this is another job's endpoint, and not which. The agent proves first: a stranger receives
 nothing that depends on the secret.

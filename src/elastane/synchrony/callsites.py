@@ -1,9 +1,9 @@
-"""Who called a collective: the site decides what becomes of it when a member is lost.
+"""The call site of a collective, which decides its handling when a member is lost.
 
-torch gives a group no caller, so the Python frames below a call are looked at. A C++ caller has no
-frame: the reducer of DistributedDataParallel is known by the frame of the engine below it. Names of
-torch's modules are private to it (2.13); a caller that is not known is the script, whose operations
-have the strictest rules. Never fails.
+torch does not pass the caller to a group, so this module reads the Python frames below a call. A
+C++ caller has no frame: the reducer of DistributedDataParallel is known by the frame of the engine
+below it. Names of torch's modules are private to it (2.13); a caller that is not known is the
+script, whose operations have the strictest rules. Never fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RUN_BACKWARD = "_engine_run_backward"
 _DDP = "torch.nn.parallel.distributed"
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _TORCHS = frozenset(("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"))
-# What keeps a part of the parameters on each worker.
+# Modules that keep a part of the parameters on each worker.
 _SHARDED = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 # Functions of frameworks by module and name: a broadcast of what each member knows, and sums that
 # are divided by the world size as it is when the sum returns. Without the packages' names:

@@ -49,7 +49,7 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class BucketSlice:
     """Where the gradient of one parameter lies in its bucket, in elements.
 
     `strides` are the parameter's: a bucket holds a gradient in the same order of memory.
@@ -68,15 +68,15 @@ class Slot:
 class Gradients:
     """The gradients from which a bucket was filled: they are in `p.grad` until its delivery."""
 
-    def __init__(self, bucket: torch.Tensor, slots: Sequence[Slot]) -> None:
+    def __init__(self, bucket: torch.Tensor, slices: Sequence[BucketSlice]) -> None:
         self._bucket = bucket
-        self._slots = slots
+        self._slices = slices
 
     def restore(self, divided_by: int, divisor: int) -> None:
         """Fill the bucket again, divided by `divisor`."""
         with torch.no_grad():
-            for slot in self._slots:
-                place, grad = slot.of(self._bucket), slot.parameter.grad
+            for each in self._slices:
+                place, grad = each.of(self._bucket), each.parameter.grad
                 if grad is None:  # No sample of this member used it.
                     place.zero_()
                 else:
@@ -92,7 +92,7 @@ class BucketLayout:
 
     def __init__(self) -> None:
         self._key: tuple[int, bool] | None = None
-        self._buckets: list[tuple[int, torch.dtype, list[Slot]]] = []
+        self._buckets: list[tuple[int, torch.dtype, list[BucketSlice]]] = []
         self._next = 0
         # Whether the reducer reduces everything at the end of the coming backward pass, and waits
         # for it there: the first pass of a static graph.
@@ -118,25 +118,25 @@ class BucketLayout:
         if ddp._delay_all_reduce_params or getattr(ddp, "_comm_hooks", None):
             return
         for bucket in ddp.reducer._get_zeros_like_grad_buckets():
-            self._buckets.append(_slots_of(bucket))
+            self._buckets.append(_slices_of(bucket))
 
-    def take(self, bucket: torch.Tensor) -> list[Slot] | None:
-        """Return the slots of the bucket that is reduced next; None if `bucket` is not that one."""
+    def take(self, bucket: torch.Tensor) -> list[BucketSlice] | None:
+        """Return the slices of the bucket that is reduced next; None if `bucket` is another one."""
         if self._next >= len(self._buckets):
             return None
-        length, dtype, slots = self._buckets[self._next]
+        length, dtype, slices = self._buckets[self._next]
         if bucket.numel() != length or bucket.dtype != dtype or bucket.is_sparse:
             return None
-        if any(slot.parameter.dtype != dtype for slot in slots):
+        if any(each.parameter.dtype != dtype for each in slices):
             return None
         self._next += 1
-        return slots
+        return slices
 
 
-def _slots_of(bucket: Any) -> tuple[int, torch.dtype, list[Slot]]:
+def _slices_of(bucket: Any) -> tuple[int, torch.dtype, list[BucketSlice]]:
     buffer = bucket.buffer()
-    slots = [
-        Slot(parameter, view.storage_offset() - buffer.storage_offset(), view.stride())
+    slices = [
+        BucketSlice(parameter, view.storage_offset() - buffer.storage_offset(), view.stride())
         for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
     ]
-    return buffer.numel(), buffer.dtype, slots
+    return buffer.numel(), buffer.dtype, slices

@@ -40,7 +40,7 @@ class Rule(Enum):
 
 
 class Site(Enum):
-    """Who called an operation, as far as the rules differ by it."""
+    """The caller of an operation, as far as the rules depend on it."""
 
     SCRIPT = "the script"
     # The same, where the program sees the first rank and world size until its end: a sum of floats

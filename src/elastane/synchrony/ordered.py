@@ -3,8 +3,8 @@
 `OrderedGroup` performs what `rules` decides. The program's threads issue operations, in one order.
 A thread of its own waits for them in that order, delivers their results, votes, and after a fault
 enters the next view with the survivors. So a member takes part in a meeting while its program
-computes. What cannot be kept calls `restart`, which does not return: an exception could be caught
-by a framework, whose training would then be wrong.
+computes. An operation that cannot be kept calls `restart`, which does not return: a framework could
+catch an exception, and its training would then be wrong.
 
 A program that passes boundaries and names its state (`share`) lets newcomers join there. The group
 of a newcomer begins outside of any world; its first boundary is where it enters one.
@@ -36,7 +36,7 @@ from elastane.comms.works import Waited, WorkLog
 from elastane.errors import ConfigurationError, PeerLostError
 from elastane.synchrony import callsites, newcomers
 from elastane.synchrony.calls import Call, call_of
-from elastane.synchrony.contributions import BucketLayout, Copied, Gradients, Slot
+from elastane.synchrony.contributions import BucketLayout, BucketSlice, Copied, Gradients
 from elastane.synchrony.meeting import Meeting
 from elastane.synchrony.newcomers import SharedState
 from elastane.synchrony.operations import Identity, Rule, Signature, Site, why_parts_are_lost
@@ -44,12 +44,12 @@ from elastane.synchrony.optimizer_steps import OptimizerSteps
 from elastane.synchrony.pending import OrderedWork, PendingOperation, RestartingWork
 from elastane.synchrony.rules import (
     Delivery,
-    Member,
-    Phase,
     Plan,
     Start,
     Table,
     View,
+    ViewMember,
+    ViewPhase,
     plan,
     why_not_issued,
 )
@@ -63,11 +63,11 @@ _VAIN_WORLDS_MAX = 10
 
 
 class GroupHost(Protocol):
-    """What the worker that owns a group does for it."""
+    """The worker that owns a group, as far as the group calls it."""
 
     @property
     def world_has_ended(self) -> bool:
-        """Whether this worker was told so, or that it has a place in another world."""
+        """Whether this worker knows that the world has ended, or of its place in another one."""
 
     def enter(self, error: Exception | None) -> WorldGroup:
         """Return the next world of this worker, built; `error` ended the last one.
@@ -79,7 +79,7 @@ class GroupHost(Protocol):
         """Restart all workers of the job."""
 
     def left_out(self) -> NoReturn:
-        """End this worker: the others have gone on from the boundary at which it would join."""
+        """End this worker: the others have continued from the boundary at which it would join."""
 
     @property
     def follows(self) -> bool:
@@ -87,7 +87,7 @@ class GroupHost(Protocol):
 
     @property
     def saves_together(self) -> bool:
-        """Whether the program saves by a framework of which another worker saves again."""
+        """Whether a framework saves for the program, and repeats a lost save on another worker."""
 
     def show(self, rank: int, size: int) -> None:
         """Let the program see another rank or world size."""
@@ -119,7 +119,7 @@ class OrderedGroup(ElasticGroup):
         super().__init__()
         self._host = host
         self._changed = threading.Condition(threading.RLock())
-        self._member = Member(Identity(secrets.randbits(63)), keeps_ranks=keeps_ranks)
+        self._member = ViewMember(Identity(secrets.randbits(63)), keeps_ranks=keeps_ranks)
         self._pending: dict[int, PendingOperation] = {}
         # Results that this member keeps for others, and those that it got from others, by number.
         self._kept: dict[int, list[torch.Tensor]] = {}
@@ -147,10 +147,10 @@ class OrderedGroup(ElasticGroup):
         # Rank and world size that a newcomer's program sees before it joins.
         self._outside: tuple[int, int] | None = None
         self._is_leaving = self._has_left = False
-        # What was delivered, and by whom, when worlds began to end in vain, and how many have.
+        # Deliveries and members when worlds began to end without progress, and how many have since.
         self._stands_at: tuple[int, tuple[Identity, ...]] = (-1, ())
         self._vain_worlds = 0
-        # Who is told of another rank or world size.
+        # The functions to call when the visible rank or world size changes.
         self._told: list[Callable[[int, int], None]] = []
         self._thread = threading.Thread(target=self._run, name="elastane-deliver", daemon=True)
 
@@ -256,7 +256,7 @@ class OrderedGroup(ElasticGroup):
                 ddp.renew(module)
 
     def _departs(self) -> bool:
-        """Leave the boundary if the world goes on: in the next one there may be newcomers."""
+        """Leave the boundary if the world continues: in the next one there may be newcomers."""
         is_over = self._host.world_has_ended or self.world_in_use.aborted
         return not is_over and self._member.depart()
 
@@ -387,8 +387,8 @@ class OrderedGroup(ElasticGroup):
             return newcomers.answer_apart(self, frame, name, args)
         with self._changed:
             self._refuse_delivering_thread(name)
-            self._changed.wait_for(lambda: self._member.phase is Phase.RUNNING)
-            site, slots = self._site(frame, name, args)
+            self._changed.wait_for(lambda: self._member.phase is ViewPhase.RUNNING)
+            site, slices = self._site(frame, name, args)
             if site is Site.SHARDED:
                 raise _refused_shards(name)
             if site in (Site.SCRIPT, Site.TRUE_SUM) and self.sees_first:
@@ -400,7 +400,7 @@ class OrderedGroup(ElasticGroup):
                 why := why_not_issued(call.signature, self._member.visible)
             ):
                 self._host.restart(why)
-            pending = self._issue(call, slots)
+            pending = self._issue(call, slices)
             self._pump()
             self._changed.notify_all()
         return OrderedWork(pending, self._changed, self._has_waited)
@@ -413,7 +413,7 @@ class OrderedGroup(ElasticGroup):
         """
         if threading.current_thread() is not self._thread:
             return
-        if self._member.phase is Phase.RUNNING:
+        if self._member.phase is ViewPhase.RUNNING:
             raise _refused_chain(f"a collective ({name}) in a callback of another one's future")
         self._host.restart(f"a collective ({name}) was called while the state was handed over")
 
@@ -428,7 +428,7 @@ class OrderedGroup(ElasticGroup):
     def _message(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
         """Send or receive; the loss of a member then restarts the job."""
         with self._changed:
-            self._changed.wait_for(lambda: self._member.phase is Phase.RUNNING)
+            self._changed.wait_for(lambda: self._member.phase is ViewPhase.RUNNING)
             self._member.refuse(f"torch.distributed.{name} was used, whose messages may be lost")
             try:
                 work: Work = getattr(self.world.group, name)(*args, **kwargs)
@@ -436,7 +436,7 @@ class OrderedGroup(ElasticGroup):
                 self._host.restart(f"torch.distributed.{name} failed: {error}")
         return RestartingWork(work, self._host.restart, name)
 
-    def _issue(self, call: Call, slots: list[Slot] | None) -> PendingOperation:
+    def _issue(self, call: Call, slices: list[BucketSlice] | None) -> PendingOperation:
         site, unit, divided_by = call.signature.site, None, 0
         if call.signature.rule is Rule.RESCALE or call.signature.is_scaled:
             divided_by = self.size()  # torch's hook has divided, or the script will divide, by it
@@ -453,7 +453,7 @@ class OrderedGroup(ElasticGroup):
             if site is Site.REDUCER:
                 task = torch._C._current_graph_task_id()
                 divided_by = self._divisors.get(task, self._size_now)
-        contribution = Copied(call.inputs) if slots is None else Gradients(call.inputs[0], slots)
+        contribution = Copied(call.inputs) if slices is None else Gradients(call.inputs[0], slices)
         issued = self._member.issue(call.signature, unit=unit, divided_by=divided_by)
         if issued.restart:
             self._host.restart(issued.restart)
@@ -465,7 +465,7 @@ class OrderedGroup(ElasticGroup):
 
     def _site(
         self, frame: FrameType | None, name: str, args: tuple[Any, ...]
-    ) -> tuple[Site, list[Slot] | None]:
+    ) -> tuple[Site, list[BucketSlice] | None]:
         """Return the site of a call, and for a reducer's bucket where the gradients lie in it.
 
         C++ also reduces what is no bucket: the flags of parameters that were used.
@@ -476,9 +476,9 @@ class OrderedGroup(ElasticGroup):
         if name != "allreduce" or not args[0][0].is_floating_point():
             return Site.AUTHORITY, None
         for layout in self._layouts.values():
-            slots = layout.take(args[0][0])
-            if slots is not None:
-                return site, slots
+            slices = layout.take(args[0][0])
+            if slices is not None:
+                return site, slices
         is_bucket = any(not layout.is_known for layout in self._layouts.values())
         return (site if is_bucket else Site.SCRIPT), None
 
@@ -569,7 +569,7 @@ class OrderedGroup(ElasticGroup):
             self._changed.notify_all()
 
     def _end(self, world: WorldGroup) -> None:
-        """Agree twice with the others to leave: who has left knows that all know that all ended."""
+        """Agree twice to leave: a member that has left knows that all know of the end."""
         if self._lacks_first and not self._host.saves_together:
             self._host.restart(
                 "the worker of rank 0 was lost after the last step, and no other would make what it"
@@ -583,7 +583,7 @@ class OrderedGroup(ElasticGroup):
         self._has_left = True
 
     def _agree(self, world: WorldGroup, mark: int) -> None:
-        """Wait until all members have given the same mark; others run another program."""
+        """Wait until all members have given the same mark; another mark means another program."""
         if world.size == 1:
             return
         total = torch.tensor([mark], dtype=torch.int64)
@@ -655,7 +655,7 @@ class OrderedGroup(ElasticGroup):
         self._thread.start()
 
     def _enter_next(self, error: Exception | None) -> None:
-        while self._member.phase is not Phase.RUNNING:
+        while self._member.phase is not ViewPhase.RUNNING:
             self._refuse_vain_worlds(error)
             try:
                 world = self._host.enter(error)
@@ -733,15 +733,15 @@ class OrderedGroup(ElasticGroup):
         with self._changed:
             if world.aborted:
                 raise self._peer_lost()
-            is_new = self._member.phase is Phase.NEW
+            is_new = self._member.phase is ViewPhase.NEW
             view = View(_number(world), tuple(table.identity for table in tables))
             self._note_lost_first(view, tables)
             starts = self._member.install(view, decided)
-            if self._member.phase is Phase.LEFT and is_new:
+            if self._member.phase is ViewPhase.LEFT and is_new:
                 self._host.left_out()
-            if self._member.phase is Phase.LEFT:
+            if self._member.phase is ViewPhase.LEFT:
                 self._host.restart("the others have continued without this worker")
-            if self._member.phase is not Phase.RUNNING:
+            if self._member.phase is not ViewPhase.RUNNING:
                 raise self._peer_lost()
             self._prune()
             try:

@@ -43,7 +43,7 @@ others. It enters at a *boundary*: a place of the program that all members pass,
 program. A member that arrives there has waited for all its operations. If all survivors that meet
 are at one boundary, nothing is in flight; members without a state (NEW) may be in their view. One
 survivor hands its state to them. A newcomer installs the view once it has that state, a survivor
-once all newcomers have it, and nobody leaves the boundary before it has installed the view. So
+once all newcomers have it, and no member leaves the boundary before it has installed the view. So
 
 - if a survivor has left the boundary, all newcomers of that view have the state, and are survivors
   of the next fault like any other;
@@ -227,7 +227,7 @@ def _switches(
     """Return what any survivor may lack, and the switch to `members`.
 
     Switches of a member that missed the last view may be void. So is one at the boundary where all
-    are: nobody has left it.
+    are: no member has left it.
     """
     known = {s.order: s for table in informed for s in table.switches}
     found = [s for s in known.values() if s.at < cut or s.boundary is not None]
@@ -327,7 +327,7 @@ def _why_not_given(
 
 
 def why_not_repeated(signature: Signature, members: Iterable[Identity]) -> str:
-    """Return why an operation that nobody has delivered cannot run over `members`; "" if it can."""
+    """Return why an undelivered operation cannot run over `members`; "" if it can."""
     alive = set(members)
     rule, what = signature.rule, signature.described()
     if rule is Rule.REFUSED:
@@ -372,8 +372,8 @@ def _gifts_of_received(survivors: Sequence[Table], cut: int) -> Iterable[Gift]:
             yield Gift(number, holder.identity, everybody)
 
 
-class Phase(Enum):
-    """Where a member is between views; the module's docstring has the picture."""
+class ViewPhase(Enum):
+    """The state of a member between views; the module docstring has the diagram."""
 
     NEW = "in no view yet"
     RUNNING = "in a view"
@@ -455,7 +455,7 @@ def why_not_issued(signature: Signature, members: Sequence[Identity]) -> str:
     return ""
 
 
-class Member:
+class ViewMember:
     """The view-synchronous state of one member."""
 
     def __init__(self, identity: Identity, *, keeps_ranks: bool = False) -> None:
@@ -466,8 +466,8 @@ class Member:
         self.all_ended = False
         self._first: Identity | None = None
         self._node_first: Identity | None = None
-        self.phase = Phase.NEW
-        # The last view that was installed; nobody is in the one before the first.
+        self.phase = ViewPhase.NEW
+        # The last view that was installed; the one before the first has no members.
         self.view = View((-1, -1), ())
         # The members as the program sees them.
         self.visible: tuple[Identity, ...] = ()
@@ -498,8 +498,8 @@ class Member:
 
     def begin(self, view: View, node_first: Identity | None = None) -> None:
         """Install the first view; `node_first` has local rank 0 on the node of this member."""
-        assert self.phase is Phase.NEW, self.phase
-        self.phase = Phase.RUNNING
+        assert self.phase is ViewPhase.NEW, self.phase
+        self.phase = ViewPhase.RUNNING
         self.view = view
         self.visible = view.members
         self._first, self._node_first = view.members[0], node_first
@@ -523,7 +523,7 @@ class Member:
         until `close_unit`. `divided_by`: the number of members that the contribution of a RESCALE
         operation was divided by, or that the sum of a scaled one is for.
         """
-        assert self.phase is Phase.RUNNING, self.phase
+        assert self.phase is ViewPhase.RUNNING, self.phase
         number = self.issued
         operation = Operation(number, signature, unit, divided_by, self._waited)
         if number in self._handed:
@@ -562,7 +562,7 @@ class Member:
 
         Only in a view: the caller waits until then, and until all that it has issued is delivered.
         """
-        if self.phase is not Phase.RUNNING or self.delivered < self.issued:
+        if self.phase is not ViewPhase.RUNNING or self.delivered < self.issued:
             return False
         assert not self.at_boundary, "the program leaves a boundary before the next one"
         self.boundaries += 1
@@ -575,7 +575,7 @@ class Member:
     def depart(self) -> bool:
         """Leave the boundary; False while the view has ended: the next one may change the size."""
         assert self.at_boundary, "the program leaves a boundary after it has arrived there"
-        if self.phase is not Phase.RUNNING:
+        if self.phase is not ViewPhase.RUNNING:
             return False
         self.at_boundary = False
         if self._entering is not None:
@@ -588,7 +588,7 @@ class Member:
 
     def complete(self, number: int, view: View) -> None:
         """Record that an operation has completed in `view`; ignored if that view is sealed."""
-        is_current = self.phase is Phase.RUNNING and view.number == self.view.number
+        is_current = self.phase is ViewPhase.RUNNING and view.number == self.view.number
         if is_current and number in self._operations:
             operation = self._operations[number]
             operation.is_complete = operation.is_held = True
@@ -606,7 +606,7 @@ class Member:
         None also while a vote is due.
         """
         numbers = self._next_unit()
-        if self.phase is not Phase.RUNNING or self.vote is not None or not numbers:
+        if self.phase is not ViewPhase.RUNNING or self.vote is not None or not numbers:
             return None
         if not all(self._operations[number].is_complete for number in numbers):
             return None
@@ -627,7 +627,7 @@ class Member:
 
     def vote_passed(self, view: View) -> None:
         """Record that all members of `view` have delivered what the current vote is about."""
-        is_current = self.phase is Phase.RUNNING and view.number == self.view.number
+        is_current = self.phase is ViewPhase.RUNNING and view.number == self.view.number
         if is_current and self.vote is not None:
             self.stable = max(self.stable, self.vote)
             self.vote = None
@@ -648,16 +648,16 @@ class Member:
 
         Results that were handed over in it and not delivered are void. A newcomer stays one.
         """
-        if self.phase in (Phase.NEW, Phase.LEFT):
+        if self.phase in (ViewPhase.NEW, ViewPhase.LEFT):
             return
-        self.phase = Phase.SEALED
+        self.phase = ViewPhase.SEALED
         self._handed.clear()
 
     def table(self) -> Table:
         """Return what this member brings into the next meeting."""
-        if self.phase is Phase.NEW:
+        if self.phase is ViewPhase.NEW:
             return Table(self.identity, self.view, 0, 0, 0, is_new=True)
-        assert self.phase is Phase.SEALED, self.phase
+        assert self.phase is ViewPhase.SEALED, self.phase
         undelivered = {n: operation.signature for n, operation in self._operations.items()}
         received = tuple(
             n
@@ -690,14 +690,14 @@ class Member:
         one. Not called if the plan is a restart. If the view has members that were left out, it is
         not entered: those leave, and the others wait for another.
         """
-        assert self.phase in (Phase.SEALED, Phase.NEW) and not decided.restart
+        assert self.phase in (ViewPhase.SEALED, ViewPhase.NEW) and not decided.restart
         if decided.left_out:
             if self.identity in decided.left_out:
-                self.phase = Phase.LEFT
+                self.phase = ViewPhase.LEFT
             return []
-        if self.phase is Phase.NEW:
+        if self.phase is ViewPhase.NEW:
             self._begin_at_boundary(decided)
-        self.phase = Phase.RUNNING
+        self.phase = ViewPhase.RUNNING
         self.view = view
         self._handed = {g.number for g in decided.gifts if self.identity in g.takers}
         self.stable = max(self.stable, decided.stable)

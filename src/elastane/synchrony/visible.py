@@ -1,8 +1,8 @@
 """The rank and world size as the program sees them, for frameworks that keep or need them.
 
 They change when a collective returns, at the same place of the program on all members. So a
-framework that is told in `show` changes with the program, and all members decide alike whether a
-function was interrupted by a change.
+framework that is notified in `show` changes with the program, and all members decide alike whether
+a function was interrupted by a change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class VisibleWorld:
         self._told: list[Callable[[], None]] = []
 
     def show(self, rank: int, size: int) -> None:
-        """Change rank and size, and tell those who asked for it."""
+        """Change rank and size, and call the functions registered by `tell`."""
         self.rank, self.size = rank, size
         if self.first_rank is None:
             self.first_rank, self.first_size = rank, size
@@ -62,11 +62,10 @@ class VisibleWorld:
         """Return `call()`, with all its collectives over the same members.
 
         `call` sees the members that are left. It runs again, after `restore`, if the world has
-        changed in it. An all-gather in it is made as a sum of integers, which survivors repeat: its
-        own buffers are for workers that may be lost. What it gives in a smaller world is of no use,
-        and is not used. A barrier comes first, so that most losses fall into none of the
-        collectives. `waits`: also wait until all members have made it, for what only one of them
-        does, such as a save.
+        changed in it; its result in the smaller world is discarded. An all-gather in it is made as
+        a sum of integers, which survivors repeat: its own buffers are for workers that may be lost.
+        A barrier comes first, so that most losses fall into none of the collectives. `waits`: also
+        wait until all members have made it, if only one of them acts, such as in a save.
         """
         with members_left(c10d._get_default_group()):
             return self._repeated(call, restore, waits=waits)
@@ -81,7 +80,7 @@ class VisibleWorld:
                 if waits:
                     dist.barrier()
             except Exception:
-                # After a change it may have met values of no use, such as an object of no bytes.
+                # After a change it may have read void values, such as an object of no bytes.
                 if self._changes == before:
                     raise
             else:

@@ -2,14 +2,14 @@
 
 from test_agent_rules import FENCE, Agent
 
-from elastane.protocol.culprits import Kind, ProcessFacts, Standing, Verdict
+from elastane.protocol.culprits import Kind, ProcessFacts, StandstillEvidence, Verdict
 from elastane.protocol.effects import EndGroupWorker, Exit, MarkGroup, ReleaseGroup, Transmit
 from elastane.protocol.events import (
     CulpritFound,
     GroupAble,
     GroupDrained,
     GroupMarked,
-    GroupStandsStill,
+    GroupStandstill,
     GroupWroteCheckpoint,
     Linked,
     Signalled,
@@ -28,7 +28,7 @@ from elastane.protocol.messages import (
     Join,
     Ready,
     Report,
-    StandsStill,
+    StandstillReport,
 )
 from elastane.protocol.model import Fence, Joining, PortOffer, Sharding
 
@@ -116,13 +116,13 @@ def test_a_drain_that_is_called_off_opens_the_gates_and_another_may_follow():
 
 def test_workers_that_stand_still_are_reported_in_their_own_world_only():
     agent = Agent().running()
-    standing = Standing(rank=0, node_id="a", facts=ProcessFacts())
-    agent.does(GroupStandsStill(FENCE, FENCE, (standing,), 21.0))
-    assert agent.sent(StandsStill) == [
-        StandsStill(fence=FENCE, still_s=21.0, standings=(standing,))
+    standing = StandstillEvidence(rank=0, node_id="a", facts=ProcessFacts())
+    agent.does(GroupStandstill(FENCE, FENCE, (standing,), 21.0))
+    assert agent.sent(StandstillReport) == [
+        StandstillReport(fence=FENCE, still_s=21.0, evidence=(standing,))
     ]
-    agent.does(GroupStandsStill(FENCE, Fence(9, 9), (), 0.0))
-    assert not agent.sent(StandsStill)
+    agent.does(GroupStandstill(FENCE, Fence(9, 9), (), 0.0))
+    assert not agent.sent(StandstillReport)
 
 
 def test_a_worker_is_ended_by_order_in_its_own_world_only():

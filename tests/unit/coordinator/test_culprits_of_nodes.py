@@ -2,9 +2,9 @@
 
 from coordinator_driver import Driver, job_spec
 
-from elastane.protocol.culprits import ProcessFacts, Standing
+from elastane.protocol.culprits import ProcessFacts, StandstillEvidence
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import EndWorker, StandsStill
+from elastane.protocol.messages import EndWorker, StandstillReport
 from elastane.protocol.model import Fence
 from elastane.protocol.ring import GroupBoard, Position
 
@@ -23,7 +23,7 @@ def running():
 def standing(rank, node_id, begun, facts=None):
     """A worker that waits in its collective of this number; it has completed the first nine."""
     board = GroupBoard(position=Position(begun, min(begun, 9)))
-    return Standing(
+    return StandstillEvidence(
         rank=rank,
         node_id=node_id,
         facts=facts or ProcessFacts(),
@@ -34,12 +34,12 @@ def standing(rank, node_id, begun, facts=None):
 
 def stands_still(job, node_id, *begun, facts=None, still_s=21.0):
     base = job.assigned[node_id].rank_base
-    standings = [
+    evidence = [
         standing(base + place, node_id, count, facts if count < 10 else None)
         for place, count in enumerate(begun)
     ]
     fence = job.assigned[node_id].fence
-    job.says(node_id, StandsStill(fence=fence, still_s=still_s, standings=tuple(standings)))
+    job.says(node_id, StandstillReport(fence=fence, still_s=still_s, evidence=tuple(evidence)))
 
 
 def culprits(job):
@@ -79,7 +79,7 @@ def test_nothing_is_compared_while_some_workers_move():
 def test_a_report_of_another_world_counts_for_nothing():
     job = running()
     stands_still(job, "a", 10, 10)
-    late = StandsStill(fence=Fence(0, 0), still_s=30.0, standings=(standing(2, "b", 9),))
+    late = StandstillReport(fence=Fence(0, 0), still_s=30.0, evidence=(standing(2, "b", 9),))
     job.says("b", late)
     assert not culprits(job)
 

@@ -12,7 +12,15 @@ from elastane.errors import WireError
 from elastane.protocol.limits import FAILURES_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Drained, Failed, Succeeded
-from elastane.protocol.model import Assignment, Failure, Fence, JobRecord, Member, Outcome, World
+from elastane.protocol.model import (
+    Assignment,
+    Failure,
+    Fence,
+    JobRecord,
+    Outcome,
+    World,
+    WorldMember,
+)
 from elastane.protocol.wire import NONCE_BYTES, ServerHandshake, SessionKeys, codec_for_agent
 
 SPEC = job_spec(1, 4)
@@ -22,7 +30,7 @@ def world(fence, *ids, size=1):
     return World(
         fence=Fence(*fence),
         members=tuple(
-            Member(node_id=i, incarnation="1", local_world_size=size, role="r") for i in ids
+            WorldMember(node_id=i, incarnation="1", local_world_size=size, role="r") for i in ids
         ),
     )
 
@@ -162,7 +170,7 @@ def test_authority_that_did_not_change_is_not_told_again(pair):
 
 
 def test_rules_that_contradict_one_another_are_a_bug_that_says_so(pair, monkeypatch):
-    monkeypatch.setitem(machine.RULES, machine.Phase.RUNNING, lambda state: True)
+    monkeypatch.setitem(machine.RULES, machine.MembershipPhase.RUNNING, lambda state: True)
     with pytest.raises(AssertionError, match="contradict one another in phase"):
         pair.leaves("a")
 

@@ -5,7 +5,7 @@ import pytest
 from coordinator_driver import Driver, job_spec
 from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 
-from elastane.coordinator.rules import Phase
+from elastane.coordinator.rules import MembershipPhase
 from elastane.protocol.events import Resized
 from elastane.protocol.limits import FENCE_WAIT_S
 from elastane.protocol.log_events import EventKind
@@ -65,7 +65,7 @@ def test_joining_workers_wait_while_state_holders_may_train_out_of_sight():
     job.join("d")
     able(job, "d")
     job.passes(FENCE_WAIT_S - 20.0, alive="cd")
-    assert job.machine.phase is Phase.REGROUPING
+    assert job.machine.phase is MembershipPhase.REGROUPING
     assert Assign not in kinds(job, "c") and Assign not in kinds(job, "d")
     waits = [n.reason for n in job.events if n.kind is EventKind.WAITING]
     assert any("train where this coordinator cannot see it" in reason for reason in waits)
@@ -198,7 +198,7 @@ def test_a_displaced_node_does_not_rule_out_a_world_it_was_not_in():
         steps(job, "c", met=1)  # Round 3 does not meet without b.
     assert "b" not in job.machine._state.roster.nodes
     assert settled(job)[-1] == Fence(3, 0)
-    assert job.machine.phase is Phase.REGROUPING
+    assert job.machine.phase is MembershipPhase.REGROUPING
     for _ in range(int(2 * FENCE_WAIT_S)):
         job.passes(0.5, alive="d")
         steps(job, "c", met=1)
@@ -284,7 +284,7 @@ def test_a_node_within_its_grace_is_not_missed():
     job = narrowed()
     job.breaks("a")
     job.passes(0.05, alive="bc")
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.phase is MembershipPhase.RUNNING
 
 
 def test_a_leaving_node_that_disconnects_counts_as_released():

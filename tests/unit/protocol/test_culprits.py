@@ -16,7 +16,7 @@ from elastane.protocol.culprits import (
     Kind,
     ProcessFacts,
     Reports,
-    Standing,
+    StandstillEvidence,
     StandstillRules,
     Verdict,
     hung_alone,
@@ -99,7 +99,7 @@ class Cluster:
             self.begun[rank, name] += 1
             self.waiting.add((rank, name))
 
-    def standings(self):
+    def evidence(self):
         return [self.standing(rank) for rank in range(self.size)]
 
     def standing(self, rank):
@@ -109,7 +109,7 @@ class Cluster:
                 groups[name] = self.board(rank, name)
         facts = self.facts[rank]
         silent = facts.lock_held
-        return Standing(
+        return StandstillEvidence(
             rank=rank,
             node_id=f"n{rank % 3}",
             facts=facts,
@@ -133,7 +133,7 @@ def test_the_right_ranks_and_the_right_kind_are_named(kind):
     for seed in SEEDS:
         cluster = Cluster(seed)
         cluster.plant(kind)
-        found = judge(cluster.standings(), cluster.size)
+        found = judge(cluster.evidence(), cluster.size)
         assert found is not None, seed
         assert found.kind is kind, (seed, found)
         assert list(found.ranks) == cluster.culprits, (seed, found)
@@ -147,7 +147,7 @@ def test_a_worker_that_only_waits_is_never_blamed():
     for seed in SEEDS:
         cluster = Cluster(seed)
         cluster.plant(cluster.random.choice([*FACTS]))
-        found = judge(cluster.standings(), cluster.size)
+        found = judge(cluster.evidence(), cluster.size)
         waiting = {rank for rank, _ in cluster.waiting}
         assert not waiting & set(found.ranks), (seed, found)
 
@@ -169,7 +169,7 @@ def test_a_worker_that_calls_another_collective_or_shape_is_named_with_both_site
             if ahead:  # its own call was complete, and it waits in the next one
                 cluster.calls[name][last.sequence :] = [cluster.call(last.sequence + 1)]
                 cluster.begun[rank, name] += 1
-        found = judge(cluster.standings(), cluster.size)
+        found = judge(cluster.evidence(), cluster.size)
         others = [r for r in cluster.members[name] if r not in cluster.culprits]
         assert found.kind is kind, (seed, found)
         tied = len(others) == len(cluster.culprits)
@@ -183,13 +183,13 @@ def test_nobody_is_blamed_while_no_worker_waits():
         cluster = Cluster(seed)
         for rank in range(cluster.size):
             cluster.facts[rank] = cluster.random.choice([*FACTS.values()])
-        assert judge(cluster.standings(), cluster.size) is None, seed
+        assert judge(cluster.evidence(), cluster.size) is None, seed
 
 
 def test_nobody_is_blamed_before_all_workers_are_known():
     cluster = Cluster(3)
     cluster.plant(Kind.BUSY)
-    assert judge(cluster.standings()[1:], cluster.size) is None
+    assert judge(cluster.evidence()[1:], cluster.size) is None
     assert judge([], 0) is None
 
 
@@ -197,24 +197,24 @@ def test_workers_in_one_collective_that_does_not_complete_blame_nobody():
     cluster = Cluster(4)
     cluster.culprits = []
     cluster.stand("0")
-    found = judge(cluster.standings(), cluster.size)
+    found = judge(cluster.evidence(), cluster.size)
     assert (found.kind, found.ranks) == (Kind.NETWORK, ())
     assert "none is behind" in found.sentence
     cluster.facts[1] = FACTS[Kind.LOCK_HELD]
-    found = judge(cluster.standings(), cluster.size)
+    found = judge(cluster.evidence(), cluster.size)
     assert (found.kind, found.ranks) == (Kind.LOCK_HELD, (1,))
 
 
 def test_workers_that_wait_for_each_other_in_two_groups_are_named_with_their_places():
     waits, done = Position(5, 4), Position(4, 4)
     one, other = GroupBoard(position=waits, ranks="0-1"), GroupBoard(position=done, ranks="0-1")
-    standings = [
-        Standing(rank=0, node_id="n", facts=ProcessFacts(), groups={"1": one, "2": other},
+    evidence = [
+        StandstillEvidence(rank=0, node_id="n", facts=ProcessFacts(), groups={"1": one, "2": other},
                  where="barrier (a.py:1, f)"),
-        Standing(rank=1, node_id="n", facts=ProcessFacts(), groups={"1": other, "2": one},
+        StandstillEvidence(rank=1, node_id="n", facts=ProcessFacts(), groups={"1": other, "2": one},
                  where="barrier (a.py:2, f)"),
     ]  # fmt: skip
-    found = judge(standings, 2)
+    found = judge(evidence, 2)
     assert (found.kind, found.ranks) == (Kind.DEADLOCK, ())
     assert "a.py:1" in found.sentence and "a.py:2" in found.sentence
 
@@ -224,7 +224,7 @@ def test_who_is_ended_where_the_wait_never_ends():
         cluster = Cluster(seed)
         kind = cluster.random.choice([*FACTS])
         cluster.plant(kind)
-        found = judge(cluster.standings(), cluster.size)
+        found = judge(cluster.evidence(), cluster.size)
         if kind not in CERTAIN:
             assert not found.ends
         elif kind is Kind.ENDED:  # it has ended itself; the others cannot go on
@@ -242,9 +242,9 @@ def test_thousands_of_workers_are_compared_within_a_second():
     cluster.facts = dict.fromkeys(range(cluster.size), ProcessFacts())
     cluster.culprits = [4000]
     cluster.stand("0")
-    standings = cluster.standings()
+    evidence = cluster.evidence()
     begun_s = time.process_time()
-    assert judge(standings, cluster.size).ranks == (4000,)
+    assert judge(evidence, cluster.size).ranks == (4000,)
     assert time.process_time() - begun_s < 1.0
 
 
@@ -274,7 +274,9 @@ def test_of_reported_waits_so_many_places_are_remembered():
 
 @pytest.mark.parametrize("kind", FACTS)
 def test_a_worker_that_hangs_alone_is_described_by_what_it_does(kind):
-    standing = Standing(rank=3, node_id="a", facts=FACTS[kind], where="step (train.py:7, main)")
+    standing = StandstillEvidence(
+        rank=3, node_id="a", facts=FACTS[kind], where="step (train.py:7, main)"
+    )
     found = hung_alone(standing, "no progress for 20.1 s")
     assert (found.kind, found.ranks, found.ends) == (kind, (3,), (3,))
     assert found.sentence.startswith("rank 3 on node a hangs, no progress for 20.1 s; rank 3 ")
@@ -352,7 +354,7 @@ def test_nobody_is_blamed_if_all_workers_are_stopped():
     cluster.culprits = []
     cluster.stand("0")
     cluster.facts = dict.fromkeys(range(cluster.size), FACTS[Kind.STOPPED])
-    found = judge(cluster.standings(), cluster.size)
+    found = judge(cluster.evidence(), cluster.size)
     assert not found.is_certain and found.kind is not Kind.STOPPED
 
 
@@ -367,11 +369,13 @@ def test_a_mismatch_is_no_proof_where_counts_are_not_those_of_collectives(change
             cluster.begun[rank, name] += 1
             cluster.waiting.add((rank, name))
         cluster.change = change
-        found = judge(cluster.standings(), cluster.size)
+        found = judge(cluster.evidence(), cluster.size)
         assert found is None or not found.is_certain, (seed, found)
 
 
 def test_a_worker_that_is_paused_for_a_moment_is_not_shown_yet():
-    paused = Standing(rank=0, node_id="a", facts=ProcessFacts(state=PAUSED), where="x (y.py:1, z)")
+    paused = StandstillEvidence(
+        rank=0, node_id="a", facts=ProcessFacts(state=PAUSED), where="x (y.py:1, z)"
+    )
     assert not is_shown(paused)
     assert is_shown(msgspec.structs.replace(paused, facts=ProcessFacts()))

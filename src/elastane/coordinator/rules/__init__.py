@@ -7,6 +7,6 @@ inner modules, except checks of the simulation.
 """
 
 from elastane.coordinator.rules.machine import Rendezvous
-from elastane.coordinator.rules.state import Phase
+from elastane.coordinator.rules.state import MembershipPhase
 
-__all__ = ["Phase", "Rendezvous"]
+__all__ = ["MembershipPhase", "Rendezvous"]

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from elastane.coordinator.rules import drain, liveness, recovery, reports, sizing
 from elastane.coordinator.rules.nodes import KnownNode, NodeConnection, Place
-from elastane.coordinator.rules.state import Phase, State
+from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.effects import Hangup
 from elastane.protocol.events import Received
 from elastane.protocol.limits import CONTEST_S, NAME_CHARS_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Close, Holding, Interrupt, Join, Refused, Welcome
-from elastane.protocol.model import Assignment, JobSpec, Member, NodeSpec, Outcome
+from elastane.protocol.model import Assignment, JobSpec, NodeSpec, Outcome, WorldMember
 
 # No job has more rounds: one a second for 34 years. It bounds the highest round that is believed.
 ROUND_MAX = 1 << 30
@@ -313,7 +313,7 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
     state.roster.connect(node)
     held = join.holding.assignment.fence if join.holding else None
     _welcome(state, node)
-    member = node.is_member and state.phase is not Phase.STOPPING
+    member = node.is_member and state.phase is not MembershipPhase.STOPPING
     is_uninformed = missed_place(state, node, join.holding) is not None
     if held != node.fence and member and not is_uninformed:
         why = f"it came back with {held or 'no workers'} instead of {node.fence}"
@@ -321,10 +321,14 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
         incident.blame_departure(node.id)
     record_workers(state, node, join.holding)
     state.roster.reindex(node)
-    if state.phase is Phase.DRAINING and node.is_member:
+    if state.phase is MembershipPhase.DRAINING and node.is_member:
         drain.send_drain_request(state, node)
-    elif state.phase is Phase.RUNNING and join.holding is not None and join.holding.draining:
-        drain.send_call_off(state, node)  # It had no session when the others were told.
+    elif (
+        state.phase is MembershipPhase.RUNNING
+        and join.holding is not None
+        and join.holding.draining
+    ):
+        drain.send_call_off(state, node)  # The node had no session when the drain was called off.
     state.log(EventKind.NODE_REGISTERED_AGAIN, "over a new connection", node.id)
 
 
@@ -378,7 +382,10 @@ def _find_place(state: State, node: KnownNode, holding: Holding) -> None:
         _bring(state, node, holding)
     elif node.place is Place.STANDBY:
         _bring(state, node, holding)
-        if state.phase in (Phase.FORMING, Phase.STOPPING):  # All workers start afresh.
+        if state.phase in (
+            MembershipPhase.FORMING,
+            MembershipPhase.STOPPING,
+        ):  # All workers start afresh.
             _stop_stale(state, node)
     else:
         _find_place_in_world(state, node, holding)
@@ -389,7 +396,7 @@ def _find_place_in_world(state: State, node: KnownNode, holding: Holding) -> Non
     assignment, fence = holding.assignment, holding.assignment.fence
     state.worlds.note_fence(fence)
     node.drain.note_earlier(was_draining=holding.draining)
-    if state.world is None and state.phase in (Phase.FORMING, Phase.RECOVERING):
+    if state.world is None and state.phase in (MembershipPhase.FORMING, MembershipPhase.RECOVERING):
         _record_reported_world(state, node, holding)
     current = state.worlds.fence
     if state.term.store_backed and current is not None and fence > current:
@@ -402,7 +409,7 @@ def _find_place_in_world(state: State, node: KnownNode, holding: Holding) -> Non
         _stop_stale(state, node)
         return
     node.become_member(recorded=state.world is not None)
-    if state.phase is Phase.STOPPING:
+    if state.phase is MembershipPhase.STOPPING:
         _stop(state, node)
     elif holding.state == "succeeded":
         node.workers.succeed()
@@ -417,7 +424,7 @@ def _find_place_in_world(state: State, node: KnownNode, holding: Holding) -> Non
 def _interrupt_again(state: State, node: KnownNode, holding: Holding) -> None:
     """Interrupt workers again if the first request was lost: they may still make steps."""
     if (
-        state.phase is Phase.REGROUPING
+        state.phase is MembershipPhase.REGROUPING
         and state.incidents.current is not None
         and not holding.halted
     ):
@@ -425,7 +432,7 @@ def _interrupt_again(state: State, node: KnownNode, holding: Holding) -> None:
         state.queue.send(node, Interrupt(fence=fence, reason=reason))
 
 
-def missed_place(state: State, node: KnownNode, holding: Holding | None) -> Member | None:
+def missed_place(state: State, node: KnownNode, holding: Holding | None) -> WorldMember | None:
     """Return the place in the current world that a node's workers have and do not know of.
 
     They are in an earlier world, and the current one makes no step without them: nothing is lost
@@ -443,7 +450,7 @@ def missed_place(state: State, node: KnownNode, holding: Holding | None) -> Memb
 
 def _is_displaced(state: State, node: KnownNode, holding: Holding) -> bool:
     """Whether the workers are displaced state holders that may be needed again."""
-    has_world = state.phase not in (Phase.FORMING, Phase.STOPPING)
+    has_world = state.phase not in (MembershipPhase.FORMING, MembershipPhase.STOPPING)
     if not has_world or state.world is None or node.id not in state.holders.displaced:
         return False
     older = holding.assignment.fence < state.world.fence and node.place is not Place.STANDBY
@@ -451,7 +458,7 @@ def _is_displaced(state: State, node: KnownNode, holding: Holding) -> bool:
 
 
 def _bring(state: State, node: KnownNode, holding: Holding) -> None:
-    """Record failures that the agent reports; those whose replacements were charged are free."""
+    """Record failures that the agent reports; those that were charged before cost nothing."""
     node.workers.interrupt(holding.halted)
     state.roster.reindex(node)
     failures = recovery.drop_charged(state, node, holding.failures, {*holding.renewed})
@@ -478,10 +485,10 @@ def _record_reported_world(state: State, node: KnownNode, holding: Holding) -> N
             if node_id in state.roster.nodes:
                 _stop_stale(state, state.roster.nodes[node_id])  # Its world was not the last one.
         state.worlds.note_reported(assignment)
-        if state.phase is Phase.FORMING:
+        if state.phase is MembershipPhase.FORMING:
             fence, nodes = assignment.fence, assignment.nodes
             reason = f"agents hold {fence}: waiting for all {nodes} of its nodes"
-            state.enter(Phase.RECOVERING, reason)
+            state.enter(MembershipPhase.RECOVERING, reason)
     assert state.worlds.unrecorded is not None, "it was recorded above"
     state.worlds.unrecorded.add(node.id, assignment)
 

@@ -10,7 +10,7 @@ from elastane.protocol.model import World
 
 @dataclass(frozen=True, slots=True)
 class PlannedGrowth:
-    """A restart of all workers at a checkpoint, to take in what has waited."""
+    """A restart of all workers at a checkpoint, so that waiting workers join."""
 
     checkpoint: str
     workers: int  # how many more there will be
@@ -104,15 +104,15 @@ class ArrivalGathering:
 
 @dataclass(slots=True)
 class WaitingCapacity:
-    """What waits beside a shrink-only world, and its checkpoints; `growth` has the rules.
+    """The capacity that waits beside a shrink-only world, and the checkpoints; rules: `growth`.
 
-    Also how the last growths went: `failed` in a row met a fault soon after the workers' start, and
-    `called_off` drains since that start were not reached by all workers in time.
+    `failed`: how many growths in a row met a fault soon after the workers' start. `called_off`: how
+    many drains since that start some worker did not reach in time.
     """
 
     started_s: float  # when all workers last started, as far as this coordinator knows
     waits_since_s: float | None = None  # None: nothing waits
-    quiet_since_s: float | None = None  # the last checkpoint of the wait; None: nothing to explain
+    quiet_since_s: float | None = None  # the time of the last checkpoint; None: no lack to explain
     failed: int = 0
     called_off: int = 0
     _grows: bool = False  # the next start of all workers is a growth
@@ -186,7 +186,7 @@ class WaitingCapacity:
 
 @dataclass(slots=True)
 class JoiningTries:
-    """How the drains went at whose end workers join; `drain` has the rules."""
+    """The outcome of drains that let workers join; `drain` has the rules."""
 
     called_off: int = 0  # in a row, since not all workers reached a boundary in time
     not_before_s: float = 0.0  # when the next one may begin
@@ -206,7 +206,7 @@ class JoiningTries:
 
 @dataclass(slots=True)
 class OwnerOrders:
-    """What the job's owner changed: the range of nodes, and which agents it has given up."""
+    """The orders of the job's owner: the range of nodes, and the agents that it has given up."""
 
     resized: bool = False  # the range of nodes differs from the command line's
     requested_range: tuple[int, int] | None = None  # asked for, and not yet applied

@@ -20,14 +20,14 @@ def find_culprit(state: State) -> None:
     if not standstill.is_new:
         return
     members = [*state.roster.members()]
-    if len(state.roster.standing) < len(state.world.members):
+    if len(state.roster.at_standstill) < len(state.world.members):
         standstill.reports.end(state.now_s - standstill.since_s)
         standstill.compared(state.now_s)
         return
     still_s = min(node.progress.still_s for node in members)
     standstill.compared(state.now_s - still_s)
-    standings = (each for node in members for each in node.progress.standings)
-    verdict = judge(standings, state.world.world_size)
+    evidence = (each for node in members for each in node.progress.evidence)
+    verdict = judge(evidence, state.world.world_size)
     if verdict is None or not standstill.reports.is_new(verdict, still_s):
         return
     state.log(EventKind.CULPRIT, verdict.sentence, **culprit_data(verdict, still_s))

@@ -16,7 +16,7 @@ from elastane.coordinator.rules import growth, next_world, recovery
 from elastane.coordinator.rules.changes import PlannedGrowth
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import KnownNode, named
-from elastane.coordinator.rules.state import Phase, State
+from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import CallOff, Drain, DrainTarget
 from elastane.protocol.model import Joining
@@ -36,7 +36,7 @@ def begin_drain(
     """
     state.incidents.open(Incident(at_s=state.now_s, reason=reason, planned=True))
     state.drain.begin(growth, admits=admits)
-    state.enter(Phase.DRAINING, reason)
+    state.enter(MembershipPhase.DRAINING, reason)
     state.log(EventKind.DRAIN_STARTED, reason)
     for node in state.roster.members():
         node.drain.restart()
@@ -71,10 +71,10 @@ def set_target(state: State) -> None:
 
 
 def _has_sigterm_only(state: State, *, stops_all: bool) -> bool:
-    """Whether workers can save nothing at a step, and may catch SIGTERM: of an unmodified script.
+    """Whether the workers can save only on SIGTERM: those of an unmodified script that is stopped.
 
-    Until all have joined they are aimed at a step: with all of them there, a new coordinator of the
-    same drain would do so, and workers follow the first aim alone.
+    Before all workers recover in place they are aimed at a step, as a new coordinator of the same
+    drain would do, and workers follow the first aim alone.
     """
     ends = stops_all and state.drain.growth is None and state.in_place.active
     return ends and next_world.joining(state) is not Joining.ANYTIME
@@ -89,8 +89,8 @@ def nobody_continues(state: State) -> bool:
 def all_save(state: State) -> bool:
     """Whether all workers checkpoint at the target: those that stay may never step again.
 
-    Too few of them wait for others with their state in memory. A scheduler that ends the job tells
-    its nodes one after the other, and the last ones would leave with what nobody saved.
+    If too few stay, they wait for others with their state in memory. A scheduler that ends the job
+    stops its nodes one after the other, and the last ones would end without a checkpoint.
     """
     if nobody_continues(state):
         return True
@@ -152,7 +152,7 @@ def call_off(state: State) -> bool:
         f" all workers go on, and {later}"
     )
     state.incidents.drop()
-    state.enter(Phase.RUNNING, reason)
+    state.enter(MembershipPhase.RUNNING, reason)
     state.log(EventKind.DRAIN_ENDED, reason)
     for node in state.roster.members():
         node.drain.restart()

@@ -10,7 +10,7 @@ import msgspec
 
 from elastane.coordinator.rules.incident import BudgetVerdict, Crash, Incident
 from elastane.coordinator.rules.nodes import named
-from elastane.coordinator.rules.state import Phase, State
+from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.errors import ExitCode
 from elastane.protocol.diagnosis import crash_site, failures_in_order, root_cause
 from elastane.protocol.limits import VERDICT_S
@@ -209,7 +209,7 @@ def _close(state: State, outcome: Outcome) -> bool:
     outcome = msgspec.structs.replace(outcome, restarts_used=state.budget.used)
     state.ending.close(outcome)
     state.incidents.drop()
-    state.enter(Phase.CLOSING, outcome.reason)
+    state.enter(MembershipPhase.CLOSING, outcome.reason)
     data = {"ok": outcome.ok, "exit_code": outcome.exit_code, **cause_data(outcome.cause)}
     state.log(EventKind.JOB_ENDED, outcome.reason, **data)
     state.persist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from elastane.coordinator.rules import ending, next_world, sizing
 from elastane.coordinator.rules.nodes import Place, named
-from elastane.coordinator.rules.state import Phase, State
+from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.limits import FENCE_WAIT_S
 from elastane.protocol.log_events import EventKind
 
@@ -19,7 +19,7 @@ _CROWD = 64
 
 def begin_gathering(state: State, reason: str, *, follow_up: bool, delay_s: float = 0.0) -> None:
     """Begin to gather the next world; `follow_up`: it consists of the nodes of the last one."""
-    state.enter(Phase.FORMING, reason)
+    state.enter(MembershipPhase.FORMING, reason)
     sizing.reset_nodes_per_replica(state)
     for node in state.roster.holders_of_workers():
         if node.place is Place.STANDBY and node.fence is not None:
@@ -44,7 +44,7 @@ def arrivals_due(state: State) -> list[str]:
     due_s = state.gathering.ends_s(state.now_s, state.spec.timing)
     if (
         len(state.roster.idle) >= room or state.now_s >= due_s
-    ):  # avoids counting a crowd at each arrival
+    ):  # avoids counting all waiting nodes at each arrival
         waiting = sorted(state.roster.idle - state.roster.unready)
         if len(waiting) >= room or state.now_s >= due_s:
             return waiting[
@@ -65,7 +65,7 @@ def commit_when_due(state: State) -> bool:
         return False  # The reconnect grace is short, and ends by itself.
     holders = [i for i in state.roster.with_workers if state.roster.nodes[i].is_member]
     if holders:
-        state.enter(Phase.RECOVERING, f"{named(holders)} still has its workers")
+        state.enter(MembershipPhase.RECOVERING, f"{named(holders)} still has its workers")
         return True
     fenced_s = (
         state.stage.began_s + FENCE_WAIT_S
@@ -119,7 +119,7 @@ def _wait_for_nodes(state: State, from_s: float) -> bool:
         return ending.no_replica(state)
     if state.now_s >= from_s + limit_s:
         return ending.too_few(state, here, needed)
-    # The names of a crowd help no reader, and each arrival would sort them.
+    # A long list of names helps no reader, and each arrival would sort it.
     names = f" ({named(state.roster.idle) or 'none'})" if here <= _CROWD else ""
     reason = (
         f"{here} of at least {needed} nodes are here{names}; the job waits for"

@@ -164,7 +164,7 @@ def _earliest_s(state: State) -> float:
 
 
 def doubled(base_s: float, times: int) -> float:
-    """Return a duration, doubled so many times."""
+    """Return a duration, doubled `times` times within a bound."""
     doubled_s: float = base_s * 2.0 ** min(times, _DOUBLINGS_MAX)
     return doubled_s
 

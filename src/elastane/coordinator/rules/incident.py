@@ -222,7 +222,7 @@ class Incidents:
         return incident
 
     def drop(self) -> None:
-        """Forget the current incident: the world goes on, or the job has ended."""
+        """Forget the current incident: the world continues, or the job has ended."""
         self.current = None
 
     def finish(self, why: str) -> None:

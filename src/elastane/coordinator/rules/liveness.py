@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import KnownNode
-from elastane.coordinator.rules.state import Phase, State
+from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.effects import Hangup
 from elastane.protocol.events import Broken
 from elastane.protocol.limits import REJOIN_GRACE_S
@@ -56,10 +56,10 @@ def depart(state: State, node: KnownNode, why: str) -> None:
     # The record decides: a member that has stopped its workers is still part of the incident.
     member = state.worlds.has_place(node.id)
     has_world = state.phase in (
-        Phase.RUNNING,
-        Phase.DRAINING,
-        Phase.REGROUPING,
-        Phase.STOPPING,
+        MembershipPhase.RUNNING,
+        MembershipPhase.DRAINING,
+        MembershipPhase.REGROUPING,
+        MembershipPhase.STOPPING,
     )
     gone = node.session is None and node.connection.broken_clean
     if node.fence is None or gone or state.owner.is_dead(node.spec.incarnation):
@@ -70,7 +70,7 @@ def depart(state: State, node: KnownNode, why: str) -> None:
     elif member:
         note_possibly_training(state, node.id, node.spec.incarnation)
     state.roster.forget(node)
-    if state.phase in (Phase.CLOSING, Phase.CLOSED):
+    if state.phase in (MembershipPhase.CLOSING, MembershipPhase.CLOSED):
         return
     if node.leaving and node.fence is None:
         # It had asked to leave, and went without waiting for its release.
@@ -83,7 +83,7 @@ def depart(state: State, node: KnownNode, why: str) -> None:
 
 
 def note_possibly_training(state: State, node_id: str, incarnation: str) -> None:
-    """Record that workers of this node may still train out of sight."""
+    """Record that workers of this unreachable node may still train."""
     if state.in_place.ever and not state.owner.is_dead(incarnation):
         state.holders.note_possibly_training(node_id, incarnation, state.now_s)
 
@@ -91,7 +91,7 @@ def note_possibly_training(state: State, node_id: str, incarnation: str) -> None
 def ensure_incident(state: State, reason: str) -> Incident:
     """Return the current incident, opening an unplanned one unless there is one."""
     incident = state.incidents.current
-    if incident is None or (incident.planned and state.phase is Phase.DRAINING):
+    if incident is None or (incident.planned and state.phase is MembershipPhase.DRAINING):
         incident = state.incidents.open(Incident(at_s=state.now_s, reason=reason, planned=False))
         state.log(EventKind.INCIDENT, reason)
     return incident

@@ -79,7 +79,7 @@ from elastane.coordinator.rules.changes import WaitingCapacity
 from elastane.coordinator.rules.incident import Incident, RestartBudget
 from elastane.coordinator.rules.nodes import KnownNode, Place, named
 from elastane.coordinator.rules.ranks import member_of
-from elastane.coordinator.rules.state import CoordinatorTerm, Phase, Stage, State
+from elastane.coordinator.rules.state import CoordinatorTerm, MembershipPhase, Stage, State
 from elastane.coordinator.rules.state_holders import StateHolders
 from elastane.protocol.effects import Finished, RendezvousEffect
 from elastane.protocol.events import (
@@ -170,8 +170,8 @@ class Rendezvous:
         return self._state.queue.wake_s
 
     @property
-    def phase(self) -> Phase:
-        """Where the job stands."""
+    def phase(self) -> MembershipPhase:
+        """The current phase."""
         return self._state.phase
 
     @property
@@ -180,7 +180,7 @@ class Rendezvous:
         state = self._state
         here = len(state.roster.nodes) - len(state.roster.unreachable)
         if (
-            state.phase != Phase.FORMING
+            state.phase != MembershipPhase.FORMING
             or state.world is None
             or here >= sizing.fewest_nodes(state)
         ):
@@ -254,13 +254,13 @@ def load_record(state: State, record: JobRecord) -> None:
     if record.outcome is not None:
         state.term.note_ended_before()
         state.ending.close(record.outcome)
-        state.enter(Phase.CLOSING, f"the job has ended: {record.outcome.reason}")
+        state.enter(MembershipPhase.CLOSING, f"the job has ended: {record.outcome.reason}")
     elif record.world is not None and record.over:
         state.worlds.release_all()
         state.stage.explain(f"all nodes of {record.world.fence} had been released")
     elif record.world is not None:
         state.enter(
-            Phase.RECOVERING,
+            MembershipPhase.RECOVERING,
             f"a new coordinator waits for the {len(record.world.members)} nodes of"
             f" {record.world.fence}",
         )
@@ -387,7 +387,7 @@ def _resume(state: State, present: list[KnownNode]) -> bool:
     state.worlds.resume(state.now_s)
     state.in_place.begin(active=recovery.is_in_place(state))
     state.in_place.note_partial(partial=sizing.has_partial_replicas(state))
-    state.enter(Phase.RUNNING, "all nodes of the world are back; nothing restarts")
+    state.enter(MembershipPhase.RUNNING, "all nodes of the world are back; nothing restarts")
     state.log(EventKind.ROUND_RESUMED, state.stage.reason, nodes=len(present))
     state.persist()
     if any(node.drain.was_draining for node in present):
@@ -507,7 +507,7 @@ def _give_up_drain(state: State) -> bool:
 def _call_off(state: State) -> bool:
     """End a drain whose workers finished their steps: there is no world left to change."""
     state.incidents.drop()
-    state.enter(Phase.RUNNING, "the workers have finished their steps")
+    state.enter(MembershipPhase.RUNNING, "the workers have finished their steps")
     state.log(EventKind.DRAIN_ENDED, state.stage.reason)
     return True
 
@@ -548,13 +548,13 @@ def _regrouping(state: State) -> bool:
 
 
 def _await_possibly_training(state: State) -> bool:
-    """Wait for state holders out of sight: they come back, or stop themselves in time."""
+    """Wait for unreachable state holders: they come back, or stop themselves in time."""
     reason = (
         f"{named(state.holders.possibly_training)} may hold the state of the job and train where"
         f" this coordinator cannot see it; the others wait, {FENCE_WAIT_S:g} s at most"
     )
     if state.stage.reason != reason:
-        state.enter(Phase.REGROUPING, reason)
+        state.enter(MembershipPhase.REGROUPING, reason)
         state.log(EventKind.WAITING, reason)
     # The wait does not count against join_timeout, so nodes that come during it are in time.
     recovery.prepare_standbys(state)
@@ -577,7 +577,7 @@ def _await_return(state: State) -> bool:
 
 def _stop_world(state: State, reason: str) -> bool:
     state.in_place.stop_world()
-    state.enter(Phase.STOPPING, reason)
+    state.enter(MembershipPhase.STOPPING, reason)
     for node in state.roster.holders_of_workers():
         assert node.fence is not None
         state.stop(node, node.fence, reason)
@@ -646,7 +646,7 @@ def _closing(state: State) -> bool:
         state.queue.wait_until(due_s)
         return False
     assert state.ending.outcome is not None
-    state.enter(Phase.CLOSED, state.ending.outcome.reason)
+    state.enter(MembershipPhase.CLOSED, state.ending.outcome.reason)
     state.queue.add(Finished(state.ending.outcome))
     return False
 
@@ -655,13 +655,13 @@ def _closed(state: State) -> bool:
     return False
 
 
-RULES: dict[Phase, Callable[[State], bool]] = {
-    Phase.RECOVERING: _recovering,
-    Phase.FORMING: _forming,
-    Phase.RUNNING: _running,
-    Phase.DRAINING: _draining,
-    Phase.REGROUPING: _regrouping,
-    Phase.STOPPING: _stopping,
-    Phase.CLOSING: _closing,
-    Phase.CLOSED: _closed,
+RULES: dict[MembershipPhase, Callable[[State], bool]] = {
+    MembershipPhase.RECOVERING: _recovering,
+    MembershipPhase.FORMING: _forming,
+    MembershipPhase.RUNNING: _running,
+    MembershipPhase.DRAINING: _draining,
+    MembershipPhase.REGROUPING: _regrouping,
+    MembershipPhase.STOPPING: _stopping,
+    MembershipPhase.CLOSING: _closing,
+    MembershipPhase.CLOSED: _closed,
 }

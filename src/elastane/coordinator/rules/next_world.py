@@ -1,6 +1,6 @@
 """The next world: which nodes and workers it consists of, and how it becomes the current one.
 
-`next_world` is the same question in both cases. After a restart all workers of the chosen nodes
+`next_world` answers for both kinds of recovery. After a restart all workers of the chosen nodes
 start afresh. In a recovery in place the survivors come first, in the order of their ranks, then the
 workers that join. `commit` is the one place that makes a world current; a broken invariant stops
 it.
@@ -19,7 +19,7 @@ from elastane.coordinator.rules.ranks import (
     next_fence,
 )
 from elastane.coordinator.rules.sizing import NodeWorkers
-from elastane.coordinator.rules.state import Phase, State
+from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Assign
 from elastane.protocol.model import Joining, World
@@ -27,7 +27,7 @@ from elastane.protocol.model import Joining, World
 
 def next_world(state: State) -> list[NodeWorkers]:
     """Return the nodes of the world that would follow now, in the order of their ranks."""
-    return _afresh(state) if state.phase is Phase.FORMING else _in_place(state)
+    return _afresh(state) if state.phase is MembershipPhase.FORMING else _in_place(state)
 
 
 def _afresh(state: State) -> list[NodeWorkers]:
@@ -156,7 +156,7 @@ def commit(state: State, found: list[NodeWorkers], why: str) -> None:
     Members of the current world without a place in the next one become standbys.
     """
     displaced = set[str]()
-    if state.phase is Phase.FORMING:
+    if state.phase is MembershipPhase.FORMING:
         specs = [one.node.spec for one in found]
         fence = next_fence(state.world, specs, state.worlds.highest_fence)
         world = World(fence=fence, members=tuple(member_of(spec) for spec in specs))
@@ -207,7 +207,7 @@ def _commit(state: State, world: World, displaced: set[str], why: str) -> None:
         state.roster.reindex(node)
         state.queue.send(node, Assign(assignment))
     state.in_place.note_partial(partial=sizing.has_partial_replicas(state))
-    state.enter(Phase.RUNNING, reason)
+    state.enter(MembershipPhase.RUNNING, reason)
     state.log(
         EventKind.ROUND_SETTLED,
         reason,

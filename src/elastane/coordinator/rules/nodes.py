@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from elastane.protocol.culprits import Standing
+from elastane.protocol.culprits import StandstillEvidence
 from elastane.protocol.events import Broken, Received
 from elastane.protocol.messages import GroupState, Heartbeat, Holding, NodeCopies, ToCoordinator
 from elastane.protocol.model import (
@@ -72,7 +72,7 @@ class StepPace:
 
 @dataclass(slots=True)
 class StragglerWatch:
-    """The comparison of the current world's workers."""
+    """When the workers of the current world were last compared for stragglers."""
 
     rules: StragglerRules = field(default_factory=StragglerRules)
     of: Fence | None = None
@@ -88,7 +88,7 @@ class StragglerWatch:
         return True
 
 
-# One line of the event log: a rate that a chart can draw, for 20 MB a week.
+# Seconds between two progress lines of the event log: 20 MB a week, and fine enough for a chart.
 PROGRESS_LOG_S = 10.0
 
 
@@ -96,7 +96,7 @@ PROGRESS_LOG_S = 10.0
 class LoggedProgress:
     """The step count of the job that the event log got last.
 
-    Of a script that reports none: `counts`, of steps that each rank's worker has measured.
+    `counts`: the steps that the worker of each rank has measured, if the script reports none.
     """
 
     logged_s: float = float("-inf")
@@ -116,9 +116,9 @@ class LoggedProgress:
         return changed
 
     def count(self, now_s: float, fence: Fence, counts: dict[int, int]) -> tuple[int, float] | None:
-        """Record the measured steps; return how many all ranks made since, and in how long.
+        """Record measured steps; return how many all ranks made since the last call, in which time.
 
-        None before the second record of a world, and while they make none.
+        None at the first call for a world, and while the ranks make none.
         """
         self.logged_s = now_s
         before, since_s = (self.counts, self.counted_s) if fence == self.of else ({}, now_s)
@@ -163,18 +163,18 @@ class NodeConnection:
 
 @dataclass(slots=True, kw_only=True)
 class NodeProgress:
-    """What the heartbeats of one agent say of its workers."""
+    """The progress of one node's workers, as its heartbeats report it."""
 
     steps: int | None = None
     pace: StepPace = field(default_factory=StepPace)
     waits_at: tuple[WaitPoint, ...] = ()  # where each worker waits, once all of them do
     is_stalled: bool = False  # all of them have waited too long
-    standings: tuple[Standing, ...] = ()  # what each worker shows, once all stand still
-    still_s: float = 0.0  # for how long they did by then
-    paces: tuple[Pace, ...] = ()  # how each worker makes its steps
-    measured: StepPace = field(default_factory=StepPace)  # of the steps that these count
-    copies: NodeCopies | None = None  # of their state, ...
-    copies_s: float = 0.0  # ... as of this time
+    evidence: tuple[StandstillEvidence, ...] = ()  # what each worker shows, once all stand still
+    still_s: float = 0.0  # how long they had stood still at that report
+    paces: tuple[Pace, ...] = ()  # the step times of each worker
+    measured: StepPace = field(default_factory=StepPace)  # the step rate by `paces`
+    copies: NodeCopies | None = None  # the newest copies of the workers' state
+    copies_s: float = 0.0  # when they were reported
 
     def record_steps(self, now_s: float, steps: int | None) -> None:
         """Record how many steps were made."""
@@ -190,17 +190,17 @@ class NodeProgress:
         self.waits_at, self.is_stalled = waits_at, all_wait
         return True
 
-    def record_standings(self, standings: tuple[Standing, ...], still_s: float) -> None:
-        """Record what the workers show at a standstill; nothing, once they move again."""
-        self.standings, self.still_s = standings, still_s
+    def record_evidence(self, evidence: tuple[StandstillEvidence, ...], still_s: float) -> None:
+        """Record the evidence of a standstill; empty once the workers move again."""
+        self.evidence, self.still_s = evidence, still_s
 
     def record_paces(self, now_s: float, message: Heartbeat, *, is_of_now: bool) -> None:
-        """Record how the workers make their steps in the current world."""
+        """Record the step times of the workers in the current world."""
         self.paces = message.paces if is_of_now else ()
         self.measured.note(now_s, min((pace.step for pace in self.paces), default=None))
 
     def steps_per_s(self, now_s: float) -> float | None:
-        """Return the rate of the steps that are reported or, where none are, measured."""
+        """Return the rate of the reported steps, or of the measured ones if none are reported."""
         return (self.measured if self.steps is None else self.pace).steps_per_s(now_s)
 
     def record_copies(self, now_s: float, copies: NodeCopies | None) -> None:
@@ -211,7 +211,7 @@ class NodeProgress:
         """Record that the workers entered another world."""
         self.record_steps(now_s, None)
         self.waits_at, self.is_stalled = (), False
-        self.record_standings((), 0.0)
+        self.record_evidence((), 0.0)
         self.paces = ()
         self.measured.note(now_s, None)
 
@@ -246,7 +246,7 @@ class NodeDrain:
         self.gated, self.calls = True, calls
 
     def excuse(self) -> None:
-        """Record that no checkpoint of this node is waited for any more."""
+        """Record that the drain no longer waits for a checkpoint of this node."""
         self.gated = self.saved = True
 
 
@@ -256,7 +256,7 @@ class HeldWorkers:
 
     ranks: tuple[int, ...] = ()  # those with a place in the world, in order of rank
     recoverable: set[int] = field(default_factory=set)  # those that can enter another world
-    # Said at registration: they recover in place, also those that finished their steps.
+    # As registered: they recover in place, including those that finished their steps.
     recovers_in_place: bool = False
     sharding: Sharding | None = None  # how the state that they hold is sharded
     joining: Joining = Joining.ANYTIME  # when others can join their world
@@ -265,8 +265,8 @@ class HeldWorkers:
     lost: set[int] = field(default_factory=set)  # those whose processes have ended
     replacing: set[int] = field(default_factory=set)  # lost ones with a requested replacement
     forgone: set[int] = field(default_factory=set)  # lost ones that the budget does not replace
-    lost_pids: dict[int, int] = field(default_factory=dict)  # the last lost process of each
-    left_place: bool = False  # some had a place in a world that went on without them
+    lost_pids: dict[int, int] = field(default_factory=dict)  # the last lost process of each rank
+    left_place: bool = False  # some lost their place in a world that continued without them
     state: GroupState = "running"
     interrupted: str = ""  # why they make no further step in their world; empty: they do
     # Their agent is stopping them. They may be members, or standbys, or of a reported world.
@@ -310,7 +310,7 @@ class HeldWorkers:
         return news
 
     def give_up_state(self) -> None:
-        """Record that others may make steps without these workers."""
+        """Record that the state of these workers may be outdated: others may step without them."""
         self.holding_state.clear()
 
     @property
@@ -337,7 +337,7 @@ class HeldWorkers:
         self.state = "failed"
 
     def forget_failure(self) -> None:
-        """Record that the failures before are counted from now on, one by one."""
+        """Count failures one by one from now on: the recorded state is no failure of its own."""
         self.state = "running" if self.state == "failed" else self.state
 
     def interrupt(self, reason: str) -> None:
@@ -573,7 +573,7 @@ class Roster:
     with_standbys: set[str] = field(default_factory=set)  # nodes with workers ready to join
     blocked: set[str] = field(default_factory=set)  # members whose workers all wait for others
     stalled: set[str] = field(default_factory=set)  # members whose workers have waited too long
-    standing: set[str] = field(default_factory=set)  # members whose workers stand still
+    at_standstill: set[str] = field(default_factory=set)  # members at a standstill
 
     def load(self, versions: Versions | None) -> None:
         """Take the versions of the job's record."""
@@ -619,11 +619,11 @@ class Roster:
         return node
 
     def look_by(self, due_s: float) -> None:
-        """Look at `due_s` at the latest whether a node has departed."""
+        """Check for departures at `due_s` at the latest."""
         self.liveness_due_s = min(self.liveness_due_s, due_s)
 
     def look_at(self, due_s: float) -> None:
-        """Look at `due_s` whether a node has departed, since none has until then."""
+        """Check for departures at `due_s`: no node can have departed before."""
         self.liveness_due_s = due_s
 
     def begin_contest(self, node_id: str, join: Received, now_s: float) -> None:
@@ -669,7 +669,7 @@ class Roster:
             (self.with_standbys, present and not node.leaving and bool(held.recoverable - places)),
             (self.blocked, member and (node.progress.is_stalled or bool(node.progress.waits_at))),
             (self.stalled, member and node.progress.is_stalled),
-            (self.standing, member and bool(node.progress.standings)),
+            (self.at_standstill, member and bool(node.progress.evidence)),
         )
         for members, belongs in facts:
             if belongs:
@@ -697,7 +697,7 @@ class Roster:
             self.with_standbys,
             self.blocked,
             self.stalled,
-            self.standing,
+            self.at_standstill,
         ):
             members.discard(node.id)
 

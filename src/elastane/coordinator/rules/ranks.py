@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastane.protocol.model import Assignment, Fence, Member, NodeSpec, PortOffer, World
+from elastane.protocol.model import Assignment, Fence, NodeSpec, PortOffer, World, WorldMember
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,9 +60,9 @@ def world_of(fence: Fence, specs: Sequence[NodeSpec]) -> World:
     return World(fence=fence, members=tuple(member_of(spec) for spec in specs))
 
 
-def member_of(spec: NodeSpec, workers: tuple[int, ...] = ()) -> Member:
+def member_of(spec: NodeSpec, workers: tuple[int, ...] = ()) -> WorldMember:
     """Return the member that `spec` describes, with `workers`; () means all of them."""
-    return Member(
+    return WorldMember(
         node_id=spec.node_id,
         incarnation=spec.incarnation,
         local_world_size=spec.local_world_size,

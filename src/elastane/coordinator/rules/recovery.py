@@ -19,14 +19,14 @@ import msgspec
 from elastane.coordinator.rules import ending, liveness, next_world, sizing
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import KnownNode, Place
-from elastane.coordinator.rules.state import Phase, State
+from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.hangs import HANG_STALL_S, waiting_text
 from elastane.protocol.limits import FENCE_WAIT_S, LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Interrupt, Prepare
 from elastane.protocol.model import NO_RANK, Assignment, Failure, Fence, Joining, World
 
-_WITH_WORLD = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
+_WITH_WORLD = (MembershipPhase.RUNNING, MembershipPhase.DRAINING, MembershipPhase.REGROUPING)
 
 
 def is_in_place(state: State) -> bool:
@@ -64,7 +64,7 @@ def begin_if_all_recover(state: State) -> None:
 
 
 def record_lost_peer(state: State, node: KnownNode, fence: Fence, reason: str) -> None:
-    """Record that a worker lost a peer; a report of what became of that peer usually follows."""
+    """Record that a worker lost a peer; a report that explains the loss usually follows."""
     if fence == node.fence and node.is_member:
         state.incidents.note_lost_peer(state.now_s, f"a worker of node {node.id} {reason}")
 
@@ -155,7 +155,7 @@ def _uncharged_incident(state: State, reason: str) -> None:
 def interrupt_world(state: State, reason: str) -> bool:
     """Interrupt the current step of all members; their workers keep their state and wait."""
     assert state.world is not None
-    state.enter(Phase.REGROUPING, reason)
+    state.enter(MembershipPhase.REGROUPING, reason)
     for node in state.roster.members():
         state.queue.send(node, Interrupt(fence=state.world.fence, reason=reason))
     return True
@@ -188,7 +188,7 @@ def is_ending(state: State) -> bool:
 
 
 def is_too_small(state: State) -> bool:
-    """Whether too few workers are left of a world that others cannot join as it recovers."""
+    """Whether too few workers are left in a world that no worker can join while it recovers."""
     if state.roster.unreachable or next_world.joining(state) is Joining.ANYTIME:
         return False
     return not next_world.are_enough(state, next_world.next_world(state))
@@ -208,7 +208,7 @@ def stop_leaving(state: State) -> None:
         state.roster.nodes[i] for i in sorted(state.roster.leaving & state.roster.with_workers)
     ]:
         member = node.is_member
-        if node.workers.stopping or (member and state.phase is not Phase.REGROUPING):
+        if node.workers.stopping or (member and state.phase is not MembershipPhase.REGROUPING):
             continue
         assert node.fence is not None
         if node.is_current:
@@ -268,8 +268,8 @@ def _commit(state: State, before: World, found: list[sizing.NodeWorkers], why: s
 
 def _wait(state: State, workers: int, needed: int) -> bool:
     limit_s = state.spec.timing.join_timeout_s
-    # Workers out of sight may come back, and then there are enough. They may also train on while
-    # the job ends.
+    # Unreachable workers may come back, and then there are enough. They may also train on while the
+    # job ends.
     if state.incidents.unpaid is not None:
         due_s = _returning_until_s(state)
         if state.now_s >= due_s:
@@ -291,7 +291,7 @@ def _wait(state: State, workers: int, needed: int) -> bool:
 
 
 def must_wait_for_state(state: State) -> bool:
-    """Whether to wait for workers out of sight; requests a tick at the end of the wait."""
+    """Whether to wait for unreachable workers; requests a tick at the end of the wait."""
     due_s = state.holders.wait_until_s(state.roster.members(), state.world)
     if state.now_s < due_s:
         state.queue.wait_until(due_s)
@@ -304,7 +304,7 @@ def must_wait_for_state(state: State) -> bool:
 def _returning_until_s(state: State) -> float:
     """Return until when nodes may come back with workers that can join; 0: none may.
 
-    That counts nodes out of sight, and members without which a new coordinator resumed the job.
+    That counts unreachable nodes, and members without which a new coordinator resumed the job.
     """
     since_s = state.holders.resumed_without_s
     members = state.world.members if state.world is not None and since_s else ()

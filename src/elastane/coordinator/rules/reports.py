@@ -10,7 +10,7 @@ import math
 
 from elastane.coordinator.rules import ending, growth, liveness, recovery, stragglers
 from elastane.coordinator.rules.nodes import KnownNode, Place
-from elastane.coordinator.rules.state import Phase, State
+from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.diagnosis import end_text, exit_text, is_lost_peer, worker_text
 from elastane.protocol.effects import Send
 from elastane.protocol.limits import LEAVE_MARGIN_S, REASON_CHARS_MAX
@@ -27,7 +27,7 @@ from elastane.protocol.messages import (
     Lost,
     Marked,
     Ready,
-    StandsStill,
+    StandstillReport,
     Stopped,
     Succeeded,
     ToCoordinator,
@@ -57,7 +57,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
             node.workers.succeed()
         case Marked() | Drained() if message.fence == node.fence:
             _drained(node, message)
-        case Able() | Lost() | Checkpointed() | StandsStill():
+        case Able() | Lost() | Checkpointed() | StandstillReport():
             _record_workers(state, node, message)
         case Stopped():
             _stopped(state, node, message)
@@ -74,7 +74,7 @@ def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     node.progress.record_copies(state.now_s, message.copies)
     node.progress.record_paces(state.now_s, message, is_of_now=message.fence == node.fence)
     _log_progress(state)
-    if state.phase is Phase.RUNNING:
+    if state.phase is MembershipPhase.RUNNING:
         stragglers.find_stragglers(state)
     news = state.holders.record_heartbeat(node, message, state.world)
     if not node.progress.record_waiting(message, is_of_now=message.fence == node.fence):
@@ -84,7 +84,7 @@ def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
 
 
 def _log_progress(state: State) -> None:
-    """Log how many steps the whole world has made, or measured, now and then."""
+    """Log how many steps the whole world has made, or measured, at intervals."""
     if state.world is None or not state.progress.is_due(state.now_s):
         return
     members = [node.progress for node in state.roster.members()]
@@ -98,7 +98,7 @@ def _log_progress(state: State) -> None:
 
 
 def _log_pace(state: State, world: World, counts: dict[int, int]) -> None:
-    """Log the step rate that the workers of a script measure which reports no steps."""
+    """Log the measured step rate of a script that reports no steps."""
     if len(counts) != world.world_size:
         return
     counted = state.progress.count(state.now_s, world.fence, counts)
@@ -118,16 +118,16 @@ def _drained(node: KnownNode, message: Marked | Drained) -> None:
 
 
 def _record_workers(
-    state: State, node: KnownNode, message: Able | Lost | Checkpointed | StandsStill
+    state: State, node: KnownNode, message: Able | Lost | Checkpointed | StandstillReport
 ) -> None:
-    """Record what the workers of a node can do, have lost or saved, or show at a standstill."""
+    """Record the state of a node's workers: recoverable, lost, saved, or at a standstill."""
     match message:
         case Lost(fence=fence, reason=reason):
             recovery.record_lost_peer(state, node, fence, reason)
         case Checkpointed(fence=fence) if node.is_of(fence) and node.is_member:
             growth.record_checkpoint(state, message.where, resumed=message.resumed)
-        case StandsStill(fence=fence) if fence == node.fence:
-            node.progress.record_standings(message.standings, message.still_s)
+        case StandstillReport(fence=fence) if fence == node.fence:
+            node.progress.record_evidence(message.evidence, message.still_s)
             state.incidents.standstill.note()
         case Able():
             node.renew_offer(message.offer, message.fence)
@@ -137,9 +137,9 @@ def _record_workers(
 
 
 def _keep_for_contest(state: State, session: int, message: ToCoordinator) -> None:
-    """Keep what an agent says whose name is contested, until it is let in.
+    """Keep the message of an agent whose node id is contested, until it is admitted.
 
-    Others have not joined, or their session was replaced by a newer one.
+    Other agents without a node have not joined, or a newer session replaced theirs.
     """
     for contest in state.roster.contests_of(session):
         if isinstance(message, Heartbeat):
@@ -149,7 +149,7 @@ def _keep_for_contest(state: State, session: int, message: ToCoordinator) -> Non
 
 
 def _record_request(state: State, node: KnownNode, message: Leave | Conclude) -> None:
-    """Take note of what an agent wants for itself, or for the job."""
+    """Record a request of an agent, about itself or the job."""
     reason = message.reason[:REASON_CHARS_MAX]
     if isinstance(message, Conclude):
         ending.conclude(state, node.id, message.ok, reason)
@@ -165,7 +165,7 @@ def _record_request(state: State, node: KnownNode, message: Leave | Conclude) ->
 def _ready(state: State, node: KnownNode) -> None:
     """Record that the node's workers can start quickly."""
     node.become_ready()
-    if state.phase is not Phase.FORMING:
+    if state.phase is not MembershipPhase.FORMING:
         # The last call counts from the join; a running job gathers nodes once they are ready.
         state.gathering.note_arrival(state.now_s)
     state.log(EventKind.NODE_READY, "its workers can start quickly", node.id)
@@ -173,7 +173,7 @@ def _ready(state: State, node: KnownNode) -> None:
 
 def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
     """Put failures of `node` on the coordinator's time line."""
-    if state.phase in (Phase.RECOVERING, Phase.FORMING):
+    if state.phase in (MembershipPhase.RECOVERING, MembershipPhase.FORMING):
         failures = tuple(f for f in failures if not node.workers.is_known_loss(f))
         node.keep_failures(failures)  # Counted once this world is known to be the current one.
         return
@@ -182,10 +182,15 @@ def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]
     if not failures:
         return
     node.workers.fail()
-    if state.phase is Phase.DRAINING and not state.in_place.active:
+    if state.phase is MembershipPhase.DRAINING and not state.in_place.active:
         _failed_in_drain(state, node, failures)
         return
-    with_world = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING, Phase.STOPPING)
+    with_world = (
+        MembershipPhase.RUNNING,
+        MembershipPhase.DRAINING,
+        MembershipPhase.REGROUPING,
+        MembershipPhase.STOPPING,
+    )
     if state.phase not in with_world or not node.is_member:
         return
     first = failures[0]
@@ -207,7 +212,11 @@ def _of_places(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> 
     places = () if standby else set(node.workers.ranks) - node.workers.lost
     inside = tuple(f for f in failures if f.local_rank in places)
     joiners = tuple(f for f in failures if f.local_rank not in places)
-    if joiners and state.phase in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING):
+    if joiners and state.phase in (
+        MembershipPhase.RUNNING,
+        MembershipPhase.DRAINING,
+        MembershipPhase.REGROUPING,
+    ):
         recovery.record_standby_failure(state, node, joiners)
     return inside
 
@@ -245,8 +254,8 @@ def _stopped(state: State, node: KnownNode, message: Stopped) -> None:
     if node.is_member:
         state.worlds.record_loss()
         state.holders.record_ended_workers(node, {*node.workers.ranks}, state.world)
-    with_world = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
-    before_its_stop = message.unasked and state.phase is Phase.STOPPING
+    with_world = (MembershipPhase.RUNNING, MembershipPhase.DRAINING, MembershipPhase.REGROUPING)
+    before_its_stop = message.unasked and state.phase is MembershipPhase.STOPPING
     if (state.phase in with_world or before_its_stop) and node.is_member:
         # Its agent was isolated for too long, or its user stopped it. Other failures follow from
         # that.

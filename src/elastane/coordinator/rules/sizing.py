@@ -2,8 +2,8 @@
 
 A changed range counts from the next world on. A raised minimum stops no worker. After a lowered
 maximum the nodes of the highest ranks leave the world at a step boundary and become spares. A
-scheduler that lowers the maximum also stops nodes a moment later; that moment is waited for, so the
-others are interrupted once.
+scheduler that lowers the maximum also stops nodes a moment later. The coordinator waits for that
+moment, so that the survivors are interrupted once.
 
 A replica may span several nodes, each with one slice of it. A survivor may be a step ahead, with
 state that no other node holds. So survivors form a world even without whole replicas: it brings
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastane.coordinator.rules.nodes import KnownNode, named
-from elastane.coordinator.rules.state import Phase, State
+from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_SLICE, whole_replicas, world_bounds
 
@@ -94,7 +94,7 @@ def most_nodes(state: State) -> int:
 def record_sharding(state: State, node: KnownNode) -> None:
     """Record the number of nodes per replica."""
     # While all workers start afresh, a late report is about the mesh before.
-    if node.workers.sharding is not None and state.phase is not Phase.FORMING:
+    if node.workers.sharding is not None and state.phase is not MembershipPhase.FORMING:
         state.in_place.note_span(node.workers.sharding.span)
 
 
@@ -189,7 +189,7 @@ def nodes_to_start_afresh(state: State) -> list[KnownNode]:
     """
     if state.in_place.nodes_per_replica == 1:
         return []
-    waits = state.phase is Phase.REGROUPING and _is_level(state)
+    waits = state.phase is MembershipPhase.REGROUPING and _is_level(state)
     inside = [node for node in state.roster.members() if node.survivors and not node.leaving]
     outside = [
         state.roster.nodes[i]

@@ -28,8 +28,8 @@ from elastane.protocol.messages import Stop, ToAgent
 from elastane.protocol.model import Fence, JobRecord, JobSpec, Outcome, World
 
 
-class Phase(StrEnum):
-    """Where the job stands; `machine` has the rule of each phase."""
+class MembershipPhase(StrEnum):
+    """The phases of a job's membership; `machine` has the rule of each."""
 
     RECOVERING = "recovering"  # a new coordinator waits for the agents of the last world
     FORMING = "forming"  # there is no current world; nodes for the next one are gathered
@@ -46,10 +46,10 @@ class Stage:
     """The current phase, why it was entered, and when."""
 
     began_s: float
-    phase: Phase = Phase.FORMING
+    phase: MembershipPhase = MembershipPhase.FORMING
     reason: str = "the job begins"
 
-    def enter(self, phase: Phase, reason: str, now_s: float) -> None:
+    def enter(self, phase: MembershipPhase, reason: str, now_s: float) -> None:
         """Begin `phase`."""
         self.phase, self.reason, self.began_s = phase, reason, now_s
 
@@ -59,8 +59,8 @@ class Stage:
         return reason != before
 
     def assume_running(self) -> None:
-        """Count what comes next as happening in the current world, which is ended at once."""
-        self.phase = Phase.RUNNING
+        """Treat the next events as those of the current world, which the caller then ends."""
+        self.phase = MembershipPhase.RUNNING
 
     def restart(self, now_s: float) -> None:
         """Count the time of the phase from `now_s`."""
@@ -115,7 +115,7 @@ class CoordinatorTerm:
     # The node of the previous coordinator, known to have ended.
     previous_node: str = ""
     previous_refuses: bool = False  # that coordinator's address refuses connections
-    previous_due_s: float | None = None  # how long to wait for it, once all others are back
+    previous_due_s: float | None = None  # until when to wait for it, once all others are back
     ended_before: bool = False  # the job ended under another coordinator: its agents may still come
     has_authority: bool = True  # the store backs the decisions
 
@@ -177,8 +177,8 @@ class State:
     queue: EffectQueue = field(default_factory=EffectQueue)
 
     @property
-    def phase(self) -> Phase:
-        """Where the job stands."""
+    def phase(self) -> MembershipPhase:
+        """The current phase."""
         return self.stage.phase
 
     @property
@@ -194,7 +194,7 @@ class State:
         """Change the job's range of nodes."""
         self.spec = msgspec.structs.replace(self.spec, min_nodes=fewest, max_nodes=most)
 
-    def enter(self, phase: Phase, reason: str) -> None:
+    def enter(self, phase: MembershipPhase, reason: str) -> None:
         """Begin `phase` now."""
         self.stage.enter(phase, reason, self.now_s)
 

@@ -1,9 +1,9 @@
-"""Which workers hold the training state: in the current world, displaced from it, or out of sight.
+"""Which workers hold the training state: of the current world, displaced from it, or unreachable.
 
-Where workers recover in place, one world follows another while members of the older one may not
-know of it, or cannot be reached. They may train on in the older world. So no worker starts from a
-checkpoint while a state holder may train where this coordinator cannot see it. Displaced nodes hold
-everything that the next world began with, until that world is known to make steps.
+Where workers recover in place, one world follows another while members of the older one may be
+unreachable or uninformed, and may train on in it. So no worker starts from a checkpoint while an
+unreachable state holder may train. Displaced nodes hold everything that the next world began with,
+until that world is known to make steps.
 
 A state holder that reports from the current world proves two things. The state is safe: only
 members of each world, and workers healed there, hold it. And no older world can step, since this
@@ -26,8 +26,8 @@ from elastane.protocol.model import World
 class StateHolders:
     """The nodes outside the current world whose workers hold the state, or may train on."""
 
-    store_backed: bool  # without a store, nothing waits for workers out of sight
-    # Nodes out of sight whose workers may still train: since when, and which incarnation.
+    store_backed: bool  # without a store, nothing waits for unreachable workers
+    # Unreachable nodes whose workers may still train: since when, and which incarnation.
     possibly_training: dict[str, tuple[float, str]] = field(default_factory=dict)
     # Nodes that hold the state that the current world began with, without a place in it: their
     # order.
@@ -66,15 +66,15 @@ class StateHolders:
             self.clear_possibly_training()
 
     def note_possibly_training(self, node_id: str, incarnation: str, now_s: float) -> None:
-        """Record that workers of this node may still train out of sight."""
+        """Record that workers of this unreachable node may still train."""
         self.possibly_training[node_id] = (now_s, incarnation)
 
     def note_accounted(self, node: KnownNode) -> None:
-        """Record that no worker of `node` is out of sight: they ended, or report here."""
+        """Record that the workers of `node` are accounted for: they ended, or report here."""
         self.possibly_training.pop(node.id, None)
 
     def drop_dead(self, is_dead: Callable[[str], bool]) -> None:
-        """Forget nodes out of sight that the owner knows to be dead: they train nowhere."""
+        """Forget unreachable nodes that the owner knows to be dead: they train nowhere."""
         for node_id, (_, incarnation) in [*self.possibly_training.items()]:
             if is_dead(incarnation):
                 del self.possibly_training[node_id]
@@ -84,11 +84,11 @@ class StateHolders:
         self.possibly_training = {}
 
     def note_resumed_without(self, now_s: float) -> None:
-        """Record that a new coordinator goes on without members that may return."""
+        """Record that a new coordinator continues without members that may return."""
         self.resumed_without_s = now_s
 
     def displace(self, before: World, after: World, nodes: Mapping[str, KnownNode]) -> None:
-        """Record who holds the state that the next world begins with, and has no place in it."""
+        """Record the nodes that hold the state of the next world, and have no place in it."""
         inside = {member.node_id for member in after.members}
         names = [member.node_id for member in before.members] + [*self.displaced]
         outside = [i for i in names if i not in inside and i in nodes and not nodes[i].has_lost_all]
@@ -99,7 +99,7 @@ class StateHolders:
         self.displaced_on_record = bool(self.displaced)
 
     def start_afresh(self) -> None:
-        """Record that the next world begins from a checkpoint: nobody else holds its state."""
+        """Record that the next world begins from a checkpoint: no node is a displaced holder."""
         self.displaced = {}
         self.clear_possibly_training()
 
@@ -117,12 +117,12 @@ class StateHolders:
         return here and bool(node.workers.recoverable)
 
     def possibly_training_until_s(self) -> float:
-        """Return until when workers may train out of sight; 0: there are none."""
+        """Return until when unreachable workers may train; 0: there are none."""
         since = [since_s for since_s, _ in self.possibly_training.values()]
         return max(since) + FENCE_WAIT_S if since and self.store_backed else 0.0
 
     def wait_until_s(self, members: Iterable[KnownNode], world: World | None) -> float:
-        """Return until when only workers out of sight may hold the state; 0: others hold it."""
+        """Return until when only unreachable workers may hold the state; 0: others hold it."""
         if any(rules_out_older_worlds(node, world) for node in members):
             return 0.0
         return self.possibly_training_until_s()

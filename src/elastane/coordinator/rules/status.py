@@ -1,11 +1,11 @@
-"""What the coordinator shows of itself: the report of `elastane status`, and the list of agents."""
+"""The coordinator's reports: the status for `elastane status`, and the list of agents."""
 
 from __future__ import annotations
 
 import msgspec
 
 from elastane.coordinator.rules.nodes import KnownNode, Place
-from elastane.coordinator.rules.state import Phase, State
+from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.effects import Send
 from elastane.protocol.messages import AgentPresence, NodeStatus, Report, SafeCopies, StateCopy
 
@@ -28,7 +28,7 @@ def presence(state: State) -> list[AgentPresence]:
         )
         for node in state.roster.nodes.values()
     ]
-    if state.phase is not Phase.RECOVERING:
+    if state.phase is not MembershipPhase.RECOVERING:
         called += [AgentPresence(who[1], "departed", rank) for who, rank in ranks.items()]
     return called
 

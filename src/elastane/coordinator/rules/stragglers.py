@@ -1,7 +1,7 @@
 """Logs which ranks make the others wait in each step, and when that is over.
 
-Heartbeats bring how each worker makes its steps; `protocol.stragglers` compares them, as soon as
-all of the world have made new ones. Nothing is done about a straggler.
+Heartbeats carry the step times of each worker; `protocol.stragglers` compares them, as soon as all
+workers of the world have made new ones. A straggler is only reported.
 """
 
 from __future__ import annotations

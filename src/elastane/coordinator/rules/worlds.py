@@ -125,7 +125,7 @@ class WorldHistory:
             self.highest_fence = fence
 
     def note_reported(self, assignment: Assignment) -> None:
-        """Record that agents report a later world than any other that was reported."""
+        """Record the latest of the worlds that agents have reported."""
         self.unrecorded = UnrecordedWorld(
             fence=assignment.fence, size=assignment.nodes, identity=identity_of(assignment)
         )
@@ -141,13 +141,13 @@ class WorldHistory:
 
 @dataclass(slots=True)
 class InPlaceRecovery:
-    """Whether the workers of the current world recover in place, and in replicas of how many nodes.
+    """How the current world recovers: whether in place, and how many nodes one replica spans.
 
     `sizing` has the rules of replicas.
     """
 
     active: bool = False
-    was_active: bool = False  # it was until the workers were asked to stop
+    was_active: bool = False  # in place, until the workers were asked to stop
     partial_replicas: bool = False  # the current world has a partial replica: it makes no steps
     nodes_per_replica: int = 1
 
@@ -173,9 +173,9 @@ class InPlaceRecovery:
         self.partial_replicas = partial
 
     def note_span(self, nodes: int) -> None:
-        """Record that a replica has at least that many nodes."""
+        """Record the least number of nodes that one replica spans."""
         self.nodes_per_replica = max(self.nodes_per_replica, nodes)
 
     def reset_span(self) -> None:
-        """Forget how many nodes a replica has."""
+        """Forget how many nodes one replica spans."""
         self.nodes_per_replica = 1
