@@ -15,7 +15,7 @@ from elastane.kubernetes.client import (
     transport,
 )
 from elastane.kubernetes.client import api as client_api
-from elastane.kubernetes.client.identity import Anybody
+from elastane.kubernetes.client.identity import FixedIdentity
 from elastane.kubernetes.client.resource import CONFIGMAPS
 
 
@@ -96,7 +96,7 @@ def test_what_is_no_event_is_an_answer_error(name, monkeypatch):
     @served([STREAM, EVENTS[name], EVENTS[name], HANG])
     async def check(server):
         async with api(server) as client:
-            request = transport.Request("GET", "/x", "list x", bytes_max=5000)
+            request = transport.ApiRequest("GET", "/x", "list x", bytes_max=5000)
             watch = client_api.follow(client._http, request, Thing, "5", 30.0)
             assert (await anext(watch)).change == "BOOKMARK"
             with pytest.raises(ApiAnswerError):
@@ -125,7 +125,7 @@ def test_a_watch_over_which_nothing_comes_is_taken_for_broken(monkeypatch):
 
 @served(status(401, "Unauthorized"), [STREAM, changed("ADDED", "6"), HANG])
 async def test_a_watch_with_an_old_token_is_begun_again_with_a_new_one(server):
-    class Renewed(Anybody):
+    class Renewed(FixedIdentity):
         def renew(self):
             return True
 

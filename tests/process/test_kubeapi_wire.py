@@ -26,13 +26,13 @@ from elastane.kubernetes.client import (
     Selector,
     transport,
 )
-from elastane.kubernetes.client.identity import Anybody, ClientProof, ServiceToken
+from elastane.kubernetes.client.identity import ClientProof, FixedIdentity, ServiceToken
 from elastane.kubernetes.client.resource import NODES, PODS
 
 
 @served(plain(200, thing()))
 async def test_a_request_goes_to_the_path_of_the_object(server):
-    async with api(server, identity=Anybody(ClientProof("Bearer t"))) as client:
+    async with api(server, identity=FixedIdentity(ClientProof("Bearer t"))) as client:
         assert (await client.get(PODS, "ns", "x", Thing)).metadata["name"] == "x"
         await client.get(NODES, "ns", "n", Thing)
         await client.patch(PODS, "ns", "x", {"status": {"a": None}}, Thing, "status")
@@ -163,7 +163,7 @@ def test_an_answer_without_end_is_cut_off(monkeypatch):
     @served([STREAM, *[chunk(b"[" * 5000)] * 3, HANG])
     async def check(server):
         async with api(server) as client:
-            request = transport.Request("GET", "/version", "get /version", bytes_max=10_000)
+            request = transport.ApiRequest("GET", "/version", "get /version", bytes_max=10_000)
             with pytest.raises(ApiAnswerError, match="more than 10000 bytes"):
                 await client._http.ask(request)
 
@@ -195,7 +195,7 @@ async def test_an_answer_that_stalls_ends_within_the_bound(server):
 
 def test_no_server_at_all_says_so_and_that_nothing_was_sent():
     async def check():
-        nobody = ClusterAccess("http://127.0.0.1:1", Anybody(), namespace="ns", where="here")
+        nobody = ClusterAccess("http://127.0.0.1:1", FixedIdentity(), namespace="ns", where="here")
         async with Api(nobody) as client:
             with pytest.raises(ApiUnreachableError) as caught:
                 await client.create(PODS, "ns", {"metadata": {"name": "x"}}, Thing)

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from elastane.kubernetes.client import Api, ClusterAccess
-from elastane.kubernetes.client.identity import Anybody
+from elastane.kubernetes.client.identity import FixedIdentity
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Thing(msgspec.Struct):
 
 
 def access(server, identity=None):
-    return ClusterAccess(server.url, identity or Anybody(), namespace="ns", where="here")
+    return ClusterAccess(server.url, identity or FixedIdentity(), namespace="ns", where="here")
 
 
 def api(server, *, timeout_s=5.0, identity=None):

@@ -8,7 +8,7 @@ import contextlib
 from kube_fake import FakeKube
 
 from elastane.kubernetes.client import ClusterAccess
-from elastane.kubernetes.client.identity import Anybody, ClientProof
+from elastane.kubernetes.client.identity import ClientProof, FixedIdentity
 from elastane.kubernetes.model import (
     CreateObject,
     CreatePod,
@@ -40,7 +40,7 @@ def job(name="x", replicas=2, **spec):
 
 def access(kube, token="one"):
     proof = ClientProof(authorization=f"Bearer {token}")
-    return ClusterAccess(kube.url, Anybody(proof), namespace="default", where="the fake")
+    return ClusterAccess(kube.url, FixedIdentity(proof), namespace="default", where="the fake")
 
 
 def owner(meta):

@@ -8,7 +8,7 @@ from kube_cluster import Cluster, spec_of
 from elastane.kubernetes.client import ApiConflictError, ApiError, ApiNotFoundError
 from elastane.kubernetes.model import Refusal, ReportedEvent
 from elastane.kubernetes.operator import reporting
-from elastane.kubernetes.operator.reporting import EventCount, EventSubject, Recorder
+from elastane.kubernetes.operator.reporting import EventCount, EventPublisher, EventSubject
 
 ABOUT = EventSubject("elastic.pytorch.org/v1alpha1", "ElasticJob", "n", "j", "uid")
 LASTS = ReportedEvent(type="Warning", reason="Unschedulable", message="no node has room", count=1)
@@ -67,7 +67,7 @@ async def tell(recorder, *told):
     running.cancel()
 
 
-class Watched(Recorder):
+class Watched(EventPublisher):
     """A recorder that says how far it is."""
 
     def __init__(self, server):

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from elastane.errors import LeaseLostError
 from elastane.kubernetes.client import ApiConflictError
-from elastane.kubernetes.client.errors import Answer
+from elastane.kubernetes.client.errors import ErrorDetails
 from elastane.kubernetes.model import CreateToken
 from elastane.kubernetes.operator.bounds import RETRY_MAX_S
 from elastane.kubernetes.operator.executor import Executor
@@ -281,7 +281,7 @@ class Secrets:
     async def create(self, resource, namespace, manifest, kind):
         name = manifest["metadata"]["name"]
         if name in self.taken:
-            raise ApiConflictError("exists", answer=Answer(reason="AlreadyExists"))
+            raise ApiConflictError("exists", answer=ErrorDetails(reason="AlreadyExists"))
         self.taken.add(name)
         self.made.append(manifest)
 

@@ -14,10 +14,10 @@ from elastane.errors import ConfigurationError
 from elastane.kubernetes.client import find_access, identity
 from elastane.kubernetes.client.credentials import ClusterAccess, Tls, read_kubeconfig
 from elastane.kubernetes.client.identity import (
-    Anybody,
     ClientProof,
     Credential,
     FileIdentity,
+    FixedIdentity,
     ServiceToken,
 )
 from elastane.kubernetes.client.identity import _proof as read_credential
@@ -207,12 +207,12 @@ def test_what_is_given_goes_before_what_is_found(tmp_path):
 
 def test_unusable_certificates_are_a_configuration_error():
     access = ClusterAccess(
-        "https://x", Anybody(), namespace="n", where="here", tls=Tls(ca="no PEM")
+        "https://x", FixedIdentity(), namespace="n", where="here", tls=Tls(ca="no PEM")
     )
     with pytest.raises(ConfigurationError) as caught:
         access.context(ClientProof())
     assert caught.value.slug == "kube-tls"
-    access = ClusterAccess("https://x", Anybody(), namespace="n", where="here")
+    access = ClusterAccess("https://x", FixedIdentity(), namespace="n", where="here")
     with pytest.raises(ConfigurationError):
         access.context(ClientProof(certificate="no PEM", key="neither"))
 
@@ -220,7 +220,7 @@ def test_unusable_certificates_are_a_configuration_error():
 def test_insecure_is_insecure_only_where_it_is_asked_for():
     for insecure in (False, True):
         access = ClusterAccess(
-            "https://x", Anybody(), namespace="n", where="here", tls=Tls(insecure=insecure)
+            "https://x", FixedIdentity(), namespace="n", where="here", tls=Tls(insecure=insecure)
         )
         context = access.context(ClientProof())
         assert isinstance(context, ssl.SSLContext)

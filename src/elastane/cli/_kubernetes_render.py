@@ -55,10 +55,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def job_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the ElasticJob; UsageError if the options describe none."""
-    from elastane.kubernetes.manifests import JobWish, job
+    from elastane.kubernetes.manifests import RequestedJob, job
 
     made = job(
-        JobWish(
+        RequestedJob(
             name=args.name,
             namespace=args.namespace,
             image=args.image,

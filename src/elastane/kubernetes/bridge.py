@@ -47,12 +47,12 @@ _log = logging.getLogger("elastane.bridge")
 FIRST_LOOK_S = 3.0
 # The pause between two attempts to reach an API server that is away.
 RETRY_S = 2.0
-# A change of the picture is reported within this, and at most this often; ...
+# A change of the job's state is reported within this, and at most this often; ...
 REPORT_S = 2.0
-# ... steps alone, and an unchanged picture, this often, so that the operator knows that it still
+# ... steps alone, and an unchanged state, this often, so that the operator knows that it still
 # holds. A thousand jobs make a hundred writes a second.
 REFRESH_S = 10.0
-# Steps per second are computed over this long a past, and never over one shorter than the latter.
+# Steps per second are computed over at most the first, and at least the second, of these times.
 PACE_WINDOW_S = 60.0
 PACE_MIN_S = 2.0
 # Pods that are gone and still reported as departed.
@@ -179,7 +179,7 @@ class OperatorBridge:
             await asyncio.sleep(RETRY_S)
 
     async def _report(self, state: CoordinatorView) -> None:
-        """Report each change, and an unchanged picture each REFRESH_S."""
+        """Report each change, and an unchanged state each REFRESH_S."""
         summary = Summary(await self._last_report())
         last: JobReport | None = None
         while True:
@@ -276,7 +276,7 @@ class Summary:
 
 
 def is_due(last: JobReport, report: JobReport) -> bool:
-    """Whether a report is due: the picture changed, or the last one is old."""
+    """Whether a report is due: the state changed, or the last report is old."""
     if report.at_s - last.at_s >= REFRESH_S or report.at_s < last.at_s:
         return True
     moving = {"at_s": 0.0, "step": 0, "steps_per_s": 0.0}

@@ -29,9 +29,9 @@ _NO_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan",
 NAME = "elastane-operator"
 METRICS_PORT = 8080
 _RBAC = "rbac.authorization.k8s.io"
-# (group, resources, verbs, what for). The operator may create Secrets and never read one, and may
-# bind one ClusterRole and change none: whoever takes over its account learns no secret, and gets
-# no right that ElasticJobs do not have.
+# (group, resources, verbs, purpose). The operator may create Secrets and never read one, and may
+# bind one ClusterRole and change none: an attacker with its account learns no secret, and gets no
+# right that ElasticJobs do not have.
 RIGHTS = (
     (GROUP, (PLURAL,), ("get", "list", "watch", "delete"), "to see jobs, and remove old ones"),
     (GROUP, (f"{PLURAL}/status",), ("patch", "update"), "to say how they are"),
@@ -61,7 +61,7 @@ RIGHTS = (
         "to elect the operator that acts, and to free the lease of a dead coordinator",
     ),
 )
-# What the agents of a job need: the account of each job is bound to the ClusterRole of these.
+# The rights of a job's agents; the account of each job is bound to the ClusterRole with these.
 JOB_RIGHTS = (
     (
         "",
@@ -100,7 +100,7 @@ Right = tuple[str, tuple[str, ...], tuple[str, ...], str]
 
 
 class Installation(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be chosen about an operator. `watch_namespace` "": all namespaces.
+    """The options of an operator's installation. `watch_namespace` "": all namespaces.
 
     `with_rules`: the definition has rules between fields, for Kubernetes 1.25 and later.
     """
@@ -155,7 +155,7 @@ def _rights(wanted: Installation) -> list[Object]:
     lease: Right = ("coordination.k8s.io", ("leases",), ("get", "create", "patch"), "its own")
     if not wanted.watch_namespace:
         return _granted(wanted, "", RIGHTS + NODE_RIGHTS)
-    # What is of the cluster has a name of its own, for operators of other namespaces are there too.
+    # Cluster-wide objects have their own names, since other namespaces may have operators too.
     nodes = f"{NAME}-{wanted.watch_namespace}"
     found = _granted(wanted, wanted.watch_namespace, RIGHTS)
     found += _granted(wanted, "", NODE_RIGHTS, nodes)
@@ -294,7 +294,7 @@ def _meta(namespace: str) -> Object:
 
 
 class Volume(msgspec.Struct, frozen=True):
-    """A volume of a job's pods: what it is of, and where it is mounted."""
+    """A volume of a job's pods: its source, and where it is mounted."""
 
     name: str
     source: Mapping[str, Any]
@@ -302,8 +302,8 @@ class Volume(msgspec.Struct, frozen=True):
     read_only: bool = False
 
 
-class JobWish(msgspec.Struct, frozen=True, kw_only=True):
-    """An ElasticJob in a few words; None: not said, so that the defaults hold."""
+class RequestedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """The requested fields of an ElasticJob; None: the default."""
 
     name: str
     image: str
@@ -320,45 +320,45 @@ class JobWish(msgspec.Struct, frozen=True, kw_only=True):
     requests: Mapping[str, str] = {}
 
 
-def job(wish: JobWish) -> Object:
+def job(requested: RequestedJob) -> Object:
     """Return the ElasticJob; `fields` are more of its spec, as they are written there."""
     container: Object = {
         "name": CONTAINER,
-        "image": wish.image,
-        **({"command": list(wish.command)} if wish.command else {}),
-        **({"args": list(wish.args)} if wish.args else {}),
-        **({"env": list(wish.env)} if wish.env else {}),
-        **_resources(wish),
+        "image": requested.image,
+        **({"command": list(requested.command)} if requested.command else {}),
+        **({"args": list(requested.args)} if requested.args else {}),
+        **({"env": list(requested.env)} if requested.env else {}),
+        **_resources(requested),
     }
     pod: Object = {"containers": [container]}
-    if wish.volumes:
+    if requested.volumes:
         container["volumeMounts"] = [
             {
                 "name": one.name,
                 "mountPath": one.path,
                 **({"readOnly": True} if one.read_only else {}),
             }
-            for one in wish.volumes
+            for one in requested.volumes
         ]
-        pod["volumes"] = [{"name": one.name, **one.source} for one in wish.volumes]
-    bounds = {"minReplicas": wish.min, "maxReplicas": wish.max}
-    place = {"namespace": wish.namespace} if wish.namespace else {}
+        pod["volumes"] = [{"name": one.name, **one.source} for one in requested.volumes]
+    bounds = {"minReplicas": requested.min, "maxReplicas": requested.max}
+    place = {"namespace": requested.namespace} if requested.namespace else {}
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
-        "metadata": {"name": wish.name, **place},
+        "metadata": {"name": requested.name, **place},
         "spec": {
             **{key: value for key, value in bounds.items() if value is not None},
-            **wish.fields,
+            **requested.fields,
             "replicaSpecs": {
-                "Worker": {"replicas": wish.replicas, "template": {"spec": pod}},
+                "Worker": {"replicas": requested.replicas, "template": {"spec": pod}},
             },
         },
     }
 
 
-def _resources(wish: JobWish) -> Object:
-    both = {"limits": dict(wish.limits), "requests": dict(wish.requests)}
+def _resources(requested: RequestedJob) -> Object:
+    both = {"limits": dict(requested.limits), "requests": dict(requested.requests)}
     said = {key: value for key, value in both.items() if value}
     return {"resources": said} if said else {}
 
@@ -383,7 +383,7 @@ def as_yaml(documents: Sequence[Object]) -> str:
 
 
 def _represented(dumper: Any, text: str) -> Any:
-    """Quote what is not plainly a word: kubectl reads N as false and 1e3 as a number."""
+    """Quote each text that is no plain word: kubectl reads N as false and 1e3 as a number."""
     plain = _WORD.fullmatch(text) and text.lower() not in _NO_WORDS
     style = None if plain or "\n" in text else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)

@@ -1,6 +1,6 @@
 """The definition of the ElasticJob resource (CustomResourceDefinition v1), made of the types.
 
-A structural schema: each field has one type, no references. It is walked out of the same types
+A structural schema: each field has one type, no references. It is derived from the same types
 that the operator decodes with, so the API server and the operator refuse the same values. Rules
 between fields are in CEL, which Kubernetes knows since 1.25; for an older server they are left
 out. The operator checks them always. Pure; fails only for a type that no schema can express, which
@@ -69,7 +69,7 @@ def definition(*, with_rules: bool = True) -> Schema:
         "spec": {
             "group": names.GROUP,
             "scope": "Namespaced",
-            # Said, since the original's definition, which this may come over, has it true.
+            # Explicit, since the original's definition, which this may replace, has it true.
             "preserveUnknownFields": False,
             "names": {
                 "kind": names.KIND,

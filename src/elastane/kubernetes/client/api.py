@@ -36,7 +36,7 @@ from elastane.kubernetes.client.errors import (
     refusal,
 )
 from elastane.kubernetes.client.resource import EVERYTHING, Resource, Selector, one
-from elastane.kubernetes.client.transport import PAGE_BYTES_MAX, Request, Transport
+from elastane.kubernetes.client.transport import PAGE_BYTES_MAX, ApiRequest, Transport
 
 T = TypeVar("T")
 
@@ -67,12 +67,12 @@ class _Line(msgspec.Struct):
 
 
 async def follow(
-    http: Transport, request: Request, kind: type[T], from_version: str, watch_s: float
+    http: Transport, request: ApiRequest, kind: type[T], from_version: str, watch_s: float
 ) -> AsyncGenerator[SeenObject[T], None]:
     """Give every event after `from_version`, over as many watches as it takes."""
     version, pause_s = from_version, PAUSE_S
     while True:
-        # Not all watches of all clients at one moment.
+        # Spread, so that the watches of all clients do not end at one moment.
         asked_s = max(1, round(watch_s * random.uniform(0.9, 1.0)))
         query = request.query | {
             "watch": "1",
@@ -279,7 +279,7 @@ class Api:
 
     async def read(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
         """Return what is at a path that is no object's: /version, /apis, a pod's log."""
-        return await self._http.ask(Request("GET", path, path, dict(query or {})))
+        return await self._http.ask(ApiRequest("GET", path, path, dict(query or {})))
 
     def watch(
         self,
@@ -313,7 +313,7 @@ class Api:
     ) -> None:
         await self.close()
 
-    async def _typed(self, request: Request, kind: type[T]) -> T:
+    async def _typed(self, request: ApiRequest, kind: type[T]) -> T:
         content = await self._http.ask(request)
         return decoded(content, kind, request.label, self.access.where)
 
@@ -334,10 +334,10 @@ def _request(
     name: str = "",
     subresource: str = "",
     body: Mapping[str, Any] | None = None,
-) -> Request:
+) -> ApiRequest:
     verb = "list" if method == "GET" and not name else _VERBS[method]
     what = resource.label(namespace if resource.namespaced else "", name)
-    return Request(
+    return ApiRequest(
         method,
         resource.path(namespace, name, subresource),
         f"{verb} {what}" + (f" ({subresource})" if subresource else ""),

@@ -23,9 +23,9 @@ import msgspec
 
 from elastane.errors import ConfigurationError
 from elastane.kubernetes.client.identity import (
-    Anybody,
     ClientProof,
     FileIdentity,
+    FixedIdentity,
     Identity,
     Plugin,
     PluginIdentity,
@@ -66,7 +66,7 @@ class ClusterAccess:
         return await self.identity.proof()
 
     def renew(self) -> bool:
-        """Forget what is known of who we are; False where it would be the same again."""
+        """Forget the current identity; False if the next one would be the same."""
         return self.identity.renew()
 
     def extensions(self) -> dict[str, str]:
@@ -186,7 +186,7 @@ def read_kubeconfig(paths: str, environ: Mapping[str, str], context: str = "") -
         raise _wrong(str(cluster.path), f"server {server!r}", "https://HOST:PORT")
     return ClusterAccess(
         server,
-        _identity(user, cluster, environ) if user else Anybody(),
+        _identity(user, cluster, environ) if user else FixedIdentity(),
         namespace=_text(meant.content, "namespace") or "default",
         where=f"kubeconfig {meant.path}, context {context}, server {server}",
         tls=_tls(cluster),
@@ -290,7 +290,7 @@ def _identity(user: _File, cluster: _File, environ: Mapping[str, str]) -> Identi
     ):
         if _text(user.content, field) and not inline:
             paths[part] = user.relative(_text(user.content, field))
-    return FileIdentity(paths, fixed) if paths else Anybody(fixed)
+    return FileIdentity(paths, fixed) if paths else FixedIdentity(fixed)
 
 
 def _plugin(user: _File, cluster: _File, environ: Mapping[str, str]) -> Plugin:

@@ -1,4 +1,4 @@
-"""What an answer of the API server is: an object of the expected type, or an error.
+"""Answers of the API server: an object of the expected type, or an error.
 
 Owns the classes of errors, which answer becomes which, and the decoding of objects and lists. Bytes
 that do not decode are an ApiAnswerError. Callers decide by the class of an error, and by the words
@@ -15,11 +15,11 @@ import msgspec
 from elastane.errors import ElastaneError, ExitCode
 from elastane.protocol.unreadable import UNREADABLE
 
-# Of a server's sentence in an error: an admission webhook may say anything at any length.
+# Of a server's sentence in an error: an admission webhook may return a text of any length.
 MESSAGE_CHARS_MAX = 1000
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ErrorDetails(msgspec.Struct, frozen=True, kw_only=True):
     """The answer behind an error; the defaults mean that none came.
 
     `status` is the HTTP status, `reason` Kubernetes' own word (`AlreadyExists`, `Expired`),
@@ -34,7 +34,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     retry_after_s: float | None = None
 
 
-_NO_ANSWER = Answer()
+_NO_ANSWER = ErrorDetails()
 
 
 class ApiError(ElastaneError):
@@ -51,7 +51,7 @@ class ApiError(ElastaneError):
         where: str = "",
         expected: str = "",
         next_step: str = "",
-        answer: Answer = _NO_ANSWER,
+        answer: ErrorDetails = _NO_ANSWER,
     ) -> None:
         super().__init__(
             what,
@@ -123,7 +123,7 @@ class ApiBusyError(ApiError):
 
 
 class ApiAnswerError(ApiError):
-    """An answer that is none of an API server: garbage, or larger than any may be."""
+    """An answer that no API server gives: garbage, or larger than its bound."""
 
     slug = "kube-answer"
 
@@ -202,7 +202,7 @@ def refusal(
         f"kubernetes: {asked}: {message} (HTTP {status})",
         where=where,
         next_step=_NEXT_STEPS.get(kind, ""),
-        answer=Answer(
+        answer=ErrorDetails(
             status=status,
             reason=said.reason,
             message=message,
@@ -231,7 +231,7 @@ T = TypeVar("T")
 
 
 class ListMeta(msgspec.Struct):
-    """Of a list: its version, and where the next page begins."""
+    """The metadata of a list: its version, and where the next page begins."""
 
     resourceVersion: str = ""  # noqa: N815 the wire's
     going_on: str = msgspec.field(default="", name="continue")
@@ -245,7 +245,7 @@ class Items(msgspec.Struct, Generic[T]):
 
 
 class VersionMeta(msgspec.Struct):
-    """Of an object: its version."""
+    """The metadata of an object: its version."""
 
     resourceVersion: str = ""  # noqa: N815 the wire's
 
@@ -257,7 +257,7 @@ class Versioned(msgspec.Struct):
 
 
 def decoded(content: bytes | msgspec.Raw, kind: type[T], label: str, where: str) -> T:
-    """Return the object; ApiAnswerError for what is none of `kind`."""
+    """Return the object; ApiAnswerError if it is not of `kind`."""
     try:
         found: T = _decoder(kind).decode(content)
     except UNREADABLE as error:
@@ -266,7 +266,7 @@ def decoded(content: bytes | msgspec.Raw, kind: type[T], label: str, where: str)
 
 
 def pages(content: bytes, kind: type[T], label: str, where: str) -> Items[T]:
-    """Return the page of a list of `kind`; ApiAnswerError for what is none."""
+    """Return the page of a list of `kind`; ApiAnswerError for anything else."""
     return decoded(content, Items[kind], label, where)  # type: ignore[valid-type]
 
 

@@ -52,7 +52,7 @@ class Identity(Protocol):
     """An identity that the server knows."""
 
     async def proof(self) -> ClientProof:
-        """Return what to show now."""
+        """Return the current proof."""
         ...
 
     def renew(self) -> bool:
@@ -70,12 +70,12 @@ class SingleFlight:
         """Return what `make()` returns, or what the one that is under way does."""
         if self._making is None or self._making.done():
             self._making = asyncio.create_task(make())
-            # Where nobody waits any more, nobody asks what became of it either.
+            # If all callers gave up, the exception is read here, or asyncio would log it.
             self._making.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._making)
 
 
-class Anybody:
+class FixedIdentity:
     """An identity that never changes: one of the kubeconfig itself, or none at all."""
 
     def __init__(self, proof: ClientProof | None = None) -> None:
@@ -180,7 +180,7 @@ def _no_password() -> str:
 
 # kubectl has no bound; a plugin that asks a metadata server takes a second or two.
 PLUGIN_TIMEOUT_S = 30.0
-# What it gave is renewed so long before it expires.
+# Its proof is renewed this long before it expires.
 EARLY_S = 30.0
 
 

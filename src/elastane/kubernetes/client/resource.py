@@ -28,7 +28,7 @@ class Resource(msgspec.Struct, frozen=True):
 
     @property
     def api_version(self) -> str:
-        """What a manifest says as apiVersion."""
+        """The apiVersion of its manifests."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
@@ -54,7 +54,7 @@ class Resource(msgspec.Struct, frozen=True):
 
 
 class Selector(msgspec.Struct, frozen=True):
-    """What narrows a list or a watch, in Kubernetes' own syntax; empty: everything."""
+    """The filter of a list or a watch, in Kubernetes' own syntax; empty: everything."""
 
     labels: str = ""
     fields: str = ""

@@ -39,12 +39,12 @@ ANSWER_BYTES_MAX = 4 << 20
 # 500 objects of 128 KiB; a pod is 5 to 10 KiB.
 PAGE_BYTES_MAX = 64 << 20
 CONNECT_TIMEOUT_S = 3.0
-# A server that puts off is asked again after what it says, and no sooner than this.
+# A postponed request is repeated after the server's own pause, and no sooner than this.
 PUT_OFF_MIN_S = 0.2
 
 
-class Request(msgspec.Struct, frozen=True):
-    """What goes over the wire. `label` names the request in messages."""
+class ApiRequest(msgspec.Struct, frozen=True):
+    """One request. `label` names it in messages."""
 
     method: str
     path: str
@@ -64,7 +64,7 @@ class Transport:
         self._connections_max = connections_max
         self._pool: _Pool | None = None
 
-    async def ask(self, request: Request) -> bytes:
+    async def ask(self, request: ApiRequest) -> bytes:
         """Return the body of the answer; one of `errors` where it is a refusal, or none came."""
         failed: ApiUnreachableError | None = None
         try:
@@ -88,9 +88,9 @@ class Transport:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, request: Request, *, silence_s: float
+        self, request: ApiRequest, *, silence_s: float
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Give the lines of an answer that goes on; ApiUnreachableError if it breaks or stalls."""
+        """Yield the lines of a streamed answer; ApiUnreachableError if it breaks or stalls."""
         timeout = _timeout(self._timeout_s, silence_s)
         async with contextlib.AsyncExitStack() as stack:
             for last in (False, True):
@@ -110,7 +110,7 @@ class Transport:
         if pool is not None:
             await pool.client.aclose()
 
-    async def _ask(self, request: Request) -> bytes:
+    async def _ask(self, request: ApiRequest) -> bytes:
         """Send a request; repeat it once with new credentials, or as the server postpones it."""
         timeout = _timeout(self._timeout_s)
         renewed = False
@@ -129,7 +129,7 @@ class Transport:
 
     @contextlib.asynccontextmanager
     async def _response(
-        self, request: Request, timeout: httpx.Timeout
+        self, request: ApiRequest, timeout: httpx.Timeout
     ) -> AsyncIterator[httpx.Response]:
         """Send the request, and give the answer, whatever its status."""
         import httpx
@@ -197,7 +197,7 @@ class Transport:
             proxy=self.access.proxy or None,
         )
 
-    def _refused(self, request: Request, response: httpx.Response, content: bytes) -> ApiError:
+    def _refused(self, request: ApiRequest, response: httpx.Response, content: bytes) -> ApiError:
         said = read_status(content)
         if response.status_code < 400:
             fault = f"HTTP {response.status_code}: {said.message[:200]}"
@@ -211,12 +211,12 @@ class Transport:
         )
 
     def _unreachable(
-        self, request: Request, error: Exception, *, sent: bool
+        self, request: ApiRequest, error: Exception, *, sent: bool
     ) -> ApiUnreachableError:
         fault = f"{self.access.server}: {str(error) or type(error).__name__}"
         return unreachable(request.label, fault, where=self.access.where, sent=sent)
 
-    async def _whole(self, response: httpx.Response, request: Request) -> bytes:
+    async def _whole(self, response: httpx.Response, request: ApiRequest) -> bytes:
         content = bytearray()
         async for part in response.aiter_bytes():
             content += part
@@ -225,7 +225,7 @@ class Transport:
         return bytes(content)
 
     async def _lines(
-        self, response: httpx.Response, request: Request
+        self, response: httpx.Response, request: ApiRequest
     ) -> AsyncGenerator[bytes, None]:
         pending = bytearray()
         async with contextlib.aclosing(response.aiter_bytes()) as parts:  # type: ignore[type-var]
@@ -239,13 +239,13 @@ class Transport:
                 if len(pending) > request.bytes_max:
                     raise self._too_large(request)
 
-    def _too_large(self, request: Request) -> ApiError:
+    def _too_large(self, request: ApiRequest) -> ApiError:
         fault = f"more than {request.bytes_max} bytes"
         return garbage(request.label, fault, where=self.access.where)
 
 
 class _Pool:
-    """Connections that show one certificate; retired ones are closed by whoever uses them last."""
+    """Connections that show one certificate; retired ones are closed by their last user."""
 
     def __init__(self, client: httpx.AsyncClient, shown: tuple[str, str]) -> None:
         self.client = client
@@ -277,7 +277,7 @@ class _Pool:
 
 
 def _is_tls(error: BaseException | None) -> bool:
-    """Whether TLS is what an error came of."""
+    """Whether an error comes from TLS."""
     while error is not None:
         if isinstance(error, ssl.SSLError):
             return True

@@ -60,7 +60,7 @@ class CreateToken(_Action, frozen=True, kw_only=True):
 class PatchObject(_Action, frozen=True, kw_only=True):
     """Merge-patch an object, also a Pod (adoption); the patch holds metadata.uid as precondition.
 
-    A 404 or 409 is no error: the object has changed, and what it is now will be looked at.
+    A 404 or 409 is no error: the object has changed, and the next decision reads it again.
     """
 
     kind: str
@@ -79,8 +79,8 @@ class DeleteObject(_Action, frozen=True, kw_only=True):
 class ReleaseLease(_Action, frozen=True, kw_only=True):
     """Give the Lease of the job's coordinator back, if it is held in one of these pods.
 
-    `pods` are those that are known to be dead: of each uid the name. Where it is not done the
-    Lease runs out by itself.
+    `pods` are those that are known to be dead: names by uid. If this action is not done, the Lease
+    expires by itself.
     """
 
     lease: str
@@ -108,8 +108,8 @@ Action = (
 class ReportedEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An Event on the ElasticJob; published once for each (reason, message), and counted.
 
-    `count`: how often it has happened so far, where it is about something that lasts; a decision
-    that finds it lasting still says the same number. None: it happened just now, once more.
+    `count`: how often it has happened so far, for a lasting condition; a decision that finds the
+    condition unchanged gives the same number. None: it happened just now, once more.
     """
 
     type: Literal["Normal", "Warning"]
@@ -119,11 +119,11 @@ class ReportedEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done about one job.
+    """The decision about one job: its next status, and the actions of the shell.
 
     The shell's obligations. With `status_first`, the status is written before any action, and no
-    action is done unless that write has succeeded (it is a merge patch with the resourceVersion
-    of the job that was observed: whoever decided on an old job is refused, and looks again).
+    action is done unless that write has succeeded. (It is a merge patch with the resourceVersion
+    of the job that was observed: a decision about an older job is refused, and made again.)
     Without it, the status is written after the actions. The status is written only where it
     differs (`status.merge_patch`). ReleaseLease comes first. All actions on objects (CreateObject,
     CreateToken, PatchObject, DeleteObject) are done, in their order, before the first on a pod;

@@ -19,15 +19,15 @@ LABEL_GROUP = "group-name"
 LABEL_JOB = "job-name"
 LABEL_TYPE = "replica-type"
 LABEL_INDEX = "replica-index"
-# How pods of ours are selected, by anybody.
+# The selector of all pods of ElasticJobs.
 POD_SELECTOR = f"{LABEL_GROUP}={GROUP}"
 
 # The ClusterRole that each job's account is bound to; `elastane kubernetes install` makes it.
 JOB_ROLE = "elastane-job"
 
-# On what the operator makes: a digest of the manifest, by which a change of it is seen.
+# On each object of the operator: a digest of its manifest, which shows a changed one.
 MADE_OF = "elastane.dev/made-of"
-# On each pod: a digest of the template that it was made of.
+# On each pod: a digest of the template that it was made from.
 TEMPLATE_OF = "elastane.dev/template"
 
 # Labels, host names and names of Services hold 63 characters; "-worker-4095" is 12 of them.

@@ -28,7 +28,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """An object's metadata. `edition` is what Kubernetes counts up with each change of the spec."""
+    """An object's metadata. `edition` is its generation: it grows with each change of the spec."""
 
     name: str = ""
     namespace: str = ""
@@ -50,7 +50,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defau
 
     @property
     def is_leaving(self) -> bool:
-        """Whether somebody has asked for its deletion."""
+        """Whether its deletion was requested."""
         return self.deletion_timestamp is not None
 
 
@@ -184,7 +184,7 @@ class PodCondition(_Read, frozen=True, kw_only=True):
 
 
 class PodSpec(_Read, frozen=True, kw_only=True):
-    """Of a pod's spec: where it is bound, and whether the kubelet restarts its containers."""
+    """The part of a pod's spec that counts: its node, and whether its containers are restarted."""
 
     node_name: str = ""
     restart_policy: str = ""
@@ -272,7 +272,7 @@ class ElasticJob(_Read, frozen=True, kw_only=True):
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """All of one job, as last seen.
+    """The objects of one job, as last seen.
 
     `pods`: those with the job's labels and name, also those that are being deleted, and those
     that another object controls. `gone`: pods that were deleted, each as the watch showed it last.

@@ -1,7 +1,7 @@
-"""The ElasticJob's spec as types: what the definition's schema and the validation are made of.
+"""The ElasticJob's spec as types: the source of the definition's schema and of the validation.
 
 The original's fields come first; all of ours are optional. Bounds stand in the types, so that
-schema and operator cannot differ. What one field says about another is `reconcile.settings`'s.
+schema and operator cannot differ. Rules between fields are in `reconcile.settings`.
 """
 
 from __future__ import annotations

@@ -157,9 +157,9 @@ class JobStatus(_StatusPart, frozen=True, kw_only=True):
 
 
 def read_status(raw: Any) -> JobStatus:
-    """Return the status as it was written; of what nobody can read, the parts that can be.
+    """Return the status as it was written; of an unreadable one, the parts that can be read.
 
-    Another version, or a hand, may have written it: one field that is wrong must neither stop
+    Another version, or a person, may have written it: one field that is wrong must neither stop
     the job nor lose the counters beside it.
     """
     if not isinstance(raw, dict):
@@ -186,7 +186,7 @@ def as_wire(status: JobStatus) -> dict[str, Any]:
     return _ZEROS | dict(msgspec.json.decode(msgspec.json.encode(status)))
 
 
-# Written also when they are 0: for kubectl's columns, and for who scales by them.
+# Written also when they are 0: for kubectl's columns, and for autoscalers.
 _ZEROS = dict.fromkeys(("replicas", "readyReplicas", "restarts", "failures", "disruptions"), 0)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 # lets a user have some dozens of requests in flight.
 WORKERS = 16
 # Writes in flight at a time, over all jobs: a job of a thousand pods leaves room for others, and
-# the API server's priority and fairness has no reason to hold us up.
+# the API server's priority and fairness has no reason to throttle us.
 WRITES_IN_FLIGHT_MAX = 32
 # Creations of one decision: one, then four, then sixteen, so that a quota which refuses the first
 # pod of a thousand is asked once, not a thousand times.
@@ -19,7 +19,7 @@ RETRY_MAX_S = 120.0
 RESYNC_S = 300.0
 # A report of a job in which only the step has changed is looked at no more often than this.
 PROGRESS_S = 5.0
-# A node that seems lost is asked about unless that was done so recently.
+# A node that seems lost is read again, unless it was read this recently.
 NODE_LOOK_S = 2.0
 # Nodes whose last look is remembered; each is a few bytes.
 NODES_ABSENT_MAX = 16_384
@@ -29,19 +29,19 @@ RELIST_MAX_S = 30.0
 # Uids of objects that are gone, as each cache remembers them: an answer of ours that comes late
 # must not bring one back.
 GONE_REMEMBERED_MAX = 8192
-# The lease: void for the others so long after its last renewal, ...
+# The lease is void for other operators this long after its last renewal, ...
 LEASE_S = 15.0
-# ... for its holder so long after it last asked for a renewal that was granted, ...
+# ... void for its holder this long after the request of its last renewal, ...
 LEASE_HOLD_S = 10.0
 # ... and renewed this often. Kubernetes' own controllers have 15, 10 and 2.
 LEASE_RENEW_S = 2.0
-# Who waits for it looks at it this often.
+# A waiting operator reads the lease this often.
 LEASE_LOOK_S = 1.0
-# One request of the election, which must not use up the time it is about.
+# One request of the election; much less than the holder's time.
 LEASE_REQUEST_S = 4.0
-# What is under way may take so long to end, on SIGTERM, before the lease is given back.
+# Work under way may take this long to end, on SIGTERM, before the lease is released.
 END_S = 5.0
-# ... and events that are not written yet, so long.
+# ... and events that are not written yet may take this long.
 EVENTS_FLUSH_S = 1.0
 # Events: of one job at once, and its allowance after that; Kubernetes' clients have 25 and 300 s.
 EVENTS_BURST = 25

@@ -62,7 +62,7 @@ class StaleError(Exception):
 
 
 class StatusRefusedError(Exception):
-    """The job as it is written is none by its definition, whatever its status: nothing to do."""
+    """The job violates its definition, whatever its status: no status can be written."""
 
     def __init__(self, error: ApiInvalidError) -> None:
         super().__init__(error.what)
@@ -70,7 +70,7 @@ class StatusRefusedError(Exception):
 
 
 class Executor:
-    """Does what decisions say. `may_act` is asked before each write."""
+    """Carries out decisions. `may_act` is asked before each write."""
 
     def __init__(
         self, api: Api, view: ClusterView, metrics: Metrics, may_act: Callable[[], bool]
@@ -96,7 +96,7 @@ class Executor:
         on_pods = [one for one in decision.actions if isinstance(one, (CreatePod, *_ENDS))]
         creations = [one for one in on_pods if isinstance(one, CreatePod)]
         deletions = [one for one in on_pods if not isinstance(one, CreatePod)]
-        # Without what they need, which was refused, no pods; those that are to go, go.
+        # No pods if an object that they need was refused; deletions proceed.
         work: list[Awaitable[None]] = [self._each(key, job, deletions)]
         if not refused:
             work.append(self._create_pods(key, job, creations))
@@ -134,7 +134,7 @@ class Executor:
             cache.wrote(found)
 
     async def _objects(self, key: str, job: ElasticJob, decision: Decision) -> bool:
-        """Do what concerns objects, one by one; return whether something was refused."""
+        """Carry out the actions on objects, one by one; return whether any was refused."""
         refused = False
         for action in decision.actions:
             if isinstance(action, CreateObject):
@@ -259,7 +259,7 @@ class Executor:
         self._view.granted(key, verb, kind, name)
 
     async def _delete(self, namespace: str, kind: str, name: str, how: Deletion) -> None:
-        """Delete an object; what is gone already is as it should be."""
+        """Delete an object; one that is gone already is no error."""
         try:
             await self._write(
                 f"Delete{kind}", lambda: self._api.delete(BY_KIND[kind], namespace, name, how)
@@ -284,7 +284,7 @@ class Executor:
         self._view.cache_of(kind).wrote(written)
 
     async def _release_lease(self, namespace: str, action: ReleaseLease) -> None:
-        """Do it once; what stands against it costs the job only the Lease's time."""
+        """Release the Lease, without a retry: a failure costs the job only the Lease's time."""
         place = LeasePlace(self._api, namespace, lambda: {"name": action.lease}, patches=True)
         try:
             uid = await self._write("ReleaseLease", lambda: free_of(place, action.pods))

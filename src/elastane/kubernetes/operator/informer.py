@@ -52,12 +52,12 @@ T = TypeVar("T", bound=HasMeta)
 
 
 def key_of(meta: Meta) -> str:
-    """Return `namespace/name`; of what has no namespace `/name`."""
+    """Return `namespace/name`; `/name` for an object without a namespace."""
     return f"{meta.namespace}/{meta.name}"
 
 
 class Index(Generic[T]):
-    """The objects of a cache by a key that is derived of each; "" keeps one out."""
+    """The objects of a cache by a key that is derived from each; "" keeps one out."""
 
     def __init__(self, derive: Callable[[T], str]) -> None:
         self.derive = derive
@@ -67,17 +67,17 @@ class Index(Generic[T]):
         return tuple(self._groups.get(key, {}).values())
 
     def keys(self) -> Iterable[str]:
-        """Return the keys that something is under."""
+        """Return the keys with at least one object."""
         return self._groups.keys()
 
     def add(self, name: str, one: T) -> None:
-        """Take an object in, in the place of what was there by its name and key."""
+        """Add an object, in place of the one with its name and key."""
         key = self.derive(one)
         if key:
             self._groups.setdefault(key, {})[name] = one
 
     def remove(self, name: str, one: T) -> None:
-        """Take an object out that is in."""
+        """Remove an object that is in the index."""
         key = self.derive(one)
         if key:
             group = self._groups[key]
@@ -115,7 +115,7 @@ class Cache(Generic[T]):
         return self._objects.get(key)
 
     def index(self, derive: Callable[[T], str]) -> Index[T]:
-        """Return an index of this cache, which is to be empty still."""
+        """Add an index to this cache, which must still be empty."""
         assert not self._objects, "an index that would lack what is there"
         made = Index(derive)
         self._indexes.append(made)
@@ -138,21 +138,21 @@ class Cache(Generic[T]):
             self._put(before, None)
 
     def wrote(self, one: T) -> None:
-        """Take in what the server answered to a write of ours."""
+        """Store the server's answer to a write of ours."""
         before = self._objects.get(key_of(one.metadata))
         late = before is not None and (_is_newer(before, one) or _is_same(before, one))
         if not late and one.metadata.uid not in self._gone:
             self._put(before, one)
 
     def lacks(self, key: str, uid: str) -> None:
-        """Take in that the server does not have the object that we meant to write to."""
+        """Remove an object that the server did not have when we wrote to it."""
         self._remember_gone(uid)
         before = self._objects.get(key)
         if before is not None and before.metadata.uid == uid:
             self._put(before, None)
 
     def retain(self, uids: Set[str], version: str) -> None:
-        """Take in that a whole list, as of `version`, was of these; what we wrote since stays."""
+        """Replace the content by a whole list as of `version`; our own later writes stay."""
         as_of = _number(version)
         for before in list(self._objects.values()):
             meta = before.metadata
@@ -187,7 +187,7 @@ def _number(version: str) -> int:
 
 
 def _is_newer(one: HasMeta, other: HasMeta) -> bool:
-    """Whether `one` is of a later version than `other`; no where versions are no numbers."""
+    """Whether `one` is of a later version than `other`; False if versions are no numbers."""
     return _number(one.metadata.resource_version) > _number(other.metadata.resource_version)
 
 

@@ -15,7 +15,7 @@ BUCKETS_S = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0)
 
 
 class Metrics:
-    """All metrics of one operator. `gauge` values are asked for when somebody reads."""
+    """All metrics of one operator. `gauge` values are computed at each read."""
 
     def __init__(self) -> None:
         self._help: dict[str, tuple[str, str]] = {}

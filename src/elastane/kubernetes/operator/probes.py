@@ -57,7 +57,7 @@ def make_metrics() -> Metrics:
 class Probes:
     """Answers `/healthz`, `/readyz` and `/metrics`.
 
-    `ready()` is what stands against being ready, a line each; `session()` the work under way.
+    `ready()` returns the obstacles to readiness, a line each; `session()` the work under way.
     """
 
     def __init__(

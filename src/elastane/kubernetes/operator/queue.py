@@ -48,7 +48,7 @@ class KeyedQueue:
         return len(self._working)
 
     def add(self, key: str) -> None:
-        """Have a key looked at as soon as a worker is free."""
+        """Queue a key for the next free worker."""
         if key in self._working:
             self._again.add(key)
         elif key not in self._ready:
@@ -56,7 +56,7 @@ class KeyedQueue:
             self._wake.set()
 
     def add_in(self, key: str, delay_s: float) -> None:
-        """Have a key looked at after `delay_s`, unless that happens sooner."""
+        """Queue a key after `delay_s`, unless it is due sooner."""
         if delay_s <= 0:
             self.add(key)
             return
@@ -67,7 +67,7 @@ class KeyedQueue:
             self._wake.set()
 
     def retry(self, key: str, at_least_s: float = 0.0) -> float:
-        """Have a key that failed looked at after its back-off; return how long that is."""
+        """Queue a failed key after its backoff; return how long that is."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         doubled_s = RETRY_FIRST_S * float(1 << min(failures, 20))
@@ -76,11 +76,11 @@ class KeyedQueue:
         return wait_s
 
     def succeeded(self, key: str) -> None:
-        """Let the next failure of a key be its first."""
+        """Reset the backoff of a key."""
         self._failures.pop(key, None)
 
     def forget(self, key: str) -> None:
-        """Drop all that is known of a key that stands for nothing any more."""
+        """Forget a key whose object is gone."""
         self._failures.pop(key, None)
         self._due_s.pop(key, None)
         self._ready.pop(key, None)
@@ -96,7 +96,7 @@ class KeyedQueue:
         # The decision that follows sets the next time at which this key is due.
         self._due_s.pop(key, None)
         if self._ready:
-            self._wake.set()  # for the next of those who wait
+            self._wake.set()  # for the next waiting worker
         return key
 
     async def take(self) -> str:
@@ -125,7 +125,7 @@ class KeyedQueue:
                     await self._returned.wait()
 
     def _promote(self) -> float | None:
-        """Make ready what is due; return the seconds until the next is, None for never."""
+        """Move due keys to the ready ones; return the seconds until the next one, or None."""
         now_s = self._clock()
         while self._heap:
             due_s, key = self._heap[0]

@@ -1,7 +1,7 @@
 """Events on objects, as `kubectl describe` shows them: each once, counted, at a bounded rate.
 
-Owns the core/v1 Events of this operator. The name of an event is derived from its text. So an event
-of an earlier operator is counted further, and none is there twice. It does not fail: an event that
+Owns the core/v1 Events of this operator. The name of an event is derived from its text. So an
+operator continues the count of an earlier one's event, and makes no second event. An event that
 cannot be written is dropped and counted, and no caller waits for one.
 """
 
@@ -48,7 +48,7 @@ class EventSubject(msgspec.Struct, frozen=True):
 
 
 class EventCount(msgspec.Struct):
-    """What is read of an event that is there already."""
+    """The fields that are read of an existing event."""
 
     count: int = 0
 
@@ -83,8 +83,8 @@ class _Bucket:
         return True
 
 
-class Recorder:
-    """Takes events at any rate and writes what is worth writing. `write` is whoever may write now.
+class EventPublisher:
+    """Takes events at any rate, and writes them at a bounded one; repetitions are counted.
 
     `count(outcome)` is called with `written` or `dropped` for each.
     """
@@ -98,7 +98,7 @@ class Recorder:
         self._queue = KeyedQueue()
 
     def record(self, about: EventSubject, event: ReportedEvent) -> None:
-        """Publish an event, or count it where it is there; see ReportedEvent for its count."""
+        """Publish an event, or count it if it exists; see ReportedEvent for its count."""
         message = event.message[:EVENT_MESSAGE_CHARS_MAX]
         key = _key(about, event.type, event.reason, message)
         now_s = time.time()
@@ -116,7 +116,7 @@ class Recorder:
         entry.count = entry.count + 1 if event.count is None else max(entry.count, event.count)
         entry.last_s = now_s
         if entry.count > entry.written:
-            self._queue.add_in(key, EVENT_COUNT_S)  # Sooner where it was added just now.
+            self._queue.add_in(key, EVENT_COUNT_S)  # Sooner if it was added just now.
         self._entries.move_to_end(key)
         if len(self._entries) > EVENTS_REMEMBERED_MAX:
             oldest, _ = self._entries.popitem(last=False)
@@ -138,7 +138,7 @@ class Recorder:
                 self._queue.done(key)
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until all that can be written now is, but no longer than `timeout_s`."""
+        """Wait until all that can be written now is written, `timeout_s` at most."""
         await self._queue.wait_returned(timeout_s, all_ready=True)
 
     async def _write(self, key: str, entry: _Entry) -> None:

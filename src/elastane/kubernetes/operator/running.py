@@ -33,7 +33,7 @@ from elastane.kubernetes.operator.bounds import (
     WRITES_IN_FLIGHT_MAX,
 )
 from elastane.kubernetes.operator.probes import Probes, make_metrics
-from elastane.kubernetes.operator.reporting import Recorder
+from elastane.kubernetes.operator.reporting import EventPublisher
 from elastane.kubernetes.operator.session import Decide, OperatorSession
 from elastane.kubernetes.reconcile import reconcile
 from elastane.kubernetes.store.lease import KubernetesLease, LeasePlace
@@ -58,7 +58,7 @@ def identity() -> str:
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """The settings of an operator: which namespace it keeps ("": all), and where its lease is."""
+    """The settings of an operator: which namespace it watches ("": all), and where its lease is."""
 
     namespace: str = ""
     lease_namespace: str = "default"
@@ -90,7 +90,7 @@ class Operator:
             patches=True,
         )
         self.elector = Elector(place, settings.identity, settings.lease_s)
-        self.recorder = Recorder(
+        self.recorder = EventPublisher(
             self._api,
             settings.identity,
             lambda outcome: self.metrics.count("elastane_events_total", outcome=outcome),
@@ -98,11 +98,11 @@ class Operator:
         self.probes = Probes(self.metrics, self.not_ready, lambda: self.session)
 
     def stop(self) -> None:
-        """Have it end: finish what is under way, and give the lease back."""
+        """End it: finish the work under way, and release the lease."""
         self._stop.set()
 
     def not_ready(self) -> list[str]:
-        """Return what stands against being ready: able to act, or to take over."""
+        """Return the obstacles to readiness, which is to be able to act or to take over."""
         if self.session is None:
             looked = boot_clock() - self.elector.looked_s < 2 * self.settings.lease_s
             return [] if looked else [self.elector.fault or "the lease was not read yet"]
@@ -179,7 +179,7 @@ class Operator:
 
     @contextlib.asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
-        """Answer probes meanwhile, where there is a port for it."""
+        """Answer probes meanwhile, if there is a port for them."""
         port = self.settings.metrics_port
         if port is None:
             yield
@@ -207,7 +207,7 @@ def _first(group: BaseExceptionGroup[Any]) -> BaseException:
 
 
 async def run(access: ClusterAccess, settings: OperatorSettings) -> None:
-    """Be an operator until SIGTERM or SIGINT; LeaseLostError where another took over."""
+    """Run an operator until SIGTERM or SIGINT; LeaseLostError if another took over."""
     # Caches of many small objects in no cycles: looking for cycles in them, again and again while
     # they are filled, took half of the CPU time of a start (20,000 pods, 2026-11-21).
     gc.set_threshold(GC_OBJECTS, 20, 50)
@@ -230,7 +230,7 @@ class Elector:
         self._pace = lease_s / LEASE_S
         margin = 1 - LEASE_HOLD_S / LEASE_S
         self._lease = KubernetesLease(place, self._name, identity.encode(), lease_s, margin)
-        # When the lease was last read or written; what stands against it, for a person.
+        # When the lease was last read or written, and why it could not be, for a person.
         self.looked_s = float("-inf")
         self.fault = ""
 
@@ -282,7 +282,7 @@ class Elector:
 
 
 _STDERR = 2
-# People who look at an operator's log want to know what it does.
+# More than of an agent, since people read an operator's log to see what it does.
 DEFAULT_LEVEL = "INFO"
 
 

@@ -1,9 +1,9 @@
 """One operator's work while it has the lease: informers fill the view, workers reconcile the jobs.
 
-Owns the tasks, and the handling of a job whose reconciliation failed. Its whole knowledge was read
-since it got the lease, so it includes the writes of the operator before. It fails with
-LeaseLostError where a write came up without the lease. A bug in a decision stops that job alone,
-which is logged and retried.
+Owns the tasks, and the handling of a job whose reconciliation failed. It reads all objects after it
+got the lease, so it sees every write of the operator before. It fails with LeaseLostError if a
+write is due without the lease. A bug in a decision stops that job alone, which is logged and
+retried.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastane.kubernetes.operator.executor import Executor, StaleError, StatusRe
 from elastane.kubernetes.operator.informer import Informer, WatchConnection, Watched
 from elastane.kubernetes.operator.metrics import Metrics
 from elastane.kubernetes.operator.queue import KeyedQueue
-from elastane.kubernetes.operator.reporting import EventSubject, Recorder
+from elastane.kubernetes.operator.reporting import EventPublisher, EventSubject
 from elastane.kubernetes.operator.view import BY_KIND, JOBS, OURS, RESOURCES, ClusterView, type_of
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class OperatorSession:
         api: Api,
         namespace: str,
         metrics: Metrics,
-        recorder: Recorder,
+        recorder: EventPublisher,
         may_act: Callable[[], bool],
         decide: Decide,
     ) -> None:

@@ -94,7 +94,7 @@ class KubernetesNode(msgspec.Struct, frozen=True):
 
 
 def node_state(node: KubernetesNode) -> SeenNode:
-    """Return what a decision is to know of a node."""
+    """Return the state of a node, as decisions use it."""
     found = next((one for one in node.status.conditions if one.type == "Ready"), NodeCondition())
     since_s = since_epoch(found.last_transition_time) if found.status == "Unknown" else None
     return SeenNode(
@@ -142,7 +142,7 @@ class Nodes:
         return found
 
     def in_doubt(self, names: Iterable[str]) -> list[str]:
-        """Return those that would count as lost, or may, and were not looked at just now."""
+        """Return the nodes that may count as lost, and were not read again just now."""
         if not self.cache.synced:
             return []
         return [name for name in names if self._is_in_doubt(name)]
@@ -177,7 +177,7 @@ class Nodes:
         self._report_change(one.metadata.name)
 
 
-# Of one job; more are of names that it gave up.
+# Kept refusals of one job; more are of names that it no longer uses.
 REFUSALS_MAX = 64
 # Deleted pods of one job that are kept until its directive names them. All pods of a job may be
 # deleted at once, as where it is suspended; one is about 2 KB.
@@ -191,7 +191,7 @@ def job_key(one: HasMeta) -> str:
 
 
 class ClusterView:
-    """The caches, and what they say of one job.
+    """The caches, and the objects of one job from all of them.
 
     `concerns(key)` is called at each change, `later(key, delay_s)` at one that can wait.
     """
@@ -233,7 +233,7 @@ class ClusterView:
         return self._caches[kind]
 
     def observed(self, key: str) -> Observed | None:
-        """Return all of one job; None where there is no such job."""
+        """Return the objects of a job; None if there is no such job."""
         job = self.jobs.get(key)
         if job is None:
             return None
@@ -318,7 +318,7 @@ class ClusterView:
         key = key_of(job.metadata)
         edition = job.metadata.edition if after is not None else -1
         if self._edition.get(key) != edition:
-            # What was refused may be another thing now.
+            # Another spec may be accepted.
             self._refused.pop(key, None)
             self._edition[key] = edition
         self._concerns(key)
@@ -334,7 +334,7 @@ class ClusterView:
         return changed
 
     def _config_changed(self, before: OwnedKind | None, after: OwnedKind | None) -> None:
-        """Let what is only progress of a job wait: of a thousand jobs it comes all the time."""
+        """Delay reports that only show progress: a thousand jobs send them all the time."""
         if before is not None and after is not None and (key := job_key(after)):
             reports = _read_report(before), _read_report(after)
             if _is_progress(*reports):

@@ -24,9 +24,9 @@ REFUSED_MAX_S = 60.0
 # ran, fail the job after this; a registry that is away for a moment must not.
 STARTLESS_S = 600.0
 # A pod whose containers have ended and that is still there so long after it should be gone is
-# held by somebody's finalizer; its replacement takes another name.
+# held by a finalizer; its replacement takes another name.
 HELD_S = 10.0
-# A coordinator's word about who is in the world counts while it is this young.
+# A coordinator's report of who is in the world counts for this long.
 REPORT_FRESH_S = 30.0
 # Where all nodes of a job are unreachable at once, the control plane is cut off rather than they;
 # as long as Kubernetes' own tolerations bear it by default.
@@ -34,7 +34,7 @@ ALL_LOST_S = 300.0
 # Grace of pods whose template names none: 30 s to drain, 30 s for workers to stop after SIGTERM,
 # and as long for a checkpoint that is being written.
 GRACE_S = 120
-# Looked at again without any event; every other time is computed.
+# The next decision without any event; all other times are computed.
 LOOK_AGAIN_S = 30.0
 # Pods in the status; 200 bytes each.
 WORKERS_TOLD_MAX = 64

@@ -113,7 +113,7 @@ class DecisionContext:
         return [pod for pod in self.pods if pod.uid not in self.fenced]
 
     def act(self, action: Action) -> None:
-        """Have the shell do something."""
+        """Add an action for the shell."""
         self.actions.append(action)
 
     def report(
@@ -123,7 +123,7 @@ class DecisionContext:
         message: str,
         count: int | None = None,
     ) -> None:
-        """Have the shell publish an Event, one of at most EVENTS_MAX; see ReportedEvent."""
+        """Add an Event for the shell, one of at most EVENTS_MAX; see ReportedEvent."""
         event = ReportedEvent(type=kind, reason=reason, message=message, count=count)
         if event not in self.events and len(self.events) < EVENTS_MAX:
             self.events.append(event)
@@ -134,7 +134,7 @@ class DecisionContext:
             self.wakes_s.append(at_s)
 
     def dismiss(self, pod: Judged, why: str, grace_s: int | None = None) -> None:
-        """Delete a pod, and have that accounted for: it is not somebody else who takes it away."""
+        """Delete a pod and count it, so that it is not taken for one deleted from outside."""
         self.counted.setdefault(pod.uid)
         if not pod.is_leaving or (grace_s == 0 and pod.meta.deletion_grace_period_seconds != 0):
             self.act(DeletePod(name=pod.name, uid=pod.uid, grace_s=grace_s, why=why))

@@ -37,7 +37,7 @@ def count(context: DecisionContext) -> None:
     """Count what has ended since the last decision; end the job where a failure is permanent."""
     own, known = context.own, set(context.counted)
     for pod in own:
-        # First of all: what fails once the job has ended well is no failure of it.
+        # First: a failure after the job has ended well does not count.
         if pod.state == "succeeded" and pod.by_itself and pod.uid not in context.counted:
             _count_success(context, pod)
     for pod in own:
@@ -117,7 +117,7 @@ def action_of(ending: PodEnd, settings: JobSettings) -> RuleAction:
 def _may_lack_rendezvous(context: DecisionContext, ending: PodEnd) -> bool:
     """Whether a pod may have failed since the rendezvous that the user named is not up yet.
 
-    Only by exit code 1, which says nothing, and where no rule of the user's says what it means.
+    Only for exit code 1, which says nothing, and only if no rule of the user covers it.
     """
     settings, begun_s = context.settings, since_epoch(context.start_time)
     if backend(context.job, settings) == "kubernetes" or settings.policy != "ExitCode":
@@ -170,7 +170,7 @@ def count_lost(context: DecisionContext, pod: Judged) -> None:
 def _note_early_end(
     context: DecisionContext, pod: Judged, why: str, *, lived_s: float | None
 ) -> None:
-    """Have the next pod of the index wait, if pods of it end quickly again and again."""
+    """Delay the next pod of the index if pods of it end quickly again and again."""
     before = context.early_ends.get(pod.index, EarlyEnd(index=pod.index))
     is_quick = lived_s is None or lived_s < QUICK_S
     quick = before.quick + 1 if is_quick else 0

@@ -73,7 +73,7 @@ def _endpoint(job: Meta, settings: JobSettings) -> str:
 
 
 def arguments(job: Meta, settings: JobSettings) -> list[str]:
-    """Return what comes before the user's own arguments."""
+    """Return the injected arguments, which come before the user's own."""
     made = [
         f"--rdzv_backend={backend(job, settings)}",
         f"--rdzv_endpoint={_endpoint(job, settings)}",
@@ -87,7 +87,7 @@ def arguments(job: Meta, settings: JobSettings) -> list[str]:
 
 
 def variables(job: Meta, settings: JobSettings) -> list[dict[str, Any]]:
-    """Return the environment that an agent of elastane finds itself by, and what torchrun needs.
+    """Return the variables by which an agent of elastane identifies itself, and one for torchrun.
 
     Without the last one a pod that joins a running c10d job of torch 2.4 to 2.13 ends that job
     after 60 s. An image of torchrun's may be behind any rdzvEndpoint; elastane does not read it.
@@ -188,7 +188,7 @@ def pod_manifest(
 
 
 def _variables(given: list[Manifest], ours: list[Manifest]) -> list[Manifest]:
-    """Return ours first, so that a user's may refer to them, and not those that the user names."""
+    """Return our variables that the user does not set, then the user's, which may refer to ours."""
     named = {variable["name"] for variable in given}
     return [*(variable for variable in ours if variable["name"] not in named), *given]
 

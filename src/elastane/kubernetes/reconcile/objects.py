@@ -13,8 +13,8 @@ Access is given where the rendezvous is over the API server: the account is boun
 ClusterRole `elastane-job`, which the installation makes, so the operator needs no right to change
 roles. Pods get their token as a variable, so neither they nor the operator may read Secrets.
 
-A manifest carries a digest of itself, by which an operator of another version sees that it would
-make another one.
+A manifest carries a digest of itself, by which an operator of another version sees whether its own
+manifest would differ.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _RBAC = "rbac.authorization.k8s.io"
 
 
 def keep_objects(context: DecisionContext) -> bool:
-    """Make, mend and take over what the job needs; return whether pods may be made now.
+    """Create, repair and adopt the job's objects; return whether pods may be created now.
 
-    They may when all of it is there, or is made by this decision, which does that first.
+    They may if all objects exist, or are created by this decision, before its pods.
     """
     return _keep(context, _wanted(context))
 
@@ -104,7 +104,7 @@ def _create_token(context: DecisionContext, manifest: Manifest, was_begun: bool)
     """Create the job's token; once, since the operator cannot see whether it is there.
 
     It comes before the report, whose presence says that it was created. A pod that cannot start
-    for its configuration may lack it: somebody deleted it.
+    for its configuration may lack it: it was deleted.
     """
     name = manifest["metadata"]["name"]
     lacks = any(pod.lacks_configuration for pod in context.own)
@@ -117,7 +117,7 @@ def _create_token(context: DecisionContext, manifest: Manifest, was_begun: bool)
 
 
 def _replace(context: DecisionContext, kind: str, found: Meta) -> bool:
-    """Deal with an object that another controls: of this job's predecessor, or of a stranger."""
+    """Delete an object of this job's predecessor; report one that another owner controls."""
     is_leftover = any(
         one.controller and one.kind == "ElasticJob" and one.name == context.job.name
         for one in found.owner_references
@@ -213,7 +213,7 @@ def _directive(context: DecisionContext) -> Manifest:
 def _dead(context: DecisionContext) -> list[str]:
     """Return uids of pods that a kubelet saw end: those that are here, and the newest others.
 
-    Nobody waits for these to come back, nor doubts what they do (`coordinator.rules.admission`).
+    The coordinator does not wait for these to come back (`coordinator.rules.admission`).
     """
     name = directive_name(context.job.name)
     known = [

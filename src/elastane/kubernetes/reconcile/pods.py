@@ -85,10 +85,10 @@ class Hindrance(msgspec.Struct, frozen=True, kw_only=True):
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """A pod and what it is to the job.
 
-    `whose`: ours; orphan (nobody's, with our labels); leftover (of an ElasticJob of the same name
-    that is gone); foreign. `restarts`: of the container in place. `is_over`: all of its
-    containers have ended, sidecars too. `by_itself`: its worker has, and not because somebody
-    deleted the pod. `is_dead`: a kubelet saw its worker end, and will not start it again.
+    `whose`: ours; orphan (our labels, no controller); leftover (of a deleted ElasticJob
+    of the same name); foreign. `restarts`: of the container in place. `is_over`: all of its
+    containers have ended, sidecars too. `by_itself`: its worker has, and not because the pod
+    was deleted. `is_dead`: a kubelet saw its worker end, and will not start it again.
     `has_begun`: a container of it has started, be it an init container. `is_outdated`: it was made
     of another template than the job has now.
     """
@@ -319,7 +319,7 @@ def _hindrance(pod: Pod, worker: ContainerStatus | None) -> Hindrance | None:
 
 
 def _by_itself(meta: Meta, worker: ContainerStatus | None) -> bool:
-    """Whether a pod that is being deleted had ended before anybody asked for that.
+    """Whether a pod that is being deleted had ended before its deletion was requested.
 
     deletionTimestamp is when it should be gone: the request and its grace.
     """

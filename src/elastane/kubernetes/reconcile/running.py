@@ -90,7 +90,7 @@ def _tell_bounds(context: DecisionContext) -> None:
 
 
 def _tell_hindrances(context: DecisionContext) -> None:
-    """Say why pods do not run; the same reason of several pods is said once, with their number."""
+    """Report why pods do not run; a reason of several pods is reported once, with their number."""
     first: dict[tuple[str, str], list[str]] = {}
     slots = set(context.slots)
     for pod in context.own:
@@ -133,7 +133,7 @@ def _tell_nodes(context: DecisionContext) -> None:
 
 
 def keep_pods(context: DecisionContext, *, may_create: bool) -> None:
-    """Bring the pods to what is wanted."""
+    """Create and delete pods until they match the wanted indices."""
     slots = set(context.slots)
     by_index: dict[int, list[Judged]] = {}
     for pod in context.pods:
@@ -185,7 +185,7 @@ def _is_complete(context: DecisionContext, staying: list[Judged]) -> bool:
 
 
 def adopt(context: DecisionContext) -> None:
-    """Take over pods that carry the job's labels and that nobody controls."""
+    """Adopt pods with the job's labels and without a controller."""
     for pod in context.pods:
         if pod.whose == "orphan" and not pod.is_leaving:
             meta = {"uid": pod.uid, "ownerReferences": [owner(context.job)]}
@@ -203,7 +203,7 @@ def _scale_away(context: DecisionContext, pod: Judged) -> None:
 
 
 def _needs_one(context: DecisionContext, index: int, there: list[Judged]) -> bool:
-    """Whether a pod of the index is to be made; deletes what stands in its place."""
+    """Whether to create a pod of the index; deletes the pods in its place."""
     own = [pod for pod in there if pod.uid not in context.fenced]
     alive = [pod for pod in own if pod.lives]
     staying = sorted(
@@ -247,8 +247,8 @@ def _create(context: DecisionContext, index: int, there: list[Judged]) -> None:
 def _free_name(context: DecisionContext, index: int, there: list[Judged]) -> str | None:
     """Return the name of the next pod of an index, or None: its name will be free soon.
 
-    A fenced pod keeps its name until its node comes back, a held one for as long as somebody
-    holds it: these are not waited for.
+    A fenced pod keeps its name until its node comes back, a held one until its finalizer is
+    removed: the job does not wait for these.
     """
     taken = {pod.name for pod in context.others}
     name = pod_name(context.job.name, index)

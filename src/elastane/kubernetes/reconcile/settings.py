@@ -84,7 +84,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingsReading(msgspec.Struct, frozen=True, kw_only=True):
-    """Either settings, or what is wrong."""
+    """Either settings, or the faults of the spec."""
 
     settings: JobSettings | None
     wrong: tuple[Wrong, ...] = ()
@@ -234,7 +234,7 @@ def _of_msgspec(path: str, value: Any, text: str) -> Wrong:
 
 
 def wrong_relations(spec: ElasticJobSpec, job: str) -> list[Wrong]:
-    """Return what fields of right types say against one another."""
+    """Return the contradictions between fields of valid types."""
     wrong = []
     lowest, highest = spec.min_replicas, spec.max_replicas
     if lowest is not None and highest is not None and lowest > highest:

@@ -231,7 +231,7 @@ def conditions_of(
 
 
 def _without_progress(context: DecisionContext, progress: JobProgress) -> dict[str, Condition]:
-    """Return what is to be said of a job whose step does not rise."""
+    """Return the conditions of a job whose step does not rise."""
     made = {}
     if progress.is_crashing:
         crashes, incident = progress.crashes, context.before.last_incident
@@ -292,7 +292,7 @@ def _false(kind: str, reason: str, message: str) -> Condition:
 
 
 def phase_of(made: dict[str, Condition], *, has_run: bool) -> str:
-    """Return one word for all of it."""
+    """Return the phase, one word for all conditions."""
     true = {kind for kind, one in made.items() if one.status == "True"}
     for kind in ("Failed", "Succeeded", "Suspended"):
         if kind in true:
@@ -372,7 +372,7 @@ def current_report(context: DecisionContext) -> JobReport | None:
 
 
 def follow(context: DecisionContext) -> JobProgress:
-    """Return how the job gets on."""
+    """Return the progress of the job."""
     before, report = context.before, current_report(context)
     step = report.step if report is not None else 0
     restarts = max(before.worker_restarts, report.restarts if report is not None else 0)

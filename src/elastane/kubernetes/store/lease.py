@@ -31,7 +31,7 @@ from elastane.protocol.limits import LEASE_MARGIN
 from elastane.stores import HeldLease, boot_clock
 
 T = TypeVar("T")
-# Turns of a renewal that finds its own earlier write, whose answer was lost.
+# Attempts of a renewal that finds its own earlier write, whose answer was lost.
 _TURNS_MAX = 3
 
 
@@ -43,7 +43,7 @@ class ApiCall(Protocol):
 
 
 async def plainly(request: str, asking: Awaitable[T]) -> T:
-    """Ask, errors as they are."""
+    """Return the answer, and raise the API's errors as they are."""
     return await asking
 
 
@@ -56,7 +56,7 @@ class _LeaseSighting(NamedTuple):
 
 @dataclass
 class LeasePlace:
-    """One Lease object: where it is, how it is written, and since when it stands still.
+    """One Lease object: where it is, how it is written, and since when it is unchanged.
 
     `metadata` is what it is made with, its name among it. `patches`: write by PATCH and not by
     PUT, which are two rights. `pod`: the uid of the ElasticJob's pod that this is in, if any.
@@ -101,7 +101,7 @@ class LeasePlace:
         return await self.ask("update leases", asking)
 
     def is_free(self, found: LeaseObject | None) -> bool:
-        """Whether it is released, or stood still for its holder's ttl, as seen from here."""
+        """Whether it is released, or unchanged for its holder's ttl, as seen from here."""
         if found is None or not found.holder:
             return True
         now_s, version = self.clock(), found.metadata.resourceVersion
@@ -112,7 +112,7 @@ class LeasePlace:
 
 
 async def free_of(place: LeasePlace, pods: Collection[str]) -> str:
-    """Give a lease back for its holder, if that is in one of these pods, which are dead.
+    """Release a lease for its holder, if the holder was in one of these dead pods.
 
     Returns the uid of that pod, "" where the lease has another holder or none.
     """
@@ -123,9 +123,9 @@ async def free_of(place: LeasePlace, pods: Collection[str]) -> str:
 async def end_holding(
     place: LeasePlace, is_meant: Callable[[LeaseObject], bool]
 ) -> LeaseObject | None:
-    """Give a lease back for its holder, if it is held and `is_meant`; return what was there then.
+    """Release a lease for its holder, if it is held and `is_meant`; return the one before that.
 
-    Nothing is written but into the version that was judged.
+    Only the version that was judged is overwritten.
     """
     for _ in range(_TURNS_MAX):
         found = await place.find()
@@ -155,7 +155,7 @@ class KubernetesLease(HeldLease):
     async def take(self) -> bool:
         """Take the lease if it is free; False if it is held, or another candidate was quicker."""
         found = await self._place.find()
-        # What this one wrote, and heard no answer of, is its own.
+        # A write of this candidate whose answer was lost is its own.
         is_own = found is not None and found.holder == self._identity
         if not is_own and not self._place.is_free(found):
             return False
@@ -215,7 +215,7 @@ class KubernetesLease(HeldLease):
         return await self._place.write(version, spec, annotations)
 
     async def _look(self) -> None:
-        """After a write that conflicted: go on from our own object, or be deposed."""
+        """After a write that conflicted: continue from our own object, or be deposed."""
         found = await self._place.find()
         if found is None:
             self._version = (

@@ -83,7 +83,7 @@ def _digest(text: str) -> str:
 
 TERM_ANNOTATION = "elastane.dev/term"
 VALUE_ANNOTATION = "elastane.dev/value"
-# The uid of the pod in which the holder is, for who knows that the pod is dead.
+# The uid of the holder's pod, for the operator, which knows whether that pod is dead.
 POD_ANNOTATION = "elastane.dev/pod-uid"
 # The holder of a lease writes its duration; no candidate waits longer than a day.
 TTL_S_MAX = 86_400

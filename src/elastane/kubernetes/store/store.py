@@ -7,7 +7,7 @@ of an ElasticJob the objects belong to that job, and are deleted with it. Elsewh
 
 It fails as stores.protocol says. A 403 is final only where that kind of request was never allowed:
 then it is a ConfigurationError with the Role that is needed. An API server that was just started
-answers 403 until it has read its Roles, and a running one until it has heard of a new Role. So a
+answers 403 until it has read its Roles, and a running one until it has learned of a new Role. So a
 refusal counts only after a moment, and never once the same request was allowed before.
 """
 
@@ -61,9 +61,9 @@ from elastane.stores import (
 
 T = TypeVar("T")
 
-# An API server hears of a new Role within a second.
+# An API server learns of a new Role within a second.
 REFUSED_S = 3.0
-# Turns of a write that was refused for an object that is gone when it is looked at.
+# Attempts of a write that was refused for an object that is gone when it is read.
 _TURNS_MAX = 20
 _VERBS = "get,list,watch,create,update,delete"
 
@@ -177,7 +177,7 @@ class KubernetesStore:
 
     @property
     def owner(self) -> dict[str, Any] | None:
-        """What new objects belong to, once it was looked for."""
+        """The owner of new objects, once it was looked up."""
         return self._owner
 
     async def get(self, key: str) -> Entry | None:
@@ -266,7 +266,7 @@ class KubernetesStore:
                     yield None
 
     async def purge(self, prefix: str) -> None:
-        """See Store.purge. Where nothing may be listed: of what this process had to do with."""
+        """See Store.purge. Without the right to list: only the objects that this process used."""
         check_key(prefix)
         for resource in (CONFIGMAPS, SECRETS, LEASES):
             known = {(object_name(key), key) for kind, key in self._touched if kind == resource}
