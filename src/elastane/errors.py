@@ -21,11 +21,11 @@ class ExitCode(IntEnum):
     NODE_UNFIT = 69  # sysexits EX_UNAVAILABLE: another node may do better
     TRY_AGAIN = 75  # sysexits EX_TEMPFAIL
     CONFIGURATION = 78  # sysexits EX_CONFIG
-    DRAINED = 143  # 128 + SIGTERM: left as it was asked to
+    DRAINED = 143  # 128 + SIGTERM: stopped in order, on request
 
 
 class ElastaneError(Exception):
-    """Base of every error that elastane raises for the world's or the user's sake."""
+    """Base of every error whose cause is the environment or the user, not a bug of elastane."""
 
     exit_code: ExitCode = ExitCode.WORKER_FAILED
 
@@ -40,7 +40,7 @@ class ElastaneError(Exception):
         self.next_step = next_step
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Go through a pickle, as where a pool of processes meets one."""
+        """Support pickle, by which pools of processes pass errors on."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class JoinTimeoutError(MembershipError):
 
 
 class RendezvousRefusedError(MembershipError):
-    """The coordinator turned this agent away at the door."""
+    """The coordinator refused to admit this agent."""
 
     exit_code = ExitCode.CONFIGURATION
 
@@ -106,7 +106,7 @@ class StoreError(ElastaneError):
 
 
 class LeaseLostError(StoreError):
-    """A lease was lost: whoever held it must stop deciding."""
+    """A lease was lost: its former holder must stop deciding."""
 
 
 class WorkerFailedError(ElastaneError):
@@ -114,7 +114,7 @@ class WorkerFailedError(ElastaneError):
 
 
 class PeerLostError(ElastaneError):
-    """A member of the world is gone, or the world was ended: what was begun in it is void."""
+    """A member of the world was lost, or the world was ended: its open operations are void."""
 
 
 class JobError(ElastaneError):
@@ -130,10 +130,10 @@ class CheckpointError(ElastaneError):
 
 
 class StorageError(ElastaneError):
-    """The place where checkpoints are kept cannot be reached, or does not take what it must."""
+    """The checkpoint storage cannot be reached, or refuses a write."""
 
     exit_code = ExitCode.TRY_AGAIN
 
 
 class FencedError(CheckpointError):
-    """Somebody of a later round has published: what this side saves would be of the past."""
+    """A process of a later round has published: a save by this one would be outdated."""

@@ -95,7 +95,7 @@ def _parser(kind):
     return parser
 
 
-PARSERS = {"run": _parser(RunParser), "launch": _parser(launch.Parser)}
+PARSERS = {"run": _parser(RunParser), "launch": _parser(launch.LaunchParser)}
 
 
 @pytest.fixture(scope="module")

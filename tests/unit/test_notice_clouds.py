@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from elastane.errors import UsageError
 from elastane.notices.aws import AwsMetadata
 from elastane.notices.azure import AzureMetadata
-from elastane.notices.dialogue import LEAST_S, Answer, UnreadableAnswerError
+from elastane.notices.dialogue import LEAST_S, MetadataAnswer, UnreadableAnswerError
 from elastane.notices.gcp import maintenance, preemption
 from elastane.notices.rules import Address, cloud_of, read_sources
 from elastane.notices.watch import read_dmi
@@ -17,11 +17,11 @@ from elastane.notices.watch import read_dmi
 # 2026-11-27T08:20:00Z
 NOW_S = 1795767600.0
 GOOGLE = {"metadata-flavor": "Google", "etag": "a1b2"}
-NOTHING = Answer(404, {}, b"Not Found", NOW_S)
+NOTHING = MetadataAnswer(404, {}, b"Not Found", NOW_S)
 
 
 def ok(body="", headers=None, clock_s=NOW_S):
-    return Answer(200, headers or {}, body.encode(), clock_s)
+    return MetadataAnswer(200, headers or {}, body.encode(), clock_s)
 
 
 def hold(server, *answers):
@@ -83,7 +83,7 @@ def test_a_rebalance_recommendation_is_no_reason_to_leave():
 
 
 def test_aws_keeps_its_token_and_takes_another_one_on_401():
-    server, refused = AwsMetadata(), Answer(401, {}, b"", NOW_S)
+    server, refused = AwsMetadata(), MetadataAnswer(401, {}, b"", NOW_S)
     hold(server, ok("OLD"), NOTHING, NOTHING)
     asks, _ = hold(server, refused, ok("NEW"), NOTHING, NOTHING)
     tokens = [ask.headers.get("X-aws-ec2-metadata-token") for ask in asks]
@@ -124,7 +124,7 @@ def test_gcp_after_a_failure_is_asked_without_waiting():
     dialogue = server.ask()
     next(dialogue)
     with pytest.raises(UnreadableAnswerError):
-        dialogue.send(Answer(503, GOOGLE, b"", NOW_S))
+        dialogue.send(MetadataAnswer(503, GOOGLE, b"", NOW_S))
     assert "?" not in next(server.ask()).path
 
 
@@ -212,7 +212,7 @@ def test_an_unexpected_answer_makes_no_node_leave(make, status, body, headers):
     next(dialogue)
     for _ in range(10):
         try:
-            dialogue.send(Answer(status, headers, body, NOW_S))
+            dialogue.send(MetadataAnswer(status, headers, body, NOW_S))
         except UnreadableAnswerError as error:
             assert len(str(error)) < 300 and "\n" not in str(error)
             return

@@ -1,4 +1,4 @@
-"""A terminal that shows frames in its alternate screen, and gets back what it was.
+"""A terminal that shows frames in its alternate screen, and is restored afterwards.
 
 It owns the escape sequences and the mode of the terminal. Each frame is one write of the rows that
 changed, so that a slow connection keeps up. Closing restores the terminal however the view ended; a

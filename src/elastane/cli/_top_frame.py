@@ -70,7 +70,7 @@ _ASCII = str.maketrans("▁▂▃▄▅▆▇█●✓○↓■×…±≠", "_.:
 
 @dataclass(frozen=True)
 class Picture:
-    """What a frame is drawn from, as of `now_s`. `is_live`: more frames follow."""
+    """The data of a frame, as of `now_s`. `is_live`: more frames follow."""
 
     sections: Sections
     view: JobView

@@ -1,4 +1,4 @@
-"""What `elastane top` does while it runs: it prints a frame, or shows one after the other.
+"""The view of `elastane top`: one printed frame, or one frame after the other.
 
 The frames are drawn in the loop that follows the job. Whatever ends the view, the terminal is given
 back as it was.
@@ -57,7 +57,7 @@ def _drawn(picture: Picture, console: Console, rows: int) -> list[str]:
 
 
 class LiveView:
-    """Shows a job in the terminal until it is over or somebody leaves."""
+    """Shows a job in the terminal until it is over or the user leaves."""
 
     def __init__(self, follower: JobFollower) -> None:
         self._follower = follower

@@ -14,7 +14,7 @@ from elastane.errors import UsageError
 from elastane.options.parser import Names, Options, RunParser
 from elastane.options.table import SCRIPT, TABLE, Option
 
-__all__ = ["Parser", "configure", "legacy", "main"]
+__all__ = ["LaunchParser", "Parser", "configure", "legacy", "main"]
 
 USE_ENV = Option(
     "use-env",
@@ -27,10 +27,13 @@ USE_ENV = Option(
 )
 
 
-class Parser(RunParser):
+class LaunchParser(RunParser):
     """The parser of `elastane run`, with `--use-env`."""
 
     names = Names((*TABLE, USE_ENV))
+
+
+Parser = LaunchParser  # The name that cli.main looks up.
 
 
 def main(args: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ def read_options(args: argparse.Namespace, environ: Mapping[str, str]) -> Option
 
 
 def start_in_step(options: Options, environ: Mapping[str, str]) -> int:
-    """Do as `start` does; in a Slurm step, the step says what the options do not."""
+    """Launch as `start` does; in a Slurm step, its environment fills in missing options."""
     if "SLURM_JOB_ID" not in environ:
         return start(options, environ)
     from elastane.slurm.secret import token_of

@@ -55,13 +55,16 @@ Write the options of Slurm and of elastane run before the script, in any order. 
 --notice seconds before its time limit, and is requeued; see docs/slurm.md."""
 
 
-class Parser(RunParser):
+class SlurmParser(RunParser):
     """The parser of `elastane run`, with Slurm's options."""
 
     names = Names((*OPTIONS, *TABLE))
 
 
-def configure(parser: Parser) -> None:
+Parser = SlurmParser  # The name that cli.main looks up.
+
+
+def configure(parser: SlurmParser) -> None:
     """Add Slurm's options, then those of `elastane run`."""
     add_options(parser)
     parser.epilog = _EPILOG.format(prog=parser.prog)
@@ -76,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
 def script_of(args: argparse.Namespace, program: tuple[str, ...]) -> str:
     """Return the script; `program` are the words that start elastane on the nodes."""
     from elastane.options.build import read_nnodes
-    from elastane.slurm.script import Request, batch_script, drain_s
+    from elastane.slurm.script import ScriptRequest, batch_script, drain_s
     from elastane.stores import registry
 
     for dest in _NOT_FOR_JOBS:
@@ -93,7 +96,7 @@ def script_of(args: argparse.Namespace, program: tuple[str, ...]) -> str:
     room_s = drain_s(notice_s, _SHUTDOWN_S if shutdown_s is None else shutdown_s)
     if "drain_timeout" not in options.given:
         words += ["--drain-timeout", str(room_s)]
-    request = Request(
+    request = ScriptRequest(
         nodes=read_nnodes(_text(args, "nodes")),
         program=program,
         run_options=tuple(words),

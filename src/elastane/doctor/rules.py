@@ -97,7 +97,7 @@ class EndpointFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What was read of this node. None: the system does not tell; sizes in bytes."""
+    """The facts about this node. None: the system does not report it; sizes in bytes."""
 
     workers: int
     python: str
@@ -113,7 +113,7 @@ class NodeFacts:
     processes_left: int | None
     cpus: float
     host_cpus: int
-    memory: int  # that is available
+    memory: int  # available, by the host and the cgroup
     host: str
     host_addresses: tuple[str, ...]  # that the host's own name resolves to
     own_addresses: tuple[str, ...]  # of its interfaces, without loopback

@@ -1,4 +1,4 @@
-"""What EC2's metadata server says of its instance: a spot interruption, a rebalance recommendation.
+"""Spot interruptions and rebalance recommendations, as EC2's metadata server reports them.
 
 Pure. The formats are those of the EC2 User Guide: "Spot Instance interruption notices"
 (spot/instance-action, about two minutes before), "EC2 instance rebalance recommendations", and "Use
@@ -12,7 +12,7 @@ from collections.abc import Generator
 
 import msgspec
 
-from elastane.notices.dialogue import Answer, Ask, Dialogue
+from elastane.notices.dialogue import Ask, Dialogue, MetadataAnswer
 from elastane.protocol.events import Notice
 from elastane.protocol.unreadable import UNREADABLE
 
@@ -22,7 +22,7 @@ _SPOT = "/latest/meta-data/spot/instance-action"
 _REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 
-class _Action(msgspec.Struct):
+class _InstanceAction(msgspec.Struct):
     action: str
     time: str = ""
 
@@ -48,7 +48,7 @@ class AwsMetadata:
         answer = yield from self._get(_REBALANCE)
         return [_recommendation(answer)] if answer.status == 200 else []
 
-    def _get(self, path: str) -> Generator[Ask, Answer, Answer]:
+    def _get(self, path: str) -> Generator[Ask, MetadataAnswer, MetadataAnswer]:
         """Ask with a token that is valid; 404 is the answer while there is nothing."""
         if not self._token:
             yield from self._renew()
@@ -64,7 +64,7 @@ class AwsMetadata:
     def _ask(self, path: str) -> Ask:
         return Ask(path, {"X-aws-ec2-metadata-token": self._token})
 
-    def _renew(self) -> Generator[Ask, Answer, None]:
+    def _renew(self) -> Generator[Ask, MetadataAnswer, None]:
         self._token = ""
         path, ttl = "/latest/api/token", "X-aws-ec2-metadata-token-ttl-seconds"
         answer = yield Ask(path, {ttl: str(TOKEN_TTL_S)}, method="PUT")
@@ -74,17 +74,17 @@ class AwsMetadata:
         self._token = answer.text
 
 
-def _interruption(answer: Answer) -> Notice:
+def _interruption(answer: MetadataAnswer) -> Notice:
     """Return the notice: whatever the action is, the instance goes."""
     try:
-        found = msgspec.json.decode(answer.body, type=_Action)
+        found = msgspec.json.decode(answer.body, type=_InstanceAction)
     except UNREADABLE:
         raise answer.unreadable(_SPOT) from None
     reason = f"spot interruption: {found.action[:40]} at {found.time[:40]}"
     return Notice("aws", reason, within_s=answer.until_s(found.time))
 
 
-def _recommendation(answer: Answer) -> Notice:
+def _recommendation(answer: MetadataAnswer) -> Notice:
     """Return the notice, which is no reason to leave: the instance may stay for hours."""
     try:
         found = msgspec.json.decode(answer.body, type=_Rebalance)

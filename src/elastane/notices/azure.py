@@ -1,9 +1,9 @@
-"""What Azure's metadata server says of its machine: scheduled events.
+"""Scheduled events, as Azure's metadata server reports them for its machine.
 
 Pure. The format is that of "Scheduled Events for Linux VMs" in Azure's documentation, version
-2020-07-01. A document has the events of a whole scale set or availability set, so the name of this
-machine is asked for first. Events are never acknowledged: that would start them, for every machine
-that they name.
+2020-07-01. A document has the events of a whole scale set or availability set, so the dialogue
+first asks for the name of this machine. Events are never acknowledged: that would start them, for
+every machine that they name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastane.notices.dialogue import ANSWER_S, Answer, Ask, Dialogue
+from elastane.notices.dialogue import ANSWER_S, Ask, Dialogue, MetadataAnswer
 from elastane.protocol.events import Notice
 from elastane.protocol.unreadable import UNREADABLE
 
@@ -33,7 +33,7 @@ class _Event(msgspec.Struct, rename="pascal"):
     description: str | None = None
 
 
-class _Document(msgspec.Struct, rename="pascal"):
+class _ScheduledEvents(msgspec.Struct, rename="pascal"):
     events: list[_Event]
 
 
@@ -58,7 +58,7 @@ class AzureMetadata:
         if answer.status != 200:
             raise answer.unreadable(_EVENTS)
         try:
-            found = msgspec.json.decode(answer.body, type=_Document)
+            found = msgspec.json.decode(answer.body, type=_ScheduledEvents)
         except UNREADABLE:
             raise answer.unreadable(_EVENTS) from None
         self._limit_s = ANSWER_S
@@ -68,7 +68,7 @@ class AzureMetadata:
         return self._name.casefold() in (each.casefold() for each in resources)
 
 
-def _notice(event: _Event, answer: Answer) -> Notice:
+def _notice(event: _Event, answer: MetadataAnswer) -> Notice:
     about = f": {event.description[:100]}" if event.description else ""
     at = f" at {event.not_before[:40]}" if event.not_before else ""
     return Notice(

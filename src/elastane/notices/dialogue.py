@@ -37,10 +37,10 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MetadataAnswer:
     """One answer; names of headers in lower case. `clock_s`: when it came, in seconds since 1970.
 
-    Redirects are answers like others: nobody follows them.
+    Redirects are answers like others, and are not followed.
     """
 
     status: int
@@ -70,7 +70,7 @@ class Answer:
         return UnreadableAnswerError(f"{asked}: unexpected answer {self.status} {shown!r}")
 
 
-Dialogue = Generator[Ask, Answer, list[Notice]]
+Dialogue = Generator[Ask, MetadataAnswer, list[Notice]]
 
 
 class MetadataServer(Protocol):

@@ -1,4 +1,4 @@
-"""What Compute Engine's metadata server says of its instance: preemption and host maintenance.
+"""Preemption and host maintenance, as Compute Engine's metadata server reports them.
 
 Pure. The formats are those of the Compute Engine documentation: "Preemptible VM instances"
 (instance/preempted, 30 s before), "Query the metadata server for maintenance event notices"

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Mapping
 
-from elastane.notices.dialogue import Answer, Ask, MetadataServer, UnreadableAnswerError
+from elastane.notices.dialogue import Ask, MetadataAnswer, MetadataServer, UnreadableAnswerError
 from elastane.notices.rules import Address
 from elastane.protocol.events import Notice
 
@@ -53,7 +53,7 @@ class MetadataReader:
         """Do nothing: no connection outlives its request."""
 
 
-async def answer_of(address: Address, ask: Ask) -> Answer:
+async def answer_of(address: Address, ask: Ask) -> MetadataAnswer:
     """Return the answer to one request."""
     try:
         async with asyncio.timeout(ask.limit_s):
@@ -66,7 +66,7 @@ async def answer_of(address: Address, ask: Ask) -> Answer:
         raise UnreadableAnswerError(f"the answer of {address} is too long") from None
 
 
-async def _exchange(address: Address, ask: Ask) -> Answer:
+async def _exchange(address: Address, ask: Ask) -> MetadataAnswer:
     reader, writer = await asyncio.open_connection(address.host, address.port, limit=HEAD_BYTES_MAX)
     try:
         lines = [f"{ask.method} {ask.path} HTTP/1.1", f"Host: {address}"]
@@ -75,7 +75,7 @@ async def _exchange(address: Address, ask: Ask) -> Answer:
         lines += ["Content-Length: 0"] if ask.method == "PUT" else []
         writer.write(("\r\n".join(lines) + "\r\n\r\n").encode("ascii"))
         status, headers = _head((await reader.readuntil(b"\r\n\r\n")).decode("latin-1"))
-        return Answer(status, headers, await _body(reader, headers), time.time())
+        return MetadataAnswer(status, headers, await _body(reader, headers), time.time())
     finally:
         writer.transport.abort()
 

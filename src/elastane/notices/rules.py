@@ -1,4 +1,4 @@
-"""What notices mean, as pure code: the sources of `--notices`, texts with a deadline, what is new.
+"""The meaning of notices, as pure code: sources of `--notices`, texts with a deadline, what is new.
 
 A source shows all its notices each time it is read. `NewNotices` reports each of them once, and
 again when its node has to leave for it, or when its deadline has come closer.
@@ -176,7 +176,7 @@ class NewNotices:
         self._deadlines: dict[tuple[str, bool], float] = {}
 
     def news(self, found: Sequence[Notice], now_s: float) -> list[Notice]:
-        """Return what is new of `found`, all that the source shows at `now_s` (monotonic)."""
+        """Return the new ones of `found`, all that the source shows at `now_s` (monotonic)."""
         before, self._deadlines = self._deadlines, {}
         news = []
         for notice in map(self._as_of_now, found[:NOTICES_MAX]):

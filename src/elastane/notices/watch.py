@@ -90,7 +90,7 @@ class NoticeWatch:
                 return [MetadataReader(each, source.address) for each in _servers(cloud)]
 
     def _readers_here(self) -> Sequence[NoticeReader]:
-        """Return those of the cloud that this machine is in; nothing is asked to find out."""
+        """Return the readers of this machine's cloud, which is found without a request."""
         cloud = cloud_of(read_dmi())
         if not cloud:
             _log.warning("--notices auto: this machine is in no known cloud, so nothing is read")

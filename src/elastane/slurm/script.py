@@ -26,8 +26,8 @@ _CONTINUABLE = (int(ExitCode.NODE_UNFIT), int(ExitCode.TRY_AGAIN), 137, int(Exit
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the script is to contain.
+class ScriptRequest:
+    """The content of the script.
 
     `program` starts elastane, `run_options` are words of `elastane run`, `command` the user's
     script with its arguments. `sbatch` holds further options of sbatch by name, `more` whole words
@@ -49,7 +49,7 @@ class Request:
     has_size: bool = False
 
 
-def batch_script(request: Request) -> str:
+def batch_script(request: ScriptRequest) -> str:
     """Return the script; UsageError for a value that Slurm would read differently."""
     lines = ["#!/bin/bash", *(f"#SBATCH {word}" for word in _directives(request)), ""]
     lines += [*_BEFORE]
@@ -75,7 +75,7 @@ def drain_s(notice_s: int, shutdown_s: float) -> int:
     return left
 
 
-def _directives(request: Request) -> Iterator[str]:
+def _directives(request: ScriptRequest) -> Iterator[str]:
     low, high = request.nodes
     yield f"--job-name={_plain('job-name', request.name)}"
     # Not --ntasks-per-node: with it, Slurm 22.05 gives MIN nodes however many are free.
@@ -92,7 +92,7 @@ def _directives(request: Request) -> Iterator[str]:
         yield _plain("sbatch", word)
 
 
-def _run(request: Request) -> list[str]:
+def _run(request: ScriptRequest) -> list[str]:
     low, high = request.nodes
     words = [*map(shlex.quote, request.program), "run"]
     if low < high and not request.has_size:
@@ -103,7 +103,7 @@ def _run(request: Request) -> list[str]:
     return [*_SRUN, f"    {' '.join(words)} \\", f"    {command}", "code=$?"]
 
 
-def _after(request: Request) -> list[str]:
+def _after(request: ScriptRequest) -> list[str]:
     codes = "|".join(map(str, _CONTINUABLE))
     return [
         "# srun reports the worst end of an agent, the report says how the job ended.",

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elastane.errors import ConfigurationError
-from elastane.slurm.step import Step
+from elastane.slurm.step import SlurmStep
 
 _KEY_BYTES = 32
 _NAME = "slurm-key"
 
 
-def token_of(step: Step, environ: Mapping[str, str]) -> str:
+def token_of(step: SlurmStep, environ: Mapping[str, str]) -> str:
     """Return the token of this run of the step; empty if there is no place for a key."""
     try:
         key = _key(_folder(environ))

@@ -1,4 +1,4 @@
-"""The options that the environment of a Slurm step stands for.
+"""The options that follow from the environment of a Slurm step.
 
 `srun` starts one task on each node of a step, and each task is an agent. All agents find the same
 name, size and place to meet in their variables. Options that the user gives count before these.
@@ -24,7 +24,7 @@ from elastane.stores import registry
 PORTS = range(20_000, 30_000)
 # Steps and restarts of one job get ports that are far apart. Both are prime, and no divisors.
 _STEP_STRIDE, _RESTART_STRIDE = 1_009, 4_001
-# torchrun's static rendezvous: whoever gives one of these has chosen it.
+# A user who gives one of these has chosen torchrun's static rendezvous.
 _STATIC = ("master_addr", "master_port", "node_rank")
 _TASKS = re.compile(r"([0-9]+)(?:\(x[0-9]+\))?")
 # Set for workers: a launcher in a worker belongs to that worker, not to the step.
@@ -32,7 +32,7 @@ _IN_WORKER = "TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True)
-class Step:
+class SlurmStep:
     """One node's view of a step with one task on each node.
 
     `job` is the id that Slurm's commands take, `number` the step in it, `restarts` how often the
@@ -51,7 +51,7 @@ class Step:
     def name(self, *, in_store: bool) -> str:
         """Return the name of the elastane job.
 
-        A requeued job keeps its name in a store, which goes on counting rounds. Elsewhere rounds
+        A requeued job keeps its name in a store, which continues to count rounds. Elsewhere rounds
         begin at 1 again, and two runs of one name would be mixed up in its log.
         """
         run = f".r{self.restarts}" if self.restarts and not in_store else ""
@@ -64,7 +64,7 @@ class Step:
 
     @property
     def serves(self) -> bool:
-        """Whether this node is the one."""
+        """Whether this node serves the rendezvous."""
         return self.node_name == self.host if self.node_name in self.hosts else self.node == 0
 
     def port(self, job_id: int) -> int:
@@ -83,7 +83,7 @@ class Found:
 
     options: Options
     note: str = ""
-    step: Step | None = None
+    step: SlurmStep | None = None
     needs_token: bool = False
 
 
@@ -110,7 +110,7 @@ def find(options: Options, environ: Mapping[str, str]) -> Found:
     return Found(found, _note(found, step), step, needs_token=meets and not has_token)
 
 
-def read_step(environ: Mapping[str, str]) -> Step:
+def read_step(environ: Mapping[str, str]) -> SlurmStep:
     """Return the step; ConfigurationError names the variable that makes no sense."""
     list_name = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     hosts = expand(environ.get(list_name, ""), list_name)
@@ -121,7 +121,7 @@ def read_step(environ: Mapping[str, str]) -> Step:
     if node >= len(hosts):
         raise _contradiction(environ, list_name, "SLURM_NODEID")
     _check_tasks(environ)
-    return Step(
+    return SlurmStep(
         job=_job(environ),
         number=_number(environ, "SLURM_STEP_ID"),
         restarts=_number(environ, "SLURM_RESTART_COUNT", missing=0),
@@ -134,7 +134,7 @@ def read_step(environ: Mapping[str, str]) -> Step:
 
 
 def _is_step(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task of srun: a batch script has no step, a terminal is a shell."""
+    """Whether this process is a task of srun; a batch script and `srun --pty` are none."""
     return "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ and not _is_shell(environ)
 
 
@@ -156,7 +156,7 @@ def _is_elsewhere(options: Options) -> bool:
 
 
 def _values(
-    step: Step, environ: Mapping[str, str], job_id: int, *, in_store: bool
+    step: SlurmStep, environ: Mapping[str, str], job_id: int, *, in_store: bool
 ) -> dict[str, tuple[str, str]]:
     """Return each option's value, and the variable that it is from."""
     job = "SLURM_ARRAY_TASK_ID" if "_" in step.job else "SLURM_JOB_ID"
@@ -183,7 +183,7 @@ def _with(options: Options, found: Mapping[str, tuple[str, str]]) -> Options:
     return replace(options, values=values, origins=origins)
 
 
-def _serving(options: Options, step: Step) -> Options:
+def _serving(options: Options, step: SlurmStep) -> Options:
     """Say which node serves: names may resolve differently on the nodes of a cluster."""
     conf = options.text("rdzv_conf")
     if "is_host" in conf:
@@ -195,7 +195,7 @@ def _serving(options: Options, step: Step) -> Options:
     return replace(options, values=values, origins=origins)
 
 
-def _check_size(options: Options, step: Step) -> None:
+def _check_size(options: Options, step: SlurmStep) -> None:
     low, high = read_nnodes(options.text("nnodes"))
     if "nnodes" not in options.given or low <= len(step.hosts):
         return
@@ -245,7 +245,7 @@ def _advice(options: Options, environ: Mapping[str, str]) -> str:
     )
 
 
-def _note(options: Options, step: Step) -> str:
+def _note(options: Options, step: SlurmStep) -> str:
     """Return the line about what was found; only the first node prints it."""
     if step.node:
         return ""
@@ -259,7 +259,7 @@ def _note(options: Options, step: Step) -> str:
     )
 
 
-def _nodes(step: Step) -> str:
+def _nodes(step: SlurmStep) -> str:
     return f"{len(step.hosts)} nodes" if len(step.hosts) > 1 else "1 node"
 
 

@@ -169,7 +169,7 @@ class Store(Protocol):
         """End the holding of `term` now, as its holder's release does; no other holding is changed.
 
         For a holder whose process is known to have ended. If that was wrong, it is deposed: its
-        next renewal raises LeaseLostError, unless nobody took the lease meanwhile.
+        next renewal raises LeaseLostError, unless no other holder took the lease meanwhile.
         """
         ...
 

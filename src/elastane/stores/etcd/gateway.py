@@ -61,7 +61,7 @@ class _GatewayError(msgspec.Struct):
     cause: str = ""  # of a v2 server: what is wrong within its cluster
 
 
-class HttpAnswer:
+class EtcdAnswer:
     """A server's complete answer."""
 
     def __init__(self, url: str, status: int, content: bytes, index: int = 0) -> None:
@@ -89,7 +89,7 @@ class Gateway:
         *,
         write: bool = False,
         **what: Any,
-    ) -> HttpAnswer:
+    ) -> EtcdAnswer:
         """Return the answer of the first server that gives one, whatever its status.
 
         `what` is passed to httpx (json=, data=, params=, headers=).
@@ -163,7 +163,7 @@ class Gateway:
             next_step="nothing: it is tried again",
         )
 
-    def refused(self, answer: HttpAnswer, text: str) -> StoreError | ConfigurationError:
+    def refused(self, answer: EtcdAnswer, text: str) -> StoreError | ConfigurationError:
         """Return the error for a refusal: of the login, or of the request."""
         if answer.status in (401, 403) or any(sign in text for sign in _NOT_ALLOWED):
             return ConfigurationError(
@@ -179,7 +179,7 @@ class Gateway:
             next_step="look at the server's log",
         )
 
-    async def _one(self, method: str, url: str, what: dict[str, Any]) -> HttpAnswer:
+    async def _one(self, method: str, url: str, what: dict[str, Any]) -> EtcdAnswer:
         import httpx
 
         try:
@@ -193,7 +193,7 @@ class Gateway:
                     if len(content) > ANSWER_BYTES_MAX:
                         raise _Unanswered(f"more than {ANSWER_BYTES_MAX} bytes", sent=True)
                 index = response.headers.get("X-Etcd-Index", "")
-                return HttpAnswer(
+                return EtcdAnswer(
                     url, response.status_code, content, int(index) if index.isdecimal() else 0
                 )
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
@@ -203,7 +203,7 @@ class Gateway:
         except TimeoutError:
             raise _Unanswered(f"no answer within {ATTEMPT_TIMEOUT_S:g} s", sent=True) from None
 
-    def _goes_on(self, answer: HttpAnswer, write: bool) -> bool:
+    def _goes_on(self, answer: EtcdAnswer, write: bool) -> bool:
         """Whether another member is asked after an error of this one."""
         text = trouble_of(answer.content)
         if any(sign in text for sign in _NOT_TAKEN):

@@ -24,7 +24,7 @@ import msgspec
 from elastane.errors import ConfigurationError, LeaseLostError, StoreError
 from elastane.protocol.limits import STORE_TIMEOUT_S
 from elastane.protocol.unreadable import UNREADABLE
-from elastane.stores.etcd.gateway import WATCH_SILENCE_S, Gateway, HttpAnswer, trouble_of
+from elastane.stores.etcd.gateway import WATCH_SILENCE_S, EtcdAnswer, Gateway, trouble_of
 from elastane.stores.etcd.settings import EtcdSettings
 from elastane.stores.protocol import (
     ConflictError,
@@ -41,7 +41,7 @@ _NOT_FOUND = 100
 # Compare failed; not a file; already exists.
 _CONFLICTS = (101, 102, 105)
 _WATCH_PAUSE_S = 0.1
-# Turns of a write that was refused for a key that is gone when it is looked at.
+# Attempts of a write that was refused for a key that is gone when it is read.
 _TURNS_MAX = 20
 
 
@@ -219,7 +219,7 @@ class EtcdV2Store:
                     return
         await asyncio.sleep(_WATCH_PAUSE_S)
 
-    def _decode(self, answer: HttpAnswer) -> Reply:
+    def _decode(self, answer: EtcdAnswer) -> Reply:
         try:
             return msgspec.json.decode(answer.content, type=Reply)
         except UNREADABLE:
@@ -233,7 +233,7 @@ class EtcdV2Store:
             next_step="--rdzv-backend etcd, which speaks v3",
         )
 
-    def _refused(self, answer: HttpAnswer) -> StoreError | ConfigurationError:
+    def _refused(self, answer: EtcdAnswer) -> StoreError | ConfigurationError:
         return self.gateway.refused(answer, trouble_of(answer.content))
 
 

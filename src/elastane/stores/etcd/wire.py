@@ -15,7 +15,7 @@ import msgspec
 
 from elastane.errors import ConfigurationError, StoreError
 from elastane.protocol.unreadable import UNREADABLE
-from elastane.stores.etcd.gateway import Gateway, HttpAnswer, trouble_of
+from elastane.stores.etcd.gateway import EtcdAnswer, Gateway, trouble_of
 
 T = TypeVar("T")
 _TOKEN_IS_OLD = ("invalid auth token", "auth: token", "revision of auth store is old")
@@ -220,7 +220,7 @@ class GatewaySession:
             next_step="--rdzv-backend etcd-v2, where the server speaks v2",
         )
 
-    def _decode(self, answer: HttpAnswer, kind: type[T]) -> T:
+    def _decode(self, answer: EtcdAnswer, kind: type[T]) -> T:
         try:
             return decode(answer.content, kind)
         except UNREADABLE as error:
