@@ -79,7 +79,7 @@ class AcceleratedLoader(ElasticLoader):
 
 
 class _Counters:
-    """What an accelerator counts: batches, and the checkpoints that it has named itself."""
+    """The counts of an accelerator: batches, and the checkpoints that it has named itself."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -125,7 +125,7 @@ def adopt(accelerator: A) -> A:
 
 
 def _check(accelerator: Any) -> None:
-    """Refuse what would differ on a worker that joins."""
+    """Refuse settings that would differ on a worker that joins."""
     state, loading = accelerator.state, accelerator.dataloader_config
     kind = str(getattr(state.distributed_type, "value", state.distributed_type))
     if kind not in _KINDS:
@@ -175,9 +175,9 @@ def scalar_tracker(*targets: Any, resumed: bool = False) -> Any:
     """Return a tracker for an adopted accelerator whose sinks are those of `job.log_to`.
 
     Pass it as `Accelerator(log_with=...)`, and call `init_trackers` after `adopt`. Each step that
-    is given to `accelerator.log(values, step=number)` on all workers is written once, over any
-    number of deaths. `resumed`: the script continues from a checkpoint, so the sinks may have its
-    steps before. Without it another run begins.
+    is given to `accelerator.log(values, step=number)` on all workers is written once, despite lost
+    workers. `resumed`: the script continues from a checkpoint, so the sinks may have its steps
+    before. Without it another run begins.
     """
     package = importlib.import_module("accelerate")
     return accelerate_tracker(package, targets, is_resumed=resumed)

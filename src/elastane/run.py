@@ -47,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # The command line has no use for them, and starts sooner without.
+    # `main` uses none of them, and starts sooner without the import.
     if name in __all__:
         return getattr(importlib.import_module("elastane.cli._torchrun"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

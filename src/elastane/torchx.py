@@ -1,8 +1,8 @@
 """A TorchX component: `torchx run -s SCHEDULER elastane.torchx.run -j 1:4x8 --script train.py`.
 
 It owns the translation of TorchX's arguments into one role, whose replicas are the nodes of a job
-and each start `elastane run`. Only this module imports torchx. It fails with UsageError for a `-j`
-or a script that says nothing; what `elastane run` refuses, each replica reports.
+and each start `elastane run`. Only this module imports torchx. It fails with UsageError for an
+invalid `-j` or a missing script; each replica reports what `elastane run` refuses.
 
 TorchX reads annotations from the source, and its release 0.7 knows them only in typing's spelling.
 """

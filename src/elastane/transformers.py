@@ -201,7 +201,7 @@ class ElasticTrainerMixin:
             self._size_of_loss = None
 
     def _factor_of(self, weight: float, samples: int, num_items: Any) -> Callable[[], float]:
-        """Return what gives the factor with which the gradient is the mean over the update."""
+        """Return a function for the factor that makes the gradient the mean over the update."""
         trainer: Any = self
         is_scaled = trainer.loss_is_scaled_for_ga
         if is_scaled is None:
@@ -382,7 +382,7 @@ def _zero() -> float:
 
 
 def _with_size(kind: Any, fixed: Callable[[], int | None]) -> Any:
-    """Return a class of accelerators whose world size is `fixed()`, where that is one.
+    """Return a class of accelerators whose world size is `fixed()`, if that is not None.
 
     A Trainer multiplies the loss by it and may gather metrics before the backward pass, in which a
     worker may be lost: then it is not known from the accelerator by which size it has multiplied.
@@ -444,7 +444,7 @@ class TrainerLoader(ElasticLoader):
 
 
 class _Progress:
-    """What a Trainer knows of its progress, but for the weights, as a state for other workers."""
+    """The progress of a Trainer, without the weights, as a state for other workers."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -549,7 +549,7 @@ _trainer.skip_first_batches = _keep_place(_trainer.skip_first_batches)
 
 
 def _check(args: Any, accelerator: Any) -> None:
-    """Refuse what would differ on a worker that joins."""
+    """Refuse settings that would differ on a worker that joins."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     config = accelerator.dataloader_config
     plugin = accelerator.gradient_state.plugin_kwargs

@@ -39,7 +39,7 @@ from elastane.snapshots.messages import WriteProgress
 from elastane.storage.places import FolderIdentity
 
 _log = logging.getLogger("elastane.checkpoint")
-# The longest wait for a slot: the server answers at once unless its host holds it up.
+# The longest wait for a slot: the server answers at once unless its host is overloaded.
 GRANT_S = 10.0
 # Each node keeps the random streams of all ranks, 11 KB each, in worlds of at most this size. In
 # larger worlds a lost node's ranks restart their streams if the state is restored from memory.

@@ -1,7 +1,7 @@
 """Follows jobs: their event logs as these grow, and their coordinators' reports.
 
 The log is read in a thread, piece by piece, so that a slow disk or a long log stops nothing else. A
-coordinator is asked only while somebody looks. The page follows a job from the first request on,
+coordinator is asked only while a page is open. The page follows a job from the first request on,
 and lets it go when others are asked for. Each publication counts up; a stream waits for the next.
 """
 
@@ -46,7 +46,7 @@ STEPS_S = 5.0
 # The agents of a job are looked for in the runtime folder.
 AGENTS_S = 2.0
 REPORT_TIMEOUT_S = 3.0
-# A question that runs when nobody looks any more is answered in milliseconds, or not at all.
+# A question that runs when no page is open any more is answered in milliseconds, or not at all.
 CLOSE_S = 1.0
 # Events between two looks at the other tasks: some tens of milliseconds.
 PIECE_EVENTS = 1000
@@ -197,7 +197,7 @@ class JobFollower:
             await asyncio.sleep(AGENTS_S)
 
     async def _follow_coordinator(self) -> None:
-        """Ask for reports while somebody looks; without an answer the last one is dropped."""
+        """Ask for reports while a page is open; without an answer the last one is dropped."""
         await self._has_read.wait()
         await self._has_looked.wait()
         while True:

@@ -1,7 +1,7 @@
-"""Who may read the page, and what else no request can do.
+"""The rules of access to the page: who may read it, and what no request can do.
 
-The page listens on the loopback, where any program and any web site of this machine's users can
-knock. So a connection must come from a process of this user or of root; `Host` must name this
+The page listens on the loopback, which any program and any web site of this machine's users can
+reach. So a connection must come from a process of this user or of root; `Host` must name this
 server, which keeps out names that were made to resolve here; and `Origin` and `Sec-Fetch-Site` must
 not name another site. On other addresses a request must also prove the job's secret, by a cookie or
 a bearer token. Every answer forbids the browser to load or embed anything of other sites.

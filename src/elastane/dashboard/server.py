@@ -32,7 +32,7 @@ from elastane.dashboard.index import EventFilter
 from elastane.dashboard.outputs import WorkerChoice, tail_of
 
 HEARTBEAT_S = 2.0
-# A person has some windows open; a crowd beyond this is told to come again.
+# A person has some windows open; a request beyond this gets an error, and may be repeated.
 STREAMS_MAX = 128
 _FORM_BYTES_MAX = 8 << 10
 _PAGE_FILES = {

@@ -74,7 +74,7 @@ def _spans_of(owed: Any, end: int) -> Spans:
 
 
 class JobPosition(Protocol):
-    """What a job asks of its position, in data of any kind."""
+    """A job's position in data of any kind, as the job uses it."""
 
     @property
     def next_step(self) -> int:
@@ -226,7 +226,7 @@ class DataPosition:
         self._next, self._owing = step + 1, Owing(owed, is_further=False)
 
     def commit_without_ranks(self, ranks: Sequence[int]) -> bool:
-        """Commit the next step without the shares of these ranks; return whether it deals others.
+        """Commit the next step without the shares of these ranks; return whether they had samples.
 
         The epoch then owes their samples, unless its data can only be read forwards.
         """

@@ -23,7 +23,7 @@ from elastane.errors import ConfigurationError
 __all__ = ["ReadAhead", "ShardReader", "ShardReaders", "ShardSource"]
 
 _END = object()
-# A job that ends waits so long for the present sample, which nobody needs any more.
+# How long a job that ends waits for the sample that is being read.
 CLOSE_S = 5.0
 
 

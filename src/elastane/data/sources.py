@@ -110,7 +110,7 @@ class _MosaicmlShards:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which ends with the process; nobody writes to a read-only folder."""
+    """Hold the lock of a file, which ends with the process; a read-only folder needs none."""
     if not os.access(path.parent, os.W_OK):
         yield
         return

@@ -1,8 +1,8 @@
 """Accelerate under `elastane run --in-place`: its rank and world size follow the world.
 
-It keeps both from its start, and programs compute with them: the Hugging Face Trainer multiplies
-each loss by that size. What it decided for the world of its start, such as which samples of a last
-batch are repetitions or who opens trackers, is decided again for the members that are left.
+Accelerate keeps both from its start, and programs compute with them: the Hugging Face Trainer
+multiplies each loss by that size. Its decisions for the first world, such as which samples of a
+last batch are repetitions or which process opens trackers, are made again for the survivors.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def mean_of_members(reduce: Callable[..., Any], *args: Any) -> Any:
 
 
 def _reduce_again(owner: Any, world: VisibleWorld) -> None:
-    """Let a mean be that of the members that are left, and any `reduce` be over one membership.
+    """Take a mean over the members that are left, and make any `reduce` over one membership.
 
     A script may have divided what it sums by the world size. If a loss interrupts such a sum of
     floats, all workers restart.
@@ -110,7 +110,7 @@ class _LastBatch:
 
     @classmethod
     def of(cls, state: Any) -> _LastBatch | None:
-        """Return the one that is iterated over; `state`: Accelerate's GradientState."""
+        """Return that of the loader in use; `state`: Accelerate's GradientState."""
         if not state.end_of_dataloader or state.remainder <= 0:
             return None
         loader = state.active_dataloader
@@ -124,7 +124,7 @@ class _LastBatch:
 
     @contextmanager
     def kept_whole(self) -> Iterator[None]:
-        """Let `gather_for_metrics` drop nothing meanwhile."""
+        """Keep `gather_for_metrics` from dropping samples in this context."""
         remainder, self.loader.remainder = self.loader.remainder, 0
         try:
             yield
@@ -147,7 +147,7 @@ class _LastBatch:
 
 
 def _gather_each_sample_once(owner: Any, operations: Any, world: VisibleWorld) -> None:
-    """Let `gather_for_metrics` drop what is repeated, though members of the deal are lost.
+    """Make `gather_for_metrics` drop each repeated sample, also after members were lost.
 
     Accelerate keeps the first rows of what it gathers, as many as are left over in a world of the
     size that the loader is dealt to. Without a member in their middle it would keep repetitions.
@@ -189,12 +189,12 @@ def _is_of_tensors(apply: Callable[..., Any], data: Any) -> bool:
 
 
 def _save_again(owner: Any, world: VisibleWorld) -> None:
-    """Let another worker save what the loss of the main process interrupts, under the same number.
+    """Repeat a save on another worker, under the same number, if the main process is lost.
 
-    The main process writes, and the others go on. Accelerate refuses a folder that is there, so the
-    one that was begun is removed. All workers make a save that Accelerate numbers, as it has a
-    barrier. Into a folder of its own, a script may save on the main process only, as those of
-    diffusers do: then nothing may wait for the others.
+    Only the main process writes. Accelerate refuses an existing folder, so the unfinished one is
+    removed. All workers make a save that Accelerate numbers, as it has a barrier. Into a folder of
+    its own, a script may save on the main process only, as those of diffusers do: then nothing may
+    wait for the others.
     """
     save: Callable[..., Any] = owner.save_state
 
@@ -242,10 +242,10 @@ def _load_one_phase(name: str) -> None:
 
 
 def _keep_schedule(name: str) -> None:
-    """Let a prepared scheduler step as often in each step as in the world that it was prepared in.
+    """Step a prepared scheduler as often in each step as in the world where it was prepared.
 
     Accelerate steps it once for each process, since a prepared loader deals a batch to each. That
-    loader goes on dealing to lost workers, so a loss does not change the number of steps to come.
+    loader continues to deal to lost workers, so a loss does not change the number of steps to come.
     """
     scheduling: Any = importlib.import_module(f"{name}.scheduler")
     state = scheduling.AcceleratorState
@@ -273,7 +273,7 @@ def _keep_schedule(name: str) -> None:
 
 
 def _open_trackers_later(owner: Any) -> None:
-    """Let each next main process open the trackers that `init_trackers` was called for."""
+    """Let the next main process open the trackers that the script has asked for."""
     # By accelerator: what opens the trackers that the script has asked for, until they are open.
     unopened: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
     init: Callable[..., None] = owner.init_trackers

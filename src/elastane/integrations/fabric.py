@@ -1,9 +1,9 @@
 """Lightning's Fabric under `elastane run --in-place`, also where Lightning's Trainer uses it.
 
-Fabric reads rank and world size from the environment, which changes with the program's world. A few
-places keep them, or call several collectives that belong together; `adopt` mends these. A script
-with Fabric has a loop of its own, so it may keep a rank or a size like any other script. Names of
-Fabric that are private are touched, so a version that was not checked is refused.
+Fabric reads rank and world size from the environment, which changes with the program's world.
+`adopt` changes the few places that keep them, or that call several collectives which belong
+together. A script with Fabric has a loop of its own, so it may keep a rank or a size like any other
+script. `adopt` uses private names of Fabric, so an unchecked version is refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def adopt(name: str, world: VisibleWorld) -> None:
 
 
 def share_by_world(strategy: Any) -> None:
-    """Let samplers that are built later be for the current world, of another size than devices=."""
+    """Build later samplers for the current world, whose size may differ from devices=."""
     strategy.distributed_sampler_kwargs = property(
         lambda self: {"num_replicas": self.world_size, "rank": self.global_rank}
     )
@@ -81,7 +81,7 @@ def _accept_other_sizes(name: str, world: VisibleWorld) -> None:
 
 
 def _reduce_together(owner: Any, world: VisibleWorld) -> None:
-    """Let a reduction be over one membership, with all tensors of a collection."""
+    """Reduce all tensors of a collection over one membership."""
     reduce: Callable[..., Any] = owner.all_reduce
     collections: Any = importlib.import_module("lightning_utilities.core.apply_func")
 
@@ -153,7 +153,7 @@ def _deal(sampler: DistributedSampler[Any], size: int, rank: int) -> None:
     """Let a sampler deal to a world of this size, for this rank."""
     if (sampler.num_replicas, sampler.rank) != (size, rank):
         options = sampler.shuffle, sampler.seed, sampler.drop_last
-        # A class derived from it wraps its dataset, which is there.
+        # A derived class wraps its dataset, which exists already.
         DistributedSampler.__init__(sampler, sampler.dataset, size, rank, *options)
 
 

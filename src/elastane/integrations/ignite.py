@@ -19,7 +19,7 @@ KNOWN = ("0.5.", "0.6.")
 
 
 def adopt(name: str, world: VisibleWorld) -> None:
-    """Let each metric be computed over one membership; `name`: the module with the metrics.
+    """Compute each metric over one membership; `name`: the module with the metrics.
 
     Raises ConfigurationError if the version is not known.
     """
@@ -27,13 +27,13 @@ def adopt(name: str, world: VisibleWorld) -> None:
     require_known(package.__name__, str(package.__version__), KNOWN)
     for kind in _kinds(importlib.import_module(name).Metric):
         compute = vars(kind).get("compute")
-        # Others need no other worker, so a script may call them on one alone.
+        # Other metrics use no collective, so a script may call them on one worker alone.
         if "idist" in getattr(getattr(compute, "__code__", None), "co_names", ()):
             _compute_whole(kind, world)
 
 
 def _compute_whole(kind: Any, world: VisibleWorld) -> None:
-    """Let a metric be computed over one membership, each time from what it has collected."""
+    """Compute a metric over one membership, each time from what it has collected."""
     compute: Callable[[Any], Any] = kind.compute
 
     @functools.wraps(compute)

@@ -1,8 +1,8 @@
 """Lightning's Trainer under `elastane run --in-place`: what it keeps, and what a loss affects.
 
-Its rank and world size are Fabric's (`integrations.fabric`). A few places keep them, or call
-several collectives that belong together; `adopt` mends these. It touches names of Lightning that
-are private, so a version that was not checked is refused.
+Its rank and world size are Fabric's (`integrations.fabric`). `adopt` changes the few places that
+keep them, or that call several collectives which belong together. It uses private names of
+Lightning, so an unchecked version is refused.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _is_below(function: Any) -> bool:
 
 
 def _prepare_each_pass(name: str) -> None:
-    """Let each manual_backward() wait for its buckets: several may follow one forward."""
+    """Make each manual_backward() wait for its buckets: several may follow one forward."""
     strategy: Any = importlib.import_module(f"{name}.strategies").DDPStrategy
     before: Callable[[Any, torch.Tensor], None] = strategy.pre_backward
 
@@ -112,7 +112,7 @@ def _rebuild_evaluation_loaders(name: str, world: VisibleWorld) -> None:
 
 
 def _keep_together(name: str, world: VisibleWorld) -> None:
-    """Let what takes several collectives be over one membership."""
+    """Run functions with several collectives over one membership."""
     strategy: Any = importlib.import_module(f"{name}.strategies").DDPStrategy
     world.make_whole(strategy, "broadcast")
     module: Any = importlib.import_module(name).LightningModule

@@ -17,7 +17,7 @@ KNOWN = ("1.",)
 
 
 def adopt(name: str, world: VisibleWorld) -> None:
-    """Let each metric synchronise its states over one membership; `name`: the imported package.
+    """Synchronise the states of each metric over one membership; `name`: the imported package.
 
     Raises ConfigurationError if the version is not known.
     """

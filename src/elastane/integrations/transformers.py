@@ -1,7 +1,7 @@
 """The Hugging Face Trainer under `elastane run --in-place`.
 
-Its rank and world size are Accelerate's. What it gathers itself, and its checkpoints, are made by
-one membership.
+Its rank and world size are Accelerate's. Its own gathers and its checkpoints are made by one
+membership.
 """
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ def adopt(name: str, world: VisibleWorld) -> None:
     for gather in ("distributed_concat", "distributed_broadcast_scalars"):
         world.make_whole(helpers, gather)
     trainer: Any = importlib.import_module(name)
-    # It has imported the name; rank 0 writes, and another has to if it is lost meanwhile.
+    # The module has imported the name. If rank 0 is lost as it writes, another worker writes again.
     trainer.distributed_broadcast_scalars = helpers.distributed_broadcast_scalars
     world.make_whole(trainer.Trainer, "_save_checkpoint", waits=True)

@@ -92,7 +92,7 @@ class DealtLoader:
         return self._dealt_to
 
     def lost(self, members: tuple[Identity, ...]) -> Spans:
-        """Return what of the current step was dealt to members that are not among `members`."""
+        """Return the shares of the current step that members not among `members` were dealt."""
         ranks = [rank for rank, each in enumerate(self._dealt_to) if each not in members]
         return tuple(span for rank in ranks for span in self.sampler.spans_of(rank))
 

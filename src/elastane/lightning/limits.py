@@ -1,4 +1,4 @@
-"""What `ElasticStrategy` does not support, refused before the training begins, with the reason.
+"""Refuses what `ElasticStrategy` does not support before the training begins, with the reason.
 
 Each of these would train wrongly, or differently on a worker that joins, so none is ignored. Raises
 ConfigurationError.

@@ -1,4 +1,4 @@
-"""`ScalarLogger`: what a LightningModule logs, written once per step over any number of deaths.
+"""`ScalarLogger`: scalars of a LightningModule, written once per step despite lost workers.
 
 Lightning calls loggers on all workers. The others keep what rank 0 writes, so that the next rank 0
 adds what a lost one had not written.

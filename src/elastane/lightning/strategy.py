@@ -127,7 +127,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
 
         def noted(*args: Any, **kwargs: Any) -> None:
             backward(*args, **kwargs)
-            # Right behind the pass: hooks that follow may call collectives, and see fewer.
+            # Directly after the pass: later hooks may call collectives, and then see fewer members.
             self._contributors = self._members
 
         self.precision_plugin.backward = noted
@@ -263,7 +263,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         """Return the object of rank `src`; of a survivor, if that worker is lost meanwhile.
 
         Each worker passes what it would decide itself, so any survivor's object is one that the
-        program can go on with. Before a worker has joined, Lightning's broadcasts give its own
+        program can continue with. Before a worker has joined, Lightning's broadcasts give its own
         object: these are folders, which the others hand over.
         """
         if not self._has_joined:

@@ -1,9 +1,9 @@
-"""What a worker needs of another one to continue at the same place of Lightning's loop.
+"""The state that a joining worker needs to continue at the same place of Lightning's loop.
 
 All workers wait at one place of the program: where the training loop draws the next batch of a new
 step. There the position is in the loop's progress objects and in a few attributes of the Trainer.
-With these, the states of a checkpoint and the random streams, a worker that joins goes on like the
-others. Its values that are logged for an epoch begin with zero: the others keep what they have.
+With these, the states of a checkpoint and the random streams, a worker that joins continues like
+the others. Its values that are logged for an epoch begin with zero: the others keep what they have.
 
 Reads private names of Lightning, of the versions in `package`. Fails with ConfigurationError for
 states that are not plain data.
@@ -178,7 +178,7 @@ def versions(trainer: Any) -> list[Any]:
 
 
 def set_versions(trainer: Any, known: list[Any]) -> None:
-    """Let loggers write where those of another worker do, should they ever write."""
+    """Let loggers write where those of another worker do, if they ever write."""
     loggers = [each for each in trainer.loggers if hasattr(each, "_version")]
     for logger, version in zip(loggers, known, strict=True):
         logger._version = version

@@ -303,7 +303,7 @@ class _Machine:
         self._logged_s[event.host, event.pid] = event.time_s
 
     def copy(self) -> _Machine:
-        """Return a machine that can be closed while this one goes on."""
+        """Return a machine that can be closed while this one continues."""
         copied = copy(self)
         copied._ledger = self._ledger.copy()
         copied._world = copy(self._world)
@@ -360,7 +360,7 @@ class _Machine:
             self._become(TimeCause.REBUILDING, incident or self._incident)
 
     def waiting(self, event: LoggedEvent, incident: int) -> None:
-        """Wait for nodes, unless workers continue: that is told by an event of this kind too."""
+        """Wait for nodes, unless workers continue: an event of this kind reports that, too."""
         if "min_nodes" in event.data or "min_workers" in event.data:
             self._become(TimeCause.WAITING, incident or self._incident)
 

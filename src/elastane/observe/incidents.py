@@ -1,4 +1,4 @@
-"""The incidents of a job, from its event log: what ended a world, why, and when training went on.
+"""The incidents of a job, from its event log: what ended a world, why, and when training continued.
 
 Pure: an event in, the next history out. The root cause is the coordinator's finding. An incident is
 open from the failure until the workers of the next world have started, and whole again once as many

@@ -1,7 +1,7 @@
-"""How far something is that may take long: a bar on a terminal, one line in a log.
+"""The progress of long transfers: a bar on a terminal, one line in a log.
 
-All that reads, writes or sends a whole state shows it this way, on stderr. Nothing is shown of what
-ends within `SHOWN_AFTER_S`. How it fails: a stderr that takes no line loses it, and nothing else.
+Each read, write or transfer of a whole state is shown this way, on stderr, unless it ends within
+`SHOWN_AFTER_S`. How it fails: a stderr that takes no line loses it, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-# Somebody who waits for longer than this wants to know for how long.
+# A shorter transfer needs no bar.
 SHOWN_AFTER_S = 2.0
 # How often a file that is being written is looked at.
 _LOOK_S = 0.25
 
 
 class ShownProgress:
-    """The progress of one thing, which has `total_bytes`; any thread may report it."""
+    """The progress of one transfer of `total_bytes`; any thread may report it."""
 
     def __init__(self, what: str, total_bytes: int) -> None:
         self._what = what
@@ -84,7 +84,7 @@ def shown_progress(what: str, total_bytes: int) -> Iterator[ShownProgress]:
 
 @contextlib.contextmanager
 def writing_progress(what: str, total_bytes: int, path: Path) -> Iterator[None]:
-    """Show how a file grows that something writes which reports nothing itself."""
+    """Show the growth of a file whose writer reports nothing itself."""
     ended = threading.Event()
 
     def follow() -> None:

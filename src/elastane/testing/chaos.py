@@ -122,7 +122,7 @@ class RunningJob:
         self._log.record(kind, node, text)
 
     def close(self) -> None:
-        """Close the event log; a node that is paused goes on."""
+        """Close the event log; a node that is paused continues."""
         for node in self.nodes:
             node.resume()
         self._log.close()

@@ -145,8 +145,8 @@ class FaultPlan:
     def run(self, job: FaultedJob, tell: Callable[[str], None] = lambda text: None) -> list[str]:
         """Inject all faults, and start removed nodes again; return what was done, in words.
 
-        Each fault is logged as the event `fault-injected`, and told as it happens. Ends early if
-        the job has ended, or no agent is left.
+        Each fault is logged as the event `fault-injected`, and passed to `tell` as it happens. Ends
+        early if the job has ended, or no agent is left.
         """
         begun_s, done_texts = time.monotonic(), list[str]()
         absent: list[tuple[float, str]] = []

@@ -2,8 +2,8 @@
 
 The workers of the first world have RANK and the others from their start. A replacement has none
 before `init()`, so such a script fails, or takes itself for rank 0, at the first replacement only.
-Looks at the source alone: what the script's own frames have passed on the way to `init()`. What it
-cannot read says nothing.
+Reads only source that the script's own frames have passed on the way to `init()`, and ignores what
+it cannot read.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class ElasticLoader:
 
     @property
     def replicas(self) -> list[DistributedDataParallel]:
-        """The models whose gradients workers that may change reduce together."""
+        """The tracked models whose gradients are reduced over a group that may lose members."""
         return [] if self._group is None else self._group.ddps
 
     def __len__(self) -> int:

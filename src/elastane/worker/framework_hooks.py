@@ -1,4 +1,4 @@
-"""What a Trainer or an Accelerator logs, written once per step over any number of deaths.
+"""Scalars that a Trainer or an Accelerator logs, written once per step despite lost workers.
 
 The module of each framework offers its class: `elastane.transformers.ScalarCallback` and
 `elastane.accelerate.scalar_tracker`. The frameworks are imported as these are asked for.

@@ -16,7 +16,7 @@ from elastane.worker.scalars import ScalarLog
 
 
 class FrameworkScalars:
-    """What a framework logs, for sinks as those of `job.log_to`."""
+    """The scalars that a framework logs, for the sinks of `job.log_to`."""
 
     def __init__(self, targets: tuple[Any, ...]) -> None:
         self._log = ScalarLog()

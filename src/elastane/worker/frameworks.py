@@ -25,7 +25,7 @@ _ADOPTERS = {
 }
 
 # These compute with rank and world size, so their programs always see the members that are left.
-# An import does not show that a script uses them: `in_use(name)` of our module tells. Each Trainer
+# An import does not show that a script uses them; `in_use(name)` of our module does. Each Trainer
 # of Transformers uses Accelerate.
 _FOLLOWING = ("accelerate", "lightning.pytorch", "pytorch_lightning")
 

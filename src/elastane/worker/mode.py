@@ -1,4 +1,4 @@
-"""How a worker computes a step: what surrounds its micro-batches.
+"""The mode of a worker: how it computes the micro-batches of a step.
 
 `Mode` is the ordinary way: it computes a rank's micro-batches as they are dealt, and leaves
 gradients to DDP or to the body. `Deterministic` computes the same bits in every world: it owns what
@@ -67,7 +67,7 @@ class Mode:
         """Begin a step, or retry it."""
 
     def portions(self, dealt: Sequence[Portion]) -> Iterator[Portion]:
-        """Yield this rank's micro-batches; work between two of them happens on the way."""
+        """Yield this rank's micro-batches; the mode's own work happens between two of them."""
         yield from dealt
 
     def leave(self) -> None:
@@ -77,7 +77,7 @@ class Mode:
         """Refuse an optimizer step that comes too early."""
 
     def settings(self) -> dict[str, Any]:
-        """Return what results depend on, besides the script and its data."""
+        """Return the settings on which results depend, besides the script and its data."""
         return {
             "deterministic": self.is_deterministic,
             "torch": torch.__version__,
@@ -225,7 +225,7 @@ class Deterministic(Mode):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return what results depend on, besides the script and its data."""
+        """Return the settings on which results depend, besides the script and its data."""
         return {**super().settings(), "shards": self._virtual_shards, "seed": self.seed}
 
     def _compare_settings(self) -> None:

@@ -1,4 +1,4 @@
-"""What a worker reports of its progress: its activity, that it moves, and where it waits.
+"""The progress reports of a worker: its activity, its signs of progress, and where it waits.
 
 Owns this worker's marks on its status page; from them the agent judges which worker hangs
 (`protocol.hangs`). A mark costs one store to memory, and nothing without a page. Once torch has
@@ -45,7 +45,7 @@ class ProgressReporter:
                 self._watch_compiler()
 
     def beat(self) -> None:
-        """Report that the worker moves; from any thread."""
+        """Report a sign of progress; from any thread."""
         if self._page is not None:
             self._page.beat()
 

@@ -44,7 +44,7 @@ class Sink(Protocol):
     def open(self, after_step: int | None) -> Mapping[str, int]:
         """Open it; return the last step of each name that it has of this run beyond `after_step`.
 
-        None: another run begins, of which it has nothing. What raises here or in `write` costs no
+        None: another run begins, of which it has nothing. An error here or in `write` loses no
         values yet: it is opened again at the next step, then after a pause that grows to a minute.
         """
 

@@ -1,10 +1,10 @@
-"""Sees the checkpoints that a script writes and reads which knows nothing of elastane.
+"""Observes the checkpoints that an unmodified script writes and reads.
 
-`watch` puts itself around torch.save and what torch.distributed.checkpoint.save and async_save
-call. A save counts if it is surely one to resume from: it holds the state of an optimizer, goes to
-a file, and was called by the main thread. A checkpoint may consist of several files, and be renamed
-after its save; so it is whole only once training goes on, which `whole_at` is asked for. What
-cannot be seen is not guessed: other formats, saves of other threads, object stores.
+`watch` wraps torch.save, and what torch.distributed.checkpoint.save and async_save call. A save
+counts if it is surely one to resume from: it holds the state of an optimizer, goes to a file, and
+was called by the main thread. A checkpoint may consist of several files, and be renamed after its
+save, so it counts as whole only once training continues (`whole_at`). Other formats, saves of other
+threads and object stores are not seen.
 
 Loads by torch.load and torch.distributed.checkpoint.load are seen alike, until the first step: a
 script that reads no state of an optimizer before it does not resume from a checkpoint.
@@ -219,7 +219,7 @@ def _filled(_loaded: Any, state_dict: Any, *_: Any, **__: Any) -> Any:
 
 
 def _target_of_file(frame: FrameType, obj: Any, f: Any, *_: Any, **__: Any) -> tuple[Any, str, Any]:
-    """Return what torch.save was given, the path it went to, and the script's file object."""
+    """Return the saved object, its path, and the script's file object."""
     if isinstance(f, str | os.PathLike):
         return obj, os.fspath(f), None
     module, function, local = _BY_MEMORY

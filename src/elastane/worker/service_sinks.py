@@ -52,7 +52,7 @@ class ServiceSink:
         self._is_told = False
 
     def open(self, after_step: int | None) -> Mapping[str, int]:
-        """Start the process. It looks itself for what the service has, so nothing is returned."""
+        """Start the process. It asks the service for its last steps, so nothing is returned."""
         self._spec.update(self._named(uuid.uuid4().hex[:8] if after_step is None else None))
         self._kept.clear()
         self._through, self._retry_at_s = self._number, 0.0
@@ -69,7 +69,7 @@ class ServiceSink:
         self._advance()
 
     def close(self) -> None:
-        """Let the process write what it was given, and end by itself; returns at once."""
+        """Let the process write the entries that it has, and end; returns at once."""
         if self._process is not None:
             self._process.leave(is_end=False)
             self._leaving.append(self._process)
@@ -100,7 +100,7 @@ class ServiceSink:
             process.end(until_s)
 
     def _named(self, begin: str | None) -> Mapping[str, Any]:
-        """Return what names the run; `begin`: another run begins, by this name."""
+        """Return the settings that name the run; `begin`: a new run begins, under this name."""
         return {"begin": begin}
 
     def _left(self) -> int:
@@ -108,7 +108,7 @@ class ServiceSink:
         return min(len(self._kept), self._number - self._through)
 
     def _advance(self) -> None:
-        """Take what the process reports, start it if it is time, and send what it can take."""
+        """Read the reports of the process, start it when due, and send what its pipe accepts."""
         now_s = time.monotonic()
         self._leaving = [one for one in self._leaving if not one.has_ended()]
         process = self._process

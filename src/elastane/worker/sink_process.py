@@ -26,7 +26,7 @@ from elastane.process.kernel import become_subreaper
 
 # A worker that dies leaves one or two steps unwritten; a sink that is away for a while, more.
 KEPT_MAX = 1024
-# Behind the end of its input; a service that hangs may not keep a job from ending.
+# The time to write once the input has ended: a hanging service must not delay the job's end.
 END_WITHIN_S = 30.0
 # Values logged between steps join those of the step before them, if they come within this time.
 _ROW_OPEN_S = 1.0
@@ -275,7 +275,7 @@ class Input:
 
 
 class Rows:
-    """Makes one row for each step, without what the service has."""
+    """Makes one row for each step, without the values that the service already has."""
 
     def __init__(self, found: Mapping[str, int]) -> None:
         self._floor = found.get("", -1)
@@ -301,7 +301,7 @@ class Rows:
         return complete
 
     def rest(self) -> list[Scalars]:
-        """Return the row that may have got further values, which it gets no more."""
+        """Return the last row, which gets no further values."""
         rest, self._open = self._open, None
         return [rest] if rest is not None else []
 
@@ -332,7 +332,7 @@ def run(spec: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None]) ->
 
 @contextlib.contextmanager
 def _alone(key: str) -> Iterator[None]:
-    """Wait until no other process of this host writes the same; raises TimeoutError."""
+    """Wait until no other process of this host writes this run; raises TimeoutError."""
     name = f"elastane-sink-{os.getuid()}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     until_s = time.monotonic() + _LOCK_WITHIN_S
     # The kernel frees an abstract address as its process ends.
@@ -368,7 +368,7 @@ def main() -> NoReturn:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     become_subreaper()
-    # What packages print is no report; their errors go to the worker's error output.
+    # Output of packages is no report; their errors go to the worker's error output.
     out = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

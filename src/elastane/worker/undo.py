@@ -46,7 +46,7 @@ class Undo:
         self._called: Counter[int] = Counter()
         self._inside: Counter[int] = Counter()
         self._repeating: set[int] = set()
-        # Whether an update cannot be undone, and is not all that the body would have made either.
+        # Whether an update can neither be undone nor count as the whole step.
         self._is_torn = False
         self.stepped: set[int] = set()
 

@@ -6,9 +6,9 @@
 script's loop runs through an `ElasticLoader`. Otherwise it grows by a restart of all workers, for
 which this module reports the script's checkpoints and parks before a step.
 
-What the script does that cannot be kept is refused where it is called, with the reason, or restarts
-all workers at the next fault. A restart ends this process: an exception could be caught by a
-framework, whose training would go on with wrong values.
+An operation that cannot be kept is refused where the script calls it, with the reason, or restarts
+all workers at the next fault. A restart ends this process: a framework could catch an exception,
+and would continue with wrong values.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class UnmodifiedWorker:
         return self._frameworks.save_together
 
     def show(self, rank: int, size: int) -> None:
-        """Let the script and its frameworks read its rank and world size where they look."""
+        """Set the rank and world size where the script and its frameworks read them."""
         if self._place is not None:
             os.environ.update(self._place.env)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
@@ -179,8 +179,8 @@ class UnmodifiedWorker:
     def reach(self, number: int) -> None:
         """Reach the boundary of this number, or step: wait here if a drain has agreed on it.
 
-        A parked worker is killed once all have parked, so it has nothing unsaved. It goes on if the
-        drain is called off, or another world follows.
+        A parked worker is killed once all have parked, so it has nothing unsaved. If the drain is
+        called off, or another world follows, it continues.
         """
         self._saves.watch_distributed()
         page = self._page
@@ -297,9 +297,9 @@ def _maker(
         store: Any = None,
         **_options: Any,
     ) -> None:
-        """Enter the job's world; rank, size and timeout are the agent's affair."""
+        """Enter the job's world; the agent decides rank, size and timeout."""
         if dist.is_initialized():
-            torchs()  # raises, as without us
+            torchs()  # raises, as without elastane
         _check(backend, init_method, store)
         if workers:
             raise _refusal(
