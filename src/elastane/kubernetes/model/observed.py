@@ -28,7 +28,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """An object's metadata. `edition` is its generation: it grows with each change of the spec."""
+    """An object's metadata. `edition`, its "generation", grows with each change of the spec."""
 
     name: str = ""
     namespace: str = ""
