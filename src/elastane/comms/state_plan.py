@@ -32,7 +32,8 @@ class MemberStatus:
 
     `torn`: it was receiving a state and was interrupted, so it holds parts of two. `machine`: the
     same number on all members that can share memory; 0 if unknown. `cut_short`: the body of its
-    last step failed after the update, and its rest was not run.
+    last step failed after the update, and its rest was not run. `came_later`: it joined a running
+    job, so it restored no checkpoint.
     """
 
     committed: int
@@ -40,6 +41,7 @@ class MemberStatus:
     torn: bool = False
     machine: int = 0
     cut_short: bool = False
+    came_later: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,9 @@ class Handover:
 class Healing:
     """The ranks whose state is right, and how the others receive it before the next step.
 
-    `fresh`: no member has made a step, and all begin from the state of rank 0. Members perform the
-    `waves` in order. Within one wave no member sends twice, or sends what it receives in that wave.
+    `fresh`: no step was made since all workers started, and all begin from the state of the first
+    rank that started with them. Members perform the `waves` in order. Within one wave no member
+    sends twice, or sends what it receives in that wave.
     """
 
     committed: int
@@ -76,7 +79,8 @@ class Healing:
 def decide(statuses: Sequence[MemberStatus]) -> Healing | None:
     """Return which members heal which; `statuses` by rank, the same on all members.
 
-    None: no member holds a whole state, and some hold parts of two; all have to restart.
+    None: no member holds a whole state, and some hold parts of two, or all have joined a job whose
+    state is lost; all have to restart.
     """
     assert statuses, "a world has members"
     machines = [status.machine for status in statuses]
@@ -84,7 +88,11 @@ def decide(statuses: Sequence[MemberStatus]) -> Healing | None:
     if not holders and any(status.torn for status in statuses):
         return None
     if not holders:
-        return Healing(0, (0,), _waves((0,), machines), fresh=True)
+        # A worker of the start without a state has made no step, and none was made without it.
+        first = next((rank for rank, each in enumerate(statuses) if not each.came_later), None)
+        if first is None:
+            return None
+        return Healing(0, (first,), _waves((first,), machines), fresh=True)
     committed = max(statuses[rank].committed for rank in holders)
     right = tuple(rank for rank in holders if statuses[rank].committed == committed)
     whole = tuple(rank for rank in right if not statuses[rank].cut_short)

@@ -68,6 +68,7 @@ class Health:
         self._reserved: list[torch.Tensor] = []
         self.holds = False
         self.torn = False
+        self._came_later = False
         # Whether the last step failed in its body after its update.
         self.cut_short = False
         self.shards: ShardHealing | None = None
@@ -77,7 +78,11 @@ class Health:
         self.shards = shards
 
     def prepare(self) -> None:
-        """Allocate memory for a state that will arrive, before other members wait for this one."""
+        """Expect a state from another member: this worker joins a running job.
+
+        Allocates memory for it before other members wait for this one.
+        """
+        self._came_later = True
         if self.shards is not None:
             self.tracked.prepare()
         else:
@@ -126,9 +131,12 @@ class Health:
             self.shards.compare(progress)
             return
         own = [progress.next_step, self.holds, self.torn, near.machine(), self.cut_short]
-        statuses = gathered(self._group, own)
+        statuses = gathered(self._group, [*own, self._came_later])
         healing = decide(
-            [MemberStatus(n, bool(h), bool(t), m, bool(c)) for n, h, t, m, c in statuses]
+            [
+                MemberStatus(n, bool(h), bool(t), m, bool(c), bool(later))
+                for n, h, t, m, c, later in statuses
+            ]
         )
         if healing is None:
             raise JobError(

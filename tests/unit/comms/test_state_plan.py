@@ -16,6 +16,7 @@ from elastane.comms.state_plan import (
 )
 
 J, T = MemberStatus(0, False), MemberStatus(7, False, torn=True)
+L = MemberStatus(0, False, came_later=True)
 
 
 def H(committed):  # noqa: N802 - a holder
@@ -32,6 +33,9 @@ def H(committed):  # noqa: N802 - a holder
         ([H(6), J, H(5)], 6, (0,), (1, 2), False),
         ([J, H(0)], 0, (1,), (0,), False),
         ([T, H(3)], 3, (1,), (0,), False),
+        ([L, H(3), L], 3, (1,), (0, 2), False),
+        # A worker was replaced before the first step of all.
+        ([L, J, J], 0, (1,), (0, 2), True),
     ],
 )
 def test_the_furthest_holders_are_right_and_all_others_receive(
@@ -44,6 +48,12 @@ def test_the_furthest_holders_are_right_and_all_others_receive(
 
 @pytest.mark.parametrize("standings", [[T, J], [T]])
 def test_where_nobody_holds_a_state_and_some_have_half_of_one_there_is_none(standings):
+    assert decide(standings) is None
+
+
+@pytest.mark.parametrize("standings", [[L], [L, L, L], [L, T]])
+def test_workers_that_joined_a_job_whose_state_is_lost_do_not_begin_again_silently(standings):
+    """They restored no checkpoint, since the members that were lost would have given a state."""
     assert decide(standings) is None
 
 

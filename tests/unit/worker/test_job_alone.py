@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import elastane
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.errors import JobError
+from elastane.worker.healing import Health
 from elastane.worker.undo import Undo
 
 N, B = 100, 16
@@ -257,6 +258,18 @@ def test_a_committed_sharded_step_survives_a_new_world(job):
             halved.step()
     health.compare(job._feed.cursor)
     assert sgd.param_groups[0]["lr"] == 0.25 and halved.last_epoch == 2
+
+
+def test_a_worker_that_joined_a_job_whose_state_is_lost_does_not_begin_again(job):
+    """It has skipped its checkpoint, because another member was to give it the state."""
+    net = torch.nn.Linear(4, 1)
+    job.track(net=net, sgd=torch.optim.SGD(net.parameters(), lr=0.1))
+    next(job.steps(loader_of(), until_step=2))
+    started, joined = (Health(job.process_group, job._tracked) for _ in range(2))
+    started.compare(job._feed.cursor)
+    joined.prepare()
+    with pytest.raises(JobError, match="no worker of this world holds the state"):
+        joined.compare(job._feed.cursor)
 
 
 def test_a_sharded_model_excludes_uses_that_need_whole_replicas():
