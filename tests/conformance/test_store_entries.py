@@ -220,6 +220,7 @@ async def test_purge_removes_all_below_the_prefix_and_nothing_else(harness: Harn
     assert await store.get("job2/a") is not None
 
 
+@pytest.mark.soak
 def test_writers_in_several_processes_are_linearisable(harness: Harness) -> None:
     if harness.specification is None:
         pytest.skip("this store lives in one process")

@@ -81,6 +81,7 @@ def test_lightning_with_two_nodes_of_one_device(tmp_path: Path) -> None:
     recovered(ends_well(tmp_path, *agents), 2)
 
 
+@pytest.mark.soak
 def test_accelerate(tmp_path: Path) -> None:
     script = str(SCRIPTS / "accelerate_train.py")
     words = ("--standalone", "--nproc-per-node", "2", script, str(tmp_path), str(EPOCHS))

@@ -8,7 +8,15 @@ pytest.importorskip("ignite")
 
 # The second sum is of the accuracy, the third of the losses, which are floats; the sixth gathers
 # the labels of a metric of whole epochs.
-@pytest.mark.parametrize(("may_change", "sum_"), [(True, 2), (False, 2), (True, 3), (True, 6)])
+@pytest.mark.parametrize(
+    ("may_change", "sum_"),
+    [
+        (True, 2),
+        pytest.param(False, 2, marks=pytest.mark.soak),
+        (True, 3),
+        (True, 6),
+    ],
+)
 def test_a_metric_that_a_loss_interrupts_is_over_the_workers_that_are_left(
     tmp_path_factory, may_change, sum_
 ):

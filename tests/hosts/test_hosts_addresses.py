@@ -147,6 +147,7 @@ def test_of_several_cards_with_a_shared_folder_local_addr_says_which(tmp_path: P
             ends_well(job, "ab")
 
 
+@pytest.mark.soak
 def test_a_host_that_is_given_by_name_is_found_by_each_hosts_own_file(tmp_path: Path) -> None:
     with job_on(tmp_path, "ab", nnodes="2", steps=STEPS) as job:
         # As Debian does it: to itself, a host's name is 127.0.1.1.

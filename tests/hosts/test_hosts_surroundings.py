@@ -92,6 +92,7 @@ def test_a_full_disk_under_logs_and_events_stops_nobody_and_what_was_lost_is_tol
         until(lambda: f'"{EventKind.EVENTS_LOST}"' in told(), "the log tells that it lost events")
 
 
+@pytest.mark.soak
 def test_a_job_starts_where_the_disk_for_logs_was_full_before(tmp_path: Path) -> None:
     logs = tmp_path / "small"
     with job_on(tmp_path, "ab", nnodes="2", steps=20) as job:

@@ -197,6 +197,7 @@ def test_steps_continue_while_the_snapshot_server_is_stopped(tmp_path):
     assert len(job.said("restored")) == 2, "no worker was started again"
 
 
+@pytest.mark.soak
 def test_all_workers_of_a_job_in_place_may_die_at_once(tmp_path):
     job = Saving(tmp_path, "job")
     with job.cluster:

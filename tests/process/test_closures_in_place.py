@@ -13,7 +13,7 @@ from elastane.testing import LocalCluster
 SCRIPT = Path(__file__).parent / "scripts" / "closures.py"
 
 
-@pytest.mark.parametrize("kind", ["adamw", "lbfgs"])
+@pytest.mark.parametrize("kind", [pytest.param("adamw", marks=pytest.mark.soak), "lbfgs"])
 def test_a_worker_lost_in_a_closure_leaves_the_others_equal_to_the_last_bit(tmp_path, kind):
     said = tmp_path / "said"
     said.mkdir()

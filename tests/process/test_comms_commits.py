@@ -89,7 +89,15 @@ def test_a_job_commits_no_step_in_which_ranks_made_different_collectives(tmp_pat
     assert said.count("[job-collectives]") >= 3
 
 
-@pytest.mark.parametrize("then", ["end", "retry", "save", "verify"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        "end",
+        pytest.param("retry", marks=pytest.mark.soak),
+        "save",
+        pytest.param("verify", marks=pytest.mark.soak),
+    ],
+)
 def test_what_follows_a_commit_is_not_believed_before_all_made_the_same(tmp_path, then):
     options = {"nproc_per_node": 3, "max_restarts": 0, "tee": "3", "preload": PRELOAD_OPTIMIZER}
     words = [str(SURPLUS), then, str(tmp_path / "saves")]

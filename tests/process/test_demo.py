@@ -127,14 +127,8 @@ def test_the_demo_restarts_a_script_that_knows_nothing_of_it(tmp_path):
     assert acts[2]["redone_steps"] == 0
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGKILL,
-        pytest.param(signal.SIGINT, marks=pytest.mark.soak),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_demo_that_is_ended_takes_all_its_processes_along(tmp_path, number):
     """It starts although the environment has settings that are meant for another job."""
     folder = tmp_path / "kept"

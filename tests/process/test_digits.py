@@ -81,6 +81,7 @@ def test_after_sigkill_it_goes_on_from_the_checkpoint_at_another_world_size(tmp_
     assert again in (last_checkpoint + 1, last_checkpoint + 1 - CHECKPOINT_EVERY)
 
 
+@pytest.mark.soak
 def test_sigterm_to_one_worker_stops_all_after_the_same_step_and_none_is_redone(tmp_path):
     with training(tmp_path, 2) as workers:
         wait_for_step(tmp_path, 30)

@@ -264,7 +264,10 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("package", ["elastane.elastic", "torch.distributed.elastic"])
+@pytest.mark.parametrize(
+    "package",
+    ["elastane.elastic", pytest.param("torch.distributed.elastic", marks=pytest.mark.soak)],
+)
 def test_a_timer_that_expires_ends_its_worker(package, tmp_path, monkeypatch):
     monkeypatch.setenv(module.TORCHELASTIC_ENABLE_FILE_TIMER, "1")
     monkeypatch.delenv(module.TORCHELASTIC_TIMER_FILE, raising=False)

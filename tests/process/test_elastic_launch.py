@@ -312,7 +312,11 @@ def wait_workers(folder):
 
 @pytest.mark.parametrize(
     ("backend", "sent"),
-    [("c10d", signal.SIGTERM), ("c10d", signal.SIGINT), ("local-test", signal.SIGTERM)],
+    [
+        ("c10d", signal.SIGTERM),
+        pytest.param("c10d", signal.SIGINT, marks=pytest.mark.soak),
+        pytest.param("local-test", signal.SIGTERM, marks=pytest.mark.soak),
+    ],
 )
 def test_a_signal_is_a_signal_exception_and_no_process_is_left(tmp_path, backend, sent):
     with program(tmp_path, HANGING, BACKEND=backend, **SUPPORT) as one:
@@ -330,7 +334,7 @@ def test_a_signal_is_a_signal_exception_and_no_process_is_left(tmp_path, backend
         one.gone()
 
 
-@pytest.mark.parametrize("backend", ["c10d", "local-test"])
+@pytest.mark.parametrize("backend", ["c10d", pytest.param("local-test", marks=pytest.mark.soak)])
 def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path, backend):
     with program(tmp_path, HANGING, BACKEND=backend, **SUPPORT) as one:
         wait_workers(tmp_path)
@@ -341,7 +345,7 @@ def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path, backend):
         assert end["shutdowns"] == (backend == "local-test")
 
 
-@pytest.mark.parametrize("backend", ["c10d", "local-test"])
+@pytest.mark.parametrize("backend", ["c10d", pytest.param("local-test", marks=pytest.mark.soak)])
 def test_a_killed_caller_leaves_no_worker(tmp_path, backend):
     with program(tmp_path, HANGING, BACKEND=backend, **SUPPORT) as one:
         workers = wait_workers(tmp_path)
@@ -362,6 +366,7 @@ TWO_NODES = """
 """
 
 
+@pytest.mark.soak
 def test_two_programs_launch_one_job_and_each_gets_its_own_values(tmp_path):
     endpoint = f"127.0.0.1:{free_port()}"
     with (

@@ -96,7 +96,9 @@ def start(fn, args, specs=None, method="fork"):
     return start_processes("t", fn, args, envs_of(len(args)), specs or SPECS(), start_method=method)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["spawn", "fork", pytest.param("forkserver", marks=pytest.mark.soak)]
+)
 def test_values_and_output_of_each_function_come_back(method):
     context = start(echo, args_of(2), SPECS(redirects=Std.ALL), method)
     assert isinstance(context, MultiprocessContext)
@@ -112,7 +114,9 @@ def test_a_value_larger_than_a_pipe_comes_back():
     assert len(result.return_values[0]) == 5_000_000
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["spawn", "fork", pytest.param("forkserver", marks=pytest.mark.soak)]
+)
 def test_tensors_come_back_by_value(method):
     result = start(tensors, args_of(2), method=method).wait(60)
     assert not result.is_failed()

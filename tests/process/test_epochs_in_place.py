@@ -55,7 +55,7 @@ class Epochs:
     ("where", "fewest"),
     [
         ("behind", 1),
-        ("between", 3),
+        pytest.param("between", 3, marks=pytest.mark.soak),
         pytest.param("behind", 3, marks=pytest.mark.soak),
         pytest.param("between", 1, marks=pytest.mark.soak),
     ],

@@ -208,6 +208,7 @@ main()
 """
 
 
+@pytest.mark.soak
 def test_a_failure_has_its_exit_code_box_report_and_error_file(start, tmp_path):
     one = start(
         TELLING + FAILING,
@@ -236,6 +237,7 @@ def test_a_failure_has_its_exit_code_box_report_and_error_file(start, tmp_path):
     one.gone()
 
 
+@pytest.mark.soak
 def test_the_budget_is_told_where_it_is_used_up(start):
     one = start("raise SystemExit(3)", "--max-restarts", "1")
     assert one.wait() == 1
@@ -254,6 +256,7 @@ def test_a_signal_ends_this_node_alone(start):
     one.gone()
 
 
+@pytest.mark.soak
 def test_a_killed_launcher_leaves_no_worker(start):
     one = start("tell('up')\nhang()")
     for rank in range(2):
@@ -267,8 +270,8 @@ def test_a_killed_launcher_leaves_no_worker(start):
     ("error", "code"),
     [
         ("RendezvousTimeoutError", 75),
-        ("RendezvousClosedError", 78),
-        ("RendezvousGracefulExitError", 0),
+        pytest.param("RendezvousClosedError", 78, marks=pytest.mark.soak),
+        pytest.param("RendezvousGracefulExitError", 0, marks=pytest.mark.soak),
     ],
 )
 def test_how_a_rendezvous_ends_is_an_exit_code(start, error, code):
@@ -278,6 +281,7 @@ def test_how_a_rendezvous_ends_is_an_exit_code(start, error, code):
     assert ("of the handler" in " ".join(one.err.split())) == (code != 0)
 
 
+@pytest.mark.soak
 def test_an_error_of_the_handlers_own_is_shown_with_its_traceback(start):
     one = start("", "--rdzv-endpoint", "NoKindOfError")
     assert one.wait() == 1

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from jobs import SCRIPT, Job, free_port, newest, ranks
 
 
+@pytest.mark.soak
 def test_two_standalone_jobs_at_the_same_time_do_not_clash(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     running = []

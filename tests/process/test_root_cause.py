@@ -150,7 +150,11 @@ def one_run(folder: Path, nodes: int, runs: int, gap_s: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gap_s"), [(1, 0.001), (2, 0.020)], ids=["1 ms on one node", "20 ms on two"]
+    ("nodes", "gap_s"),
+    [
+        pytest.param(1, 0.001, id="1 ms on one node"),
+        pytest.param(2, 0.020, id="20 ms on two", marks=pytest.mark.soak),
+    ],
 )
 def test_the_first_of_two_faults_is_the_cause(tmp_path: Path, nodes: int, gap_s: float) -> None:
     run(tmp_path, nodes, 10, gap_s)

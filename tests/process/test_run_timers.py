@@ -43,6 +43,7 @@ def test_a_worker_that_keeps_a_timer_too_long_is_ended_alone_and_the_scope_is_na
         one.gone()
 
 
+@pytest.mark.soak
 def test_the_message_of_the_failure_names_scope_and_deadline(tmp_path: Path) -> None:
     env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(tmp_path / "pipe")}
     with agent(tmp_path, "--nproc-per-node", "2", body=EXPIRE, **env) as one:

@@ -53,7 +53,11 @@ def variables(folder: Path) -> list[dict[str, str]]:
     [
         ((), {}),
         ((), GIVEN),
-        (("--virtual-local-rank", "--signals-to-handle=SIGTERM,SIGUSR2"), {"OMP_NUM_THREADS": "2"}),
+        pytest.param(
+            ("--virtual-local-rank", "--signals-to-handle=SIGTERM,SIGUSR2"),
+            {"OMP_NUM_THREADS": "2"},
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["plain", "given", "virtual"],
 )

@@ -1,13 +1,13 @@
-"""Agents whose zygote has torch imported from its start: forks of one process of the test run.
+"""Agents and zygotes that are forks of one process of the test run, which has imported both.
 
-Each agent is a fresh interpreter, as ever. Its zygote alone is a fork, because the import of torch
-takes two seconds of processor time and `make test` starts hundreds of agents. The nursery is the
-process that has imported torch. It clones the agent as a child of the test process, forks the
-zygote as a child of the agent, and lets the agent exec its command. The agent hands over what it
-would have given to a zygote by exec: arguments, environment, folder and descriptors.
+`make test` starts more than a thousand agents. An agent imports its modules in 0.4 s of processor
+time, and its zygote torch in two. The nursery is the process that has imported both. It clones the
+agent as a child of the test process, and the agent forks its zygote. The agent hands over what it
+would have given to a zygote by exec: arguments, environment, folder and descriptors. It has none of
+torch's modules, and the zygote none of the agent's.
 
-An agent whose zygote has died starts the next one by exec. Tests whose subject is how a zygote
-starts use subprocess.Popen.
+An agent whose zygote has died starts the next one by exec. Tests whose subject is how an agent or a
+zygote starts use subprocess.Popen.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import itertools
 import json
+import logging
 import os
 import platform
 import runpy
@@ -24,20 +26,36 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any
 
 from elastane.process.kernel import die_with_parent, place_descriptors, show_program
-from elastane.process.zygote import DEFAULT_PRELOAD, fitness, protocol
+from elastane.process.zygote import DEFAULT_PRELOAD, child, fitness, protocol
+from elastane.process.zygote.child import Birth, note_birth
+from elastane.process.zygote.server import check_forkable, without_collections
 from elastane.testing import processes
 
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 _CLONE_PARENT = 0x8000
+_CLONE_CHILD_CLEARTID = 0x200000
+_CLONE_CHILD_SETTID = 0x1000000
+_PR_GET_TID_ADDRESS = 40
 _MESSAGE_BYTES_MAX = 128 << 10
 _ZYGOTE = ("-u", "-m", "elastane.process.zygote")
-# What workers that save import, and what a zygote itself imports.
-_MORE = ("torch.distributed.checkpoint", "tabulate", "elastane.process.zygote.server")
+_ZYGOTES = ("elastane.process.zygote.server", "elastane.process.zygote.child")
+_AGENTS = (
+    *("elastane.cli.main", "elastane.cli.parser", "elastane.cli.run", "elastane.agent.main"),
+    *("elastane.options.build", "elastane.options.settings", "encodings.idna", "tomllib"),
+)
+# Functions of the C library; fflush(NULL) writes what programs in C have printed.
+_AT_EXIT = ("_exit", "fflush")
+# What workers that save import.
+_MORE = ("torch.distributed.checkpoint", "tabulate")
 # Packages that take up to six seconds to import. A job that preloads one gets a nursery with it.
 _LARGE = ("torch._dynamo", "lightning", "transformers.trainer", "accelerate")
 # An environment in which torch would be imported otherwise needs a nursery of its own.
@@ -158,75 +176,170 @@ class _Nursery:
 
 
 def _nurse(fd: int, large: Sequence[str]) -> Any:
-    """Serve requests; return None at their end, and in each zygote's worker its program."""
-    import importlib
-
-    from elastane.process.zygote.server import check_forkable, without_collections
-
+    """Serve requests; return None at their end, and in each clone its agent's or zygote's work."""
     die_with_parent(os.getppid())
-    with without_collections():
-        for name in (*DEFAULT_PRELOAD, *_MORE, *large):
-            importlib.import_module(name)
-    assert not check_forkable()
+    imported = _Imported(large)
+    _skip_destructors()
     gc.collect()
     gc.freeze()
-    libc = ctypes.CDLL(None, use_errno=True)
+    clone = _Clone()
     sock = socket.socket(fileno=fd)
     while True:
         data, fds, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES_MAX, 3)
         if not data:
             return None
-        request = json.loads(data)
-        # The stack is shared as after a fork: no flag CLONE_VM. The new process has our parent.
-        pid = libc.syscall(_CLONE, _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
-        if pid < 0:
-            sys.exit(f"clone: {os.strerror(ctypes.get_errno())}")
+        pid = clone()
         if pid == 0:
-            return _Birth(request, fds).run()
+            sock.detach()  # as the number is another descriptor's soon
+            return _Birth(json.loads(data), fds, imported).run()
         sock.send(str(pid).encode())
         for one in fds:
             os.close(one)
 
 
+def _skip_destructors() -> None:
+    """Have this process and its forks end without the destructors of libraries that are loaded now.
+
+    Those of torch take 0.3 s of processor time at the end of each worker. Libraries that are loaded
+    later have theirs called, before.
+    """
+    libc = ctypes.CDLL(None)
+    address = {name: ctypes.cast(getattr(libc, name), ctypes.c_void_p) for name in _AT_EXIT}
+    libc.on_exit(address["_exit"], None)
+    libc.__cxa_atexit(address["fflush"], None, None)
+
+
+class _Clone:
+    """os.fork, but the new process is a child of this one's parent."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        # Where the C library keeps the thread's number, which a fork of its own would renew.
+        self._thread_number = ctypes.c_void_p()
+        if self._libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(self._thread_number), 0, 0, 0):
+            sys.exit(f"prctl(PR_GET_TID_ADDRESS): {os.strerror(ctypes.get_errno())}")
+
+    def __call__(self) -> int:
+        api = ctypes.pythonapi
+        flags = signal.SIGCHLD | _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID
+        number = self._thread_number
+        api.PyOS_BeforeFork()
+        # The stack is shared as after a fork: no flag CLONE_VM. The fourth argument is the number's
+        # address on x86-64, the fifth on AArch64; the other one is not looked at.
+        pid: int = self._libc.syscall(_CLONE, flags, 0, 0, number, number)
+        if pid == 0:
+            api.PyOS_AfterFork_Child()
+            return 0
+        api.PyOS_AfterFork_Parent()
+        if pid < 0:
+            sys.exit(f"clone: {os.strerror(ctypes.get_errno())}")
+        return pid
+
+
+class _Imported:
+    """What the nursery has imported, of which an agent and a zygote each hide the other's part."""
+
+    def __init__(self, large: Sequence[str]) -> None:
+        with without_collections():
+            self._import(_ZYGOTES)
+            known = {name: set(vars(module)) for name, module in sys.modules.items()}
+            self._import(_AGENTS)
+            agents, self._filters = set(sys.modules), [*warnings.filters]
+            self._import((*DEFAULT_PRELOAD, *_MORE, *large))
+        assert not check_forkable()
+        ours = {name for name in agents if name.partition(".")[0] == "elastane"}
+        self._agents_alone = ours - known.keys()
+        self._torchs_alone = {
+            name
+            for name in sys.modules.keys() - agents
+            if name.partition(".")[0] not in sys.stdlib_module_names
+        }
+        # What an import of a submodule, or a name that is imported when it is first used, adds.
+        self._added = {
+            name: set(vars(sys.modules[name])) - known[name] for name in ours & known.keys()
+        }
+        self._hidden: dict[str, ModuleType] = {}
+
+    @staticmethod
+    def _import(names: Iterable[str]) -> None:
+        for name in names:
+            importlib.import_module(name)
+
+    def be_agents(self) -> None:
+        """Leave what an agent has imported, its warnings and its work at exit."""
+        self._hide(self._torchs_alone)
+        warnings.filters[:] = self._filters  # type: ignore[index]
+        atexit._clear()
+        atexit.register(logging.shutdown)
+
+    def be_zygotes(self) -> None:
+        """Leave what a zygote has imported."""
+        self._hide(self._agents_alone)
+        for name, added in self._added.items():
+            for one in added:
+                delattr(sys.modules[name], one)
+
+    def _hide(self, names: Iterable[str]) -> None:
+        self._hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+        # The interpreter would take them apart when it ends, which takes a tenth of a second.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._hidden))
+
+
 class _Birth:
     """A clone of the nursery: forks the zygote, and becomes the agent."""
 
-    def __init__(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
-        self.request, self.fds = request, fds
+    def __init__(self, request: Mapping[str, Any], fds: Sequence[int], imported: _Imported) -> None:
+        self.request, self.fds, self._imported = request, fds, imported
 
     def run(self) -> Any:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        agent = os.getpid()
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = (one.detach() for one in pair)
+        agent, note = os.getpid(), note_birth()
         zygote = os.fork()
-        if zygote != 0:
-            self._become_agent(theirs, zygote)
-        return _zygote(ours, agent)
-
-    def _become_agent(self, channel: socket.socket, zygote: int) -> NoReturn:
-        words = self.request["words"]
+        if zygote == 0:
+            self._imported.be_zygotes()
+            return _zygote(ours, agent)
         try:
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(number, signal.SIG_DFL)
-            if self.request["dies_with"] is not None:
-                die_with_parent(self.request["dies_with"])
-            if self.request["session"]:
-                os.setsid()
-            os.chdir(self.request["cwd"])
-            wanted = {**dict(enumerate(self.fds)), 3: channel.fileno()}
-            place_descriptors(wanted)
-            argv = [words[0], __file__, "agent", str(zygote), *words[1:]]
-            os.execve(words[0], argv, self.request["env"])
-        finally:
+            return self._become_agent(theirs, zygote, note)
+        except BaseException:
+            traceback.print_exc()
             os._exit(127)
 
+    def _become_agent(self, channel: int, zygote: int, note: Birth) -> Any:
+        words, env = self.request["words"], self.request["env"]
+        if self.request["dies_with"] is not None:
+            die_with_parent(self.request["dies_with"])
+        if self.request["session"]:
+            os.setsid()
+        os.chdir(self.request["cwd"])
+        place_descriptors({**dict(enumerate(self.fds)), 3: channel})
+        os.environ.clear()
+        os.environ.update(env)
+        time.tzset()
+        self._imported.be_agents()
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=False)  # type: ignore[union-attr]
+        child._renew_streams()
+        child._renew_modules()
+        sys.orig_argv[:], sys.argv[:] = words, words[2:]
+        sys.path[:] = [str(Path.cwd()), *note.path]
+        importlib.invalidate_caches()
+        show_program(words, env)
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        vars(main).clear()
+        vars(main).update(note.main)
+        return lambda: _run_agent(zygote, words[1:])
 
-def _zygote(channel: socket.socket, agent: int) -> Any:
+
+def _zygote(descriptor: int, agent: int) -> Any:
     """Wait for the agent's order, and be the zygote that it would have started."""
     from elastane.process.zygote.server import main
 
     die_with_parent(agent)
     os.setsid()
+    channel = socket.socket(fileno=descriptor)
     received = socket.recv_fds(channel, _MESSAGE_BYTES_MAX, protocol.DESCRIPTORS_MAX)
+    channel.detach()
     if not received[0]:
         os._exit(0)
     order, fds = json.loads(received[0]), received[1]
@@ -247,8 +360,8 @@ def _run_agent(zygote: int, words: list[str]) -> None:
     from elastane.process.zygote import client
 
     assert words[0] == "-m", words
-    channel = [socket.socket(fileno=3)]
     os.set_inheritable(3, False)
+    channel = [socket.socket(fileno=3)]
     launch = client.launch
 
     async def hand_over(
@@ -262,17 +375,10 @@ def _run_agent(zygote: int, words: list[str]) -> None:
         return adopt(zygote)
 
     client.launch = hand_over  # type: ignore[assignment]
-    sys.orig_argv[:] = [sys.executable, *words]
-    sys.argv[:] = words[1:]
-    sys.path[0] = str(Path.cwd())
-    show_program(sys.orig_argv)
     runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "agent":
-        _run_agent(int(sys.argv[2]), sys.argv[3:])
-    else:
-        work = _nurse(int(sys.argv[1]), sys.argv[2:-1])
-        while work is not None:
-            work = work()
+    work = _nurse(int(sys.argv[1]), sys.argv[2:-1])
+    while work is not None:
+        work = work()

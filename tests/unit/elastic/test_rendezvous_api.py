@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import timedelta
 from importlib.metadata import EntryPoint
 
@@ -19,6 +21,13 @@ from elastane.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handle
 from elastane.stores.etcd.settings import read_settings
 
 BOTH = [torch_api, api]
+# What torch does with a plug-in in each program that imports torch.distributed.elastic.
+LOADED = """
+import sys
+import elastane.integrations.torchrun
+assert callable(elastane.integrations.torchrun.handler())
+print(*(name for name in sys.modules if name.partition(".")[0] in ("elastane", "torch")))
+"""
 
 
 def outcome(call, *args, **kwargs):
@@ -32,6 +41,18 @@ def outcome(call, *args, **kwargs):
 def test_the_public_names_are_torchs():
     assert set(api.__all__) == set(torch_api.__all__)
     assert set(dynamic.__all__) == set(torch_dynamic.__all__)
+
+
+def test_torch_imports_nothing_but_the_plug_in_before_it_makes_a_handler():
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED], capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) == {
+        "elastane",
+        "elastane.version",
+        "elastane.integrations",
+        "elastane.integrations.torchrun",
+    }
 
 
 def test_the_errors_have_one_base():
