@@ -65,8 +65,8 @@ $(STAMP): pyproject.toml
 	@# pip would compile 19,000 files one after the other, of which the tests import a third.
 	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
 	$(BIN)/python -m pip install --quiet --no-compile -e '.[demo,test]'
-	@$(BIN)/python -c 'import accelerate, lightning, torch._dynamo, transformers.trainer'
-	@$(BIN)/python -m compileall -q src tests
+	@$(BIN)/python -m compileall -q src tests & \
+		$(BIN)/python -c 'import accelerate, lightning, torch._dynamo, transformers.trainer'; wait $$!
 	@rm -f $(VENV)/.elastane-*
 	@touch $@
 
