@@ -173,7 +173,8 @@ class Publication:
         self, wait_s: float, stop: Stop = never, sleep: Callable[[float], None] = time.sleep
     ) -> Manifest:
         """Return the manifest once it is durable, created here or by another writer."""
-        deadline_s = time.monotonic() + wait_s
+        begun_s = time.monotonic()
+        deadline_s = begun_s + wait_s
         pause_s, pause_max_s = POLL_S, self._pause_max_s()
         records, over = self._count, False
         while True:
@@ -185,7 +186,7 @@ class Publication:
             if over:
                 # A later round removes unfinished saves of earlier ones, records included.
                 check_fence(self._storage, _key_of(self._folder))
-                raise self._incomplete(wait_s)
+                raise self._incomplete(time.monotonic() - begun_s)
             sleep(min(pause_s, max(0.0, deadline_s - time.monotonic())))
             over = stop() or time.monotonic() >= deadline_s
             pause_s = min(2 * pause_s, pause_max_s)
@@ -259,11 +260,11 @@ class Publication:
             raise _conflict(self._folder, reason)
         return manifest
 
-    def _incomplete(self, wait_s: float) -> CheckpointError:
+    def _incomplete(self, waited_s: float) -> CheckpointError:
         missing = ", ".join(map(str, self._missing[:8])) + (", ..." if self._missing[8:] else "")
         return CheckpointError(
             f"checkpoint {self._folder}: {len(self._missing)} of {self._count} writers did not "
-            f"finish within {wait_s:g} s: part {missing}{self._damaged}",
+            f"finish within {waited_s:.1f} s: part {missing}{self._damaged}",
             slug="checkpoint-incomplete",
             where=self._storage.where,
             expected="the record of each writer; the checkpoint before this one stays",
