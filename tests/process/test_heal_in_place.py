@@ -125,7 +125,11 @@ def test_a_replica_with_one_wrong_bit_is_named_and_takes_the_majoritys(tmp_path)
         told = f"rank {rank} on node {odd.name} differed from ranks {others}: ['net']['b.weight'];"
         assert told in odd.output
         other = [node for node in job.cluster.nodes if node is not odd]
-        assert sum(f"rank {rank} differ from ranks {others}" in node.output for node in other) == 1
+        theirs = f"rank {rank} differ from ranks {others}"
+        job.cluster.wait(
+            lambda: any(theirs in node.output for node in other), "another worker reports it"
+        )
+        assert sum(theirs in node.output for node in other) == 1
         event = job.cluster.wait_event("replica-differed")
         assert (event.node, event.data["rank"], event.data["local_rank"]) == (odd.name, rank, 0)
         folder = str(job.cluster.log_dir / job.cluster.job)

@@ -1,12 +1,13 @@
 """An ordinary DDP script that saves by elastane.Checkpointer, and knows no more of elastane.
 
 Usage: checkpointed_ddp.py FOLDER. It ends once a file "enough" is there. It writes where it began
-and what it has after each step.
+and what it has after each step. A worker dies between two saves once a file "die.PID" is there.
 """
 
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -55,6 +56,8 @@ def main():
 
         say(begin)
         for step in range(begin + 1, STEPS_MAX):
+            if step % 10 == 5 and (FOLDER / f"die.{os.getpid()}").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
             inputs = torch.randn(8, 16, generator=data)
             time.sleep(0.01)
             optimizer.zero_grad()
