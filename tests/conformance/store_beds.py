@@ -13,7 +13,7 @@ import random
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,11 @@ from etcd_server import EtcdCluster, EtcdMember, need_etcd
 from kube_bed import ControlPlane, need_control_plane
 from redis_server import RedisServer, need_redis
 from relay import Mode, Relay, Relays
+from timed_faults import End
 
 SMALL_BYTES = 4 << 20
 # etcd takes 128 MiB for its log at once.
 SMALL_ETCD_BYTES = 160 << 20
-End = Callable[[], None]
 _LINKS = {"cut": Mode.CUT, "stall": Mode.STALL, "deaf": Mode.DEAF}
 
 

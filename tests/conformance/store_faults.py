@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import itertools
 import json
 import math
@@ -26,9 +25,10 @@ from pathlib import Path
 
 from etcd_server import _die_with_parent
 from linearizability import Operation, Versioned, check
-from store_beds import Bed, End
+from store_beds import Bed
 from store_connect import connect
 from store_promises import Belief, SeenHolder, check_leases, check_watch
+from timed_faults import End, carry_out
 
 from elastane.errors import StoreError
 from elastane.stores.protocol import Entry
@@ -104,28 +104,11 @@ class FaultRun:
             for client in self._clients:
                 self._start(client)
             self._until(lambda: all(map(self._is_started, self._clients)), "all clients start")
-            self._harm()
+            carry_out(self.faults, self._begin)
             self._settle()
         finally:
             for client in self._clients:
                 self._kill(client)
-
-    def _harm(self) -> None:
-        """Begin and end each fault in its time."""
-        number = itertools.count()
-        due: list[tuple[float, int, Fault | End]] = [
-            (fault.at_s, next(number), fault) for fault in self.faults
-        ]
-        heapq.heapify(due)
-        begun_s = time.monotonic()
-        while due:
-            at_s, _, what = heapq.heappop(due)
-            while (left_s := begun_s + at_s - time.monotonic()) > 0:
-                time.sleep(left_s)
-            if isinstance(what, Fault):
-                heapq.heappush(due, (what.at_s + what.for_s, next(number), self._begin(what)))
-            else:
-                what()
 
     def _begin(self, fault: Fault) -> End:
         draw = random.Random(fault.draw)

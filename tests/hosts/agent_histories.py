@@ -6,8 +6,6 @@ ends the job and checks it by tests/shared/job_promises.py.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
 import random
 import re
@@ -35,6 +33,7 @@ from job_promises import (
     check_job,
 )
 from jobs import PRELOAD_OPTIMIZER, SCRIPT, Agent, until
+from timed_faults import End, carry_out
 
 from elastane.observe.events import LoggedEvent
 from elastane.protocol.log_events import EventKind
@@ -57,8 +56,6 @@ START_S = 120.0
 OPTIONS = ("--max-restarts", "1000", "--preload", PRELOAD_OPTIMIZER)
 # No pause in a crash loop, which a history may look like.
 CONF = "crash_loop=0,last_call=1,gather=0.5"
-
-End = Callable[[], None]
 
 
 @dataclass
@@ -140,23 +137,8 @@ class HistoryRun:
 
     def _harm(self, late: str) -> None:
         """Begin and end each fault in its time, and let the late host arrive."""
-        number = itertools.count()
-        due: list[tuple[float, int, Fault | End]] = [
-            (fault.at_s, next(number), fault) for fault in self.history.faults
-        ]
-        if late:
-            due.append((self.history.late_s, next(number), lambda: self._start(late)))
-        heapq.heapify(due)
-        begun_s = time.monotonic()
-        while due:
-            at_s, _, what = heapq.heappop(due)
-            while (left_s := begun_s + at_s - time.monotonic()) > 0:
-                time.sleep(left_s)
-            if isinstance(what, Fault):
-                end = self._begin(what)
-                heapq.heappush(due, (what.end_s, next(number), end))
-            else:
-                what()
+        arrivals = [(self.history.late_s, lambda: self._start(late))] if late else []
+        carry_out(self.history.faults, self._begin, arrivals)
 
     def _begin(self, fault: Fault) -> End:
         self.told.append(f"{time.time():.3f} {fault}")

@@ -1,10 +1,10 @@
 """Agents and zygotes that are forks of one process of the test run, which has imported both.
 
-`make test` starts more than a thousand agents. An agent imports its modules in 0.4 s of processor
-time, and its zygote torch in two. The nursery is the process that has imported both. It clones the
-agent as a child of the test process, and the agent forks its zygote. The agent hands over what it
-would have given to a zygote by exec: arguments, environment, folder and descriptors. It has none of
-torch's modules, and the zygote none of the agent's.
+`make test` starts hundreds of agents. An agent imports its modules in 0.4 s of processor
+time, and its zygote torch in two. The fork server has imported both. It clones the agent as a child
+of the test process, and the agent forks its zygote. The agent hands over what it would have given
+to a zygote by exec: arguments, environment, folder and descriptors. It has none of torch's modules,
+and the zygote none of the agent's.
 
 An agent whose zygote has died starts the next one by exec. Tests whose subject is how an agent or a
 zygote starts use subprocess.Popen.
@@ -47,24 +47,25 @@ _CLONE_CHILD_SETTID = 0x1000000
 _PR_GET_TID_ADDRESS = 40
 _MESSAGE_BYTES_MAX = 128 << 10
 _ZYGOTE = ("-u", "-m", "elastane.process.zygote")
-_ZYGOTES = ("elastane.process.zygote.server", "elastane.process.zygote.child")
-_AGENTS = (
+_ZYGOTE_MODULES = ("elastane.process.zygote.server", "elastane.process.zygote.child")
+_AGENT_MODULES = (
     *("elastane.cli.main", "elastane.cli.parser", "elastane.cli.run", "elastane.agent.main"),
     *("elastane.options.build", "elastane.options.settings", "encodings.idna", "tomllib"),
 )
 # Functions of the C library; fflush(NULL) writes what programs in C have printed.
 _AT_EXIT = ("_exit", "fflush")
 # What workers that save import.
-_MORE = ("torch.distributed.checkpoint", "tabulate")
-# Packages that take up to six seconds to import. A job that preloads one gets a nursery with it.
+_MODULES_OF_SAVES = ("torch.distributed.checkpoint", "tabulate")
+# Packages that take up to six seconds to import. A job that preloads one gets a fork server that
+# has imported it too.
 _LARGE = ("torch._dynamo", "lightning", "transformers.trainer", "accelerate")
-# An environment in which torch would be imported otherwise needs a nursery of its own.
-_NURSERIES_MAX = 6
-_nurseries: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], _Nursery] = {}
+# An environment in which torch would be imported otherwise needs a fork server of its own.
+_FORK_SERVERS_MAX = 6
+_fork_servers: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], _ForkServer] = {}
 
 
 class Popen(subprocess.Popen[bytes]):
-    """A subprocess.Popen whose command, if it is `python -m elastane run`, has a warm zygote."""
+    """A subprocess.Popen that makes `python -m elastane run` and its zygote by forks."""
 
     # The process at whose end the kernel kills the agent.
     dies_with: int | None = None
@@ -74,8 +75,8 @@ class Popen(subprocess.Popen[bytes]):
         pipes, start_new_session = streams[:6], streams[11]
         words, whole = [str(word) for word in args], dict(os.environ if env is None else env)
         plain = not (preexec_fn or pass_fds or shell) and close_fds
-        nursery = _nursery_for(words, whole) if plain else None
-        if nursery is None:
+        server = _fork_server_for(words, whole) if plain else None
+        if server is None:
             super()._execute_child(args, executable, preexec_fn, *rest)  # type: ignore[misc]
             return
         p2cread, _, _, c2pwrite, _, errwrite = pipes
@@ -89,7 +90,7 @@ class Popen(subprocess.Popen[bytes]):
             "dies_with": self.dies_with,
         }
         try:
-            self.pid = nursery.start(request, stdio)
+            self.pid = server.start(request, stdio)
             self._child_created = True
         finally:
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -104,7 +105,7 @@ _start_cold = processes.start
 
 def start(words: Sequence[str], env: dict[str, str], output: int) -> subprocess.Popen[bytes]:
     """Start an agent as elastane.testing.processes.start does, which LocalCluster calls."""
-    if _nursery_for(words, env) is None:
+    if _fork_server_for(words, env) is None:
         return _start_cold(words, env, output)
     return _DyingPopen(
         list(words), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -112,10 +113,10 @@ def start(words: Sequence[str], env: dict[str, str], output: int) -> subprocess.
     )  # fmt: skip
 
 
-def _nursery_for(words: Sequence[str], env: Mapping[str, str]) -> _Nursery | None:
-    """Return the nursery of an environment; None where the agent's zygote is to be an exec.
+def _fork_server_for(words: Sequence[str], env: Mapping[str, str]) -> _ForkServer | None:
+    """Return the fork server of an environment; None if the agent is to start by exec.
 
-    A variable that one test alone sets gets no nursery.
+    A variable that one test alone sets gets no fork server.
     """
     frozen = {
         name: value
@@ -137,9 +138,9 @@ def _nursery_for(words: Sequence[str], env: Mapping[str, str]) -> _Nursery | Non
         return None
     large = tuple(name for name in _LARGE if name in preload)
     key = large, tuple(sorted(frozen.items()))
-    if key not in _nurseries and len(_nurseries) < _NURSERIES_MAX:
-        _nurseries[key] = _Nursery(frozen, large)
-    return _nurseries.get(key)
+    if key not in _fork_servers and len(_fork_servers) < _FORK_SERVERS_MAX:
+        _fork_servers[key] = _ForkServer(frozen, large)
+    return _fork_servers.get(key)
 
 
 def _preload(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
@@ -150,8 +151,8 @@ def _preload(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     return env.get("ELASTANE_PRELOAD", ",".join(DEFAULT_PRELOAD)).split(",")
 
 
-class _Nursery:
-    """The test process's side of one nursery."""
+class _ForkServer:
+    """The test process's side of one fork server."""
 
     def __init__(self, frozen: Mapping[str, str], large: Sequence[str]) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -175,7 +176,7 @@ class _Nursery:
         self._process.wait()
 
 
-def _nurse(fd: int, large: Sequence[str]) -> Any:
+def _serve(fd: int, large: Sequence[str]) -> Any:
     """Serve requests; return None at their end, and in each clone its agent's or zygote's work."""
     die_with_parent(os.getppid())
     imported = _Imported(large)
@@ -190,8 +191,8 @@ def _nurse(fd: int, large: Sequence[str]) -> Any:
             return None
         pid = clone()
         if pid == 0:
-            sock.detach()  # as the number is another descriptor's soon
-            return _Birth(json.loads(data), fds, imported).run()
+            sock.detach()  # another descriptor gets its number
+            return _NewAgent(json.loads(data), fds, imported).run()
         sock.send(str(pid).encode())
         for one in fds:
             os.close(one)
@@ -237,15 +238,15 @@ class _Clone:
 
 
 class _Imported:
-    """What the nursery has imported, of which an agent and a zygote each hide the other's part."""
+    """The modules of the fork server; an agent and a zygote each hide those of the other."""
 
     def __init__(self, large: Sequence[str]) -> None:
         with without_collections():
-            self._import(_ZYGOTES)
+            self._import(_ZYGOTE_MODULES)
             known = {name: set(vars(module)) for name, module in sys.modules.items()}
-            self._import(_AGENTS)
+            self._import(_AGENT_MODULES)
             agents, self._filters = set(sys.modules), [*warnings.filters]
-            self._import((*DEFAULT_PRELOAD, *_MORE, *large))
+            self._import((*DEFAULT_PRELOAD, *_MODULES_OF_SAVES, *large))
         assert not check_forkable()
         ours = {name for name in agents if name.partition(".")[0] == "elastane"}
         self._agents_alone = ours - known.keys()
@@ -281,12 +282,12 @@ class _Imported:
 
     def _hide(self, names: Iterable[str]) -> None:
         self._hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-        # The interpreter would take them apart when it ends, which takes a tenth of a second.
+        # The interpreter would take them apart when it ends, which takes 0.06 s.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._hidden))
 
 
-class _Birth:
-    """A clone of the nursery: forks the zygote, and becomes the agent."""
+class _NewAgent:
+    """A clone of the fork server: forks the zygote, and becomes the agent."""
 
     def __init__(self, request: Mapping[str, Any], fds: Sequence[int], imported: _Imported) -> None:
         self.request, self.fds, self._imported = request, fds, imported
@@ -379,6 +380,6 @@ def _run_agent(zygote: int, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    work = _nurse(int(sys.argv[1]), sys.argv[2:-1])
+    work = _serve(int(sys.argv[1]), sys.argv[2:-1])
     while work is not None:
         work = work()

@@ -19,8 +19,8 @@ HOST_FAULTS = (*CUTS, *DEATHS, "stop-agent")
 STORE_FAULTS = ("store-killed", "store-stopped", "store-cut", "store-part")
 # Below and above the time after which a silent host is departed, which is 3 s.
 LASTS_S = ((0.2, 1.5), (2.0, 5.0), (5.0, 12.0))
-# The endpoint of the default backend has no record: the others remember for it, so that one of
-# them, at least, must be there and in reach when its agent comes back. That takes so long.
+# The default backend's coordinator keeps no record. When its agent is started again, at least one
+# other agent must reach it within this time, and tells it the fences.
 REMEMBERS_S = 8.0
 STORE = "s"
 
@@ -76,7 +76,7 @@ class AgentHistory:
 
     @classmethod
     def drawn(cls, seed: int, way: str, backend: str, duration_s: float) -> Self:
-        """Return the history of a seed: every third one harms no worker by itself.
+        """Return the history of a seed: every third one harms no worker directly.
 
         With the default backend two worlds without a common host could both train for as long as a
         partition lasts (docs/guarantees.md says so), so there a world has more than half of them.

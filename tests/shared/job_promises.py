@@ -27,9 +27,9 @@ class BrokenJobError(AssertionError):
 class Body:
     """One body of one step in one worker process, and its commit where there was one.
 
-    `process` names the process, in no other history of a host used again. `step` counts from 0.
-    `before` and `after` are digests of the weights; `after` and `committed_s` are None where the
-    process noted no commit.
+    `process` is unique in a history, also where a host uses a process number again. `step` counts
+    from 0. `before` and `after` are digests of the weights; `after` and `committed_s` are None
+    where the process noted no commit.
     """
 
     process: str
@@ -264,9 +264,9 @@ def check_surviving_history(bodies: Iterable[Body]) -> None:
 
 
 def check_saves(seen: SeenJob) -> None:
-    """Check that no world begins behind a checkpoint that was there before it.
+    """Check that no world begins at an earlier step than a checkpoint that was durable before it.
 
-    One that began behind a later checkpoint, which was not there yet, makes that one void.
+    If the checkpoint was not durable yet, such a world makes it void.
     """
     first: dict[FenceOf, Body] = {}
     for body in seen.bodies:

@@ -33,13 +33,13 @@ def test_fifty_seeds_have_every_fault_several_at_a_time_and_late_hosts():
     assert all(fault.at_s < RUN_S for history in histories for fault in history.faults)
 
 
-def test_every_third_history_harms_no_worker_by_itself():
+def test_every_third_history_harms_no_worker_directly():
     for seed in range(0, 30, 3):
         assert not [fault for fault in drawn(seed).faults if fault.kind in WORKER_FAULTS]
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_without_a_store_a_majority_is_needed_and_somebody_remembers(seed: int):
+def test_without_a_store_a_majority_is_needed_and_an_agent_remembers_the_fences(seed: int):
     history = drawn(seed, "elastane")
     assert history.nodes_min > len(history.hosts) / 2
     harmful = [fault for fault in history.faults if fault.kind in HOST_FAULTS]

@@ -58,7 +58,8 @@ RESTART_PAUSE_MAX_S = 30.0
 SPARE_BYTES = 64 << 20
 # Of checkpoints closer together than this, the event log has only the last.
 SAVED_EVENT_S = 10.0
-# The agent is told of the newest copies this often at most: its heartbeats are no closer.
+# The shortest time between two reports of the newest copies to the agent. The agent sends them on
+# with its heartbeats, which are at least as far apart.
 HELD_NEWS_S = 1.0
 # The limits of sending or receiving a copy: to connect, without a byte on its way (of 16 MiB: half
 # a MB a second is too slow to be of use), and in all.

@@ -2,7 +2,7 @@
 
 An optimizer that communicates within its step may update a part of the parameters on each worker,
 and keep the state of that part there alone, as ZeRO, Muon and distributed Shampoo do. So the group
-asks for the optimizer by which it was called. Never fails: a step that raises is dropped once its
+asks in which optimizer's step it was called. Raises nothing: a step that failed is dropped once its
 optimizer steps again.
 """
 

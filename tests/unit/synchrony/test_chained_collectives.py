@@ -21,7 +21,7 @@ def test_a_hook_of_torch_that_chains_collectives_is_refused_before_the_first_pas
         group.before_forward(module)
 
 
-def test_a_hook_with_one_collective_is_not():
+def test_a_hook_with_one_collective_is_accepted():
     hooks = default_hooks.fp16_compress_hook, default_hooks.allreduce_hook
     assert not ddp.chained_hook(SimpleNamespace(_comm_hooks=[(each, None) for each in hooks]))
 
