@@ -118,7 +118,7 @@ class LocalWorker:
         """Take its place in a world; its rank there is used when its failure is reported."""
         self.is_standby = False
         self.rank = assignment.rank_base + assignment.index_of(self.local_rank)
-        self.page.release()
+        self.page.assign(assignment.fence.round)
 
     def ask_to_checkpoint(self, process: WorkerProcess) -> None:
         """Send SIGTERM, which it catches to checkpoint; it gets no second one."""

@@ -32,11 +32,11 @@ _NAMES_AT, _NAMES_END = 4096, 64 << 10
 # Then the ring of the worker's collectives.
 PAGE_BYTES = _NAMES_END + RING_BYTES
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
-VERSION = 9
+VERSION = 10
 # Word numbers, of 8 bytes each, little-endian.
 _MAGIC, _VERSION, _RECORDS = 0, 1, 2  # line 0: the agent, once
 _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
-_GATE, _TARGET, _STOPS, _UNTIL_NS = 16, 17, 18, 19  # line 2: the agent
+_GATE, _TARGET, _STOPS, _UNTIL_NS, _ASSIGNED = 16, 17, 18, 19, 20  # line 2: the agent
 _MARK, _STEPS, _ROUND, _ABORTS = 24, 25, 26, 27  # line 3: the worker
 _NAMES_BYTES = 32  # line 4: the worker
 _HEAD, _LOADING, _LOADS, _BEATS, _BOARDS = 40, 41, 42, 43, 44  # line 5: the worker, of its ring
@@ -196,6 +196,15 @@ class StatusPage(_Words):
         """Let the worker pass boundaries until this time of CLOCK_BOOTTIME; 0: without a limit."""
         self._words[_UNTIL_NS] = boot_ns
 
+    def assign(self, of_round: int) -> None:
+        """Store the round of the world that the worker enters next, and clear gate and target.
+
+        A worker whose gate opens waits for its place if a later round than its own is stored. If
+        none is, the drain was called off, and no place follows.
+        """
+        self._words[_ASSIGNED] = of_round
+        self.release()
+
     def release(self) -> None:
         """Clear gate and target, so that the worker continues."""
         self._words[_GATE] = 0
@@ -332,6 +341,11 @@ class WorkerPage(_Words):
     def gated(self) -> bool:
         """Whether the agent drains."""
         return bool(self._words[_GATE])
+
+    @property
+    def assigned_round(self) -> int:
+        """The round of the last world after the first in which this worker has a place; 0: none."""
+        return int(self._words[_ASSIGNED])
 
     @property
     def target(self) -> int:

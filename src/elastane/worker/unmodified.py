@@ -52,9 +52,6 @@ SLUG = "in-place-refused"
 RESTART_SLUG = "in-place-restart"
 # How often a worker that waits at a boundary reads its status page.
 _POLL_S = 0.001
-# How long a worker whose gate has opened waits for its place in the next world: the agent has sent
-# it by then.
-_PLACE_S = 1.0
 # What the group of all workers is called, as torch calls it.
 _GROUP = "0"
 _BACKENDS = ("", "gloo", "cpu:gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")
@@ -186,7 +183,6 @@ class UnmodifiedWorker:
         page = self._page
         if page is None or not page.reach(number):
             return
-        is_parked, place = False, self._place
         while page.gated and not page.target > number:
             if page.stops:
                 finish_before_park()
@@ -195,20 +191,14 @@ class UnmodifiedWorker:
             self._progress.beat()
             time.sleep(_POLL_S)
         page.park(False)
-        if is_parked:
-            self._await_end_of_world(place)
-
-    def _await_end_of_world(self, place: AssignedPlace | None) -> None:
-        """Wait for the message that ends the world of `place`, for at most _PLACE_S.
-
-        The gate opens a moment before that message arrives, and a step made meanwhile would leave
-        newcomers out. The gate also opens if the drain is called off; then no message follows.
-        """
-        until_s = time.monotonic() + _PLACE_S
-        while not self._line.world_has_ended and self._place is place:
-            if time.monotonic() > until_s:
-                break
+        # The gate opens before the thread of the control socket has read the new place. A step made
+        # meanwhile would leave newcomers out.
+        while page.assigned_round > self._round and not self._line.world_has_ended:
             time.sleep(_POLL_S)
+
+    @property
+    def _round(self) -> int:
+        return 0 if self._place is None else self._place.fence.round
 
     def _positions(self) -> dict[str, Position]:
         """In another thread: the operations of the group, which all members number alike."""
