@@ -10,9 +10,9 @@ VENV ?= .venv
 # gigabytes of CUDA packages. For a GPU machine: make test TORCH="torch --index-url ...".
 TORCH ?= torch==2.13.0
 # Parallel test processes of each lane; JOBS=4 is for a quick look on a larger machine. Tests of real
-# processes fork, which workers of xdist, having threads, must not: so there are three lanes of one
-# process each, which take about as long as each other. A lane waits for a large part of its time,
-# so two would leave two cores idle. Pure tests use all of two cores, and run before the lanes.
+# processes fork, which workers of xdist, having threads, must not: so there are four lanes of one
+# process each, which take about as long as each other. A lane waits for a large part of its time:
+# three leave two cores idle for a third of theirs. Pure tests use all of two cores, and run before.
 JOBS ?= 0
 PURE := tests/cli tests/properties tests/simulation tests/style tests/unit
 # Most of what trains on a real Kubernetes control plane takes three minutes more than these have:
@@ -24,11 +24,13 @@ KUBERNETES := tests/kubernetes tests/conformance tests/process/test_kubernetes_j
 	tests/process/test_kubernetes_store.py
 # What to build beside lint and the pure tests: BED=kubernetes-bed, where the lanes are to have it.
 BED ?=
-LANE_1 := tests/conformance tests/frameworks tests/gpu tests/hostile tests/hosts tests/numerics \
+LANE_1 := tests/conformance tests/gpu tests/hostile tests/hosts tests/numerics \
 	$(filter-out $(TRAINED), $(wildcard tests/kubernetes/test_*.py)) \
-	$(wildcard tests/process/test_[a-c]*.py tests/process/test_d[e-z]*.py)
-LANE_2 := $(filter-out $(TRAINED), $(wildcard tests/process/test_[e-m]*.py))
-LANE_3 := $(wildcard tests/process/test_d[a-d]*.py tests/process/test_[n-z]*.py)
+	$(wildcard tests/process/test_[a-c]*.py tests/process/test_w*.py)
+LANE_2 := tests/frameworks $(wildcard tests/process/test_[d-f]*.py tests/process/test_ru*.py)
+LANE_3 := $(filter-out $(TRAINED), $(wildcard tests/process/test_[g-p]*.py))
+LANE_4 := $(wildcard tests/process/test_r[eop]*.py tests/process/test_[s-v]*.py \
+	tests/process/test_[x-z]*.py)
 # What runs in workers mostly, and takes long: `make coverage` is of the control plane.
 UNCOVERED := tests/frameworks tests/gpu tests/hosts tests/numerics tests/style \
 	$(wildcard $(addprefix tests/process/test_, checkpoint_faults.py comms_*.py data_*.py \
@@ -50,8 +52,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where this is set, each agent that a test starts would compile its imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help env demo test pure lane-1 lane-2 lane-3 lint bench soak nightly gpu kubernetes kubernetes-bed \
-	coverage covered-1 covered-2 covered-3 release docs man constraints format clean
+.PHONY: help env demo test pure lane-1 lane-2 lane-3 lane-4 lint bench soak nightly gpu kubernetes kubernetes-bed \
+	coverage covered-1 covered-2 covered-3 covered-4 release docs man constraints format clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -81,7 +83,7 @@ lint: env ## style, formatting, types and layers
 
 test: ## lint, and all tests but the soak
 	@$(MAKE) --no-print-directory -j 3 lint pure $(BED)
-	@$(MAKE) --no-print-directory -j 3 --output-sync=target lane-1 lane-2 lane-3
+	@$(MAKE) --no-print-directory -j 4 --output-sync=target lane-1 lane-2 lane-3 lane-4
 
 pure: env
 	$(PYTEST) -n 2 --dist worksteal $(PURE) $(ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
@@ -94,6 +96,9 @@ lane-2: env
 
 lane-3: env
 	$(PYTEST) -n $(JOBS) $(LANE_3) $(ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
+
+lane-4: env
+	$(PYTEST) -n $(JOBS) $(LANE_4) $(ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
 
 bench: env ## elastane and its peers side by side; prints the tables, writes JSON (an hour)
 	$(BIN)/python -m bench $(ARGS)
@@ -128,7 +133,7 @@ coverage: env ## branches that tests reach: all of core, 90% of the rest of the 
 	rm -rf build/coverage
 	mkdir -p build/coverage
 	$(COVERED) -n 2 --dist worksteal $(filter-out $(UNCOVERED), $(PURE)) $(ARGS) || [ $$? -eq $(TESTS_FAILED) ]
-	@$(MAKE) --no-print-directory -j 3 --output-sync=target covered-1 covered-2 covered-3
+	@$(MAKE) --no-print-directory -j 4 --output-sync=target covered-1 covered-2 covered-3 covered-4
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage json --quiet -o build/coverage/rooms.json
 	$(BIN)/python tests/shared/reach.py build/coverage/rooms.json
@@ -141,6 +146,9 @@ covered-2:
 
 covered-3:
 	$(COVERED) $(filter-out $(UNCOVERED), $(LANE_3)) $(ARGS) || [ $$? -eq $(TESTS_FAILED) ]
+
+covered-4:
+	$(COVERED) $(filter-out $(UNCOVERED), $(LANE_4)) $(ARGS) || [ $$? -eq $(TESTS_FAILED) ]
 
 # VERSION, if it is given, must be that of the tree: a tag names it.
 RELEASE := build/release
