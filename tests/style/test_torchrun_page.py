@@ -20,7 +20,7 @@ from elastane.options.table import BY_DEST, TABLE
 
 PAGE = (ROOT / "docs" / "torchrun-reference.md").read_text()
 GUIDE = (ROOT / "docs" / "torchrun.md").read_text()
-_VERDICTS = ("same", "better: ", "refused", "taken with a note", "ours")
+_VERDICTS = ("same", "better: ", "refused", "ignored, with a note", "ours")
 FLAGS = (
     "from torch.distributed.run import get_args_parser\n"
     "print(*[a.option_strings[0] for a in get_args_parser()._actions if a.option_strings])"
@@ -89,7 +89,7 @@ def test_every_key_of_rdzv_conf_has_a_row():
     told = set(rows(section("rdzv-conf")))
     assert keys == told, keys ^ told
     for name, verdict in rows(section("rdzv-conf")).items():
-        if verdict.startswith("taken with a note"):
+        if verdict.startswith("ignored, with a note"):
             assert read_conf(f"{name}=1").notes
 
 
