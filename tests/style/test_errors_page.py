@@ -57,6 +57,18 @@ def test_every_slug_in_the_code_has_a_section():
     assert not missing, f"docs/errors.md lacks {missing}"
 
 
+def test_every_usage_error_says_what_to_do_next():
+    silent = [
+        f"{short(path)}:{node.lineno}"
+        for path in package_files()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "UsageError"
+        and "next_step" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert not silent, silent
+
+
 def test_every_section_is_about_a_slug_in_the_code():
     assert not set(_headings()) - _used().keys()
 

@@ -75,7 +75,10 @@ def main(args: argparse.Namespace) -> int:
     for name in ("every", "duration"):
         if getattr(args, name) <= 0:
             raise UsageError(
-                f"--{name} {getattr(args, name):g}", slug="usage", expected="seconds above 0"
+                f"--{name} {getattr(args, name):g}",
+                slug="usage",
+                expected="seconds above 0",
+                next_step="elastane chaos JOB --kill-worker --every 30 --duration 600",
             )
     seed = random.randrange(_SEED_MAX) if args.seed is None else args.seed
     named = (option.removeprefix("--").replace("-", "_") for option, _, _ in _FAULTS)

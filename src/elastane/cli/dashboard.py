@@ -142,6 +142,9 @@ def listener_on(host: str, port: int, instead: str) -> socket.socket:
 def _listener(args: argparse.Namespace) -> socket.socket:
     if not 0 <= args.port <= _PORT_MAX:
         raise UsageError(
-            f"--port {args.port}", slug="dashboard-listen", expected=f"0 to {_PORT_MAX}"
+            f"--port {args.port}",
+            slug="dashboard-listen",
+            expected=f"0 to {_PORT_MAX}",
+            next_step="elastane dashboard --port 0 takes a free port",
         )
     return listener_on(args.host, args.port, "elastane dashboard --port 0")

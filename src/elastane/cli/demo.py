@@ -111,15 +111,17 @@ def chosen(args: argparse.Namespace) -> tuple[Example, DemoPlan, int]:
     """Return the training, the plan of faults, and the plan's seed."""
     if args.restart and (args.chaos or args.example):
         raise UsageError(
-            "demo: --restart has an example and a story of its own",
+            "demo: --restart with --chaos or --example",
             slug="usage",
-            expected="--restart alone, or --chaos and --example",
+            expected="--restart alone, which has its own example and faults",
+            next_step="elastane demo --restart, or leave --restart out",
         )
     if args.seed is not None and not args.chaos:
         raise UsageError(
             f"demo: --seed {args.seed} without --chaos",
             slug="usage",
-            expected="--chaos, whose instants it is the seed of",
+            expected="--chaos, whose random faults follow from the seed",
+            next_step=f"elastane demo --chaos --seed {args.seed}",
         )
     if args.restart:
         return RESTART, STORY, 0

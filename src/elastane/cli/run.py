@@ -60,7 +60,8 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
         raise UsageError(
             "--json without --show-config",
             slug="usage",
-            expected="--show-config --json; an option of the script comes after the script",
+            expected="--show-config, whose output --json changes",
+            next_step="add --show-config; an option of the script comes after the script",
         )
     from elastane.options.build import build
     from elastane.options.show import origin_of, settings_notes

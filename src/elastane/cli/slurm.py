@@ -88,6 +88,7 @@ def script_of(args: argparse.Namespace, program: tuple[str, ...]) -> str:
                 f"--{dest.replace('_', '-')} is for elastane run",
                 slug="usage",
                 expected="options of Slurm and of the job",
+                next_step="leave it out: a batch script runs later, on other machines",
             )
     options = read(args, {})
     shutdown_s = options.seconds("shutdown_timeout")
@@ -130,7 +131,10 @@ def _whole(args: argparse.Namespace, dest: str) -> int:
     text = _text(args, dest)
     if not text.isascii() or not text.isdigit():
         raise UsageError(
-            f"--{dest} = {text!r}", slug="bad-option-value", expected="a whole number, 0 or more"
+            f"--{dest} = {text!r}",
+            slug="bad-option-value",
+            expected="a whole number, 0 or more",
+            next_step=f"see elastane slurm --help for --{dest}",
         )
     return int(text)
 

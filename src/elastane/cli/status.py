@@ -45,7 +45,7 @@ EVENTS_SHOWN_MAX = 10
 
 @dataclass
 class _View:
-    """What is known about one job: its report, or the error of asking and the job's event log."""
+    """The known facts about one job: its report, or the error of the query and the event log."""
 
     job: str
     endpoint: str = ""
@@ -105,6 +105,7 @@ def main(args: argparse.Namespace) -> int:
             f"two names for one job: {args.job} and --rdzv-id {args.rdzv_id}",
             slug="usage",
             expected="one of them",
+            next_step=f"elastane status {args.job}, or elastane status {args.rdzv_id}",
         )
     views = _views(args, args.job or args.rdzv_id)
     if args.json:

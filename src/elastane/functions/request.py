@@ -134,7 +134,12 @@ def _item(option: Option, value: Any) -> str:
 
 
 def _bad(option: Option, value: Any, expected: str) -> UsageError:
-    return UsageError(f"{option.dest} = {value!r}", slug="bad-option-value", expected=expected)
+    return UsageError(
+        f"{option.dest} = {value!r}",
+        slug="bad-option-value",
+        expected=expected,
+        next_step=f"see elastane run --help for --{option.name}",
+    )
 
 
 def _unknown(name: str) -> UsageError:

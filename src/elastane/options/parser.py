@@ -104,6 +104,7 @@ class Names:
             f"--{written} is ambiguous",
             slug="unknown-option",
             expected="one of " + ", ".join(f"--{option.name}" for option in found),
+            next_step="write the whole name of the option",
         )
 
     def _is_option(self, word: str) -> bool:
@@ -179,7 +180,8 @@ def _no_value(name: str, value: str) -> UsageError:
     return UsageError(
         f"--{name} takes no value, and has {value!r}",
         slug="usage",
-        expected=f"--{name}, or no --{name}",
+        expected=f"--{name} without a value",
+        next_step=f"write --{name}, or leave it out",
     )
 
 
@@ -201,7 +203,7 @@ def advice(name: str) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from; `name` is the variable, or the path of the settings file.
+    """The source of a value; `name` is the variable, or the path of the settings file.
 
     "Slurm": the environment of the step, in `name`.
     """

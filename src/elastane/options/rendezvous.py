@@ -1,4 +1,4 @@
-"""Which rendezvous a command line asks for: backend, endpoint, `--rdzv-conf` and the job's name.
+"""The rendezvous of a command line: backend, endpoint, `--rdzv-conf` and the job's name.
 
 The default backend `static` is torchrun's; without an endpoint it means a job of one machine. A
 duration that the user sets moves the defaults around it and never another duration that the user
@@ -97,7 +97,12 @@ def requested_rank(options: Options, conf: Conf) -> int | None:
     """Return the node rank that this node asks for; None without a request."""
     rank = options.whole("node_rank") if "node_rank" in options.given else conf.rank
     if rank is not None and rank < 0:
-        raise UsageError(f"--node-rank = {rank}", slug="node-rank", expected="0 or higher")
+        raise UsageError(
+            f"--node-rank = {rank}",
+            slug="node-rank",
+            expected="0 or higher",
+            next_step="number the nodes from 0: --node-rank 0 on the first one",
+        )
     return rank
 
 
@@ -374,7 +379,10 @@ def _yes(value: str) -> bool:
     if value.lower() in ("0", "false", "f", "no", "n"):
         return False
     raise UsageError(
-        f"--rdzv-conf is_host = {value!r}", slug="bad-rdzv-conf", expected="true or false"
+        f"--rdzv-conf is_host = {value!r}",
+        slug="bad-rdzv-conf",
+        expected="true or false",
+        next_step="is_host=true on the node that serves the coordinator, is_host=false on others",
     )
 
 
@@ -388,6 +396,7 @@ def _unknown(key: str) -> UsageError:
         f"--rdzv-conf: no such key: {key}",
         slug="bad-rdzv-conf",
         expected=f"did you mean {near[0]}?" if near else "one of " + ", ".join(sorted(known)),
+        next_step="correct the key; docs/rdzv-conf.md says what each one means",
     )
 
 

@@ -47,6 +47,7 @@ def secured(
             "--token-file and --rdzv-conf token=... both name the job's secret",
             slug="token-unreadable",
             expected="one of them",
+            next_step="leave token=... out: every user of this host can read a command line",
         )
     token = read_token(path) if path else conf.token or environ.get("ELASTANE_TOKEN", "").strip()
     if not token and rendezvous.alone:
@@ -94,15 +95,21 @@ def read_tls(files: tuple[str, str, str]) -> TlsFiles | None:
     if not any(files):
         return None
     if not all(files):
+        names = ("--tls-cert", "--tls-key", "--tls-ca")
+        missing = [name for name, path in zip(names, files, strict=True) if not path]
         raise UsageError(
             "TLS needs three files, and not all are given",
             slug="tls-files",
             expected="--tls-cert, --tls-key and --tls-ca together",
+            next_step="add " + " and ".join(f"{name} FILE" for name in missing),
         )
     for path in files:
         if not Path(path).is_file():
             raise ConfigurationError(
-                f"TLS file {path} is not there", slug="tls-files", expected="a PEM file"
+                f"TLS file {path} is not there",
+                slug="tls-files",
+                expected="a PEM file",
+                next_step="correct the path, or copy the file to this node",
             )
     return TlsFiles(*files)
 

@@ -1,4 +1,4 @@
-"""What the workers run, where their output goes, and how the agent supervises them.
+"""The command of the workers, the destination of their output, and their supervision.
 
 Reads options and variables, checks that the script exists, reads this machine's topology for
 --numa-binding, and loads a class for --logs-specs. That class is found among the installed entry
@@ -79,6 +79,7 @@ def read_command(options: Options, environ: Mapping[str, str]) -> Command:
             slug="bad-option-value",
             expected="both, for a script that does not call elastane.init(): one that does reads"
             " job.rank",
+            next_step="add --in-place, or leave --ranks-may-change out",
         )
     preload = [name.strip() for name in options.text("preload").split(",")]
     if "preload" not in options.given and not torch_build():
@@ -103,6 +104,7 @@ def _in_place(
             f"--in-place with {'--no-python' if kind == 'exec' else '--run-path'}",
             slug="bad-option-value",
             expected="a Python script, or a module with -m",
+            next_step="elastane run --in-place SCRIPT.py, or leave --in-place out",
         )
     ours = (RANKS_MAY_CHANGE,) if ranks_may_change else ()
     lead = ("-m", target) if kind == "module" else (target,)
@@ -138,6 +140,7 @@ def read_signals(options: Options) -> tuple[str, ...]:
                 f"--signals-to-handle: {name!r} cannot be handled",
                 slug="bad-option-value",
                 expected=_signal_hint(name),
+                next_step="leave the option out for SIGTERM and the other defaults",
             )
     return tuple(dict.fromkeys(names))
 
@@ -151,6 +154,7 @@ def read_notices(options: Options) -> tuple[NoticeSource, ...]:
                 f"--notices {source}: no such program, or it may not be executed",
                 slug="bad-option-value",
                 expected="a program in PATH, or the path of one that is executable",
+                next_step=f"give its whole path, and run chmod +x {source.words[0]}",
             )
     return sources
 
@@ -215,6 +219,7 @@ def _kind(options: Options) -> WorkerKind:
                 "--no-python and --module exclude each other",
                 slug="usage",
                 expected="one of them",
+                next_step="leave --no-python out for a module, --module out for a program",
             )
         return "exec"
     return "module" if options.flag("module") else "script"
@@ -310,6 +315,7 @@ def _spares(options: Options, local_world_size: int) -> int:
             f"--spares-per-node = {count}",
             slug="bad-option-value",
             expected=f"0 to {local_world_size}, which is how many workers a node has",
+            next_step="--spares-per-node 1 is enough for one lost worker at a time",
         )
     if count and any(LOCAL_RANK_MACRO in arg for arg in options.script_args):
         raise UsageError(
@@ -327,7 +333,8 @@ def _replicas(options: Options) -> int:
         raise UsageError(
             f"--snapshot-replicas = {count}",
             slug="bad-option-value",
-            expected="0, or 1: a copy on the next node, which the loss of any one node leaves",
+            expected="0, or 1: one copy on the next node, which survives the loss of any one node",
+            next_step="--snapshot-replicas 1",
         )
     return count
 
@@ -352,6 +359,7 @@ def _handler(name: str) -> str:
             f"--event-log-handler = {name!r}",
             slug="bad-option-value",
             expected=f"one of {', '.join(HANDLERS)}" + (f"; did you mean {near}?" if near else ""),
+            next_step="leave the option out: the event log is written in any case",
         )
     return name
 

@@ -6,7 +6,7 @@ program, which only the handshake of a client can tell apart, so `listen` return
 fails with UsageError for a malformed endpoint, and ConfigurationError for a port that cannot be
 opened. It loads no event loop, because each node's snapshot server imports it.
 
-Every port that strangers can reach counts its unproven connections in `Unproven`, apart from the
+Every port that other users can reach counts its unproven connections in `Unproven`, apart from the
 authenticated ones. At the bound, the oldest one is closed for the next, once its minimum time has
 passed. So silent connections cannot use up the places of authenticated ones. `Unproven` owns no
 socket: its caller closes the connection that it returns.
@@ -81,6 +81,7 @@ def _usage(text: str, why: str) -> UsageError:
         f"--rdzv-endpoint {text!r}: {why}",
         slug="endpoint-syntax",
         expected=f"HOST or HOST:PORT, as in node0:{DEFAULT_PORT} or [::1]:{DEFAULT_PORT}",
+        next_step="give all nodes the same address of one node, or of the store's server",
     )
 
 

@@ -115,6 +115,7 @@ class RunningJob:
             f"node {name} cannot be started here",
             slug="cluster",
             expected="a plan without add-node, and with back_s=None",
+            next_step="start the node on its machine, or use LocalCluster, which starts nodes",
         )
 
     def record_fault(self, kind: str, node: str, text: str) -> None:

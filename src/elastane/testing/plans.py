@@ -114,7 +114,10 @@ class FaultPlan:
         times = [fault.at_s for fault in self.faults]
         if times != sorted(times) or any(at_s < 0 for at_s in times):
             raise UsageError(
-                f"a plan of faults at {times} s", slug="cluster", expected="times in their order"
+                f"a plan of faults at {times} s",
+                slug="cluster",
+                expected="times from 0, in their order",
+                next_step="sort the faults by at_s",
             )
         for fault in self.faults:
             if fault.kind not in get_args(Kind) or not 0 <= fault.pick < 1:
@@ -122,6 +125,7 @@ class FaultPlan:
                     f"a plan with {fault}",
                     slug="cluster",
                     expected=f"pick in [0, 1), and kind one of {', '.join(get_args(Kind))}",
+                    next_step="correct the fault, or let FaultPlan.random() choose the faults",
                 )
 
     @classmethod
