@@ -152,9 +152,9 @@ def measure(nodes: int) -> list[tuple[str, float, float, float]]:
     rows: list[tuple[str, float, float, float]] = []
     for name, act in (
         ("form", stages.form),
-        (f"lose {stages.lost}, form anew", stages.lose),
+        (f"lose {stages.lost}, form again", stages.lose),
         ("one heartbeat each", stages.beat),
-        (f"take in {stages.arriving}", stages.arrive),
+        (f"add {stages.arriving}", stages.arrive),
         ("new coordinator", stages.recover),
     ):
         fleet = stages.fleet

@@ -304,15 +304,17 @@ ROWS = (
     StepRow("stop", "SIGSTOP of any one of 4 workers: the same", "3 s", stop_any),
     StepRow(
         "coordinator",
-        "SIGKILL of the agent that coordinates and of its worker, one of 3 nodes with the file"
+        "SIGKILL of the agent with the coordinator and of its worker, one of 3 nodes with the file"
         " store: to the next committed step of the others",
         "500 ms",
         coordinator_killed,
     ),
-    StepRow("drain", "SIGTERM to an agent: how long the others stand", "no step redone", drain),
+    StepRow(
+        "drain", "SIGTERM to an agent: how long the others are blocked", "no step redone", drain
+    ),
     StepRow(
         "spare",
-        "SIGKILL of one of 4 workers, a warm spare there: to the first step of 4 again",
+        "SIGKILL of one of 4 workers, with a warm spare: to the first step of 4 workers again",
         "500 ms",
         spares,
     ),

@@ -119,7 +119,7 @@ def measure(nodes: int) -> list[ScaleRow]:
         cluster.crash(name, "killed")
     change(f"lose {lost}", here - lost)
     boot(arriving)
-    change(f"take in {arriving}", here - lost + arriving)
+    change(f"add {arriving}", here - lost + arriving)
     return rows
 
 

@@ -91,7 +91,7 @@ ROWS = (
     ),
     Row(
         "arrival-first",
-        "the same, where the newcomer's address sorts first",
+        "the same, if the arriving node's address sorts first",
         "1 s, no step redone",
         partial(nodes.node_arrives, newcomer="127.0.0.1"),
         ALL,
@@ -118,7 +118,7 @@ ROWS = (
     ),
     Row(
         "agent-killed",
-        "SIGKILL of an agent alone: its workers are gone",
+        "SIGKILL of an agent alone: time until its workers have ended",
         "no orphan",
         nodes.agent_killed,
     ),

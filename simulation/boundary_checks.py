@@ -33,7 +33,7 @@ class BoundaryCheck:
         return self._cluster.residents.script.planned
 
     def noted(self, event: LogEvent) -> None:
-        """Record a fault of the current world, as the coordinator saw it, or that it goes on."""
+        """Record that the coordinator saw a fault of the current world, or that it continues."""
         if event.kind is EventKind.INCIDENT and event.fence is not None:
             if len(self._cluster.coordinators) == 1:  # Otherwise one may be deposed.
                 self._faulty.add(event.fence)

@@ -328,7 +328,7 @@ class SimulatedCluster:
             node.clock.wake()
             if node.life != life or not node.stands_still:
                 return
-            self.story.tell(f"{name} goes on")
+            self.story.tell(f"{name} continues")
             waiting = self._waiting.pop(name, [])
             if node.paused:
                 self._stood_still(name, node.clock.now_s - from_s)

@@ -36,14 +36,14 @@ class EffectGap(StrEnum):
 
     NONE = ""  # nothing is half done here
     BEFORE_RECORD = "decided, not yet durable"
-    AFTER_RECORD = "durable, and nobody told"
+    AFTER_RECORD = "durable, not announced"
     BEFORE_MESSAGES = "about to tell"
     BETWEEN_MESSAGES = "some are told, others not"
     AFTER_MESSAGES = "all are told"
     BEFORE_HANGUP = "about to end a session"
     BEFORE_END = "about to end"
     BEFORE_START = "about to start workers"
-    AFTER_START = "workers are starting, and nobody knows"
+    AFTER_START = "workers are starting, not reported"
     BEFORE_STOP = "about to stop workers"
     AFTER_STOP = "workers are stopping"
     BEFORE_DRAIN = "about to ask workers to checkpoint"

@@ -36,7 +36,7 @@ class Drains:
         self.mind(group)
 
     def mind(self, group: InPlaceGroup) -> None:
-        """Tell once nobody of a node goes on: all are parked, or cannot be asked."""
+        """Report once all workers of a node are parked, or cannot be asked."""
         self._mind(group)
         for world in _worlds_of(group):
             self.mind_all(world)
@@ -65,7 +65,7 @@ class Drains:
         return [w for w in group.placed() if w.stage == "parked"]
 
     def _is_saved(self, world: Gathering) -> bool:
-        """Whether a save is over; it came to nothing where somebody is lost."""
+        """Whether a save is over; it fails if a worker is lost."""
         members = [*world.workers.values()]
         if len(members) < world.size or any(w.world is not world for w in members):
             return True

@@ -377,7 +377,7 @@ class Faults:
             self._later(delay_s + self._rng.random() * 3.0, self._arrival)
 
     def _cut_off(self, name: str, *, store: bool) -> None:
-        self._tell(f"{name} reaches nobody" + ", nor the store" * store)
+        self._tell(f"{name} reaches no other node" + ", nor the store" * store)
         for other in self._cluster.nodes:
             if other != name:
                 self._cluster.network.cut(name, other)

@@ -97,7 +97,7 @@ class StateChecks:
         self._cluster.checks.boundaries.begins(world, members, had_place)
         ahead = [f"{w.name} (step {w.committed})" for w in members if w.held > world.base]
         self._require(
-            not ahead, f"{world.fence} has {', '.join(ahead)}, and goes on from step {world.base}"
+            not ahead, f"{world.fence} has {', '.join(ahead)}, and continues from step {world.base}"
         )
         if not self.is_strict:
             self._forget(world.base)
@@ -110,12 +110,12 @@ class StateChecks:
         ]
         names = ", ".join(f"{w.name} (step {w.committed})" for w in elsewhere)
         self._require(
-            not elsewhere, f"{world.fence} goes on from step {world.base} without {names}"
+            not elsewhere, f"{world.fence} continues from step {world.base} without {names}"
         )
         lost = self._stopped
         self._require(
             world.base >= lost.step,
-            f"{world.fence} goes on from step {world.base}; {lost.name} had {lost.step} and was"
+            f"{world.fence} continues from step {world.base}; {lost.name} had {lost.step} and was"
             " stopped",
         )
         self._forget(world.base)
@@ -129,7 +129,7 @@ class StateChecks:
         self._require(not parts, f"{world.fence} has a part of the workers of {', '.join(parts)}")
 
     def _give_way(self, world: Gathering) -> None:
-        """Take note of who has no place any more, as there were too many: nobody counts on it.
+        """Record the workers that lost their place as a surplus: no world needs them.
 
         One that is further than the world is no such: it may not be left behind.
         """

@@ -92,7 +92,7 @@ class SimulatedStore:
     def renew(self, host: str, term: int, ttl_s: float) -> int:
         """Hold the lease for longer; return its term, a new one where it had ended; 0: lost.
 
-        One that ended is taken anew if nobody came between.
+        A lease that ended is renewed if no other node held it meanwhile.
         """
         lease = self.lease
         if lease is None or (lease.holder, lease.term) != (host, term):

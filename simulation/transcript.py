@@ -197,7 +197,7 @@ class Play:
         record = cluster.store.filed.record
         if record is not None:
             world = record.world
-            members = " ".join(m.node_id for m in world.members) if world else "nobody"
+            members = " ".join(m.node_id for m in world.members) if world else "no node"
             at = f"{world.fence}: {members}" if world else "no world yet"
             end = f"; ended: {record.outcome.reason}" if record.outcome else ""
             tell(f"on record: {at}; {record.restarts_used} restarts used{end}")

@@ -1,6 +1,6 @@
 """What the three ImageNet scripts have in common: options, images, ResNets, evaluation, a ledger.
 
-Nothing here knows how a script goes on after a fault, and nothing but `keep_best` needs elastane.
+Nothing here knows how a script continues after a fault, and only `keep_best` needs elastane.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Ledger:
             self._path = args.ledger / f"{os.getpid()}-{time.time_ns()}.jsonl"
 
     def begins(self, rank: int, step: int, where: str = "") -> None:
-        """Tell from where this process goes on."""
+        """Print from where this process continues."""
         self._write(what="begins", rank=rank, step=step, where=where)
         if rank == 0:
             print(f"begins after step {step}{' of ' * bool(where)}{where}", flush=True)

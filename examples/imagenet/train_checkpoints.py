@@ -3,7 +3,7 @@
     torchrun     --nnodes 1:4 --nproc-per-node 2 --max-restarts 9 ... train_checkpoints.py DATA
     elastane run --nnodes 1:4 --nproc-per-node 2 --max-restarts 9 ... train_checkpoints.py DATA
 
-It goes on in the middle of an epoch, in a world of any size. The lines marked (2) are those that
+It continues in the middle of an epoch, in a world of any size. The lines marked (2) are those that
 differ from train_plain.py.
 """
 

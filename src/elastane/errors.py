@@ -13,7 +13,7 @@ from typing import Any
 
 
 class ExitCode(IntEnum):
-    """What a launcher's exit status tells a scheduler."""
+    """The exit status of a launcher, by which a scheduler decides."""
 
     DONE = 0
     WORKER_FAILED = 1

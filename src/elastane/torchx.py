@@ -130,7 +130,7 @@ def _program(script: Optional[str], module: Optional[str]) -> Tuple[str, List[st
 
 @dataclass(frozen=True)
 class _Meeting:
-    """Where the replicas meet: the options that say so, and the port if it is on replica 0."""
+    """The rendezvous of the replicas: its options, and its port if that is on replica 0."""
 
     options: List[str]
     port: Optional[int] = None

@@ -122,7 +122,7 @@ class RedisHarness(Harness):
 
 
 class GivenHarness(Harness):
-    """A store of ELASTANE_TEST_STORES, which another package brings and somebody runs."""
+    """A store of ELASTANE_TEST_STORES, which another package brings and whose server is running."""
 
     def __init__(self, folder: Path, kind: str, endpoint: str) -> None:
         self.describe_as(kind)

@@ -56,7 +56,7 @@ def repository(storage):
 
 
 def replace(storage, path, content):
-    """Have other bytes there, as decay or somebody else would."""
+    """Have other bytes there, as decay or another program would."""
     if isinstance(storage, FolderStorage):
         (storage._root / path).write_bytes(content)
     else:

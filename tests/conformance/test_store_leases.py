@@ -31,7 +31,7 @@ async def test_a_free_lease_is_taken_at_once_and_by_one(harness: Harness) -> Non
 
 
 @asynchronous
-async def test_nobody_has_held_a_lease_that_was_never_taken(harness: Harness) -> None:
+async def test_a_lease_that_was_never_taken_has_no_holder(harness: Harness) -> None:
     assert await harness.client().holder("seat") is None
 
 
@@ -77,7 +77,7 @@ async def test_a_silent_holder_stops_before_another_takes_the_lease(harness: Har
 
 
 @asynchronous
-async def test_a_late_renewal_succeeds_while_nobody_came(harness: Harness) -> None:
+async def test_a_late_renewal_succeeds_while_no_other_took_the_lease(harness: Harness) -> None:
     lease = await harness.client().lease("seat", b"holder", TTL_S)
     assert lease is not None
     term = lease.term
@@ -107,7 +107,7 @@ async def test_released_is_free_at_once_and_terms_go_on(harness: Harness) -> Non
 
 
 @asynchronous
-async def test_release_by_a_deposed_holder_harms_nobody(harness: Harness) -> None:
+async def test_release_by_a_deposed_holder_leaves_the_next_one(harness: Harness) -> None:
     one, other = harness.client(), harness.client()
     first = await one.lease("seat", b"1", TTL_S)
     assert first is not None
@@ -130,7 +130,7 @@ async def test_a_lease_that_is_ended_for_its_holder_is_free_at_once(harness: Har
 
 
 @asynchronous
-async def test_ending_another_term_or_none_harms_nobody(harness: Harness) -> None:
+async def test_ending_another_term_or_none_changes_no_lease(harness: Harness) -> None:
     one, other = harness.client(), harness.client()
     await other.end_lease("seat", 1)
     first = await one.lease("seat", b"1", 60.0)

@@ -18,8 +18,8 @@ EVALUATED, SAVE_EVERY = 50, 25
 class AcceleratedJob(JoiningJob):
     """A job of the script."""
 
-    def __init__(self, folder, way="plain", **options):
-        super().__init__(SCRIPT, folder, way, preload=PRELOAD, **options)
+    def __init__(self, folder, mode="plain", **options):
+        super().__init__(SCRIPT, folder, mode, preload=PRELOAD, **options)
 
     def ends_well(self):
         """Let the job end; states, schedule, sizes and evaluations are those of one program."""
@@ -49,10 +49,10 @@ class AcceleratedJob(JoiningJob):
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param("plain", marks=pytest.mark.soak), "accumulate", "stream"]
+    "mode", [pytest.param("plain", marks=pytest.mark.soak), "accumulate", "stream"]
 )
-def test_lost_workers_of_an_accelerate_script_are_replaced_in_place(tmp_path, way):
-    job = AcceleratedJob(tmp_path, way)
+def test_lost_workers_of_an_accelerate_script_are_replaced_in_place(tmp_path, mode):
+    job = AcceleratedJob(tmp_path, mode)
     with job.cluster as cluster:
         cluster.start("a")
         first = job.wait_size(3)
@@ -138,14 +138,14 @@ def test_a_saved_state_continues_in_a_world_of_another_size_with_each_sample_onc
 
 
 @pytest.mark.parametrize(
-    ("way", "reason"),
+    ("mode", "reason"),
     [
         ("unnamed", "SGD that steps was not named to the ElasticLoader"),
         ("unsynchronised", "reduces gradients before the last batch of a step"),
     ],
 )
-def test_what_a_worker_that_joins_would_do_differently_is_refused(tmp_path, way, reason):
-    job = AcceleratedJob(tmp_path, way, nnodes="1", nproc_per_node=2, max_restarts=0)
+def test_what_a_worker_that_joins_would_do_differently_is_refused(tmp_path, mode, reason):
+    job = AcceleratedJob(tmp_path, mode, nnodes="1", nproc_per_node=2, max_restarts=0)
     with job.cluster as cluster:
         node = cluster.start("a")
         assert node.wait() != 0
@@ -154,9 +154,9 @@ def test_what_a_worker_that_joins_would_do_differently_is_refused(tmp_path, way,
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("seed", "way"), [(1, "plain"), (2, "accumulate"), (3, "plain")])
+@pytest.mark.parametrize(("seed", "mode"), [(1, "plain"), (2, "accumulate"), (3, "plain")])
 def test_workers_are_killed_at_random_instants_and_no_replica_or_sample_is_wrong(
-    tmp_path, seed, way
+    tmp_path, seed, mode
 ):
-    job = AcceleratedJob(tmp_path, way, nproc_per_node=2, max_restarts=100)
+    job = AcceleratedJob(tmp_path, mode, nproc_per_node=2, max_restarts=100)
     job.survives_random_kills(12, seed)

@@ -6,10 +6,10 @@ from loss_jobs import LossJob
 pytest.importorskip("lightning")
 
 
-def run(tmp_path_factory, way, **options):
+def run(tmp_path_factory, mode, **options):
     """Run the script, and compare the weights of its workers after each step."""
     job = LossJob(
-        tmp_path_factory.mktemp, "fabric_losses.py", way, nproc_per_node=4,
+        tmp_path_factory.mktemp, "fabric_losses.py", mode, nproc_per_node=4,
         preload="torch,torch.distributed,torch.optim,lightning,torchmetrics", **options,
     )  # fmt: skip
     by_step = {}

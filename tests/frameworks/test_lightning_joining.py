@@ -68,7 +68,7 @@ def by_kind(lines: dict[str, list[dict]]) -> dict[int, dict[str, list[dict]]]:
 class LightningJob:
     """A cluster that runs the script, and what its workers have written."""
 
-    def __init__(self, folder: Path, way: str = "plain", **options: object) -> None:
+    def __init__(self, folder: Path, mode: str = "plain", **options: object) -> None:
         self.folder = folder / "said"
         self.folder.mkdir()
         self._growing = Growing(self.folder)
@@ -82,7 +82,7 @@ class LightningJob:
             **options,
         }
         self.cluster = LocalCluster(
-            [str(SCRIPT), str(self.folder), way],
+            [str(SCRIPT), str(self.folder), mode],
             folder=folder / "c", preload=PRELOAD, rdzv_conf="last_call=0.1", **options,
         )  # fmt: skip
 
@@ -204,9 +204,9 @@ def test_a_broadcast_in_setup_ends_only_the_worker_that_joins(tmp_path):
         assert job.ends_well() == left
 
 
-@pytest.mark.parametrize("way", ["manual", pytest.param("toggled", marks=pytest.mark.soak)])
-def test_manual_optimization_keeps_states_equal_on_replaced_workers(tmp_path, way):
-    job = LightningJob(tmp_path, way)
+@pytest.mark.parametrize("mode", ["manual", pytest.param("toggled", marks=pytest.mark.soak)])
+def test_manual_optimization_keeps_states_equal_on_replaced_workers(tmp_path, mode):
+    job = LightningJob(tmp_path, mode)
     with job.cluster as cluster:
         cluster.start("a")
         workers = job.wait_size(3, count=3)
@@ -227,7 +227,7 @@ def test_manual_optimization_keeps_states_equal_on_replaced_workers(tmp_path, wa
             steps[line["step"]][1].extend(line["samples"])
     assert {*states} == {*range(1, len(states) + 1)}
     assert not len(states) % STEPS, "no step is missing, or more than in an undisturbed training"
-    alone = trained_by_hand([steps[n] for n in range(len(states))], toggled=way == "toggled")
+    alone = trained_by_hand([steps[n] for n in range(len(states))], toggled=mode == "toggled")
     for step, sums in enumerate(alone, 1):
         [(_digest, *weights)] = states[step]
         assert weights == pytest.approx(sums, rel=1e-9, abs=1e-9), step
@@ -298,11 +298,11 @@ def test_in_a_world_that_does_not_change_it_makes_the_same_steps(tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    "way", ["plain", "accumulate", "workers", "module", "interval", "averages"]
+    "mode", ["plain", "accumulate", "workers", "module", "interval", "averages"]
 )
-def test_workers_killed_at_random_instants_leave_no_trace(tmp_path, way, seed):
+def test_workers_killed_at_random_instants_leave_no_trace(tmp_path, mode, seed):
     chance = random.Random(seed)
-    job = LightningJob(tmp_path, way)
+    job = LightningJob(tmp_path, mode)
     with job.cluster as cluster:
         cluster.start("a")
         job.wait_size(3)

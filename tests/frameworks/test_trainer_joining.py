@@ -18,8 +18,8 @@ EVALUATED, EPOCHS, SAVE_EVERY = 50, 8, 25
 class TrainerJob(JoiningJob):
     """A job of the script."""
 
-    def __init__(self, folder, way="plain", **options):
-        super().__init__(SCRIPT, folder, way, preload=PRELOAD, **options)
+    def __init__(self, folder, mode="plain", **options):
+        super().__init__(SCRIPT, folder, mode, preload=PRELOAD, **options)
 
     def lines(self, word):
         """All lines that have a word."""
@@ -45,9 +45,9 @@ class TrainerJob(JoiningJob):
         return [json.loads(line) for line in (self.folder / "logged.txt").open()]
 
 
-@pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.soak), "tokens"])
-def test_lost_workers_of_a_trainer_are_replaced_in_place(tmp_path, way):
-    job = TrainerJob(tmp_path, way)
+@pytest.mark.parametrize("mode", [pytest.param("plain", marks=pytest.mark.soak), "tokens"])
+def test_lost_workers_of_a_trainer_are_replaced_in_place(tmp_path, mode):
+    job = TrainerJob(tmp_path, mode)
     with job.cluster as cluster:
         cluster.start("a")
         first = job.wait_size(3)
@@ -160,9 +160,9 @@ def test_data_in_another_order_than_the_samplers_is_refused(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("seed", "way"), [(1, "plain"), (2, "tokens"), (3, "stream")])
+@pytest.mark.parametrize(("seed", "mode"), [(1, "plain"), (2, "tokens"), (3, "stream")])
 def test_workers_of_a_trainer_are_killed_at_random_and_no_replica_or_sample_is_wrong(
-    tmp_path, seed, way
+    tmp_path, seed, mode
 ):
-    job = TrainerJob(tmp_path, way, nproc_per_node=2, max_restarts=100)
+    job = TrainerJob(tmp_path, mode, nproc_per_node=2, max_restarts=100)
     job.survives_random_kills(12, seed)

@@ -1,4 +1,4 @@
-"""Who attacks a coordinator: strangers who know nothing, and insiders who know the secret.
+"""Who attacks a coordinator: outsiders, who know nothing, and insiders, who know the secret.
 
 An attack is a coroutine that takes dice. It may end by any OSError.
 """
@@ -56,7 +56,7 @@ def flip(data: bytes, rng: random.Random) -> bytes:
     return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
 
 
-class Strangers:
+class Outsiders:
     """They know the port, the job's name, and what they heard on the network."""
 
     def __init__(self, port: int, job: str, recorded: bytes, pieces: list[bytes]) -> None:

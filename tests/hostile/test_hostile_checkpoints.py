@@ -1,4 +1,4 @@
-"""A checkpoint that somebody else wrote, with right digests: it is loaded whole, or refused."""
+"""A checkpoint that another user wrote, with right digests: it is loaded whole, or refused."""
 
 from __future__ import annotations
 

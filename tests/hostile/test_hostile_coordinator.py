@@ -7,7 +7,7 @@ import signal
 import socket
 
 import pytest
-from attackers import Insiders, Strangers
+from attackers import Insiders, Outsiders
 from hostile_support import Victim, dice, storm
 from jobs import until
 
@@ -24,8 +24,8 @@ def victim(tmp_path_factory):
         yield one
 
 
-def strangers(victim):
-    return Strangers(
+def outsiders(victim):
+    return Outsiders(
         victim.port, victim.job.name, bytes(victim.tap.said["agent"]), list(victim.tap.pieces)
     )
 
@@ -44,10 +44,10 @@ def insiders(victim):
     return Insiders(victim.port, spec_of(victim), ("a", "b"), Fence(last.round, last.attempt))
 
 
-def test_strangers_are_not_noticed(victim):
+def test_foreign_peers_do_not_disturb_the_job(victim):
     rng = dice("strangers")
     with victim.watch():
-        storm(rng, strangers(victim).attacks(), 2500)
+        storm(rng, outsiders(victim).attacks(), 2500)
 
 
 def test_insiders_that_break_the_protocol_or_lie_are_not_noticed(victim):
@@ -76,7 +76,7 @@ def test_one_session_is_heard_at_its_rate_and_no_faster(victim):
     assert MESSAGES_BURST_MAX / 2 < heard < MESSAGES_BURST_MAX + 2 * within_s * MESSAGES_PER_S_MAX
 
 
-def test_a_crowd_beyond_the_bounds_keeps_nobody_out(victim):
+def test_a_crowd_beyond_the_bounds_keeps_no_agent_out(victim):
     """More connections than may be unproven at once, none of which says a whole sentence."""
     with victim.watch(), contextlib.ExitStack() as stack:
         for number in range(UNPROVEN_MAX * 2):
@@ -93,7 +93,7 @@ def test_a_crowd_beyond_the_bounds_keeps_nobody_out(victim):
 def test_afterwards_an_honest_agent_joins_and_takes_a_place(victim):
     job = victim.job
     with victim.watch():
-        storm(dice("before"), [*strangers(victim).attacks(), *insiders(victim).attacks()], 300)
+        storm(dice("before"), [*outsiders(victim).attacks(), *insiders(victim).attacks()], 300)
     agent = victim.take_in("c")
     before = job.seen()[-1]
     until(lambda: any(e.node == "c" for e in job.events(EventKind.NODE_READY)), "c is warm")
@@ -110,4 +110,4 @@ def test_a_long_storm_is_not_noticed(tmp_path):
     with Victim(tmp_path) as victim:
         rng = dice("soak", default=str(os.getpid()))
         with victim.watch():
-            storm(rng, [*strangers(victim).attacks(), *insiders(victim).attacks()], count)
+            storm(rng, [*outsiders(victim).attacks(), *insiders(victim).attacks()], count)

@@ -176,7 +176,7 @@ class Dashboard:
         return sock
 
     def status(self):
-        """Return the status of a request of somebody who has the token."""
+        """Return the status of a request of a user who has the token."""
         with self.connect() as sock:
             sock.sendall(request("/api/jobs", f"Authorization: Bearer {TOKEN}"))
             return sock.recv(12)
@@ -188,7 +188,7 @@ def request(path, *headers, method="GET"):
 
 
 def test_the_dashboard_answers(tmp_path):
-    """Strangers say nothing, half a request, or a whole one without the token."""
+    """Unproven clients say nothing, half a request, or a whole one without the token."""
     with Dashboard(tmp_path, REQUEST_S=600.0) as one:
         assert one.status() == b"HTTP/1.1 200"
         before = descriptors(one.process.pid)

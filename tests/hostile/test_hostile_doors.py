@@ -89,7 +89,7 @@ def is_healthy(port):
         return sock.recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_the_health_port_bears_strangers_and_goes_on_answering(victim):
+def test_the_health_port_answers_after_garbage_and_silent_peers(victim):
     port = int(victim.env["TORCHELASTIC_HEALTH_CHECK_PORT"])
     with victim.watch():
         storm(dice("health"), AtPort(port).attacks(), 400)
@@ -109,7 +109,7 @@ def test_who_holds_connections_to_the_health_port_has_a_bound_and_keeps_no_probe
         assert descriptors(pid) <= before + health._CONNECTIONS_MAX + _SPARE
 
 
-def test_garbage_and_timers_for_the_processes_of_others_harm_nobody(victim):
+def test_garbage_and_timers_for_the_processes_of_others_end_no_process(victim):
     """A timer ends a worker of this agent only: not the agent, nor another agent's worker."""
     rng = dice("timers")
     workers = {step.node: step.pid for step in victim.job.seen()}
@@ -143,7 +143,7 @@ def _timer(pid, number):
     return msgspec.json.encode(request) + b"\n"
 
 
-def test_the_store_of_the_process_group_bears_strangers(victim):
+def test_the_store_of_the_process_group_survives_foreign_bytes(victim):
     """It is torch's, and trusts whoever connects; what no protocol of its is, harms nobody."""
     workers = {step.pid for step in victim.job.seen()}
     own = [pid for pid in processes_of(victim.job) if pid not in workers]

@@ -62,7 +62,7 @@ CONF = "crash_loop=0,last_call=1,gather=0.5"
 class NotedJob(HostJob):
     """A job whose workers note their steps."""
 
-    way: str = "in-place"
+    recovery: str = "in-place"
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -76,7 +76,7 @@ class NotedJob(HostJob):
     def command(self, node: str, nproc: int, options: tuple[str, ...]) -> list[str]:
         words = super().command(node, nproc, options)
         before = words[: words.index(str(SCRIPT))]
-        return [*before, str(PROGRAM), self.way, str(self.folder), str(STEP_S)]
+        return [*before, str(PROGRAM), self.recovery, str(self.folder), str(STEP_S)]
 
     def newest_notes(self) -> dict[str, dict[str, Any]]:
         """Return the last note of each process that has made one, by the name of its file."""
@@ -416,7 +416,7 @@ def history_on(history: AgentHistory, folder: Path) -> Iterator[HistoryRun]:
         need_etcd()
     folder.mkdir(parents=True)
     least = history.nodes_min * history.workers_per_host
-    more = ("--min-workers", str(least)) if history.way == "in-place" else ()
+    more = ("--min-workers", str(least)) if history.recovery == "in-place" else ()
     with Lan(history.hosts + (STORE if has_store else "")) as lan:
         job = NotedJob(
             folder,
@@ -425,7 +425,7 @@ def history_on(history: AgentHistory, folder: Path) -> Iterator[HistoryRun]:
             CONF,
             backend=history.backend,
             lan=lan,
-            way=history.way,
+            recovery=history.recovery,
         )
         etcd = EtcdHosts(lan, STORE, folder / "etcd").start() if has_store else None
         if etcd is not None:

@@ -155,7 +155,7 @@ def test_a_coordinator_that_lost_the_store_for_a_moment_finds_its_successor_and_
 
 
 @pytest.mark.soak
-def test_a_store_that_nobody_reaches_stops_nobody_and_is_found_again(tmp_path: Path) -> None:
+def test_an_unreachable_store_stops_no_training_and_is_found_again(tmp_path: Path) -> None:
     with job_on(tmp_path, "ab", backend="etcd", nnodes="2") as job:
         begin(job, "ab")
         job.lan.cut_off("s")

@@ -28,13 +28,13 @@ def play(history: AgentHistory, folder: Path) -> dict[str, int]:
             return run.play()
     except (AssertionError, OSError) as error:
         why = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    kept = KEPT / f"{history.way}-{history.backend}-{history.seed}"
+    kept = KEPT / f"{history.recovery}-{history.backend}-{history.seed}"
     shutil.rmtree(kept, ignore_errors=True)
     shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("etcd", "checkpoints"))
     told = "\n".join(run.told if run is not None else ())
     (kept / "why").write_text(f"{why}\n{history}\n--- played\n{told}\n")
     again = f"ELASTANE_AGENT_SEEDS={history.seed}:1 ELASTANE_AGENT_RUN_S={RUN_S:g}"
-    test = f"{Path(__file__).name}::{_SOAK.__name__}[{history.backend}-{history.way}]"
+    test = f"{Path(__file__).name}::{_SOAK.__name__}[{history.backend}-{history.recovery}]"
     pytest.fail(
         f"{why[:3000]}\n\n{history}\nall of it is in {kept}\n"
         f"again: {again} python -m pytest -m soak 'tests/hosts/{test}'",
@@ -44,15 +44,15 @@ def play(history: AgentHistory, folder: Path) -> dict[str, int]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(36_000)
-@pytest.mark.parametrize("way", ["in-place", "restarts"])
+@pytest.mark.parametrize("recovery", ["in-place", "restarts"])
 @pytest.mark.parametrize("backend", ["elastane", "etcd"])
 def test_no_history_of_faults_breaks_what_a_job_promises(
-    way: str, backend: str, tmp_path: Path
+    recovery: str, backend: str, tmp_path: Path
 ) -> None:
     for seed in range(FIRST, FIRST + COUNT):
-        history = AgentHistory.drawn(seed, way, backend, RUN_S)
+        history = AgentHistory.drawn(seed, recovery, backend, RUN_S)
         counts = play(history, tmp_path / str(seed))
-        print(f"{way} {backend} seed {seed}: {counts}", flush=True)
+        print(f"{recovery} {backend} seed {seed}: {counts}", flush=True)
         shutil.rmtree(tmp_path / str(seed))
 
 

@@ -58,7 +58,7 @@ def test_a_network_that_is_bad_in_one_way_costs_time_alone(tmp_path: Path, fault
 
 
 @pytest.mark.soak
-def test_a_link_that_flaps_faster_than_silence_departs_nobody(tmp_path: Path) -> None:
+def test_a_link_that_flaps_faster_than_silence_departs_no_node(tmp_path: Path) -> None:
     with job_on(tmp_path, "abc", nnodes="3", options=("--max-restarts", "0")) as job:
         job.start_all("abc")
         wait_world(job, "abc")

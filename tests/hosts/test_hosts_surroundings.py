@@ -66,7 +66,7 @@ def fill(folder: Path, host: Host) -> None:
     assert "100%" in done, done
 
 
-def test_a_full_disk_under_logs_and_events_stops_nobody_and_what_was_lost_is_told(
+def test_a_full_disk_under_logs_and_events_stops_no_training_and_losses_are_logged(
     tmp_path: Path,
 ) -> None:
     logs = tmp_path / "small"
@@ -103,7 +103,7 @@ def test_a_job_starts_where_the_disk_for_logs_was_full_before(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("full_s", [2.0, pytest.param(25.0, marks=pytest.mark.soak)])
-def test_a_full_disk_under_the_store_stops_nobody_and_decisions_wait_until_there_is_room(
+def test_a_full_disk_under_the_store_stops_no_training_and_decisions_wait_for_room(
     tmp_path: Path, full_s: float
 ) -> None:
     need_hosts()

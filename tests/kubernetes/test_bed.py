@@ -321,7 +321,7 @@ print("; ".join(said))
 """
 
 
-def test_a_container_that_is_nobody_and_may_write_nowhere_is_held_to_it(
+def test_a_container_of_user_nobody_without_a_writable_folder_is_held_to_it(
     control_plane, cluster, namespace
 ):
     cluster.add("locked-0")

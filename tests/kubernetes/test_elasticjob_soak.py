@@ -80,7 +80,7 @@ class Faults:
 
     def _wait_trained(self):
         at = self._now()
-        until(lambda: self._now() != at, "somebody trains", 180)
+        until(lambda: self._now() != at, "a worker trains", 180)
 
     def _now(self):
         last = newest(self.job.seen())

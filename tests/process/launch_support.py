@@ -143,7 +143,7 @@ def program(folder: Path, body: str, **env: str) -> Iterator[Program]:
 
 
 class LocalHandler:
-    """A rendezvous of one node, as somebody else would write it: torch's methods, no base."""
+    """A rendezvous of one node, as another package would write it: torch's methods, no base."""
 
     use_agent_store = False
     backend = "local-test"

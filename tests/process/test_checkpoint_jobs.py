@@ -28,27 +28,27 @@ STEP_S = 0.02
 RENAME_EXCHANGE = 2
 
 
-def preload(way: str) -> str:
+def preload(mode: str) -> str:
     """Return what its workers import; only a job in place imports uncompiled.py."""
-    return PRELOAD_OPTIMIZER if way == "job" else PRELOAD_COMPILER
+    return PRELOAD_OPTIMIZER if mode == "job" else PRELOAD_COMPILER
 
 
 class Saving:
     """A local cluster whose workers save, and what they have said."""
 
     def __init__(
-        self, folder: Path, way: str, where: str = "", *more: object, **options: object
+        self, folder: Path, mode: str, where: str = "", *more: object, **options: object
     ) -> None:
-        self.folder, self.way = folder, way
+        self.folder, self.mode = folder, mode
         self.where = where or str(folder / "ck")
         self.said_folder = folder / "said"
         self._told = Growing(self.said_folder)
         self.said_folder.mkdir(parents=True)
-        words = (SCRIPT, self.said_folder, self.where, way, STEP_S, *more)
+        words = (SCRIPT, self.said_folder, self.where, mode, STEP_S, *more)
         script = [str(word) for word in words]
         options = {"nnodes": "1", "nproc_per_node": 2, "max_restarts": 1000, **options}
         options |= {
-            "preload": preload(way),
+            "preload": preload(mode),
             "rdzv_conf": {"crash_loop": 0, "last_call": 1, "gather": 0.2},
         }
         self.cluster = LocalCluster(script, folder=folder / "c", **options)
@@ -81,7 +81,7 @@ class Saving:
         return json.loads((self.said_folder / "final").read_text())
 
 
-# Of each way and world size: the weights after each step of an undisturbed job.
+# Of each mode and world size: the weights after each step of an undisturbed job.
 _undisturbed: dict[tuple[str, int], list[str]] = {}
 # More than most jobs here make, so that one run serves all. Those with sharded state are short, and
 # each of their steps takes long.
@@ -89,15 +89,15 @@ UNDISTURBED_STEPS = {"sharded": 40}
 UNDISTURBED_STEPS_OF_OTHERS = 300
 
 
-def undisturbed(folder: Path, way: str, steps: int, world: int) -> str:
+def undisturbed(folder: Path, mode: str, steps: int, world: int) -> str:
     """Return the weights of an undisturbed job after a number of steps."""
-    if len(_undisturbed.get((way, world), ())) < steps:
-        longer = max(UNDISTURBED_STEPS.get(way, UNDISTURBED_STEPS_OF_OTHERS), 2 * steps)
-        _undisturbed[way, world] = trained(folder, way, longer, world)
-    return _undisturbed[way, world][steps - 1]
+    if len(_undisturbed.get((mode, world), ())) < steps:
+        longer = max(UNDISTURBED_STEPS.get(mode, UNDISTURBED_STEPS_OF_OTHERS), 2 * steps)
+        _undisturbed[mode, world] = trained(folder, mode, longer, world)
+    return _undisturbed[mode, world][steps - 1]
 
 
-def trained(folder: Path, way: str, steps: int, world: int) -> list[str]:
+def trained(folder: Path, mode: str, steps: int, world: int) -> list[str]:
     """Return the weights after each step of an undisturbed job that saves nothing."""
     said = folder / "undisturbed"
     said.mkdir()
@@ -117,13 +117,13 @@ class Never:
     def close(self): pass
 elastane.Checkpointer = Never
 folder = pathlib.Path({str(said)!r})
-(checkpointed.in_place(folder, "", 0.0) if {way == "job"} else
- checkpointed.alone(folder, "", 0.0, sharded={way == "sharded"}))
+(checkpointed.in_place(folder, "", 0.0) if {mode == "job"} else
+ checkpointed.alone(folder, "", 0.0, sharded={mode == "sharded"}))
 """
     script = folder / "undisturbed.py"
     script.write_text(program)
     command = ["-m", "elastane", "run", "--standalone", "--nproc-per-node", str(world)]
-    command += ["--preload", preload(way), str(script)]
+    command += ["--preload", preload(mode), str(script)]
     subprocess.run([sys.executable, *command], check=True, timeout=100)
     lines = [line for told in Growing(said).lines().values() for line in told]
     made = {x["step"]: x["weights"] for x in lines if x["what"] == "step" and x["rank"] == 0}
@@ -133,11 +133,11 @@ folder = pathlib.Path({str(said)!r})
 
 def exact(job: Saving, final: dict, world: int = 2) -> None:
     """Assert that the weights are those of as many steps without a fault."""
-    assert final["weights"] == undisturbed(job.folder, job.way, final["steps"], world)
+    assert final["weights"] == undisturbed(job.folder, job.mode, final["steps"], world)
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swap two names in one instant: in between, somebody would make the folder anew."""
+    """Swap two names in one instant: in between, a process would make the folder again."""
     exchanged = ctypes.CDLL(None, use_errno=True).renameat2(
         -100, bytes(one), -100, bytes(other), RENAME_EXCHANGE
     )
@@ -148,9 +148,9 @@ def published(where: Path) -> list[str]:
     return sorted(p.parent.name for p in where.glob("step-*/manifest.json"))
 
 
-@pytest.mark.parametrize("way", ["objects", pytest.param("sharded", marks=pytest.mark.soak)])
-def test_restarted_workers_restore_from_memory_and_lose_one_step_at_most(tmp_path, way):
-    job, rng = Saving(tmp_path, way), random.Random(7)
+@pytest.mark.parametrize("mode", ["objects", pytest.param("sharded", marks=pytest.mark.soak)])
+def test_restarted_workers_restore_from_memory_and_lose_one_step_at_most(tmp_path, mode):
+    job, rng = Saving(tmp_path, mode), random.Random(7)
     with job.cluster:
         node = job.cluster.start("a")
         for _ in range(4):
@@ -362,14 +362,14 @@ def test_training_continues_without_storage_and_the_user_is_warned_once(tmp_path
         exchange(tmp_path / "ck", tmp_path / "away")
         job.wait_steps(10)
         # Storage may have been resting.
-        job.cluster.wait(lambda: "training goes on" in node.output, "the user is told")
+        job.cluster.wait(lambda: "training continues" in node.output, "the user is told")
         node.kill_worker(0)
         job.wait_steps(5)  # from memory, though storage is away
         exchange(tmp_path / "ck", tmp_path / "away")
         job.wait_steps(3)
         final = job.ends()
         output = node.output
-    told = [line for line in output.splitlines() if "training goes on" in line]
+    told = [line for line in output.splitlines() if "training continues" in line]
     # Once for each reason and each worker that was there, of one local rank.
     assert 1 <= len(told) <= 4, told
     assert "going on from memory" in output

@@ -5,10 +5,10 @@ import signal
 import pytest
 from comms_crew import Crew
 
-WAYS = pytest.mark.parametrize("how", ["group", "memory"])
+CHANNELS = pytest.mark.parametrize("how", ["group", "memory"])
 
 
-@WAYS
+@CHANNELS
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_taker_has_the_givers_state_and_each_byte_came_once(size, how):
     with Crew(size, "transfers", size, how) as crew:
@@ -19,13 +19,13 @@ def test_a_taker_has_the_givers_state_and_each_byte_came_once(size, how):
     assert all(sent >= taken // size for _, sent in given), "a stripe of each giver"
 
 
-@WAYS
+@CHANNELS
 def test_only_differing_tensors_are_sent(how):
     with Crew(2, "transfer_of_some", how) as crew:
         assert crew.hear(0) == (4_000_000, ["state['weights'][2]"], 1)
 
 
-@WAYS
+@CHANNELS
 @pytest.mark.parametrize("what", ["giver", "taker"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_an_interrupted_transfer_gives_no_state(how, what, number):
@@ -45,7 +45,7 @@ def test_an_interrupted_transfer_gives_no_state(how, what, number):
         assert what == "giver" or set(said.values()) == {"failed"}
 
 
-@WAYS
+@CHANNELS
 def test_one_wrong_bit_is_noticed(how):
     with Crew(2, "transfer_spoilt", how) as crew:
         assert crew.hear_all() == ["state-digest", "sent"]

@@ -1,4 +1,4 @@
-"""The coordinator's server with strangers, crowds, slow and silent peers, and faults of its own."""
+"""The coordinator's server with unproven, slow and silent peers, crowds, and faults of its own."""
 
 import asyncio
 import socket
@@ -71,22 +71,22 @@ def test_three_hundred_at_once_are_served_and_leave_nothing_behind():
     assert descriptors() <= before  # what an earlier test left may have gone
 
 
-def test_slow_strangers_are_bounded_and_honest_agents_pass(monkeypatch):
+def test_slow_unproven_connections_are_bounded_and_agents_pass(monkeypatch):
     monkeypatch.setattr(listener_module, "UNPROVEN_MAX", 16)
     monkeypatch.setattr(listener_module, "UNPROVEN_TIMEOUT_S", 0.1)
     before = descriptors()
 
     async def scenario():
         async with Desk() as desk:
-            strangers = [raw(desk.port) for _ in range(60)]
+            unproven = [raw(desk.port) for _ in range(60)]
             hello = ClientHandshake(JOB, SECRET, b"n" * 32).start()
-            for sock in strangers:
+            for sock in unproven:
                 sock.send(hello[:5])
             await until(lambda: desk.coordinator.statistics()["unproven"] == 16, "the bound")
             session = await desk.join()
             assert await ask(session, "echo past them") == "past them"
             assert desk.coordinator.statistics()["unproven"] <= 16
-            for sock in strangers:
+            for sock in unproven:
                 sock.close()
             await until(lambda: desk.coordinator.statistics()["unproven"] == 0, "all gone")
             assert len(desk.refusals()) <= 10
@@ -95,7 +95,7 @@ def test_slow_strangers_are_bounded_and_honest_agents_pass(monkeypatch):
     assert descriptors() <= before  # what an earlier test left may have gone
 
 
-def test_a_stranger_that_trickles_bytes_is_cut_in_time(monkeypatch):
+def test_an_unproven_connection_that_trickles_bytes_is_cut_in_time(monkeypatch):
     monkeypatch.setattr(link_module, "HANDSHAKE_TIMEOUT_S", 0.3)
 
     async def scenario():

@@ -1,4 +1,4 @@
-"""`elastane dashboard` as a browser, a stranger and a crowd meet it: a real server over HTTP."""
+"""`elastane dashboard` as a browser, another user and a crowd meet it: a real server over HTTP."""
 
 import json
 import os
@@ -182,7 +182,7 @@ def test_a_stream_continues_where_a_lost_connection_ended(served):
     assert set(data) == {"now_s"}, "a heartbeat"
 
 
-def test_clients_that_do_not_read_and_a_crowd_keep_nobody_out(served):
+def test_clients_that_do_not_read_and_a_crowd_keep_no_user_out(served):
     request = b"GET /api/jobs/ended/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with ExitStack() as stack:
         crowd = []

@@ -221,7 +221,7 @@ def test_a_queue_for_the_workers_has_the_agent_run_here():
 
 
 class Health:
-    """A health check server that somebody else started."""
+    """A health check server that another program started."""
 
     def __init__(self):
         self.stopped = 0
@@ -239,7 +239,7 @@ def test_a_health_check_server_of_the_callers_is_stopped_at_the_end(backend, reg
 
 @pytest.fixture
 def registered():
-    """A handler of somebody else's, known by name."""
+    """A handler of another package, known by name."""
     handler = LocalHandler()
     rendezvous_handler_registry._registry["local-test"] = lambda params: handler
     yield handler

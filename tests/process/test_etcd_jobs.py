@@ -46,7 +46,7 @@ def test_the_host_of_the_coordinator_dies_and_the_other_takes_over(
         the_coordinator_dies_and_another_takes_over(job)
 
 
-def test_an_etcd_that_is_away_stops_nobody_who_trains(tmp_path: Path) -> None:
+def test_an_etcd_that_is_away_stops_no_training(tmp_path: Path) -> None:
     with etcd(tmp_path / "etcd") as cluster, elected_job(tmp_path, "etcd", cluster.endpoint) as job:
         server = cluster.members[0]
 
@@ -67,7 +67,7 @@ def test_an_etcd_that_is_away_stops_nobody_who_trains(tmp_path: Path) -> None:
         a_store_that_is_away_stops_no_training(job, 6.0, faults)
 
 
-def test_the_leader_of_three_servers_is_killed_and_decisions_go_on(tmp_path: Path) -> None:
+def test_the_leader_of_three_servers_is_killed_and_decisions_continue(tmp_path: Path) -> None:
     with (
         etcd(tmp_path / "etcd", 3) as cluster,
         elected_job(tmp_path, "etcd", cluster.endpoint) as job,

@@ -312,7 +312,7 @@ def test_a_handler_that_cannot_be_loaded_is_said_with_its_reason(start, site, ba
 @pytest.mark.parametrize(
     ("backend", "near"), [("thiers", "theirs"), ("etdc", "etcd"), ("elastene", "elastane")]
 )
-def test_a_name_that_nobody_offers_gets_a_suggestion(start, backend, near):
+def test_a_name_that_no_package_offers_gets_a_suggestion(start, backend, near):
     one = start("", backend=backend)
     assert one.wait() == 2
     assert f"no such --rdzv-backend: {backend}" in one.err

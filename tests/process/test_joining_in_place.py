@@ -9,14 +9,14 @@ from joining import JoiningJob, kill
 SCRIPT = Path(__file__).parent / "scripts" / "joining_ddp.py"
 
 
-def made(folder, way="plain", **options):
+def made(folder, mode="plain", **options):
     """Return a job of the script."""
-    return JoiningJob(SCRIPT, folder, way, preload=PRELOAD_COMPILER, **options)
+    return JoiningJob(SCRIPT, folder, mode, preload=PRELOAD_COMPILER, **options)
 
 
-@pytest.mark.parametrize("way", ["plain", "accumulate"])
-def test_a_lost_worker_is_replaced_while_the_others_train_on(tmp_path, way):
-    job = made(tmp_path, way)
+@pytest.mark.parametrize("mode", ["plain", "accumulate"])
+def test_a_lost_worker_is_replaced_while_the_others_train_on(tmp_path, mode):
+    job = made(tmp_path, mode)
     with job.cluster as cluster:
         cluster.start("a")
         first = job.wait_size(3)
@@ -69,7 +69,7 @@ def test_a_node_that_arrives_joins_and_one_that_leaves_is_left_without_a_lost_sa
         assert job.missing() == 0
 
 
-def test_workers_that_die_before_they_have_joined_hold_nobody_up(tmp_path):
+def test_workers_that_die_before_they_have_joined_delay_no_other(tmp_path):
     job = made(tmp_path)
     with job.cluster as cluster:
         cluster.start("a")

@@ -59,7 +59,7 @@ def test_that_of_a_dead_pod_is_given_back_and_is_otherwise_as_it_was():
     play(scenario)
 
 
-def test_whoever_takes_it_can_read_who_is_dead():
+def test_the_next_holder_can_read_which_agents_are_dead():
     async def scenario(kube):
         said = []
 

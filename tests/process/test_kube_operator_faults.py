@@ -122,7 +122,7 @@ def test_a_watch_that_fails_is_taken_up_again(fault):
     play(scenario)
 
 
-def test_watches_that_break_go_on_where_they_were():
+def test_watches_that_break_continue_where_they_were():
     async def scenario(kube):
         kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
         async with operator_over(kube) as running:
@@ -217,7 +217,7 @@ def test_a_refused_template_is_sent_once_and_reaches_the_next_decision():
     play(scenario)
 
 
-def test_a_name_of_a_strangers_object_is_refused_and_one_of_the_job_adopted():
+def test_a_name_of_another_owners_object_is_refused_and_one_of_the_job_adopted():
     async def scenario(kube):
         made = kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
         kube.create("pods", {"metadata": {"name": "x-worker-0"}, "spec": {}})

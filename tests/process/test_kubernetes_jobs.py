@@ -86,9 +86,7 @@ def test_the_host_of_the_coordinator_dies_and_the_other_takes_over(
         assert holder[:2] in ("a_", "b_") and holder.endswith(" 2"), holder
 
 
-def test_an_api_server_that_is_away_stops_nobody_who_trains(
-    plane: ControlPlane, tmp_path: Path
-) -> None:
+def test_an_api_server_that_is_away_stops_no_training(plane: ControlPlane, tmp_path: Path) -> None:
     with job_in(plane, tmp_path) as job:
         job.start("a"), job.start("b")
         job.wait_step(world=2)

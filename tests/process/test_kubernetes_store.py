@@ -90,7 +90,7 @@ async def test_terms_grow_over_the_deletion_of_a_lease_and_the_old_holder_is_dep
 
 
 @placed
-async def test_an_edit_of_a_lease_by_somebody_else_does_not_depose_its_holder(place):
+async def test_an_edit_of_a_lease_by_another_client_does_not_depose_its_holder(place):
     store = place.store()
     lease = await store.lease("j/seat", b"a", 30.0)
     place.lease("PATCH", {"metadata": {"labels": {"mine": "too"}}})

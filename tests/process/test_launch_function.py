@@ -211,7 +211,7 @@ def test_a_program_without_standard_output_can_call(call, monkeypatch):
     assert call(chatty) == {0: None}
 
 
-def test_a_megabyte_through_a_replaced_stdout_blocks_nobody(call):
+def test_a_megabyte_through_a_replaced_stdout_blocks_no_process(call):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         call(lambda: print("x" * (1 << 20)))

@@ -18,7 +18,7 @@ from elastane.protocol.log_events import EventKind
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """A job that trains while strangers knock."""
+    """A job that trains while agents of other jobs try to join."""
     folder = tmp_path_factory.mktemp("door")
     with Job(folder, mode="alone", options=("--max-restarts", "0"), nnodes="1:3") as job:
         job.options = (*job.options, "--rdzv-conf", "last_call=0.2,token=right")
@@ -41,28 +41,28 @@ def assert_undisturbed(job: Job) -> None:
 
 
 @contextmanager
-def stranger(folder: Path, of: Job, conf: str) -> Iterator[Job]:
+def foreign_agent(folder: Path, of: Job, conf: str) -> Iterator[Job]:
     with Job(folder, mode="alone", nnodes=of.nnodes, name=of.name, port=of.port) as other:
         other.options = (*of.options, "--rdzv-conf", conf)
         yield other
 
 
 def test_a_wrong_token_is_refused(job: Job, tmp_path: Path) -> None:
-    with stranger(tmp_path, job, "last_call=0.2,token=wrong") as other:
+    with foreign_agent(tmp_path, job, "last_call=0.2,token=wrong") as other:
         assert_refused(other.start("x"), 78, "token", f"127.0.0.1:{job.port}")
         assert "right" not in other.agents[0].words
     assert_undisturbed(job)
 
 
 def test_a_wrong_job_is_refused(job: Job, tmp_path: Path) -> None:
-    with stranger(tmp_path, job, "last_call=0.2,token=right") as other:
+    with foreign_agent(tmp_path, job, "last_call=0.2,token=right") as other:
         other.name = "another-job"
         assert_refused(other.start("x"), 78, "another-job", f"127.0.0.1:{job.port}")
     assert_undisturbed(job)
 
 
 def test_another_configuration_is_refused(job: Job, tmp_path: Path) -> None:
-    with stranger(tmp_path, job, "last_call=0.2,token=right") as other:
+    with foreign_agent(tmp_path, job, "last_call=0.2,token=right") as other:
         agent = other.start("x", "--max-restarts", "7")
         assert_refused(agent, 78, "max_restarts", "the job has 0", "this agent 7")
     assert_undisturbed(job)
@@ -96,7 +96,7 @@ def test_unequal_numbers_of_workers_are_refused_where_they_were_declared_identic
         assert_refused(narrow, 78, "--nproc-per-node 1 on node narrow", "2 on node wide")
 
 
-def test_an_endpoint_that_nobody_serves_is_given_up_within_the_join_timeout(tmp_path: Path) -> None:
+def test_an_endpoint_without_a_server_is_given_up_within_the_join_timeout(tmp_path: Path) -> None:
     with Job(tmp_path, mode="alone", conf="join_timeout=2,is_host=0") as job:
         assert_refused(job.start("a"), 75, job.endpoint, "2 s")
 
@@ -139,7 +139,7 @@ def test_another_torch_is_refused_and_both_versions_are_named(job: Job, tmp_path
     fake.mkdir(parents=True)
     (fake / "__init__.py").touch()
     (fake / "version.py").write_text("__version__ = '9.9.9'\n")
-    with stranger(tmp_path, job, "last_call=0.2,token=right") as other:
+    with foreign_agent(tmp_path, job, "last_call=0.2,token=right") as other:
         agent = other.start("x", env={"PYTHONPATH": str(fake.parent)})
         ours = torch_build()["__version__"]
         assert_refused(agent, 78, f"torch {ours} in the job", "9.9.9 on node x")

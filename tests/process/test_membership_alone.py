@@ -67,8 +67,8 @@ def test_jobs_without_an_id_that_meet_at_one_endpoint_never_merge(tmp_path: Path
         one.start("a"), one.start("b")
         one.wait_step(world=2)
         # Another script's arguments, for its folder is another: another job.
-        stranger = two.start("c")
-        assert stranger.wait() == 78
-        assert "job" in stranger.box and "next" in stranger.box, stranger.box
+        other = two.start("c")
+        assert other.wait() == 78
+        assert "job" in other.box and "next" in other.box, other.box
         assert not two.seen()
         one.wait_step(world=2, count=20)

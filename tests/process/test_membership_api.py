@@ -68,7 +68,7 @@ class Cluster:
         return joining
 
     def wait_served(self) -> None:
-        """Wait until somebody serves the coordinator."""
+        """Wait until a node serves the coordinator."""
         address = (self.endpoint.host, self.endpoint.port)
         until(lambda: _answers(address), "a coordinator is there")
 
@@ -178,7 +178,7 @@ def test_an_arrival_is_a_change_and_a_node_that_leaves_is_one(cluster: Cluster) 
     a, b = cluster.new((1, 2)), cluster.new((1, 2))
     assert a.join().nodes == 1
     arriving = cluster.run(b.join)
-    assert "taking in" in wait_changed(a)
+    assert "adding" in wait_changed(a)
     assert a.join().nodes == 2
     arriving.result(WAIT_S)
     b.leave()

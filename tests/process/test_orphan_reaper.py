@@ -35,7 +35,7 @@ def mark() -> str:
 
 
 @pytest.fixture
-def stranger() -> Iterator[subprocess.Popen[bytes]]:
+def unrelated() -> Iterator[subprocess.Popen[bytes]]:
     """A process with another mark that begins with the same characters."""
     with subprocess.Popen(["sleep", "600"], env={"ELASTANE_PROCESS_MARK": "other"}) as process:
         yield process
@@ -54,14 +54,14 @@ def start_agent(mark: str, folder: Path, *options: str) -> tuple[subprocess.Pope
 
 
 def test_sigkill_of_the_agent_leaves_nothing(
-    mark: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
+    mark: str, tmp_path: Path, unrelated: subprocess.Popen[bytes]
 ) -> None:
     agent, family = start_agent(mark, tmp_path, "--torch")
     assert all(alive(pid) for pid in family)
     agent.kill()
     agent.wait()
     until(lambda: not any(alive(pid) for pid in family), "all are gone, the orphan reaper too", 10)
-    assert alive(stranger.pid)
+    assert alive(unrelated.pid)
 
 
 def test_a_stopped_zygote_and_a_stopped_worker_do_not_survive_either(
@@ -76,14 +76,14 @@ def test_a_stopped_zygote_and_a_stopped_worker_do_not_survive_either(
 
 
 def test_the_workers_of_a_blocked_agent_are_killed_at_the_deadline(
-    mark: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
+    mark: str, tmp_path: Path, unrelated: subprocess.Popen[bytes]
 ) -> None:
     server = subprocess.Popen(["sleep", "600"], env={"ELASTANE_SERVER_MARK": mark})
     agent, family = start_agent(mark, tmp_path, "--deadline")
     reaper = pids(tmp_path / "agent")[2]
     os.kill(agent.pid, signal.SIGSTOP)
     until(lambda: alive_of(family) == {agent.pid, reaper}, "only agent and orphan reaper are left")
-    assert state(agent.pid) == "T" and alive(stranger.pid) and alive(server.pid)
+    assert state(agent.pid) == "T" and alive(unrelated.pid) and alive(server.pid)
     agent.kill()
     agent.wait()
     until(lambda: server.poll() is not None, "the agent's server ends with the agent")

@@ -29,7 +29,7 @@ def test_the_host_of_the_coordinator_dies_and_the_other_takes_over(tmp_path: Pat
         the_coordinator_dies_and_another_takes_over(job)
 
 
-def test_a_redis_that_is_stopped_or_restarted_for_10_s_stops_nobody_who_trains(
+def test_a_redis_that_is_stopped_or_restarted_for_10_s_stops_no_training(
     tmp_path: Path,
 ) -> None:
     with redis(tmp_path / "redis") as server, two_nodes(tmp_path, server) as job:

@@ -202,7 +202,7 @@ def test_an_agent_that_failed_for_good_ends_the_job_of_all(handlers: Handlers) -
     assert closing.result(WAIT_S)
 
 
-def test_others_may_finish_after_set_closed_and_nobody_can_come_any_more(
+def test_others_may_finish_after_set_closed_and_no_node_can_join_any_more(
     handlers: Handlers,
 ) -> None:
     a, b = handlers.new(), handlers.new()
@@ -313,7 +313,7 @@ def test_a_backend_that_is_away_is_a_connection_error(tmp_path: Path) -> None:
         member.next_rendezvous()
 
 
-def test_a_backend_away_for_a_while_stops_nobody(tmp_path: Path) -> None:
+def test_a_backend_away_for_a_while_stops_no_node(tmp_path: Path) -> None:
     class Sometimes(example().SqliteBackend):
         away = False
 

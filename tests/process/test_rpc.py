@@ -218,7 +218,7 @@ def test_with_tls_both_sides_verify_each_other(papers):
     good = TlsConfig(
         cert=str(papers / "node.pem"), key=str(papers / "node.key"), ca=str(papers / "ca.pem")
     )
-    stranger = TlsConfig(
+    foreign = TlsConfig(
         cert=str(papers / "other.pem"), key=str(papers / "other.key"), ca=str(papers / "ca.pem")
     )
     doubter = TlsConfig(
@@ -232,7 +232,7 @@ def test_with_tls_both_sides_verify_each_other(papers):
             session.close("done")
             error = await failure("127.0.0.1", desk.port, tls=doubter)
             assert error.slug == "tls" and "certificate" in error.what
-            error = await failure("127.0.0.1", desk.port, tls=stranger)
+            error = await failure("127.0.0.1", desk.port, tls=foreign)
             assert isinstance(error, MembershipError)
             error = await failure("127.0.0.1", desk.port)  # plain to TLS
             assert error.slug in ("not-a-coordinator", "endpoint-closed")

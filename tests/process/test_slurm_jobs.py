@@ -50,9 +50,9 @@ class Training:
         words = ["--nodes", nodes, "--output", self.output, f"--sbatch={sbatch}"]
         words += ["--report-file", folder / "outcome.json", "--log-dir", folder / "logs"]
         # Sums of more than two workers depend on their number, and on how DDP lays out its buckets.
-        self.way = "job" if nodes == "2" else "exact"
-        words += ["--preload", PRELOADS[self.way], "--rdzv-conf", "last_call=1,gather=0.2", *more]
-        words += [TRAIN, self.said_folder, self.where, self.way, step_s, every]
+        self.mode = "job" if nodes == "2" else "exact"
+        words += ["--preload", PRELOADS[self.mode], "--rdzv-conf", "last_call=1,gather=0.2", *more]
+        words += [TRAIN, self.said_folder, self.where, self.mode, step_s, every]
         self.script = batch_script(*words)
         self.job = bed.submit(self.script)
 
@@ -104,8 +104,8 @@ class Training:
             weights.setdefault(line["step"], set()).add(line["weights"])
         assert sorted(weights) == list(range(1, final["steps"] + 1))
         for step, found in weights.items():
-            assert found == {undisturbed(step, self.way)}, step
-        assert final["weights"] == undisturbed(final["steps"], self.way)
+            assert found == {undisturbed(step, self.mode)}, step
+        assert final["weights"] == undisturbed(final["steps"], self.mode)
 
 
 def batch_script(*words):
@@ -114,27 +114,27 @@ def batch_script(*words):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-# Of each way: the weights after each step of an undisturbed job.
+# Of each mode: the weights after each step of an undisturbed job.
 _undisturbed: dict[str, dict[int, str]] = {}
 UNDISTURBED_STEPS = 40
 
 
-def undisturbed(step, way):
+def undisturbed(step, mode):
     """Return the weights after a step of a job of two workers on one machine, without Slurm."""
-    if step not in _undisturbed.get(way, {}):
+    if step not in _undisturbed.get(mode, {}):
         with tempfile.TemporaryDirectory() as folder:
             steps = max(UNDISTURBED_STEPS, 2 * step)
-            _undisturbed[way] = trained_alone(Path(folder), steps, way)
-    return _undisturbed[way][step]
+            _undisturbed[mode] = trained_alone(Path(folder), steps, mode)
+    return _undisturbed[mode][step]
 
 
-def trained_alone(folder, steps, way):
+def trained_alone(folder, steps, mode):
     cluster = LocalCluster(
-        [str(word) for word in (TRAIN, folder, folder / "ck", way, 0.0, NEVER)],
+        [str(word) for word in (TRAIN, folder, folder / "ck", mode, 0.0, NEVER)],
         folder=folder / "c",
         nnodes="1",
         nproc_per_node=2,
-        preload=PRELOADS[way],
+        preload=PRELOADS[mode],
     )
     told = Growing(folder)
 

@@ -1,4 +1,4 @@
-"""Copies between snapshot servers: what arrives is what was sent, and strangers are refused."""
+"""Copies between snapshot servers arrive unchanged, and servers of other jobs are refused."""
 
 from __future__ import annotations
 
@@ -212,9 +212,9 @@ def test_a_caller_without_the_secret_is_refused(pair):
                 end.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionError):
                 assert end.recv(1) == b""
-    stranger = ReplicationSettings("job", (b"guessed" * 5,), "")
+    of_other_job = ReplicationSettings("job", (b"guessed" * 5,), "")
     with pytest.raises(ConnectionError, match="another secret"):
-        connection.dial(b.client.door, stranger, TO_SENDER)
+        connection.dial(b.client.door, of_other_job, TO_SENDER)
     with pytest.raises(ConnectionError, match="another job"):
         connection.dial(b.client.door, ReplicationSettings("other", (b"s" * 32,), ""), TO_SENDER)
     copied(a, save(a, 1, b))

@@ -133,7 +133,7 @@ def test_all_workers_hear_true_at_the_same_call_and_park_at_the_next(
     behind.close()
 
 
-def test_a_gate_that_is_released_lets_the_worker_go_on(
+def test_a_gate_that_is_released_lets_the_worker_continue(
     page: StatusPage, callers: list[Caller]
 ) -> None:
     callers.append(Caller(page))

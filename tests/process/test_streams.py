@@ -206,7 +206,7 @@ def test_worker_that_writes_100_mb_a_second_without_newlines_blocks_no_other(age
     assert report["latency_s"] < 0.25
 
 
-def test_console_that_nobody_reads_stops_no_worker_and_no_agent(agent, tmp_path):
+def test_console_without_a_reader_stops_no_worker_and_no_agent(agent, tmp_path):
     read_end, write_end = os.pipe()
     code = "for i in range(20000): print('line', i, 'x' * 50)"
     process = agent([code], stdout=write_end, tee="1")

@@ -96,7 +96,7 @@ class Screen:
 
 
 class Person:
-    """Somebody who runs `elastane top` in a terminal: types, looks, resizes the window."""
+    """A user who runs `elastane top` in a terminal: types, looks, resizes the window."""
 
     def __init__(self, *words, size=(80, 24), env=None):
         self.screen = Screen()

@@ -66,10 +66,10 @@ def kill(pids: set[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("seed", "way"), [(1, "ordinary"), (2, "static")])
-def test_survivors_of_an_unmodified_script_continue_with_equal_weights(tmp_path, seed, way):
+@pytest.mark.parametrize(("seed", "mode"), [(1, "ordinary"), (2, "static")])
+def test_survivors_of_an_unmodified_script_continue_with_equal_weights(tmp_path, seed, mode):
     choose = random.Random(seed)
-    job = Unmodified(tmp_path, way, ranks_may_change=True)
+    job = Unmodified(tmp_path, mode, ranks_may_change=True)
     with job.cluster as cluster:
         cluster.start("a")
         cluster.wait_world(nodes=1)
@@ -103,7 +103,7 @@ def test_a_script_that_keeps_its_size_sees_it_until_its_end_and_means_stay_right
 
 
 @pytest.mark.parametrize(
-    ("way", "may_change", "reason"),
+    ("mode", "may_change", "reason"),
     [
         ("sum", True, "allreduce (sum) was interrupted"),
         ("gather", False, "its buffers are for 2 workers"),
@@ -111,9 +111,9 @@ def test_a_script_that_keeps_its_size_sees_it_until_its_end_and_means_stay_right
     ],
 )
 def test_what_has_no_known_meaning_among_fewer_workers_restarts_all(
-    tmp_path, way, may_change, reason
+    tmp_path, mode, may_change, reason
 ):
-    job = Unmodified(tmp_path, way, nproc_per_node=2, max_restarts=1, ranks_may_change=may_change)
+    job = Unmodified(tmp_path, mode, nproc_per_node=2, max_restarts=1, ranks_may_change=may_change)
     with job.cluster as cluster:
         node = cluster.start("a")
         cluster.wait(lambda: len(job.said()) == 4, "two workers, and two more after the restart")
@@ -122,14 +122,14 @@ def test_what_has_no_known_meaning_among_fewer_workers_restarts_all(
 
 
 @pytest.mark.parametrize(
-    ("way", "lost", "reason"),
+    ("mode", "lost", "reason"),
     [
         ("ordinary", 0, "the worker of rank 0 is lost, and no other would save and log"),
         ("by hand", 1, "the script sums floats without DistributedDataParallel"),
     ],
 )
-def test_what_a_script_may_have_kept_in_a_variable_restarts_all(tmp_path, way, lost, reason):
-    job = Unmodified(tmp_path, way, nproc_per_node=3, max_restarts=1)
+def test_what_a_script_may_have_kept_in_a_variable_restarts_all(tmp_path, mode, lost, reason):
+    job = Unmodified(tmp_path, mode, nproc_per_node=3, max_restarts=1)
     with job.cluster as cluster:
         node = cluster.start("a")
         cluster.wait_world(nodes=1)
@@ -171,7 +171,7 @@ def test_the_loss_of_rank_0_in_its_last_save_restarts_all_though_ranks_may_chang
         assert (job.folder / "model.pt").exists()
 
 
-def test_a_worker_that_dies_after_its_program_has_ended_well_restarts_nobody(tmp_path):
+def test_a_worker_that_dies_after_its_program_has_ended_well_restarts_no_other(tmp_path):
     job = Unmodified(tmp_path, "end", nproc_per_node=2, max_restarts=0)
     with job.cluster as cluster:
         cluster.start("a")
@@ -184,15 +184,15 @@ def test_a_worker_that_dies_after_its_program_has_ended_well_restarts_nobody(tmp
 
 
 @pytest.mark.parametrize(
-    ("way", "call"),
+    ("mode", "call"),
     [
         ("group", "new_group([0])"),
         ("spawn", "torch.multiprocessing.spawn()"),
         ("rpc", "torch.distributed.rpc.init_rpc()"),
     ],
 )
-def test_what_is_not_of_all_workers_is_refused_with_the_call_and_the_way_out(tmp_path, way, call):
-    job = Unmodified(tmp_path, way, nproc_per_node=2)
+def test_what_is_not_of_all_workers_is_refused_with_the_call_and_the_way_out(tmp_path, mode, call):
+    job = Unmodified(tmp_path, mode, nproc_per_node=2)
     with job.cluster as cluster:
         node = cluster.start("a")
         assert node.wait() != 0
@@ -200,11 +200,11 @@ def test_what_is_not_of_all_workers_is_refused_with_the_call_and_the_way_out(tmp
         assert "start the script without --in-place" in node.output
 
 
-@pytest.mark.parametrize("way", ["fsdp", "tensor"])
-def test_parameters_that_are_sharded_over_the_workers_are_refused(tmp_path, way):
+@pytest.mark.parametrize("mode", ["fsdp", "tensor"])
+def test_parameters_that_are_sharded_over_the_workers_are_refused(tmp_path, mode):
     script = str(SCRIPT.parent / "sharded.py")
     cluster = LocalCluster(
-        [script, way], folder=tmp_path, in_place=True, preload=PRELOAD_COMPILER, nnodes="1",
+        [script, mode], folder=tmp_path, in_place=True, preload=PRELOAD_COMPILER, nnodes="1",
         nproc_per_node=2, min_workers=1,
     )  # fmt: skip
     with cluster:

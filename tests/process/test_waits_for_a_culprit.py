@@ -55,7 +55,7 @@ def test_the_culprit_of_several_nodes_is_named_and_ended_where_the_wait_never_en
 
 
 @pytest.mark.soak
-def test_without_the_ring_nothing_is_recorded_and_nobody_is_named(tmp_path):
+def test_without_the_ring_nothing_is_recorded_and_no_rank_is_named(tmp_path):
     job = CulpritJob(tmp_path, no_collective_ring=True)
     with job.cluster:
         job.start()

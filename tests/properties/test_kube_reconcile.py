@@ -412,7 +412,7 @@ def test_a_pod_that_ended_well_before_it_was_deleted_as_asked_is_not_left(replic
 
 
 @pytest.mark.parametrize("is_planted", [False, True])
-def test_a_directive_that_calls_a_pod_dead_whose_end_nobody_saw_is_found(monkeypatch, is_planted):
+def test_a_directive_that_calls_a_pod_dead_without_a_seen_end_is_found(monkeypatch, is_planted):
     """The invariant finds the bug: the pod is deleted by force, and its node cannot be reached."""
     if is_planted:
         monkeypatch.setattr(pods, "_was_seen_to_end", lambda worker: True)

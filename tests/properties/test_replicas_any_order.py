@@ -159,7 +159,7 @@ class Cluster(RuleBasedStateMachine):
         return set.intersection(*({*n.table.whole()} | self.copies_of(n) for n in self.nodes))
 
     def begin_from(self, common):
-        """All go on from the newest that is there; it is safe where somebody does not have it."""
+        """All continue from the newest save that exists; it is safe if a node does not have it."""
         self.round += 1
         self.safe = self.together = ""
         if common:

@@ -58,7 +58,7 @@ class AgentHistory:
     """
 
     seed: int
-    way: str
+    recovery: str
     backend: str
     hosts: str
     workers_per_host: int
@@ -68,20 +68,20 @@ class AgentHistory:
 
     def __str__(self) -> str:
         head = (
-            f"seed {self.seed}, {self.way}, {self.backend}: hosts {self.hosts}, each of"
+            f"seed {self.seed}, {self.recovery}, {self.backend}: hosts {self.hosts}, each of"
             f" {self.workers_per_host}, worlds of {self.nodes_min} nodes at least"
         )
         late = f"{self.late_s:.2f} s: {self.hosts[-1]} arrives" if self.late_s else ""
         return "\n".join(filter(None, [head, late, *map(str, self.faults)]))
 
     @classmethod
-    def drawn(cls, seed: int, way: str, backend: str, duration_s: float) -> Self:
+    def drawn(cls, seed: int, recovery: str, backend: str, duration_s: float) -> Self:
         """Return the history of a seed: every third one harms no worker directly.
 
         With the default backend two worlds without a common host could both train for as long as a
         partition lasts (docs/guarantees.md says so), so there a world has more than half of them.
         """
-        draw = random.Random(f"{seed} {way} {backend}")
+        draw = random.Random(f"{seed} {recovery} {backend}")
         hosts = "abcd"[: draw.choice((3, 3, 4))]
         most = len(hosts) // 2 + 1
         has_store = backend != "elastane"
@@ -96,7 +96,7 @@ class AgentHistory:
                 faults.append(fault)
         return cls(
             seed,
-            way,
+            recovery,
             backend,
             hosts,
             workers_per_host=draw.choice((1, 2)),

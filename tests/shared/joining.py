@@ -1,6 +1,6 @@
 """Jobs whose workers join in place, and what their scripts have written after each step.
 
-A script is started with a folder and a way. Each worker makes PID.ready before its loop and writes
+A script is started with a folder and a mode. Each worker makes PID.ready before its loop and writes
 to PID.jsonl: before a step what it was dealt, behind it its digest and its world. It ends at the
 end of an epoch after there is a file "enough".
 """
@@ -27,7 +27,7 @@ STEPS = SAMPLES // BATCH  # of an epoch
 class JoiningJob:
     """A cluster that runs a script, and what its workers have written after each step."""
 
-    def __init__(self, script: Path, folder: Path, way: str = "plain", **options: object) -> None:
+    def __init__(self, script: Path, folder: Path, mode: str = "plain", **options: object) -> None:
         self.folder = folder / "said"
         self.folder.mkdir()
         self._growing = Growing(self.folder)
@@ -41,7 +41,7 @@ class JoiningJob:
             **options,
         }
         self.cluster = LocalCluster(
-            [str(script), str(self.folder), way],
+            [str(script), str(self.folder), mode],
             folder=folder / "c",
             in_place=True,
             rdzv_conf="last_call=0.1",

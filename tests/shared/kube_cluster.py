@@ -82,7 +82,7 @@ class Cluster:
         self.job["metadata"]["resourceVersion"] = str(version)
 
     def edit(self, spec):
-        """Somebody writes the spec."""
+        """A client writes the spec."""
         if self.job is not None and spec != self.job["spec"]:
             self.job["spec"] = copy.deepcopy(spec)
             self.job["metadata"]["generation"] += 1
@@ -123,7 +123,7 @@ class Cluster:
         pod.code, pod.reason, pod.alive, pod.finished_s = code, reason, False, self.now_s
 
     def ask(self, pod, grace_s):
-        """Somebody deletes a pod."""
+        """A client deletes a pod."""
         if grace_s == 0 or pod.asked_s is None:
             pod.asked_s = pod.asked_s if pod.asked_s is not None else self.now_s
             pod.grace_s = grace_s

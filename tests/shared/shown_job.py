@@ -24,7 +24,7 @@ _REASONS = {
     "coordinator-started": "this agent holds the store's lease",
     "round-settled": "all members are ready",
     "workers-started": "4 workers were started",
-    "workers-regrouped": "4 workers go on in another world",
+    "workers-regrouped": "4 workers continue in another world",
     "workers-training": "its workers have made their first step",
     "progress": "steps of the world",
     "checkpoint-saved": "a checkpoint was published",
@@ -108,11 +108,11 @@ def _story(begun_s):
     yield event("worker-exited", "node-b", "SIGKILL (out of memory)", rank=6, local_rank=2, pid=106,
                 exit_code=-9, age_s=0.01, **fence, **at(400))  # fmt: skip
     yield event("incident", "node-a", "worker of rank 6 ended", **fence, **at(400.05))
-    yield event("replacement", "node-a", "lost workers are replaced, the others go on", used=1,
+    yield event("replacement", "node-a", "lost workers are replaced, the others continue", used=1,
                 allowed=3, cause=f"{_CAUSE} was out of memory (64 GiB)", cause_node="node-b",
                 cause_rank=6, **fence, **at(400.05))  # fmt: skip
     yield from _world(2, _FIRST, 15, 400.1, begun_s, first=False)
-    yield event("drain-started", "node-a", "taking in node-b", round=2, attempt=0, **at(404))
+    yield event("drain-started", "node-a", "adding node-b", round=2, attempt=0, **at(404))
     yield from _world(3, _FIRST, 16, 404.2, begun_s, first=False)
     yield from _lost_node(begun_s)
     fence = {"round": 5, "attempt": 0}
@@ -120,7 +120,7 @@ def _story(begun_s):
                 exit_code=1, message=_ERROR, **fence, **at(1900))  # fmt: skip
     yield event("incident", "node-a", "worker of rank 9 ended", **fence, **at(1900.05))
     cause = f"worker of rank 9 (local rank 1, pid 109) on node node-c ended: {_ERROR}"
-    yield event("replacement", "node-a", "lost workers are replaced, the others go on", used=2,
+    yield event("replacement", "node-a", "lost workers are replaced, the others continue", used=2,
                 allowed=3, cause=cause, cause_node="node-c", cause_rank=9, **fence,
                 **at(1900.05))  # fmt: skip
     yield from _world(6, _LATER, 16, 1900.1, begun_s, first=False)
@@ -134,6 +134,6 @@ def _lost_node(begun_s):
     yield event("incident", "node-a", "node node-d was lost", time_s=begun_s + 668.1, **fence)
     yield from _world(4, _FIRST[:3], 12, 690, begun_s, first=False)
     yield event("node-joined", "node-f", "it came", time_s=begun_s + 1090)
-    yield event("drain-started", "node-a", "taking in node-f", time_s=begun_s + 1100, round=4,
+    yield event("drain-started", "node-a", "adding node-f", time_s=begun_s + 1100, round=4,
                 attempt=0)  # fmt: skip
     yield from _world(5, _LATER, 16, 1100.3, begun_s, first=False)

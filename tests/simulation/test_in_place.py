@@ -215,7 +215,7 @@ def test_a_death_at_any_step_of_a_job_that_is_made_smaller_loses_no_step():
             narrowed(number, back_s=(0.05, 4.0)[number % 2])
 
 
-def test_an_undisturbed_job_of_it_loses_no_step_and_restarts_nobody():
+def test_an_undisturbed_job_of_it_loses_no_step_and_restarts_no_worker():
     cluster, _ = one_job("store")
     told = cluster.story.text()
     assert "workers-regrouped" in told and cluster.checks.line.healed >= 4

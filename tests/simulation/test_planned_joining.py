@@ -82,7 +82,7 @@ def test_workers_that_wait_for_ever_are_found(monkeypatch):
     assert "have no place" in first_failure(100)
 
 
-def test_lost_workers_that_the_budget_pays_for_and_nobody_replaces_are_found(monkeypatch):
+def test_lost_workers_that_the_budget_pays_for_and_that_are_not_replaced_are_found(monkeypatch):
     monkeypatch.setattr(recovery, "_charge_or_forgo", lambda state, incident: None)
     monkeypatch.setattr(recovery, "replace_lost", lambda state, incident, delay_s: None)
     monkeypatch.setattr(recovery, "replace_uncharged", lambda state: None)

@@ -122,7 +122,7 @@ def test_continuing_from_a_worker_that_is_behind_is_found(monkeypatch):
         return min(*known, **more) if len(known) == 1 else max(*known)
 
     monkeypatch.setattr(in_place_workers, "max", least, raising=False)
-    assert "and goes on from" in first_failure(300)
+    assert "and continues from" in first_failure(300)
 
 
 def test_a_drained_boundary_that_regroups_before_all_are_parked_is_found(monkeypatch):
@@ -140,7 +140,7 @@ def test_a_drained_boundary_that_regroups_before_all_are_parked_is_found(monkeyp
 def test_survivors_that_are_stopped_by_a_new_coordinator_are_found(monkeypatch):
     monkeypatch.setattr(admission, "missed_place", lambda *args: None)
     found = first_failure(20, first=1600)
-    assert "was stopped" in found or "goes on from" in found
+    assert "was stopped" in found or "continues from" in found
 
 
 def test_a_fault_that_restarts_all_though_some_survive_is_found(monkeypatch):
@@ -200,10 +200,10 @@ def test_an_agent_that_is_given_up_and_stays_in_its_world_is_found(monkeypatch):
 def test_a_live_agent_counted_as_dead_is_found(monkeypatch):
     monkeypatch.setattr(OwnerOrders, "is_dead", lambda self, incarnation: True)
     found = first_failure(100, first=20_002_500)
-    assert "goes on from step" in found or "two sides train" in found
+    assert "continues from step" in found or "two sides train" in found
 
 
-def test_workers_that_are_stopped_with_steps_that_nobody_else_has_are_found(monkeypatch):
+def test_stopped_workers_that_alone_had_a_step_are_found(monkeypatch):
     monkeypatch.setattr(drain, "all_save", lambda state: not state.in_place.active)
     assert "leaves with step" in first_failure(100, first=80)
 

@@ -34,7 +34,7 @@ def test_no_survivor_is_left_out_before_all_are_at_one_step():
 
 def test_survivors_that_make_no_whole_replica_and_are_left_out_at_once_are_found(monkeypatch):
     monkeypatch.setattr(sizing, "_is_level", lambda state: True)
-    with pytest.raises(Violation, match="goes on from step 6 without n2"):
+    with pytest.raises(Violation, match="continues from step 6 without n2"):
         lose_a_node(AHEAD)
 
 
@@ -45,7 +45,7 @@ def test_a_world_that_ends_before_all_its_members_are_at_one_step_is_found(monke
         return recovery.interrupt_world(state, "leave the world")
 
     monkeypatch.setattr(recovery, "end_if_level", hasty)
-    with pytest.raises(Violation, match="goes on from step 6 without n2"):
+    with pytest.raises(Violation, match="continues from step 6 without n2"):
         lose_a_node(AHEAD)
 
 

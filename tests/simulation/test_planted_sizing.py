@@ -53,7 +53,7 @@ def test_a_fault_that_drops_survivors_since_there_are_too_many_is_found(monkeypa
 
     made_smaller()
     monkeypatch.setattr(next_world, "_in_place", at_most)
-    with pytest.raises(Violation, match="goes on from step 9 without"):
+    with pytest.raises(Violation, match="continues from step 9 without"):
         made_smaller()
 
 

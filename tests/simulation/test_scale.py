@@ -20,7 +20,7 @@ def test_messages_and_bytes_of_a_node_do_not_grow_with_the_job():
 def test_ten_thousand_nodes_form_lose_a_hundred_and_take_in_five_hundred_within_a_minute():
     began_s = time.process_time()
     form, lose, take_in = measure(10_000)
-    assert (lose.stage, take_in.stage) == ("lose 100", "take in 500")
+    assert (lose.stage, take_in.stage) == ("lose 100", "add 500")
     assert max(form.messages, lose.messages) < 5 and take_in.messages < 8
     # Some 16 s on one core; a cost that grows with the square of the nodes would be hours.
     assert time.process_time() - began_s < 60

@@ -77,7 +77,7 @@ def test_this_node_is_read_as_a_whole(monkeypatch):
     assert [folder.use for folder in node.folders] == ["runtime folder", "logs"]
 
 
-def test_a_runtime_folder_of_somebody_else_is_an_error(tmp_path):
+def test_a_runtime_folder_of_another_user_is_an_error(tmp_path):
     base = tmp_path / f"elastane-{os.getuid()}"
     base.mkdir(mode=0o777)
     base.chmod(0o777)

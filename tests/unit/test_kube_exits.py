@@ -103,7 +103,7 @@ def test_what_the_cluster_takes_away_is_no_failure_under_any_policy(policy, reas
 
 
 @pytest.mark.parametrize("policy", ["ExitCode", "Never", "OnFailure", "Always"])
-def test_a_pod_that_somebody_deletes_is_replaced_and_no_failure(policy):
+def test_a_pod_that_another_client_deletes_is_replaced_and_no_failure(policy):
     cluster = ran(policy, backoffLimit=0)
     cluster.ask(cluster.by_name("j-worker-0"), 30)
     cluster.relist()

@@ -119,7 +119,7 @@ def test_the_directive_says_who_is_dead_also_when_the_pod_is_gone():
 
 
 @pytest.mark.parametrize("fate", [by_the_control_plane, unseen, partitioned, deleted])
-def test_and_of_nobody_who_may_live(fate):
+def test_a_pod_that_may_be_alive_is_not_called_dead(fate):
     cluster = ran()
     fate(cluster, cluster.by_name("j-worker-1"))
     cluster.now_s += 60

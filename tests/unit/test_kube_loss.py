@@ -226,7 +226,7 @@ def test_a_suspended_job_gives_up_pods_of_lost_nodes():
     assert not cluster.pods
 
 
-def test_a_pod_that_somebodys_finalizer_holds_does_not_block_its_replacement():
+def test_a_pod_that_a_foreign_finalizer_holds_does_not_block_its_replacement():
     cluster = running()
     pod = cluster.by_name("j-worker-1")
     pod.phase, pod.code, pod.alive = "Failed", 137, False

@@ -79,7 +79,7 @@ def test_a_key_that_fails_waits_longer_each_time_until_it_succeeds():
     assert queue.retry("a") < 1.0
 
 
-def test_whoever_waits_is_woken_by_what_is_due_and_by_what_is_added():
+def test_a_waiting_task_is_woken_by_a_due_and_by_an_added_item():
     async def scenario():
         queue = KeyedQueue()
         queue.add_in("later", 0.01)
@@ -178,7 +178,7 @@ def test_its_holder_may_act_until_before_any_other_may_take_it():
     now_s = 110.0
     assert not one.held() and not asyncio.run(two.take())
     asyncio.run(one.renew())
-    assert one.held(), "nobody came between"
+    assert one.held(), "no other operator led meanwhile"
     now_s = 115.5
     assert not asyncio.run(two.take()), "it was renewed meanwhile"
     now_s = 130.5
@@ -204,7 +204,7 @@ def test_a_claim_whose_answer_was_lost_is_known_as_ones_own():
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_lease_is_given_back_for_a_dead_pod_unless_somebody_has_taken_it(taken):
+def test_a_lease_is_given_back_for_a_dead_pod_unless_another_pod_has_taken_it(taken):
     """Also where that was between the look and the write."""
     now_s, shared = 0.0, {}
     dead, other = (candidate(shared, lambda: now_s, name) for name in ("dead", "other"))

@@ -173,7 +173,7 @@ def test_a_report_of_more_steps_can_wait_and_any_other_cannot():
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "x"}', "[" * 100_000])
-def test_a_report_that_nobody_can_read_is_none(text):
+def test_an_unreadable_report_is_none(text):
     view, meta, _ = view_with_job()
     held = report(meta, 2)
     view.owned["ConfigMap"].saw(OwnedKind(metadata=held.metadata, data={"report": text}))

@@ -314,7 +314,7 @@ def test_the_directive_holds_the_bounds_and_an_edit_reaches_it():
     assert held["data"] == {"min": "2", "max": "6", "replicas": "3", "fenced": "", "dead": ""}
 
 
-def test_what_somebody_changed_or_removed_is_mended():
+def test_an_object_that_another_client_changed_or_removed_is_mended():
     cluster, _ = begun()
     del cluster.objects["Service", "j"]
     cluster.objects["ConfigMap", "j-directive"]["data"] = {"min": "9", "odd": "1"}
@@ -335,7 +335,7 @@ def test_what_the_coordinator_reported_is_left_alone():
     assert not [a for a in cluster.operate()[0].actions if isinstance(a, PatchObject)]
 
 
-def test_objects_of_a_namesake_are_replaced_and_a_strangers_reported():
+def test_objects_of_a_namesake_are_replaced_and_another_owners_reported():
     cluster, _ = begun()
     for key, kind in ((("Service", "j"), "ElasticJob"), (("RoleBinding", "j"), "Other")):
         cluster.objects[key]["metadata"]["ownerReferences"] = [
@@ -376,11 +376,11 @@ def test_pods_that_a_namesake_left_go_first():
     assert not old & set(cluster.pods)
 
 
-def test_a_strangers_pod_of_that_name_is_reported_and_not_touched():
+def test_another_owners_pod_of_that_name_is_reported_and_not_touched():
     cluster, _ = begun()
-    stranger = cluster.by_name("j-worker-0")
-    stranger.manifest["metadata"]["ownerReferences"][0] |= {"uid": "x", "kind": "ReplicaSet"}
-    cluster.start(stranger, "n0")
+    foreign = cluster.by_name("j-worker-0")
+    foreign.manifest["metadata"]["ownerReferences"][0] |= {"uid": "x", "kind": "ReplicaSet"}
+    cluster.start(foreign, "n0")
     cluster.settle()
-    assert stranger.uid in cluster.pods
+    assert foreign.uid in cluster.pods
     assert "pod j-worker-0 that is not the job's" in cluster.status.condition("Degraded").message

@@ -118,7 +118,7 @@ def test_how_long_is_a_field_and_zero_is_never():
     assert not cluster.status.is_("Stalled")
 
 
-def test_a_script_whose_steps_nobody_sees_is_never_stalled():
+def test_a_script_that_reports_no_steps_is_never_stalled():
     cluster = running()
     look(cluster, step=0)
     look(cluster, 10_000, step=0)

@@ -106,7 +106,7 @@ def run(text, tmp_path, outcome, code=0, state="RUNNING", **environ):
         (None, 2, "RUNNING", 2, False),
     ],
 )
-def test_it_requeues_what_can_go_on(tmp_path, outcome, code, state, ends, requeued):
+def test_it_requeues_a_run_that_can_continue(tmp_path, outcome, code, state, ends, requeued):
     told = run(script(*WORDS, "train.py"), tmp_path, outcome, code, state)
     assert told[:2] == (ends, requeued)
 

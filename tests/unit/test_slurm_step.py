@@ -121,7 +121,7 @@ def test_a_task_of_an_array_is_named_as_slurm_names_it():
     assert result.note.startswith("Slurm job 120_3: 4 nodes")
 
 
-def test_one_node_meets_nobody():
+def test_one_node_has_no_rendezvous():
     one = {"SLURM_STEP_NODELIST": "n7", "SLURM_STEP_NUM_NODES": "1"}
     result = found(node=0, SLURM_STEP_TASKS_PER_NODE="1", SLURMD_NODENAME="n7", **one)
     assert result.note == "Slurm job 123: 1 node" and not result.needs_token

@@ -131,9 +131,9 @@ def test_a_job_without_an_end_event_is_shown_as_cut_off():
 
 
 def test_a_coordinator_that_does_not_answer_is_named_beside_the_agents_that_live():
-    error = MembershipError("nobody listens at h:1", slug="x", next_step="start it")
+    error = MembershipError("no process listens at h:1", slug="x", next_step="start it")
     text = "\n".join(unreachable_lines("j", error, ["a (pid 7)"], [event("coordinator-away")]))
-    for part in ("does not answer", "nobody listens at h:1", "start it", "a (pid 7)", "away"):
+    for part in ("does not answer", "no process listens at h:1", "start it", "a (pid 7)", "away"):
         assert part in text
 
 

@@ -111,7 +111,7 @@ def test_another_protocol_version_names_both_versions_on_both_sides():
         (b"\xff\xfe", "began with"),
     ],
 )
-def test_a_stranger_is_recognised_by_its_first_bytes(first_bytes, word):
+def test_another_protocol_is_recognised_by_its_first_bytes(first_bytes, word):
     error = refusal(server().feed, first_bytes)
     assert error.slug == "not-an-agent" and word in error.what
 

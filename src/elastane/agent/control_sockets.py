@@ -2,7 +2,7 @@
 
 Owns one socket pair for each local worker, from before the worker starts. It sends what the agent's
 rules decide and reports what workers say. A worker that sends garbage or nothing counts as one that
-cannot recover in place. Whether a worker is alive is seen from its process, not from here.
+cannot recover in place. The process of a worker, not its socket, shows whether it is alive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from elastane.protocol.model import Assignment, Fence, Joining, Sharding, merge_
 
 _log = logging.getLogger("elastane.workers")
 # How long the end of a worker's process is awaited after its control socket closed. After that the
-# worker counts as one that left its training loop and lives on. The end of a killed worker is
+# worker counts as one that left its training loop and still runs. The end of a killed worker is
 # reported within some 10 ms.
 _END_S = 1.0
 
@@ -165,7 +165,7 @@ class ControlSockets:
         self.joining = min(self._joinings.values(), default=self.joining)
 
     def end_reported(self, local_rank: int) -> None:
-        """Forget a worker whose socket closed: its end was reported, or it lives on."""
+        """Forget a worker whose socket closed: its end was reported, or its training loop ended."""
         if local_rank in self._unreported:
             self._unreported.discard(local_rank)
             self._changed()

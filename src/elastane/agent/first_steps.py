@@ -18,8 +18,8 @@ from elastane.process.status_page import StatusPage
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Fence, Joining
 
-# The time between two looks: this share of the time since the world began, within the bounds. So
-# what is measured is late by 2% at most beyond the least time.
+# The time between two looks: this share of the time since the world began, within the bounds. So a
+# measured time is at most 2% too late, beyond the shortest pause.
 _LOOK_SHARE = 0.02
 _LOOK_MIN_S = 0.005
 _LOOK_MAX_S = 0.25

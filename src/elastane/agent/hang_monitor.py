@@ -1,6 +1,6 @@
 """Watches the local workers for hangs and for uninterruptible sleep.
 
-Owns the reads of their status pages and of /proc, and the end of a worker that hangs. Such a worker
+Owns the reads of their status pages and of /proc, and ends a worker that hangs. Such a worker
 prints its stacks, is killed, and is reported like any other failed worker. `protocol.hangs` judges
 what hangs, `StuckWatch` what is stuck in the kernel. It starts no worker and knows no worlds.
 """

@@ -1,8 +1,9 @@
 """The agent's connection to the coordinator: found, kept, and found again.
 
 Reports `Linked`, `MessageReceived` and `Unlinked`. A coordinator that is silent for the silence
-timeout counts as gone, whatever TCP thinks. Errors that no retry can resolve are fatal at the first
-contact only: once a job has run, an agent with workers waits for the right coordinator.
+timeout counts as gone, even if its TCP connection is open. Errors that no retry can resolve are
+fatal at the first contact only: once a job has run, an agent with workers waits for the right
+coordinator.
 
 `Dialer` opens each connection, and owns this agent's entry among the jobs of this machine, from
 which `elastane status` finds the coordinator. Where no entry can be written, the job runs without
@@ -39,8 +40,8 @@ _registry_log = logging.getLogger("elastane.options")
 _CONNECT_TIMEOUT_S = 5.0
 _RETRY_FIRST_S = 0.05
 _RETRY_MAX_S = 0.5
-# For this long a coordinator is searched as often as the store bears, since a new one is elected
-# soon.
+# For this long the agent looks for a coordinator at the store's highest rate, since a new one is
+# elected soon.
 _SOON_S = 3.0
 # After this long without a coordinator, a warning says what is being waited for.
 _SAY_AFTER_S = 3.0
@@ -132,8 +133,8 @@ class CoordinatorLink:
     async def _reach(self) -> Session:
         """Return a session with the coordinator, and follow it if it moves meanwhile.
 
-        A host without power refuses nothing: a connection attempt to it would last for its whole
-        timeout. By then the new coordinator would have given up waiting for this agent.
+        A host without power does not refuse a connection: an attempt to connect would last for its
+        whole timeout. By then the new coordinator would have given up waiting for this agent.
         """
         while True:
             self._at = await self._locator.locate()

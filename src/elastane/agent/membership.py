@@ -12,9 +12,9 @@ caller's work failed. Each call gives back the previous place. All calls are syn
 come from any thread. Heartbeats are sent by a thread, so a training caller need not call anything.
 
 Owns the thread of a `MembershipAgent`. The first `join` starts it; it ends with the job, by
-`leave`, by `close`, or with this process. It does not know what a place is used for. How it fails:
-the call that needs the membership raises the agent's ElastaneError (refused, no coordinator, too
-few nodes, closed). In a forked child every call is refused: a session belongs to one process.
+`leave`, by `close`, or with this process. It does not know the caller's use of a place. How it
+fails: the call that needs the membership raises the agent's ElastaneError (refused, no coordinator,
+too few nodes, closed). In a forked child every call is refused: a session belongs to one process.
 """
 
 from __future__ import annotations

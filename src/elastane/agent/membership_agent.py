@@ -3,10 +3,10 @@
 Owns an event loop with the agent's rules, its connection and its leadership. Heartbeats and a local
 coordinator therefore keep running whatever the rest of the process does. To the rules, the caller
 of `agent.membership` is the worker group: StartGroup becomes an assignment in the shared state,
-StopGroup a change. This module must not know what the caller does with a place.
+StopGroup a change. This module must not know the caller's use of a place.
 
-How it fails: whatever ends it, our own bugs included, is left in the shared state; nothing is
-raised in the thread.
+How it fails: every error, our own bugs included, is stored in the shared state; nothing is raised
+in the thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The services of one agent on its machine: name, orphan reaper, zygote, event log and port.
 
-Owns the order of their start: the orphan reaper comes before any process that it must be able to
+Owns the order of their start: the orphan reaper starts before every process that it may have to
 end. The zygote starts right after it, since its imports take longest. On the way out, nothing that
 was started here is left.
 """

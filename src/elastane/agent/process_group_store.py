@@ -1,4 +1,4 @@
-"""Where the workers of an attempt meet: its port, and the process that serves its store there.
+"""The process-group store of an attempt: its port, and the process that serves it there.
 
 `OfferedPort` holds the port of the next attempt's process-group store from before it is offered.
 The socket listens before its port is announced. A worker that connects before the store's process
@@ -147,7 +147,7 @@ class GroupStore:
 
 
 class StoreHost:
-    """Where the successive worlds of one local worker group meet.
+    """The process-group stores of the successive worlds of one local worker group.
 
     The agent serves a store there. Without a zygote to fork one from, it holds the port, which the
     worker of rank 0 binds by number. Moves are serialized: a fault in the middle of a recovery

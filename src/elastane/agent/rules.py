@@ -185,7 +185,7 @@ NOTHING_READ = Readings()
 
 
 class AgentStage(Enum):
-    """How far the agent is on its way out; the table is at the top."""
+    """The stage of the agent, from taking part to exited; the table is at the top."""
 
     TAKING_PART = auto()
     ENDING = auto()
@@ -220,7 +220,7 @@ class Leaving:
         return max(0.0, (self.by_s or now_s) - now_s)
 
     def shorten(self, by_s: float, out_by_s: float) -> Leaving:
-        """Return it with an earlier deadline; a time that has passed stays passed."""
+        """Return it with an earlier deadline; a deadline that has passed stays."""
         return replace(self, by_s=self.by_s and min(self.by_s, by_s), out_by_s=out_by_s)
 
 
@@ -330,8 +330,8 @@ class AgentCore:
         if offer is not None:
             self._workers.offer_port(offer)
         self.contact.session_started(self._now_s)
-        # At once for workers that are there: a heartbeat says where they last met, without which a
-        # new coordinator does not know that they hold the state.
+        # Sent at once if there are workers. The heartbeat has the world in which they last met;
+        # without it a new coordinator does not know that they hold the state.
         pause_s = 0.0 if self.group is not None else self.spec.timing.heartbeat_s
         self._heartbeat_s = self._now_s + pause_s
         self._outbox.send(
@@ -430,7 +430,7 @@ class AgentCore:
         return self._now_s + timing.drain_timeout_s + timing.shutdown_timeout_s + STOP_MARGIN_S
 
     def _leave(self, leaving: Leaving) -> None:
-        """Ask the coordinator to drain this node; without one, go by itself."""
+        """Ask the coordinator to drain this node; without a coordinator, leave at once."""
         self._leaving = leaving
         if self.linked:
             self._send_leave(leaving)
@@ -878,7 +878,7 @@ def _age_s(then_s: float, now_s: float) -> float:
 
 
 class DrainStage(Enum):
-    """How far a group's drain is.
+    """The stage of a group's drain.
 
     COUNTED: its workers were asked how many calls they have made. AIMED: the coordinator has set
     the target. REACHED: all workers are there.
@@ -1011,7 +1011,7 @@ class Group:
         return False
 
     def reach_target(self, *, stops: bool) -> bool:
-        """Record that all workers are where a drain wants them; False if it wants more by now."""
+        """Record that all workers are at the target; False if the drain now has another one."""
         is_reached = stops or not self.drain.stops
         stage = DrainStage.REACHED if is_reached else DrainStage.AIMED
         self.drain = replace(self.drain, stage=stage)

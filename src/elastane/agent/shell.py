@@ -61,7 +61,7 @@ _log = logging.getLogger("elastane.agent")
 
 @dataclass(frozen=True)
 class Outlets:
-    """The receivers of effects that are not for the workers.
+    """The receivers of all effects that do not concern the workers.
 
     `set_deadline` passes on until when workers may live if this process stands still: nanoseconds
     of CLOCK_BOOTTIME, 0 without a bound. `fault_seen` is called after each fault of a worker here.

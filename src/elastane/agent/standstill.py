@@ -1,9 +1,9 @@
 """Finds the local worker for which the others wait, once none of them makes progress.
 
-Owns the reads of their rings and of what /proc shows of them. `protocol.culprits` judges. A worker
-is ended only for a fault after which the wait provably never ends, and only in a script that no
-other hang rule watches. Everything else is reported, and left to the timeout of the script's own
-process group: a worker that computes or loads data may be busy with something that takes minutes.
+Owns the reads of their rings and of what /proc shows of them. `protocol.culprits` judges. It ends a
+worker only if the wait provably never ends, and only in a script that no other hang rule watches.
+It reports every other standstill, and leaves it to the timeout of the script's own process group: a
+worker that computes or loads data may be busy with something that takes minutes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NO_FILES = ("/dev/", "socket:", "pipe:", "anon_inode:", "/memfd:")
 
 @dataclass(frozen=True)
 class MonitorPosts:
-    """Where a monitor's findings go, and the world of the workers that it watches.
+    """The receivers of a monitor's findings, and the world of the workers that it watches.
 
     `evidence` receives that of a world of several nodes; empty once its workers move again.
     """

@@ -1,8 +1,8 @@
 """The local worker group of one attempt, as processes.
 
-Owns the start and the end of the workers, and that no process of them is left afterwards. It
-decides nothing: it reports events and carries out effects. A worker that cannot be started is a
-failed worker, with the error as its message. A worker that no signal ends is given up after
+Owns the start and the end of the workers, and leaves no process of theirs. It decides nothing: it
+reports events and carries out effects. A worker that cannot be started is a failed worker, with the
+error as its message. A worker that no signal ends is given up after
 TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT; `lost` then says why this node is unfit for more
 workers.
 
@@ -62,7 +62,7 @@ _log = logging.getLogger("elastane.workers")
 _streams_log = logging.getLogger("elastane.streams")
 # A SIGKILLed process in uninterruptible sleep may end late; after this time it is reported.
 _KILL_WAIT_S = 5.0
-# By then a worker has imported what it needs; a job that ends sooner gains nothing.
+# By then a worker has imported its modules; a job that ends sooner has no use for a new zygote.
 _LEARN_AFTER_S = 20.0
 # How often a drain reads the pages of its workers; only while a drain lasts.
 _POLL_S = 0.002
@@ -126,7 +126,7 @@ class LocalWorkerGroup:
         """Start the workers in the background; `GroupStarted` and their ends are posted."""
         if self.setup.timers is not None:
             self.setup.timers.pass_to(self._expire)
-        # Taken here, so that from now on another port is on offer.
+        # The port is taken here, so that the agent offers another one from now on.
         port = self._next_port(self.assignment) if self.assignment.node_rank == 0 else None
         self._start_task = self._spawn_task(self._start(port))
 

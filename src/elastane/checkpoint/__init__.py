@@ -1,4 +1,4 @@
-"""The worker's side of checkpoints: what is saved, when, and how it is restored.
+"""The worker's side of checkpoints: capture of the state, the times of saves, and restores.
 
 `checkpointer.Checkpointer` is the user's object, `schedule` says when it saves. A save captures the
 state (`capture`), lays it out (`layout`), shares it out over the ranks (`plan`) and copies it into

@@ -212,7 +212,8 @@ class Checkpointer:
             return False  # The job's next step meets the same loss, and recovers.
         except OSError as error:  # The snapshot server is gone, silent or without memory.
             what = (
-                f"step {step} could not be saved: {error}; training goes on [snapshot-server-lost]"
+                f"step {step} could not be saved: {error};"
+                " training continues [snapshot-server-lost]"
             )
             self._log_once(what, str(error))
             self._missed = str(error) if reason == "asked" else ""
@@ -253,7 +254,7 @@ class Checkpointer:
             return  # One worker of each node logs it.
         for failure in failures:
             self._log_once(
-                f"step {failure.key.step} could not be saved: {failure.reason}; training goes on,"
+                f"step {failure.key.step} could not be saved: {failure.reason}; training continues,"
                 f" the checkpoint before it stays [{failure.slug}]",
                 failure.reason,
             )

@@ -187,7 +187,7 @@ class StateCopier:
             self.may_overlap = False
             _log.warning(
                 "parameters were changed outside of an optimizer's step while they were saved:"
-                " that save is dropped, and later ones are copied before the training goes on [%s]",
+                " that save is dropped, and later ones are copied before training continues [%s]",
                 SLUG,
             )
             return

@@ -162,7 +162,7 @@ def _kept(
     """Return the range that each rank of a node copies into its slot."""
     if not layout.replicated:
         return [(layout.bounds[rank], layout.bounds[rank + 1]) for rank in node]
-    # A server that dies with its workers only needs what it writes.
+    # A server that dies with its workers needs only the part that it writes.
     first, end = (0, layout.image_bytes) if members[node[0]].survives else written[0]
     return [*pairwise(layout.cut(len(node), first, end))]
 

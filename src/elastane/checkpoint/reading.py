@@ -498,7 +498,7 @@ class CheckpointTransfer:
         return ""
 
     def _prepare(self) -> str:
-        """Remove what an earlier attempt left."""
+        """Remove the files of an earlier attempt."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 self._storage.remove(self._folder)

@@ -364,15 +364,15 @@ def _is_there(value: Any) -> bool:
 class LastState:
     """The state of one random stream, which is made again only where its memory has changed.
 
-    NumPy takes 31 us to make its state, Python 8 us; both take three times as long where the
-    caches hold other things. To compare the memory takes 1 us (AMD EPYC, 2026-11-24).
+    NumPy takes 31 us to make its state, Python 8 us, and both three times as long with cold caches.
+    Comparing the memory takes 1 us (AMD EPYC, 2026-11-24).
     """
 
     def __init__(self) -> None:
         self._last: tuple[object, Any] = (None, None)
 
     def read(self, memory: Callable[[], object], state: Callable[[], Any]) -> Any:
-        """Return `state()`. `memory` gives all that decides it, or None where that is unknown."""
+        """Return `state()`; `memory` returns all memory that determines it, None if unknown."""
         before = memory()
         kept, value = self._last
         if before is None or before != kept:

@@ -1,8 +1,8 @@
 """When to save: every N steps, every N seconds, or as often as it pays.
 
-All ranks count steps alike. Of time only rank 0's clock counts. It is asked only at steps whose
-number all ranks know (`stride`), so that other steps exchange nothing. `WriteThrottle` decides
-which saves storage gets if they come faster than it can write. Pure: clocks are arguments.
+All ranks count steps alike. For intervals of time only rank 0's clock counts. It is asked only at
+steps whose number all ranks know (`stride`), so that other steps exchange nothing. `WriteThrottle`
+decides which saves storage gets if they come faster than it can write. Pure: clocks are arguments.
 
 "auto" is Young's and Daly's interval, from the measured cost of a save and the job's failures:
 J. W. Young, "A first order approximation to the optimum checkpoint interval" (CACM 1974);

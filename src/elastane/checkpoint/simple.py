@@ -65,7 +65,7 @@ def save_checkpoint(
     with storage_errors(repository.storage.where):
         newest = repository.newest_key()
     era = _era(newest, source.fence, step)
-    # Not the agent's server, which holds the job's own state and may be busy with it.
+    # Another server than the agent's, which holds the job's own state and may be busy.
     with contextlib.closing(SnapshotClient.connect(own=True)) as server:
         place = FolderIdentity(repository.storage)
         place.require()

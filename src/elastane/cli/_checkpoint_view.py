@@ -1,4 +1,4 @@
-"""What `elastane checkpoint` prints, as text and as JSON."""
+"""The output of `elastane checkpoint`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def listing(
         return [none_at(where)]
     lines = _table([_COLUMNS, *map(_row, published)]) if published else []
     lines += [f"{found.folder}: not valid: {found.reason}" for found in published if found.reason]
-    return lines + [f"{name}: a save that goes on, or did not end" for name in unfinished]
+    return lines + [f"{name}: a save that is running, or did not complete" for name in unfinished]
 
 
 def verdict(fields: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What the demo trains, what happens to it and when, and what that cost: pure functions.
+"""The training of the demo, its acts with their times, and their costs: pure functions.
 
 Nothing here knows a process, a file or a clock. An act is due when training is far enough, and when
 all workers have trained for a while since the previous act, so that each recovery is seen whole.
@@ -148,7 +148,7 @@ class DemoDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What an act cost the training.
+    """The cost of an act for the training.
 
     `recovery_s` is from the act to the first step of the next world. `interrupted_s` is from the
     last step before the act to that step: for an arrival, training notices only this.
@@ -226,7 +226,7 @@ def _first_after(steps: Sequence[StepProgress], done: DemoDone) -> int | None:
 
 
 def _world(point: StepProgress) -> tuple[int, int]:
-    """What tells two worlds apart: rank 0's process, or the round that it reports."""
+    """The identity of a world: rank 0's process, or the round that it reports."""
     return point.pid, point.round
 
 

@@ -1,4 +1,4 @@
-"""What `elastane kubernetes status` shows: one ElasticJob in depth, for a person.
+"""The output of `elastane kubernetes status`: one ElasticJob in depth, for a person.
 
 `look` asks the API server with four requests; `lines` and `as_json` are pure. How it fails:
 ApiError, ConfigurationError if no server is found, UsageError if there is no such job.

@@ -33,7 +33,7 @@ Seen: TypeAlias = Callable[[torch.Tensor], None]
 
 
 class Channel(Protocol):
-    """One end of a channel: `say` here is `hear` there, and `put` here is `take` there."""
+    """One end of a channel: `hear` receives what the other end's `say` sends, `take` its `put`."""
 
     # Both sides cut bulk data into parcels of this size.
     parcel_bytes: int

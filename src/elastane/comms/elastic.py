@@ -340,7 +340,7 @@ class ElasticGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # Before it has a world a worker's collectives are answered, or refused, on the CPU.
+        # A worker without a world completes, or refuses, its collectives on the CPU.
         return [torch.device("cpu")] if self.apart else self.world.group._device_types
 
     def _operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:

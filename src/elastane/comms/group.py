@@ -37,10 +37,10 @@ _closers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _CLOSE_S = 5.0
 _CLOSER = "elastane-close"
 _exits = threading.Event()
-# The time between two looks at a group that something still refers to.
+# The pause between two checks of a group that still has references.
 _DROP_S = 0.02
 _DROP_MAX_S = 1.0
-# Of an object in a list: the list's, and that of the call which counts.
+# The references of an object in a list: from the list, and from the call that counts them.
 _OWN_REFERENCES = 2
 
 

@@ -22,10 +22,10 @@ from elastane.errors import JobError
 
 REPLICATE, SHARD = "replicate", "shard"
 # The coordinate of a worker that has none yet.
-NO_SEAT = -1
+NO_COORDINATE = -1
 
 
-def seated(claims: Sequence[int], nodes: Sequence[int], shards: int) -> list[int]:
+def assign_coordinates(claims: Sequence[int], nodes: Sequence[int], shards: int) -> list[int]:
     """Return the coordinate of each rank, in replicas of `shards` shards.
 
     `claims` are the coordinates of the previous world. A worker keeps its shard, and its replica
@@ -34,54 +34,54 @@ def seated(claims: Sequence[int], nodes: Sequence[int], shards: int) -> list[int
     takes whole replicas along, and not all holders of one shard. The result is the same on all
     members. JobError if more workers hold a shard than there are replicas.
     """
-    mesh = _Seating(nodes, shards)
-    holders = [rank for rank, claim in enumerate(claims) if claim != NO_SEAT]
+    mesh = _FreeCoordinates(nodes, shards)
+    holders = [rank for rank, claim in enumerate(claims) if claim != NO_COORDINATE]
     for rank in holders:
         if claims[rank] in mesh.free:
             mesh.take(rank, claims[rank])
     for rank in holders:
-        if mesh.seats[rank] == NO_SEAT:
+        if mesh.coordinates[rank] == NO_COORDINATE:
             shard = claims[rank] % shards
-            seat = mesh.best(rank, mesh.free.intersection(range(shard, len(claims), shards)))
-            if seat == NO_SEAT:
+            coordinate = mesh.best(rank, mesh.free.intersection(range(shard, len(claims), shards)))
+            if coordinate == NO_COORDINATE:
                 raise _too_many(claims, shards, shard)
-            mesh.take(rank, seat)
+            mesh.take(rank, coordinate)
     for rank, claim in enumerate(claims):
-        if claim == NO_SEAT:
+        if claim == NO_COORDINATE:
             mesh.take(rank, mesh.best(rank, mesh.free) if holders else rank)
-    return mesh.seats
+    return mesh.coordinates
 
 
 def is_whole(claims: Sequence[int], shards: int) -> bool:
     """Whether these claims fit into whole replicas, with no shard held too often."""
     replicas, rest = divmod(len(claims), shards)
-    held = Counter(claim % shards for claim in claims if claim != NO_SEAT)
+    held = Counter(claim % shards for claim in claims if claim != NO_COORDINATE)
     return not rest and max(held.values(), default=0) <= replicas
 
 
-class _Seating:
+class _FreeCoordinates:
     def __init__(self, nodes: Sequence[int], shards: int) -> None:
-        self.seats = [NO_SEAT] * len(nodes)
+        self.coordinates = [NO_COORDINATE] * len(nodes)
         self.free = set(range(len(nodes)))
         self._nodes, self._shards = nodes, shards
         self._filled: Counter[int] = Counter()
         self._of_node: Counter[tuple[int, int]] = Counter()
 
-    def take(self, rank: int, seat: int) -> None:
-        replica = seat // self._shards
-        self.seats[rank] = seat
-        self.free.remove(seat)
+    def take(self, rank: int, coordinate: int) -> None:
+        replica = coordinate // self._shards
+        self.coordinates[rank] = coordinate
+        self.free.remove(coordinate)
         self._filled[replica] += 1
         self._of_node[replica, self._nodes[rank]] += 1
 
     def best(self, rank: int, among: Iterable[int]) -> int:
-        """Return the place with most workers of this node in its replica, then fewest of others."""
+        """Return the coordinate whose replica has most of this node's workers, fewest of others."""
 
-        def distance(seat: int) -> tuple[int, int, int]:
-            replica = seat // self._shards
-            return -self._of_node[replica, self._nodes[rank]], self._filled[replica], seat
+        def distance(coordinate: int) -> tuple[int, int, int]:
+            replica = coordinate // self._shards
+            return -self._of_node[replica, self._nodes[rank]], self._filled[replica], coordinate
 
-        return min(among, key=distance, default=NO_SEAT)
+        return min(among, key=distance, default=NO_COORDINATE)
 
 
 class MeshGroups:
@@ -92,7 +92,7 @@ class MeshGroups:
         self.shards = shards
         self.span = 1  # nodes per replica, if all nodes have the same number of workers
         self.size = 0  # world size of the current world
-        self.seat = NO_SEAT
+        self.coordinate = NO_COORDINATE
         self._ranks: list[int] = []  # world ranks, in the order of their coordinates
         self.made: DeviceMesh | None = None
         self.replicate = ElasticGroup("elastane/replicate", when_begun)
@@ -117,18 +117,18 @@ class MeshGroups:
         """Whether no other worker of the current world holds this worker's shard."""
         return self.replicas == 1
 
-    def shard_of(self, seat: int) -> int:
+    def shard_of(self, coordinate: int) -> int:
         """Return the shard of a coordinate."""
-        return seat % self.shards
+        return coordinate % self.shards
 
-    def settle(self, seats: Sequence[int], rank: int) -> None:
+    def set_coordinates(self, coordinates: Sequence[int], rank: int) -> None:
         """Set the coordinates of a world, given by rank."""
-        self.seat, self.size = seats[rank], len(seats)
-        self._ranks = sorted(range(len(seats)), key=lambda each: seats[each])
+        self.coordinate, self.size = coordinates[rank], len(coordinates)
+        self._ranks = sorted(range(len(coordinates)), key=lambda each: coordinates[each])
 
     def wirings(self, world: Wiring) -> tuple[Wiring, Wiring]:
         """Return how this worker's groups are built in a world, in the order of `groups`."""
-        replica, shard = divmod(self.seat, self.shards)
+        replica, shard = divmod(self.coordinate, self.shards)
         rows = self._ranks[replica * self.shards : (replica + 1) * self.shards]
         columns = self._ranks[shard :: self.shards]
         return (
@@ -165,7 +165,9 @@ def _subgroup(world: Wiring, name: str, members: Sequence[int], rank: int) -> Wi
 
 
 def _too_many(claims: Sequence[int], shards: int, shard: int) -> JobError:
-    ranks = [r for r, claim in enumerate(claims) if claim != NO_SEAT and claim % shards == shard]
+    ranks = [
+        r for r, claim in enumerate(claims) if claim != NO_COORDINATE and claim % shards == shard
+    ]
     return JobError(
         f"shard {shard} is held by ranks {', '.join(map(str, ranks))}, and a world of"
         f" {len(claims)} workers has {len(claims) // shards} replicas",

@@ -231,7 +231,7 @@ class Pairing:
         self.begin()
 
     def begin(self) -> None:
-        """Reset the count, at a point where all members are at one place."""
+        """Reset the count; all members call this at one place of the program."""
         self.tally.clear()
         self._commits, self._reached, self._committed = 0, IN_BODY, _NOTHING
 

@@ -88,7 +88,8 @@ def decide(statuses: Sequence[MemberStatus]) -> Healing | None:
     if not holders and any(status.torn for status in statuses):
         return None
     if not holders:
-        # A worker of the start without a state has made no step, and none was made without it.
+        # A worker that started with the job and has no state has made no step, and no step was made
+        # without it.
         first = next((rank for rank, each in enumerate(statuses) if not each.came_later), None)
         if first is None:
             return None

@@ -92,7 +92,7 @@ class Waited(Work):
             while not waiter.over.wait(_SLICE.total_seconds()):
                 if self._ledger.released.is_set():
                     raise RuntimeError(_ENDED)
-        except BaseException:  # Also by a signal: no thread reads the answer any more.
+        except BaseException:  # A signal may interrupt it too; then no thread reads the answer.
             waiter.end()
             raise
         error = waiter.error

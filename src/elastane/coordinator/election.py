@@ -39,7 +39,8 @@ from elastane.protocol.model import JobRecord, JobSpec
 from elastane.stores import ConflictError, Filed, JobKeys, LeaderRecord, Lease
 
 _log = logging.getLogger(__name__)
-# Of two writers of one key one wins each time; more attempts than this are no race.
+# Two writers of one key need few attempts, since one of them wins each time. More than this are no
+# race.
 _RACES_MAX = 100
 
 
@@ -87,8 +88,8 @@ class Election:
     def note_refusal(self, endpoint: Endpoint) -> None:
         """Record that connections to the coordinator at `endpoint` are refused: it has ended.
 
-        The campaign then ends its lease, if it published that address in its term. Should it live
-        after all, its next renewal and its next write fail: two never decide.
+        The campaign then ends its lease, if it published that address in its term. If it is alive,
+        its next renewal and its next write fail, so two coordinators never decide.
         """
         if endpoint != self._refused:
             self._refused = endpoint
@@ -191,7 +192,7 @@ class Election:
                 await lease.release()
 
     async def _with_retries(self, write: Callable[[], Awaitable[None]]) -> None:
-        """Write again until it is known to be done; a write that was done shows as our own."""
+        """Retry a write until it is known to have succeeded, perhaps in an earlier attempt."""
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -313,7 +314,9 @@ class Election:
         elif error is not None:
             raise error
         elif self.held():
-            self._report(True, f"term {lease.term} is held again, nobody came between")
+            self._report(
+                True, f"term {lease.term} is held again, no other coordinator led meanwhile"
+            )
 
     def _pause_s(self, lease: Lease) -> float:
         """Return the pause until the next renewal, never beyond the end of the lease."""

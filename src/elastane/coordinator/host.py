@@ -32,7 +32,7 @@ Save = Callable[[JobRecord], Awaitable[None]]
 
 
 async def keep_no_record(record: JobRecord) -> None:
-    """Keep no record: the job has no store, and its agents hold what is known."""
+    """Keep no record: the job has no store, and its agents report earlier worlds."""
 
 
 def operator_bridge_of(keys: JobKeys | None, environ: Mapping[str, str]) -> OperatorBridge | None:

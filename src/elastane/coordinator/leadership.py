@@ -26,7 +26,8 @@ from elastane.protocol.model import JobRecord
 from elastane.stores import JobKeys, Store
 
 # A coordinator with too few nodes for a world steps down after this long: the lost nodes may reach
-# each other and the store. Longer than a node's restart, which is no reason to move.
+# each other and the store. Longer than the restart of a node, for which no other coordinator is
+# needed.
 STEP_DOWN_S = 5.0
 
 _log = logging.getLogger("elastane.leadership")
@@ -204,14 +205,14 @@ class StoreLeadership:
             await asyncio.sleep(_STEP_DOWN_PAUSE_S if self._stepped_down else _PAUSE_S)
 
     async def _tidy(self) -> None:
-        """Leave nothing in the store but how the job ended."""
+        """Remove the job's keys from the store, except its outcome."""
         try:
             await self._election.keys.tidy()
         except StoreError as error:
             _log.warning("what the job kept in its store was not all removed: %s", error.what)
 
     async def _campaign(self) -> bool:
-        """Campaign until this node is elected or the agent found another coordinator."""
+        """Campaign until this node is elected or the agent has found another coordinator."""
         campaign = asyncio.create_task(self._election.campaign())
         try:
             while not campaign.done():
@@ -227,8 +228,8 @@ class StoreLeadership:
         """Serve under the lease; returns whether the job has ended."""
         self._hosting.check(record)
         before = await self._election.keys.leader()
-        # A linked host lives and only lost the store: its workers train, so the next coordinator
-        # waits.
+        # A linked coordinator is alive and only lost the store: its workers train, so this
+        # candidate waits.
         ended = before.node_id if before and not self._linked else ""
         refuses = before is not None and self._election.is_refused(before.endpoint)
         takeover = Takeover(record, ended, store_backed=True, previous_refuses=refuses)

@@ -182,7 +182,7 @@ class Coordinator:
         self._wake()
 
     def fence(self, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
-        """Inform the machine which agents the owner has given up, and which are dead."""
+        """Inform the machine which agents the owner has fenced, and which are dead."""
         self._local_events.append(Fenced(incarnations, dead))
         self._wake()
 

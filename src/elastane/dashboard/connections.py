@@ -1,8 +1,8 @@
 """The connections of a dashboard: how many are open, and how long each may be silent.
 
 A connection is proven once the guard has accepted a request of it. At the bound of unproven
-connections the oldest is closed for a new one, so strangers cannot keep a user out. Any connection
-is closed if it sends no whole request, or does not take what it asked for.
+connections the oldest is closed for a new one, so other users cannot keep the job's owner out. Any
+connection is closed if it sends no whole request, or does not take what it asked for.
 """
 
 from __future__ import annotations

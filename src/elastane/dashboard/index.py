@@ -26,7 +26,7 @@ _SAVED = ("checkpoint-", "restored", "snapshot-")
 
 @dataclass(frozen=True, kw_only=True)
 class EventFilter:
-    """Which events are asked for; `before`: only those with a lower number."""
+    """The filter of a request for events; `before`: only those with a lower number."""
 
     before: int | None = None
     group: str = ""

@@ -150,7 +150,7 @@ class CauseRow(msgspec.Struct, kw_only=True):
 
 
 class AccountSection(msgspec.Struct, kw_only=True):
-    """Where the time went: the causes, the longest first, sum to the wall time."""
+    """The use of the job's time: its causes, the longest first, sum to the wall time."""
 
     wall_s: float
     goodput: float
@@ -174,9 +174,10 @@ class Sections(msgspec.Struct, kw_only=True):
 
 
 class SourceFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a view comes from, as of `now_s`, the clock of the machine that reads the log.
+    """The source of a view as of `now_s`, by the clock of the machine that reads the log.
 
-    `has_agents`: whether agents of the job run on this machine. `scalars`: what its workers log.
+    `has_agents`: whether agents of the job run on this machine. `scalars`: the values that its
+    workers log.
     """
 
     now_s: float

@@ -64,7 +64,7 @@ def first_of(spans: ShardSpans, count: int) -> tuple[ShardSpans, ShardSpans]:
 
 
 class LaneReading(NamedTuple):
-    """What one rank reads of one lane in a round: samples [first, stop) of a shard are its own.
+    """One rank's part of one lane in a round: samples [first, stop) of a shard.
 
     The lane's part of the round begins at `begin`. If `reports`, it ends at `stop`: this rank finds
     out how many samples from `begin` to `stop` there are, and whether there is one at `stop`.
@@ -80,7 +80,7 @@ class LaneReading(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """What the lanes give to a step in one round: lane i up to `quotas[i]` samples."""
+    """The samples of a step from one round of all lanes: lane i gives up to `quotas[i]`."""
 
     lanes: tuple[OpenShard, ...]
     quotas: tuple[int, ...]

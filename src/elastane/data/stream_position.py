@@ -150,7 +150,7 @@ class StreamPosition:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, unless the position is in that epoch already.
 
-        Step numbers go on by one, however many steps of the present epoch are left out.
+        Step numbers increase by one, also if steps of the present epoch are left out.
         """
         if whole("epoch", epoch) != self._epoch:
             self._begin_epoch(epoch)

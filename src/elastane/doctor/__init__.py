@@ -1,1 +1,1 @@
-"""What `elastane doctor` finds on a node: facts are read, and findings follow from them."""
+"""The checks of `elastane doctor` on a node: `facts` reads, and `rules` derives the findings."""

@@ -51,7 +51,7 @@ _DRIVER = ("nvidia-smi", "--format=csv,noheader,nounits")
 _QUERY = "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
 _MIB = 1 << 20
 _CALLS = ("pidfd_open", "memfd_create", "pidfd_send_signal")
-# adjtimex's state of a clock that nobody has set.
+# adjtimex's state of a clock that is not synchronized.
 _UNSYNCHRONIZED, _CLOCK_ERROR = 0x40, 5
 
 

@@ -1,4 +1,4 @@
-"""What the facts about a node mean for a job: findings, each with its remedy.
+"""The findings about a node, each with its remedy.
 
 Pure: `facts` reads, and this judges. A fault keeps a job from starting or from training; a warning
 is what ends jobs later, or makes them slow.
@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFacts:
-    """What a fresh interpreter says of torch. `error`: why it cannot be imported."""
+    """The facts about torch, from a fresh interpreter. `error`: why it cannot be imported."""
 
     error: str = ""
     version: str = ""
@@ -87,7 +87,7 @@ class FolderFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointFacts:
-    """What became of a connection to the rendezvous endpoint."""
+    """The result of a connection to the rendezvous endpoint."""
 
     endpoint: str
     addresses: tuple[str, ...] = ()  # that its host resolves to here
@@ -343,7 +343,7 @@ def _name_finding(facts: NodeFacts, found: str) -> Finding:
 def _endpoint(facts: EndpointFacts) -> Finding:
     where = f"{facts.endpoint} is {', '.join(facts.addresses)}"
     if facts.outcome == "connected":
-        return Finding("rendezvous", Level.GOOD, f"{where}, and somebody listens there")
+        return Finding("rendezvous", Level.GOOD, f"{where}, and a process listens there")
     if facts.outcome == "refused":
         who = "this node: it will listen" if facts.is_here else "and that node listens once it has"
         who += "" if facts.is_here else " started"

@@ -1,4 +1,4 @@
-"""Which versions of a framework were checked: its private names may differ in others."""
+"""The checked versions of a framework; its private names may differ in others."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class OwnedCoordinator(Protocol):
     """The part of a coordinator that the operator of its job may command."""
 
     def fence(self, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
-        """Exclude the fenced pods, and expect nothing more from the dead ones."""
+        """Exclude the fenced pods, and stop waiting for the dead ones."""
 
     def resize(self, min_nodes: int, max_nodes: int) -> None:
         """Set how many nodes the job may have."""
@@ -204,7 +204,7 @@ class OperatorBridge:
     def _note(self, what: str, fault: str) -> None:
         """Log once that the operator cannot be reached, and once that it can again."""
         if fault != self._faults.get(what, ""):
-            _log.warning("the operator's %s: %s", what, fault or "goes on")
+            _log.warning("the operator's %s: %s", what, fault or "works again")
             self._faults[what] = fault
 
 

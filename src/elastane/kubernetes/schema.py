@@ -20,7 +20,7 @@ from elastane.kubernetes.model.status import JobStatus
 
 Schema = dict[str, Any]
 
-# What Kubernetes lets a definition say of metadata: the same bounds as `settings.wrong_name`.
+# The fields of metadata that a definition may restrict: the same bounds as `settings.wrong_name`.
 _NAME = {"type": "string", "maxLength": names.NAME_CHARS_MAX, "pattern": f"^{names.NAME_PATTERN}$"}
 # (expression, message), on spec. Fields that are not set are not compared.
 _RULES = (
@@ -69,7 +69,7 @@ def definition(*, with_rules: bool = True) -> Schema:
         "spec": {
             "group": names.GROUP,
             "scope": "Namespaced",
-            # Explicit, since the original's definition, which this may replace, has it true.
+            # Explicit, because TorchElastic's definition, which this one may replace, has it true.
             "preserveUnknownFields": False,
             "names": {
                 "kind": names.KIND,

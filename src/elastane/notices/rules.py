@@ -49,7 +49,7 @@ _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a metadata server is: an IP address, so that nothing has to be resolved."""
+    """The place of a metadata server: an IP address, so that no name has to be resolved."""
 
     host: str = METADATA_HOST
     port: int = METADATA_PORT
@@ -79,7 +79,7 @@ class NoticeSource:
 
     @property
     def address(self) -> Address:
-        """Where the metadata server of a cloud is; ValueError says what is wrong with it."""
+        """The address of a cloud's metadata server; ValueError with the fault of the text."""
         return _address(self.where) if self.where else Address()
 
 
@@ -165,7 +165,7 @@ def printable(text: str) -> str:
 
 
 class NewNotices:
-    """Which notices of one source are to be reported now.
+    """Selects the notices of one source that are to be reported now.
 
     `lead_s`: a node leaves this long before its deadline. A notice of a later one is reported as
     one that does not drain yet.

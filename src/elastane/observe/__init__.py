@@ -1,4 +1,4 @@
-"""What people and programs see of a job: the event log, the console, and the final report.
+"""The output of a job for people and programs: event log, console, and final report.
 
 `events` defines, writes and reads the event log; `merge` merges the workers' own logs. `logging`
 and `box` print to stderr, and `report` writes the final report. `story` tells the history of a job

@@ -250,7 +250,7 @@ class _Ledger:
 
 @dataclass(slots=True)
 class _World:
-    """What is known of the current world."""
+    """The known facts about the current world."""
 
     fence: _Fence = (None, None)
     from_s: float = 0.0

@@ -1,4 +1,4 @@
-"""What agent and coordinator print on stderr: log lines for a person, or events in torch's form.
+"""The output of agent and coordinator on stderr: lines for a person, or events in torch's form.
 
 This module owns the logger `elastane`, its level (LOGLEVEL, as torchrun reads it) and the choice of
 kinds that a person must see. A stuck or closed stderr loses lines and blocks no caller: the

@@ -1,6 +1,6 @@
-"""What a job needs from a person, worst first, from its view. Pure.
+"""The needs of a job, worst first, from its view.
 
-A need is something that a person can act on, or has to know before it becomes a failure.
+Pure. A need is something that a person can act on, or has to know before it becomes a failure.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def _advice(
     # A store holds its own secret, which every reader of the store has.
     if not rendezvous.token and rendezvous.tls is None and not rendezvous.store:
         notes.append(
-            "this job has no secret: whoever reaches its coordinator can join it; set "
+            "this job has no secret: any process that reaches its coordinator can join it; set "
             "ELASTANE_TOKEN or --token-file to the same on all nodes"
         )
     return notes

@@ -27,7 +27,7 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """Where this agent finds its coordinator, and how it proves itself.
+    """The place of this agent's coordinator, and the secret and TLS files to reach it.
 
     `backend` is standalone, elastane, static, or the name of a store in stores.registry. `hosts`:
     whether this node runs the coordinator; None if the address decides. `token` is empty for a job
@@ -62,7 +62,7 @@ class RequestedNode:
 
 @dataclass(frozen=True)
 class Command:
-    """What each worker runs; `args` may contain the `${local_rank}` macro."""
+    """The command of each worker; `args` may contain the `${local_rank}` macro."""
 
     kind: WorkerKind
     target: str
@@ -132,5 +132,5 @@ class AgentConfig:
 
     @property
     def reach(self) -> str:
-        """Where others reach this node's listeners; "" while that is not known."""
+        """The address at which others reach this node's listeners; "" while it is not known."""
         return reach(self.node.local_addr, alone=self.is_on_one_machine)

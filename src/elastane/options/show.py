@@ -1,4 +1,4 @@
-"""What the user is shown about options: `--show-config`, and notes about options without effect.
+"""The display of options: `--show-config`, and notes about options without effect.
 
 It renders and compares what was read; it starts nothing. A secret is never shown, wherever it came
 from: only that there is one. A note is not an error: the job starts.

@@ -1,4 +1,4 @@
-"""What a process that runs a function needs: functions pickled by value, and the exit afterwards.
+"""Support for a process that runs a function: functions pickled by value, and its exit.
 
 cloudpickle 3.1.3 replaces the file name of each code object by `<dynamic-code>`, so that equal
 functions have equal pickles. The traceback of a worker would then show neither file nor line of the

@@ -24,7 +24,7 @@ AWAY_MARKS = 64
 
 
 class StepMark(IntEnum):
-    """What ends a step, the better ones later."""
+    """The kinds of marks that end a step, the better ones later."""
 
     BATCH = 1
     BACKWARD = 2

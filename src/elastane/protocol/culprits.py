@@ -52,7 +52,10 @@ EVIDENCE_MAX = 64
 
 
 class Kind(StrEnum):
-    """What a culprit does, or what is wrong. The values are stable: `explain --json` has them."""
+    """The activity of a culprit, or the kind of fault.
+
+    The values are stable: `explain --json` has them.
+    """
 
     STOPPED = "stopped"
     ENDED = "ended"
@@ -99,7 +102,7 @@ PAUSED = "p"
 
 
 class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the kernel and the status page say of a worker's process.
+    """The facts about a worker's process, from the kernel and the status page.
 
     `state` is the letter of /proc. `busy` is the share of the looks at which its main thread ran or
     could have run. `lock_held`: the thread beside the script no longer runs. `reads`: the file that
@@ -171,7 +174,7 @@ def culprit_data(verdict: Verdict, still_s: float) -> dict[str, str | int | floa
 
 
 class Reports:
-    """Which verdicts of one world are worth a report.
+    """Selects the verdicts of one world that are worth a report.
 
     A wait that passed by itself is reported again, of the same kind and at the same place, only
     once it lasts twice as long: a script may evaluate on one rank after each epoch.
@@ -313,7 +316,7 @@ def judge(evidence: Iterable[StandstillEvidence], world_size: int) -> Verdict | 
     case = _Case(workers, _groups(workers, world_size))
     if not case.waiters:
         return None
-    found = case.of_stopped() or case.of_mismatch() or case.of_missing() or case.of_nobody()
+    found = case.of_stopped() or case.of_mismatch() or case.of_missing() or case.of_no_worker()
     if not found.is_certain:
         return found
     has_living = found.ranks and found.kind is not Kind.ENDED
@@ -386,8 +389,8 @@ class _Case:
             kind, [rank for rank in ends if (self.kind(rank), self._missed(rank)) == (kind, place)]
         )
 
-    def of_nobody(self) -> Verdict:
-        """Return the verdict where each worker waits, and no worker is behind."""
+    def of_no_worker(self) -> Verdict:
+        """Return the verdict if each worker waits, and none of them is behind."""
         places = _places(self._workers.values())
         if any(any(edges.values()) for edges in self._edges.values()):
             text = f"each worker waits for another one: {places}"

@@ -1,4 +1,4 @@
-"""Which failure of an incident is its cause, and which are consequences.
+"""Finds the failure that caused an incident, and those that are consequences.
 
 Every failure carries an age by its sender's monotonic clock, so all failures of a job stand on the
 coordinator's one time line, and the earliest is the cause. A worker that only lost the connection

@@ -1,4 +1,4 @@
-"""What rules ask their shells to do, in the order of the list.
+"""The effects that rules request of their shells, to be performed in the order of the list.
 
 The rules of the coordinator return `Persist`, `Send`, `Hangup`, `WriteEvent` and `Finished`. The
 rules of an agent return `Transmit`, `StartGroup`, `Decline`, `WriteEvent`, `Exit`, and the effects

@@ -1,4 +1,4 @@
-"""Which workers hang: a pure judgement from observations, with limits learned from the job.
+"""Finds workers that hang: a pure judgement from observations, with limits learned from the job.
 
 A worker that recovers in place marks each piece of progress on its status page. A worker whose mark
 stands still is asked whether it waits for others. One that waits is a victim and never blamed. One
@@ -53,7 +53,7 @@ assert HANG_LOOK_S < HANG_STOPPED_S < HANG_STALL_S < HANG_ENTER_S < HANG_CEILING
 
 
 class Activity(IntEnum):
-    """What a worker says it is doing."""
+    """The activity that a worker reports."""
 
     APART = 0  # before its first step, or after its last
     LOADING = 1  # waits for its data loader
@@ -112,7 +112,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class Findings:
-    """What one look found: reasons by worker, workers to ask, and whether all only wait.
+    """The result of one look: reasons by worker, workers to ask, and whether all only wait.
 
     `waiting`: where, once all have waited for HANG_STALL_S. `stalled`: for too long to continue.
     """

@@ -139,8 +139,8 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     # Workers may take this long to checkpoint before a planned change.
     drain_timeout_s: float = 30.0
     # All workers of an unmodified script restart no sooner than this after their last start, to
-    # take in workers and nodes that wait; a node that comes and goes costs a restart at most so
-    # often. Doubled while such restarts fail.
+    # add workers and nodes that wait. A node that comes and goes costs one restart in that time.
+    # Doubled while such restarts fail.
     growth_interval_s: float = 60.0
     # SIGTERM to SIGKILL, wherever workers are stopped; torchrun's --shutdown-timeout.
     shutdown_timeout_s: float = 30.0

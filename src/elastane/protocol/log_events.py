@@ -13,7 +13,7 @@ from elastane.protocol.model import Fence
 
 
 class EventKind(StrEnum):
-    """What happened; the value is what the event log shows."""
+    """The kind of an event; its value is the text in the event log."""
 
     # Logged by the coordinator.
     COORDINATOR_STARTED = "coordinator-started"

@@ -391,7 +391,7 @@ class SafeCopies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag="report", kw_only=True):
-    """What the coordinator knows, for `elastane status`."""
+    """The coordinator's state of the job, for `elastane status`."""
 
     job: str
     phase: str

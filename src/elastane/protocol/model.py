@@ -53,7 +53,7 @@ class Fence(msgspec.Struct, frozen=True, order=True):
 
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be equal on all nodes of a job; an empty string means not installed."""
+    """Versions that must be equal on all nodes of a job; an empty string means not installed."""
 
     elastane: str
     python: str
@@ -62,7 +62,7 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What all agents of a job must agree on before the first of them is admitted."""
+    """The specification that must be equal for all agents of a job."""
 
     job: Name
     min_nodes: int
@@ -107,7 +107,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PortOffer(msgspec.Struct, frozen=True):
-    """Where a node would serve the process-group store of its next attempt, were it node rank 0.
+    """A node's address for the process-group store of the next attempt, as node rank 0.
 
     The agent holds the port from before it is offered, and each attempt gets a new one.
     `agent_store`: the agent's side serves the store and all workers are clients (the meaning of
@@ -155,7 +155,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """What one agent has to run: its own place, and totals; never the list of all members.
+    """The part of a world that one agent runs: its place, and totals, never all members.
 
     So the bytes per node of a membership change do not grow with the job. `workers` are the local
     ranks that take part, as in WorldMember. `in_place`: for workers that keep their processes.
@@ -186,7 +186,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitPoint(msgspec.Struct, frozen=True):
-    """Where a worker waits for others: a collective or a call, and the user's line."""
+    """The place at which a worker waits for others: a collective or a call, and the user's line."""
 
     rank: Count
     where: Annotated[str, msgspec.Meta(max_length=WHERE_CHARS_MAX)]

@@ -162,7 +162,7 @@ def pace_of(
 
 
 class StragglerRules:
-    """Which ranks of one world are stragglers, from one comparison to the next."""
+    """Finds the ranks of one world that are stragglers, from one comparison to the next."""
 
     def __init__(self) -> None:
         self.named: dict[int, Straggler] = {}

@@ -12,8 +12,8 @@ memory than `protocol.limits` allows. The first bytes of a connection:
 MAGIC and version come first in every version of the protocol, so two versions can name each other.
 A refusal is one byte, and its reader supplies the words: no text of an unproven peer is logged.
 `wrong-job` comes before any proof, since a peer of another job cannot prove anything. It reveals
-that this is another job's endpoint, and not which. The agent proves first: a stranger receives
-nothing that depends on the secret.
+that this is another job's endpoint, and not which. The agent proves first: an unproven peer
+receives nothing that depends on the secret.
 
 The handshake proves that both sides know the job's secret. Every frame comes from the side that
 proved it, once and in order:
@@ -96,7 +96,7 @@ def derive_secret(job: str, token: str | None) -> bytes:
 
 
 class Handshake(Protocol[Incoming, Outgoing]):
-    """What a shell needs of either side."""
+    """The interface of either side, as a shell uses it."""
 
     @property
     def done(self) -> bool:
@@ -121,7 +121,7 @@ class Handshake(Protocol[Incoming, Outgoing]):
 
 
 class _Side:
-    """What both sides share: a bounded buffer, and the transcript that becomes keys."""
+    """The common part of both sides: a bounded buffer, and the transcript for the keys."""
 
     def __init__(self, job: str, secret: bytes, nonce: bytes) -> None:
         assert len(nonce) == NONCE_BYTES, len(nonce)
@@ -272,7 +272,7 @@ class ServerHandshake(_Side):
         self._transcript = b""
 
     def start(self) -> bytes:
-        """Return nothing: a silent stranger receives nothing."""
+        """Return nothing: a peer that has sent nothing receives nothing."""
         return b""
 
     def feed(self, data: bytes) -> bytes:

@@ -21,7 +21,7 @@ _SBATCH_WORD = re.compile(r"--?[A-Za-z][\w-]*(=.*)?", re.ASCII)
 MARGIN_S = 15
 # The least time for the workers to reach a step and save; a notice has to leave it.
 DRAIN_MIN_S = 5
-# The run can go on elsewhere or later: it was drained, lost its node or its coordinator.
+# The run can continue elsewhere or later: it was drained, lost its node or its coordinator.
 _CONTINUABLE = (int(ExitCode.NODE_UNFIT), int(ExitCode.TRY_AGAIN), 137, int(ExitCode.DRAINED))
 
 

@@ -75,7 +75,7 @@ class SlurmStep:
 
 @dataclass(frozen=True)
 class Found:
-    """What a step adds to the options: the options with it, a line for the user, the step.
+    """The result of reading a Slurm step: the options with it, a line for the user, the step.
 
     `step` is None if nothing was added. `needs_token`: the agents meet at an address, and the user
     gave no secret.

@@ -1,4 +1,4 @@
-"""What connects a worker and its snapshot server: frames, file descriptors, and a page of status.
+"""The channel between a worker and its snapshot server: frames, file descriptors, a status page.
 
 A frame is its length in four bytes, followed by its bytes. Descriptors follow the frame that
 announces their number, in batches of one byte each. Every call blocks, bounded in time and size.

@@ -282,7 +282,7 @@ def _conflict(folder: str, reason: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {folder}: {reason}",
         slug="checkpoint-conflict",
-        expected="one save with one nonce, to which nobody else writes",
+        expected="files of one save alone, with one nonce",
         next_step="see who else writes to that place; the next save has a folder of its own",
     )
 

@@ -1,4 +1,4 @@
-"""What one job keeps in a store, and how it is encoded.
+"""The keys of one job in a store, and the encoding of their values.
 
 Owns the keys below `<job>/`: `coordinator` (its address and term), `token` (the job's secret),
 `record` (the durable state, under the term of its writer), and the lease of the

@@ -143,7 +143,7 @@ return {1, '0', ''}
 
 @dataclass(frozen=True)
 class RedisSettings:
-    """Where the server is, and who we are to it."""
+    """The server's address, and this client's credentials."""
 
     host: str
     port: int

@@ -50,7 +50,7 @@ class ConfKey:
 
 @dataclass(frozen=True)
 class StorePlace:
-    """Where a store is: what `--rdzv-endpoint` and the backend's keys of `--rdzv-conf` say."""
+    """The place of a store: `--rdzv-endpoint`, and the backend's keys of `--rdzv-conf`."""
 
     endpoint: str
     conf: Mapping[str, str]

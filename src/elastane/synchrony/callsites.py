@@ -24,9 +24,9 @@ _TORCHS = frozenset(("torch.distributed.distributed_c10d", "torch.distributed.c1
 # Modules that keep a part of the parameters on each worker.
 _SHARDED = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 # Functions of frameworks by module and name: a broadcast of what each member knows, and sums that
-# are divided by the world size as it is when the sum returns. Without the packages' names:
-# Lightning has two. Accelerate's is called by a function of its integration. Ignite's are the sums
-# of its metrics.
+# the framework divides by the world size after they return. Without the packages' names: Lightning
+# has two. Accelerate's is called by a function of its integration. Ignite's are the sums of its
+# metrics.
 _KNOWN = {
     ("loops.training_epoch_loop", "_broadcast_sigterm_tensor"): Site.AUTHORITY,
     ("utilities.distributed", "_sync_ddp"): Site.TRUE_SUM,

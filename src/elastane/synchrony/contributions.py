@@ -28,7 +28,7 @@ class Contribution(Protocol):
     """What one member put into an operation."""
 
     def restore(self, divided_by: int, divisor: int) -> None:
-        """Put it into the operation's tensors again, divided by `divisor` in all.
+        """Put it into the operation's tensors again, divided by `divisor` in total.
 
         It was divided by `divided_by` when it was kept. Zeros: it is not divided.
         """

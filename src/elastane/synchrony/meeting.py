@@ -1,4 +1,4 @@
-"""What the members of a new view exchange before they continue: tables, and results.
+"""What the members of a new view exchange before they continue: tables and results.
 
 Runs over the view's gloo group before any operation of the program does. A lost member fails it
 with RuntimeError or PeerLostError; the caller then enters another view.
@@ -36,7 +36,7 @@ class Meeting:
         self.log = log
 
     def come_together(self) -> None:
-        """Wait until all members have come here."""
+        """Wait until all members have called this."""
         self._gather(b"\0")
 
     def exchange(self, table: Table) -> list[Table]:

@@ -1,4 +1,4 @@
-"""The kinds of collectives, and what becomes of one that a lost member interrupted.
+"""The kinds of collectives, and what survivors do with one that a lost member interrupted.
 
 `rule_of` is the table. It gives the rule for an operation by torch's name for it, its reduction,
 the type of its data and its call site. An operation that is not in the table restarts the job, so
@@ -50,8 +50,8 @@ class Site(Enum):
     REDUCER = "DistributedDataParallel's gradients"
     # torch's communication hooks: as the reducer, but the tensor belongs to the hook.
     HOOK = "a communication hook of torch"
-    # Parameters, buffers, bucket order, used parameters of DistributedDataParallel; a framework's
-    # notice.
+    # Parameters, buffers, bucket order and used parameters of DistributedDataParallel, and a
+    # broadcast of a framework's own.
     AUTHORITY = "DistributedDataParallel's state"
     # A sum that is divided by the world size when it returns, or that counts.
     TRUE_SUM = "a framework's sum"
@@ -117,14 +117,14 @@ class Signature:
 
     @property
     def is_of_script(self) -> bool:
-        """Whether the script called it, and nothing that is known."""
+        """Whether the script called it, and no framework with rules of its own."""
         return self.site in (Site.SCRIPT, Site.FIRST_SIZE)
 
     @property
     def is_scaled(self) -> bool:
         """Whether its result is multiplied by the size that the program sees, over its members.
 
-        The program may divide the sum by that size, or take it for a count of as many members.
+        The program may divide the sum by that size, or read it as a count over as many members.
         """
         is_sum = self.kind in _REDUCTIONS and self.reduction == "sum" and not self.counts
         return is_sum and self.site is Site.FIRST_SIZE

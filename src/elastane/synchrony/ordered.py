@@ -2,9 +2,9 @@
 
 `OrderedGroup` performs what `rules` decides. The program's threads issue operations, in one order.
 A thread of its own waits for them in that order, delivers their results, votes, and after a fault
-enters the next view with the survivors. So a member takes part in a meeting while its program
-computes. An operation that cannot be kept calls `restart`, which does not return: a framework could
-catch an exception, and its training would then be wrong.
+enters the next view with the survivors. So a member exchanges tables with the others while its
+program computes. An operation that cannot be kept calls `restart`, which does not return: a
+framework could catch an exception, and its training would then be wrong.
 
 A program that passes boundaries and names its state (`share`) lets newcomers join there. The group
 of a newcomer begins outside of any world; its first boundary is where it enters one.
@@ -63,11 +63,11 @@ _VAIN_WORLDS_MAX = 10
 
 
 class GroupHost(Protocol):
-    """The worker that owns a group, as far as the group calls it."""
+    """The worker that owns a group, with the methods that the group calls."""
 
     @property
     def world_has_ended(self) -> bool:
-        """Whether this worker knows that the world has ended, or of its place in another one."""
+        """Whether the agent has ended this world, or sent a place in another one."""
 
     def enter(self, error: Exception | None) -> WorldGroup:
         """Return the next world of this worker, built; `error` ended the last one.
@@ -142,7 +142,7 @@ class OrderedGroup(ElasticGroup):
         # How many contexts of `members_left` the program is in, and the members of the first world.
         self._contexts = 0
         self._first: tuple[Identity, ...] = ()
-        # What newcomers get, once the program has named it.
+        # The state that newcomers receive; None until the program has named it.
         self._shared: SharedState | None = None
         # Rank and world size that a newcomer's program sees before it joins.
         self._outside: tuple[int, int] | None = None

@@ -34,7 +34,7 @@ class PendingOperation:
         self._counts_for = self._is_of = 0
 
     def prepare(self, start: Start) -> None:
-        """Put its contribution in place, as it has to be for this start."""
+        """Put its contribution into its tensors, scaled for this start."""
         if self.call.signature.is_scaled:
             self._counts_for, self._is_of = start.divided_by, start.divisor
             if start.is_repeated:

@@ -9,8 +9,8 @@ communicates only by collectives then needs no knowledge of faults: no collectiv
 stay equal, and only the world size changes.
 
 A *view* is one world: members in the order of their ranks. Views are totally ordered. Each member
-numbers its operations in the order in which it issues them, over all groups, from 0. Since all
-members run the same program, a number means the same operation on all of them.
+numbers its operations in the order in which it issues them, over all groups, from 0. All members
+run the same program, so a number means the same operation on all of them.
 
 Three counters, each a count of operations: stable <= delivered <= issued.
 
@@ -22,9 +22,9 @@ Three counters, each a count of operations: stable <= delivered <= issued.
 A member keeps the contribution of what is issued and not delivered, and the result of what is
 delivered and not stable. An operation that needs all members proves, when it completes, that all
 have issued it. So what the program waited for before it issued that operation is stable, since
-waits are a part of the program and the same on all members. What has merely been delivered by then
-is not, since that depends on a member's pace. A vote follows each unit and each 64th operation, and
-makes what is delivered stable.
+waits are a part of the program and the same on all members. A result that was delivered by then,
+but not waited for, may not be stable: that depends on a member's speed. A vote follows each unit
+and each 64th operation, and makes what is delivered stable.
 
 After a fault, each member seals its view: nothing of it counts as completed any more. The survivors
 enter the next view and exchange their `Table`. `plan` is a function of these tables alone, so all
@@ -32,14 +32,14 @@ survivors decide the same:
 
 1. The *cut* is the highest count that any survivor has delivered. A survivor that has less receives
    the results up to there from one that keeps them.
-2. Everything behind the cut runs again over the survivors, from the contributions that were kept.
-   A member that has not issued it yet issues it when its program comes there.
+2. Everything behind the cut runs again over the survivors, from the contributions that were kept. A
+   member that has not issued such an operation issues it when its program reaches it.
 3. Rank and world size, as the program reads them, change when the program has waited for the first
    operation behind the cut. No member has returned from it before, and each will. Its delivery
    alone changes nothing: that may come while the program does something else.
 
-A newcomer has no state and no place in the program, so it cannot enter where a fault left the
-others. It enters at a *boundary*: a place of the program that all members pass, numbered by the
+A newcomer has no state and no position in the program, so it cannot enter where a fault interrupted
+the others. It enters at a *boundary*: a place of the program that all members pass, numbered by the
 program. A member that arrives there has waited for all its operations. If all survivors that meet
 are at one boundary, nothing is in flight; members without a state (NEW) may be in their view. One
 survivor hands its state to them. A newcomer installs the view once it has that state, a survivor
@@ -52,8 +52,8 @@ once all newcomers have it, and no member leaves the boundary before it has inst
 
 Rank and world size change as the program leaves the boundary.
 
-What cannot be kept restarts the job: a program that diverged, a result that no survivor keeps, an
-operation that has no meaning in a smaller world (`operations.Rule`). So does the loss of the first
+The job restarts if it cannot continue: a program diverged, no survivor keeps a result, or an
+operation has no meaning in a smaller world (`operations.Rule`). So does the loss of the first
 member of the first view, while a program may have kept its rank in a variable: no other member
 would save and log in its place. The same holds of the first member of each node, as long as others
 of that node are left. At the end of all programs nothing is left to save.
@@ -81,7 +81,8 @@ from elastane.synchrony.operations import Identity, Rule, Signature
 # that prove nothing about others, such as broadcasts.
 VOTE_EVERY = 64
 
-# A program that never waits for its operations reads them by accident, if at all.
+# A program that does not wait for its operations reads their results at a time that depends on its
+# speed.
 UNREAD_MAX = 1024
 
 # Round and attempt of a world; views are ordered by it.
@@ -110,13 +111,13 @@ class Switch:
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """Where it is in the program, among others."""
+        """The key that orders switches as the program reaches them."""
         return self.at, self.boundary is None, self.boundary or 0
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What one member brings into a meeting.
+    """What one member tells the others before they decide together.
 
     `view`: the last view that it installed. `switches`: those that it has passed and that another
     survivor may lack, and those to come. `kept`: the numbers of the delivered operations whose
@@ -291,7 +292,7 @@ def _why_not(survivors: Sequence[Table], cut: int) -> str:
 
 
 def _why_a_first_is_missed(survivors: Sequence[Table]) -> str:
-    """Return why no other worker does what that of rank 0 did, or of local rank 0 on a node; or "".
+    """Return why no survivor does the work of a lost rank 0, or local rank 0 of a node; or "".
 
     If one survivor knows that all programs have ended, the lost one's has: it may just have left.
     """
@@ -322,7 +323,7 @@ def _why_not_given(
             f"{signature.described()} was delivered by some workers only, and no worker holds"
             " another's part of the result"
         )
-    assert _receiver(survivors, number) is not None, f"{number} is lacking, and nobody keeps it"
+    assert _receiver(survivors, number) is not None, f"no survivor keeps a copy of {number}"
     return ""
 
 
@@ -489,7 +490,8 @@ class ViewMember:
         # How many boundaries the program has arrived at, and whether it waits at the last.
         self.boundaries = 0
         self.at_boundary = False
-        # What the program sees as it leaves the boundary at which it waits; None: nothing new.
+        # The members that the program sees as it leaves the boundary where it waits; None:
+        # unchanged.
         self._entering: Switch | None = None
         self._open_unit: int | None = None
         # How many operations the current vote is about: it follows each unit, and nothing else is
@@ -509,7 +511,7 @@ class ViewMember:
         self._node_first = None
 
     def refuse(self, reason: str) -> None:
-        """Record that the program did what cannot be kept: the next fault restarts the job."""
+        """Record an operation that no survivor could repeat: the next fault restarts the job."""
         self.refused = self.refused or reason
 
     # The program.

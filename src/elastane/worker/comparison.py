@@ -9,7 +9,7 @@ all-gather in each world.
 All members of a world hold the same parameters and optimizer state, to the last bit. If one
 differs, its memory or processor is at fault, or its script used randomness of its own. `Replicas`
 names such a member and heals it. Buffers and random streams are each member's own and are not
-compared. If no more than half of the members agree, nothing tells which state is right, and
+compared. Unless more than half of the members agree, it is unknown which state is right, and
 JobError is raised.
 """
 

@@ -1,10 +1,10 @@
 """The worker's end of its control socket: the agent says which world it is in, and when that ends.
 
 Owns the descriptor that the worker inherited and a thread that reads it. The thread ends the
-current world as soon as the agent says so, whatever the main thread waits in. The main thread then
-asks for its next place. If the agent stops a worker that waits for a place, the thread ends the
-process, since a framework may swallow SIGTERM. A forked child, such as a DataLoader's, has no
-control socket.
+current world as soon as the agent says so, also while the main thread waits in a collective. The
+main thread then asks for its next place. If the agent stops a worker that waits for a place, the
+thread ends the process, since a framework may swallow SIGTERM. A forked child, such as a
+DataLoader's, has no control socket.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class ControlSocket:
         self._send(CheckpointWritten(where[-1000:], resumed))
 
     def finished(self, *, program_ended: bool = False) -> None:
-        """Report that all steps are done; `program_ended`: and everything else, on all workers."""
+        """Report that all steps are done; `program_ended`: the programs of all workers are too."""
         self._send(WorkerFinished(program_ended))
 
     def lost(self, fence: Fence, reason: str) -> None:

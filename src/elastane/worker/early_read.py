@@ -1,9 +1,9 @@
 """Warn of a script that reads a variable of its place before `init()`.
 
 The workers of the first world have RANK and the others from their start. A replacement has none
-before `init()`, so such a script fails, or takes itself for rank 0, at the first replacement only.
-Reads only source that the script's own frames have passed on the way to `init()`, and ignores what
-it cannot read.
+before `init()`, so such a script fails, or acts as rank 0, at the first replacement only. Reads
+only source that the script's own frames have passed on the way to `init()`, and ignores what it
+cannot read.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class ElasticLoader:
         # Whether the boundary before the next step was passed.
         self._is_passed = False
         self._portion: Portion | None = None
-        # The members that the current step was dealt to, and those that its gradient is of: None
-        # until that is known.
+        # The members among which the current step was divided, and those whose samples are in its
+        # gradient: None until that is known.
         self._dealt_to: tuple[Identity, ...] = ()
         self._contributors: tuple[Identity, ...] | None = None
         self._is_committed = self._is_stale = False
@@ -242,7 +242,7 @@ class ElasticLoader:
             )
         self._cursor.load_state_dict(state)
 
-    # What a newcomer receives: `SharedState`.
+    # The state that a newcomer receives: `SharedState`.
 
     def state(self) -> dict[str, Any]:
         """Return the states of the named objects, and the position."""
@@ -353,7 +353,7 @@ class ElasticLoader:
         self._stepped[id(optimizer)] = optimizer
 
     def _check(self, group: OrderedGroup) -> None:
-        """Refuse what a newcomer would not get: modules and optimizers that were not named."""
+        """Refuse modules and optimizers that were not named: a newcomer would lack their state."""
         known = {id(parameter) for parameter in self._tracked.parameters()}
         for module in group.ddps:
             if any(id(p) not in known for p in module.parameters() if p.requires_grad):

@@ -1,7 +1,7 @@
 """Scalars that a Trainer or an Accelerator logs, written once per step despite lost workers.
 
 The module of each framework offers its class: `elastane.transformers.ScalarCallback` and
-`elastane.accelerate.scalar_tracker`. The frameworks are imported as these are asked for.
+`elastane.accelerate.scalar_tracker`. A framework is imported only when its class is requested.
 """
 
 from __future__ import annotations

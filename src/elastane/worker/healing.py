@@ -60,7 +60,7 @@ class ShardHealing(Protocol):
 
 
 class Health:
-    """Whether this member holds the job's state, and how it gets it."""
+    """Whether this member holds the job's state, and how it receives it."""
 
     def __init__(self, group: ElasticGroup, tracked: RegisteredObjects) -> None:
         self._group = group

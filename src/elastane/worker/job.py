@@ -59,10 +59,10 @@ def init(  # noqa: PLR0913 - each is a choice of the user
 
     Use it as `with elastane.init() as job:`. The process group is ready: `job.process_group`.
 
-    `wait_for_place`: a worker that joins while the others train waits here until they take it in.
-    So rank and world size, also in RANK, WORLD_SIZE and the other variables, are valid from here
-    on. The others wait for its first step. With False it builds while they train, and has neither
-    rank nor these variables before its first step (docs/in-place-explained.md).
+    `wait_for_place`: a worker that joins while the others train waits here for its place in a
+    world. So rank and world size, also in RANK, WORLD_SIZE and the other variables, are valid from
+    here on. The others wait for its first step. With False it builds while they train, and has
+    neither rank nor these variables before its first step (docs/in-place-explained.md).
 
     `deterministic`: the result of a step depends on `shards` and `seed` alone, bit for bit, and not
     on the world; its body takes its data from `step.batches` (docs/deterministic.md). `digest_log`:
@@ -109,9 +109,9 @@ class Job:
         self._verify_every = 0
         self._feed: Feed | StreamFeed | None = None
         self._loader: Any = None
-        # Whether all members are known to hold the same state: no member has made a step since a
-        # world was entered, or since they met. The same on all of them, also on a worker that has
-        # just joined.
+        # Whether all members are known to hold the same state: none has made a step since the world
+        # was entered, or since they compared their states. The same on all of them, also on a
+        # worker that has just joined.
         self._met = False
 
     def join(self, *, wait_for_place: bool = True) -> Self:
@@ -587,7 +587,7 @@ class Job:
         """Deal the data again, for the current rank and world."""
         self.mode.insist_on_world(self.process_group.size())
         mesh = self._world.mesh
-        rank = self.process_group.rank() if mesh is None else mesh.seat
+        rank = self.process_group.rank() if mesh is None else mesh.coordinate
         self._open_feed.rewind(rank, self.process_group.size())
 
 

@@ -54,7 +54,7 @@ class Mode:
         self.tracked = tracked
 
     def close(self) -> None:
-        """Leave nothing behind in this process."""
+        """Restore all settings of this process that were changed."""
 
     def open(self, cursor: JobPosition, accumulate: int) -> None:
         """Deal each step in `accumulate` micro-batches from here on."""

@@ -3,8 +3,8 @@
 The members of a world call it at the same place of the program. When a peer is lost, the survivors
 enter the next world, compare their state and run the function again. A barrier ends each call. A
 member that passed it knows that all members have run the function to its end. So if one survivor
-has passed the barrier of a call, the others return the value that they hold; otherwise all run the
-function again. No value travels between survivors.
+has passed the barrier of a call, the others return their own values; otherwise all run the function
+again. No value travels between survivors.
 
 A worker that joins meanwhile takes no part in a call behind a step, since it never runs that body.
 The others continue without it, in a group of their own, until their loop asks for the next step
@@ -226,8 +226,8 @@ def given_up(error: BaseException, where: str, steps: int, resumes: str) -> str:
     return (
         f"elastane: {where}: {type(error).__name__}: {said}\n"
         f"elastane: a collective outside of `with step:` and job.retry() lost a peer. This worker"
-        f" ends, and gives up its state after {steps} steps. Where other workers still hold that"
-        f" state, its replacement gets it from them; else the job goes on from {resumes}."
+        f" ends, and gives up its state after {steps} steps. If other workers still hold that"
+        f" state, its replacement gets it from them; else the job continues from {resumes}."
         f" Next step: put the call into job.retry(function, ...) [{SLUG}]\n"
     )
 

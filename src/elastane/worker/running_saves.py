@@ -56,7 +56,7 @@ class RunningSaves:
     def finish(self, limit_s: float = FINISH_S) -> bool:
         """Wait for the saves of other threads that need no other worker; return whether all ended.
 
-        A save of this thread cannot go on before this returns.
+        A save of this thread cannot continue before this returns.
         """
         own = threading.get_ident()
 

@@ -1,4 +1,4 @@
-"""A job as what a Checkpointer saves: its registered objects, and its position in the data.
+"""A job as the state source of a Checkpointer: registered objects, and the position in the data.
 
 A standby restores nothing, since the members give it their state. A restored state counts as if
 this member had made those steps.

@@ -121,8 +121,8 @@ class JobFolder(JsonLines):
 class TensorBoard:
     """A folder that TensorBoard shows; needs the package tensorboard.
 
-    A file `elastane.jsonl` in it says what was written. A worker that continues it hides what lies
-    beyond that.
+    The file `elastane.jsonl` in it lists the values that were written. A worker that continues it
+    hides what lies beyond that.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -142,7 +142,7 @@ class TensorBoard:
         return found
 
     def write(self, scalars: Scalars) -> None:
-        """Add the values, and then note that they are there."""
+        """Add the values, and then note in `elastane.jsonl` that they were written."""
         for name, value in scalars.values.items():
             self._writer.add_scalar(name, value, scalars.step, scalars.time_s)
         self._writer.flush()
@@ -304,7 +304,7 @@ class ScalarLog:
         if number not in self._open:
             after_step = self._known_before()
             if written and (left := self._unwritten(written)):
-                # It failed, maybe in the middle of these; what is before them is there.
+                # It failed, perhaps in the middle of these entries; earlier ones were written.
                 after_step = left[0].step - 1
             written.update(sink.open(after_step))
             self._open.add(number)
@@ -315,7 +315,7 @@ class ScalarLog:
                 written.update(dict.fromkeys(missing, one.step))
 
     def _known_before(self) -> int | None:
-        """Return the step after which a sink may have what this worker logs, or would log again."""
+        """Return the step after which a sink may already have the values of this worker."""
         if self._begun is None:
             return None
         return min([self._begun, *(one.step - 1 for one in self._kept)])

@@ -38,8 +38,8 @@ from elastane.worker import running_saves
 _DCP_PACKAGE = "torch.distributed.checkpoint"
 _DCP = f"{_DCP_PACKAGE}.state_dict_saver"
 _DCP_LOADER = f"{_DCP_PACKAGE}.state_dict_loader"
-# What torch.distributed.checkpoint.async_save calls: the module, the class, and whether it saves
-# by a process that has a process group of its own.
+# The functions that torch.distributed.checkpoint.async_save calls: the module, the class, and
+# whether it saves by a process that has a process group of its own.
 _ASYNC = (
     ("_async_thread_executor", "_ThreadBasedAsyncCheckpointExecutor", False),
     ("_async_process_executor", "_ProcessBasedAsyncCheckpointExecutor", True),
@@ -87,14 +87,14 @@ class ScriptSaves:
         self.has_loaded = False
 
     def watch(self) -> None:
-        """See what is saved and loaded from here on."""
+        """Observe all saves and loads from here on."""
         saver: Any = torch.serialization
         saver.load = torch.load = self._around_load(torch.load, lambda loaded, *_, **__: loaded)
         saver.save = torch.save = self._around(torch.save, _target_of_file, lambda *_, **__: True)
         self.watch_distributed()
 
     def watch_distributed(self) -> None:
-        """See what torch.distributed.checkpoint saves and loads, once it is imported."""
+        """Observe the saves and loads of torch.distributed.checkpoint, once it is imported."""
         loader: Any = sys.modules.get(_DCP_LOADER)
         load = getattr(loader, "_load_state_dict", None)
         if load is not None and not hasattr(load, "__wrapped__"):
@@ -244,7 +244,7 @@ def _target_of_staged(
     storage_writer: Any = None,
     **__: Any,
 ) -> tuple[Any, str, Any]:
-    """Return what an asynchronous save wrote, and where; `staged` may be a future by torch."""
+    """Return the object and the path of an asynchronous save; `staged` may be a future of torch."""
     state = staged.result() if isinstance(staged, Future) else staged
     path = checkpoint_id or getattr(storage_writer, "path", None)
     return state, str(path or type(storage_writer).__name__), None

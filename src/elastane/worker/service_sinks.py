@@ -34,7 +34,8 @@ _LOOK_S = 0.1
 class ServiceSink:
     """A sink that a process of its own writes; use one of its subclasses.
 
-    `key`: what only one process may write at a time. `settings`: what that process needs.
+    `key` identifies the run, which only one process may write at a time. `settings` are for that
+    process.
     """
 
     kind = ""
@@ -242,7 +243,7 @@ class _Process:
             stdout=subprocess.PIPE,
             bufsize=0,
             env={**environment.snapshot(), "PYTHONPATH": paths},
-            # A signal to the worker's group is not for it: it ends when the worker has.
+            # Signals to the worker's process group must not reach it: it ends after the worker.
             start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None

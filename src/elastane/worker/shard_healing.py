@@ -127,11 +127,13 @@ class Shards:
         health = self._health
         torn = not health.holds and (health.torn or self._came_later)
         ready = self._agreement is not Agreement.NONE
-        own = [progress.next_step, health.holds, torn, ready, self._mesh.seat]
+        own = [progress.next_step, health.holds, torn, ready, self._mesh.coordinate]
         received = healing.gathered(self._group, [*own, near.machine()])
         return [
-            ShardClaim(n, bool(holds), bool(torn), bool(ready), self._mesh.shard_of(seat), machine)
-            for n, holds, torn, ready, seat, machine in received
+            ShardClaim(
+                n, bool(holds), bool(torn), bool(ready), self._mesh.shard_of(coordinate), machine
+            )
+            for n, holds, torn, ready, coordinate, machine in received
         ]
 
     def _advance(self, found: ShardPlan, progress: MemberProgress) -> None:
@@ -194,7 +196,7 @@ class Shards:
             f"all workers that held shard {numbers} are lost",
             where=f"rank {self._group.rank()} of {self._group.size()}, step {found.committed}",
             expected="of each shard, one worker that holds it",
-            next_step="a Checkpointer in the script: all workers start again, and go on from it",
+            next_step="a Checkpointer in the script: all workers start again and continue from it",
             slug="job-state-lost",
         )
 

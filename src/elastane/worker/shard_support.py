@@ -1,6 +1,6 @@
-"""Sharded state (`fully_shard`) in a job: whether peers can heal it, and what it excludes.
+"""Sharded state (`fully_shard`) in a job: whether peers can heal it, and what cannot use it.
 
-Owns that answer and its error texts. If no replica holds what a lost worker held, all workers
+Owns that answer and its error texts. If no replica holds the shard of a lost worker, all workers
 restart from a snapshot or checkpoint. Nothing else about a job changes then.
 """
 
@@ -69,7 +69,7 @@ def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None
         health.heal_by(shards)
     if why and worlds.rank == 0 and worlds.has_agent:
         sys.stderr.write(
-            f"elastane: {why}; when a worker is lost, all start again and go on from the"
+            f"elastane: {why}; when a worker is lost, all start again and continue from the"
             " Checkpointer's snapshot or checkpoint\n"
         )
 

@@ -227,7 +227,7 @@ SERVICES: dict[str, Callable[[Mapping[str, Any]], Service]] = {
 
 
 class Input:
-    """The entries from the worker, which a thread reads so that the end is always noticed."""
+    """The entries from the worker; a thread reads them, so that their end is always noticed."""
 
     def __init__(self) -> None:
         self.is_end = False
@@ -364,7 +364,7 @@ def kill_descendants(pid: int) -> None:
 
 
 def main() -> NoReturn:
-    """Run, and end with all that was started, whatever happens."""
+    """Run; at the end, also after an error, kill all processes that were started."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     become_subreaper()

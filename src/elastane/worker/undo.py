@@ -1,4 +1,4 @@
-"""Undo a step that failed: restore what its partly run body had changed.
+"""Undo a step that failed: restore everything that its partly run body had changed.
 
 Everything that any step may change is saved at its beginning: buffers, random streams, small
 states, the optimizers' settings. Parameters are copied only if they may have changed when a step

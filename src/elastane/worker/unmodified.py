@@ -52,7 +52,7 @@ SLUG = "in-place-refused"
 RESTART_SLUG = "in-place-restart"
 # How often a worker that waits at a boundary reads its status page.
 _POLL_S = 0.001
-# What the group of all workers is called, as torch calls it.
+# The description of the group of all workers, as torch has it.
 _GROUP = "0"
 _BACKENDS = ("", "gloo", "cpu:gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")
 
@@ -264,7 +264,7 @@ def install(*, keeps_ranks: bool) -> None:
     for module in modules[:2]:
         module.destroy_process_group = groups.destroy_process_group
         module.new_subgroups = _refused("new_subgroups")
-    # Its processes have no agent, and would wait for a store that nobody has opened.
+    # Its processes have no agent, and would wait for a store that no process serves.
     processes: Any = multiprocessing
     processes.spawn = _refused(
         "torch.multiprocessing.spawn", "the workers of elastane run --nproc-per-node"

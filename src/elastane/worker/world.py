@@ -1,6 +1,6 @@
 """Moves one worker from world to world: its rank, its control socket, its process group.
 
-Owns the way from a world that broke into the next one, and the boundary at which a planned change
+Owns the move from a world that broke into the next one, and the boundary at which a planned change
 waits. `job` owns steps, and the state that members bring along. Without an agent there is a single
 world with one worker. Workers whose state peers cannot heal (`restarts`) also have a single world:
 all of them are restarted. Fails with PeerLostError if a world cannot be entered; the caller then
@@ -20,7 +20,7 @@ import torch
 
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import ALONE, Wiring, WorldGroup
-from elastane.comms.mesh import NO_SEAT, MeshGroups, is_whole, seated
+from elastane.comms.mesh import NO_COORDINATE, MeshGroups, assign_coordinates, is_whole
 from elastane.errors import ConfigurationError, ElastaneError, JobError, PeerLostError
 from elastane.process import collectives, frames
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
@@ -302,7 +302,7 @@ class Worlds:
         os.environ.update(place.env)
 
     def _wait_for_place(self) -> None:
-        """Enter the first world that takes this worker in; then build the model apart from it."""
+        """Enter the first world with a place for this worker; then build the model alone."""
         warm_up()
         self.able()
         while True:
@@ -343,7 +343,9 @@ class Worlds:
     def _take_coordinate(self, mesh: MeshGroups) -> None:
         """Agree on all mesh coordinates, and connect to the same row and column."""
         rank, size = self.group.rank(), self.group.size()
-        received = gathered(self.group, [mesh.seat, _node_number(), mesh.shards, _node_size()])
+        received = gathered(
+            self.group, [mesh.coordinate, _node_number(), mesh.shards, _node_size()]
+        )
         claims, nodes, shards, sizes = ([each[part] for each in received] for part in range(4))
         if len(set(shards)) > 1:
             raise _not_alike(shards)
@@ -352,13 +354,13 @@ class Worlds:
         self._is_uneven = spans and not is_whole(claims, mesh.shards)
         self.group.consist_of(() if self._is_uneven else mesh.groups)
         if self._is_uneven:
-            if NO_SEAT in claims:
+            if NO_COORDINATE in claims:
                 what = f"{size} workers make no whole replicas of {mesh.shards}"
                 raise _UnevenError(what, slug="job-mesh")
             return  # They keep their shards, and come to one step in this world.
         if size % mesh.shards:
             raise _not_whole(size, mesh.shards)
-        mesh.settle(seated(claims, nodes, mesh.shards), rank)
+        mesh.set_coordinates(assign_coordinates(claims, nodes, mesh.shards), rank)
         for group, wiring in zip(mesh.groups, mesh.wirings(self.group.world.wiring), strict=True):
             self._connect(group, wiring)
 
@@ -367,10 +369,14 @@ class Worlds:
         mesh = self.mesh
         if mesh is None or mesh.shards == 1:
             return None
-        span = mesh.span if mesh.seat != NO_SEAT else _nodes_per_replica(mesh.shards, _node_size())
+        span = (
+            mesh.span
+            if mesh.coordinate != NO_COORDINATE
+            else _nodes_per_replica(mesh.shards, _node_size())
+        )
         part = NO_SLICE
-        if span > 1 and mesh.seat != NO_SEAT:
-            part = mesh.shard_of(mesh.seat) // _node_size()
+        if span > 1 and mesh.coordinate != NO_COORDINATE:
+            part = mesh.shard_of(mesh.coordinate) // _node_size()
         level = self.fence if self._is_uneven else None
         return Sharding(sole=mesh.is_sole, span=span, part=part, level=level)
 
@@ -398,7 +404,7 @@ class Worlds:
             f"all workers start again: {self.restarts} ({error})",
             slug="job-restarts",
             where=f"rank {self.rank} of {self.size}",
-            expected="a Checkpointer, from which they go on",
+            expected="a Checkpointer, from which they continue",
             next_step="job.device_mesh(shard=S) with two replicas or more recovers in place",
         ) from error
 
@@ -443,7 +449,7 @@ def warm_up() -> None:
 
 
 def _node_number() -> int:
-    """Return a number that all workers of this node share, and workers of other nodes hardly do."""
+    """Return a hash of this node's name, which hardly any other node of the job has."""
     return zlib.crc32(os.environ.get("ELASTANE_NODE", "").encode())
 
 

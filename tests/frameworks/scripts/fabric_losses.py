@@ -128,7 +128,7 @@ def keep(job):
 
 
 def main():
-    """Run the way that is asked for."""
+    """Run the requested mode."""
     torch.set_num_threads(1)
     job = Job()
     {"asks": ask, "keeps": keep}[sys.argv[2]](job)

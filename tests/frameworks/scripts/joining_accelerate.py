@@ -1,9 +1,9 @@
 """An Accelerate script with an adopted accelerator, so that workers join it in place.
 
-Usage: joining_accelerate.py FOLDER [WAY]. It ends at the end of an epoch after a file "enough" is
+Usage: joining_accelerate.py FOLDER [MODE]. It ends at the end of an epoch after a file "enough" is
 there. It writes what it has after each step and each evaluation. The process of a file PID.hold-X
 makes PID.held-X when it comes to X, and waits to be killed: X is train, last (the
-last step of an epoch), evaluate, gather, save or log. WAY:
+last step of an epoch), evaluate, gather, save or log. MODE:
 
 - plain: nothing else
 - accumulate: two batches to a step, in bfloat16, with clipping
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 import elastane
 from elastane.data import sources
 
-FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
+FOLDER, MODE = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
 SAMPLES, BATCH, EVALUATED = 240, 24, 50
 STEPS = SAMPLES // BATCH
 EPOCHS_MAX = 10_000
@@ -54,7 +54,7 @@ class Numbers(Dataset):
 def data():
     """Return the training data, as an adopted accelerator prepares them."""
     numbers = Numbers(SAMPLES)
-    if WAY == "stream":
+    if MODE == "stream":
         shards = [range(50), range(50, 50), range(50, 51), range(51, 141), range(141, SAMPLES)]
 
         def opened(shard, start, _epoch):
@@ -163,7 +163,7 @@ def accelerator_of(batches):
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=batches,
-        mixed_precision="bf16" if WAY == "accumulate" else "no",
+        mixed_precision="bf16" if MODE == "accumulate" else "no",
         log_with=Lines(),
         project_config=ProjectConfiguration(
             project_dir=str(FOLDER / "saved"), automatic_checkpoint_naming=True
@@ -176,9 +176,9 @@ class Training:
     """The loop of one worker, and what it says of itself."""
 
     def __init__(self):
-        batches = 1 + (WAY in ("accumulate", "unsynchronised"))
+        batches = 1 + (MODE in ("accumulate", "unsynchronised"))
         self.accelerator = accelerator = accelerator_of(batches)
-        accelerator.init_trackers("joining", {"way": WAY})
+        accelerator.init_trackers("joining", {"mode": MODE})
         model = made()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
@@ -192,11 +192,13 @@ class Training:
             )
         )
         self.bare = accelerator.unwrap_model(self.model)
-        self.second = torch.optim.SGD(self.bare[0].parameters(), 1e-4) if WAY == "unnamed" else None
+        self.second = (
+            torch.optim.SGD(self.bare[0].parameters(), 1e-4) if MODE == "unnamed" else None
+        )
         self.average = Average(self.bare)
         accelerator.register_for_checkpointing(self.average)
         accelerator.register_save_state_pre_hook(lambda *_: hold("save"))
-        if WAY == "resume":
+        if MODE == "resume":
             newest = max((FOLDER / "saved" / "checkpoints").glob("checkpoint_*"), key=number_of)
             accelerator.load_state(str(newest))
             accelerator.project_configuration.iteration = number_of(newest) + 1
@@ -232,7 +234,7 @@ class Training:
             if loader.step % STEPS == STEPS - 1:
                 hold("last")
             time.sleep(0.01)
-            if WAY == "unsynchronised":
+            if MODE == "unsynchronised":
                 self.accelerator.backward(loss_of(self.model, inputs))
             else:
                 self.compute(inputs)

@@ -1,9 +1,9 @@
 """An ElasticTrainer, so that workers join the Hugging Face Trainer in place.
 
-Usage: joining_trainer.py FOLDER [WAY]. It ends at the end of an epoch after a file "enough" is
+Usage: joining_trainer.py FOLDER [MODE]. It ends at the end of an epoch after a file "enough" is
 there. It writes what it has after each update. The process of a file PID.hold-X makes PID.held-X
 when it comes to X, and waits to be killed: X is train, last (the last update of an epoch),
-evaluate, save or log. WAY:
+evaluate, save or log. MODE:
 
 - plain: nothing else
 - tokens: two batches to an update, and a loss that is a sum over the number of all labels
@@ -29,10 +29,10 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 from elastane.data import sources
 from elastane.transformers import ElasticTrainerMixin
 
-FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
+FOLDER, MODE = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
 SAMPLES, BATCH = 240, 24
 STEPS = SAMPLES // BATCH
-EPOCHS = 8 if WAY in ("short", "resume") else 1000
+EPOCHS = 8 if MODE in ("short", "resume") else 1000
 # Of the shards of the stream.
 FIRSTS = [0, 50, 50, 51, 141, 178, 202, SAMPLES]
 
@@ -194,15 +194,15 @@ def main():
     arguments = TrainingArguments(
         output_dir=str(FOLDER / "checkpoints"), use_cpu=True, num_train_epochs=EPOCHS,
         learning_rate=1e-3, logging_steps=4, save_steps=25, eval_strategy="steps", eval_steps=10,
-        gradient_accumulation_steps=1 + (WAY == "tokens"), report_to=[], disable_tqdm=True,
+        gradient_accumulation_steps=1 + (MODE == "tokens"), report_to=[], disable_tqdm=True,
         ddp_backend="gloo", save_total_limit=3, metric_for_best_model="eval_quality",
-        train_sampling_strategy="group_by_length" if WAY == "grouped" else "random",
-        max_steps=EPOCHS * STEPS if WAY == "stream" else -1,
+        train_sampling_strategy="group_by_length" if MODE == "grouped" else "random",
+        max_steps=EPOCHS * STEPS if MODE == "stream" else -1,
     )  # fmt: skip
     reports, stopping = Reports(), EarlyStoppingCallback(10_000)
-    data = sources.ShardSource(range(len(FIRSTS) - 1), opened) if WAY == "stream" else Numbers()
+    data = sources.ShardSource(range(len(FIRSTS) - 1), opened) if MODE == "stream" else Numbers()
     trainer = ElasticRecorded(
-        CountingNet() if WAY == "tokens" else Net(), arguments, train_dataset=data,
+        CountingNet() if MODE == "tokens" else Net(), arguments, train_dataset=data,
         eval_dataset=Subset(Numbers(), range(50)), callbacks=[reports, stopping],
         compute_metrics=metrics_of, global_batch_size=BATCH,
     )  # fmt: skip
@@ -210,7 +210,7 @@ def main():
     (FOLDER / f"{os.getpid()}.ready").touch()
     trainer.file = (FOLDER / f"{os.getpid()}.jsonl").open("w")
     register_optimizer_step_post_hook(trainer.has_updated)
-    trainer.train(resume_from_checkpoint=WAY == "resume" or None)
+    trainer.train(resume_from_checkpoint=MODE == "resume" or None)
     trainer.say(
         {
             "ended": trainer.state.global_step,

@@ -1,9 +1,9 @@
 """A Lightning script with ElasticStrategy: workers are replaced and nodes join in place.
 
-Usage: lightning_joining.py FOLDER [WAY]. Each process appends what it has after each step and each
+Usage: lightning_joining.py FOLDER [MODE]. Each process appends what it has after each step and each
 validation to PID.jsonl. Training ends after the epoch in which a file "enough" is there. A file
 "hold.PLACE" holds each process in that place until it is gone; one that is held makes
-PID.held.PLACE. WAY:
+PID.held.PLACE. MODE:
 
 - plain: nothing else
 - accumulate: two batches to a step
@@ -44,7 +44,7 @@ from elastane.lightning import ElasticStrategy
 sys.path.insert(0, str(Path(__file__).parents[2] / "shared"))
 import small_regression as regression
 
-FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
+FOLDER, MODE = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
 VALIDATED, BY_HAND = 24, ("manual", "toggled", "unreduced")
 
 
@@ -70,10 +70,10 @@ class Net(lightning.LightningModule):
         self.net = regression.made_model()
         self.error = torchmetrics.MeanSquaredError()
         self.validated = 0
-        self.automatic_optimization = WAY not in BY_HAND
+        self.automatic_optimization = MODE not in BY_HAND
 
     def setup(self, stage):
-        if WAY == "setup":
+        if MODE == "setup":
             self.trainer.strategy.broadcast("a name")
 
     def training_step(self, batch, index):
@@ -89,18 +89,18 @@ class Net(lightning.LightningModule):
 
     def step_by_hand(self, inputs, index, indices):
         for optimizer, step in zip(self.optimizers(), regression.BY_HAND, strict=True):
-            if WAY == "toggled":
+            if MODE == "toggled":
                 self.toggle_optimizer(optimizer)
             loss = regression.loss_of(self.net, inputs)
             if step == 2:
                 hold("second")
                 say(what="second", step=steps_of(self.trainer), samples=indices)
-            with self.trainer.strategy.block_backward_sync() if WAY == "unreduced" else UNCHANGED:
+            with self.trainer.strategy.block_backward_sync() if MODE == "unreduced" else UNCHANGED:
                 self.manual_backward(loss)
             if (index + 1) % step == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-            if WAY == "toggled":
+            if MODE == "toggled":
                 self.untoggle_optimizer(optimizer)
         self.lr_schedulers().step()
 
@@ -143,7 +143,7 @@ UNCHANGED = contextlib.nullcontext()
 def steps_of(trainer):
     """Return the number of steps, which Lightning counts by optimizers if they step by hand."""
     processed = trainer.fit_loop.epoch_loop.batch_progress.total.processed
-    return processed if WAY in BY_HAND else trainer.global_step
+    return processed if MODE in BY_HAND else trainer.global_step
 
 
 class Digests(Callback):
@@ -183,7 +183,7 @@ class Data(lightning.LightningDataModule):
         (FOLDER / "prepared").touch()
 
     def train_dataloader(self):
-        data, workers = regression.Numbers(), 2 * (WAY == "workers")
+        data, workers = regression.Numbers(), 2 * (MODE == "workers")
         return DataLoader(data, 8, shuffle=True, num_workers=workers)
 
     def val_dataloader(self):
@@ -196,28 +196,28 @@ def main():
     lightning.seed_everything(1, verbose=False)
     keep = ModelCheckpoint(FOLDER / "ck", monitor="val_loss", save_last=True)
     callbacks = [keep, Digests()]
-    options = {} if WAY in BY_HAND else {"gradient_clip_val": regression.CLIP}
-    if WAY == "averages":
+    options = {} if MODE in BY_HAND else {"gradient_clip_val": regression.CLIP}
+    if MODE == "averages":
         callbacks.insert(0, EMAWeightAveraging(decay=regression.DECAY))
-    if WAY in ("interval", "resume"):
+    if MODE in ("interval", "resume"):
         callbacks.append(ModelCheckpoint(FOLDER / "steps", every_n_train_steps=5, save_last=True))
-    if WAY == "interval":
+    if MODE == "interval":
         callbacks.append(EarlyStopping("val_loss", patience=10_000))
         options["val_check_interval"] = 3
     trainer = lightning.Trainer(
         accelerator="cpu", devices=1, max_epochs=1000, callbacks=callbacks,
         strategy=ElasticStrategy(
-            global_batch_size=regression.BATCH, find_unused_parameters=WAY == "toggled"
+            global_batch_size=regression.BATCH, find_unused_parameters=MODE == "toggled"
         ), log_every_n_steps=4,
         logger=CSVLogger(FOLDER, "log"), enable_progress_bar=False, enable_model_summary=False,
-        accumulate_grad_batches=2 if WAY == "accumulate" else 1, num_sanity_val_steps=1, **options,
+        accumulate_grad_batches=2 if MODE == "accumulate" else 1, num_sanity_val_steps=1, **options,
     )  # fmt: skip
     net, data = Net(), Data()
-    if WAY == "module":
+    if MODE == "module":
         trainer.fit(net, datamodule=data)
     else:
         last = FOLDER / "steps" / "last.ckpt"
-        begin = last if WAY == "resume" and last.exists() else None
+        begin = last if MODE == "resume" and last.exists() else None
         loaders = data.train_dataloader(), data.val_dataloader()
         trainer.fit(net, *loaders, ckpt_path=begin, weights_only=False)
     say(what="end", step=trainer.global_step, best=keep.best_model_path)

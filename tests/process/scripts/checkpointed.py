@@ -169,15 +169,15 @@ def in_place(
 
 
 if __name__ == "__main__":
-    said, place, way = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    said, place, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     pause_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
     place = place.replace("{node}", os.environ.get("ELASTANE_NODE", "none"))
-    if way in ("job", "exact"):
+    if mode in ("job", "exact"):
         if sys.argv[6:] == ["behind"]:
             from elastane.checkpoint.saving import Saver
 
             Saver._is_busy = lambda self: True
         every = int(sys.argv[5]) if len(sys.argv) > 5 else 1
-        in_place(said, place, pause_s, every, exact=way == "exact")
+        in_place(said, place, pause_s, every, exact=mode == "exact")
     else:
-        alone(said, place, pause_s, sharded=way == "sharded")
+        alone(said, place, pause_s, sharded=mode == "sharded")

@@ -1,10 +1,10 @@
 """A DDP script whose loop runs through an ElasticLoader, so that workers join it in place.
 
-Usage: joining_ddp.py FOLDER [WAY]. It ends at the first epoch's end after a file "enough" is there;
-a file "go on" is what lets an epoch end. It writes what it has after each step. The process of a
-file PID.hold-X makes PID.held-X when it comes to X, and waits to be killed: X is read (of a stream,
-in the thread that reads ahead), second (a stream's second round of a step) or last (the last step
-of an epoch, before its backward pass). WAY:
+Usage: joining_ddp.py FOLDER [MODE]. It ends at the end of the first epoch after a file "enough"
+exists; a file "go on" is what lets an epoch end. It writes what it has after each step. The process
+of a file PID.hold-X makes PID.held-X when it comes to X, and waits to be killed: X is read (of a
+stream, in the thread that reads ahead), second (a stream's second round of a step) or last (the
+last step of an epoch, before its backward pass). MODE:
 
 - plain: nothing else
 - accumulate: two batches to a step
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 import elastane
 from elastane.data import sources
 
-FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
+FOLDER, MODE = Path(sys.argv[1]), "".join(sys.argv[2:]) or "plain"
 EPOCHS_MAX = 10_000
 # Of the shards of the stream.
 FIRSTS = [0, 50, 50, 51, 141, 178, 202, SAMPLES]
@@ -63,13 +63,13 @@ def opened(shard, start, _epoch):
         yield Numbers()[index]
 
 
-def data_of(way):
+def data_of(mode):
     """Return the data, as an ElasticLoader takes them."""
-    if way == "stream":
+    if mode == "stream":
         source = sources.ShardSource(range(len(FIRSTS) - 1), opened)
         return elastane.ElasticStream(source, BATCH, seed=1, lanes=4)
     sampler = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=1)
-    return DataLoader(Numbers(), batch_sampler=sampler, num_workers=2 * (way == "workers"))
+    return DataLoader(Numbers(), batch_sampler=sampler, num_workers=2 * (mode == "workers"))
 
 
 def any_has(name):
@@ -91,10 +91,10 @@ def main():
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
     named = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    if WAY == "unnamed":
+    if MODE == "unnamed":
         del named["optimizer"]
-    loader = elastane.ElasticLoader(data_of(WAY), accumulate=1 + (WAY == "accumulate"), **named)
-    if WAY == "early":
+    loader = elastane.ElasticLoader(data_of(MODE), accumulate=1 + (MODE == "accumulate"), **named)
+    if MODE == "early":
         dist.all_reduce(torch.ones(1))
     (FOLDER / f"{os.getpid()}.ready").touch()
     with (FOLDER / f"{os.getpid()}.jsonl").open("w") as file:

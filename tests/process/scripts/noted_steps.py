@@ -157,5 +157,5 @@ def dealt(batches) -> Iterator[tuple[int, list[int]]]:
 
 
 if __name__ == "__main__":
-    way = {"in-place": in_place, "restarts": restarts}[sys.argv[1]]
-    way(Training(Path(sys.argv[2]), float(sys.argv[3])))
+    train = {"in-place": in_place, "restarts": restarts}[sys.argv[1]]
+    train(Training(Path(sys.argv[2]), float(sys.argv[3])))

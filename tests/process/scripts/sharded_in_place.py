@@ -5,9 +5,9 @@
 Each process appends to FOLDER/PID.jsonl what it restored and each step. All stop after the step in
 which one finds FOLDER/enough, train as many steps again as plain torch would, and leave
 FOLDER/PID.final: digests of what both have come to, and how far apart those are. Where WHERE is not
-empty they save. In step CUT, once, those of seats 0 and 2 make their last update, that of seat 1
-does not come to it, and that of seat 3 is killed. OPTIMIZERS=2 trains the first layer by one of its
-own, and all wait for one another before the second one steps.
+empty they save. In step CUT, once, the workers of coordinates 0 and 2 make their last update, the
+worker of coordinate 1 does not come to it, and the worker of coordinate 3 is killed. OPTIMIZERS=2
+trains the first layer by one of its own, and all wait for one another before the second one steps.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ def cut_at(folder: Path, number: int, now: dict[str, object]) -> None:
         is_there = now["step"] == number and optimizer is now["last"]
         if not is_there or (folder / "cut").exists():
             return
-        (folder / f"there-{self._mesh.seat}").touch()
-        if self._mesh.seat == 3:
+        (folder / f"there-{self._mesh.coordinate}").touch()
+        if self._mesh.coordinate == 3:
             while len([*folder.glob("there-*")]) < 4:
                 time.sleep(0.001)
             (folder / "cut").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if self._mesh.seat == 1:
+        if self._mesh.coordinate == 1:
             self._agreement = Agreement.READY
             while not self._group.failed:
                 time.sleep(0.001)

@@ -1,6 +1,6 @@
 """An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
 
-Usage: unmodified_ddp.py FOLDER [WAY]: static, sum, gather, muon, by hand, group, spawn, rpc, async
+Usage: unmodified_ddp.py FOLDER [MODE]: static, sum, gather, muon, by hand, group, spawn, rpc, async
 save, end or last save. It ends once a file "enough" is there. With `sum` it takes the mean of
 floats of its own in each step, on all workers and on rank 0, over the world size that it keeps, and
 saves once; with `gather` it gathers from as many. Before one of these, rank 1 of the first attempt
@@ -26,7 +26,7 @@ from torch.distributed import rpc
 from torch.distributed.checkpoint import async_save, save
 from torch.nn.parallel import DistributedDataParallel
 
-FOLDER, WAY = Path(sys.argv[1]), "".join(sys.argv[2:])
+FOLDER, MODE = Path(sys.argv[1]), "".join(sys.argv[2:])
 STEPS_MAX = 100_000
 DIES_AT = 3
 
@@ -70,9 +70,9 @@ def mean_of_ones(step, size, optimizer):
     """Return the mean of a one of each worker, if the script is to take it; save once behind it."""
     mean = torch.ones(1)
     is_place = (step, dist.get_rank()) == (DIES_AT, 1) and is_first_attempt()
-    if WAY in ("sum", "gather", "muon") and is_place:
+    if MODE in ("sum", "gather", "muon") and is_place:
         os.kill(os.getpid(), signal.SIGKILL)
-    if WAY == "sum":
+    if MODE == "sum":
         with torch.inference_mode():
             mean = torch.ones(1)
             dist.all_reduce(mean)
@@ -83,16 +83,16 @@ def mean_of_ones(step, size, optimizer):
                 mean = (mean + total / size) / 2
         if step == DIES_AT + 2:
             save({"optimizer": optimizer.state_dict()}, checkpoint_id=FOLDER / "dcp")
-    if WAY == "gather":
+    if MODE == "gather":
         dist.all_gather([torch.empty(1) for _ in range(dist.get_world_size())], mean)
     return mean.item()
 
 
 def start_beside():
     """Start a process or torch's RPC, if the script is to do so."""
-    if WAY == "spawn":
+    if MODE == "spawn":
         torch.multiprocessing.spawn(print, nprocs=1)
-    if WAY == "rpc":
+    if MODE == "rpc":
         rpc.init_rpc(f"worker{os.environ['RANK']}", rank=int(os.environ["RANK"]), world_size=2)
 
 
@@ -107,11 +107,11 @@ def save_last(model):
 
 def main():
     """Train until it is enough."""
-    if WAY == "end" and os.environ["RANK"] == "1":  # called after what is registered later
+    if MODE == "end" and os.environ["RANK"] == "1":  # called after what is registered later
         atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
     start_beside()
     dist.init_process_group("gloo")
-    if WAY == "group":
+    if MODE == "group":
         dist.new_group([0])
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -119,11 +119,11 @@ def main():
         torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
     )
     trained, size = model, dist.get_world_size()
-    if WAY != "by hand":
-        is_static = WAY == "static"
+    if MODE != "by hand":
+        is_static = MODE == "static"
         trained = DistributedDataParallel(model, bucket_cap_mb=0.002, static_graph=is_static)
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
-    if WAY == "muon":
+    if MODE == "muon":
         optimizer = DealtOut(trained.parameters())
     data = torch.Generator().manual_seed(dist.get_rank())
     with (FOLDER / f"{os.getpid()}.jsonl").open("w") as file:
@@ -133,11 +133,11 @@ def main():
             optimizer.zero_grad()
             loss = (trained(inputs).squeeze(-1) - inputs.sum(1)).square().mean()
             loss.backward()
-            for parameter in model.parameters() if WAY == "by hand" else ():
+            for parameter in model.parameters() if MODE == "by hand" else ():
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= size
             optimizer.step()
-            if WAY == "async save":
+            if MODE == "async save":
                 async_save({"optimizer": optimizer.state_dict()}, checkpoint_id=FOLDER / "dcp")
             mean = mean_of_ones(step, size, optimizer)
             what = {"step": step, "digest": digest(model), "world": dist.get_world_size()}
@@ -146,7 +146,7 @@ def main():
             file.flush()
             if is_enough():
                 break
-    if WAY == "last save":
+    if MODE == "last save":
         save_last(model)
     dist.destroy_process_group()
 

@@ -65,7 +65,7 @@ def test_a_notice_that_does_not_drain_is_only_logged():
     assert agent.core.group.phase == "running"
 
 
-def test_the_signal_of_the_shutdown_after_a_notice_makes_nobody_hurry():
+def test_the_signal_of_the_shutdown_after_a_notice_shortens_no_drain():
     agent = Agent().running()
     agent.does(SPOT)
     agent.does(Signalled("SIGTERM"))

@@ -15,7 +15,7 @@ def differed(fence):
     return ReplicaDiffered(fence=fence, rank=5, local_rank=1, steps=40, reason=REASON)
 
 
-def test_it_is_told_with_its_rank_and_its_step_and_nobody_is_asked():
+def test_it_is_logged_with_its_rank_and_its_step_without_a_query():
     agent = Agent().running()
     agent.does(differed(FENCE))
     event = agent.effect(WriteEvent).event

@@ -153,7 +153,7 @@ def test_workers_that_were_all_able_recover_in_place_though_they_have_finished_s
     assert (held.able, held.in_place) == ((), in_place)
 
 
-def test_while_the_coordinator_is_away_healthy_workers_go_on():
+def test_while_the_coordinator_is_away_healthy_workers_continue():
     agent = Agent(self_fencing=False).running()
     agent.does(Unlinked("EOF"))
     agent.passes(3000.0)
@@ -278,7 +278,7 @@ def test_an_assignment_that_waited_in_a_buffer_is_not_started():
     assert agent.sent(Stopped) == [Stopped(FENCE, PortOffer(6, True))]
 
 
-def test_a_session_offers_a_port_that_nobody_knows_yet_beside_workers_too():
+def test_a_session_offers_a_new_port_also_while_workers_run():
     agent = Agent(linked=False)
     agent.does(Linked(PortOffer(7, True)))
     assert agent.sent(Join)[0].offer == PortOffer(7, True)
@@ -401,7 +401,7 @@ def test_a_signal_asks_to_leave_and_a_second_one_hurries():
     assert agent.effect(Exit).code == 143
 
 
-def test_a_notice_that_the_scheduler_repeats_makes_nobody_hurry():
+def test_a_notice_that_the_scheduler_repeats_shortens_no_drain():
     agent = Agent().running()
     agent.does(Signalled("SIGUSR1", may_repeat=True))
     assert agent.sent(Leave)
@@ -435,7 +435,7 @@ def test_one_that_is_to_leave_does_not_wait_for_a_coordinator_that_is_no_more(ho
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_with_nobody_to_say_goodbye_to_it_goes_at_once(linked):
+def test_without_workers_it_leaves_at_once_or_once_released(linked):
     agent = Agent(linked=linked)
     agent.does(Signalled("SIGTERM"))
     if linked:

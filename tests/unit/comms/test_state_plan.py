@@ -47,7 +47,7 @@ def test_the_furthest_holders_are_right_and_all_others_receive(
 
 
 @pytest.mark.parametrize("standings", [[T, J], [T]])
-def test_where_nobody_holds_a_state_and_some_have_half_of_one_there_is_none(standings):
+def test_without_a_state_holder_half_received_states_heal_no_member(standings):
     assert decide(standings) is None
 
 

@@ -96,7 +96,7 @@ def test_a_wait_that_passed_is_reported_again_once_it_lasts_twice_as_long():
         stands_still(job, "a")
 
 
-def test_workers_that_all_compute_blame_nobody():
+def test_workers_that_all_compute_have_no_culprit():
     job = running()
     stands_still(job, "a", 9, 9)
     stands_still(job, "b", 9, 9)

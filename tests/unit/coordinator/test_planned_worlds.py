@@ -74,7 +74,7 @@ def shrunk(**more):
     return job
 
 
-def test_survivors_go_on_alone_and_the_lost_worker_is_charged_and_replaced():
+def test_survivors_continue_alone_and_the_lost_worker_is_charged_and_replaced():
     job = planned(min_workers=1)
     dies(job, "a", local_rank=0)
     assert kinds(job, "a") == [Interrupt, Prepare, Assign] and kinds(job, "b") == [
@@ -217,7 +217,7 @@ def test_too_few_survivors_restart_at_once_and_are_charged_once():
     assert not job.assigned["a"].in_place and job.persisted[-1].world.world_size == 4
 
 
-def test_a_checkpoint_restarts_nobody():
+def test_a_checkpoint_restarts_no_worker():
     job = shrunk(timing={"growth_interval_s": 0.0, "drain_timeout_s": 5.0})
     job.says("b", Checkpointed(job.assigned["b"].fence, "run/last.pt"))
     assert not kinds(job, "b") and job.phase == "running"

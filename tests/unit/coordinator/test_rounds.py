@@ -159,7 +159,7 @@ def test_a_node_that_leaves_is_drained_released_and_never_a_fault(elastic):
     assert not [n for n in elastic.events if n.kind in ("incident", "node-departed")]
 
 
-def test_a_spare_that_leaves_disturbs_nobody(pair):
+def test_a_spare_that_leaves_disturbs_no_worker(pair):
     pair.join("spare")
     pair.leaves("spare")
     assert pair.got("spare", Release) and pair.phase == "running"
@@ -208,7 +208,7 @@ def test_without_authority_nothing_is_decided_and_nothing_forgotten(pair):
     assert pair.phase == "stopping" and pair.got("b", Stop)
 
 
-def test_a_deposed_coordinator_stops_nobody_of_a_later_world(driver):
+def test_a_deposed_coordinator_stops_no_worker_of_a_later_world(driver):
     first = driver(job_spec(2, 2), store_backed=True)
     first.join("a")
     first.join("b")

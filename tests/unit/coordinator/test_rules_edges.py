@@ -217,7 +217,7 @@ def test_the_master_is_reached_by_what_other_hosts_see():
 # The agent
 
 
-def test_an_answer_that_nobody_waits_for_proves_nothing_new():
+def test_an_unexpected_answer_proves_nothing_new():
     contact = Contact(5.0)
     contact.session_started(6.0)
     contact.heartbeat_answered(authority=True)
@@ -247,5 +247,5 @@ def test_a_reader_that_found_a_fault_is_ready_to_tell_it():
     assert codec.ready
 
 
-def test_the_coordinators_side_says_nothing_to_a_stranger_that_says_nothing():
+def test_the_coordinators_side_sends_nothing_to_a_silent_peer():
     assert ServerHandshake("job", b"k" * 32, bytes(NONCE_BYTES)).start() == b""

@@ -52,7 +52,7 @@ def test_workers_in_place_checkpoint_where_the_last_of_them_leave():
     assert job.got("a", Stop) and not job.got("a", Interrupt)
 
 
-def test_where_others_go_on_nobody_checkpoints():
+def test_a_drain_with_survivors_needs_no_checkpoint():
     job = in_place(nodes="ab")
     job.leaves("b"), job.marks("a", 4), job.marks("b", 4)
     assert aims(job, "a") == aims(job, "b") == [(5, False)]

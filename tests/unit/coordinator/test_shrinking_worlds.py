@@ -244,7 +244,7 @@ def test_a_worker_lost_on_the_way_to_the_boundary_shrinks_the_world_again():
     assert job.persisted[-1].world.world_size == 4
 
 
-def test_workers_that_reach_no_boundary_go_on_until_a_later_checkpoint():
+def test_workers_that_reach_no_boundary_continue_until_a_later_checkpoint():
     job = shrunk(timing={"growth_interval_s": 0.0, "drain_timeout_s": 5.0})
     checkpoints(job)
     job.marks("a", 7), job.marks("b", 7), job.drains("a")
@@ -287,7 +287,7 @@ def test_workers_that_finish_do_not_restart_for_growth():
     assert job.phase == "running" and Stop not in kinds(job, "a")
 
 
-def test_a_leaving_node_is_left_at_a_boundary_and_restarts_nobody():
+def test_a_leaving_node_is_left_at_a_boundary_and_restarts_no_other():
     job = shrinking(min_workers=1)
     job.leaves("b")
     reaches_boundary(job, "a", "b")

@@ -81,7 +81,7 @@ def test_no_pace_is_logged_of_ranks_that_make_no_steps_or_report_them():
     assert found(job, EventKind.PACE) == [late] and found(job, EventKind.PROGRESS)
 
 
-def test_nobody_is_named_while_a_node_shows_nothing_of_the_world():
+def test_no_straggler_is_named_while_a_node_shows_nothing_of_the_world():
     job = running()
     beats(job, 2 * COMPARISONS_MIN, {"b": SLOW["b"]})
     beats(job, 2 * COMPARISONS_MIN, SLOW, fence=Fence(0, 0))

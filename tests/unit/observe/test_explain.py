@@ -267,7 +267,7 @@ def test_departures_and_replicas_that_differ_are_told():
     assert lines[where + 1] == f"  {at(4)} b: no heartbeat for 10 s"
 
 
-def test_injected_faults_are_told_so_that_nobody_looks_for_their_cause():
+def test_injected_faults_are_named_as_such():
     lines = told(settled(0), event(3, EventKind.FAULT_INJECTED, "kill-worker 7 of a", node="a"))
     where = lines.index("faults that were injected:")
     assert lines[where + 1] == f"  {at(3)} kill-worker 7 of a"

@@ -178,7 +178,7 @@ def test_a_worker_that_calls_another_collective_or_shape_is_named_with_both_site
             assert f"(train.py:{rank}, main)" in found.sentence, (seed, found)
 
 
-def test_nobody_is_blamed_while_no_worker_waits():
+def test_there_is_no_culprit_while_no_worker_waits():
     for seed in SEEDS:
         cluster = Cluster(seed)
         for rank in range(cluster.size):
@@ -186,14 +186,14 @@ def test_nobody_is_blamed_while_no_worker_waits():
         assert judge(cluster.evidence(), cluster.size) is None, seed
 
 
-def test_nobody_is_blamed_before_all_workers_are_known():
+def test_there_is_no_culprit_before_all_workers_are_known():
     cluster = Cluster(3)
     cluster.plant(Kind.BUSY)
     assert judge(cluster.evidence()[1:], cluster.size) is None
     assert judge([], 0) is None
 
 
-def test_workers_in_one_collective_that_does_not_complete_blame_nobody():
+def test_workers_in_one_collective_that_does_not_complete_have_no_culprit():
     cluster = Cluster(4)
     cluster.culprits = []
     cluster.stand("0")
@@ -343,13 +343,13 @@ def test_a_reported_standstill_is_no_step_to_learn_from():
         assert looks.rules.is_due(due_s + 20.0) and not looks.rules.is_due(due_s - 1.0)
 
 
-def test_an_agent_that_was_stopped_for_an_hour_judges_nobody_when_it_continues():
+def test_an_agent_that_was_stopped_for_an_hour_judges_no_worker_when_it_continues():
     looks = Looks().steps(20, 1.0)
     looks.now_s += 3600.0
     assert looks.wait(0.5) < 3.0
 
 
-def test_nobody_is_blamed_if_all_workers_are_stopped():
+def test_there_is_no_culprit_if_all_workers_are_stopped():
     cluster = Cluster(5)
     cluster.culprits = []
     cluster.stand("0")

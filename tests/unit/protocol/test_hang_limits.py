@@ -195,14 +195,14 @@ def test_who_does_not_return_from_an_abort_hangs_whatever_it_was_at(activity):
     assert node.passes(10 * ABORT_S) == {}, "a debugger holds it"
 
 
-def test_a_host_that_stood_still_is_held_against_nobody():
+def test_a_host_that_stood_still_makes_no_worker_count_as_hung():
     node = Node()
     node.passes(1.0)
     for _ in range(4):
         assert node.passes(600.0, look_s=600.0) == {}
 
 
-def test_nobody_is_asked_while_all_make_progress():
+def test_no_worker_is_asked_while_all_make_progress():
     node = Node(1, 2)
     for _ in range(100):
         node.be(1)
@@ -301,7 +301,7 @@ def test_no_healthy_step_of_ten_thousand_is_taken_for_a_hang():
         assert node.stalled_s is None
 
 
-def test_an_answer_of_a_worker_that_is_gone_is_nobodys():
+def test_an_answer_of_a_worker_that_is_gone_is_dropped():
     node = Node(1)
     node.watch.answered(1, waits=True)
     node.watch.answered(2, waits=True, held=True)

@@ -256,7 +256,7 @@ def test_one_holder_after_another_passes():
     )
 
 
-def test_a_lease_whose_answer_came_after_its_end_was_held_by_nobody():
+def test_a_lease_whose_answer_came_after_its_end_was_never_held():
     late = Belief("b", 2, 2.5, 6.0, 3.5)
     check_leases([belief("a", 1, 0, 2), late, belief("c", 3, 4, 7)])
 

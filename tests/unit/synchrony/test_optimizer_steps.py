@@ -50,15 +50,15 @@ def test_an_optimizer_is_running_in_its_step_and_in_those_of_optimizers_within_i
     assert seen == ["Outer"] * 4 and steps.running == "" and len(steps.made) == 2
 
 
-@pytest.mark.parametrize("way", ["by place", "by name"])
-def test_a_closure_is_the_programs_own_code(steps, way):
+@pytest.mark.parametrize("mode", ["by place", "by name"])
+def test_a_closure_is_the_programs_own_code(steps, mode):
     seen = []
     optimizer = follow(Asks(steps, seen), steps)
 
     def closure():
         seen.append(steps.running)
 
-    optimizer.step(closure) if way == "by place" else optimizer.step(closure=closure)
+    optimizer.step(closure) if mode == "by place" else optimizer.step(closure=closure)
     assert seen == ["Asks", "", "Asks"]
 
 

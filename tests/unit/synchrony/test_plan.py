@@ -35,7 +35,7 @@ def test_what_one_has_delivered_is_handed_to_the_other():
     assert decided.cut == 2 and decided.switches == (Switch(2, (A, B)),)
 
 
-def test_what_nobody_has_delivered_runs_again_and_changes_the_size():
+def test_an_undelivered_operation_runs_again_and_changes_the_size():
     decided = plan([table(A, 1, 2, MAX, BUCKET), table(C, 1, 1, MAX)])
     assert not decided.restart and not decided.gifts
     assert decided.switches == (Switch(1, (A, C)),)

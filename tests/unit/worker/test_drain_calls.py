@@ -18,7 +18,7 @@ from elastane.worker import drain, world
 
 
 class Time:
-    """A clock that only waiting moves; while somebody waits, the agent does what is due."""
+    """A clock that only waiting moves; while a caller waits, the agent does what is due."""
 
     def __init__(self):
         self.now_s = 100.0

@@ -1,10 +1,10 @@
 """Admission: which agents may join, and what they bring with them.
 
 A refusal names both sides and the next step. Two agents that claim one node id are a contest, which
-silence decides. Agents that the job's owner has given up are refused, or cut off: a pod on a node
-lost to its cluster may live and return after its replacement. An admitted agent may bring workers.
-They are adopted if they belong to the current world, or to none that was recorded; workers of any
-other world are stopped.
+silence decides. Agents that the job's owner has fenced are refused or disconnected: a pod on a node
+that the cluster lost may be alive and return after its replacement. An admitted agent may bring
+workers. They are adopted if they belong to the current world, or to none that was recorded; workers
+of any other world are stopped.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _closed(state: State) -> Refused | None:
 
 
 def refuse_if_fenced(state: State, node: NodeSpec) -> Refused | None:
-    """Return a refusal for an agent that the owner has given up, otherwise None."""
+    """Return a refusal for an agent that the owner has fenced, otherwise None."""
     if not state.owner.is_fenced(node.incarnation):
         return None
     return Refused(
@@ -433,7 +433,7 @@ def _interrupt_again(state: State, node: KnownNode, holding: Holding) -> None:
 
 
 def missed_place(state: State, node: KnownNode, holding: Holding | None) -> WorldMember | None:
-    """Return the place in the current world that a node's workers have and do not know of.
+    """Return the place in the current world of workers whose agent has not received it.
 
     They are in an earlier world, and the current one makes no step without them: nothing is lost
     yet.

@@ -13,7 +13,7 @@ class PlannedGrowth:
     """A restart of all workers at a checkpoint, so that waiting workers join."""
 
     checkpoint: str
-    workers: int  # how many more there will be
+    workers: int  # how many more workers there will be
     nodes: str  # of which nodes, in words
     since_s: float
 
@@ -104,7 +104,7 @@ class ArrivalGathering:
 
 @dataclass(slots=True)
 class WaitingCapacity:
-    """The capacity that waits beside a shrink-only world, and the checkpoints; rules: `growth`.
+    """What waits to join a shrink-only world, and its checkpoints; `growth` has the rules.
 
     `failed`: how many growths in a row met a fault soon after the workers' start. `called_off`: how
     many drains since that start some worker did not reach in time.
@@ -206,12 +206,12 @@ class JoiningTries:
 
 @dataclass(slots=True)
 class OwnerOrders:
-    """The orders of the job's owner: the range of nodes, and the agents that it has given up."""
+    """The orders of the job's owner: the range of nodes, and the agents that it has fenced."""
 
     resized: bool = False  # the range of nodes differs from the command line's
     requested_range: tuple[int, int] | None = None  # asked for, and not yet applied
     resized_s: float = 0.0
-    fenced: frozenset[str] = frozenset()  # incarnations that the owner has given up
+    fenced: frozenset[str] = frozenset()  # incarnations that the owner has fenced
     dead: frozenset[str] = frozenset()  # those of them whose processes have all ended
 
     def request_range(self, fewest: int, most: int) -> None:
@@ -232,11 +232,11 @@ class OwnerOrders:
         self.resized_s = now_s
 
     def fence(self, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
-        """Record all agents that the owner has given up."""
+        """Record all agents that the owner has fenced."""
         self.fenced, self.dead = frozenset((*incarnations, *dead)), frozenset(dead)
 
     def is_fenced(self, incarnation: str) -> bool:
-        """Whether the owner has given up an agent."""
+        """Whether the owner has fenced an agent."""
         return _names(self.fenced, incarnation)
 
     def is_dead(self, incarnation: str) -> bool:

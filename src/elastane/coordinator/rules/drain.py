@@ -4,8 +4,8 @@ The coordinator first gates the workers and asks each node for its furthest call
 should_checkpoint(). It then sets the target one call later, which no worker has passed. A node that
 comes back is asked again. `machine` decides when the drain ends. A drain that passes its timeout
 ends like one whose workers have checkpointed if a node is to leave. One that only adds workers to
-the world is called off, and all go on: the script may evaluate before it reaches the next boundary.
-The next such drain has twice the time.
+the world is called off, and all workers continue: the script may evaluate before it reaches the
+next boundary. The next such drain has twice the time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def begin_drain(
 
 
 def send_drain_request(state: State, node: KnownNode) -> None:
-    """Send `node` what it has to know of the current drain, also when it comes back during it."""
+    """Send `node` the current drain, or its target; also if the node comes back meanwhile."""
     assert state.world is not None
     fence, timeout_s = state.world.fence, limit_s(state)
     if state.drain.target_sent and not node.drain.saved:
@@ -80,7 +80,7 @@ def _has_sigterm_only(state: State, *, stops_all: bool) -> bool:
     return ends and next_world.joining(state) is not Joining.ANYTIME
 
 
-def nobody_continues(state: State) -> bool:
+def all_workers_end(state: State) -> bool:
     """Whether no worker keeps its process after the drain, so that all have to checkpoint."""
     survive = state.in_place.active and recovery.has_survivors(state)
     return state.drain.growth is not None or not survive
@@ -92,7 +92,7 @@ def all_save(state: State) -> bool:
     If too few stay, they wait for others with their state in memory. A scheduler that ends the job
     stops its nodes one after the other, and the last ones would end without a checkpoint.
     """
-    if nobody_continues(state):
+    if all_workers_end(state):
         return True
     if not state.roster.leaving or next_world.joining(state) is not Joining.ANYTIME:
         return False
@@ -110,7 +110,7 @@ def stop_at_target(state: State) -> None:
 
 def lacks_boundary(state: State) -> bool:
     """Whether no worker has reached any boundary, where others join and leave at boundaries."""
-    if next_world.joining(state) is not Joining.PLANNED or nobody_continues(state):
+    if next_world.joining(state) is not Joining.PLANNED or all_workers_end(state):
         return False
     return not any(node.drain.calls for node in state.roster.members())
 
@@ -137,7 +137,7 @@ def ends_s(state: State) -> float:
 
 
 def call_off(state: State) -> bool:
-    """Let the workers go on, since some did not reach the boundary; always True, as a rule."""
+    """Let the workers continue, since some did not reach the boundary; always True, as a rule."""
     waited_s = limit_s(state)
     if state.drain.admits:
         # The next such drain begins after the time that it may take itself.
@@ -149,7 +149,7 @@ def call_off(state: State) -> bool:
         later = "restart at a later checkpoint"
     reason = (
         f"workers of {named(state.roster.unsaved)} reached no step boundary within {waited_s:g} s:"
-        f" all workers go on, and {later}"
+        f" all workers continue, and {later}"
     )
     state.incidents.drop()
     state.enter(MembershipPhase.RUNNING, reason)
@@ -162,7 +162,7 @@ def call_off(state: State) -> bool:
 
 
 def send_call_off(state: State, node: KnownNode) -> None:
-    """Tell `node` that no drain of the current world is going on."""
+    """Inform `node` that the current world has no drain."""
     assert state.world is not None
     state.queue.send(node, CallOff(state.world.fence))
 

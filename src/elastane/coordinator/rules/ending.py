@@ -76,7 +76,7 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
         budget, reason = state.budget, verdict.reason
         if kind is EventKind.REPLACEMENT:
             reason = (
-                "lost workers are replaced, the others go on:"
+                "lost workers are replaced, the others continue:"
                 f" {budget.used} of {budget.allowed} restarts of the budget used"
             )
         counts = {"used": budget.used, "allowed": budget.allowed}

@@ -1,4 +1,4 @@
-"""Growth of a shrink-only world: all workers restart at a checkpoint, with what waits beside it.
+"""Growth of a shrink-only world: all workers restart at a checkpoint, with those that waited.
 
 No worker can join such a world in place. Places of lost workers and nodes that arrived wait until
 the script has written a checkpoint, since a restart at any other time repeats the steps after the
@@ -8,10 +8,10 @@ some do not reach it in time, the drain is called off, and the next checkpoint i
 a fault follows soon after a growth, the next one waits for twice as long: the new worker may be
 unable to train.
 
-After a restart, a script that does not resume from its checkpoint has lost all its work. So a job
-does not grow if its script need not expect to start again: the number of nodes is fixed, and no
-restart is allowed. Nor does it grow once its script has failed to resume: it wrote a checkpoint,
-all workers started again, and the worker that wrote the next one had read none.
+A script that does not resume from its checkpoint loses all its work at a restart. So a job does not
+grow if its script has no reason to resume: the number of nodes is fixed, and no restart is allowed.
+Nor does it grow once its script has failed to resume: it wrote a checkpoint, all workers started
+again, and the worker that wrote the next one had read none.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def growth_due(state: State) -> PlannedGrowth | None:
 
 
 def record_fault(state: State) -> None:
-    """Record that an unplanned incident ends the current world, which may be of a failed growth."""
+    """Record an unplanned incident, by which the growth before it may have failed."""
     if not state.incidents.is_planned:
         state.growth.note_fault(state.now_s, LASTS_S)
 

@@ -70,9 +70,7 @@ class Incident:
 
     @property
     def is_chargeable(self) -> bool:
-        """Whether it uses the restart budget: failed workers do, departures and planned changes
-        never.
-        """
+        """Whether it is charged to the restart budget, as only failures of workers are."""
         return bool(self.seen) and not self.planned and not self.departed
 
 
@@ -200,7 +198,8 @@ class Incidents:
     current: Incident | None = None
     last: str = ""  # the last unplanned one, in words
     unpaid: Incident | None = None  # the one whose replacements exceed the budget
-    peer_lost_s: float | None = None  # when a worker lost a peer without a known reason
+    # when a worker reported a lost peer that no other report explains
+    peer_lost_s: float | None = None
     peer_lost_reason: str = ""
     stalls: Stalls = field(default_factory=Stalls)
     standstill: Standstill = field(default_factory=Standstill)

@@ -107,8 +107,8 @@ from elastane.protocol.messages import (
 )
 from elastane.protocol.model import JobRecord, JobSpec, Joining, World
 
-# After this many worlds in a row that stalled without a step, the machines do not let their workers
-# connect, and a further world is of no use.
+# After this many worlds in a row that stalled without a step, another world is of no use: the
+# machines do not let their workers connect.
 STALLS_MAX = 3
 
 # The longest chain of phases in one call is recovering, stopping, forming, running. A longer one
@@ -431,15 +431,15 @@ def _running(state: State) -> bool:
     recovery.replace_uncharged(state)
     if planned := growth.growth_due(state):
         return drain.begin_drain(state, growth.describe(planned, state.now_s), planned)
-    goes_on = not state.in_place.active or state.roster.is_stepping()
-    if goes_on and (parting := sizing.reason_to_shrink(state)):
+    may_drain = not state.in_place.active or state.roster.is_stepping()
+    if may_drain and (parting := sizing.reason_to_shrink(state)):
         return drain.begin_drain(state, parting)
     arrivals = (
         recovery.standbys_due(state) if state.in_place.active else forming.arrivals_due(state)
     )
     if arrivals:
         admits = next_world.joining(state) is Joining.PLANNED
-        return drain.begin_drain(state, f"taking in {named(arrivals)}", admits=admits)
+        return drain.begin_drain(state, f"adding {named(arrivals)}", admits=admits)
     return False
 
 
@@ -494,12 +494,12 @@ def _await_drained(state: State) -> bool:
 
 
 def _give_up_drain(state: State) -> bool:
-    """Call the drain off, or end the world although workers are not where the drain wants them."""
+    """Call the drain off, or end the world although some workers have not checkpointed."""
     assert state.incidents.current is not None
     if state.drain.is_optional:
         return drain.call_off(state)
     state.log(EventKind.DRAIN_ENDED, f"workers of {named(state.roster.unsaved)} did not checkpoint")
-    if not drain.nobody_continues(state):
+    if not drain.all_workers_end(state):
         drain.drained_late(state)
     return _end_world(state, state.incidents.current.reason)
 
@@ -563,7 +563,7 @@ def _await_possibly_training(state: State) -> bool:
 
 
 def _await_return(state: State) -> bool:
-    """Wait for workers between two loops of steps, or after the last: they come back or exit."""
+    """Wait for workers between two loops of steps, or after the last, until they return or exit."""
     assert state.incidents.current is not None
     until_s = state.stage.began_s + state.spec.timing.join_timeout_s
     if state.now_s >= until_s:

@@ -1,15 +1,16 @@
 """Recovery in place: surviving workers keep their processes and enter another world.
 
-Owns when such a world is committed (`next_world` has which workers it consists of), what happens to
+Owns when such a world is committed (`next_world` has which workers it consists of), the handling of
 nodes and workers without a place, and the replacements for lost workers, which the restart budget
 pays for. A world of the survivors follows at once if enough workers are left. The others get ready
 meanwhile and join at a step boundary. Without a survivor all workers start afresh, which `machine`
 decides.
 
-What differs by `Joining` of the world. If workers join at any time, a world that is too small waits
-for them in memory, and the job fails if the budget does not pay for them. If they join by a planned
-change, survivors go on alone after each fault, all restart if they are too few, and a loss that the
-budget does not pay for is not replaced. If they never join, no loss is replaced or charged.
+`Joining` of the world decides the rest. If workers join at any time, a world that is too small
+waits for them in memory, and the job fails if the budget does not pay for them. If they join by a
+planned change, survivors continue alone after each fault, all restart if they are too few, and a
+loss that the budget does not pay for is not replaced. If they never join, no loss is replaced or
+charged.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ def commit_when_enough(state: State) -> bool:
 
 
 def _commit(state: State, before: World, found: list[sizing.NodeWorkers], why: str) -> None:
-    """Commit the next world; say so if it has fewer workers until a planned change."""
+    """Commit the next world; log if it has fewer workers until a planned change."""
     when = next_world.joining(state)
     next_world.commit(state, found, why)
     size = sum(len(one.workers) for one in found)
@@ -346,7 +347,7 @@ def _start_afresh(state: State, node: KnownNode, why: str) -> None:
 def _displaced_from_boundaries(state: State) -> list[KnownNode]:
     """Return nodes whose workers left a place where others join by planned changes alone.
 
-    They are in the middle of their program, and the others go on without them.
+    They are in the middle of their program, and the others continue without them.
     """
     if next_world.joining(state) is not Joining.PLANNED:
         return []
@@ -440,7 +441,7 @@ def record_standby_failure(state: State, node: KnownNode, failures: tuple[Failur
 
 
 def _charge_or_forgo(state: State, incident: Incident) -> None:
-    """Charge replacements; if the budget refuses, others go on without them."""
+    """Charge replacements; if the budget refuses, the others continue without them."""
     why = charge_replacements(state, incident)
     nodes = [state.roster.nodes[i] for i in _nodes_of(incident) if i in state.roster.nodes]
     news = [node.id for node in nodes if why and node.workers.forgo_lost()]

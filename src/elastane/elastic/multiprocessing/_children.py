@@ -86,7 +86,7 @@ def _own_streams() -> None:
 
 @dataclass(frozen=True)
 class Child:
-    """What a child needs besides its function: variables, files, result pipe, start method."""
+    """The settings of a child besides its function: variables, files, result pipe, start method."""
 
     env: dict[str, str]
     files: tuple[str, str]

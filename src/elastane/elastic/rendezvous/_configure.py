@@ -40,7 +40,7 @@ _handlers = itertools.count()
 
 @dataclass(frozen=True)
 class RendezvousOptions:
-    """What a handler joins, independent of how it was spelled."""
+    """The rendezvous that a handler joins, independent of the spelling of its options."""
 
     run_id: str
     min_nodes: int

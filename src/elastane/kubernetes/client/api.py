@@ -40,9 +40,9 @@ from elastane.kubernetes.client.transport import PAGE_BYTES_MAX, ApiRequest, Tra
 
 T = TypeVar("T")
 
-# A server ends a watch after about so long, and sends a bookmark each minute until then.
+# A server ends a watch after about this time, and sends a bookmark each minute until then.
 WATCH_S = 60.0
-# ... and a connection over which nothing came for that long and this is dead.
+# ... and a connection without data for that time and this one is dead.
 SILENCE_MARGIN_S = 5.0
 # Between two watches of a server that ends each at once: the first pause and the longest.
 PAUSE_S = 0.1
@@ -69,7 +69,7 @@ class _Line(msgspec.Struct):
 async def follow(
     http: Transport, request: ApiRequest, kind: type[T], from_version: str, watch_s: float
 ) -> AsyncGenerator[SeenObject[T], None]:
-    """Give every event after `from_version`, over as many watches as it takes."""
+    """Yield every event after `from_version`, over as many watches as are needed."""
     version, pause_s = from_version, PAUSE_S
     while True:
         # Spread, so that the watches of all clients do not end at one moment.
@@ -127,7 +127,7 @@ class ListPage(msgspec.Struct, Generic[T], frozen=True):
 
 
 class Deletion(msgspec.Struct, frozen=True, kw_only=True):
-    """How to delete: only this incarnation, only this version, how soon, and what with it."""
+    """The options of a deletion: the object's required uid and version, grace, and dependents."""
 
     uid: str = ""
     version: str = ""
@@ -187,10 +187,10 @@ class Api:
         kind: type[T],
         selector: Selector = EVERYTHING,
     ) -> AsyncGenerator[ListPage[T], None]:
-        """Give the list in pages of 500, all as of one version; ApiGoneError if that got too old.
+        """Yield the list in pages of 500, all of one version; ApiGoneError if that got too old.
 
-        With "" as the namespace: of all namespaces. A page is read whole before it is given, so
-        memory holds one page of bytes at a time.
+        The namespace "" means all namespaces. A page is read whole before it is yielded, so memory
+        holds one page of bytes at a time.
         """
         going_on = ""
         while True:
@@ -225,7 +225,7 @@ class Api:
     async def create(
         self, resource: Resource, namespace: str, manifest: Mapping[str, Any], kind: type[T]
     ) -> T:
-        """Create the object; ApiConflictError with `exists` where its name is taken.
+        """Create the object; ApiConflictError with `exists` if its name is taken.
 
         A field that the server does not know is refused (ApiInvalidError) by servers of Kubernetes
         1.25 and later. Older servers ignore the request for that, and drop the field.
@@ -242,9 +242,10 @@ class Api:
         kind: type[T],
         subresource: str = "",
     ) -> T:
-        """Put the object in the place of the one of its name.
+        """Replace the object of this name.
 
-        With metadata.resourceVersion in it: only of that version, else ApiConflictError.
+        If it has metadata.resourceVersion, only that version is replaced; otherwise
+        ApiConflictError.
         """
         name = manifest["metadata"]["name"]
         request = _request("PUT", resource, namespace, name, subresource, body=manifest)
@@ -261,7 +262,8 @@ class Api:
     ) -> T:
         """Merge `patch` into the object (RFC 7396); `subresource` "status" or "scale", or "".
 
-        With metadata.resourceVersion in it: only into that version, else ApiConflictError.
+        If the patch has metadata.resourceVersion, only that version is changed; otherwise
+        ApiConflictError.
         """
         request = _request("PATCH", resource, namespace, name, subresource, body=patch)
         return await self._typed(request, kind)
@@ -271,14 +273,14 @@ class Api:
     ) -> None:
         """Delete the object, or begin to.
 
-        ApiNotFoundError where there is none, ApiConflictError where it is another one than
-        `how.uid` or `how.version` says.
+        ApiNotFoundError if there is none, ApiConflictError if it has another uid or version than
+        `how` requires.
         """
         body = (how or Deletion()).body()
         await self._http.ask(_request("DELETE", resource, namespace, name, body=body))
 
     async def read(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
-        """Return what is at a path that is no object's: /version, /apis, a pod's log."""
+        """Return the answer for a path that is no object: /version, /apis, a pod's log."""
         return await self._http.ask(ApiRequest("GET", path, path, dict(query or {})))
 
     def watch(
@@ -290,9 +292,9 @@ class Api:
         selector: Selector = EVERYTHING,
         watch_s: float = WATCH_S,
     ) -> AsyncGenerator[SeenObject[T], None]:
-        """Give what happens after `from_version`, without end; see `follow`.
+        """Yield the events after `from_version`, without end; see `follow`.
 
-        To be closed (`aclose`) by the task that iterates: it holds a connection.
+        The iterating task has to close it (`aclose`), because it holds a connection.
         """
         request = _request("GET", resource, namespace)
         request = msgspec.structs.replace(request, query=selector.query())
@@ -361,8 +363,8 @@ async def follow_one(
     A Role can allow the reading and watching of one name where a list of all is too much. It fails
     with the ApiError of a read; a broken watch only leads to another read.
 
-    A watch without a version begins with what the server has in memory, and that may be older than
-    what was read. Such events are left out.
+    A watch without a version begins with the objects in the server's memory, which may be older
+    than those that were read. Such events are left out.
     """
     begin, newest = "", 0
     while True:
@@ -385,7 +387,7 @@ async def follow_one(
         async with contextlib.aclosing(watch):
             try:
                 while True:
-                    # Not around the yield: it would cancel the iterating task there.
+                    # The timeout is not around the yield, where it would cancel the iterating task.
                     async with asyncio.timeout_at(until_s):
                         seen = await anext(watch)
                     number = _number(seen.version, newest + 1)
@@ -402,5 +404,5 @@ async def follow_one(
 
 
 def _number(version: str, otherwise: int) -> int:
-    """Return a resourceVersion as a number, `otherwise` for one that is none."""
+    """Return a resourceVersion as a number; `otherwise` if it is not a number."""
     return int(version) if version.isascii() and version.isdecimal() else otherwise

@@ -1,4 +1,4 @@
-"""Which API server, in which namespace, as whom: in a pod by its service account, or a kubeconfig.
+"""The API server, the namespace and the identity: of a pod's service account, or a kubeconfig.
 
 Owns the search (argument, then KUBECONFIG, then the pod's own service account, then
 ~/.kube/config), and the identity that each request carries: a token or certificate that is read
@@ -38,7 +38,10 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True):
-    """How the server proves who it is. `ca` is PEM text, or `ca_file` is read at each connect."""
+    """The certificates that the server's must match.
+
+    `ca` is PEM text, or `ca_file` is read at each connect.
+    """
 
     ca: str = ""
     ca_file: str = ""
@@ -51,7 +54,7 @@ _DEFAULT_TLS = Tls()
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """One server and one identity, which messages call `where`; `namespace` is the default one."""
+    """One server and one identity, `where` in messages; `namespace` is the default one."""
 
     server: str
     identity: Identity
@@ -104,7 +107,7 @@ def find_access(
     namespace: str = "",
     service_account: Path = SERVICE_ACCOUNT,
 ) -> ClusterAccess:
-    """Find the server: `kubeconfig` or `context` where given, else as kubectl in a pod would.
+    """Find the server: by `kubeconfig` or `context` if given, otherwise as kubectl in a pod would.
 
     `namespace` goes before that of the context or the service account. Reads small files.
     """
@@ -195,18 +198,18 @@ def read_kubeconfig(paths: str, environ: Mapping[str, str], context: str = "") -
 
 
 class _File:
-    """A mapping of a kubeconfig, and the file that it stands in."""
+    """A mapping of a kubeconfig, and the file that contains it."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         self.path = path
         self.content = content
 
     def relative(self, written: str) -> Path:
-        """Return the path that is meant: relative ones begin at the file's folder."""
+        """Return the absolute path; a relative one begins at the file's folder."""
         return self.path.parent / Path(written).expanduser()
 
     def pem(self, field: str) -> str:
-        """Return what `<field>-data` holds, "" where it is not there."""
+        """Return the content of `<field>-data`; "" if it is absent."""
         written = _text(self.content, f"{field}-data")
         try:
             return base64.b64decode(written, validate=True).decode()

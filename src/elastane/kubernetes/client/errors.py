@@ -38,7 +38,7 @@ _NO_ANSWER = ErrorDetails()
 
 
 class ApiError(ElastaneError):
-    """A request that was not answered with what it asked for."""
+    """A request that failed, or whose answer is not of the requested type."""
 
     exit_code = ExitCode.TRY_AGAIN
     slug = "kube-refused"
@@ -218,7 +218,7 @@ def unreachable(asked: str, fault: str, *, where: str, sent: bool) -> ApiUnreach
 
 
 def garbage(asked: str, fault: str, *, where: str) -> ApiAnswerError:
-    """Return the error for an answer that cannot be what was asked for."""
+    """Return the error for an answer that is not of the requested type."""
     return ApiAnswerError(
         f"kubernetes: {asked}: answered what is no answer to it: {fault}",
         where=where,

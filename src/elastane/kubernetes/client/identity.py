@@ -194,7 +194,7 @@ class Credential(msgspec.Struct):
 
 
 class PluginAnswer(msgspec.Struct):
-    """What a plugin prints."""
+    """The output of a credential plugin."""
 
     status: Credential
 

@@ -55,7 +55,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defau
 
 
 def since_epoch(time: str | None) -> float | None:
-    """Return seconds since the epoch of an RFC 3339 time; None for what is none."""
+    """Return seconds since the epoch of an RFC 3339 time; None for any other text."""
     if not time:
         return None
     try:
@@ -90,10 +90,10 @@ def dead_in(data: dict[str, str]) -> list[str]:
 
 
 class Directive(msgspec.Struct, frozen=True):
-    """The operator's orders: the range of nodes, and the pods that do not count any more.
+    """The operator's orders: the range of nodes, and the fenced and dead pods.
 
-    `nodes` is None where the range is absent or unreadable. `fenced` are uids of pods that may
-    still run, `dead` those of pods that a kubelet saw end.
+    `nodes` is None if the range is absent or unreadable. `fenced` are uids of pods that may still
+    run, `dead` those of pods that a kubelet saw end.
     """
 
     nodes: tuple[int, int] | None = None
@@ -128,7 +128,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class _Read(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Base of what is decoded from the API server."""
+    """Base of the types that are decoded from the API server."""
 
 
 class ContainerWaiting(_Read, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ class ContainerState(_Read, frozen=True, kw_only=True):
 
 
 class ContainerStatus(_Read, frozen=True, kw_only=True):
-    """What the kubelet says of one container."""
+    """The state of one container, as its kubelet reports it."""
 
     name: str = ""
     image: str = ""
@@ -191,7 +191,7 @@ class PodSpec(_Read, frozen=True, kw_only=True):
 
 
 class PodStatus(_Read, frozen=True, kw_only=True):
-    """What the kubelet and the control plane say of a pod."""
+    """The status of a pod, as the kubelet and the control plane report it."""
 
     phase: str = ""
     reason: str = ""
@@ -210,7 +210,7 @@ class Pod(_Read, frozen=True, kw_only=True):
 
 
 class SeenService(_Read, frozen=True, kw_only=True):
-    """A Service; that it is there is all that counts."""
+    """A Service; only its existence counts."""
 
     metadata: Meta = Meta()
 
@@ -264,7 +264,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ElasticJob(_Read, frozen=True, kw_only=True):
-    """The resource as it came: metadata read, spec and status as they are, nothing lost."""
+    """The resource as received: metadata decoded, spec and status complete and unchanged."""
 
     metadata: Meta = Meta()
     spec: Any = {}

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-# Pods of one job. The status of one with so many, all failing, is 0.8 MB, and an object may
-# hold 1.5 MB; the largest training jobs of the field have about 3,000 nodes.
+# Pods of one job. If all of them fail, its status is 0.8 MB, and an object may hold 1.5 MB; the
+# largest training jobs of the field have about 3,000 nodes.
 REPLICAS_MAX = 4096
 INT32_MAX = (1 << 31) - 1
 
@@ -37,7 +37,7 @@ def _meaning(text: str) -> Meta:
 class SchedulingPolicy(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
 ):
-    """For whoever makes a pod group of the job; the operator makes none."""
+    """What a scheduler needs to make a pod group of the job; the operator makes none."""
 
     min_available: Annotated[Count | None, _meaning("Pods that must be scheduled together.")] = None
 
@@ -72,7 +72,7 @@ class RunPolicy(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
 
 
 class ExitCodeRule(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """What to do about a pod that ended with one of the codes. The first rule that fits counts."""
+    """The action for a pod that ended with one of the codes. The first rule that matches counts."""
 
     codes: Annotated[Codes, _meaning('Exit codes 1 to 255, or ranges such as "64-78".')]
     action: Annotated[
@@ -93,7 +93,7 @@ class NodeQuarantine(msgspec.Struct, frozen=True, kw_only=True, rename="camel", 
 
 
 class WorkersSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """The workers: how many pods are wanted, when they are made again, and what they are."""
+    """The workers: how many pods there are, when they are made again, and their template."""
 
     replicas: Annotated[
         Count,
@@ -114,13 +114,13 @@ class WorkersSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
 
 
 class ReplicaSpecs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the job consists of."""
+    """The pods of the job."""
 
     Worker: WorkersSpec
 
 
 class ElasticJobSpec(RunPolicy, frozen=True, kw_only=True):
-    """What the job is."""
+    """The specification of the job."""
 
     rdzv_endpoint: Annotated[
         Annotated[str, Meta(max_length=1024)] | None,

@@ -1,8 +1,8 @@
-"""What the operator writes into an ElasticJob's status: for people, and for its own memory.
+"""The status of an ElasticJob, which the operator writes for people and as its own memory.
 
-The status is the operator's only memory. What must be counted once is kept here under the uid of
-what was counted, so that an operator that is killed anywhere begins again where it was. Lists are
-bounded, since one object holds at most 1.5 MB.
+The status is the operator's only memory. Each counted event is kept here under the uid of its
+object, so that an operator that was killed at any point counts it once. Lists are bounded, since
+one object holds at most 1.5 MB.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class JobStatus(_StatusPart, frozen=True, kw_only=True):
 def read_status(raw: Any) -> JobStatus:
     """Return the status as it was written; of an unreadable one, the parts that can be read.
 
-    Another version, or a person, may have written it: one field that is wrong must neither stop
-    the job nor lose the counters beside it.
+    Another version, or a person, may have written it: one wrong field must neither stop the job nor
+    lose the other counters.
     """
     if not isinstance(raw, dict):
         return JobStatus()
@@ -182,7 +182,7 @@ def _readable(raw: dict[str, Any]) -> dict[str, Any]:
 
 def as_wire(status: JobStatus) -> dict[str, Any]:
     """Return the status as the API server takes it."""
-    # By way of JSON, so that it compares with what was read: lists, not tuples.
+    # Through JSON, so that it equals a status that was read: lists, not tuples.
     return _ZEROS | dict(msgspec.json.decode(msgspec.json.encode(status)))
 
 
@@ -191,9 +191,9 @@ _ZEROS = dict.fromkeys(("replicas", "readyReplicas", "restarts", "failures", "di
 
 
 def merge_patch(before: Any, after: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the JSON merge patch (RFC 7396) that makes `after` of `before`; None: they are equal.
+    """Return the JSON merge patch (RFC 7396) that turns `before` into `after`; None if equal.
 
-    Lists are replaced whole; what is only in `before` is removed.
+    Lists are replaced whole; fields that only `before` has are removed.
     """
     if not isinstance(before, dict):
         return after or None

@@ -1,4 +1,4 @@
-"""The operator's bounds: how often, how long, how many, and why so."""
+"""The operator's bounds: intervals, timeouts and numbers, each with its reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH_FACTOR = 4
 # A key that failed waits this long before it is tried again, doubling up to the longest.
 RETRY_FIRST_S = 0.2
 RETRY_MAX_S = 120.0
-# All jobs are looked at again this often, whatever was not seen.
+# All jobs are checked again this often, in case an event was missed.
 RESYNC_S = 300.0
 # A report of a job in which only the step has changed is looked at no more often than this.
 PROGRESS_S = 5.0

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from elastane.kubernetes.operator.session import OperatorSession
 
 _COUNTERS = {
-    "elastane_reconciles_total": "Decisions about jobs, by what became of them.",
+    "elastane_reconciles_total": "Decisions about jobs, by result.",
     "elastane_writes_total": "Writes to the API server, by kind and answer.",
     "elastane_refusals_total": "Creations that the API server refused for good, by answer.",
     "elastane_adopted_total": "Objects of a job that were there when they were to be created.",
-    "elastane_relists_total": "Lists that had to be read anew, by kind.",
+    "elastane_relists_total": "Lists that had to be read again, by kind.",
     "elastane_watch_errors_total": "Lists and watches that failed, by kind.",
     "elastane_events_total": "Events on jobs: written, or dropped.",
 }

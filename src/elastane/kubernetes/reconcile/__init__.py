@@ -23,11 +23,11 @@ from elastane.kubernetes.model import (
 from elastane.kubernetes.reconcile.bounds import LOOK_AGAIN_S
 from elastane.kubernetes.reconcile.context import DecisionContext, hold_refused
 from elastane.kubernetes.reconcile.ending import (
-    begin_anew,
     clean_up,
     judge_end,
-    may_begin_anew,
+    may_start_again,
     refuse,
+    start_again,
 )
 from elastane.kubernetes.reconcile.ledger import count
 from elastane.kubernetes.reconcile.node_loss import fence
@@ -40,7 +40,7 @@ __all__ = ["reconcile"]
 
 
 def reconcile(seen: Observed, now_s: float) -> Decision:
-    """Return what is to be done about a job, its status, and when to ask again.
+    """Return the actions for a job, its status, and when to ask again.
 
     `now_s`: seconds since the epoch, of the clock that also stamped the status; it may jump, by
     which deadlines and pauses become shorter or longer, and nothing else.
@@ -51,8 +51,8 @@ def reconcile(seen: Observed, now_s: float) -> Decision:
     reading = read(seen.job)
     if reading.settings is None:
         return refuse(seen, before, reading.wrong, now_s)
-    if may_begin_anew(before, seen.job.metadata.edition):
-        before = begin_anew(before)
+    if may_start_again(before, seen.job.metadata.edition):
+        before = start_again(before)
     context = DecisionContext(seen, before, reading.settings, now_s)
     _apply_rules(context)
     return _decision(context, status_of(context, context.verdict))

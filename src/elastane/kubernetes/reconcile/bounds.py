@@ -20,11 +20,11 @@ BACKOFF_MAX_S = 300.0
 # has not seen yet) is tried again after this, doubled up to the second.
 REFUSED_FIRST_S = 1.0
 REFUSED_MAX_S = 60.0
-# Pods that cannot start for want of an image or of what they mount, in a job of which none ever
-# ran, fail the job after this; a registry that is away for a moment must not.
+# If no pod of a job ever ran, and pods lack an image or a volume for this long, the job fails. A
+# registry that is away for a moment must not end it.
 STARTLESS_S = 600.0
-# A pod whose containers have ended and that is still there so long after it should be gone is
-# held by a finalizer; its replacement takes another name.
+# A finalizer holds a pod that still exists this long after its deletion was due, though its
+# containers have ended. Its replacement takes another name.
 HELD_S = 10.0
 # A coordinator's report of who is in the world counts for this long.
 REPORT_FRESH_S = 30.0

@@ -41,8 +41,8 @@ def has_ended(status: JobStatus) -> bool:
     return status.is_("Succeeded") or status.is_("Failed")
 
 
-def may_begin_anew(status: JobStatus, edition: int) -> bool:
-    """Whether a job that never began, for what was wrong in it, has been edited since."""
+def may_start_again(status: JobStatus, edition: int) -> bool:
+    """Whether a job whose specification kept it from starting has been edited since it failed."""
     failed = status.condition("Failed")
     return (
         failed is not None
@@ -52,8 +52,8 @@ def may_begin_anew(status: JobStatus, edition: int) -> bool:
     )
 
 
-def begin_anew(status: JobStatus) -> JobStatus:
-    """Return the status of such a job before it failed; what was counted stays."""
+def start_again(status: JobStatus) -> JobStatus:
+    """Return the status that such a job had before it failed, with its counts of restarts."""
     return msgspec.structs.replace(
         status,
         phase="",
@@ -166,8 +166,8 @@ def _live_out(context: DecisionContext) -> None:
 def refuse(seen: Observed, before: JobStatus, wrong: tuple[Wrong, ...], now_s: float) -> Decision:
     """Return the decision about a job with a wrong spec."""
     meta = seen.job.metadata
-    if may_begin_anew(before, meta.edition):
-        before = begin_anew(before)
+    if may_start_again(before, meta.edition):
+        before = start_again(before)
     if has_ended(before):
         return Decision(status=before)
     text = "; ".join(str(one) for one in wrong[:FAULTS_SHOWN_MAX])

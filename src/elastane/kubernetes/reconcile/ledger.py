@@ -134,7 +134,7 @@ def _count_departure(context: DecisionContext, pod: Judged) -> None:
     if context.ended_well_time is None:
         context.restarts += 1
         _note_early_end(context, pod, "Deleted", lived_s=QUICK_S)
-    context.report("Normal", "PodDeleted", f"{pod.name} is being deleted by somebody: replaced")
+    context.report("Normal", "PodDeleted", f"another client deleted {pod.name}: replaced")
 
 
 def _count_in_place(context: DecisionContext, pod: Judged) -> None:

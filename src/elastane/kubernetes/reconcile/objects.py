@@ -1,4 +1,4 @@
-"""What a job has besides its pods: Services, access to the API server, directive and report.
+"""The objects of a job besides its pods: Services, API access, directive and report.
 
 | object | name | when |
 |---|---|---|

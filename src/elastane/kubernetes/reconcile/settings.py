@@ -32,7 +32,7 @@ TERMINATION_LOG = "/dev/termination-log"
 
 
 class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job's spec says, in a form that cannot contradict itself: min <= desired <= max.
+    """The settings of a job's spec, without contradictions: min <= desired <= max.
 
     `asked` is replicas as written, perhaps by the scale subresource, which knows no bounds.
     `container` is the name of the one that trains, `template_of` a digest of the template.
@@ -71,7 +71,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def termination_log(self) -> str:
-        """Where the container that trains leaves its last words, for its kubelet."""
+        """The path at which the training container leaves its last words for the kubelet."""
         for container in self.template["spec"]["containers"]:
             if container["name"] == self.container:
                 return str(container.get("terminationMessagePath") or TERMINATION_LOG)

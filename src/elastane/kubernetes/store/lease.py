@@ -223,7 +223,7 @@ class KubernetesLease(HeldLease):
             )
             return
         if found.holder != self._identity:
-            raise self._deposed(found.holder or "nobody's")
+            raise self._deposed(found.holder or "a lease without a holder")
         self._version = found.metadata.version
 
     def _deposed(self, by: str) -> LeaseLostError:

@@ -1,4 +1,4 @@
-"""Which cluster and namespace a command line names, and the owner of new objects.
+"""The cluster and namespace that a command line names, and the owner of new objects.
 
 Owns the variables of an ElasticJob's pods, and how `--rdzv-endpoint` and `--rdzv-conf` are read. It
 opens no file and no connection before `access`. It fails with ConfigurationError.

@@ -172,7 +172,7 @@ class KubernetesStore:
 
     @property
     def namespace(self) -> str:
-        """Where the objects are."""
+        """The namespace of the objects."""
         return self.api.access.namespace
 
     @property

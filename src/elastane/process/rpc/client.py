@@ -240,7 +240,7 @@ def _of_system(error: Exception, endpoint: str) -> MembershipError:
     refused = number == errno.ECONNREFUSED or f"Errno {errno.ECONNREFUSED}]" in str(error)
     if refused:
         return _unserved(
-            f"nobody listens at {endpoint}",
+            f"no process listens at {endpoint}",
             "endpoint-unserved",
             "start the agent whose host that is, or check --rdzv-endpoint",
         )

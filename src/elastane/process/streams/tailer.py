@@ -35,7 +35,7 @@ from elastane.process.streams.console import Console, ConsoleTimeout
 from elastane.process.streams.files import IndexWriter, open_append
 
 _log = logging.getLogger("elastane.streams")
-LONG_LINE_MARK = b" [the line goes on]"
+LONG_LINE_MARK = b" [the line continues]"
 
 
 class LineCutter:

@@ -72,8 +72,10 @@ def main(args: Sequence[str]) -> Work | None:
     return _serve(agent, birth, imported, {"problems": problems, "unfit": unfit}, begun)
 
 
-def _go_on(agent: int, birth: Birth, imported: Imported, modules: Sequence[str]) -> Work | None:
-    """Be a zygote that imports `modules` too; serve as `main` does."""
+def _serve_more(
+    agent: int, birth: Birth, imported: Imported, modules: Sequence[str]
+) -> Work | None:
+    """Serve as `main` does, as a zygote that also imports `modules`."""
     begun = time.monotonic()
     with without_collections(), devices_counted_by_driver():
         found = import_learned(modules, check_forkable)
@@ -281,7 +283,7 @@ class _Loop:
             return {0: 0, 1: 1, 2: 2, 3: fds[0]}, functools.partial(serve, 3)
         if message["op"] == "zygote":
             modules = protocol.unpack_names(fds[0])
-            work = functools.partial(_go_on, self.agent, self.birth, self.imported, modules)
+            work = functools.partial(_serve_more, self.agent, self.birth, self.imported, modules)
             return {0: 0, 1: 1, 2: 2, protocol.ZYGOTE_FD: fds[1]}, work
         command = protocol.unpack_command(
             fds[0], dict(zip(message["numbers"], fds[1:], strict=True))

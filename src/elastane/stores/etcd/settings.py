@@ -1,4 +1,4 @@
-"""Which etcd servers a command line names, and how to connect to them.
+"""The etcd servers that a command line names, and the settings of their connections.
 
 Owns the reading of `--rdzv-endpoint` and of the keys of `--rdzv-conf` that concern etcd, in torch's
 spellings (`protocol`, `cert`, `key`, `cacert` of its etcd; `ssl_cert`, `ssl_cert_key`, `ca_cert` of
