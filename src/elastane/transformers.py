@@ -506,7 +506,7 @@ def _source_of(dataset: Any) -> ShardSource | None:
         return sources.hugging_face(dataset)
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"training data of the kind {type(dataset).__name__}, of whose shards nothing is known",
+            f"training data of the kind {type(dataset).__name__}, which has no known shards",
             slug=SLUG,
             expected="a datasets.IterableDataset, or a ShardSource of elastane.data.sources",
             next_step="train_dataset=sources.ShardSource(shards, open_shard), or"

@@ -226,7 +226,7 @@ def test_status_shows_a_job_without_operator_status_or_readable_events():
         kube.inject("GET", "/events$", status=403, reason="Forbidden")
         text = "\n".join(view.lines(await shown(kube)))
         assert "default/x: new" in text and "no pods" in text
-        assert "has not answered to the spec as it is" in text
+        assert "has not acted on the newest spec" in text
 
     play(scenario)
 

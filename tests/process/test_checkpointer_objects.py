@@ -179,9 +179,9 @@ def test_a_generator_is_saved_and_loaded_by_one_call_as_well(tmp_path):
 @pytest.mark.parametrize(
     ("objects", "said"),
     [
-        (None, "a NoneType has no names"),
-        (torch.nn.Linear(1, 1), "a Linear has no names"),
-        ([torch.nn.Linear(1, 1)], "a list has no names"),
+        (None, "a NoneType does not name"),
+        (torch.nn.Linear(1, 1), "a Linear does not name"),
+        ([torch.nn.Linear(1, 1)], "a list does not name"),
         ({3: torch.nn.Linear(1, 1)}, "3 is no name"),
         ({"net": None}, "'net' is a NoneType, without state_dict"),
         (

@@ -165,7 +165,7 @@ def test_a_failing_peer_is_logged_and_the_next_replica_arrives(between, dies, ca
         assert not between.bring(1, b"1" * 5000, at=f"127.0.0.1:{listener.getsockname()[1]}")
         released.set()
         thread.join()
-    assert caplog.text.count("no replica of the snapshot of step 1") == 1
+    assert caplog.text.count("the snapshot of step 1 was not replicated") == 1
     assert between.bring(2, b"2" * 5000)
     assert between.held() == {2: b"2" * 5000}
 

@@ -149,7 +149,7 @@ class CopyOnWriteRestore:
             pass
         if self._fault:
             # Training and saving continue, with the other slots.
-            _log.warning("what was restored stays in the memory of its snapshot: %s", self._fault)
+            _log.warning("restored tensors stay in the memory of their snapshot: %s", self._fault)
             return
         try:
             self._server.release(self._held)

@@ -458,7 +458,7 @@ def state_of(stored: StoredFiles, tensors: Sequence[torch.Tensor]) -> dict[str, 
     except StateError as error:
         raise unreadable(STATE, error.what) from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise unreadable(STATE, "what it holds has no names")
+        raise unreadable(STATE, "its content is no mapping of names to states")
     return state
 
 

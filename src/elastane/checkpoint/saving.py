@@ -386,8 +386,8 @@ def not_saved(where: str, reason: str, slug: str) -> CheckpointError:
     return CheckpointError(
         f"not saved: {reason}",
         where=where,
-        expected="storage that takes it; the checkpoints before it stay",
-        next_step="mend what is named; the next save tries again",
+        expected="storage that accepts it; earlier checkpoints stay",
+        next_step="repair the storage that the message names; the next save tries again",
         slug=slug,
     )
 

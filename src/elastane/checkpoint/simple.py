@@ -180,7 +180,7 @@ def require_writable(to: Path) -> None:
     """
     if to.suffix not in SUFFIXES:
         raise UsageError(
-            f"{to}: the suffix says what is written, and {to.suffix or 'none'} says nothing",
+            f"{to}: the suffix chooses the format, and {to.suffix or 'none'} is no format",
             expected=" or ".join(SUFFIXES),
             next_step=f"elastane checkpoint export WHERE {to.with_suffix('.pt')}",
             slug="bad-option-value",

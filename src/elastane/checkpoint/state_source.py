@@ -136,10 +136,10 @@ def fence_of_process() -> tuple[int, int]:
 def require_mapping(objects: object) -> None:
     """Raise CheckpointError unless this is a mapping of names to objects."""
     if not isinstance(objects, Mapping):
-        raise _unnamed(f"a {type(objects).__name__} has no names for what is saved")
+        raise _unnamed(f"a {type(objects).__name__} does not name the objects to save")
     for name in objects:
         if not isinstance(name, str):
-            raise _unnamed(f"{name!r} is no name for what is saved")
+            raise _unnamed(f"{name!r} is no name of an object to save")
 
 
 def _unnamed(what: str) -> CheckpointError:

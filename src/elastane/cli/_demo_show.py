@@ -270,7 +270,7 @@ class Show:
         """Return the training's final result."""
         if self.view.learned is None:
             raise WorkerFailedError(
-                "demo: the training ended and did not say what it has learned",
+                "demo: the training ended without a result",
                 slug="demo-failed",
                 where=str(self.cluster.folder),
             )

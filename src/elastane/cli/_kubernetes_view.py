@@ -130,7 +130,7 @@ def _facts(found: FoundObjects) -> list[tuple[str, str]]:
     incident, failure = status.last_incident, status.last_failure
     is_late = status.observed_generation < found.job.metadata.edition
     return [
-        ("operator", "has not answered to the spec as it is" if is_late else ""),
+        ("operator", "has not acted on the newest spec" if is_late else ""),
         ("pods", f"{status.ready_replicas} ready, {status.desired_replicas} wanted{bounds}"),
         ("outdated", f"{status.outdated} of an older template" if status.outdated else ""),
         ("world", world),

@@ -185,7 +185,7 @@ def _export(args: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{found.folder} is not valid: {reason}",
             where=where,
-            expected="a checkpoint whose files are all as they were written",
+            expected="a checkpoint whose files are unchanged since their save",
             next_step=f"elastane checkpoint ls {where}, and --step with an older one",
             slug="checkpoint-invalid",
         )

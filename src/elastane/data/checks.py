@@ -46,7 +46,7 @@ def length_of(dataset: object) -> int:
     except TypeError:
         raise ConfigurationError(
             f"dataset is a {type(dataset).__name__} and has no length",
-            expected="a dataset with __len__, whose samples can be asked for by index",
+            expected="a dataset with __len__ and samples by index",
             next_step="for data without a length use elastane.ElasticStream",
             slug="data-size",
         ) from None

@@ -173,7 +173,7 @@ class TimerPipe:
 def _is_read_by_another(path: str) -> bool:
     try:
         if not stat.S_ISFIFO(Path(path).lstat().st_mode):
-            raise FileExistsError(errno.EEXIST, "is there, and is no named pipe")
+            raise FileExistsError(errno.EEXIST, "exists and is not a named pipe")
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except FileNotFoundError:
         return False

@@ -147,11 +147,11 @@ def _chosen(names: list[str], gpus: list[Gpu]) -> list[Gpu]:
 
 def _gpu_node(root: Path, gpu: Gpu, nodes: int) -> int:
     if not _ADDRESS.fullmatch(gpu.address):
-        raise unknown_gpu(f"the driver tells the address {gpu.address!r} of a GPU")
+        raise unknown_gpu(f"the driver reports the address {gpu.address!r} of a GPU")
     domain, _, rest = gpu.address.partition(":")
     node = _number(root / f"sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node")
     if node < 0 and nodes > 1:
-        raise unknown_gpu(f"the firmware does not tell the NUMA node of the GPU at {gpu.address}")
+        raise unknown_gpu(f"the firmware does not report the NUMA node of the GPU at {gpu.address}")
     return max(0, node)
 
 

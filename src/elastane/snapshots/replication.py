@@ -171,7 +171,7 @@ class Replicator:
     def _log_once(self, transfer: ReplicaTransfer, reason: str) -> None:
         if reason and reason != self._logged:
             text = (
-                "no replica of the snapshot of step %d came to the snapshot server at %s: %s [%s]"
+                "the snapshot of step %d was not replicated to the snapshot server at %s: %s [%s]"
             )
             slug = "snapshot-replicas"
             _log.warning(text, transfer.name.key.step, transfer.replica.door, reason, slug)

@@ -118,7 +118,7 @@ class ObjectStorage:
         _, _, name = path.rpartition("/")
         with self._faults(path):
             if self._client.exists(self._full(path)):
-                raise FileExistsError(errno.EEXIST, "is there already", path)
+                raise FileExistsError(errno.EEXIST, "exists already", path)
             file = self._client.open(self._full(path), "wb", block_size=_UPLOAD_BYTES)
             written = False
             try:
@@ -186,7 +186,7 @@ class ObjectStorage:
             self._client.pipe_file(full, content, mode="create")
         except (TypeError, NotImplementedError):  # A client without conditional puts.
             if self._client.exists(full):
-                raise FileExistsError(errno.EEXIST, "is there already", full) from None
+                raise FileExistsError(errno.EEXIST, "exists already", full) from None
             self._client.pipe_file(full, content)
 
     def _discard(self, file: Any, path: str) -> None:

@@ -283,7 +283,7 @@ def _conflict(folder: str, reason: str) -> CheckpointError:
         f"checkpoint {folder}: {reason}",
         slug="checkpoint-conflict",
         expected="files of one save alone, with one nonce",
-        next_step="see who else writes to that place; the next save has a folder of its own",
+        next_step="find the other writer to that place; the next save has a folder of its own",
     )
 
 
@@ -294,6 +294,6 @@ def _fenced(where: str, key: Key, newest: Fence) -> FencedError:
         f"{position.format(*key.fence)}, and {position.format(*newest)} has published",
         slug="checkpoint-fenced",
         where=where,
-        expected="a round that is not behind what is published",
-        next_step="nothing, where the network was parted: the other side of the job went on",
+        expected="a round that is not older than the published one",
+        next_step="nothing, if the network was cut: the other side of the job continued",
     )

@@ -303,7 +303,7 @@ def invalid(
         what,
         slug="checkpoint-invalid" if strict else "checkpoint-none-valid",
         where=where,
-        expected="a checkpoint whose files are all as they were written",
+        expected="a checkpoint whose files are unchanged since their save",
         next_step=next_step,
     )
 
@@ -387,7 +387,7 @@ class Inspection:
             return f"{file.name} ends at byte {first + len(found)} of {file.size_bytes}", size
         if digest_of([found]) != file.digests[chunk]:
             return (
-                f"{file.name}: bytes {first} to {first + size - 1} are not what was written",
+                f"{file.name}: bytes {first} to {first + size - 1} differ from what was saved",
                 size,
             )
         return "", size

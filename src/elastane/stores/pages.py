@@ -412,7 +412,7 @@ def _foreign(path: Path, uid: int, root: Path) -> ConfigurationError:
         f" process is user {os.geteuid()}",
         slug="store-owner",
         where=f"folder {root}",
-        expected="folders and pages that this user made: what is in them commands the job",
+        expected="folders and pages that this user made, because their content commands the job",
         next_step="name a folder of this user's own as --rdzv-endpoint; or, if no job uses it,"
         f" rm -r {path}",
     )

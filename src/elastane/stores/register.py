@@ -230,7 +230,7 @@ class RegisterStore:
         raise StoreError(
             f"register {self.name}: {_RACES_MAX} writes in a row lost to others",
             slug="store-unreachable",
-            next_step="look at who else writes to that register: it is to be the job's own",
+            next_step="find the other writer to that register, which only this job may write",
         )
 
     async def _read(self) -> _Document:
@@ -285,7 +285,7 @@ class RegisterStore:
             return msgspec.msgpack.decode(state, type=_Document)
         except (*UNREADABLE, TypeError) as error:
             raise ConfigurationError(
-                f"register {self.name} holds what is not elastane's: {error}",
+                f"register {self.name} holds data of another program: {error}",
                 slug="store-record",
                 expected="a register that only agents of this version of elastane write to",
                 next_step="another run id, or remove the value that another program left there",

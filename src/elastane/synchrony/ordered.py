@@ -572,8 +572,8 @@ class OrderedGroup(ElasticGroup):
         """Agree twice to leave: a member that has left knows that all know of the end."""
         if self._lacks_first and not self._host.saves_together:
             self._host.restart(
-                "the worker of rank 0 was lost after the last step, and no other would make what it"
-                " may have been saving"
+                "the worker of rank 0 was lost after the last step, and no other worker would"
+                " repeat a save that it had begun"
             )
         mark = 2 * self._member.delivered + _ENDED
         self._agree(world, mark)

@@ -262,7 +262,7 @@ def _unplaced(found: torch.Tensor) -> JobError:
     return JobError(
         f"an optimizer of another worker holds a tensor of {tuple(found.shape)} that has no place"
         " here",
-        expected="an optimizer whose first step makes all that it holds, as torch's own do",
+        expected="an optimizer whose first step creates all of its state, as torch's own do",
         next_step="make that tensor when the optimizer is made",
         slug="job-track",
     )

@@ -108,7 +108,7 @@ def test_two_chunks_that_changed_places_are_found(tmp_path, monkeypatch):
     folder = save(repository, 2, {"a": b"1" * 4096 + b"2" * 4096 + b"3" * 4096})
     (tmp_path / folder / "a").write_bytes(b"1" * 4096 + b"3" * 4096 + b"2" * 4096)
     (found,) = repository.published()
-    assert repository.verify(found) == "a: bytes 4096 to 8191 are not what was written"
+    assert repository.verify(found) == "a: bytes 4096 to 8191 differ from what was saved"
 
 
 def test_a_checkpoint_under_another_ones_name_is_found(place, tmp_path):

@@ -220,7 +220,7 @@ def unreachable(asked: str, fault: str, *, where: str, sent: bool) -> ApiUnreach
 def garbage(asked: str, fault: str, *, where: str) -> ApiAnswerError:
     """Return the error for an answer that is not of the requested type."""
     return ApiAnswerError(
-        f"kubernetes: {asked}: answered what is no answer to it: {fault}",
+        f"kubernetes: {asked}: the answer is not of the requested type: {fault}",
         where=where,
         expected="a Kubernetes API server at that address, and no proxy that answers for it",
         next_step="kubectl get --raw /version",

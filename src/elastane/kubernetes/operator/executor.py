@@ -203,7 +203,7 @@ class Executor:
         namespace = job.metadata.namespace
         found: Any = await self._api.find(BY_KIND[kind], namespace, name, type_of(kind))
         if found is None:
-            raise StaleError(f"{kind} {name} was there, and is gone")
+            raise StaleError(f"{kind} {name} existed, and was deleted")
         self._view.cache_of(kind).wrote(found)
         if found.metadata.controller == job.metadata.uid:
             # Created by us, by an operator before us, or by a request whose answer was lost.

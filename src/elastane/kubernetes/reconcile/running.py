@@ -65,7 +65,7 @@ def _clear_others(context: DecisionContext) -> None:
     """Delete what a job of the same name left behind; its garbage collection may take a minute."""
     for pod in context.others:
         if pod.whose == "leftover" and not pod.is_leaving:
-            text = "it belongs to a job of this name that is gone"
+            text = "it belongs to a deleted job of this name"
             context.act(DeletePod(name=pod.name, uid=pod.uid, grace_s=None, why=text))
 
 

@@ -43,9 +43,11 @@ BACKEND = StoreBackend(
     needs_endpoint=False,
     check=_check,
     keys=(
-        ConfKey("kubeconfig", "where the API server is, and who we are to it", unit="file"),
+        ConfKey(
+            "kubeconfig", "the file with the API server's address and the credentials", unit="file"
+        ),
         ConfKey("context", "a context of the kubeconfig"),
-        ConfKey("namespace", "where the job's objects are"),
+        ConfKey("namespace", "the namespace of the job's objects"),
     ),
     tls=True,
     login=True,

@@ -242,7 +242,7 @@ def _of_system(error: Exception, endpoint: str) -> MembershipError:
         return _unserved(
             f"no process listens at {endpoint}",
             "endpoint-unserved",
-            "start the agent whose host that is, or check --rdzv-endpoint",
+            "start the agent on that host, or check --rdzv-endpoint",
         )
     if number in _UNREACHABLE:
         return _unserved(

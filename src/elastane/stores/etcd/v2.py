@@ -309,7 +309,7 @@ def _entry(node: EtcdNode | None) -> Entry | None:
         return Entry(base64.b64decode(node.value, validate=True), node.modifiedIndex)
     except (binascii.Error, ValueError) as error:
         raise ConfigurationError(
-            f"etcd: {node.key} holds what is not elastane's: {node.value[:40]!r}",
+            f"etcd: {node.key} holds data of another program: {node.value[:40]!r}",
             slug="store-record",
             expected="a key that only elastane writes",
             next_step="another etcd_prefix in --rdzv-conf",

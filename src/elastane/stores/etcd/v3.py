@@ -294,6 +294,6 @@ def _range(done: wire.Txn, place: int) -> wire.KeyRange:
     """Return the answer to a read within a transaction."""
     if place >= len(done.responses):
         raise StoreError(
-            "etcd: a transaction was answered without what it read", slug="store-refused"
+            "etcd: the answer to a transaction lacks a value that it read", slug="store-refused"
         )
     return done.responses[place].response_range

@@ -225,7 +225,7 @@ class GatewaySession:
             return decode(answer.content, kind)
         except UNREADABLE as error:
             raise StoreError(
-                f"etcd: {answer.url} answered what is no message of etcd: {error}",
+                f"etcd: the answer of {answer.url} is no message of etcd: {error}",
                 slug="store-refused",
                 expected="an etcd server at --rdzv-endpoint",
                 next_step=f"curl {answer.url}",
