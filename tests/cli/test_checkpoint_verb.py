@@ -57,8 +57,7 @@ def test_verify_reads_all_and_names_what_is_damaged(place, capsys):
     assert code == 1
     bad, good, _ = out.splitlines()
     assert (
-        bad
-        == f"{folders[2]}: NOT VALID: __0_0.distcp: bytes 0 to 209 differ from what was saved"
+        bad == f"{folders[2]}: NOT VALID: __0_0.distcp: bytes 0 to 209 differ from what was saved"
     )
     assert good.startswith(f"{folders[1]}: valid, ")
 
