@@ -52,6 +52,22 @@ def test_a_step_has_its_length_and_what_it_waited_for(page, clock):
     assert page.step_times(4) == [(1_325, 320, 5)]
 
 
+def test_a_wait_that_another_one_overlaps_takes_nothing_back(page, clock):
+    step_meter.mark(StepMark.BACKWARD, 1)
+    first, second = Waiting(), Waiting()
+    first.__enter__()
+    clock.ns += 7
+    second.__enter__()
+    clock.ns += 100
+    first.__exit__(None, None, None)
+    step_meter.mark(StepMark.BACKWARD, 1)
+    second.__exit__(None, None, None)
+    step_meter.mark(StepMark.BACKWARD, 2)
+    clock.ns += 10
+    step_meter.mark(StepMark.BACKWARD, 1)
+    assert page.step_times(4) == [(107, 107, 0), (10, 0, 0)]
+
+
 def test_the_last_steps_are_kept(page, clock):
     steps(TIMES_MAX + 5, clock)
     assert page.steps_timed == TIMES_MAX + 4

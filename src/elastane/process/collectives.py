@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from elastane.process import step_meter
@@ -191,6 +192,10 @@ def _cell(function: Any) -> Any:
     return cell if callable(cell.cell_contents) else None
 
 
+# What takes the waits of other threads: the main thread makes the steps.
+_beside = SimpleNamespace(waits_ns=0)
+
+
 def _recording(function: Callable[..., Any], name: str, operation: int) -> Callable[..., Any]:
     """Return the function with a record before and after; its calls stand two frames below."""
     tensor_at = -1 if name in _NO_TENSOR else int(name in _TENSOR_SECOND)
@@ -237,8 +242,8 @@ def _recording(function: Callable[..., Any], name: str, operation: int) -> Calla
             if nests:
                 inside.discard(ident)
             ended_ns = record_words[(at >> 3) + returned] = now_ns()
-            # Other threads wait beside the steps, which the main thread makes.
-            meter.waits_ns = waits_ns + (ended_ns - begun_ns) * (ident == main)
+            waiter: Any = meter if ident == main else _beside
+            waiter.waits_ns = waits_ns + ended_ns - begun_ns
 
     record.__name__ = record.__qualname__ = name
     record._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -90,7 +90,11 @@ def mark(kind: StepMark, marker: int = 0) -> None:
 
 
 class _Span:
-    """Time of the main thread that is no work of its own; an outer span includes inner ones."""
+    """Time of the main thread that is no work of its own; an outer span includes inner ones.
+
+    Spans may also overlap: two models in one backward pass begin and end theirs in one order. A
+    span never takes back what another one has counted, so the times only grow.
+    """
 
     def __enter__(self) -> None:
         meter = _process.meter
@@ -116,7 +120,7 @@ class Waiting(_Span):
     """`with Waiting():` around a wait for other workers."""
 
     def _count(self, meter: StepMeter, took_ns: int) -> None:
-        meter.waits_ns = self._before[0] + took_ns
+        meter.waits_ns = max(meter.waits_ns, self._before[0] + took_ns)
         meter.loads_ns = self._before[1]
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from elastane.process import collectives
+from elastane.process import collectives, step_meter
 from elastane.process.status_page import StatusPage, WorkerPage
 from elastane.protocol.ring import Position
 
@@ -58,6 +58,24 @@ def test_what_a_collective_calls_itself_is_one_call(page):
     assert found == [{"a": 1}]
     [call] = page.ring().calls
     assert call.operation == "all_gather_object"
+
+
+def test_a_call_of_another_thread_takes_no_wait_of_the_main_thread_back(page):
+    begun, ends = threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        ends.wait(DEADLINE_S)
+
+    thread = threading.Thread(target=collectives._recording(slow, "barrier", 1))
+    thread.start()
+    assert begun.wait(DEADLINE_S)
+    with step_meter.Waiting():
+        dist.barrier()
+    waited_ns = step_meter._process.meter.waits_ns
+    ends.set()
+    thread.join()
+    assert step_meter._process.meter.waits_ns == waited_ns > 0
 
 
 def test_another_group_counts_by_itself(page):
