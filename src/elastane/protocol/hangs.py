@@ -35,8 +35,9 @@ HANG_STOPPED_S = 1.0
 # time of the same work; ...
 HANG_FACTOR = 10.0
 HANG_WINDOW_S = 1800.0
-# ... and every worker hangs after this: torch gives up a collective over gloo then. It is also the
-# limit for a process's first steps, which warm up and compile, and for all compilation.
+# ... and every worker hangs after this, or the floor if it is longer: torch gives up a collective
+# over gloo then. It is also the limit for a process's first steps, which warm up and compile, for
+# all compilation, and for all that an unmodified script does, since it reports no steps.
 HANG_CEILING_S = 1800.0
 HANG_STEPS_FIRST = 3
 # User code between two steps (evaluation, checkpoints) may take this long.
@@ -212,12 +213,14 @@ class HangRules:
             worker.asked_s, worker.answered, worker.waits = None, True, False
 
     def _limit_s(self, sight: Observation) -> float:
-        """Return for how long such a worker may show no progress."""
+        """Return for how long such a worker may show no progress: for the floor at least."""
         if sight.activity is Activity.BETWEEN:
-            return max(HANG_BETWEEN_S, HANG_FACTOR * self._longest.of(sight.activity))
-        if sight.steps < HANG_STEPS_FIRST or sight.activity is Activity.COMPILING:
-            return HANG_CEILING_S
-        return self._learned_s(sight.activity, self._floor_s)
+            limit_s = max(HANG_BETWEEN_S, HANG_FACTOR * self._longest.of(sight.activity))
+        elif sight.steps < HANG_STEPS_FIRST or sight.activity is Activity.COMPILING:
+            limit_s = HANG_CEILING_S
+        else:
+            limit_s = self._learned_s(sight.activity, self._floor_s)
+        return max(limit_s, self._floor_s)
 
     def _learned_s(self, kind: Activity | None, floor_s: float) -> float:
         longest_s = self._longest.of(kind)
@@ -261,7 +264,8 @@ class HangRules:
             return ""
         return (
             f"no progress for {idle_s:.1f} s, {_WORDS[sight.activity]}, after {sight.steps} steps"
-            f" (limit {limit_s:.1f} s)"
+            f" (limit {limit_s:.1f} s; if the work is sound, --rdzv-conf hang_floor=SECONDS allows"
+            " more)"
         )
 
     def _is_sure(self, worker: _Worker) -> bool:

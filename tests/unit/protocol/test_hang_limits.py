@@ -33,8 +33,8 @@ FLOOR_S, ABORT_S = 5.0, 1.5
 class Node:
     """Workers that a watch looks at: each answers what `waits` says, unless it is silent."""
 
-    def __init__(self, *numbers, steps=100):
-        self.watch, self.now_s = HangRules(FLOOR_S, ABORT_S), 0.0
+    def __init__(self, *numbers, steps=100, floor_s=FLOOR_S):
+        self.watch, self.now_s = HangRules(floor_s, ABORT_S), 0.0
         self.sights = {n: Observation(1, BODY, steps) for n in numbers or (1,)}
         self.waits, self.silent, self.held, self.asked = set(), set(), set(), 0
         self.hung, self.stalled_s, self.waiting = {}, None, ()
@@ -151,6 +151,15 @@ def test_first_steps_compilation_and_the_users_own_work_take_their_time(activity
     node = Node(steps=steps)
     node.be(1, activity)
     assert node.passes(2 * limit_s) == {1: pytest.approx(limit_s, abs=MARGIN_S)}
+
+
+@pytest.mark.parametrize(("activity", "steps"), [(BODY, 0), (BODY, 100), (BETWEEN, 100)])
+def test_a_floor_above_the_ceiling_holds_for_all_work(activity, steps):
+    floor_s = 2 * HANG_BETWEEN_S
+    node = Node(steps=steps, floor_s=floor_s)
+    node.be(1, activity)
+    assert node.passes(2 * floor_s) == {1: pytest.approx(floor_s, abs=MARGIN_S)}
+    assert "hang_floor=SECONDS allows more" in node.hung[1]
 
 
 @pytest.mark.parametrize("activity", [Activity.APART, Activity.ENTERING])
