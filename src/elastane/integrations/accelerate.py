@@ -54,7 +54,7 @@ def adopt(name: str, world: VisibleWorld) -> None:
     _save_again(package.Accelerator, world)
     _load_one_phase(name)
     _keep_schedule(name)
-    _open_trackers_later(package.Accelerator)
+    _open_trackers_later(package.Accelerator, world)
     _print_on_each_node(package.Accelerator)
 
 
@@ -272,19 +272,31 @@ def _keep_schedule(name: str) -> None:
     owner.step = step_as_prepared
 
 
-def _open_trackers_later(owner: Any) -> None:
-    """Let the next main process open the trackers that the script has asked for."""
-    # By accelerator: what opens the trackers that the script has asked for, until they are open.
-    unopened: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+def _open_trackers_later(owner: Any, world: VisibleWorld) -> None:
+    """Let the next main process open the trackers that the script has asked for.
+
+    Scripts such as those of diffusers call `init_trackers` on the main process only, so the next
+    one does not know which project they are for. Then all workers restart as it logs.
+    """
+    # By accelerator: what opens the trackers that the script has asked for; None once it did.
+    asked: WeakKeyDictionary[Any, Callable[[], None] | None] = WeakKeyDictionary()
     init: Callable[..., None] = owner.init_trackers
 
     def open_if_main(accelerator: Any) -> None:
-        if accelerator.is_main_process and accelerator in unopened:
-            unopened.pop(accelerator)()
+        if not accelerator.is_main_process:
+            return
+        if accelerator not in asked and accelerator.log_with and world.first_rank:
+            world.restart(
+                "the worker of rank 0 is lost, and no other has called accelerator.init_trackers;"
+                " scripts that call it on all workers continue"
+            )
+        if (opens := asked.get(accelerator)) is not None:
+            asked[accelerator] = None
+            opens()
 
     @functools.wraps(init)
     def init_trackers(self: Any, *args: Any, **kwargs: Any) -> None:
-        unopened[self] = functools.partial(init, self, *args, **kwargs)
+        asked[self] = functools.partial(init, self, *args, **kwargs)
         open_if_main(self)
 
     def with_trackers(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ class VisibleWorld:
     """
 
     def __init__(self, restart: Callable[[str], NoReturn]) -> None:
-        self._restart = restart
+        self.restart = restart
         self.rank = 0
         self.size = 1
         self.first_rank: int | None = None
@@ -106,7 +106,7 @@ class VisibleWorld:
         before = self._changes
         result = call()
         if self._changes != before:
-            self._restart(
+            self.restart(
                 "a sum of floats was interrupted, and the script may have divided its parts by the"
                 " world size"
             )

@@ -1,0 +1,80 @@
+"""Accelerate's trackers after the loss of the main process, by a stand-in for its Accelerator."""
+
+import pytest
+
+from elastane.integrations.accelerate import _open_trackers_later
+from elastane.synchrony.visible import VisibleWorld
+
+
+class RestartedError(Exception):
+    """All workers restart."""
+
+
+def restart(reason):
+    """Restart all workers."""
+    raise RestartedError(reason)
+
+
+@pytest.fixture
+def make():
+    """Return what makes the world and the accelerator of a worker that begins with a rank."""
+
+    def make(rank):
+        world = VisibleWorld(restart)
+
+        class Accelerator:
+            """Logs to the trackers that it has opened."""
+
+            log_with = ("tensorboard",)
+            is_main_process = property(lambda self: world.rank == 0)
+
+            def __init__(self):
+                self.opened, self.logged = [], []
+
+            def init_trackers(self, name):
+                """Open them."""
+                self.opened.append(name)
+
+            def log(self, value):
+                """Log to them."""
+                self.logged.append(value)
+
+            def get_tracker(self, name):
+                """Return one."""
+                return name
+
+        _open_trackers_later(Accelerator, world)
+        world.show(rank, 3)
+        return world, Accelerator()
+
+    return make
+
+
+def test_the_next_main_process_opens_the_trackers_that_it_has_asked_for_once(make):
+    world, accelerator = make(1)
+    accelerator.init_trackers("project")
+    accelerator.log(1)
+    assert not accelerator.opened
+    world.show(0, 2)
+    accelerator.log(2)
+    accelerator.log(3)
+    assert accelerator.opened == ["project"]
+
+
+@pytest.mark.parametrize("way", ["log", "get_tracker"])
+def test_the_loss_of_the_only_worker_that_has_asked_for_trackers_restarts_all(make, way):
+    world, accelerator = make(1)
+    getattr(accelerator, way)("tensorboard")  # It is not the main process, so it logs nothing.
+    world.show(0, 2)
+    with pytest.raises(RestartedError, match="no other has called accelerator"):
+        getattr(accelerator, way)("tensorboard")
+
+
+def test_a_script_without_trackers_logs_nothing_and_continues(make):
+    world, accelerator = make(1)
+    type(accelerator).log_with = ()
+    world.show(0, 2)
+    accelerator.log(1)
+    world, first = make(0)
+    first.log(1)
+    assert accelerator.logged == first.logged == [1]
