@@ -1,6 +1,7 @@
 """Ordinary DDP scripts under --in-place: survivors keep their processes and agree on weights."""
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -100,6 +101,21 @@ def test_a_script_that_keeps_its_size_sees_it_until_its_end_and_means_stay_right
         assert {(line["rank"], line["world"]) for line in lines} == {(0, 3), (2, 3)}
         saved = {file.name for file in (job.folder / "dcp").glob("*.distcp")}
         assert saved == {"__0_0.distcp", "__1_0.distcp"}, "each survivor saves its part"
+
+
+def test_twin_modules_keep_their_gradients_and_counts_their_scale_as_a_worker_is_lost(tmp_path):
+    script = [str(SCRIPT.with_name("twin_modules.py")), str(tmp_path)]
+    options = {"nnodes": "1", "nproc_per_node": 3, "min_workers": 1, "max_restarts": 0}
+    with LocalCluster(
+        script, folder=tmp_path / "c", in_place=True, preload=PRELOAD_COMPILER, **options
+    ) as cluster:
+        node = cluster.start("a")
+        cluster.wait(lambda: not node.is_alive, "the agent ends")
+        assert cluster.events("job-ended")[-1].data["ok"] is True, cluster.story()
+    said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 2)]
+    assert [each["gradients"] for each in said] == [[0.0] * 6] * 2
+    assert [each["trained"] for each in said] == [[24] * 6] * 2
+    assert [each["evaluated"] for each in said] == [[24] * 3 + [16] * 3] * 2
 
 
 @pytest.mark.parametrize(

@@ -41,22 +41,29 @@ def call_of(
     kwargs: dict[str, Any],
     visible: Sequence[Identity],
     site: Site,
+    *,
+    trains: bool = False,
 ) -> Call:
-    """Return the call of the method `name`; `visible`: the members that its ranks refer to."""
+    """Return the call of the method `name`; `visible`: the members that its ranks refer to.
+
+    `trains`: the program is not in an evaluation.
+    """
     options: Any = next((arg for arg in (*args, *kwargs.values()) if _is_options(arg)), None)
     tensors = [_tensors_of(arg) for arg in (*args, *kwargs.values()) if not _is_options(arg)]
     outputs = tensors[0] if tensors else []
     is_gather = name in _ALL_GATHERS or name.startswith(("allgather", "all_gather"))
     inputs = outputs if name in _IN_PLACE else [each for more in tensors[1:] for each in more]
     root = visible[options.rootRank] if name in _ROOTED else None
+    counts = not any(t.is_floating_point() or t.is_complex() for t in outputs)
     signature = Signature(
         kind=name,
         layout=_layout(outputs) if name in _IN_PLACE or is_gather else 0,
         reduction=_reduction(options),
         root=root,
         shaped=_shaped(name, outputs, inputs, len(visible)),
-        counts=not any(t.is_floating_point() or t.is_complex() for t in outputs),
+        counts=counts,
         site=site,
+        is_tally=trains and counts and sum(t.numel() for t in outputs) == 1,
     )
 
     def begin(group: ProcessGroup, rank: int | None) -> Work:

@@ -120,6 +120,11 @@ class BucketLayout:
         for bucket in ddp.reducer._get_zeros_like_grad_buckets():
             self._buckets.append(_slices_of(bucket))
 
+    def has(self, bucket: torch.Tensor) -> bool:
+        """Whether one of its buckets has the length and type of `bucket`."""
+        form = bucket.numel(), bucket.dtype
+        return any((length, dtype) == form for length, dtype, _ in self._buckets)
+
     def take(self, bucket: torch.Tensor) -> list[BucketSlice] | None:
         """Return the slices of the bucket that is reduced next; None if `bucket` is another one."""
         if self._next >= len(self._buckets):
@@ -131,6 +136,23 @@ class BucketLayout:
             return None
         self._next += 1
         return slices
+
+
+def slices_among(
+    layouts: Sequence[BucketLayout], bucket: torch.Tensor
+) -> tuple[bool, list[BucketSlice] | None]:
+    """Return whether a tensor is a bucket of one of the layouts, and its slices if they are known.
+
+    Two modules of the same shape have buckets of the same length, and one backward pass may reduce
+    them in any order. Then nothing tells whose gradients are in it, so it has to be copied. The
+    buckets of a layout that is not known may have any length.
+    """
+    owners = [layout for layout in layouts if layout.has(bucket)]
+    has_unknown = not all(layout.is_known for layout in layouts)
+    if len(owners) > 1 or (owners and has_unknown):
+        return True, None
+    slices = owners[0].take(bucket) if owners else None
+    return slices is not None or has_unknown, slices
 
 
 def _slices_of(bucket: Any) -> tuple[int, torch.dtype, list[BucketSlice]]:

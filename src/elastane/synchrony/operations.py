@@ -87,7 +87,8 @@ class Signature:
     `kind`: torch's name. `layout`: a digest of the types and element counts of its tensors.
     `reduction`: "sum", "max", ..., or "". `root`: the member that a broadcast comes from, by
     identity, since its rank changes. `shaped`: the number of members that the buffers have room
-    for; 0: any number. `counts`: whether the data are integers.
+    for; 0: any number. `counts`: whether the data are integers. `is_tally`: whether they are one
+    integer, summed by a program that trains: of tokens or samples by which it may divide its loss.
     """
 
     kind: str
@@ -97,6 +98,7 @@ class Signature:
     shaped: int = 0
     counts: bool = False
     site: Site = Site.SCRIPT
+    is_tally: bool = False
 
     @property
     def rule(self) -> Rule:
@@ -126,14 +128,15 @@ class Signature:
 
         The program may divide the sum by that size, or read it as a count over as many members.
         """
-        is_sum = self.kind in _REDUCTIONS and self.reduction == "sum" and not self.counts
-        return is_sum and self.site is Site.FIRST_SIZE
+        is_sum = self.kind in _REDUCTIONS and self.reduction == "sum"
+        is_measure = not self.counts or self.is_tally
+        return is_sum and is_measure and self.site is Site.FIRST_SIZE
 
     @property
     def may_be_divided(self) -> bool:
-        """Whether it is a sum that the program may divide by a number of members."""
+        """Whether it is a sum of floats that the program may divide by a number of members."""
         is_refused = self.kind in _REDUCTIONS and self.rule is Rule.REFUSED
-        return self.is_scaled or is_refused
+        return (self.is_scaled and not self.counts) or is_refused
 
     def described(self) -> str:
         """Describe the operation for a message: its kind, reduction and caller."""

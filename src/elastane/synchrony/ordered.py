@@ -36,7 +36,13 @@ from elastane.comms.works import Waited, WorkLog
 from elastane.errors import ConfigurationError, PeerLostError
 from elastane.synchrony import callsites, newcomers
 from elastane.synchrony.calls import Call, call_of
-from elastane.synchrony.contributions import BucketLayout, BucketSlice, Copied, Gradients
+from elastane.synchrony.contributions import (
+    BucketLayout,
+    BucketSlice,
+    Copied,
+    Gradients,
+    slices_among,
+)
 from elastane.synchrony.meeting import Meeting
 from elastane.synchrony.newcomers import SharedState
 from elastane.synchrony.operations import Identity, Rule, Signature, Site, why_parts_are_lost
@@ -112,7 +118,7 @@ class OrderedGroup(ElasticGroup):
     `begin` starts it in a world, `begin_outside` without one.
     `keeps_ranks`: the script may keep a rank or a world size in a variable. Then it sees those of
     its first world until its end, unless a framework follows changes or newcomers may join; sums of
-    floats are scaled to that size.
+    floats are scaled to that size, and so are counts that it sums while it trains.
     """
 
     def __init__(self, host: GroupHost, *, keeps_ranks: bool) -> None:
@@ -327,6 +333,9 @@ class OrderedGroup(ElasticGroup):
         """
         module = ddp.constructed(sys._getframe(1), self)
         if module is not None:
+            # A module that is gone leaves its layout: its buckets may look like the new one's.
+            living = {id(each) for each in self.ddps}
+            self._layouts = {key: self._layouts[key] for key in living & self._layouts.keys()}
             self._layouts[id(module)] = BucketLayout()
             self._ddps[id(module)] = weakref.ref(module)
         if callsites.is_in_backward():
@@ -393,7 +402,8 @@ class OrderedGroup(ElasticGroup):
                 raise _refused_shards(name)
             if site in (Site.SCRIPT, Site.TRUE_SUM) and self.sees_first:
                 site = Site.FIRST_SIZE
-            call = call_of(name, args, kwargs, self._shown, site)
+            trains = site is Site.FIRST_SIZE and not self._evaluates()
+            call = call_of(name, args, kwargs, self._shown, site, trains=trains)
             self._note_parts(call.signature)
             self._has_summed |= call.signature.may_be_divided
             if self._shown != self._member.visible and (
@@ -404,6 +414,13 @@ class OrderedGroup(ElasticGroup):
             self._pump()
             self._changed.notify_all()
         return OrderedWork(pending, self._changed, self._has_waited)
+
+    def _evaluates(self) -> bool:
+        """Whether the program is in an evaluation: without gradients, and no module trains.
+
+        Some scripts train on without `train()` on rank 0, or count under `no_grad()` as they train.
+        """
+        return not (torch.is_grad_enabled() or any(module.training for module in self.ddps))
 
     def _refuse_delivering_thread(self, name: str) -> None:
         """Refuse a collective of the thread that delivers them: it would never return.
@@ -475,12 +492,8 @@ class OrderedGroup(ElasticGroup):
             return site, None
         if name != "allreduce" or not args[0][0].is_floating_point():
             return Site.AUTHORITY, None
-        for layout in self._layouts.values():
-            slices = layout.take(args[0][0])
-            if slices is not None:
-                return site, slices
-        is_bucket = any(not layout.is_known for layout in self._layouts.values())
-        return (site if is_bucket else Site.SCRIPT), None
+        is_bucket, slices = slices_among([*self._layouts.values()], args[0][0])
+        return (site if is_bucket else Site.SCRIPT), slices
 
     def _is_delayed(self) -> bool:
         """Whether the reducer waits before the end of this pass: then it is no unit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -72,7 +73,8 @@ class PendingOperation:
             return
         for output in self.call.outputs:
             wide = output.detach().to(torch.promote_types(output.dtype, torch.float64))
-            overwrite(output, wide * self._counts_for / self._is_of)
+            scaled = wide * self._counts_for / self._is_of
+            overwrite(output, scaled.round() if self.call.signature.counts else scaled)
 
     def accept(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take the result of another member."""
@@ -89,10 +91,13 @@ class PendingOperation:
             return list(self.call.outputs)
         return [tensor.detach().clone() for tensor in self.call.outputs]
 
-    def future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return the future of its result; the owner's lock is held."""
+    def future(self, has_waited: Callable[[int], None]) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return the future of its result; the owner's lock is held.
+
+        `has_waited` is called with its number each time the program has waited for that future.
+        """
         if self._future is None:
-            self._future = torch.futures.Future()
+            self._future = OrderedFuture(functools.partial(has_waited, self.number))
             if self.over.is_set():
                 self._future.set_result(list(self.call.outputs))
         return self._future
@@ -102,6 +107,23 @@ class PendingOperation:
         self.over.set()
         if self._future is not None:
             self._future.set_result(list(self.call.outputs))
+
+
+class OrderedFuture(torch.futures.Future[list[torch.Tensor]]):
+    """The future of an operation: a wait for it counts as a wait for the work.
+
+    A future that `then` returns is torch's, so a wait for that one counts for nothing.
+    """
+
+    def __init__(self, has_waited: Callable[[], None]) -> None:
+        super().__init__()
+        self._has_waited = has_waited
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait until the operation is delivered, over any number of faults; return its tensors."""
+        tensors = super().wait()
+        self._has_waited()
+        return tensors
 
 
 class OrderedWork(Work):
@@ -131,7 +153,7 @@ class OrderedWork(Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of its tensors."""
         with self._lock:
-            return self._pending.future()
+            return self._pending.future(self._has_waited)
 
     def result(self) -> list[torch.Tensor]:
         """Return the output tensors."""

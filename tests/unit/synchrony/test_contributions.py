@@ -1,9 +1,51 @@
-"""What a member contributes, put back into tensors of the program by another thread."""
+"""What a member contributes, and whose gradients a bucket holds."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from elastane.synchrony.contributions import Copied, overwrite
+from elastane.synchrony.contributions import BucketLayout, Copied, overwrite, slices_among
+
+
+def layout(*lengths, hooked=False):
+    """The layout of a module with one bucket for each length; unknown if it has a hook."""
+    buckets = []
+    for length in lengths:
+        parameter = torch.nn.Parameter(torch.zeros(length))
+        bucket = SimpleNamespace(
+            buffer=lambda length=length: torch.zeros(length),
+            parameters=lambda parameter=parameter: [parameter],
+            gradients=lambda length=length: [torch.zeros(length)],
+        )
+        buckets.append(bucket)
+    module = SimpleNamespace(
+        static_graph=False,
+        _has_rebuilt_buckets=False,
+        gradient_as_bucket_view=False,
+        mixed_precision=None,
+        _delay_all_reduce_params=(),
+        _comm_hooks=[None] if hooked else [],
+        reducer=SimpleNamespace(_get_zeros_like_grad_buckets=lambda: buckets),
+    )
+    found = BucketLayout()
+    found.refresh(module)
+    return found
+
+
+def test_a_bucket_is_known_by_its_length_among_modules_of_different_shapes():
+    layouts = [layout(4, 6), layout(5)]
+    for length in (4, 5, 6):
+        is_bucket, slices = slices_among(layouts, torch.zeros(length))
+        assert is_bucket and slices[0].parameter.numel() == length
+    assert slices_among(layouts, torch.zeros(7)) == (False, None)
+
+
+@pytest.mark.parametrize("other", [layout(6, 4), layout(hooked=True)])
+def test_a_bucket_that_two_modules_may_have_is_copied(other):
+    layouts = [layout(4, 6), other]
+    for length in (4, 6, 6, 4):
+        assert slices_among(layouts, torch.zeros(length)) == (True, None)
 
 
 def made_in(mode):

@@ -1,0 +1,36 @@
+"""What a call of torch says of its data: whether it is a count by which a script may divide."""
+
+import pytest
+import torch
+from torch.distributed import AllreduceOptions, ReduceOp
+
+from elastane.synchrony.calls import call_of
+from elastane.synchrony.operations import Identity, Rule, Site
+
+MEMBERS = tuple(map(Identity, range(4)))
+
+
+def signature_of(tensor, *, trains, site=Site.FIRST_SIZE):
+    """The signature of a sum."""
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp.SUM
+    return call_of("allreduce", ([tensor], options), {}, MEMBERS, site, trains=trains).signature
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor(3), torch.tensor([3], dtype=torch.int32)])
+def test_one_integer_that_a_script_sums_as_it_trains_is_scaled_to_the_size_that_it_sees(tensor):
+    signature = signature_of(tensor, trains=True)
+    assert signature.is_scaled and signature.rule is Rule.REPEAT and not signature.may_be_divided
+
+
+@pytest.mark.parametrize(
+    ("tensor", "trains", "site"),
+    [
+        (torch.tensor(3), False, Site.FIRST_SIZE),
+        (torch.ones(2, dtype=torch.int64), True, Site.FIRST_SIZE),
+        (torch.tensor(3), True, Site.SCRIPT),
+    ],
+)
+def test_other_integers_are_summed_over_the_survivors(tensor, trains, site):
+    signature = signature_of(tensor, trains=trains, site=site)
+    assert not signature.is_scaled and signature.rule is Rule.REPEAT
