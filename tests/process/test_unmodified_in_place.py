@@ -205,6 +205,7 @@ def test_a_worker_that_dies_after_its_program_has_ended_well_restarts_no_other(t
         ("group", "new_group([0])"),
         ("spawn", "torch.multiprocessing.spawn()"),
         ("rpc", "torch.distributed.rpc.init_rpc()"),
+        ("join", "torch.distributed.algorithms.join, as model.join() makes it"),
     ],
 )
 def test_what_is_not_of_all_workers_is_refused_with_the_call_and_the_way_out(tmp_path, mode, call):

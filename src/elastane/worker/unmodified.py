@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import multiprocessing
 from torch.distributed import device_mesh, rpc
+from torch.distributed.algorithms.join import Join
 
 from elastane.comms.group import WorldGroup
 from elastane.errors import ConfigurationError, ExitCode
@@ -269,6 +270,8 @@ def install(*, keeps_ranks: bool) -> None:
     processes.spawn = _refused(
         "torch.multiprocessing.spawn", "the workers of elastane run --nproc-per-node"
     )
+    # A worker that has ended its batches would make other collectives than the rest, and no votes.
+    _refuse_joins()
     # Its agents stay connected to a lost worker, and each call to that worker waits in vain.
     calls: Any = rpc
     calls.init_rpc = _refused("torch.distributed.rpc.init_rpc")
@@ -342,6 +345,22 @@ def _refused(name: str, expected: str = "collectives over all workers") -> Calla
         raise _refusal(f"{name}()", expected)
 
     return refuse
+
+
+def _refuse_joins() -> None:
+    """Refuse the context in which workers with fewer batches wait for the others, if it is on."""
+    join: Any = Join
+    enter: Callable[..., None] = join.__enter__
+
+    def refuse(self: Any) -> None:
+        if self._enable:
+            raise _refusal(
+                "torch.distributed.algorithms.join, as model.join() makes it",
+                "as many batches on each worker, such as by a DistributedSampler",
+            )
+        enter(self)
+
+    join.__enter__ = refuse
 
 
 def _refusal(what: str, expected: str) -> ConfigurationError:

@@ -1,14 +1,15 @@
 """An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
 
-Usage: unmodified_ddp.py FOLDER [MODE]: static, sum, gather, muon, by hand, group, spawn, rpc, async
-save, end or last save. It ends once a file "enough" is there. With `sum` it takes the mean of
+Usage: unmodified_ddp.py FOLDER [WAY]: static, sum, gather, muon, by hand, group, spawn, rpc, join,
+async save, end or last save. It ends once a file "enough" is there. With `sum` it takes the mean of
 floats of its own in each step, on all workers and on rank 0, over the world size that it keeps, and
 saves once; with `gather` it gathers from as many. Before one of these, rank 1 of the first attempt
 dies. With `muon` it dies there, too, and each worker has the momentum of a part of the parameters.
 With `by hand` it averages gradients itself. With `group` it asks for a group of one worker, with
-`spawn` it starts a process, with `rpc` it starts torch's RPC. With `async save` all workers save
-together while they train. With `end` rank 1 dies as its interpreter exits. With `last save` rank 0
-of the first attempt dies as it saves its model at the end, and the others wait.
+`spawn` it starts a process, with `rpc` it starts torch's RPC, with `join` workers may end early.
+With `async save` all workers save together while they train. With `end` rank 1 dies as its
+interpreter exits. With `last save` rank 0 of the first attempt dies as it saves its model at the
+end, and the others wait.
 """
 
 import atexit
@@ -96,6 +97,14 @@ def start_beside():
         rpc.init_rpc(f"worker{os.environ['RANK']}", rank=int(os.environ["RANK"]), world_size=2)
 
 
+def ask_for_some():
+    """Ask for what is not of all workers, if the script is to do so."""
+    if MODE == "group":
+        dist.new_group([0])
+    if MODE == "join":
+        DistributedDataParallel(torch.nn.Linear(1, 1)).join().__enter__()
+
+
 def save_last(model):
     """Save the model on rank 0, while the others wait."""
     if dist.get_rank() == 0:
@@ -111,8 +120,7 @@ def main():
         atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
     start_beside()
     dist.init_process_group("gloo")
-    if MODE == "group":
-        dist.new_group([0])
+    ask_for_some()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
