@@ -326,8 +326,6 @@ class HistoryRun:
     def _seen(self) -> SeenJob:
         events = self.job.events()
         charges = [e for e in events if e.kind in (EventKind.RESTART, EventKind.REPLACEMENT)]
-        # All workers that held the state were lost: the others end and start again, for a restart.
-        lost = sum("no worker of this world holds the state" in str(e.data) for e in charges)
         ends = [e.data["ok"] for e in events if e.kind == EventKind.JOB_ENDED]
         started = {
             (e.node, int(pid))
@@ -349,7 +347,7 @@ class HistoryRun:
             ],
             saves=[durable(e) for e in events if e.kind == EventKind.CHECKPOINT_SAVED],
             started=frozenset(started),
-            charged=max((int(e.data["used"]) for e in charges), default=0) - lost,
+            charged=max((int(e.data["used"]) for e in charges), default=0),
             codes=[(host, agent.process.poll() or 0) for host, agent in self.agents.items()],
             is_ok=bool(ends) and all(ends),
         )

@@ -61,6 +61,7 @@ _PASSING = re.compile(
 )
 _TRACEBACK = "Traceback (most recent call last):"
 _OWN_ERRORS = "elastane.errors."
+_STATE_LOST = "[job-state-lost]"
 
 
 class Sighting(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +78,11 @@ def is_lost_peer(failure: Failure) -> bool:
         return False
     text = failure.message.lower()
     return any(sign in text for sign in _LOST_PEER)
+
+
+def is_state_lost(failure: Failure) -> bool:
+    """Whether the worker ended because the workers that held the state were lost before."""
+    return failure.exit_code > 0 and _STATE_LOST in headline(failure.message)
 
 
 def _is_unexplained(failure: Failure) -> bool:

@@ -1,19 +1,24 @@
 """State holders out of sight or displaced: no worker starts from a checkpoint too early."""
 
+import traceback
+
 import msgspec
 import pytest
 from coordinator_driver import Driver, job_spec
 from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 
 from elastane.coordinator.rules import MembershipPhase
+from elastane.errors import JobError
 from elastane.protocol.events import Resized
 from elastane.protocol.limits import FENCE_WAIT_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Assign,
     DrainTarget,
+    Failed,
     Heartbeat,
     Holding,
+    Interrupt,
     Prepare,
     Stop,
     Stopped,
@@ -389,3 +394,40 @@ def test_displaced_nodes_join_the_one_survivor_of_a_world_without_a_known_step()
     assert regrouped(job, "a") == (Fence(4, 0), 0, (0,), 3)
     assert regrouped(job, "b") == (Fence(4, 0), 1, (0, 1), 3), "one of them is enough"
     assert job.assigned["c"].fence == Fence(2, 0)
+
+
+def loses_state(job, node_id, local_rank=0):
+    """A worker of the node finds that no member of its world holds the state."""
+    error = JobError("no worker holds the state", slug="job-state-lost", expected="one that does")
+    said = "".join(traceback.format_exception(error))
+    failure = Failure(local_rank=local_rank, rank=0, pid=77, exit_code=1, message=said)
+    job.says(node_id, Failed(fence=job.assigned[node_id].fence, failures=(failure,)))
+
+
+def test_a_world_that_lost_the_state_restarts_at_once_and_uses_no_restart():
+    """What the loss of the holders cost was settled then: a lost host costs nothing."""
+    job = in_place(nodes="ab", restarts=0)
+    loses_state(job, "b")
+    assert kinds(job, "a") == kinds(job, "b") == [Stop]
+    loses_state(job, "a")
+    job.stops("a", "b")
+    assert job.phase == "running" and not job.assigned["a"].in_place
+    assert job.assigned["a"].restarts_used == 0
+    reasons = [event.reason for event in job.events if event.kind is EventKind.INCIDENT]
+    assert reasons[-1].endswith("ended with exit code 1 after the state of the job was lost")
+
+
+def test_a_worker_that_fails_by_itself_in_a_world_that_lost_the_state_is_charged():
+    job = in_place(nodes="ab")
+    loses_state(job, "b")
+    dies(job, "a")
+    job.stops("a", "b")
+    assert job.assigned["a"].restarts_used == 1
+
+
+def test_workers_that_hold_the_state_outlive_a_world_that_lost_it():
+    """The report came late: it is of the world before the one in which the holder takes part."""
+    job = in_place(nodes="ab")
+    steps(job, "a")
+    loses_state(job, "b")
+    assert Stop not in kinds(job, "a") and Interrupt in kinds(job, "a")

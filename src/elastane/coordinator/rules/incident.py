@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from elastane.protocol.culprits import Reports
-from elastane.protocol.diagnosis import Sighting
+from elastane.protocol.diagnosis import Sighting, is_lost_peer, is_state_lost
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, Timing
 from elastane.protocol.model import Failure
 
@@ -30,6 +30,8 @@ class Incident:
     seen: dict[tuple[str, int], Sighting] = field(default_factory=dict)  # by node id and local rank
     departed: list[str] = field(default_factory=list)
     charged: bool = False  # the budget was charged for it
+    lost_state: bool = False  # a worker reported that its world has lost the state
+    own_causes: int = 0  # failures that neither a lost peer nor the lost state explains
 
     def record(self, node_id: str, failures: tuple[Failure, ...], now_s: float) -> None:
         """Put `failures` of a node on the time line, each once, at its earliest reported time.
@@ -48,6 +50,7 @@ class Incident:
             of, at_s = (node_id, failure.local_rank), now_s - failure.age_s - slower_s
             if of not in self.seen:
                 self.seen[of] = Sighting(node_id=node_id, at_s=at_s, failure=failure)
+                self._count_cause(failure)
             elif at_s < self.seen[of].at_s:
                 self.seen[of] = msgspec.structs.replace(self.seen[of], at_s=at_s)
 
@@ -70,8 +73,19 @@ class Incident:
 
     @property
     def is_chargeable(self) -> bool:
-        """Whether it is charged to the restart budget, as only failures of workers are."""
-        return bool(self.seen) and not self.planned and not self.departed
+        """Whether it is charged to the restart budget, as only failures of workers are.
+
+        A lost state is not: the loss of the workers that held it was an incident of its own.
+        """
+        if self.planned or self.departed or not self.seen:
+            return False
+        return self.own_causes > 0 or not self.lost_state
+
+    def _count_cause(self, failure: Failure) -> None:
+        if is_state_lost(failure):
+            self.lost_state = True
+        elif not is_lost_peer(failure):
+            self.own_causes += 1
 
 
 class BudgetVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,6 +222,11 @@ class Incidents:
     def is_planned(self) -> bool:
         """Whether all that happened was planned: then all members are at the same step."""
         return self.current is None or self.current.planned
+
+    @property
+    def is_state_lost(self) -> bool:
+        """Whether a worker of the current world reported that no member holds the state."""
+        return self.current is not None and self.current.lost_state
 
     @property
     def last_reason(self) -> str:

@@ -165,6 +165,9 @@ def interrupt_world(state: State, reason: str) -> bool:
 def has_survivors(state: State) -> bool:
     """Whether workers here hold the whole state of the current world, or all that it began with."""
     staying = [node for node in state.roster.members() if node.survivors and not node.leaving]
+    if state.incidents.is_state_lost:
+        # The others of that world end too. Only workers that were no part of it may hold the state.
+        staying = [node for node in staying if node.workers.holding_state & {*node.survivors}]
     outside = [state.roster.nodes[i] for i in state.holders.displaced if i in state.roster.nodes]
     kept = [n for n in outside if state.holders.is_displaced_holder(n) and not n.leaving]
     return bool(staying or kept) and sizing.hold_whole_state(state, staying + kept)

@@ -11,7 +11,13 @@ import math
 from elastane.coordinator.rules import ending, growth, liveness, recovery, stragglers
 from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.state import MembershipPhase, State
-from elastane.protocol.diagnosis import end_text, exit_text, is_lost_peer, worker_text
+from elastane.protocol.diagnosis import (
+    end_text,
+    exit_text,
+    is_lost_peer,
+    is_state_lost,
+    worker_text,
+)
 from elastane.protocol.effects import Send
 from elastane.protocol.limits import LEAVE_MARGIN_S, REASON_CHARS_MAX
 from elastane.protocol.log_events import EventKind
@@ -197,7 +203,8 @@ def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]
     incident = liveness.ensure_incident(
         state,
         f"{worker_text(first.rank)} on node {node.id} {end_text(first)}"
-        + (" after it lost a peer" if is_lost_peer(first) else ""),
+        + (" after it lost a peer" if is_lost_peer(first) else "")
+        + (" after the state of the job was lost" if is_state_lost(first) else ""),
     )
     incident.record(node.id, failures, state.now_s)
     state.holders.record_ended_workers(node, {f.local_rank for f in failures}, state.world)
