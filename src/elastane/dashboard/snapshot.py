@@ -118,7 +118,8 @@ class Mark(msgspec.Struct, kw_only=True, omit_defaults=True):
 class CheckpointsSection(msgspec.Struct, kw_only=True):
     """The newest checkpoints, newest first, and all of them as (time, step, failed).
 
-    `interval_s` is the usual time between two that were saved; None while there was only one.
+    `interval_s` is the usual time between two that were saved to the place of the newest; None
+    while there was only one.
     """
 
     newest: list[CheckpointView]
@@ -442,7 +443,9 @@ def _usual_s(times_s: Sequence[float]) -> float | None:
 
 def _checkpoints(view: JobView) -> CheckpointsSection:
     failed = sum(bool(made.slug) for made in view.checkpoints)
-    times_s = [made.time_s for made in view.checkpoints if not made.slug]
+    saved = [made for made in view.checkpoints if not made.slug]
+    # A script may save to two places, each of which has an interval of its own.
+    times_s = [made.time_s for made in saved if made.location == saved[-1].location]
     return CheckpointsSection(
         newest=list(reversed(view.checkpoints[-CHECKPOINTS_LISTED:])),
         saved=len(view.checkpoints) - failed,

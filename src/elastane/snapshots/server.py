@@ -16,6 +16,7 @@ dropped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -26,7 +27,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -57,6 +58,7 @@ from elastane.snapshots.messages import (
     ToReceiver,
 )
 from elastane.snapshots.replication import SnapshotListener
+from elastane.snapshots.rules.copy_times import CopyTime
 from elastane.snapshots.rules.slot_table import Name
 from elastane.snapshots.startup import CONTROL_FD, LISTENER_FD, NODE, OWN_FD
 from elastane.snapshots.store import SnapshotStore
@@ -95,6 +97,8 @@ class SnapshotServer:
         self._survives = survives
         self._lock = threading.Lock()
         self._stores: dict[str, SnapshotStore] = {}
+        self._held: dict[str, CopiesHeld] = {}
+        self._reporting = threading.Lock()  # a store holds its own lock while it reports
         self._connected: set[int] = set()
         self._numbered = 0
         self._listener: SnapshotListener | None = None
@@ -213,15 +217,42 @@ class SnapshotServer:
                 if len(self._stores) >= GROUPS_MAX:
                     raise ValueError(f"there are {GROUPS_MAX} groups already")
                 store = self._stores[group] = SnapshotStore(
-                    self._wake, self.id, self._settings, self._report
+                    self._wake, self.id, self._settings, functools.partial(self._report_of, group)
                 )
                 store.open()
             return store
+
+    def _report_of(self, group: str, news: SnapshotNews) -> None:
+        """Report news of one group; of copies, the newest of all groups."""
+        with self._reporting:
+            if isinstance(news, CopiesHeld):
+                self._held[group] = news
+                news = newest_held([*self._held.values()])
+            self._report(news)
 
     def _forget(self, number: int) -> None:
         with self._lock:
             self._connected.discard(number)
         self._wake()
+
+
+def newest_held(groups: Sequence[CopiesHeld]) -> CopiesHeld:
+    """Return the newest copies of several groups, as those of one.
+
+    A script with two Checkpointers has two groups. Its newest copy says how much is lost, whether
+    they save different objects together, or the same ones at different times.
+    """
+    return CopiesHeld(
+        memory=_newest(one.memory for one in groups),
+        neighbour=_newest(one.neighbour for one in groups),
+        storage=_newest(one.storage for one in groups),
+        replicated=all(one.replicated for one in groups),
+    )
+
+
+def _newest(copies: Iterable[CopyTime | None]) -> CopyTime | None:
+    known = (copy for copy in copies if copy is not None)
+    return max(known, key=lambda copy: copy.began_s, default=None)
 
 
 def _answer(store: SnapshotStore, number: int, request: messages.Request) -> _Answer:
@@ -379,25 +410,29 @@ class ServerProcess:
 _PERIODS_S: dict[type[SnapshotNews], float] = {Saved: SAVED_EVENT_S, CopiesHeld: HELD_NEWS_S}
 
 
+# News of a kind; that a checkpoint was saved, for each place.
+_Kind = tuple[type[SnapshotNews], str]
+
+
 class EventReporter:
     """Sends news to one agent over its control socket; without one it drops it. Thread-safe.
 
-    Saves in close succession are reported as one event, with the last one and their number. Of the
-    copies held, the agent gets the newest.
+    Saves to one place in close succession are reported as one event, with the last one and their
+    number. Of the copies held, the agent gets the newest.
     """
 
     def __init__(self, line: socket.socket | None) -> None:
         self._line = line
         self._lock = threading.Lock()
-        self._waiting: dict[type[SnapshotNews], SnapshotNews] = {}
-        self._due_s = dict.fromkeys(_PERIODS_S, 0.0)
+        self._waiting: dict[_Kind, SnapshotNews] = {}
+        self._due_s: dict[_Kind, float] = {}
 
     def report(self, news: SnapshotNews) -> bool:
         """Send news now, or keep it for `flush`; returns whether it is the first that waits."""
-        kind = type(news)
-        if kind not in _PERIODS_S:
+        if type(news) not in _PERIODS_S:
             self._send(news)
             return False
+        kind = type(news), news.place if isinstance(news, Saved) else ""
         with self._lock:
             before = self._waiting.get(kind)
             if isinstance(news, Saved) and isinstance(before, Saved):
@@ -410,16 +445,16 @@ class EventReporter:
         """Send the waiting news that is due; `last`: all of it."""
         now_s = time.monotonic()
         with self._lock:
-            due = [kind for kind in self._waiting if last or now_s >= self._due_s[kind]]
+            due = [kind for kind in self._waiting if last or now_s >= self._due_s.get(kind, 0.0)]
             ready = [self._waiting.pop(kind) for kind in due]
-            self._due_s |= {kind: now_s + _PERIODS_S[kind] for kind in due}
+            self._due_s |= {kind: now_s + _PERIODS_S[kind[0]] for kind in due}
         for news in ready:
             self._send(news)
 
     def left_s(self) -> float | None:
         """Return the seconds until `flush` is due, or None if nothing waits."""
         with self._lock:
-            due_s = min((self._due_s[kind] for kind in self._waiting), default=None)
+            due_s = min((self._due_s.get(kind, 0.0) for kind in self._waiting), default=None)
         return None if due_s is None else max(0.0, due_s - time.monotonic())
 
     def _send(self, news: SnapshotNews) -> None:

@@ -131,10 +131,15 @@ def test_the_age_of_copies_counts_from_the_beginning_of_their_save():
         node=StateCopy(step=45, age_s=3.5, took_s=2.5),
     )
     report = msgspec.structs.replace(report_of("j"), safe=safe)
-    found = samples(measured([*LOST, *saves], report=report))
+    best = [
+        event("checkpoint-saved", "a", step=n, location="/best", time_s=112.0 + 10 * n)
+        for n in range(1, 4)
+    ]
+    in_order = sorted([*LOST, *saves, *best], key=lambda one: one.time_s)
+    found = samples(measured(in_order, report=report))
     assert found["training_checkpoint_age_seconds",] == 200.0 - 150.0 + 5.0
     assert found["training_checkpoint_duration_seconds",] == 2.0
-    assert found["training_checkpoint_interval_seconds",] == 10.0
+    assert found["training_checkpoint_interval_seconds",] == 10.0, "of saves to its own place"
     ages = {name[1]: found["training_snapshot_age_seconds", name[1]] for name in found
             if name[0] == "training_snapshot_step"}  # fmt: skip
     assert ages == {"worker": pytest.approx(0.5), "node": pytest.approx(3.5)}

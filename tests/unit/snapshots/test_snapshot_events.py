@@ -18,11 +18,11 @@ from elastane.snapshots.messages import (
     Saved,
 )
 from elastane.snapshots.rules.copy_times import CopyTime
-from elastane.snapshots.server import EventReporter
+from elastane.snapshots.server import EventReporter, newest_held
 
 
-def saved(step):
-    return Saved(Key(0, 1, 0, step), "/ck", "step", 1000, 0.5, began_s=0.0)
+def saved(step, where="/ck"):
+    return Saved(Key(0, 1, 0, step), where, "step", 1000, 0.5, began_s=0.0)
 
 
 @pytest.fixture
@@ -60,6 +60,31 @@ def test_of_saves_in_close_succession_the_first_and_the_last_are_reported(line, 
     assert heard(mine) == []
     reporter.flush(last=True)
     assert [each.key.step for each in heard(mine)] == [6]
+
+
+def test_saves_of_two_checkpointers_are_reported_beside_each_other(line, monkeypatch):
+    now_s = [1000.0]
+    monkeypatch.setattr(server.time, "monotonic", lambda: now_s[0])
+    mine, its = line
+    reporter = EventReporter(its)
+    for step in range(1, 5):
+        reporter.report(saved(step, "/generator"))
+        reporter.report(saved(10 * step, "/critic"))
+    first = [(1, "/generator", 1), (10, "/critic", 1)]
+    assert [(each.key.step, each.place, each.saves) for each in heard(mine)] == first
+    now_s[0] += server.SAVED_EVENT_S
+    reporter.flush()
+    last = [(4, "/generator", 3), (40, "/critic", 3)]
+    assert [(each.key.step, each.place, each.saves) for each in heard(mine)] == last
+
+
+def test_of_two_checkpointers_the_newest_copy_of_each_kind_counts():
+    often = CopiesHeld(memory=CopyTime(90, 900.0, 0.1, 10.0), storage=CopyTime(80, 800.0, 1.0))
+    seldom = CopiesHeld(memory=CopyTime(95, 950.0, 0.2), replicated=False)
+    assert newest_held([often, seldom]) == CopiesHeld(
+        memory=seldom.memory, storage=often.storage, replicated=False
+    )
+    assert newest_held([seldom]) == seldom
 
 
 def test_of_the_copies_held_the_agent_gets_the_newest_once_a_second(line, monkeypatch):
