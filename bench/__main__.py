@@ -36,6 +36,7 @@ TABLES = (
     BenchTable(
         "kubernetes", "bench.kubernetes", "ElasticJobs: made, at rest, and a coordinator lost"
     ),
+    BenchTable("long-log", "bench.long_log", "The log of a thousand nodes after a week, read"),
     BenchTable(
         "crowd", "bench.crowd", "A thousand agents without workers; a hundred die and come back"
     ),

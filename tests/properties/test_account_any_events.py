@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from view_events import event
 
-from elastane.observe.account import TimeCause, account_of
+from elastane.observe.account import Accountant, TimeCause, account_of
+from elastane.observe.view import JobView, after_event
 from elastane.protocol.log_events import EventKind
 
 NUMBERS = st.integers(-2, 400)
@@ -80,3 +81,13 @@ def test_only_lost_seconds_point_at_an_incident(events):
     for one in account_of(events).intervals:
         if one.cause in (TimeCause.PRODUCTIVE, TimeCause.UNKNOWN):
             assert one.incident == 0, one
+
+
+@settings(max_examples=150, deadline=None)
+@given(logged(), st.none() | st.floats(0.0, 5000.0))
+def test_the_account_is_the_same_beside_a_view_that_is_shown(events, now_s):
+    view, accountant = JobView(), Accountant()
+    for one in events:
+        view = after_event(view, one)
+        accountant.add(one, view)
+    assert account_of(events, now_s) == accountant.account(view, now_s)

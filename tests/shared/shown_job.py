@@ -27,6 +27,7 @@ _REASONS = {
     "workers-regrouped": "4 workers continue in another world",
     "workers-training": "its workers have made their first step",
     "progress": "steps of the world",
+    "step-times": "own parts of steps",
     "checkpoint-saved": "a checkpoint was published",
     "checkpoint-failed": "the storage did not answer within 60 s",
 }
@@ -95,6 +96,19 @@ def _steps(begun_s):
                         location=_STORAGE, time_s=begun_s + at_s + 2)  # fmt: skip
 
 
+def _own_parts(begun_s):
+    """Own parts of steps every half minute; one of rank 9's is longer from the 20th minute on."""
+    noise = random.Random(11)
+    for at_s in range(30, AGE_S, 30):
+        round_ = 1 + sum(at_s >= each for each in (400, 404, 690, 1100, 1900))
+        own_ms = [220 * noise.uniform(0.97, 1.03) for _ in range(12 if round_ == 4 else 16)]
+        if at_s >= 1200:
+            own_ms[9] *= 1.6 if at_s < 1900 else 1.3
+        yield event("step-times", "node-a", own_ms=",".join(f"{each:.0f}" for each in own_ms),
+                    median_ms=220.0, workers=len(own_ms), round=round_, attempt=0,
+                    time_s=begun_s + at_s)  # fmt: skip
+
+
 def _story(begun_s):
     def at(seconds):
         return {"time_s": begun_s + seconds}
@@ -104,6 +118,7 @@ def _story(begun_s):
     yield event("coordinator-started", "node-a", **at(0.5))
     yield from _world(1, _FIRST, 16, 2, begun_s)
     yield from _steps(begun_s)
+    yield from _own_parts(begun_s)
     fence = {"round": 1, "attempt": 0}
     yield event("worker-exited", "node-b", "SIGKILL (out of memory)", rank=6, local_rank=2, pid=106,
                 exit_code=-9, age_s=0.01, **fence, **at(400))  # fmt: skip

@@ -1,5 +1,6 @@
 """The screen of `elastane status`: what a person sees of a report or of a log."""
 
+from elastane.cli.main import main
 from elastane.cli.status import (
     NODES_SHOWN_MAX,
     duration,
@@ -8,7 +9,7 @@ from elastane.cli.status import (
     unreachable_lines,
 )
 from elastane.errors import MembershipError
-from elastane.observe.events import LoggedEvent
+from elastane.observe.events import LoggedEvent, encode_line
 from elastane.protocol.messages import NodeStatus, Report, SafeCopies, StateCopy
 from elastane.protocol.model import Fence
 
@@ -123,6 +124,17 @@ def test_a_job_that_ended_says_how_and_shows_its_last_events():
     assert "/logs/j" in lines[1]
     assert len(lines) == 13
     assert lines[-1] == "  2026-01-02T03:04:30Z job-ended              done"
+
+
+def test_a_job_whose_nodes_left_after_its_end_says_how_it_ended(tmp_path, capsys):
+    left = [event("agent-stopped", f"it left: {n}", seq=31 + n) for n in range(20)]
+    events = [event("job-ended", "all workers succeeded", 30), *left]
+    (tmp_path / "j").mkdir()
+    (tmp_path / "j" / "events.a.jsonl").write_bytes(b"".join(map(encode_line, events)))
+    assert main(["status", "j", "--log-dir", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("j: ended: all workers succeeded\n")
+    assert text.count("agent-stopped") == 10 and "it left: 19" in text and "goodput" in text
 
 
 def test_a_job_without_an_end_event_is_shown_as_cut_off():

@@ -37,15 +37,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the story; returns 0 for every outcome of the job."""
     from elastane.cli.logs import find_job
-    from elastane.observe.account import account_of
+    from elastane.observe.account import LogAccount
     from elastane.observe.box import printable
     from elastane.observe.events import read_events
     from elastane.observe.story import story_of
 
     folder = find_job(args.job, args.log_dir)
-    events = list(read_events(folder, all_counts=False))
+    accounting = LogAccount()
+    events = accounting.through(read_events(folder, all_counts=False))
     story = story_of(folder.name, str(folder), events)
-    account = account_of(events)
+    account = accounting.account()
     story.attempts = [
         one
         for one in story.attempts

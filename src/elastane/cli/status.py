@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,7 @@ class _View:
     report: Report | None = None
     error: ElastaneError | None = None
     agents: list[JobEntry] = field(default_factory=list)
+    log_dir: str | None = None  # where the log of a job is whose coordinator has answered
     folder: str = ""
     events: list[LoggedEvent] = field(default_factory=list)
     account: Account | None = None
@@ -109,6 +111,8 @@ def main(args: argparse.Namespace) -> int:
         )
     views = _views(args, args.job or args.rdzv_id)
     if args.json:
+        for view in views:
+            _add_account(view)
         _print_json(views)
     elif not views:
         print("no job of this user runs on this machine")
@@ -116,12 +120,20 @@ def main(args: argparse.Namespace) -> int:
             "next: elastane status JOB for one that ended, or --rdzv-endpoint HOST:PORT --rdzv-id"
         )
     else:
-        from elastane.observe.box import printable
-
-        texts = ("\n".join(printable(line) for line in _lines(view)) for view in views)
-        print("\n\n".join(texts))
+        for number, view in enumerate(views):
+            _print(["", *_story(view)] if number else _story(view))
+            _add_account(view)  # A log of thousands of nodes takes a while: what is known is shown.
+            _print(_account_lines(view.account))
     troubled = [view for view in views if view.error is not None]
     return int(ExitCode.TRY_AGAIN) if troubled else 0
+
+
+def _print(lines: Sequence[str]) -> None:
+    from elastane.observe.box import printable
+
+    for line in lines:
+        print(printable(line))
+    sys.stdout.flush()
 
 
 def _views(args: argparse.Namespace, job: str) -> list[_View]:
@@ -170,7 +182,7 @@ def _from_agents(entries: list[JobEntry], tls: TlsConfig | None, *, all_counts: 
             view.error = error
         else:
             view.error = None
-            _add_account(view, entry.log_dir)
+            view.log_dir = entry.log_dir
             return view
     _add_events(view, entries[-1].log_dir, all_counts=all_counts)
     return view
@@ -185,7 +197,7 @@ def _from_log(job: str, log_dir: str, *, all_counts: bool) -> _View:
 def _add_events(view: _View, log_dir: str, *, all_counts: bool, must_exist: bool = False) -> None:
     """Add the events and the account; `all_counts`: all events are shown, not the last ones."""
     from elastane.cli.logs import find_job
-    from elastane.observe.account import account_of
+    from elastane.observe.account import LogAccount
     from elastane.observe.events import read_events
 
     try:
@@ -196,18 +208,34 @@ def _add_events(view: _View, log_dir: str, *, all_counts: bool, must_exist: bool
         return
     view.job = view.job if view.job != str(folder) else folder.name
     view.folder = str(folder)
-    view.events = list(read_events(folder, all_counts=all_counts))
-    view.account = account_of(view.events)
+    accounting = LogAccount()
+    events = accounting.through(read_events(folder, all_counts=all_counts))
+    view.events = list(events) if all_counts else _shown(events)
+    view.account = accounting.account()
 
 
-def _add_account(view: _View, log_dir: str) -> None:
-    """Add the account of a running job, if its log is on this machine."""
+def _shown(events: Iterable[LoggedEvent]) -> list[LoggedEvent]:
+    """Return the last events and, if it is older than these, the last end of the job."""
+    from elastane.protocol.log_events import EventKind
+
+    last: deque[LoggedEvent] = deque(maxlen=EVENTS_SHOWN_MAX)
+    end: LoggedEvent | None = None
+    for event in events:
+        last.append(event)
+        end = event if event.kind == EventKind.JOB_ENDED else end
+    return [*last] if end is None or end in last else [end, *last]
+
+
+def _add_account(view: _View) -> None:
+    """Add the account of a job whose coordinator has answered, if its log is on this machine."""
     from elastane.cli.logs import find_job
     from elastane.observe.account import account_of
     from elastane.observe.events import read_events
 
+    if view.log_dir is None:
+        return
     try:
-        folder = find_job(view.job, log_dir)
+        folder = find_job(view.job, view.log_dir)
     except UsageError:
         return
     view.account = account_of(read_events(folder, all_counts=False), time.time())
@@ -233,10 +261,6 @@ def tls_of(args: argparse.Namespace) -> TlsConfig | None:
 
     files = read_tls((args.tls_cert, args.tls_key, args.tls_ca))
     return TlsConfig(cert=files.cert, key=files.key, ca=files.ca) if files else None
-
-
-def _lines(view: _View) -> list[str]:
-    return [*_story(view), *_account_lines(view.account)]
 
 
 def _account_lines(account: Account | None) -> list[str]:

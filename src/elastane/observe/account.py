@@ -34,7 +34,7 @@ evaluation from training, nor a pause for a save that does not end a world (a fe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -43,7 +43,7 @@ import msgspec
 
 from elastane.observe.events import LoggedEvent
 from elastane.observe.incidents import IncidentView
-from elastane.observe.view import JobView, after_event
+from elastane.observe.view import IncidentTrack, JobView
 from elastane.protocol.hangs import HANG_STALL_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_RANK
@@ -141,18 +141,51 @@ def account_of(events: Iterable[LoggedEvent], now_s: float | None = None) -> Acc
     `now_s`: until when a job that has not ended is accounted; None: until its last event. None if
     there is no event.
     """
-    view, accountant = JobView(), Accountant()
+    accounting = LogAccount()
     for event in events:
-        # Most events of a long job are these. A step count changes no incident but a stall, and a
-        # checkpoint none at all.
-        changes_none = event.kind == EventKind.CHECKPOINT_SAVED or (
-            event.kind in (EventKind.PROGRESS, EventKind.PACE)
-            and view.incidents.beside("stall") is None
+        accounting.add(event)
+    return accounting.account(now_s)
+
+
+class LogAccount:
+    """The account of a whole log, of which each event is seen once and none is kept."""
+
+    def __init__(self) -> None:
+        self._track = IncidentTrack()
+        self._accountant = Accountant()
+
+    def through(self, events: Iterable[LoggedEvent]) -> Iterator[LoggedEvent]:
+        """Add each event and yield it, for another reader of the same log."""
+        for event in events:
+            self.add(event)
+            yield event
+
+    def add(self, event: LoggedEvent) -> None:
+        """Add an event in the merged order."""
+        # Most events of a long job are these. A step count changes no incident but a stall, and
+        # the others change none at all.
+        changes_none = event.kind in _CHANGES_NONE or (
+            event.kind in _COUNTS and self._track.incidents.beside("stall") is None
         )
         if not changes_none:
-            view = after_event(view, event)
-        accountant.add(event, view)
-    return accountant.account(view, now_s)
+            self._track.add(event)
+        self._accountant.add(event, self._track)
+
+    def account(self, now_s: float | None = None) -> Account | None:
+        """Return the account until now, as `account_of` does."""
+        return self._accountant.account(self._track, now_s)
+
+
+_COUNTS = frozenset({EventKind.PROGRESS, EventKind.PACE})
+_CHANGES_NONE = frozenset(
+    {
+        EventKind.CHECKPOINT_SAVED,
+        EventKind.STEP_TIMES,
+        EventKind.WORKERS_INTERRUPTED,
+        EventKind.WORKERS_REGROUPED,
+        EventKind.WORKERS_TRAINING,
+    }
+)
 
 
 class Accountant:
@@ -162,14 +195,14 @@ class Accountant:
         self._run = 0
         self._machine: _Machine | None = None
 
-    def add(self, event: LoggedEvent, view: JobView) -> None:
+    def add(self, event: LoggedEvent, view: JobView | IncidentTrack) -> None:
         """Add an event; `view`: the one after it, which knows its run and its incident."""
         if self._machine is None or view.run != self._run:
             self._machine = _Machine(event.time_s)
             self._run = view.run
         self._machine.add(event, view.incidents.belongs_to)
 
-    def account(self, view: JobView, now_s: float | None = None) -> Account | None:
+    def account(self, view: JobView | IncidentTrack, now_s: float | None = None) -> Account | None:
         """Return the account of the newest run; None if there is no event.
 
         `now_s`: until when a job that has not ended is accounted; None: until its last event.
@@ -279,6 +312,7 @@ class _Machine:
 
     def __init__(self, from_s: float) -> None:
         self.from_s = from_s
+        self._now_s = from_s
         self._ledger = _Ledger(from_s)
         self._cause = TimeCause.STARTING
         self._incident = 0
@@ -296,11 +330,16 @@ class _Machine:
         """Let the time pass until an event, and enter its effect; nothing follows the end."""
         if self._is_over:
             return
-        self._ledger.enter(event.time_s, self._cause, self._incident)
+        self._now_s = max(self._now_s, event.time_s)
         rule = _RULES.get(event.kind)
         if rule is not None:
+            self._pass()
             rule(self, event, incident)
         self._logged_s[event.host, event.pid] = event.time_s
+
+    def _pass(self) -> None:
+        """Enter the time until the newest event."""
+        self._ledger.enter(self._now_s, self._cause, self._incident)
 
     def copy(self) -> _Machine:
         """Return a machine that can be closed while this one continues."""
@@ -312,6 +351,7 @@ class _Machine:
 
     def close(self, now_s: float | None) -> _Ledger:
         """Return the intervals until the end, or until `now_s`."""
+        self._pass()
         if now_s is not None and not self._is_over:
             self._ledger.enter(now_s, self._cause, self._incident)
         self._end_world()

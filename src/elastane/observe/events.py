@@ -12,16 +12,17 @@ Readers merge all hosts by time and skip unreadable lines.
 from __future__ import annotations
 
 import bisect
-import functools
 import heapq
+import io
 import itertools
 import logging
 import math
+import operator
 import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,8 +40,12 @@ _log = logging.getLogger("elastane.events")
 QUEUE_BYTES_MAX = 256 << 10
 # The time that the end of a process waits for its last events.
 CLOSE_S = 1.0
-# Processes of one host write to one file, each line a moment after its timestamp was read.
-_REORDER_EVENTS = 256
+# Processes of one host write to one file, each line a moment after its timestamp was read, so that
+# up to this many events wait for an earlier one.
+_REORDER_MAX = 256
+# Lines of a log in memory: those read at a time of all files, at least of each, and how many more
+# of files that have more than others.
+_BLOCKS_ALL, _BLOCK_MIN, _READ_ON_MAX = 8192, 64, 65_536
 # As many events as `elastane status` lists.
 _LAST_COUNTS = 10
 _READ_BYTES = 1 << 20
@@ -59,9 +64,11 @@ _NUMBER_MAX = 2**53
 _NS = 1_000_000_000
 
 Data = dict[str, str | int | float | bool]
+_TimedLine = tuple[float, bytes]
 
 
-class LoggedEvent(msgspec.Struct, frozen=True, kw_only=True):
+# It refers to nothing that refers to it, and a log has so many that a collector would be slow.
+class LoggedEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One event as it stands in the log.
 
     `time` and `time_s`: the wall clock of the host that wrote it, for people and for merging the
@@ -154,9 +161,12 @@ def encode_line(event: LoggedEvent) -> bytes:
 def decode_line(line: bytes) -> LoggedEvent | None:
     """Return the event in a line, or None if the line is torn or of another format."""
     try:
-        return msgspec.json.decode(line, type=LoggedEvent)
+        return _decode(line)
     except UNREADABLE:
         return None
+
+
+_decode = msgspec.json.Decoder(LoggedEvent).decode
 
 
 def iso_time(time_ns: int) -> str:
@@ -274,46 +284,62 @@ def _ends_torn(path: Path) -> bool:
 def read_events(folder: str | Path, *, all_counts: bool = True) -> Iterator[LoggedEvent]:
     """Yield the events of a job's folder, all hosts merged by time.
 
-    Lines that are torn or of another format are left out. Memory does not grow with the log.
-    Without `all_counts` most step counts of a log of one file are left out, which nearly all lines
-    of a long log are: account and story are the same without them. Of several files, it shows only
-    in their merged order which counts repeat steps.
+    Lines that are torn or of another format are left out. Memory does not grow with the log, and no
+    file stays open, so that a log may have more hosts than a process may open files.
+    Without `all_counts` most step counts are left out, which nearly all lines of a long log are:
+    account and story are the same without them.
     """
     files = sorted(Path(folder).glob("events.*.jsonl"))
-    if len(files) == 1:  # A merge would compare each event with nothing.
-        return _ordered(_file_events(files[0], all_counts=all_counts))
-    return heapq.merge(*(_ordered(_file_events(path)) for path in files), key=_order)
+    piece_bytes = max(_PIECE_BYTES_MIN, _READ_BYTES // max(1, len(files)))
+    size = max(_BLOCK_MIN, _BLOCKS_ALL // max(1, len(files)))
+    merged = _merged([_blocks(_lines(path, piece_bytes), size) for path in files])
+    lines = (line for block in merged for _, line in block)
+    for line in lines if all_counts else _without_most_counts(lines):
+        event = decode_line(line)
+        if event is not None:
+            yield event
 
 
-def _file_events(path: Path, *, all_counts: bool = True) -> Iterator[LoggedEvent]:
+def _lines(path: Path, piece_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends; one that is too long for an event is dropped."""
+    offset, rest = 0, b""
     try:
-        with path.open("rb") as file:
-            lines: Iterator[bytes] = iter(functools.partial(file.readline, LINE_BYTES_MAX * 4), b"")
-            for line in lines if all_counts else _without_most_counts(lines):
-                event = decode_line(line)
-                if event is not None:
-                    yield event
+        while piece := _piece(path, offset, piece_bytes):
+            offset += len(piece)
+            data = rest + piece
+            end = data.rfind(b"\n") + 1
+            yield from io.BytesIO(data[:end])
+            rest = data[end:] if len(data) - end <= LINE_BYTES_MAX else b""
     except OSError as error:
         _log.warning("event log %s: %s", path, error.strerror or error)
+    if rest:
+        yield rest
+
+
+def _piece(path: Path, offset: int, piece_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(piece_bytes)
 
 
 def _without_most_counts(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file without step counts that change neither account nor story.
+    """Yield the lines of a log without step counts that change neither account nor story.
 
     Of the counts between two other lines, it keeps the first, those that repeat steps until one is
     higher than all before, and the last. Measured paces repeat nothing. A checkpoint may be logged
-    before an earlier count, so it does not separate counts. At the end of the file the last ten
-    counts are kept, which `elastane status` lists. The kind of a line is read before the line is
-    decoded: to decode and account all 64,000 of a week took 1.1 s (2 cores of an AMD EPYC,
-    2026-11-28).
+    before an earlier count, so it does not separate counts. Step times are left out. At the end of
+    the log the last ten counts are kept, which `elastane status` lists. The kind of a line is read
+    before the line is decoded: to decode and account all 64,000 of a week took 1.1 s (2 cores of an
+    AMD EPYC, 2026-11-28).
     """
     highest, is_past = -1, False  # `is_past`: a count since the last other line exceeded `highest`
     left: deque[bytes] = deque(maxlen=_LAST_COUNTS)
     of = b""  # the kind of the counts since then
     for line in lines:
         kind_at = line.find(_KIND) + len(_KIND)
-        if line.startswith(_SAVED, kind_at):
-            yield line
+        if line.startswith(_BESIDE, kind_at):
+            if line.startswith(_SAVED, kind_at):
+                yield line
             continue
         kind = next((kind for kind in _COUNTS if line.startswith(kind, kind_at)), b"")
         is_count = bool(kind) and line.endswith(_LINE_END)
@@ -340,31 +366,97 @@ def _steps_of(line: bytes) -> int:
 
 
 # The keys of a line stand in the order of `LoggedEvent`, and texts cannot hold a bare quote.
+_TIME = b'"time_s":'
 _KIND = b'"kind":"'
 _PACE = f'{EventKind.PACE.value}"'.encode()
 _COUNTS = (f'{EventKind.PROGRESS.value}"'.encode(), _PACE)
 _SAVED = f'{EventKind.CHECKPOINT_SAVED.value}"'.encode()
+_BESIDE = (_SAVED, f'{EventKind.STEP_TIMES.value}"'.encode())
 _LINE_END = b"}\n"
 # The digits are bounded, since a log may hold any number.
 _STEPS = re.compile(rb'"steps":(\d{1,16})[,}]')
 
 
-def _ordered(events: Iterator[LoggedEvent]) -> Iterator[LoggedEvent]:
-    """Sort events that are at most `_REORDER_EVENTS` places out of order."""
-    waiting: deque[LoggedEvent] = deque()
-    for event in events:
-        # Nearly all events come in their order, and then none is compared but the last one.
-        if waiting and event.time_s <= waiting[-1].time_s:
-            bisect.insort(waiting, event, key=_order)
-        else:
-            waiting.append(event)
-        if len(waiting) > _REORDER_EVENTS:
-            yield waiting.popleft()
-    yield from waiting
+def _blocks(lines: Iterator[bytes], size: int) -> Iterator[list[_TimedLine]]:
+    """Yield the lines of a file in lists of about this size, in the order of their times."""
+    places = min(size // 2, _REORDER_MAX)
+    waiting: list[_TimedLine] = []
+    while fresh := list(itertools.islice(lines, size)):
+        waiting += [(_time_of(line), line) for line in fresh]
+        waiting.sort()
+        yield waiting[:-places]
+        del waiting[:-places]
+    yield waiting
 
 
-def _order(event: LoggedEvent) -> tuple[float, str, int, int]:
-    return event.order
+def _time_of(line: bytes) -> float:
+    """Return the time in a line; 0 if it has none, as only a line has that is no event."""
+    at = line.find(_TIME) + len(_TIME)
+    try:
+        return float(line[at : line.find(b",", at)])
+    except ValueError:
+        return 0.0
+
+
+class _FileQueue:
+    """The lines of one file that were read and not yet merged."""
+
+    def __init__(self, blocks: Iterator[list[_TimedLine]]) -> None:
+        self.lines: list[_TimedLine] = []
+        self.is_read = False
+        self._blocks = blocks
+
+    @property
+    def end_s(self) -> float:
+        """Until when its lines are known."""
+        return math.inf if self.is_read else self.lines[-1][0]
+
+    def read_on(self) -> int:
+        """Read a block; return how many lines it has."""
+        block = next(self._blocks, None)
+        self.is_read = block is None
+        self.lines += block or ()
+        return len(block or ())
+
+    def take(self, until_s: float) -> list[_TimedLine]:
+        """Remove the lines until then, and return them."""
+        at = bisect.bisect_right(self.lines, until_s, key=operator.itemgetter(0))
+        taken = self.lines[:at]
+        del self.lines[:at]
+        return taken
+
+
+def _merged(files: Iterable[Iterator[list[_TimedLine]]]) -> Iterator[list[_TimedLine]]:
+    """Yield the lines of all files in their order, as lists; `files`: their blocks.
+
+    A list has all lines until a time to which each file was read. To sort it takes a fraction of a
+    merge line by line, and lines take a fraction of the memory of events.
+    """
+    queues = [_FileQueue(blocks) for blocks in files]
+    while queues:
+        for queue in queues:
+            while not queue.lines and not queue.is_read:
+                queue.read_on()
+        queues = [queue for queue in queues if queue.lines]
+        until_s = _read_until(queues)
+        found: list[_TimedLine] = []
+        for queue in queues:
+            found += queue.take(until_s)
+        found.sort()
+        yield found
+
+
+def _read_until(queues: Sequence[_FileQueue]) -> float:
+    """Return the time to which each file was read, after reading on where it is little.
+
+    A file with many lines is read as far as half of the others, so that few lists are made.
+    """
+    ends = sorted(queue.end_s for queue in queues)
+    wanted_s, spare = ends[len(ends) // 2] if ends else math.inf, _READ_ON_MAX
+    for queue in queues:
+        while queue.end_s < wanted_s and spare > 0:
+            spare -= queue.read_on()
+    return min((queue.end_s for queue in queues), default=math.inf)
 
 
 class PlacedEvent(NamedTuple):

@@ -16,6 +16,35 @@ from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_RANK
 
 _NS = 1e9
+# The kinds that a story has something of; most events are of others.
+_OF_ATTEMPT = frozenset(
+    {
+        EventKind.ROUND_SETTLED,
+        EventKind.WORKER_EXITED,
+        EventKind.REPLICA_DIFFERED,
+        EventKind.CULPRIT,
+        EventKind.STRAGGLER,
+        EventKind.STRAGGLER_ENDED,
+        EventKind.INCIDENT,
+        EventKind.DRAIN_STARTED,
+        EventKind.RESTART,
+        EventKind.REPLACEMENT,
+        EventKind.JOB_ENDED,
+    }
+)
+_OF_AGENT = frozenset({EventKind.AGENT_STARTED, EventKind.AGENT_STOPPED})
+_COUNTS = frozenset({EventKind.PROGRESS, EventKind.PACE, EventKind.STEP_TIMES})
+_OF_JOB = frozenset(
+    {
+        EventKind.JOB_ENDED,
+        EventKind.RESTART,
+        EventKind.REPLACEMENT,
+        EventKind.NODE_DEPARTED,
+        EventKind.FAULT_INJECTED,
+        EventKind.NOTICE,
+        EventKind.HEALTH_CHECK,
+    }
+)
 
 
 class SeenFailure(msgspec.Struct, kw_only=True):
@@ -235,8 +264,10 @@ class JobStory(msgspec.Struct, kw_only=True):
     def add(self, event: LoggedEvent, here: set[tuple[str, int]]) -> None:
         """Add an event of the job, whatever attempt it is of; `here`: the agents that run."""
         self.job = event.job or self.job
-        self._add_to_job(event)
-        self._add_agent(here, event)
+        if event.kind in _OF_JOB:
+            self._add_to_job(event)
+        elif event.kind in _OF_AGENT:
+            self._add_agent(here, event)
 
     def complete(
         self, attempts: list[AttemptStory], agents_here: int, last: LoggedEvent | None
@@ -286,15 +317,18 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     event: LoggedEvent | None = None
     for event in events:
         # Most events of a long job are step counts, of which a story has nothing but the last.
-        is_count = event.kind in (EventKind.PROGRESS, EventKind.PACE)
+        is_count = event.kind in _COUNTS
         if is_count and (event.round, event.attempt) in table:
             continue
         story.add(event, here)
         if event.round is None or event.attempt is None:
             continue
         fence = event.round, event.attempt
-        attempt = table.setdefault(fence, AttemptStory(round=fence[0], attempt=fence[1]))
-        attempt.add(event)
+        attempt = table.get(fence)
+        if attempt is None:
+            attempt = table[fence] = AttemptStory(round=fence[0], attempt=fence[1])
+        if event.kind in _OF_ATTEMPT:
+            attempt.add(event)
         if event.kind == EventKind.ROUND_SETTLED:
             began_s[fence] = event.time_s
         elif attempt.ended == event.time and fence in began_s:

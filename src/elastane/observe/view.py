@@ -27,6 +27,8 @@ NODES_MAX = 4096
 STRAGGLERS_MAX = 64
 # Points of the older half are merged beyond this: eleven hours of progress stay whole.
 STEP_POINTS_MAX = 8192
+# Every second point of the older half is dropped beyond this: the last eight hours stay whole.
+OWN_PARTS_MAX = 2048
 # The log has the step count every ten seconds while it changes, so the steps that a count adds were
 # made shortly before it. Twice the interval: a count that is one heartbeat late leaves no gap.
 SPREAD_S = 20.0
@@ -46,7 +48,7 @@ NODE_STATES = {
     EventKind.AGENT_STOPPED: "left",
 }
 # Events whose reasons repeat those of the incident, the round or the job's end that caused them,
-# and the step count, which has a curve of its own.
+# and step counts and times, which have charts of their own.
 ECHOES = frozenset(
     {
         EventKind.COORDINATOR_FOUND,
@@ -58,6 +60,7 @@ ECHOES = frozenset(
         EventKind.COORDINATOR_STOPPED,
         EventKind.PROGRESS,
         EventKind.PACE,
+        EventKind.STEP_TIMES,
     }
 )
 # Final states that a later event of the same life of a node must not overwrite.
@@ -179,6 +182,26 @@ class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
     slug: str = ""
 
 
+class WorkerName(msgspec.Struct, frozen=True):
+    """One worker: by its node and local rank, or by its rank where these are not known."""
+
+    node: str = ""
+    local_rank: int | None = None
+    rank: int | None = None
+
+
+class OwnParts(msgspec.Struct, frozen=True):
+    """How long the workers' own parts of a step took, as multiples of the median of all.
+
+    `ratios`: one for each of `workers`. `is_whole`: these are all workers, not the slowest.
+    """
+
+    time_s: float
+    workers: tuple[WorkerName, ...]
+    ratios: tuple[float, ...]
+    is_whole: bool
+
+
 class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How the job ended."""
 
@@ -208,6 +231,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     total_steps: int = 0
     steps: tuple[StepPoint, ...] = ()
+    own_parts: tuple[OwnParts, ...] = ()
     losses: tuple[float, ...] = ()
     accuracies: tuple[float, ...] = ()
     learned: float | None = None
@@ -241,7 +265,7 @@ def after_event(view: JobView, event: LoggedEvent) -> JobView:
     """Return the view after one logged event; an event in ECHOES adds no line."""
     if not 0.0 <= event.time_s <= TIME_MAX_S:
         return view
-    kind = EventKind(event.kind) if event.kind in _KINDS else None
+    kind = _KINDS.get(event.kind)
     if kind is EventKind.COORDINATOR_STARTED and view.end is not None:
         view = _next_run(view)
     node = view.node(event.node)
@@ -265,9 +289,55 @@ def after_event(view: JobView, event: LoggedEvent) -> JobView:
     return _with_node(view, _next_node(node, kind, event, is_over=view.end is not None))
 
 
+class IncidentTrack:
+    """The runs and incidents of a job while its events come, as `after_event` finds them.
+
+    It is for readers of a whole log that show no node: it costs the same for a thousand nodes.
+    """
+
+    def __init__(self) -> None:
+        self.run = 1
+        self.incidents = IncidentHistory()
+        self._states: dict[str, str] = {}  # of each node, the one that changed last at the end
+        self._is_over = False
+
+    def add(self, event: LoggedEvent) -> None:
+        """Add an event in the merged order."""
+        kind = _KINDS.get(event.kind)
+        if kind is None or not 0.0 <= event.time_s <= TIME_MAX_S:
+            return
+        if kind is EventKind.COORDINATOR_STARTED:
+            self._begin_run()
+            self._states.setdefault(event.node, "starting")
+        state = self._states.get(event.node)
+        if not self._is_over:
+            history = self.incidents
+            if history.belongs_to:
+                history = msgspec.structs.replace(history, belongs_to=0)
+            self.incidents = after_incident_event(history, event, state or "")
+        if kind in NODE_STATES:
+            self._set(event.node, _next_state(state or "starting", kind, event))
+        self._is_over = self._is_over or kind is EventKind.JOB_ENDED
+
+    def _begin_run(self) -> None:
+        """Begin another job under the same name, if the one before has ended."""
+        if self._is_over:
+            self._states = {name: one for name, one in self._states.items() if one == "starting"}
+            self.run, self.incidents, self._is_over = self.run + 1, IncidentHistory(), False
+
+    def _set(self, name: str, state: str) -> None:
+        if self._states.get(name) == state:
+            return
+        self._states.pop(name, None)
+        self._states[name] = state
+        if len(self._states) > NODES_MAX:
+            gone = (name for name, one in self._states.items() if one in ("gone", "left"))
+            self._states.pop(next(gone, ""), None)
+
+
 def line_of(event: LoggedEvent, node: NodeView | None, incident: int = 0) -> ViewLine:
     """Return one event in words; `node` is its node before it."""
-    kind = EventKind(event.kind) if event.kind in _KINDS else None
+    kind = _KINDS.get(event.kind)
     return ViewLine(
         time_s=event.time_s,
         node=event.node,
@@ -378,14 +448,13 @@ def _next_node(
     """
     if kind is EventKind.WORKER_EXITED:
         return _with_exit(node, event) if node else None
-    state = NODE_STATES.get(kind)
-    if state is None:
+    if kind not in NODE_STATES:
         return None
     if node is None:
         node = NodeView(name=event.node)
-    if node.state in _ENDED and kind not in _REVIVING:
+    if _has_ended(node.state, kind):
         return node
-    state, workers = _next_workers(node, kind, event, state, is_over=is_over)
+    state, workers = _next_workers(node, kind, event, is_over=is_over)
     changed = (state, workers) != (node.state, node.workers)
     return msgspec.structs.replace(
         node,
@@ -397,25 +466,38 @@ def _next_node(
     )
 
 
+def _has_ended(state: str, kind: EventKind) -> bool:
+    """Return whether a node in this state stays in it after an event of this kind."""
+    return state in _ENDED and kind not in _REVIVING
+
+
+def _next_state(state: str, kind: EventKind, event: LoggedEvent) -> str:
+    """Return the state of a node after an event of a kind in NODE_STATES, while the job runs."""
+    if _has_ended(state, kind):
+        return state
+    if kind is EventKind.AGENT_STOPPED and event.data.get("exit_code") == 0:
+        return "done"
+    following = NODE_STATES[kind]
+    return "left" if following in _ENDED and state == "leaving" else following
+
+
 def _next_workers(
-    node: NodeView, kind: EventKind, event: LoggedEvent, state: str, *, is_over: bool
+    node: NodeView, kind: EventKind, event: LoggedEvent, *, is_over: bool
 ) -> tuple[str, tuple[WorkerView, ...]]:
-    """Return the state of a node after an event, and its workers; `state`: the usual one."""
-    workers = node.workers
+    """Return the state of a node after an event, and its workers."""
+    workers, state = node.workers, _next_state(node.state, kind, event)
     if kind is EventKind.WORKERS_STARTED:
         return state, tuple(WorkerView(pid) for pid in pids_of(event))
     if kind is EventKind.WORKERS_STOPPED:
         return state, tuple(
             WorkerView(w.pid, "stopped") if w.state == "training" else w for w in workers
         )
-    if kind is EventKind.AGENT_STOPPED and event.data.get("exit_code") == 0:
-        return "done", workers
-    if state not in _ENDED:
+    if state not in _ENDED or state == "done":
         return state, workers
     if is_over:
         failed = any(worker.state == "failed" for worker in workers)
         return "failed" if failed else "stopped", workers
-    return "left" if node.state == "leaving" else state, ()
+    return state, ()
 
 
 def _with_exit(node: NodeView, event: LoggedEvent) -> NodeView:
@@ -499,6 +581,58 @@ def _with_pace(view: JobView, event: LoggedEvent) -> JobView:
     return _with_point(view, point) if since_s < event.time_s else view
 
 
+def _with_own_parts(view: JobView, event: LoggedEvent) -> JobView:
+    point = _own_parts(view, event)
+    if point is None:
+        return view
+    points = (*view.own_parts, point)
+    if len(points) > OWN_PARTS_MAX:
+        half = OWN_PARTS_MAX // 2
+        points = (*points[:half:2], *points[half:])
+    return msgspec.structs.replace(view, own_parts=points)
+
+
+def _own_parts(view: JobView, event: LoggedEvent) -> OwnParts | None:
+    """Return the own parts in an event; None if they are not what the page of events says."""
+    own_ms = [_not_negative(word) for word in event.text("own_ms").split(",")]
+    median_ms = event.measure("median_ms")
+    is_whole = "ranks" not in event.data
+    workers = _all_workers(view, len(own_ms)) if is_whole else _listed_workers(event)
+    if median_ms <= 0.0 or None in own_ms or len(workers) != len(own_ms):
+        return None
+    last = view.own_parts[-1].workers if view.own_parts else ()
+    ratios = tuple(round(each / median_ms, 3) for each in own_ms if each is not None)
+    return OwnParts(event.time_s, last if last == workers else workers, ratios, is_whole)
+
+
+def _not_negative(word: str) -> float | None:
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return value if 0.0 <= value < TIME_MAX_S else None
+
+
+def _all_workers(view: JobView, count: int) -> tuple[WorkerName, ...]:
+    """Return all workers of the world by rank, by their ranks alone if a node is not known."""
+    nodes = [(name, view.node(name)) for name in view.members]
+    found = tuple(
+        WorkerName(name, local_rank)
+        for name, node in nodes
+        if node is not None
+        for local_rank in range(len(node.workers))
+    )
+    return found if len(found) == count else tuple(WorkerName(rank=at) for at in range(count))
+
+
+def _listed_workers(event: LoggedEvent) -> tuple[WorkerName, ...]:
+    ranks = [int(word) for word in event.text("ranks").split(",") if word.isdecimal()]
+    nodes = event.text("nodes").split()
+    if len(nodes) != len(ranks):  # The names of nodes were too long for a line.
+        nodes = [""] * len(ranks)
+    return tuple(WorkerName(node, rank=rank) for node, rank in zip(nodes, ranks, strict=True))
+
+
 def _with_budget(view: JobView, event: LoggedEvent) -> JobView:
     used = event.number("used")
     allowed = event.number("allowed")
@@ -546,12 +680,13 @@ def _with_line(view: JobView, line: ViewLine) -> JobView:
     return msgspec.structs.replace(view, lines=(*view.lines, line)[-LINES_MAX:])
 
 
-_KINDS = frozenset(EventKind)
+_KINDS = {kind.value: kind for kind in EventKind}
 _RULES: dict[EventKind, Callable[[JobView, LoggedEvent], JobView]] = {
     EventKind.COORDINATOR_STARTED: _with_coordinator,
     EventKind.ROUND_SETTLED: _with_world,
     EventKind.PROGRESS: _with_progress,
     EventKind.PACE: _with_pace,
+    EventKind.STEP_TIMES: _with_own_parts,
     EventKind.RESTART: _with_budget,
     EventKind.REPLACEMENT: _with_budget,
     EventKind.CHECKPOINT_SAVED: _with_checkpoint,

@@ -43,6 +43,7 @@ class EventKind(StrEnum):
     STRAGGLER_ENDED = "straggler-ended"
     PROGRESS = "progress"
     PACE = "pace"
+    STEP_TIMES = "step-times"
     RESIZED = "resized"
     JOB_ENDED = "job-ended"
     # Logged by an agent.

@@ -57,6 +57,11 @@ REASON_SHARE = 0.5
 PACES_MAX = 64
 # A whole slow node is named once for each of its ranks, up to this number.
 NAMED_MAX = 8
+# Own parts that a line of the event log lists: of all workers, or of the slowest of a larger world.
+LISTED_MAX = 64
+LISTED_SLOWEST = 10
+# A shorter part is logged as this one.
+_LEAST_MS = 0.01
 
 # Half of normal deviations are smaller than this many sigma. In a world of two, half of the shares
 # are 1; three of four are within this many sigma of a worker's step of that.
@@ -217,6 +222,35 @@ class StragglerRules:
             pace.step < known.get(rank, 0) or pace.step - known.get(rank, 0) >= COMPARED_STEPS
             for rank, pace in paces.items()
         )
+
+
+class ListedParts(msgspec.Struct, frozen=True, kw_only=True):
+    """The own parts of a step of some ranks at one time, as the event log has them.
+
+    `own_ms`: a number for each of `ranks`, separated by commas. `median_ms`: that of all ranks.
+    """
+
+    ranks: tuple[int, ...]
+    own_ms: str
+    median_ms: float
+
+
+def listed_parts(paces: Mapping[int, Pace]) -> ListedParts:
+    """Return the own parts of all ranks, or of the slowest of more than LISTED_MAX."""
+    own_ms = {rank: 1000 * paces[rank].share * paces[rank].whole_s for rank in sorted(paces)}
+    ranks = [*own_ms]
+    if len(ranks) > LISTED_MAX:
+        ranks = sorted(sorted(ranks, key=lambda rank: -own_ms[rank])[:LISTED_SLOWEST])
+    return ListedParts(
+        ranks=tuple(ranks),
+        own_ms=",".join(_shown_ms(own_ms[rank]) for rank in ranks),
+        median_ms=round(median(own_ms.values()), 3),
+    )
+
+
+def _shown_ms(own_ms: float) -> str:
+    """Return a time in few characters, since those of all ranks stand in one field."""
+    return f"{own_ms:.0f}" if own_ms >= 1000 else f"{max(_LEAST_MS, own_ms):.3g}"
 
 
 def _others(order: Sequence[float], share: float) -> float:

@@ -1,9 +1,11 @@
 """The event log's files: several writers, reading by time, and the losses of a bad disk."""
 
+import io
 import logging
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 from shown_job import write_job
@@ -321,3 +323,44 @@ def test_a_count_whose_line_is_torn_or_that_only_a_text_names_ends_no_job(tmp_pa
     found = list(read_events(folder, all_counts=False))
     assert [one.kind for one in found] == ["progress", "progress", "incident", "progress"]
     assert found[2] == decode_line(encode_line(quoted))
+
+
+def test_step_counts_of_one_coordinator_are_left_out_beside_the_files_of_other_hosts(tmp_path):
+    events = repeating()
+    agents = [one for one in events if one.kind in ("workers-training", "restored")]
+    folder = written(tmp_path / "j", [one for one in events if one not in agents], "a")
+    written(folder, agents, "b")
+    every, few = list(read_events(folder)), list(read_events(folder, all_counts=False))
+    assert told(folder, few) == told(folder, every)
+    assert len(few) < 400 and len(every) > 1400
+
+
+def test_a_log_of_more_hosts_than_a_process_may_open_files_is_read_whole(tmp_path, monkeypatch):
+    """A file that stayed open until its last event would be open beside all others."""
+    opened, most = [0], [0]
+
+    class Counted(io.FileIO):
+        def __init__(self, path, mode="r"):
+            super().__init__(path, mode)
+            opened[0] += 1
+            most[0] = max(most[0], opened[0])
+
+        def close(self):
+            opened[0] -= not self.closed
+            super().close()
+
+    for host in range(40):
+        written(tmp_path / "j", [event("pace", time_s=at + host / 64) for at in range(200)], host)
+    monkeypatch.setattr(Path, "open", lambda path, mode: Counted(path, mode.rstrip("b")))
+    found = list(read_events(tmp_path / "j"))
+    assert len(found) == 8000 and found == sorted(found, key=lambda one: one.time_s)
+    assert most[0] == 1
+
+
+def test_a_line_across_two_pieces_is_read_and_one_that_is_too_long_is_left_out(tmp_path):
+    events = [event("incident", reason="x" * 900, time_s=float(at)) for at in range(3000)]
+    folder = written(tmp_path / "j", events)
+    with (folder / "events.a.jsonl").open("ab") as file:
+        file.write(b"x" * (3 << 20) + b"\n" + encode_line(event("stall", time_s=1e6))[:-1])
+    found = list(read_events(folder))
+    assert [one.time_s for one in found] == [*map(float, range(3000)), 1e6]

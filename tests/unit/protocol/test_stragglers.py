@@ -5,16 +5,20 @@ import random
 
 import pytest
 
+from elastane.observe.events import DATA_CHARS_MAX
 from elastane.protocol.stragglers import (
     COMPARED_STEPS,
     COMPARISONS_MIN,
     EXCESS_MIN_S,
+    LISTED_MAX,
+    LISTED_SLOWEST,
     NAMED_MAX,
     WINDOW_STEPS,
     Pace,
     StepTimes,
     StragglerRules,
     Why,
+    listed_parts,
     pace_of,
 )
 
@@ -188,3 +192,19 @@ def test_noise_alone_names_no_rank(ranks, sigma):
 @pytest.mark.parametrize("sigma", [0.03, 0.05, 0.1, 0.15, 0.2])
 def test_a_hundred_thousand_steps_of_noise_name_no_rank(ranks, sigma):
     assert History(ranks, ranks, sigma).run(100_000) == []
+
+
+def test_own_parts_of_a_small_world_are_listed_by_rank():
+    paces = {1: pace(1, 16, share=0.5), 0: pace(0, 16, whole_s=1e-9), 2: pace(2, 16, whole_s=20.0)}
+    listed = listed_parts(paces)
+    assert listed.ranks == (0, 1, 2)
+    assert listed.own_ms == "0.01,50,15000" and listed.median_ms == 50.0
+
+
+def test_of_a_large_world_the_slowest_are_listed_and_each_list_fits_its_field():
+    paces = {rank: pace(rank, 16, share=0.5 + rank % 97 / 1000) for rank in range(8192)}
+    listed = listed_parts(paces)
+    assert len(listed.ranks) == LISTED_SLOWEST and {rank % 97 for rank in listed.ranks} == {96}
+    long = {rank: pace(rank, 16, share=0.0123456, whole_s=0.00123) for rank in range(LISTED_MAX)}
+    assert len(listed_parts(long).ranks) == LISTED_MAX
+    assert len(listed_parts(long).own_ms) <= DATA_CHARS_MAX

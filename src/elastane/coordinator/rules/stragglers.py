@@ -1,4 +1,4 @@
-"""Logs which ranks make the others wait in each step, and when that is over.
+"""Logs which ranks make the others wait in each step, when that is over, and all step times.
 
 Heartbeats carry the step times of each worker; `protocol.stragglers` compares them, as soon as all
 workers of the world have made new ones. A straggler is only reported.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from elastane.coordinator.rules.state import State
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.stragglers import Straggler
+from elastane.protocol.stragglers import Pace, Straggler, listed_parts
 
 
 def find_stragglers(state: State) -> None:
@@ -28,6 +28,25 @@ def find_stragglers(state: State) -> None:
         node_id = nodes[found.rank]
         text = f"rank {found.rank} on node {node_id} is as fast as the others again"
         state.log(EventKind.STRAGGLER_ENDED, text, node_id, rank=found.rank)
+    if 1 < len(paces) == state.world.world_size:
+        _log_step_times(state, paces, nodes)
+
+
+def _log_step_times(state: State, paces: dict[int, Pace], nodes: dict[int, str]) -> None:
+    """Log how long each worker's own part of a step takes, at intervals."""
+    if not state.stragglers.is_to_list(state.now_s, min(pace.step for pace in paces.values())):
+        return
+    listed = listed_parts(paces)
+    data: dict[str, str | int | float | bool] = {
+        "own_ms": listed.own_ms,
+        "median_ms": listed.median_ms,
+        "workers": len(paces),
+    }
+    if len(listed.ranks) < len(paces):
+        data["ranks"] = ",".join(map(str, listed.ranks))
+        data["nodes"] = " ".join(nodes[rank] for rank in listed.ranks)
+    words = f"a worker's own part of a step takes {listed.median_ms:.3g} ms in the median"
+    state.log(EventKind.STEP_TIMES, words, **data)
 
 
 def _data(found: Straggler) -> dict[str, str | int | float | bool]:
