@@ -170,6 +170,36 @@ def test_a_chart_of_what_the_script_logs_reads_out_and_grows(served):
     assert "<b>late" in text
 
 
+def test_who_was_slow_reads_out_by_keys_and_opens_the_output_of_a_worker(served):
+    strip = "[...document.querySelectorAll('.heat-row')]"
+    slow = f"{strip}.filter((row) => row.querySelector('.t-warn'))"
+
+    async def look(page):
+        await page.until(f"{strip}.length > 0")
+        names = await page.run(f"{strip}.map((row) => row.children[0].innerText)")
+        named = await page.run(f"{slow}.map((row) => row.innerText)")
+        told = await page.run("document.querySelector('.heat').getAttribute('aria-label')")
+        colours = await page.run(f"{slow}[0].querySelector('.strip').style.background")
+        read = []
+        for key in ("ArrowDown", "ArrowLeft"):
+            await page.run("document.querySelector('.heat').focus()")
+            await page.run(
+                "document.querySelector('.heat').dispatchEvent(new KeyboardEvent('keydown',"
+                f" {{key: '{key}'}}))"
+            )
+            read.append(await page.run("document.getElementById('heat-note').innerText"))
+        await page.run(f"{slow}[0].querySelector('button').click()")
+        await page.until("document.getElementById('drawer').innerText.includes('local rank 1')")
+        return names, named, told, colours, read
+
+    names, [named], told, colours, read = seen(f"{served[0]}?job={served[1].name}", look)
+    assert len(names) == 20, "those of the node that was lost, too"
+    assert names[0] == "node-a · 0" and named.startswith("node-c · 1")
+    assert re.search(r"1\.[23]\d×", named) and "slow now: node-c · 1" in told
+    assert "var(--h0)" in colours and "var(--h3)" in colours, "1.6 times as long for a while"
+    assert read[0].startswith("node-a · 1: ") and "× the median at " in read[1]
+
+
 def test_the_page_moves_with_the_job_without_being_loaded_again(served):
     url, job = served
 

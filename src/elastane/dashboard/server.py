@@ -30,6 +30,7 @@ from elastane.dashboard.following import FollowedJob, JobPublication, Jobs
 from elastane.dashboard.guard import COOKIE, HEADERS, Guard, RequestRefusal
 from elastane.dashboard.index import EventFilter
 from elastane.dashboard.outputs import WorkerChoice, tail_of
+from elastane.observe.heat import heat_of
 
 HEARTBEAT_S = 2.0
 # A person has some windows open; a request beyond this gets an error, and may be repeated.
@@ -173,6 +174,7 @@ class DashboardServer:
             "/api/jobs": self._listed,
             "/api/jobs/{key}": self._snapshot,
             "/api/jobs/{key}/series": self._series,
+            "/api/jobs/{key}/heat": self._heat,
             "/api/jobs/{key}/events": self._events,
             "/api/jobs/{key}/incidents/{number:int}": self._incident,
             "/api/jobs/{key}/log": self._log,
@@ -258,10 +260,11 @@ class DashboardServer:
 
     async def _series(self, request: Request) -> Any:
         job = await self._job(request.path_params["key"])
-        from_s, to_s = (_number(request, name) for name in ("from", "to"))
-        if not 0.0 <= from_s < to_s <= 1e11:
-            raise RequestError(400, f"from={from_s:g} to={to_s:g} is no span of time")
-        return job.series(from_s, to_s)
+        return job.series(*_span(request))
+
+    async def _heat(self, request: Request) -> Any:
+        job = await self._job(request.path_params["key"])
+        return heat_of(job.view, *_span(request))
 
     async def _events(self, request: Request) -> Any:
         job = await self._job(request.path_params["key"])
@@ -332,6 +335,14 @@ def _answered(
         return found if isinstance(found, Response) else _json(found)
 
     return endpoint
+
+
+def _span(request: Request) -> tuple[float, float]:
+    """Return the span of time that is asked for, in seconds since 1970."""
+    from_s, to_s = (_number(request, name) for name in ("from", "to"))
+    if not 0.0 <= from_s < to_s <= 1e11:
+        raise RequestError(400, f"from={from_s:g} to={to_s:g} is no span of time")
+    return from_s, to_s
 
 
 def _number(request: Request, name: str) -> float:

@@ -1,6 +1,7 @@
-// The timeline: step rate, world size, incidents and checkpoints on one axis of time. And scalars.
+// The timeline: step rate, world size, incidents and checkpoints on one axis of time. Who was slow on
+// the same axis. And scalars.
 
-import { SHAPES, clock, count, element, incidentLook, rate, scalar, svg, tickLabel } from "/dom.js";
+import { SHAPES, clock, count, element, incidentLook, mark, rate, scalar, svg, tickLabel } from "/dom.js";
 
 const MARKS = 34, RATE = 170, GAP = 26, WORLD = 62, SAVES = 18, AXIS = 20, LEFT = 46, RIGHT = 12;
 const HEIGHT = MARKS + RATE + GAP + WORLD + SAVES + AXIS;
@@ -275,6 +276,66 @@ function readScalar(root, { name, steps, values }, { width, x }, read) {
     at = Math.min(steps.length - 1, Math.max(0, at + step * (event.shiftKey ? 20 : 1)));
     show();
   });
+}
+
+// A worker's own part of a step as a multiple of the median: these and more are colours of their own.
+const HEAT_EDGES = [1.1, 1.2, 1.5, 2];
+const SLOW = 1.2;
+const heatColour = (ratio) => (ratio === null ? "transparent" : `var(--h${HEAT_EDGES.filter((edge) => ratio >= edge).length})`);
+
+export function heatKey() {
+  return ["usual", ...HEAT_EDGES.map((edge) => `${edge}× and more`)].map((text, level) => {
+    const swatch = element("i", { class: "swatch", "aria-hidden": "true" });
+    swatch.style.background = `var(--h${level})`;
+    return element("span", {}, swatch, text);
+  });
+}
+
+function workerName({ node, local_rank: local, rank: place }) {
+  if (!node) return `rank ${place}`;
+  return local === undefined ? `${node}, rank ${place}` : `${node} · ${local}`;
+}
+
+// One strip for each worker, over the same span of time as the timeline.
+export function drawHeat(box, { heat, from_s: from, to_s: to, read, open }) {
+  const held = box.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+  const top = box.querySelector(".heat")?.scrollTop ?? 0;
+  const part = (s) => Math.min(100, Math.max(0, (100 * (s - from)) / (to - from))).toFixed(2);
+  const tell = (row, cell) => {
+    const ratio = row.ratios[cell] ?? null, at = heat.from_s + (cell + 0.5) * heat.cell_s;
+    read(`${workerName(row)}: ${ratio === null ? "nothing known" : `${ratio.toFixed(2)}× the median`} at ${clock(at)}`);
+  };
+  const rows = heat.rows.map((row) => {
+    const strip = element("div", { class: "strip" }), newest = row.ratios.findLast((ratio) => ratio !== null) ?? null;
+    const stops = row.ratios.map((ratio, cell) => `${heatColour(ratio)} ${part(heat.from_s + cell * heat.cell_s)}% ${part(heat.from_s + (cell + 1) * heat.cell_s)}%`);
+    strip.style.background = `linear-gradient(90deg, ${stops.join(", ")}, transparent ${part(heat.from_s + row.ratios.length * heat.cell_s)}%)`;
+    strip.addEventListener("pointermove", (event) => tell(row, Math.floor((from + (event.offsetX / strip.clientWidth) * (to - from) - heat.from_s) / heat.cell_s)));
+    strip.addEventListener("pointerleave", () => read(null));
+    const name = row.local_rank === undefined ? element("span", { text: workerName(row) })
+      : element("button", { type: "button", "data-key": `heat/${workerName(row)}`, title: "Show its output", click: () => open({ node: row.node, local_rank: row.local_rank }) }, workerName(row));
+    const isSlow = newest !== null && newest >= SLOW;
+    return element("div", { class: "heat-row" }, name, strip, element("span", { class: isSlow ? "t-warn" : "quiet" }, isSlow ? mark("triangle", "warn", "slow") : null, newest === null ? "–" : ` ${newest.toFixed(2)}×`));
+  });
+  const slow = heat.rows.filter((row) => (row.ratios.findLast((ratio) => ratio !== null) ?? 0) >= SLOW);
+  const grid = element("div", { class: "heat scroll", tabindex: 0, role: "group", "data-key": "heat", "aria-label": `Own parts of steps of ${rows.length} workers over time${slow.length ? `; slow now: ${slow.map(workerName).join(", ")}` : ""}. Arrow keys read out.` }, ...rows);
+  grid.addEventListener("keydown", (event) => heatKeys(event, { grid, heat, rows, tell }));
+  box.replaceChildren(grid);
+  grid.scrollTop = top;
+  if (held) box.querySelector(`[data-key="${CSS.escape(held)}"]`)?.focus({ preventScroll: true });
+}
+
+function heatKeys(event, { grid, heat, rows, tell }) {
+  const [down, right] = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key] ?? [];
+  if (down === undefined || event.target !== grid) return;
+  event.preventDefault();
+  const bounded = (value, length) => Math.min(length - 1, Math.max(0, value));
+  const cells = heat.rows[0].ratios.length;
+  const row = bounded(Number(grid.dataset.row ?? 0) + down, rows.length);
+  const cell = bounded(Number(grid.dataset.cell ?? cells - 1) + right, cells);
+  Object.assign(grid.dataset, { row, cell });
+  rows.forEach((each, at) => each.classList.toggle("read", at === row));
+  rows[row].scrollIntoView({ block: "nearest" });
+  tell(heat.rows[row], cell);
 }
 
 // A map of many nodes: one square each, in the order of node rank; what is not well has a shape.

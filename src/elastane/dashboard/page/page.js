@@ -1,20 +1,20 @@
 // The page of a job: gets its sections over a stream, keeps what is chosen in the address, and draws.
 
-import { drawScalars, drawTimeline } from "/charts.js";
+import { drawHeat, drawScalars, drawTimeline, heatKey } from "/charts.js";
 import { byId, clock, count, duration, element, rate } from "/dom.js";
 import { drawAccount, drawAnswers, drawCheckpoints, drawEvents, drawIncident, drawNodes } from "/panels.js";
 
-const LATE_MS = 5000;
+const LATE_MS = 5000, HEAT_MS = 10000;
 const GROUPS = [["", "All"], ["trouble", "Trouble"], ["world", "World"], ["saved", "Saved"], ["incident", "This incident"]];
-const KEYS = [["j  k", "later, earlier incident"], ["Esc", "close the output, else the whole time"], ["l", "output of the incident's worker"], ["/", "search events"], ["1 – 8", "go to a panel"], ["t", "light or dark"], ["?", "these keys"]];
-const PANELS = ["answers", "nodes", "timeline", "incident", "scalars", "account", "checkpoints", "events"];
+const KEYS = [["j  k", "later, earlier incident"], ["Esc", "close the output, else the whole time"], ["l", "output of the incident's worker"], ["/", "search events"], ["1 – 9", "go to a panel"], ["t", "light or dark"], ["?", "these keys"]];
+const PANELS = ["answers", "nodes", "timeline", "incident", "heat", "scalars", "account", "checkpoints", "events"];
 
 const asked = new URLSearchParams(location.search);
 const page = {
   sections: null, now_s: 0, job: asked.get("job") ?? "", chosen: Number(asked.get("incident")) || 0, follows: !asked.get("incident"),
   range: asked.get("from") && asked.get("to") ? [Number(asked.get("from")), Number(asked.get("to"))] : null,
   wanted: { group: asked.get("group") ?? "", text: asked.get("text") ?? "", incident: 0, node: "" }, before: null,
-  details: null, zoomed: null, choose, openLog, showEvents, zoomTo, olderEvents,
+  details: null, zoomed: null, heat: null, choose, openLog, showEvents, zoomTo, olderEvents,
   end_s: () => { const { series } = page.sections; return series.from_s + series.bucket_s * series.rate.length; },
 };
 let source = null, heardMs = 0, isLate = false, drawnEvents = "";
@@ -42,6 +42,7 @@ async function ask(kind, path, use) {
 async function begin() {
   theme(localStorage.getItem("elastane-theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
   byId("groups").append(...GROUPS.map(([name, text]) => element("button", { type: "button", "data-group": name, click: () => showEvents(name === "incident" ? { incident: page.chosen } : { group: name }) }, text)));
+  byId("heat-key").append(...heatKey());
   byId("search").value = page.wanted.text;
   bind();
   await listJobs();
@@ -92,6 +93,7 @@ function draw(changed) {
   if (!isPressed("answers")) drawAnswers(page);
   if ((changed.has("nodes") || changed.has("job")) && !isPressed("nodes")) drawNodes(page);
   timeline();
+  if (!page.heat || performance.now() - page.heat.askedMs > HEAT_MS) askHeat();
   if (changed.has("incidents") || page.details?.id !== page.chosen) details();
   if (changed.has("scalars")) scalars();
   if (changed.has("account") && !isPressed("account")) drawAccount(page);
@@ -110,7 +112,7 @@ function timeline() {
   const { series, incidents, checkpoints, rate: rates } = page.sections;
   const end = page.end_s();
   const whole = [series.from_s, end];
-  const [from, to] = page.range ?? whole;
+  const [from, to] = span();
   const curves = page.range ? page.zoomed ?? series : series;
   zoomButtons(whole);
   drawTimeline(byId("chart"), {
@@ -120,6 +122,27 @@ function timeline() {
     zoom, read: readout,
   });
   if (page.range && (!page.zoomed || (to >= end - 5 && performance.now() - page.zoomedMs > 2000))) askZoomed();
+}
+
+function span() {
+  const { series } = page.sections;
+  return page.range ?? [series.from_s, page.end_s()];
+}
+
+function askHeat() {
+  const [from, to] = span(), askedMs = performance.now();
+  page.heat = { rows: [], ...page.heat, askedMs };
+  ask("heat", api(`/heat?from=${from.toFixed(3)}&to=${to.toFixed(3)}`), (found) => { page.heat = { ...found, askedMs, span: [from, to] }; heat(); });
+}
+
+function heat() {
+  const found = page.heat;
+  byId("heat").hidden = !found?.rows.length;
+  if (byId("heat").hidden) return;
+  const usual = `own part of a step, beside the median${found.is_whole ? "" : `; the ${found.rows.length} slowest`}`;
+  const read = (text) => { byId("heat-note").textContent = text ?? usual; };
+  if (!byId("heat-body").contains(document.activeElement)) read(null);
+  drawHeat(byId("heat-body"), { heat: found, from_s: found.span[0], to_s: found.span[1], read, open: openLog });
 }
 
 function scalars() {
@@ -155,6 +178,7 @@ function zoom(from, to) {
   page.zoomed = null;
   remember();
   timeline();
+  askHeat();
 }
 
 function zoomTo(one) {
