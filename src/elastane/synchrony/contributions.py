@@ -117,6 +117,8 @@ class BucketLayout:
             return  # `p.grad` is a part of the bucket, or of another type
         if ddp._delay_all_reduce_params or getattr(ddp, "_comm_hooks", None):
             return
+        if any(ddp._build_params_for_reducer()[1]):
+            return  # the bucket of a sparse gradient has no tensor between passes
         for bucket in ddp.reducer._get_zeros_like_grad_buckets():
             self._buckets.append(_slices_of(bucket))
 

@@ -20,6 +20,15 @@ from torch.optim.optimizer import (
 )
 
 
+def _untraced(function: Callable[..., Any]) -> Any:
+    """Let torch.compile call this function as it is: a step may be compiled, and calls the hooks.
+
+    Traced, their changes would be made once the step is over, and its collectives would be outside.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
 class _Running(threading.local):
     """The optimizers whose steps a thread is in, the outermost first."""
 
@@ -45,6 +54,7 @@ class OptimizerSteps:
         optimizers = self._running.optimizers
         return type(optimizers[0]).__name__ if optimizers else ""
 
+    @_untraced
     def begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -57,6 +67,7 @@ class OptimizerSteps:
         named = {name: self._outside(value) for name, value in kwargs.items()}
         return (own, *map(self._outside, others)), named
 
+    @_untraced
     def end(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """End a step."""
         self._drop(optimizer)
@@ -75,6 +86,7 @@ class OptimizerSteps:
         if not callable(argument):
             return argument
 
+        @_untraced
         @functools.wraps(argument)
         def closure(*args: Any, **kwargs: Any) -> Any:
             inner, self._running.optimizers = self._running.optimizers, []

@@ -470,6 +470,11 @@ class OrderedGroup(ElasticGroup):
             if site is Site.REDUCER:
                 task = torch._C._current_graph_task_id()
                 divided_by = self._divisors.get(task, self._size_now)
+        if any(tensor.is_sparse for tensor in call.outputs):
+            self._member.refuse(
+                "sparse gradients were reduced, as of torch.nn.Embedding(sparse=True): their shape"
+                " depends on the workers, so they cannot be handed over"
+            )
         contribution = Copied(call.inputs) if slices is None else Gradients(call.inputs[0], slices)
         issued = self._member.issue(call.signature, unit=unit, divided_by=divided_by)
         if issued.restart:

@@ -1,6 +1,6 @@
 """An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
 
-Usage: unmodified_ddp.py FOLDER [WAY]: static, sum, gather, muon, by hand, group, spawn, rpc, join,
+Usage: unmodified_ddp.py FOLDER [MODE]: static, sum, gather, muon, by hand, group, spawn, rpc, join,
 async save, end or last save. It ends once a file "enough" is there. With `sum` it takes the mean of
 floats of its own in each step, on all workers and on rank 0, over the world size that it keeps, and
 saves once; with `gather` it gathers from as many. Before one of these, rank 1 of the first attempt

@@ -6,6 +6,8 @@ from torch.distributed import AllreduceOptions, ReduceOp
 
 from elastane.synchrony.calls import call_of
 from elastane.synchrony.operations import Identity, Rule, Site
+from elastane.synchrony.ordered import OrderedGroup
+from elastane.synchrony.rules import View
 
 MEMBERS = tuple(map(Identity, range(4)))
 
@@ -34,3 +36,14 @@ def test_one_integer_that_a_script_sums_as_it_trains_is_scaled_to_the_size_that_
 def test_other_integers_are_summed_over_the_survivors(tensor, trains, site):
     signature = signature_of(tensor, trains=trains, site=site)
     assert not signature.is_scaled and signature.rule is Rule.REPEAT
+
+
+@pytest.mark.parametrize(("is_sparse", "word"), [(True, "sparse gradients"), (False, "")])
+def test_a_loss_restarts_all_once_sparse_gradients_were_reduced(monkeypatch, is_sparse, word):
+    group = OrderedGroup(host=None, keeps_ranks=True)
+    group._member.begin(View((1, 0), MEMBERS))
+    monkeypatch.setattr(group, "_start", lambda *_: None)
+    tensor = torch.eye(3).to_sparse() if is_sparse else torch.eye(3)
+    call = call_of("allreduce", ([tensor], AllreduceOptions()), {}, MEMBERS, Site.REDUCER)
+    group._issue(call, None)
+    assert group._member.refused.startswith(word) and bool(group._member.refused) is is_sparse

@@ -8,8 +8,8 @@ import torch
 from elastane.synchrony.contributions import BucketLayout, Copied, overwrite, slices_among
 
 
-def layout(*lengths, hooked=False):
-    """The layout of a module with one bucket for each length; unknown if it has a hook."""
+def layout(*lengths, hooked=False, sparse=False):
+    """The layout of a module with one bucket for each length; unknown with hooks or sparse ones."""
     buckets = []
     for length in lengths:
         parameter = torch.nn.Parameter(torch.zeros(length))
@@ -26,6 +26,7 @@ def layout(*lengths, hooked=False):
         mixed_precision=None,
         _delay_all_reduce_params=(),
         _comm_hooks=[None] if hooked else [],
+        _build_params_for_reducer=lambda: ([None], [sparse]),
         reducer=SimpleNamespace(_get_zeros_like_grad_buckets=lambda: buckets),
     )
     found = BucketLayout()
@@ -41,7 +42,7 @@ def test_a_bucket_is_known_by_its_length_among_modules_of_different_shapes():
     assert slices_among(layouts, torch.zeros(7)) == (False, None)
 
 
-@pytest.mark.parametrize("other", [layout(6, 4), layout(hooked=True)])
+@pytest.mark.parametrize("other", [layout(6, 4), layout(hooked=True), layout(sparse=True)])
 def test_a_bucket_that_two_modules_may_have_is_copied(other):
     layouts = [layout(4, 6), other]
     for length in (4, 6, 6, 4):

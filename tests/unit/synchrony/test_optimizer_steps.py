@@ -69,3 +69,16 @@ def test_a_step_that_has_raised_ends_as_its_optimizer_steps_again(steps):
         optimizer.step(lambda: 1 / 0)
     optimizer.step()
     assert seen == ["Asks"] * 3 and steps.running == ""
+
+
+def test_a_compiled_step_calls_the_hooks_and_is_known_as_one(steps):
+    class Hidden(torch.distributed.ProcessGroup):
+        """A group, whose attributes the tracer of torch.compile refuses to set."""
+
+        made = False
+
+    group, seen = Hidden(0, 1), []
+    steps._made = lambda: setattr(group, "made", True)
+    optimizer = follow(Asks(steps, seen), steps)
+    torch.compile(optimizer.step, backend="eager")()
+    assert seen == ["Asks"] * 2 and group.made and steps.running == ""
