@@ -38,7 +38,7 @@ def test_ls_lists_the_newest_first_with_what_they_are_of(place, capsys):
     assert [line.split()[0] for line in lines[1:4]] == ["300", "200", "100"]
     assert "2025-11-21 15:46:40 UTC" in lines[1] and "0.1.0" in lines[1]
     assert lines[1].endswith(folders[2])
-    assert lines[4].startswith(folders[3]) and "did not end" in lines[4]
+    assert lines[4].startswith(folders[3]) and "did not complete" in lines[4]
 
 
 def test_ls_names_what_its_record_alone_shows_to_be_invalid(place, capsys):
