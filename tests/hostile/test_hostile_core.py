@@ -175,7 +175,7 @@ def test_a_fence_from_the_future_is_refused_and_the_next_round_is_the_next():
     assert [note.kind for note in desk.told].count(EventKind.NODE_REFUSED) == 2
     desk.say(AGAIN, join("c"))
     desk.pass_time(2.0, A, B, AGAIN)
-    assert desk.machine.report().reason.startswith("adding c")
+    assert desk.machine.report().reason.startswith("adding workers of c")
 
 
 def test_a_size_beyond_any_machine_is_no_size():

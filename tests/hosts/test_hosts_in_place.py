@@ -76,7 +76,7 @@ def test_a_host_that_is_cut_off_is_left_in_place_never_trains_on_and_comes_back_
         wait_world(job, "abc", (first.round, first.attempt))
         assert job.pids("ac") == survivors, "an arrival restarts nobody"
         assert not job.pids("b") & cut, "it came back as an arrival"
-        assert job.wait_event(EventKind.DRAIN_STARTED, "adding b")
+        assert job.wait_event(EventKind.DRAIN_STARTED, "adding workers of b")
         numbers = [s.step for s in job.seen() if s.node == "a"]
         assert numbers == sorted(set(numbers)), "no step was done twice"
 

@@ -178,7 +178,7 @@ def test_an_arrival_is_a_change_and_a_node_that_leaves_is_one(cluster: Cluster) 
     a, b = cluster.new((1, 2)), cluster.new((1, 2))
     assert a.join().nodes == 1
     arriving = cluster.run(b.join)
-    assert "adding" in wait_changed(a)
+    assert "adding workers of" in wait_changed(a)
     assert a.join().nodes == 2
     arriving.result(WAIT_S)
     b.leave()

@@ -127,7 +127,9 @@ def _story(begun_s):
                 allowed=3, cause=f"{_CAUSE} was out of memory (64 GiB)", cause_node="node-b",
                 cause_rank=6, **fence, **at(400.05))  # fmt: skip
     yield from _world(2, _FIRST, 15, 400.1, begun_s, first=False)
-    yield event("drain-started", "node-a", "adding node-b", round=2, attempt=0, **at(404))
+    yield event(
+        "drain-started", "node-a", "adding workers of node-b", round=2, attempt=0, **at(404)
+    )
     yield from _world(3, _FIRST, 16, 404.2, begun_s, first=False)
     yield from _lost_node(begun_s)
     fence = {"round": 5, "attempt": 0}
@@ -149,6 +151,6 @@ def _lost_node(begun_s):
     yield event("incident", "node-a", "node node-d was lost", time_s=begun_s + 668.1, **fence)
     yield from _world(4, _FIRST[:3], 12, 690, begun_s, first=False)
     yield event("node-joined", "node-f", "it came", time_s=begun_s + 1090)
-    yield event("drain-started", "node-a", "adding node-f", time_s=begun_s + 1100, round=4,
-                attempt=0)  # fmt: skip
+    yield event("drain-started", "node-a", "adding workers of node-f", time_s=begun_s + 1100,
+                round=4, attempt=0)  # fmt: skip
     yield from _world(5, _LATER, 16, 1100.3, begun_s, first=False)

@@ -92,7 +92,7 @@ def _budget_line(story: JobStory) -> str:
         return f"restarts used: {story.restarts_used}"
     return (
         f"restart budget used: {story.restarts_used}, {story.replacements} of it for replacements"
-        " of lost workers, while the others went on"
+        " of lost workers, and the others continued"
     )
 
 

@@ -229,7 +229,7 @@ def test_replacements_are_not_counted_as_restarts():
         ),
     )
     assert lines[1] == (
-        "restart budget used: 8, 2 of it for replacements of lost workers, while the others went on"
+        "restart budget used: 8, 2 of it for replacements of lost workers, and the others continued"
     )
     assert "  root cause killed" in lines
     # A worker without a rank ended: the world continues.

@@ -19,7 +19,7 @@ def killed(**more):
               cause_node="a", cause_rank=2, consequences=1),
         settled(2, "a", 3, time_s=20.2),
         started("a", 1, 2, 4, round=2, attempt=0, time_s=20.3),
-        event("drain-started", round=2, attempt=0, time_s=21.0, reason="adding a"),
+        event("drain-started", round=2, attempt=0, time_s=21.0, reason="adding workers of a"),
         settled(3, "a", 4, time_s=21.2),
         started("a", 1, 2, 4, 9, round=3, attempt=0, time_s=21.3),
     ]  # fmt: skip

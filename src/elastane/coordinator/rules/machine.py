@@ -439,7 +439,7 @@ def _running(state: State) -> bool:
     )
     if arrivals:
         admits = next_world.joining(state) is Joining.PLANNED
-        return drain.begin_drain(state, f"adding {named(arrivals)}", admits=admits)
+        return drain.begin_drain(state, f"adding workers of {named(arrivals)}", admits=admits)
     return False
 
 
