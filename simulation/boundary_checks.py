@@ -78,7 +78,7 @@ class BoundaryCheck:
             not (new and apart), f"{len(new)} join {world.fence}, and not parked: {apart}"
         )
         known = [w.name for w in new if w.committed is not None]
-        # An endpoint without memory may go on with the workers of a world that it began before one
+        # An endpoint without memory may continue with the workers of a world that it began before one
         # whose workers have all died since.
         goes_on = not old and not lacking and not self._cluster.store_backed
         self._require(

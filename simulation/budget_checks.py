@@ -92,7 +92,7 @@ class BudgetCheck:
 
 
 class PerDeathBudgetCheck(BudgetCheck):
-    """The same where workers recover in place: a world may lose workers and go on as another.
+    """The same where workers recover in place: a world may lose workers and continue as another.
 
     Workers that die while others recover are of the same incident, so a charge has a death or
     more; one that dies before it has a place is charged by itself.

@@ -2,7 +2,7 @@
 
 A restart comes only right after a checkpoint that is whole, with all workers parked before a step
 and none of them writing, and not sooner than the interval after the last start. If the drain is
-called off instead, all workers go on. One coordinator grows a script only once that does not
+called off instead, all workers continue. One coordinator grows a script only once that does not
 resume. `budget_checks` has that a restart is not charged; `history`
 has that no capacity waits for ever while checkpoints are written.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _STEPS_SINCE_MAX = 4
 # Agents start workers within this of the commit, where hosts are not slow.
 _START_S = 1.0
-# Workers go on within this after a drain was called off.
+# Workers continue within this after a drain was called off.
 _RELEASE_S = 0.5
 
 
@@ -51,7 +51,7 @@ class GrowthCheck:
     def noted(self, event: LogEvent) -> None:
         """Check a growth, as the coordinator has decided it, and a drain that was called off."""
         self._drains += event.kind is EventKind.DRAIN_STARTED
-        if event.kind is EventKind.DRAIN_ENDED and "all workers go on" in event.reason:
+        if event.kind is EventKind.DRAIN_ENDED and "all workers continue" in event.reason:
             self._is_called_off(event)
         self._require(
             event.kind is not EventKind.REPLACEMENT or not self._cluster.residents.script.shrinks,

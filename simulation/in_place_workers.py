@@ -168,7 +168,7 @@ class InPlaceTraining:
         self._clock.after(lives_s + 0.01, lambda: self._gone(group))
 
     def release(self, group: InPlaceGroup) -> None:
-        """Let the workers of a node go on: the drain was called off."""
+        """Let the workers of a node continue: the drain was called off."""
         self._checks.released(group)
         for worker in self.drains.release(group):
             worker.stage = "boundary"
