@@ -78,8 +78,8 @@ class BoundaryCheck:
             not (new and apart), f"{len(new)} join {world.fence}, and not parked: {apart}"
         )
         known = [w.name for w in new if w.committed is not None]
-        # An endpoint without memory may continue with the workers of a world that it began before one
-        # whose workers have all died since.
+        # An endpoint without memory may continue with the workers of an earlier world, if the workers
+        # of the later one have all died.
         goes_on = not old and not lacking and not self._cluster.store_backed
         self._require(
             not known or goes_on, f"{', '.join(known)} join {world.fence} with a state of before"
