@@ -78,7 +78,7 @@ class BoundaryCheck:
             not (new and apart), f"{len(new)} join {world.fence}, and not parked: {apart}"
         )
         known = [w.name for w in new if w.committed is not None]
-        # An endpoint without memory may continue with the workers of an earlier world, if the workers
+        # An endpoint without memory may continue with the workers of an earlier world, if those
         # of the later one have all died.
         goes_on = not old and not lacking and not self._cluster.store_backed
         self._require(
