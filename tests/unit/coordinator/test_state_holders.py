@@ -406,7 +406,10 @@ def loses_state(job, node_id, local_rank=0):
 
 def test_a_world_that_lost_the_state_restarts_at_once_and_uses_no_restart():
     """What the loss of the holders cost was settled then: a lost host costs nothing."""
-    job = in_place(nodes="ab", restarts=0)
+    job = in_place(nodes="abc", restarts=0)
+    job.breaks("c")
+    job.passes(0.2, alive="ab")
+    job.inbox.clear()
     loses_state(job, "b")
     assert kinds(job, "a") == kinds(job, "b") == [Stop]
     loses_state(job, "a")
@@ -417,8 +420,22 @@ def test_a_world_that_lost_the_state_restarts_at_once_and_uses_no_restart():
     assert reasons[-1].endswith("ended with exit code 1 after the state of the job was lost")
 
 
+def test_a_lost_state_without_a_loss_before_is_charged():
+    """Otherwise a job that loses it by itself would restart for ever."""
+    job = in_place(nodes="abc")
+    job.breaks("c")
+    job.passes(0.2, alive="ab")
+    for used in (0, 1):
+        able(job, "a", "b")
+        loses_state(job, "b")
+        job.stops("a", "b")
+        assert job.assigned["a"].restarts_used == used
+
+
 def test_a_worker_that_fails_by_itself_in_a_world_that_lost_the_state_is_charged():
-    job = in_place(nodes="ab")
+    job = in_place(nodes="abc")
+    job.breaks("c")
+    job.passes(0.2, alive="ab")
     loses_state(job, "b")
     dies(job, "a")
     job.stops("a", "b")

@@ -32,6 +32,7 @@ class Incident:
     charged: bool = False  # the budget was charged for it
     lost_state: bool = False  # a worker reported that its world has lost the state
     own_causes: int = 0  # failures that neither a lost peer nor the lost state explains
+    follows_loss: bool = False  # a worker or a node was lost since all workers started
 
     def record(self, node_id: str, failures: tuple[Failure, ...], now_s: float) -> None:
         """Put `failures` of a node on the time line, each once, at its earliest reported time.
@@ -75,11 +76,15 @@ class Incident:
     def is_chargeable(self) -> bool:
         """Whether it is charged to the restart budget, as only failures of workers are.
 
-        A lost state is not: the loss of the workers that held it was an incident of its own.
+        A lost state is not, if the loss of the workers that held it was an incident of its own.
         """
         if self.planned or self.departed or not self.seen:
             return False
-        return self.own_causes > 0 or not self.lost_state
+        return self.own_causes > 0 or not (self.lost_state and self.follows_loss)
+
+    def follow_loss(self) -> None:
+        """Record that an earlier incident lost a worker or a node, and its state with it."""
+        self.follows_loss = True
 
     def _count_cause(self, failure: Failure) -> None:
         if is_state_lost(failure):
@@ -211,6 +216,7 @@ class Incidents:
 
     current: Incident | None = None
     last: str = ""  # the last unplanned one, in words
+    has_lost: bool = False  # one since all workers started lost a worker or a node
     unpaid: Incident | None = None  # the one whose replacements exceed the budget
     # when a worker reported a lost peer that no other report explains
     peer_lost_s: float | None = None
@@ -237,6 +243,8 @@ class Incidents:
     def open(self, incident: Incident) -> Incident:
         """Record why the current world ends."""
         self.current = incident
+        if self.has_lost:
+            incident.follow_loss()
         return incident
 
     def drop(self) -> None:
@@ -247,7 +255,12 @@ class Incidents:
         """Close the incident, since another world follows; only an unplanned one is remembered."""
         if self.current is not None and not self.current.planned:
             self.last = why
+            self.has_lost = self.has_lost or bool(self.current.own_causes or self.current.departed)
         self.current = None
+
+    def start_afresh(self) -> None:
+        """Record that all workers start again, from the checkpoint."""
+        self.has_lost = False
 
     def commit_world(self) -> None:
         """Forget the evidence against the world before."""
