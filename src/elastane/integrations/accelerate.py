@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ from elastane.synchrony.visible import VisibleWorld
 
 # The versions whose private names these are.
 KNOWN = ("1.",)
+_UNKNOWN_TRACKERS = (
+    "the worker of rank 0 is lost, and no other has called accelerator.init_trackers; scripts that"
+    " call it on all workers continue to log"
+)
 _STATES = ("PartialState", "AcceleratorState")
 
 
@@ -55,6 +60,7 @@ def adopt(name: str, world: VisibleWorld) -> None:
     _load_one_phase(name)
     _keep_schedule(name)
     _open_trackers_later(package.Accelerator, world)
+    _require_trackers(package.Accelerator, world)
     _print_on_each_node(package.Accelerator)
 
 
@@ -276,7 +282,9 @@ def _open_trackers_later(owner: Any, world: VisibleWorld) -> None:
     """Let the next main process open the trackers that the script has asked for.
 
     Scripts such as those of diffusers call `init_trackers` on the main process only, so the next
-    one does not know which project they are for. Then all workers restart as it logs.
+    one does not know which project they are for. It logs nothing until all workers restart. They do
+    not restart as it logs: the main process may have died in a save, so the newest checkpoint may
+    be cut off until the survivors make the next one.
     """
     # By accelerator: what opens the trackers that the script has asked for; None once it did.
     asked: WeakKeyDictionary[Any, Callable[[], None] | None] = WeakKeyDictionary()
@@ -286,9 +294,10 @@ def _open_trackers_later(owner: Any, world: VisibleWorld) -> None:
         if not accelerator.is_main_process:
             return
         if accelerator not in asked and accelerator.log_with and world.first_rank:
-            world.restart(
-                "the worker of rank 0 is lost, and no other has called accelerator.init_trackers;"
-                " scripts that call it on all workers continue"
+            asked[accelerator] = None
+            sys.stderr.write(
+                f"elastane: {_UNKNOWN_TRACKERS}. Nothing more is logged until all workers restart,"
+                " at the script's next checkpoint if restarts are left\n"
             )
         if (opens := asked.get(accelerator)) is not None:
             asked[accelerator] = None
@@ -310,6 +319,20 @@ def _open_trackers_later(owner: Any, world: VisibleWorld) -> None:
     owner.init_trackers = init_trackers
     for name in ("log", "get_tracker"):
         setattr(owner, name, with_trackers(getattr(owner, name)))
+
+
+def _require_trackers(owner: Any, world: VisibleWorld) -> None:
+    """Restart all workers as a script asks for a tracker that a lost main process had opened."""
+    get: Callable[..., Any] = owner.get_tracker
+
+    @functools.wraps(get)
+    def get_tracker(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tracker = get(self, *args, **kwargs)
+        if world.first_rank and self.is_main_process and self.log_with and not self.trackers:
+            world.restart(_UNKNOWN_TRACKERS)
+        return tracker
+
+    owner.get_tracker = get_tracker
 
 
 def _print_on_each_node(owner: Any) -> None:

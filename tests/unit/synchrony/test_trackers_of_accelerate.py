@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastane.integrations.accelerate import _open_trackers_later
+from elastane.integrations.accelerate import _open_trackers_later, _require_trackers
 from elastane.synchrony.visible import VisibleWorld
 
 
@@ -29,11 +29,11 @@ def make():
             is_main_process = property(lambda self: world.rank == 0)
 
             def __init__(self):
-                self.opened, self.logged = [], []
+                self.trackers, self.logged = [], []
 
             def init_trackers(self, name):
                 """Open them."""
-                self.opened.append(name)
+                self.trackers.append(name)
 
             def log(self, value):
                 """Log to them."""
@@ -44,6 +44,7 @@ def make():
                 return name
 
         _open_trackers_later(Accelerator, world)
+        _require_trackers(Accelerator, world)
         world.show(rank, 3)
         return world, Accelerator()
 
@@ -54,20 +55,31 @@ def test_the_next_main_process_opens_the_trackers_that_it_has_asked_for_once(mak
     world, accelerator = make(1)
     accelerator.init_trackers("project")
     accelerator.log(1)
-    assert not accelerator.opened
+    assert not accelerator.trackers
     world.show(0, 2)
     accelerator.log(2)
     accelerator.log(3)
-    assert accelerator.opened == ["project"]
+    assert accelerator.trackers == ["project"]
 
 
-@pytest.mark.parametrize("way", ["log", "get_tracker"])
-def test_the_loss_of_the_only_worker_that_has_asked_for_trackers_restarts_all(make, way):
+def test_the_loss_of_the_only_worker_that_has_asked_for_trackers_is_said_as_another_logs(
+    make, capfd
+):
     world, accelerator = make(1)
-    getattr(accelerator, way)("tensorboard")  # It is not the main process, so it logs nothing.
+    accelerator.log(1)  # It is not the main process.
+    world.show(0, 2)
+    accelerator.log(2)
+    accelerator.log(3)
+    assert capfd.readouterr().err.count("no other has called accelerator.init_trackers") == 1
+    assert not accelerator.trackers and accelerator.logged == [1, 2, 3]
+
+
+def test_all_restart_as_a_script_asks_for_a_tracker_that_was_opened_by_a_lost_worker(make):
+    world, accelerator = make(1)
+    accelerator.get_tracker("tensorboard")
     world.show(0, 2)
     with pytest.raises(RestartedError, match="no other has called accelerator"):
-        getattr(accelerator, way)("tensorboard")
+        accelerator.get_tracker("tensorboard")
 
 
 def test_a_script_without_trackers_logs_nothing_and_continues(make):
