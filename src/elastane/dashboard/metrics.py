@@ -88,7 +88,7 @@ class RunTotals:
     def note(self, event: LoggedEvent) -> None:
         """Count an event, if it is a checkpoint's or the first step of a node."""
         if event.kind == EventKind.CHECKPOINT_SAVED:
-            self.checkpoints["saved"] += 1
+            self.checkpoints["saved"] += max(1, event.number("saves") or 1)
         elif event.kind == EventKind.CHECKPOINT_FAILED:
             self.checkpoints["failed"] += 1
         elif event.kind == EventKind.WORKERS_TRAINING:
