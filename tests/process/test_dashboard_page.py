@@ -171,6 +171,12 @@ def test_a_chart_of_what_the_script_logs_reads_out_and_grows(served):
 
 
 def test_who_was_slow_reads_out_by_keys_and_opens_the_output_of_a_worker(served):
+    url, job = served
+    shutil.copytree(job, job.parent / "slow")
+    output = job.parent / "slow" / "round_6" / "attempt_0" / "rank_9"
+    output.mkdir(parents=True)
+    (output / "worker.jsonl").write_text('{"node": "node-c", "local_rank": 1}\n')
+    (output / "stderr.log").write_text("its clock is throttled\n")
     strip = "[...document.querySelectorAll('.heat-row')]"
     slow = f"{strip}.filter((row) => row.querySelector('.t-warn'))"
 
@@ -189,10 +195,10 @@ def test_who_was_slow_reads_out_by_keys_and_opens_the_output_of_a_worker(served)
             )
             read.append(await page.run("document.getElementById('heat-note').innerText"))
         await page.run(f"{slow}[0].querySelector('button').click()")
-        await page.until("document.getElementById('drawer').innerText.includes('local rank 1')")
+        await page.until("document.getElementById('drawer').innerText.includes('is throttled')")
         return names, named, told, colours, read
 
-    names, [named], told, colours, read = seen(f"{served[0]}?job={served[1].name}", look)
+    names, [named], told, colours, read = seen(f"{url}?job=slow", look)
     assert len(names) == 20, "those of the node that was lost, too"
     assert names[0] == "node-a · 0" and named.startswith("node-c · 1")
     assert re.search(r"1\.[23]\d×", named) and "slow now: node-c · 1" in told

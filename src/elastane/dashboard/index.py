@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from elastane.observe.events import LoggedEvent, PlacedEvent, read_placed
+from elastane.protocol.log_events import MEASURED
 
 PAGE_EVENTS_MAX = 200
 # A search reads lines from disk: some ten microseconds each.
@@ -134,7 +135,7 @@ class EventIndex:
             case "saved":
                 return kind.startswith(_SAVED)
             case _:
-                return kind not in ("progress", "pace") or bool(wanted.text)
+                return kind not in MEASURED or bool(wanted.text)
 
     def _row(self, number: int) -> EventRow | None:
         path = Path(self._files.listed[self._file[number]])

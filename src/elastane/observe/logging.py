@@ -22,7 +22,7 @@ import msgspec
 from elastane.errors import UsageError
 from elastane.observe.events import EventOrigin
 from elastane.process.streams.console import Console, process_console
-from elastane.protocol.log_events import EventKind, LogEvent
+from elastane.protocol.log_events import MEASURED, EventKind, LogEvent
 
 DEFAULT_LEVEL = "WARNING"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -79,7 +79,7 @@ def level_of(text: str) -> int:
 
 def event_level(event: LogEvent) -> int:
     """Return the log level of an event."""
-    if event.kind in (EventKind.PROGRESS, EventKind.PACE):
+    if event.kind in MEASURED:
         return logging.DEBUG
     return logging.WARNING if event.kind in _WARNINGS else logging.INFO
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from elastane.observe.events import TIME_MAX_S, LoggedEvent, iso_time
-from elastane.protocol.log_events import EventKind
+from elastane.protocol.log_events import MEASURED, EventKind
 from elastane.protocol.model import NO_RANK
 
 _NS = 1e9
@@ -33,7 +33,6 @@ _OF_ATTEMPT = frozenset(
     }
 )
 _OF_AGENT = frozenset({EventKind.AGENT_STARTED, EventKind.AGENT_STOPPED})
-_COUNTS = frozenset({EventKind.PROGRESS, EventKind.PACE, EventKind.STEP_TIMES})
 _OF_JOB = frozenset(
     {
         EventKind.JOB_ENDED,
@@ -317,7 +316,7 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     event: LoggedEvent | None = None
     for event in events:
         # Most events of a long job are step counts, of which a story has nothing but the last.
-        is_count = event.kind in _COUNTS
+        is_count = event.kind in MEASURED
         if is_count and (event.round, event.attempt) in table:
             continue
         story.add(event, here)

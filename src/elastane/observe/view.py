@@ -13,7 +13,7 @@ import msgspec
 
 from elastane.observe.events import TIME_MAX_S, LoggedEvent
 from elastane.observe.incidents import IncidentHistory, after_incident_event
-from elastane.protocol.log_events import EventKind
+from elastane.protocol.log_events import MEASURED, EventKind
 from elastane.protocol.unreadable import UNREADABLE
 
 # Bounds: a screen shows some tens of lines, and a curve has at most as many points as the screen.
@@ -58,9 +58,7 @@ ECHOES = frozenset(
         EventKind.WORKERS_STOPPED,
         EventKind.AGENT_STOPPED,
         EventKind.COORDINATOR_STOPPED,
-        EventKind.PROGRESS,
-        EventKind.PACE,
-        EventKind.STEP_TIMES,
+        *MEASURED,
     }
 )
 # Final states that a later event of the same life of a node must not overwrite.

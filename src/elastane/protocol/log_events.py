@@ -79,6 +79,10 @@ class EventKind(StrEnum):
     EVENTS_LOST = "events-lost"
 
 
+# What is measured again and again: charts show it, and lists of events leave it out.
+MEASURED = frozenset({EventKind.PROGRESS, EventKind.PACE, EventKind.STEP_TIMES})
+
+
 class LogEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One event as rules report it: what, why in words, and where.
 

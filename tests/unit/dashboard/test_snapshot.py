@@ -229,13 +229,13 @@ def test_events_are_found_again_newest_first_by_group_node_text_and_incident(tmp
     index, _ = index_of(
         tmp_path,
         event("incident", "a", "SIGKILL"), event("round-settled", "b"), event("progress", "b"),
-        event("checkpoint-saved", "a", "step 7"),
+        event("checkpoint-saved", "a", "step 7"), event("step-times", "c"),
     )  # fmt: skip
 
     def numbers(**wanted):
         return [row.number for row in index.page(EventFilter(**wanted)).rows]
 
-    assert numbers() == [3, 1, 0], "the step count has its curve"
+    assert numbers() == [3, 1, 0], "step counts and step times have charts"
     assert numbers(group="trouble") == [0]
     assert numbers(group="world") == [1]
     assert numbers(group="saved") == [3]

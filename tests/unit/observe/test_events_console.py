@@ -11,7 +11,7 @@ from elastane.observe import logging as observe_logging
 from elastane.observe.box import render_box
 from elastane.observe.logging import ConsoleHandler, event_level, event_text, level_of, one_line
 from elastane.process.streams.console import Console
-from elastane.protocol.log_events import EventKind, LogEvent
+from elastane.protocol.log_events import MEASURED, EventKind, LogEvent
 from elastane.protocol.model import NO_RANK, Cause, Failure, Fence, Outcome
 
 
@@ -75,6 +75,8 @@ def test_default_level_shows_what_a_person_must_know_and_no_more():
     assert EventKind.INCIDENT in shown
     assert EventKind.NODE_REFUSED in shown
     assert not shown & {EventKind.NODE_JOINED, EventKind.ROUND_SETTLED, EventKind.WORKERS_STARTED}
+    measured = {event_level(LogEvent(kind=kind, reason="")) for kind in MEASURED}
+    assert measured == {logging.DEBUG}, "not at LOGLEVEL=INFO: there are thousands a day"
     failed = LogEvent(kind=EventKind.JOB_ENDED, reason="", data={"ok": False})
     assert event_level(failed) == logging.INFO, "the closing box says it"
 
