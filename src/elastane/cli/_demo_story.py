@@ -317,7 +317,7 @@ class DemoResult:
         """Return the table that a person reads."""
         lines = [
             "",
-            f"{'':16}{'to the next step':>17}{'training stood':>16}{'steps redone':>14}"
+            f"{'':16}{'to the next step':>17}{'interrupted for':>16}{'steps redone':>14}"
             f"{'workers then':>14}",
         ]
         lines += [
