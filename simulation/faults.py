@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from simulation.cluster import SimulatedCluster
 from simulation.crash_points import EffectGap
+from simulation.places import SimulatedWorker
 from simulation.setup import HistorySetup, PlannedFault
 
 # The restart budget is exact about these: deaths of workers, arrivals and departures.
@@ -22,9 +23,10 @@ _HARMLESS = (
     "resize",
     "sees_deaths",
     "mismatch",
+    "holders_killed",
 )
 # These make no host unreachable except the dead ones.
-_DEATHS = (*_HARMLESS, "crash", "restart_agent", "kill_coordinator", "die_at_step")
+_DEATHS = (*_HARMLESS, "crash", "restart_agent", "kill_coordinator", "die_at_step", "holders_crash")
 # A planned death at a crash point is given up after this long.
 _TRAP_S = 30.0
 _COORDINATOR_STEPS = (
@@ -126,6 +128,37 @@ class Faults:
         self._tell(f"the members of the next {worlds} worlds that reduce wait for one another")
         self._cluster.residents.mismatch(worlds, self._cluster.clock.now_s + _TRAP_S)
         self._until(_TRAP_S)
+
+    def _holders_killed(self) -> None:
+        """Kill all workers that hold the state, while a worker that joins receives it."""
+
+        def kill(holder: SimulatedWorker) -> None:
+            self._cluster.kill_worker(holder.group.host, holder.local_rank)
+
+        self._lose_holders(kill)
+
+    def _holders_crash(self) -> None:
+        """Crash all hosts that hold the state, while a worker that joins receives it."""
+
+        def crash(holder: SimulatedWorker) -> None:
+            name = holder.group.host
+            if self._cluster.nodes[name].alive:
+                self._cluster.crash(name, "a holder of the state is lost", silent=False)
+                self._back(name, 6.0)
+
+        self._lose_holders(crash)
+
+    def _lose_holders(self, lose: Callable[[SimulatedWorker], None]) -> None:
+        """Have a worker replaced, and call `lose` for each state holder as the next one joins."""
+        self._tell("all holders of the state are lost as the next worker joins")
+
+        def lose_all(holders: list[SimulatedWorker]) -> None:
+            for holder in holders:
+                self._later(0.04 * self._rng.random(), lambda h=holder: lose(h))  # type: ignore[misc]
+
+        self._cluster.residents.watch_holders(lose_all, self._cluster.clock.now_s + _TRAP_S)
+        self._until(_TRAP_S)
+        self._worker_crash()
 
     # Deaths.
 

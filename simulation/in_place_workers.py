@@ -1,17 +1,19 @@
 """Simulated workers that recover in place: each process acts alone, as in the library.
 
 They meet at the store of their world and compare what they have committed. The furthest state wins;
-the others receive it, which takes time. Without any state they load the checkpoint. All reduce a
-step at once, and each applies it at its own moment, so an interrupt finds some of them one step
-ahead. A dead peer makes some fail and others hang.
+the others receive it, which takes time. Workers that start together load the checkpoint. Those that
+join load none, and end if no member holds the state. All reduce a step at once, and each applies it
+at its own moment, so an interrupt finds some of them one step ahead. A dead peer makes some fail
+and others hang.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from elastane.comms.state_plan import MemberStatus, decide
 from elastane.protocol.events import (
     GroupAble,
     GroupGone,
@@ -44,11 +46,15 @@ if TYPE_CHECKING:
 MEETING_TIMEOUT_S = 15.0
 COLLECTIVE_TIMEOUT_S = 30.0
 _WATCH_S = 5.0
+_STATE_LOST = "JobError: no worker of this world holds the state of the job [job-state-lost]"
+_NO_HOLDER = "elastane: all workers restart: no worker is left that holds the state of the job"
 _CLOSED = "Connection closed by peer [10.0.0.1]"
 # The longest that an unmodified script takes to write a checkpoint.
 _SAVE_S = 1.0
 # How long it evaluates a model, if it does: longer than a drain may take.
 EVALUATION_S = 8.0
+# How long members compare what they hold, before the first of them gives its state.
+_COMPARE_S = 0.02
 # The share of a step's time in which some have applied it and others have not.
 _APPLY_SHARE = 0.3
 
@@ -75,6 +81,8 @@ class InPlaceTraining:
         self.drains = Drains(clock, None if script.is_unmodified else self._save)
         self.slow_start_s = 0.0
         self.mismatches, self._mismatch_until_s = 0, 0.0
+        self._lose_holders: Callable[[list[SimulatedWorker]], None] | None = None
+        self._lose_until_s = 0.0
 
     # What the shell of an agent does.
 
@@ -201,6 +209,8 @@ class InPlaceTraining:
             self._clock.after(STALL_S, lambda: self._imported(worker, first))
             return
         worker.stage = "waiting"
+        worker.joined = first is None or first.waiting
+        worker.restored = 0 if worker.joined else self.saved_step
         if first is None or first.waiting:
             if self.script.planned:  # It waits at its loader.
                 worker.joins = Joining.PLANNED
@@ -225,9 +235,13 @@ class InPlaceTraining:
                 GroupAble(group.start_fence, group.able, group.offer, sharding, group.joining)
             )
 
-    def _die(self, worker: SimulatedWorker, exit_code: int, message: str) -> None:
+    def _die(
+        self, worker: SimulatedWorker, exit_code: int, message: str, *, by_itself: bool = True
+    ) -> None:
+        """End a worker with an error; not `by_itself`: an earlier loss is the cause."""
         group = worker.group
-        self._checks.ledger.died(group.fence)
+        if by_itself:
+            self._checks.ledger.died(group.fence)
         rank = max(0, worker.rank)
         failure = Failure(
             local_rank=worker.local_rank,
@@ -337,29 +351,56 @@ class InPlaceTraining:
                 self._declare(worker)
                 self._lose(worker, world, "no whole replicas")
             return
-        known = [w.committed for w in members if w.committed is not None]
-        if self.script.planned and world.in_place and not known:
+        base = self._agreed_step(world, members)
+        if base is None:
             for worker in members:
-                self._die(worker, 1, "JobError: all workers that held the state are lost")
+                if self.script.planned:
+                    self._die(worker, 75, _NO_HOLDER)
+                else:
+                    # Without whole replicas a shard may be lost though no worker was.
+                    self._die(worker, 1, _STATE_LOST, by_itself=self.script.span > 0)
             return
-        base = max(known, default=self.saved_step)
-        self._mesh.advance(members, base)
-        if known and self._mesh.is_lost(members, base):
-            for worker in members:
-                self._die(worker, 1, "JobError: all workers that held a shard are lost")
-            return
-        world.base, world.from_state, world.began_s = base, bool(known), self._clock.now_s
+        world.base, world.began_s = base, self._clock.now_s
+        world.from_state = any(w.committed is not None for w in members)
         self._checks.line.begins(world, members)
+        self._mind_holders(members)
         for worker in members:
             worker.moved_s = self._clock.now_s
             heals = worker.committed != base
+            worker.torn = worker.torn or (heals and worker.committed is not None)
             worker.committed = None if heals else base  # A half overwritten state is no state.
+            self._clock.after(_COMPARE_S, lambda w=worker: self._overwrite(w, world))  # type: ignore[misc]
             worker.last, worker.stage = (world.fence, worker.rank), "healing"
-            delay_s = 0.02 + self._rng.random() * self.script.heal_s if heals else 0.001
+            heal_s = self._rng.random() * self.script.heal_s if heals else 0.0
+            delay_s = _COMPARE_S + heal_s if heals else 0.001
             self._clock.after(
                 delay_s,
                 lambda w=worker: self._healed(w, world),  # type: ignore[misc]
             )
+
+    def _overwrite(self, worker: SimulatedWorker, world: Gathering) -> None:
+        """Let a member begin to receive the state of another, which overwrites its own."""
+        receives = worker.world is world and worker.stage == "healing" and world.from_state
+        if receives and worker.committed is None and self._mesh.can_give(world, worker):
+            worker.torn, worker.restored = True, 0
+
+    def _agreed_step(self, world: Gathering, members: Sequence[SimulatedWorker]) -> int | None:
+        """Return the step that the members continue from; None: they hold no whole state.
+
+        As in the library: a worker that starts with all others loads the newest checkpoint. A
+        worker that joins loads none, because a member gives it the state. Simplified: shards that
+        no member has held yet are loaded by those that join, too.
+        """
+        known = [w.committed for w in members if w.committed is not None]
+        if self.script.is_unmodified:
+            is_lost = self.script.planned and world.in_place and not known
+            return None if is_lost else max(known, default=self.saved_step)
+        if not self.script.span:
+            healing = decide([_status(worker) for worker in members])
+            return healing.committed if healing is not None else None
+        base = max(known, default=self.saved_step)
+        self._mesh.advance(members, base)
+        return None if known and self._mesh.is_lost(members, base) else base
 
     def _healed(self, worker: SimulatedWorker, world: Gathering) -> None:
         if worker.world is not world or worker.stage != "healing":
@@ -367,10 +408,11 @@ class InPlaceTraining:
         if worker.committed is None and not self._mesh.can_give(world, worker):
             return  # Its donor is gone; it hangs until it is interrupted.
         if world.is_uneven:
-            worker.committed = world.base
+            worker.committed, worker.torn, worker.restored = world.base, False, 0
             self._mesh.level(world)
             return
         worker.committed = worker.calls = world.base
+        worker.torn, worker.restored = False, 0
         worker.stage, worker.begun, worker.moved_s = "boundary", True, self._clock.now_s
         worker.met = world.fence.round
         was, worker.sole = worker.sole, len(world.hosts) == self.script.span
@@ -411,6 +453,17 @@ class InPlaceTraining:
     def mismatch(self, worlds: int, until_s: float) -> None:
         """Let members of the next worlds that reduce call other collectives than their peers."""
         self.mismatches, self._mismatch_until_s = worlds, until_s
+
+    def watch_holders(self, lose: Callable[[list[SimulatedWorker]], None], until_s: float) -> None:
+        """Call `lose` once with the state holders, as a world begins in which others join."""
+        self._lose_holders, self._lose_until_s = lose, until_s
+
+    def _mind_holders(self, members: Sequence[SimulatedWorker]) -> None:
+        holders = [worker for worker in members if worker.committed is not None]
+        lose, is_joining = self._lose_holders, 0 < len(holders) < len(members)
+        if lose is not None and is_joining and self._clock.now_s < self._lose_until_s:
+            self._lose_holders = None
+            lose(holders)
 
     def _mind(self, world: Gathering) -> None:
         """Let agents observe a world that stands still, until its workers have left it."""
@@ -542,3 +595,13 @@ class InPlaceTraining:
             self._tell_able(worker.group)
             worker.group.feed(WorkerSucceeded(worker.group.start_fence, worker.local_rank))
             self.drains.mind(worker.group)
+
+
+def _status(worker: SimulatedWorker) -> MemberStatus:
+    """Return what the worker reports as a world begins."""
+    return MemberStatus(
+        worker.committed if worker.committed is not None else worker.restored,
+        worker.committed is not None or worker.restored > 0,
+        torn=worker.torn,
+        came_later=worker.joined,
+    )

@@ -32,6 +32,9 @@ class SimulatedWorker:
     able: bool = False
     able_s: float = 0.0
     committed: int | None = None
+    restored: int = 0  # the step of the checkpoint that it loaded as it started; 0: of none
+    joined: bool = False  # it came to a running job, and so it loaded no checkpoint
+    torn: bool = False  # it was receiving a state, and holds half of it
     world: Gathering | None = None
     rank: int = -1
     calls: int = 0

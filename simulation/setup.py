@@ -25,7 +25,7 @@ TIMING = Timing(
 # The virtual seconds between which faults begin.
 FIRST_S, LAST_S = 1.0, 40.0
 # The owner's actions are numbered from here, after all faults: changed ranges, agents given up,
-# reported deaths, and worlds with mismatched collectives.
+# reported deaths, worlds with mismatched collectives, and the loss of all state holders.
 FAULTS_MAX = 100
 GIVEN_UP_FIRST = 2 * FAULTS_MAX
 SEES_DEATHS = 3 * FAULTS_MAX
@@ -42,6 +42,7 @@ STILL = (
     "stop_snapshot_server",
 )
 MISMATCH = 4 * FAULTS_MAX
+HOLDERS_LOST = 5 * FAULTS_MAX
 # How often each kind of fault is drawn, relative to the others.
 WEIGHTS = {
     "crash": 4,
@@ -192,6 +193,7 @@ def setup_of(
             *_resizes(seed),
             *_still(seed),
             *(_mismatch(seed) if in_place else ()),
+            *(_holders_lost(seed) if in_place and not (shrinks or planned) else ()),
             *(_given_up(seed) + _sees_deaths(seed) if store_backed else ()),
         ),
         in_place=in_place,
@@ -243,6 +245,15 @@ def _mismatch(seed: int) -> tuple[PlannedFault, ...]:
     if rng.random() > 0.1:
         return ()
     return (PlannedFault(MISMATCH, FIRST_S + rng.random() * (LAST_S - FIRST_S), "mismatch"),)
+
+
+def _holders_lost(seed: int) -> tuple[PlannedFault, ...]:
+    """Draw when all holders of the state are lost while others join: once, in some histories."""
+    rng = random.Random(f"holders lost {seed}")
+    if rng.random() > 0.05:
+        return ()
+    kind = rng.choice(("holders_killed", "holders_crash"))
+    return (PlannedFault(HOLDERS_LOST, FIRST_S + rng.random() * (LAST_S - FIRST_S), kind),)
 
 
 def _still(seed: int) -> tuple[PlannedFault, ...]:

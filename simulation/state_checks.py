@@ -90,6 +90,11 @@ class StateChecks:
         """Check a world whose members have met, and know the step that they continue from."""
         self.regrouped += world.in_place
         self.healed += sum(w.committed != world.base for w in members) if world.from_state else 0
+        saved = self._cluster.saved_step
+        self._require(
+            world.from_state or world.base >= saved,
+            f"{world.fence} begins at step {world.base}, and step {saved} is saved",
+        )
         self._ordered(world, members)
         self._whole(world, members)
         self._give_way(world)

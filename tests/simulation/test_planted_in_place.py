@@ -1,10 +1,13 @@
 """Each bug planted in the recovery in place is found within a bounded number of seeds."""
 
+from dataclasses import replace
+
 import pytest
 
 from elastane.agent.rules import Group, LocalWorkers
 from elastane.coordinator.rules import admission, drain, machine, next_world, recovery
 from elastane.coordinator.rules.changes import OwnerOrders
+from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import HeldWorkers, Place
 from elastane.coordinator.rules.sizing import NodeWorkers
 from elastane.coordinator.rules.state import MembershipPhase
@@ -118,10 +121,13 @@ def test_departures_that_are_charged_are_found(monkeypatch):
 
 
 def test_continuing_from_a_worker_that_is_behind_is_found(monkeypatch):
-    def least(*known, **more):
-        return min(*known, **more) if len(known) == 1 else max(*known)
+    original = in_place_workers.decide
 
-    monkeypatch.setattr(in_place_workers, "max", least, raising=False)
+    def least(statuses):
+        found, held = original(statuses), [each.committed for each in statuses if each.holds]
+        return replace(found, committed=min(held)) if found is not None and held else found
+
+    monkeypatch.setattr(in_place_workers, "decide", least)
     assert "and continues from" in first_failure(300)
 
 
@@ -243,3 +249,19 @@ def test_a_stall_that_is_not_believed_in_the_first_steps_of_a_process_is_found(m
 def test_a_stall_that_heartbeats_do_not_report_is_found(monkeypatch):
     monkeypatch.setattr(recovery, "end_if_stalled", lambda state: False)
     assert "nothing was trained" in first_failure(60)
+
+
+def test_joined_workers_that_begin_again_without_the_state_are_found(monkeypatch):
+    original = in_place_workers.decide
+
+    def ignores_joining(statuses):
+        return original([replace(each, came_later=False) for each in statuses])
+
+    monkeypatch.setattr(in_place_workers, "decide", ignores_joining)
+    assert "is saved" in first_failure(60, first=528)
+
+
+def test_a_lost_state_that_is_charged_again_is_found(monkeypatch):
+    charged = property(lambda self: bool(self.seen) and not self.planned and not self.departed)
+    monkeypatch.setattr(Incident, "is_chargeable", charged)
+    assert "workers died" in first_failure(60, first=99)
