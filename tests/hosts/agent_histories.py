@@ -10,15 +10,17 @@ import json
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
-from agent_plans import STORE, WORKER_FAULTS, AgentHistory, Fault
+from agent_plans import WORKER_FAULTS, AgentHistory, Fault
 from etcd_server import need_etcd
 from host_jobs import EtcdHosts, HostJob
 from hosts import Lan, need_hosts
@@ -43,6 +45,10 @@ from noted_steps import undisturbed
 
 PROGRAM = SCRIPT.with_name("noted_steps.py")
 STEP_S = 0.05
+# All of a host but its first process; see kill(2).
+EVERY_PID = -1
+# Hundreds of checkpoints.
+DISK_BYTES = 4 << 20
 # The last line of a file of notes is within this.
 LINE_BYTES_MAX = 1024
 # A coordinator that reaches no member of the last world waits for 138 s, and a drain takes 30 s.
@@ -98,6 +104,7 @@ class HistoryRun:
     history: AgentHistory
     job: NotedJob
     etcd: EtcdHosts | None
+    disk: SharedDisk
     cuts: list[Fault] = field(default_factory=list)
     # Newest agent of each host, and since when the host is up.
     agents: dict[str, Agent] = field(default_factory=dict)
@@ -149,8 +156,10 @@ class HistoryRun:
             "power": self._power,
             "leave": self._leave,
             "stop-agent": self._stop_agent,
+            "suspend": self._suspend,
             "store-killed": self._kill_store,
             "store-stopped": self._stop_store,
+            "disk-full": self._fill_disk,
         }
         return acts.get(fault.kind, self._cut)(fault)
 
@@ -166,12 +175,12 @@ class HistoryRun:
     def _apply_cuts(self) -> None:
         lan = self.job.lan
         lan.heal()
-        everyone = self.history.hosts + (STORE if self.etcd else "")
+        stores = self.history.stores
+        everyone = self.history.hosts + stores
         for fault in self.cuts:
-            host = fault.host or STORE
-            others = {"part": fault.other, "store-part": STORE}.get(fault.kind, everyone)
+            others = {"part": fault.other, "store-part": stores}.get(fault.kind, everyone)
             cut = {"mute": lan.mute, "deafen": lan.deafen}.get(fault.kind, lan.cut_off)
-            cut(host, *others.replace(host, ""))
+            cut(fault.host, *others.replace(fault.host, ""))
 
     def _kill_agent(self, fault: Fault) -> End:
         self._end(fault.host, signal.SIGKILL)
@@ -203,6 +212,18 @@ class HistoryRun:
         agent.send(signal.SIGSTOP)
         return lambda: agent.send(signal.SIGCONT)
 
+    def _suspend(self, fault: Fault) -> End:
+        host = self.job.lan.hosts.get(fault.host)
+        if host is None:
+            return lambda: None
+        host.ask("signal", pid=EVERY_PID, number=int(signal.SIGSTOP))
+
+        def end() -> None:
+            if host.is_up:
+                host.ask("signal", pid=EVERY_PID, number=int(signal.SIGCONT))
+
+        return end
+
     def _harm_worker(self, fault: Fault) -> End:
         """Kill or stop a worker, as the draw says, of those on the host that may live."""
         alive = sorted(
@@ -227,19 +248,23 @@ class HistoryRun:
 
     def _kill_store(self, fault: Fault) -> End:
         assert self.etcd is not None
-        self.etcd.processes[STORE].kill()
-        return self._start_store
+        self.etcd.processes[fault.host].kill()
+        return lambda: self._start_store(fault.host)
 
-    def _start_store(self) -> None:
+    def _start_store(self, host: str) -> None:
         assert self.etcd is not None
-        if self.etcd.processes[STORE].poll() is not None:
-            self.etcd.start()
+        if self.etcd.processes[host].poll() is not None:
+            self.etcd.launch(host)
 
     def _stop_store(self, fault: Fault) -> End:
         assert self.etcd is not None
-        store = self.etcd.processes[STORE]
+        store = self.etcd.processes[fault.host]
         store.send_signal(signal.SIGSTOP)
         return lambda: store.send_signal(signal.SIGCONT)
+
+    def _fill_disk(self, fault: Fault) -> End:
+        self.disk.fill()
+        return self.disk.free
 
     # Agents.
 
@@ -405,6 +430,46 @@ def exact_steps(steps: int) -> list[ExactStep]:
     return found
 
 
+class SharedDisk:
+    """A small file system that all hosts share, for checkpoints; a context.
+
+    It is mounted where the hosts inherit it from, so it has to be there before them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._filler = folder / "filler"
+        self._fills = 0
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True)
+        options = f"size={DISK_BYTES},mode=0777"
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "none", str(self.folder)], check=True
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
+
+    def fill(self) -> None:
+        """Leave no byte free."""
+        self._fills += 1
+        with suppress(OSError), self._filler.open("ab", buffering=0) as file:
+            for block in (b"\0" * 4096, b"\0"):
+                with suppress(OSError):
+                    while file.write(block):
+                        pass
+
+    def free(self) -> None:
+        """Free what was filled, unless it was filled again meanwhile."""
+        self._fills -= 1
+        if not self._fills:
+            self._filler.unlink(missing_ok=True)
+
+
 @contextmanager
 def history_on(history: AgentHistory, folder: Path) -> Iterator[HistoryRun]:
     """A job on hosts for a history; no process of it is left when this ends."""
@@ -415,7 +480,7 @@ def history_on(history: AgentHistory, folder: Path) -> Iterator[HistoryRun]:
     folder.mkdir(parents=True)
     least = history.nodes_min * history.workers_per_host
     more = ("--min-workers", str(least)) if history.recovery == "in-place" else ()
-    with Lan(history.hosts + (STORE if has_store else "")) as lan:
+    with SharedDisk(folder / "disk") as disk, Lan(history.hosts + history.stores) as lan:
         job = NotedJob(
             folder,
             f"{history.nodes_min}:{len(history.hosts)}",
@@ -425,10 +490,10 @@ def history_on(history: AgentHistory, folder: Path) -> Iterator[HistoryRun]:
             lan=lan,
             recovery=history.recovery,
         )
-        etcd = EtcdHosts(lan, STORE, folder / "etcd").start() if has_store else None
+        etcd = EtcdHosts(lan, history.stores, folder / "etcd").start() if has_store else None
         if etcd is not None:
             job.endpoint = etcd.endpoint
         else:
             job.at(history.hosts[0])
         with job:
-            yield HistoryRun(history, job, etcd)
+            yield HistoryRun(history, job, etcd, disk)

@@ -137,11 +137,12 @@ class EtcdHosts:
 
     def start(self, *names: str) -> Self:
         for name in names or self.names:
-            self.processes[name] = self._start(name)
+            self.launch(name)
         until(lambda: all(self.status(n) for n in names or self.names), "etcd is ready", 30)
         return self
 
-    def _start(self, name: str) -> HostProcess:
+    def launch(self, name: str) -> None:
+        """Start a member, which answers nobody before a majority is there."""
         here = f"http://{self.lan.address(name)}"
         cluster = ",".join(f"{n}=http://{self.lan.address(n)}:2380" for n in self.names)
         self.folder.mkdir(exist_ok=True)
@@ -155,7 +156,7 @@ class EtcdHosts:
         if "--unsafe-no-fsync" not in _etcd_help():
             argv.remove("--unsafe-no-fsync")
         env = {"PATH": os.environ.get("PATH", "")}
-        return self.lan[name].start(argv, env, self.folder / f"{name}.log")
+        self.processes[name] = self.lan[name].start(argv, env, self.folder / f"{name}.log")
 
     def status(self, name: str) -> dict:
         """What a member says of itself, asked on its own host; empty where it does not answer."""

@@ -30,7 +30,7 @@ def play(history: AgentHistory, folder: Path) -> dict[str, int]:
         why = "\n".join([str(error), *getattr(error, "__notes__", ())])
     kept = KEPT / f"{history.recovery}-{history.backend}-{history.seed}"
     shutil.rmtree(kept, ignore_errors=True)
-    shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("etcd", "checkpoints"))
+    shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("etcd", "disk"))
     told = "\n".join(run.told if run is not None else ())
     (kept / "why").write_text(f"{why}\n{history}\n--- played\n{told}\n")
     again = f"ELASTANE_AGENT_SEEDS={history.seed}:1 ELASTANE_AGENT_RUN_S={RUN_S:g}"

@@ -7,27 +7,32 @@ worker hits is drawn too, among the workers that are there by then.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 WORKER_FAULTS = ("kill-worker", "stop-worker")
 # `part`: between two hosts. The others of the network: between one host and all.
 CUTS = ("cut", "mute", "deafen", "part")
 DEATHS = ("kill-agent", "power", "leave")
-HOST_FAULTS = (*CUTS, *DEATHS, "stop-agent")
+# `suspend`: every process of a host is stopped, as where a virtual machine is moved.
+HOST_FAULTS = (*CUTS, *DEATHS, "stop-agent", "suspend")
 # `store-part`: between the store and one host.
 STORE_FAULTS = ("store-killed", "store-stopped", "store-cut", "store-part")
+# The disk of the checkpoints, which all hosts share, is full.
+DISK_FAULTS = ("disk-full",)
 # Below and above the time after which a silent host is departed, which is 3 s.
 LASTS_S = ((0.2, 1.5), (2.0, 5.0), (5.0, 12.0))
+# Of one cut of every fifth history: longer than the other faults together.
+LONG_S = (40.0, 60.0)
 # The default backend's coordinator keeps no record. When its agent is started again, at least one
 # other agent must reach it within this time, and tells it the fences.
 REMEMBERS_S = 8.0
-STORE = "s"
+STORES = ("s", "stu")  # hosts of the store: one, or a majority of three
 
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """A fault: when it begins and for how long, what it is, and whom it hits.
+    """A fault: when it begins and for how long, what it is, and which host it hits.
 
     `other` is the second host of a cut between two; `draw` says which of the workers.
     """
@@ -54,7 +59,7 @@ class AgentHistory:
     """One history: a job of one agent on each host, and what goes wrong.
 
     `nodes_min`: the least number of nodes of a world. `late_s`: when the last host's agent starts,
-    0.0 for with the others.
+    0.0 for with the others. `stores`: hosts of the store; empty: the backend has none.
     """
 
     seed: int
@@ -65,10 +70,12 @@ class AgentHistory:
     nodes_min: int
     late_s: float
     faults: tuple[Fault, ...]
+    stores: str = ""
 
     def __str__(self) -> str:
+        store = f" at {self.stores}" if self.stores else ""
         head = (
-            f"seed {self.seed}, {self.recovery}, {self.backend}: hosts {self.hosts}, each of"
+            f"seed {self.seed}, {self.recovery}, {self.backend}{store}: hosts {self.hosts}, each of"
             f" {self.workers_per_host}, worlds of {self.nodes_min} nodes at least"
         )
         late = f"{self.late_s:.2f} s: {self.hosts[-1]} arrives" if self.late_s else ""
@@ -85,13 +92,17 @@ class AgentHistory:
         hosts = "abcd"[: draw.choice((3, 3, 4))]
         most = len(hosts) // 2 + 1
         has_store = backend != "elastane"
-        kinds = HOST_FAULTS + (STORE_FAULTS if has_store else ())
+        stores = draw.choice(STORES) if has_store else ""
+        kinds = HOST_FAULTS + DISK_FAULTS + (STORE_FAULTS if has_store else ())
         if seed % 3:
             kinds += 3 * WORKER_FAULTS
         faults: list[Fault] = []
+        if seed % 5 == 4:
+            cut = _drawn_fault(draw, draw.uniform(0.2, 5.0), CUTS, hosts, stores)
+            faults.append(replace(cut, for_s=draw.uniform(*LONG_S)))
         at_s = 0.0
         while (at_s := at_s + draw.uniform(0.2, 5.0 if seed % 2 else 10.0)) < duration_s:
-            fault = _drawn_fault(draw, at_s, kinds, hosts)
+            fault = _drawn_fault(draw, at_s, kinds, hosts, stores)
             if has_store or all(_remembers(one, fault, hosts[0]) for one in faults):
                 faults.append(fault)
         return cls(
@@ -102,11 +113,14 @@ class AgentHistory:
             workers_per_host=draw.choice((1, 2)),
             nodes_min=draw.randint(1, most) if has_store else most,
             late_s=draw.choice((0.0, draw.uniform(0.5, duration_s))),
-            faults=tuple(faults),
+            faults=tuple(sorted(faults)),
+            stores=stores,
         )
 
 
-def _drawn_fault(draw: random.Random, at_s: float, kinds: tuple[str, ...], hosts: str) -> Fault:
+def _drawn_fault(
+    draw: random.Random, at_s: float, kinds: tuple[str, ...], hosts: str, stores: str
+) -> Fault:
     kind, host = draw.choice(kinds), draw.choice(hosts)
     other, number = draw.choice(hosts.replace(host, "")), draw.randrange(1 << 16)
     for_s = draw.uniform(*draw.choice(LASTS_S))
@@ -114,11 +128,11 @@ def _drawn_fault(draw: random.Random, at_s: float, kinds: tuple[str, ...], hosts
         return Fault(at_s, 0.0, kind, host, draw=number)
     if kind == "part":
         return Fault(at_s, for_s, kind, host, other)
-    return Fault(at_s, for_s, kind, "" if _is_of_store(kind) else host, draw=number)
-
-
-def _is_of_store(kind: str) -> bool:
-    return kind in STORE_FAULTS and kind != "store-part"
+    if kind in DISK_FAULTS:
+        return Fault(at_s, for_s, kind)
+    if kind in STORE_FAULTS and kind != "store-part":
+        return Fault(at_s, for_s, kind, stores[number % len(stores)])
+    return Fault(at_s, for_s, kind, host, draw=number)
 
 
 def _remembers(one: Fault, other: Fault, endpoint: str) -> bool:

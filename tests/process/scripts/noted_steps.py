@@ -2,7 +2,8 @@
 
 Weights and momentum are sums of integers, so they depend neither on the order of a sum nor on the
 number of workers: `undisturbed` has the samples and the weights of each step. Each process appends
-to a file of its own in FOLDER/notes. All stop after the step in which rank 0 finds FOLDER/enough.
+to a file of its own in FOLDER/notes, and saves to FOLDER/disk. All stop after the step in which
+rank 0 finds FOLDER/enough.
 
     noted_steps.py in-place|restarts FOLDER STEP_S
 """
@@ -103,7 +104,7 @@ def in_place(training: Training) -> None:
         loader = torch.utils.data.DataLoader(range(SAMPLES), batch_sampler=training.batches)
         job.track(net=training.net, optimizer=training.optimizer)
         checkpointer = elastane.Checkpointer(
-            training.folder / "checkpoints", every_steps=SAVE_EVERY["in-place"], keep=2
+            training.folder / "disk" / "checkpoints", every_steps=SAVE_EVERY["in-place"], keep=2
         )
         checkpointer.restore(job)
         for step, samples in job.steps(loader, until_step=STEPS_MAX):
@@ -130,7 +131,7 @@ def restarts(training: Training) -> None:
     place = {"fence": [int(os.environ[f"ELASTANE_{name}"]) for name in ("ROUND", "ATTEMPT")]}
     place |= {"rank": dist.get_rank(), "size": dist.get_world_size()}
     checkpointer = elastane.Checkpointer(
-        training.folder / "checkpoints", every_steps=SAVE_EVERY["restarts"], keep=2
+        training.folder / "disk" / "checkpoints", every_steps=SAVE_EVERY["restarts"], keep=2
     )
     state = {"net": training.net, "optimizer": training.optimizer, "data": training.batches}
     checkpointer.restore(state)
