@@ -1,5 +1,6 @@
 """The screen of `elastane status`: what a person sees of a report or of a log."""
 
+from elastane.cli import status
 from elastane.cli.main import main
 from elastane.cli.status import (
     NODES_SHOWN_MAX,
@@ -135,6 +136,16 @@ def test_a_job_whose_nodes_left_after_its_end_says_how_it_ended(tmp_path, capsys
     text = capsys.readouterr().out
     assert text.startswith("j: ended: all workers succeeded\n")
     assert text.count("agent-stopped") == 10 and "it left: 19" in text and "goodput" in text
+
+
+def test_the_coordinators_report_is_shown_before_the_log_is_read(monkeypatch, capsys):
+    """A log of a thousand hosts takes seconds."""
+    view = status._View("digits-1", "h:1", report=report([node("a", 0)]), log_dir="/logs")
+    shown = []
+    monkeypatch.setattr(status, "_views", lambda args, job: [view])
+    monkeypatch.setattr(status, "_add_account", lambda _: shown.append(capsys.readouterr().out))
+    assert main(["status", "digits-1"]) == 0
+    assert [text.partition(":")[0] for text in shown] == ["digits-1"]
 
 
 def test_a_job_without_an_end_event_is_shown_as_cut_off():
