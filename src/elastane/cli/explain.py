@@ -112,8 +112,13 @@ def _verdict(story: JobStory) -> str:
     return f"{word} at {story.ended}: {story.reason}"
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
 def _attempt_lines(attempt: AttemptStory) -> list[str]:
-    world = f", {attempt.nodes} nodes, {attempt.world_size} workers" if attempt.nodes else ""
+    nodes, workers = _counted(attempt.nodes, "node"), _counted(attempt.world_size, "worker")
+    world = f", {nodes}, {workers}" if attempt.nodes else ""
     lines = [f"round {attempt.round} attempt {attempt.attempt}{world}"]
     if attempt.began:
         lines.append(f"  began      {attempt.began}: {attempt.began_because}")

@@ -475,7 +475,8 @@ def _draining(state: State) -> bool:
 def _end_drained(state: State, reason: str) -> bool:
     """End the world, all of whose workers are where the drain wants them."""
     took_s = state.now_s - state.stage.began_s
-    state.log(EventKind.DRAIN_ENDED, f"all workers were asked, within {took_s:.2f} s")
+    done = "all workers have saved, or wait at the boundary"
+    state.log(EventKind.DRAIN_ENDED, f"{done}, after {took_s:.2f} s")
     if state.drain.admits:
         state.joining_tries.end_pauses()
     if state.drain.growth is not None:
