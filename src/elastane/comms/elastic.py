@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastane.comms import ddp
 from elastane.comms.group import WorldGroup
 from elastane.comms.pairing import Pairing
+from elastane.comms.untraced import skipped
 from elastane.comms.works import Completed, Together, Waited, WorkLog
 from elastane.errors import ConfigurationError, JobError, PeerLostError
 
@@ -492,26 +493,12 @@ def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
     return list(first) if isinstance(first, (list, tuple)) else []
 
 
-def _untraced(function: T) -> T:
-    """Make torch.compile leave alone this function and what it calls; return it.
-
-    In a compiled model, C++ calls the group's methods while the tracer listens, which refuses
-    attributes of a process group (torch 2.13). `torch.compiler.disable` would do the same, but
-    imports the compiler, which takes 2 s.
-    """
-    tracer = torch._C._dynamo.eval_frame
-    skip = tracer._FrameAction.SKIP
-    strategy = tracer._FrameExecStrategy(skip, skip)
-    tracer.set_code_exec_strategy(function.__code__, strategy)
-    return function
-
-
 def _operation(name: str) -> Callable[..., Work | None]:
     def operation(self: ElasticGroup, *args: Any, **kwargs: Any) -> Work | None:
         return self._operate(name, args, kwargs)
 
     operation.__name__ = name
-    return _untraced(operation)
+    return skipped(operation)
 
 
 def _question(name: str) -> Callable[..., Any]:
@@ -519,7 +506,7 @@ def _question(name: str) -> Callable[..., Any]:
         return getattr(self.world.group, name)(*args, **kwargs)
 
     question.__name__ = name
-    return _untraced(question)
+    return skipped(question)
 
 
 # Signatures are torch's own, several for one name; arguments are forwarded unchanged.
@@ -530,4 +517,4 @@ for _name in _QUESTIONS:
     if hasattr(ProcessGroup, _name):
         setattr(ElasticGroup, _name, _question(_name))
 for _method in (ElasticGroup.rank, ElasticGroup.size, ElasticGroup.getSize):
-    _untraced(_method)
+    skipped(_method)

@@ -19,14 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-
-def _untraced(function: Callable[..., Any]) -> Any:
-    """Let torch.compile call this function as it is: a step may be compiled, and calls the hooks.
-
-    Traced, their changes would be made once the step is over, and its collectives would be outside.
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+from elastane.comms.untraced import untraced
 
 
 class _Running(threading.local):
@@ -54,7 +47,7 @@ class OptimizerSteps:
         optimizers = self._running.optimizers
         return type(optimizers[0]).__name__ if optimizers else ""
 
-    @_untraced
+    @untraced
     def begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -67,7 +60,7 @@ class OptimizerSteps:
         named = {name: self._outside(value) for name, value in kwargs.items()}
         return (own, *map(self._outside, others)), named
 
-    @_untraced
+    @untraced
     def end(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """End a step."""
         self._drop(optimizer)
@@ -86,7 +79,6 @@ class OptimizerSteps:
         if not callable(argument):
             return argument
 
-        @_untraced
         @functools.wraps(argument)
         def closure(*args: Any, **kwargs: Any) -> Any:
             inner, self._running.optimizers = self._running.optimizers, []

@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms import ddp
 from elastane.comms.elastic import ElasticGroup
+from elastane.comms.untraced import untraced
 from elastane.data.checks import whole
 from elastane.data.feed import Feed, Portion
 from elastane.data.stream import ElasticStream, ReadingCutError, StreamFeed
@@ -347,6 +348,7 @@ class ElasticLoader:
         """Whether workers may join before the next step."""
         return True
 
+    @untraced
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before an optimizer steps."""
         self._note_contributors()

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.elastic import ElasticGroup
+from elastane.comms.untraced import untraced
 from elastane.data.feed import Portion
 from elastane.errors import JobError
 from elastane.worker.healing import Health
@@ -158,6 +159,7 @@ class Updates:
         while self._handles:
             self._handles.pop().remove()
 
+    @untraced
     def _before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Call | None:
@@ -214,10 +216,12 @@ class Updates:
         self._group.check()
         self._undo.before_update(optimizer, runs_body=True)
 
+    @untraced
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._health.is_healing:
             self._undo.after_update(optimizer)
 
+    @untraced
     def _before_any(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse an optimizer that changes registered parameters, and is not registered itself."""
         if self.step_number is None or optimizer in self._known:

@@ -413,3 +413,16 @@ def test_an_optimizer_without_step_hooks_is_refused_as_it_is_tracked():
     with pytest.raises(JobError, match="it has no step hooks") as caught:
         refuse_partitioned(tracked)
     assert caught.value.slug == "job-track"
+
+
+def test_a_compiled_step_is_guarded_too():
+    member = Member(lambda net: torch.optim.SGD(net.parameters(), 0.1))
+    step = torch.compile(member.optimizer.step, backend="eager")
+    member.loss()
+    step()
+    before = [each.detach().clone() for each in member.net.parameters()]
+    member.loss()
+    member.group.lost = True
+    with pytest.raises(PeerLostError):
+        step()
+    assert all(map(torch.equal, before, member.net.parameters()))
