@@ -133,7 +133,7 @@ def test_missing_memory_costs_a_slot_and_no_value(known, tmp_path, monkeypatch, 
     with Checkpointer(tmp_path / "ck") as ck:
         assert ck.restore(two.objects()).where == "memory"
         ck._borrowed.wait()
-        assert "stays in the memory of its snapshot: [Errno 12]" in caplog.text
+        assert "stay in the memory of their snapshot: [Errno 12]" in caplog.text
         for step in range(4, 10):
             known.step()
             two.step()

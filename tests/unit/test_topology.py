@@ -97,7 +97,7 @@ def test_gpus_of_several_models_need_a_certain_order(root):
 
 def test_uncertain_gpu_numbers_are_refused(root):
     add_gpu(root, 0, node=-1)
-    with pytest.raises(ConfigurationError, match="firmware does not tell") as caught:
+    with pytest.raises(ConfigurationError, match="firmware does not report") as caught:
         read_topology({}, root)
     assert caught.value.slug == "numa-unknown-gpu"
     with pytest.raises(ConfigurationError, match="part of a GPU: MIG-7"):

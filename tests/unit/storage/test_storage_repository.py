@@ -259,7 +259,7 @@ def test_files_of_any_size_are_verified_by_way_of_the_cache_and_past_it(tmp_path
             file.seek(CHUNK_BYTES + 4)
             file.write(bytes([files[path.name][-1] ^ 1]))
         reason = repository.verify(found, fresh=fresh)
-        assert reason.startswith(f"{path.name}: bytes {CHUNK_BYTES} to {CHUNK_BYTES + 4} are not")
+        assert reason.startswith(f"{path.name}: bytes {CHUNK_BYTES} to {CHUNK_BYTES + 4} differ")
 
 
 def test_a_disk_of_larger_blocks_is_read_by_way_of_the_cache(repository, monkeypatch):

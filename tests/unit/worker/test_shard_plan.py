@@ -21,11 +21,11 @@ NEW = {"committed": 0, "holds": False, "torn": True}
 FRESH = {"committed": 0, "holds": False}
 
 
-def test_the_groups_of_a_seat_are_its_row_and_its_column_by_the_ranks_of_the_world():
+def test_the_groups_of_a_coordinate_are_its_row_and_its_column_by_the_ranks_of_the_world():
     from elastane.comms.construction import Wiring
 
     mesh = MeshGroups(2)
-    mesh.settle([1, 2, 3, 0], 2)  # ranks 0 to 3 sit at 1, 2, 3, 0
+    mesh.set_coordinates([1, 2, 3, 0], 2)  # ranks 0 to 3 are at 1, 2, 3, 0
     world = Wiring(2, 4, "host", 1, "7.0", serves=True)
     replicate, shard = mesh.wirings(world)
     assert (replicate.members, replicate.rank) == ((0, 2), 1)
