@@ -157,7 +157,9 @@ def test_training_data_without_known_shards_are_refused(tmp_path):
         def __iter__(self):
             yield from range(4)
 
-    with pytest.raises(ConfigurationError, match="training data of the kind Stream, of whose sh"):
+    with pytest.raises(
+        ConfigurationError, match="training data of the kind Stream, which has no known sh"
+    ):
         trainer_of(tmp_path, MeanNet(), Stream(), max_steps=3).train()
 
 
