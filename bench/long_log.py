@@ -105,14 +105,15 @@ class SimulatedLog:
         )  # fmt: skip
 
     def _lose(self, at_s: float) -> None:
-        """Lose a worker; the others continue, and take in its replacement by a drain."""
+        """Lose a worker; the others continue, and its replacement joins by a drain."""
         lost = self._names[int(at_s) % len(self._names)]
         self._fail(at_s, lost, EventKind.REPLACEMENT)
         for pause_s in (0.1, 20.0):
             if pause_s > 1.0:
-                self._log(at_s + 19.0, EventKind.DRAIN_STARTED, "", f"taking in {lost}")
+                why = f"adding workers of {lost}"
+                self._log(at_s + 19.0, EventKind.DRAIN_STARTED, "", why)
                 for name in self._names:
-                    self._log(at_s + 19.1, EventKind.WORKERS_DRAINING, name, f"taking in {lost}")
+                    self._log(at_s + 19.1, EventKind.WORKERS_DRAINING, name, why)
                 self._log(at_s + 19.9, EventKind.DRAIN_ENDED, "", "all have parked")
             for name in self._names:
                 self._log(

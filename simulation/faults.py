@@ -5,6 +5,7 @@ So leaving out one fault does not change the others.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 
@@ -154,7 +155,7 @@ class Faults:
 
         def lose_all(holders: list[SimulatedWorker]) -> None:
             for holder in holders:
-                self._later(0.04 * self._rng.random(), lambda h=holder: lose(h))  # type: ignore[misc]
+                self._later(0.04 * self._rng.random(), functools.partial(lose, holder))
 
         self._cluster.residents.watch_holders(lose_all, self._cluster.clock.now_s + _TRAP_S)
         self._until(_TRAP_S)

@@ -9,6 +9,7 @@ and others hang.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -363,13 +364,13 @@ class InPlaceTraining:
         world.base, world.began_s = base, self._clock.now_s
         world.from_state = any(w.committed is not None for w in members)
         self._checks.line.begins(world, members)
-        self._mind_holders(members)
+        self._call_watcher(members)
         for worker in members:
             worker.moved_s = self._clock.now_s
             heals = worker.committed != base
             worker.torn = worker.torn or (heals and worker.committed is not None)
             worker.committed = None if heals else base  # A half overwritten state is no state.
-            self._clock.after(_COMPARE_S, lambda w=worker: self._overwrite(w, world))  # type: ignore[misc]
+            self._clock.after(_COMPARE_S, functools.partial(self._overwrite, worker, world))
             worker.last, worker.stage = (world.fence, worker.rank), "healing"
             heal_s = self._rng.random() * self.script.heal_s if heals else 0.0
             delay_s = _COMPARE_S + heal_s if heals else 0.001
@@ -458,7 +459,7 @@ class InPlaceTraining:
         """Call `lose` once with the state holders, as a world begins in which others join."""
         self._lose_holders, self._lose_until_s = lose, until_s
 
-    def _mind_holders(self, members: Sequence[SimulatedWorker]) -> None:
+    def _call_watcher(self, members: Sequence[SimulatedWorker]) -> None:
         holders = [worker for worker in members if worker.committed is not None]
         lose, is_joining = self._lose_holders, 0 < len(holders) < len(members)
         if lose is not None and is_joining and self._clock.now_s < self._lose_until_s:

@@ -1,4 +1,4 @@
-"""Who attacks a coordinator: outsiders, who know nothing, and insiders, who know the secret.
+"""Attacks on a coordinator, by outsiders without the job's secret and by insiders who have it.
 
 An attack is a coroutine that takes dice. It may end by any OSError.
 """

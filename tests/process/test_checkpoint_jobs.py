@@ -362,7 +362,7 @@ def test_training_continues_without_storage_and_the_user_is_warned_once(tmp_path
         exchange(tmp_path / "ck", tmp_path / "away")
         job.wait_steps(10)
         # Storage may have been resting.
-        job.cluster.wait(lambda: "training continues" in node.output, "the user is told")
+        job.cluster.wait(lambda: "training continues" in node.output, "a warning is printed")
         node.kill_worker(0)
         job.wait_steps(5)  # from memory, though storage is away
         exchange(tmp_path / "ck", tmp_path / "away")

@@ -122,7 +122,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         for number, view in enumerate(views):
             _print(["", *_story(view)] if number else _story(view))
-            _add_account(view)  # A log of thousands of nodes takes a while: what is known is shown.
+            _add_account(view)  # Reading the log of thousands of nodes takes seconds.
             _print(_account_lines(view.account))
     troubled = [view for view in views if view.error is not None]
     return int(ExitCode.TRY_AGAIN) if troubled else 0

@@ -150,7 +150,7 @@ def webdataset(urls: str | Sequence[str], *stages: Callable[[Any], Iterable[Any]
     `urls` is a list, or a pattern with braces. `stages` are pipeline stages of WebDataset, such as
     `webdataset.decode("pil")`, without a shuffle; the samples that they drop do not count. A tar
     file that is opened in its middle is read from its beginning, through the stages: decoding that
-    costs time belongs into the `collate_fn` of the stream.
+    costs time belongs in the `collate_fn` of the stream.
     """
     if isinstance(urls, str):
         from braceexpand import braceexpand

@@ -67,7 +67,7 @@ Data = dict[str, str | int | float | bool]
 _TimedLine = tuple[float, bytes]
 
 
-# It refers to nothing that refers to it, and a log has so many that a collector would be slow.
+# gc=False: an event is in no reference cycle, and the garbage collector would scan each of them.
 class LoggedEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One event as it stands in the log.
 

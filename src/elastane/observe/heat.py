@@ -18,7 +18,7 @@ CELL_S_MIN = 30.0
 ROWS_MAX = 64
 # Rows of a world of which the log lists only the slowest workers.
 ROWS_SLOWEST = 10
-# What is taken of a worker that was not among the slowest.
+# The multiple that is assumed for a worker that the log does not list among the slowest.
 _USUAL = 1.0
 
 

@@ -7,7 +7,7 @@ single time line; the wall clocks of several hosts are displayed and never compa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -16,34 +16,6 @@ from elastane.protocol.log_events import MEASURED, EventKind
 from elastane.protocol.model import NO_RANK
 
 _NS = 1e9
-# The kinds that a story has something of; most events are of others.
-_OF_ATTEMPT = frozenset(
-    {
-        EventKind.ROUND_SETTLED,
-        EventKind.WORKER_EXITED,
-        EventKind.REPLICA_DIFFERED,
-        EventKind.CULPRIT,
-        EventKind.STRAGGLER,
-        EventKind.STRAGGLER_ENDED,
-        EventKind.INCIDENT,
-        EventKind.DRAIN_STARTED,
-        EventKind.RESTART,
-        EventKind.REPLACEMENT,
-        EventKind.JOB_ENDED,
-    }
-)
-_OF_AGENT = frozenset({EventKind.AGENT_STARTED, EventKind.AGENT_STOPPED})
-_OF_JOB = frozenset(
-    {
-        EventKind.JOB_ENDED,
-        EventKind.RESTART,
-        EventKind.REPLACEMENT,
-        EventKind.NODE_DEPARTED,
-        EventKind.FAULT_INJECTED,
-        EventKind.NOTICE,
-        EventKind.HEALTH_CHECK,
-    }
-)
 
 
 class SeenFailure(msgspec.Struct, kw_only=True):
@@ -124,36 +96,46 @@ class AttemptStory(msgspec.Struct, kw_only=True):
 
     def add(self, event: LoggedEvent) -> None:
         """Add an event of this attempt."""
-        match event.kind:
-            case EventKind.ROUND_SETTLED:
-                self.began = event.time
-                self.began_because = event.reason
-                self.world_size = event.number("world_size") or 0
-                self.nodes = event.number("nodes") or 0
-                self.members = event.text("members")
-            case EventKind.WORKER_EXITED:
-                self._add_exit(event)
-            case EventKind.REPLICA_DIFFERED:
-                self.differed.append(f"{event.time}: {event.reason}")
-            case EventKind.CULPRIT:
-                self.culprits.append(_culprit(event))
-            case EventKind.STRAGGLER:
-                self.stragglers.append(_straggler(event))
-            case EventKind.STRAGGLER_ENDED:
-                self._end_straggler(event)
-            case EventKind.INCIDENT | EventKind.DRAIN_STARTED:
-                self._record_reason(event)
-            case EventKind.REPLACEMENT if not self.ended:
-                pass  # For a worker without a rank: the world continues.
-            case EventKind.RESTART | EventKind.REPLACEMENT | EventKind.JOB_ENDED:
-                self._record_reason(event)
-                self.root_cause = event.text("cause")
-                self.root_node = event.text("cause_node")
-                self.root_rank = event.number("cause_rank")
-                self.consequences = event.number("consequences") or 0
-                self.alike = event.number("alike") or 0
+        rule = _OF_ATTEMPT.get(event.kind)
+        if rule is not None:
+            rule(self, event)
 
-    def _end_straggler(self, event: LoggedEvent) -> None:
+    def begin(self, event: LoggedEvent) -> None:
+        """Record the world in which the workers were started."""
+        self.began = event.time
+        self.began_because = event.reason
+        self.world_size = event.number("world_size") or 0
+        self.nodes = event.number("nodes") or 0
+        self.members = event.text("members")
+
+    def add_difference(self, event: LoggedEvent) -> None:
+        """Record that replicas differed."""
+        self.differed.append(f"{event.time}: {event.reason}")
+
+    def add_culprit(self, event: LoggedEvent) -> None:
+        """Record a worker for which others waited."""
+        self.culprits.append(_culprit(event))
+
+    def add_straggler(self, event: LoggedEvent) -> None:
+        """Record a rank that makes the others wait in each step."""
+        self.stragglers.append(_straggler(event))
+
+    def replace(self, event: LoggedEvent) -> None:
+        """Record the cause of a replacement; without a rank, the world continues."""
+        if self.ended:
+            self.end(event)
+
+    def end(self, event: LoggedEvent) -> None:
+        """Record the cause of a restart or of the end of the job."""
+        self.record_reason(event)
+        self.root_cause = event.text("cause")
+        self.root_node = event.text("cause_node")
+        self.root_rank = event.number("cause_rank")
+        self.consequences = event.number("consequences") or 0
+        self.alike = event.number("alike") or 0
+
+    def end_straggler(self, event: LoggedEvent) -> None:
+        """Record that a rank is as fast as the others again."""
         rank = event.number("rank")
         for one in self.stragglers:
             if one.rank == rank and not one.ended:
@@ -163,13 +145,14 @@ class AttemptStory(msgspec.Struct, kw_only=True):
         """Record how long it lasted, by the clock of the coordinator's host."""
         self.lasted_s = round(max(0.0, ended_s - began_s), 3)
 
-    def _record_reason(self, event: LoggedEvent) -> None:
+    def record_reason(self, event: LoggedEvent) -> None:
         """Record the reason of its end; the first reason counts."""
         if not self.ended:
             self.ended = event.time
             self.ended_because = event.reason
 
-    def _add_exit(self, event: LoggedEvent) -> None:
+    def add_exit(self, event: LoggedEvent) -> None:
+        """Record the end of a worker."""
         code = event.number("exit_code")
         if code is None:
             self.succeeded += 1
@@ -193,6 +176,22 @@ class AttemptStory(msgspec.Struct, kw_only=True):
                 log_file=event.text("log_file"),
             )
         )
+
+
+# Most events of a log are of other kinds.
+_OF_ATTEMPT: dict[str, Callable[[AttemptStory, LoggedEvent], None]] = {
+    EventKind.ROUND_SETTLED: AttemptStory.begin,
+    EventKind.WORKER_EXITED: AttemptStory.add_exit,
+    EventKind.REPLICA_DIFFERED: AttemptStory.add_difference,
+    EventKind.CULPRIT: AttemptStory.add_culprit,
+    EventKind.STRAGGLER: AttemptStory.add_straggler,
+    EventKind.STRAGGLER_ENDED: AttemptStory.end_straggler,
+    EventKind.INCIDENT: AttemptStory.record_reason,
+    EventKind.DRAIN_STARTED: AttemptStory.record_reason,
+    EventKind.REPLACEMENT: AttemptStory.replace,
+    EventKind.RESTART: AttemptStory.end,
+    EventKind.JOB_ENDED: AttemptStory.end,
+}
 
 
 def _notice_line(event: LoggedEvent) -> str:
@@ -263,9 +262,10 @@ class JobStory(msgspec.Struct, kw_only=True):
     def add(self, event: LoggedEvent, here: set[tuple[str, int]]) -> None:
         """Add an event of the job, whatever attempt it is of; `here`: the agents that run."""
         self.job = event.job or self.job
-        if event.kind in _OF_JOB:
-            self._add_to_job(event)
-        elif event.kind in _OF_AGENT:
+        rule = _OF_JOB.get(event.kind)
+        if rule is not None:
+            rule(self, event)
+        elif event.kind in (EventKind.AGENT_STARTED, EventKind.AGENT_STOPPED):
             self._add_agent(here, event)
 
     def complete(
@@ -277,22 +277,33 @@ class JobStory(msgspec.Struct, kw_only=True):
         if last is not None:
             self.last_event = f"{last.time} {last.kind}: {last.reason}"
 
-    def _add_to_job(self, event: LoggedEvent) -> None:
-        if event.kind == EventKind.JOB_ENDED:
-            self.ended = event.time
-            self.reason = event.reason
-            self.ok = bool(event.data.get("ok"))
-            self.exit_code = event.number("exit_code")
-        elif event.kind in (EventKind.RESTART, EventKind.REPLACEMENT):
-            self.restarts_used = event.number("used") or self.restarts_used
-            self.replacements += event.kind == EventKind.REPLACEMENT
-        elif event.kind == EventKind.NODE_DEPARTED:
-            self.departures.append(f"{event.time} {event.node}: {event.reason}")
-        elif event.kind == EventKind.FAULT_INJECTED:
-            self.injected.append(f"{event.time} {event.reason}")
-        elif event.kind == EventKind.NOTICE:
-            self.notices.append(_notice_line(event))
-        elif event.kind == EventKind.HEALTH_CHECK and _keeps_out(event):
+    def end(self, event: LoggedEvent) -> None:
+        """Record the end of the job."""
+        self.ended = event.time
+        self.reason = event.reason
+        self.ok = bool(event.data.get("ok"))
+        self.exit_code = event.number("exit_code")
+
+    def charge(self, event: LoggedEvent) -> None:
+        """Record the use of the restart budget."""
+        self.restarts_used = event.number("used") or self.restarts_used
+        self.replacements += event.kind == EventKind.REPLACEMENT
+
+    def add_departure(self, event: LoggedEvent) -> None:
+        """Record a node that left."""
+        self.departures.append(f"{event.time} {event.node}: {event.reason}")
+
+    def add_injected(self, event: LoggedEvent) -> None:
+        """Record an injected fault."""
+        self.injected.append(f"{event.time} {event.reason}")
+
+    def add_notice(self, event: LoggedEvent) -> None:
+        """Record a notice of what is about to happen to a node."""
+        self.notices.append(_notice_line(event))
+
+    def add_health_check(self, event: LoggedEvent) -> None:
+        """Record a failed health check that keeps a node from joining."""
+        if _keeps_out(event):
             line = f"{event.time} {event.node}: {event.reason}: the node does not join"
             self.notices.append(line)
 
@@ -305,6 +316,17 @@ class JobStory(msgspec.Struct, kw_only=True):
             self.agents_left.append(f"{event.time} {event.node}: exit code {code}: {event.reason}")
         elif event.kind == EventKind.AGENT_STARTED:
             here.add(agent)
+
+
+_OF_JOB: dict[str, Callable[[JobStory, LoggedEvent], None]] = {
+    EventKind.JOB_ENDED: JobStory.end,
+    EventKind.RESTART: JobStory.charge,
+    EventKind.REPLACEMENT: JobStory.charge,
+    EventKind.NODE_DEPARTED: JobStory.add_departure,
+    EventKind.FAULT_INJECTED: JobStory.add_injected,
+    EventKind.NOTICE: JobStory.add_notice,
+    EventKind.HEALTH_CHECK: JobStory.add_health_check,
+}
 
 
 def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
@@ -326,8 +348,7 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
         attempt = table.get(fence)
         if attempt is None:
             attempt = table[fence] = AttemptStory(round=fence[0], attempt=fence[1])
-        if event.kind in _OF_ATTEMPT:
-            attempt.add(event)
+        attempt.add(event)
         if event.kind == EventKind.ROUND_SETTLED:
             began_s[fence] = event.time_s
         elif attempt.ended == event.time and fence in began_s:

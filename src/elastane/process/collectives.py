@@ -192,8 +192,8 @@ def _cell(function: Any) -> Any:
     return cell if callable(cell.cell_contents) else None
 
 
-# What takes the waits of other threads: the main thread makes the steps.
-_beside = SimpleNamespace(waits_ns=0)
+# The waits of other threads. They are no part of a step, which the main thread makes.
+_other_threads = SimpleNamespace(waits_ns=0)
 
 
 def _recording(function: Callable[..., Any], name: str, operation: int) -> Callable[..., Any]:
@@ -242,7 +242,7 @@ def _recording(function: Callable[..., Any], name: str, operation: int) -> Calla
             if nests:
                 inside.discard(ident)
             ended_ns = record_words[(at >> 3) + returned] = now_ns()
-            waiter: Any = meter if ident == main else _beside
+            waiter: Any = meter if ident == main else _other_threads
             waiter.waits_ns = waits_ns + ended_ns - begun_ns
 
     record.__name__ = record.__qualname__ = name

@@ -79,7 +79,7 @@ class EventKind(StrEnum):
     EVENTS_LOST = "events-lost"
 
 
-# What is measured again and again: charts show it, and lists of events leave it out.
+# Events that repeat a measurement at intervals: charts show them, lists of events leave them out.
 MEASURED = frozenset({EventKind.PROGRESS, EventKind.PACE, EventKind.STEP_TIMES})
 
 

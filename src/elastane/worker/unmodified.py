@@ -270,7 +270,7 @@ def install(*, keeps_ranks: bool) -> None:
     processes.spawn = _refused(
         "torch.multiprocessing.spawn", "the workers of elastane run --nproc-per-node"
     )
-    # A worker that has ended its batches would make other collectives than the rest, and no votes.
+    # A worker without further batches would make other collectives than the rest, and never vote.
     _refuse_joins()
     # Its agents stay connected to a lost worker, and each call to that worker waits in vain.
     calls: Any = rpc

@@ -5,6 +5,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from waited_clock import WaitedClock
 
 from elastane.process.status_page import (
     MAGIC,
@@ -17,30 +18,9 @@ from elastane.process.status_page import (
 from elastane.worker import drain, world
 
 
-class Time:
-    """A clock that only waiting moves; while a caller waits, the agent does what is due."""
-
-    def __init__(self):
-        self.now_s = 100.0
-        self.due = []
-
-    def monotonic(self):
-        return self.now_s
-
-    def sleep(self, seconds):
-        self.now_s += seconds
-        for at_s, deed in self.due[:]:
-            if at_s <= self.now_s:
-                self.due.remove((at_s, deed))
-                deed()
-
-    def after(self, seconds, deed):
-        self.due.append((self.now_s + seconds, deed))
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Time()
+    clock = WaitedClock()
     monkeypatch.setattr(drain, "time", clock)
     return clock
 

@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from waited_clock import WaitedClock
 
 from elastane.process.status_page import StatusPage, WorkerPage
 from elastane.worker import unmodified
@@ -17,22 +18,9 @@ def place(number):
     return SimpleNamespace(fence=SimpleNamespace(round=number))
 
 
-class Time:
-    """A clock that only waiting moves; while the worker waits, others do what is due."""
-
-    def __init__(self):
-        self.now_s = 0.0
-        self.due = []
-
-    def sleep(self, seconds):
-        self.now_s += seconds
-        while self.due and self.due[0][0] <= self.now_s:
-            self.due.pop(0)[1]()
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Time()
+    clock = WaitedClock(now_s=0.0)
     monkeypatch.setattr(unmodified, "time", clock)
     return clock
 
@@ -58,24 +46,20 @@ def worker(page):
 
 
 def test_a_worker_that_gets_a_place_waits_for_it_however_late_it_is(worker, page, clock):
-    clock.due = [
-        (1.0, lambda: page.assign(4)),
-        (LATE_S, lambda: setattr(worker._line, "world_has_ended", True)),
-    ]
+    clock.after(1.0, lambda: page.assign(4))
+    clock.after(LATE_S, lambda: setattr(worker._line, "world_has_ended", True))
     worker.reach(BOUNDARY)
     assert clock.now_s >= LATE_S, "a step before would leave newcomers out"
 
 
 def test_a_place_that_another_thread_has_taken_is_not_waited_for(worker, page, clock):
-    clock.due = [
-        (1.0, lambda: page.assign(4)),
-        (LATE_S, lambda: setattr(worker, "_place", place(4))),
-    ]
+    clock.after(1.0, lambda: page.assign(4))
+    clock.after(LATE_S, lambda: setattr(worker, "_place", place(4)))
     worker.reach(BOUNDARY)
     assert LATE_S <= clock.now_s < LATE_S + 1
 
 
 def test_a_worker_whose_drain_is_called_off_continues_at_once(worker, page, clock):
-    clock.due = [(1.0, page.release)]
+    clock.after(1.0, page.release)
     worker.reach(BOUNDARY)
     assert clock.now_s < 1.1

@@ -77,8 +77,8 @@ class StragglerWatch:
     rules: StragglerRules = field(default_factory=StragglerRules)
     of: Fence | None = None
     compared_s: float = float("-inf")
-    listed_s: float = float("-inf")
-    listed_steps: int = 0
+    logged_s: float = float("-inf")
+    logged_steps: int = 0
 
     def is_due(self, now_s: float, fence: Fence, every_s: float) -> bool:
         """Begin a comparison, of a new world if there is one; False if the last was just now."""
@@ -89,18 +89,19 @@ class StragglerWatch:
         self.compared_s = now_s
         return True
 
-    def is_to_list(self, now_s: float, steps: int) -> bool:
-        """Note that own parts of steps are logged; False if the last were just now, or are these.
+    def is_to_log(self, now_s: float, steps: int) -> bool:
+        """Whether step times are to be logged now, which then counts as done.
 
-        `steps`: how many the slowest rank has made.
+        They are logged at intervals, and not again before the slowest rank, which has made `steps`,
+        makes another step.
         """
-        if now_s - self.listed_s < STEP_TIMES_LOG_S or steps == self.listed_steps:
+        if now_s - self.logged_s < STEP_TIMES_LOG_S or steps == self.logged_steps:
             return False
-        self.listed_s, self.listed_steps = now_s, steps
+        self.logged_s, self.logged_steps = now_s, steps
         return True
 
 
-# Seconds between two lines of own parts of steps: 10 MB a week, and a cell of the chart each.
+# Seconds between two lines of step times: at most 10 MB a week, and one cell of the chart each.
 STEP_TIMES_LOG_S = 30.0
 # Seconds between two progress lines of the event log: 20 MB a week, and fine enough for a chart.
 PROGRESS_LOG_S = 10.0

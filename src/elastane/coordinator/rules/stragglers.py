@@ -34,7 +34,7 @@ def find_stragglers(state: State) -> None:
 
 def _log_step_times(state: State, paces: dict[int, Pace], nodes: dict[int, str]) -> None:
     """Log how long each worker's own part of a step takes, at intervals."""
-    if not state.stragglers.is_to_list(state.now_s, min(pace.step for pace in paces.values())):
+    if not state.stragglers.is_to_log(state.now_s, min(pace.step for pace in paces.values())):
         return
     listed = listed_parts(paces)
     data: dict[str, str | int | float | bool] = {

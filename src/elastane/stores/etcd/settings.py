@@ -119,7 +119,7 @@ def _url(written: str, protocol: str) -> str:
         raise ConfigurationError(
             f"--rdzv-endpoint {scheme}://***@{rest.rpartition('@')[2]}: it holds a user",
             slug="endpoint-syntax",
-            expected="HOST:PORT; the login belongs into --rdzv-conf user=NAME,password=PASSWORD",
+            expected="HOST:PORT; the login belongs in --rdzv-conf user=NAME,password=PASSWORD",
         )
     where = parse_endpoint(rest.rstrip("/"), default_port=PORT)
     host = f"[{where.host}]" if ":" in where.host else where.host
