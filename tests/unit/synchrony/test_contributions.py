@@ -19,6 +19,11 @@ def layout(*lengths, hooked=False, sparse=False):
             gradients=lambda length=length: [torch.zeros(length)],
         )
         buckets.append(bucket)
+
+    def buckets_of_torch():
+        assert not sparse, "torch refuses a sparse parameter here"
+        return buckets
+
     module = SimpleNamespace(
         static_graph=False,
         _has_rebuilt_buckets=False,
@@ -27,7 +32,7 @@ def layout(*lengths, hooked=False, sparse=False):
         _delay_all_reduce_params=(),
         _comm_hooks=[None] if hooked else [],
         _build_params_for_reducer=lambda: ([None], [sparse]),
-        reducer=SimpleNamespace(_get_zeros_like_grad_buckets=lambda: buckets),
+        reducer=SimpleNamespace(_get_zeros_like_grad_buckets=buckets_of_torch),
     )
     found = BucketLayout()
     found.refresh(module)

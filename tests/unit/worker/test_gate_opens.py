@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from waited_clock import WaitedClock
 
+from elastane.agent.worker import LocalWorker
 from elastane.process.status_page import StatusPage, WorkerPage
 from elastane.worker import unmodified
 from elastane.worker.unmodified import UnmodifiedWorker
@@ -63,3 +64,10 @@ def test_a_worker_whose_drain_is_called_off_continues_at_once(worker, page, cloc
     clock.after(1.0, page.release)
     worker.reach(BOUNDARY)
     assert clock.now_s < 1.1
+
+
+def test_the_agent_stores_the_round_of_a_place_before_it_opens_the_gate(worker, page):
+    assignment = SimpleNamespace(rank_base=4, index_of=lambda _: 1, **vars(place(4)))
+    local = LocalWorker(local_rank=1, rank=0, streams=None, files=None, page=page)
+    local.take_place(assignment)
+    assert (worker._page.assigned_round, worker._page.gated, local.rank) == (4, False, 5)
