@@ -107,6 +107,17 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def started_at(pid: int) -> int:
+    """Return when a process began, in ticks since the boot; -1 where it is gone.
+
+    Pids do not tell which process began first, because they begin anew at 300 after the largest.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except OSError:
+        return -1
+
+
 def _pids() -> list[int]:
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
 
@@ -222,8 +233,10 @@ class Agent:
         return self._of_the_zygote()[1:]
 
     def _of_the_zygote(self) -> list[int]:
-        family = sorted(children(self.pid))
-        return [pid for pid in family if "elastane.process.zygote" in command_line(pid)]
+        found = [
+            pid for pid in children(self.pid) if "elastane.process.zygote" in command_line(pid)
+        ]
+        return sorted(found, key=started_at)
 
     def kill_all(self) -> None:
         """End whatever is left, by pid."""
