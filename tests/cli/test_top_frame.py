@@ -207,6 +207,37 @@ def test_a_slow_rank_is_named_beside_its_node():
     assert "! Rank 6 is slow: rank 6 makes the others wait" in said
 
 
+def step_times(seconds, *own_ms, median_ms=25.0, **more):
+    own = ",".join(map(str, own_ms))
+    return event("step-times", "node-a", own_ms=own, median_ms=median_ms, **more, **at(seconds))
+
+
+def test_the_slowest_worker_of_each_node_has_its_own_part_and_the_others_wait_for_it():
+    slow = step_times(60, *([25] * 6), 41, *([25] * 5))
+    for width in (80, 120):
+        said = text(picture(*begun(), slow, report=reported(*NODES)), width)
+        assert "! 11 workers wait 16 ms in each step for rank 6 on node-b" in said
+        assert "STEPS/S       OWN PART  RANKS" in said
+        assert "    3.2    41 ms 1.64×  4-7" in said and "    25 ms 1.00×  8-11" in said
+    assert "own part of a step 25 ms in the median" in said
+
+
+def test_without_a_slow_worker_the_median_is_said_and_of_another_world_nothing():
+    usual = step_times(60, *([25] * 12))
+    said = text(picture(*begun(), usual))
+    assert "own part of a step 25 ms in the median" in said and "wait 1" not in said
+    assert "OWN PART" not in text(picture(*begun(), usual, *killed()))
+
+
+def test_of_many_nodes_one_that_the_others_wait_for_stays():
+    names = [f"n{number:03}" for number in range(200)]
+    slow = step_times(60, 90, 26, ranks="601,12", nodes="n150 n003", workers=800)
+    said = text(picture(settled(1, " ".join(names), 800, nodes=200, **at(0)),
+                        *workers_of(1, 1, names), slow))  # fmt: skip
+    assert "! 799 workers wait 65 ms in each step for rank 601 on n150" in said
+    assert "  90 ms 3.60×  4 workers" in said
+
+
 def test_of_many_nodes_those_that_are_not_well_stay_and_the_others_are_counted():
     names = [f"n{number:03}" for number in range(200)]
     events = [settled(1, " ".join(names), 800, nodes=200, **at(0)), *workers_of(1, 1, names)]

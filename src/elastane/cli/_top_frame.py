@@ -11,7 +11,7 @@ import math
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -36,6 +36,7 @@ from elastane.observe.box import printable
 from elastane.observe.incidents import IncidentView
 from elastane.observe.rates import series_of
 from elastane.observe.screen import STATE_STYLES, bars
+from elastane.observe.step_times import NodeStep, milliseconds, spans
 from elastane.observe.view import CheckpointView, JobView
 
 # Widths from which panels stand side by side: two of them, or two columns of them.
@@ -45,6 +46,7 @@ COLUMNS_WIDTH = 110
 RECENT_S = 600.0
 _RECENT_BARS = 20
 _LABEL = 9
+_OWN_PART = 13
 _DAY_S = 86400.0
 _SCALE = 7
 INCIDENTS_LISTED = 50
@@ -124,7 +126,7 @@ def _head(picture: Picture, width: int) -> list[Text]:
     lines = [title, _state(picture, width)]
     if job.reason and job.state != "training":
         lines.append(Text(f"  {printable(job.reason)}"))
-    lines += [_speed(picture, width), _budget(picture, width)]
+    lines += [_speed(picture, width), *_waits(picture, width), _budget(picture, width)]
     return [*lines, _scalars(picture.sections, width)] if picture.sections.scalars else lines
 
 
@@ -149,6 +151,18 @@ def _speed(picture: Picture, width: int) -> Text:
     if not is_over and picture.view.steps:
         parts.append(Text(_recent(picture), style="cyan"))
     return _joined(text, parts, width)
+
+
+def _waits(picture: Picture, width: int) -> list[Text]:
+    """Return the line that says which workers the others wait for, while the job runs."""
+    times = picture.sections.step_times
+    if times is None or picture.sections.job.ended_s is not None:
+        return []
+    usual = f"own part of a step {milliseconds(times.median_ms)} in the median"
+    if not times.waits:
+        return [fitted(Text(usual), width)]
+    waits = fitted(Text(f"! {printable(times.waits)}", style="yellow"), width)
+    return [_joined(waits, [Text(usual)], width)]
 
 
 def _joined(text: Text, parts: Sequence[Text], width: int) -> Text:
@@ -292,14 +306,22 @@ def _nodes(sections: Sections) -> Panel:
     names = [printable(row.name) for row in here]
     longest = min(24, max(map(len, names), default=4))
     states = max((len(row.state) for row in here), default=5) + 2
+    known = sections.step_times
+    times = None if known is None else {one.node: one for one in known.nodes}
 
     def title(width: int) -> Text:
-        heads = ("NODE".ljust(longest + 2), "STATE".ljust(states), "     STEP", "STEPS/S", "RANKS")
-        return _joined(Text("  ".join(heads), style=TITLE_STYLE), [Text("* coordinator")], width)
+        own = [] if times is None else [f"{'OWN PART':>{_OWN_PART}}"]
+        heads = ("NODE".ljust(longest + 2), "STATE".ljust(states), "     STEP", "STEPS/S", *own)
+        line = Text("  ".join((*heads, "RANKS")), style=TITLE_STYLE)
+        return _joined(line, [Text("* coordinator")], width)
 
     def entries(width: int) -> list[ListEntry]:
         rows = [
-            ListEntry(1, partial(_node, row, longest, states), is_important=not _is_well(row))
+            ListEntry(
+                1,
+                partial(_node, row, times, longest, states),
+                is_important=not _is_well(row) or (times is not None and _is_slow(row, times)),
+            )
             for row in here
         ]
         gone = ", ".join(f"{printable(row.name)} ({row.state})" for row in sections.nodes.gone)
@@ -316,7 +338,13 @@ def _is_well(row: NodeRow) -> bool:
     return is_well and all(w.state == row.state and not w.slow for w in row.workers)
 
 
-def _node(row: NodeRow, longest: int, states: int) -> list[Text]:
+def _is_slow(row: NodeRow, times: Mapping[str, NodeStep]) -> bool:
+    return row.name in times and times[row.name].is_slow
+
+
+def _node(
+    row: NodeRow, times: Mapping[str, NodeStep] | None, longest: int, states: int
+) -> list[Text]:
     name = Text(printable(row.name))
     name.truncate(longest, overflow="ellipsis", pad=True)
     sign = _SIGNS.get(row.state, "×")
@@ -328,9 +356,18 @@ def _node(row: NodeRow, longest: int, states: int) -> list[Text]:
         "  ",
         (f"{sign} {row.state}".ljust(states), STATE_STYLES.get(row.state, "red")),
         f"  {step:>9}  {rate:>7}  ",
+        "" if times is None else _own_part(times.get(row.name)),
         _workers(row),
     )
     return [line]
+
+
+def _own_part(one: NodeStep | None) -> Text:
+    """Return the own part of a node's slowest worker, and its multiple of the median."""
+    if one is None:
+        return Text(" " * _OWN_PART + "  ")
+    cell = f"{milliseconds(one.own_ms)} {one.ratio:.2f}×"
+    return Text(f"{cell:>{_OWN_PART}}  ", style="yellow" if one.is_slow else "default")
 
 
 def _workers(row: NodeRow) -> Text:
@@ -339,32 +376,21 @@ def _workers(row: NodeRow) -> Text:
         return Text(_count(row.worker_count, "worker") if row.worker_count else "")
     parts = []
     for state, same in groupby(sorted(row.workers, key=_worker_order), lambda one: one.state):
-        ranks = [worker.rank for worker in same]
-        said = _spans([rank for rank in ranks if rank is not None])
-        part = Text(said or _count(len(ranks), "worker"))
+        members = list(same)
+        said = spans([worker.rank for worker in members if worker.rank is not None])
+        part = Text(said or _count(len(members), "worker"))
         if state != row.state:
             part.append(f" {state}", style=STATE_STYLES.get(state, "bold red"))
         parts.append(part)
     slow = [worker for worker in row.workers if worker.slow]
     for why, alike in groupby(sorted(slow, key=lambda one: one.slow), lambda one: one.slow):
-        spans = _spans([worker.rank for worker in alike if worker.rank is not None])
-        parts.append(Text(f"{spans} slow ({printable(why)})", style="yellow"))
+        ranks = spans([worker.rank for worker in alike if worker.rank is not None])
+        parts.append(Text(f"{ranks} slow ({printable(why)})", style="yellow"))
     return Text("; ").join(parts)
 
 
 def _worker_order(worker: WorkerRow) -> tuple[bool, str, int]:
     return worker.state not in ("failed", "away"), worker.state, worker.local_rank
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """Return ranks as in 0-3,5."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def _incidents(picture: Picture) -> Panel:

@@ -17,6 +17,7 @@ from elastane.observe.account import INCIDENTS_SHOWN, Account, CauseSeconds
 from elastane.observe.incidents import IncidentView
 from elastane.observe.needs import Need, needs_of
 from elastane.observe.rates import Series, StepRates, rates_of, series_of
+from elastane.observe.step_times import StepTimesNow, step_times_of
 from elastane.observe.view import CheckpointView, JobView, NodeView
 from elastane.protocol.messages import NodeStatus, Report, SafeCopies
 from elastane.protocol.model import NO_RANK
@@ -166,6 +167,7 @@ class Sections(msgspec.Struct, kw_only=True):
     rate: StepRates
     needs: list[Need]
     nodes: NodesSection
+    step_times: StepTimesNow | None
     series: Series
     incidents: list[Mark]
     checkpoints: CheckpointsSection
@@ -200,6 +202,7 @@ def sections_of(view: JobView, source: SourceFacts, account: Account | None = No
         rate=_rate(view, source.report, end_s),
         needs=needs_of(view),
         nodes=_nodes(view, source.report),
+        step_times=step_times_of(view),
         series=series_of(view, begin_s, max(end_s, begin_s + 60.0), BUCKETS),
         incidents=[_mark(one) for one in view.incidents.listed[-MARKS_MAX:]],
         checkpoints=_checkpoints(view),

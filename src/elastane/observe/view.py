@@ -192,12 +192,15 @@ class OwnParts(msgspec.Struct, frozen=True):
     """How long the workers' own parts of a step took, as multiples of the median of all.
 
     `ratios`: one for each of `workers`. `is_whole`: these are all workers, not the slowest.
+    `count`: that of all workers.
     """
 
     time_s: float
     workers: tuple[WorkerName, ...]
     ratios: tuple[float, ...]
     is_whole: bool
+    median_ms: float
+    count: int
 
 
 class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -600,7 +603,14 @@ def _own_parts(view: JobView, event: LoggedEvent) -> OwnParts | None:
         return None
     last = view.own_parts[-1].workers if view.own_parts else ()
     ratios = tuple(round(each / median_ms, 3) for each in own_ms if each is not None)
-    return OwnParts(event.time_s, last if last == workers else workers, ratios, is_whole)
+    return OwnParts(
+        time_s=event.time_s,
+        workers=last if last == workers else workers,
+        ratios=ratios,
+        is_whole=is_whole,
+        median_ms=median_ms,
+        count=max(len(workers), event.number("workers") or 0),
+    )
 
 
 def _not_negative(word: str) -> float | None:

@@ -77,11 +77,11 @@ function needRow(need, page) {
 }
 
 export function drawNodes(page) {
-  const { nodes, job } = page.sections;
+  const { nodes, job, step_times: times } = page.sections;
   const rows = nodes.here;
   const workers = rows.reduce((sum, node) => sum + (node.worker_count ?? 0), 0);
   const over = job.ended_s !== null;
-  byId("nodes-note").textContent = `${plural(rows.length, "node")}, ${plural(workers, "worker")}${over ? ", as they were at the end" : ""}`;
+  byId("nodes-note").textContent = `${plural(rows.length, "node")}, ${plural(workers, "worker")}${over ? ", as they were at the end" : times?.waits ? `; ${times.waits}` : ""}`;
   const states = new Map();
   for (const node of rows) states.set(node.state, (states.get(node.state) ?? 0) + 1);
   byId("nodes-key").replaceChildren(...[...states].map(([state, number]) => element("span", {}, stateMark(state), ` ${rows.length > 16 ? `${count(number)} ` : ""}${state}`)));
@@ -96,12 +96,20 @@ export function drawNodes(page) {
 const toneOf = (state) => (STATES[state] ?? ["ring", "over"])[1];
 const loud = (state) => (["warn", "lost"].includes(toneOf(state)) ? toneOf(state) : "");
 
+// The own part of a step of the node's slowest worker, as `elastane top` has it.
+function ownPart(node, times) {
+  const slowest = times?.nodes.find((one) => one.node === node.name);
+  if (!slowest) return null;
+  const took = slowest.own_ms < 1000 ? `${Number(slowest.own_ms.toPrecision(3))} ms` : `${Number((slowest.own_ms / 1000).toPrecision(3))} s`;
+  return element("span", { class: slowest.is_slow ? "t-warn" : "quiet", title: `The own part of a step of rank ${slowest.rank}, the slowest here, beside the median of all` }, `${took} ${slowest.ratio.toFixed(2)}×`);
+}
+
 function card(node, page) {
   const facts = [node.host && node.host !== node.name ? node.host : "", node.step !== undefined ? `step ${count(node.step)}` : "", node.rate !== undefined ? `${rate(node.rate)}/s` : "", node.heard_s > 3 ? `heard ${duration(node.heard_s)} ago` : ""].filter(Boolean);
   if (loud(node.state) || !["training", "done"].includes(node.state)) facts.push(node.state);
   return element(
     "div", { class: `node ${loud(node.state)}` },
-    element("h3", {}, stateMark(node.state, node.state), node.name, node.coordinates ? element("span", { class: "tag", text: "coordinator" }) : null, element("span", { class: "quiet", text: facts.join(" · "), title: node.why })),
+    element("h3", {}, stateMark(node.state, node.state), node.name, node.coordinates ? element("span", { class: "tag", text: "coordinator" }) : null, element("span", { class: "quiet", text: facts.join(" · "), title: node.why }), ownPart(node, page.sections.step_times)),
     element("div", { class: "workers" }, ...(node.workers ?? []).map((worker) => workerCell(node, worker, page))),
   );
 }

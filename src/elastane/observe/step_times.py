@@ -1,0 +1,125 @@
+"""How long the own part of a step takes on each node now, and which workers the others wait for.
+
+Pure. `heat` shows the same measurements over time. A node is shown by its slowest worker, because
+each step of the world takes as long as that of the slowest. A measurement of an older world is not
+shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median_low
+
+import msgspec
+
+from elastane.observe.view import JobView, OwnParts, WorkerName
+from elastane.protocol.stragglers import EXCESS_MIN_S, NAMED_RATIO
+
+_MS = 1000.0
+
+
+class NodeStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The slowest worker of a node: its own part of a step, and that beside the median of all.
+
+    `is_slow`: the others wait for it.
+    """
+
+    node: str
+    rank: int
+    own_ms: float
+    ratio: float
+    is_slow: bool = False
+
+
+class StepTimesNow(msgspec.Struct, frozen=True, kw_only=True):
+    """The own parts of the current world's workers, measured at `time_s`.
+
+    `nodes`: those that are known, of a large world those with the slowest workers. `waits`: how
+    many workers wait, how long and for which, in words; empty while none waits.
+    """
+
+    time_s: float
+    median_ms: float
+    nodes: list[NodeStep]
+    waits: str
+
+
+class _Worker(msgspec.Struct, frozen=True):
+    node: str
+    rank: int
+    ratio: float
+    is_slow: bool
+
+
+def step_times_of(view: JobView) -> StepTimesNow | None:
+    """Return the newest measurement; None while the current world has none."""
+    point = view.own_parts[-1] if view.own_parts else None
+    if point is None or (view.worlds and point.time_s < view.worlds[-1].time_s):
+        return None
+    usual = _usual(point)
+    workers = [
+        _worker(at, name, ratio, usual, point)
+        for at, (name, ratio) in enumerate(zip(point.workers, point.ratios, strict=True))
+    ]
+    slowest: dict[str, _Worker] = {}
+    for one in workers:
+        if one.node and (one.node not in slowest or one.ratio > slowest[one.node].ratio):
+            slowest[one.node] = one
+    return StepTimesNow(
+        time_s=point.time_s,
+        median_ms=point.median_ms,
+        nodes=[
+            NodeStep(
+                node=one.node,
+                rank=one.rank,
+                own_ms=round(one.ratio * point.median_ms, 2),
+                ratio=one.ratio,
+                is_slow=one.is_slow,
+            )
+            for one in slowest.values()
+        ],
+        waits=_waits([one for one in workers if one.is_slow], usual, point),
+    )
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Return ranks as in 0-3,5."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)
+
+
+def milliseconds(value_ms: float) -> str:
+    """Return a duration in three digits and the unit that suits it."""
+    return f"{value_ms / _MS:.3g} s" if value_ms >= _MS else f"{value_ms:.3g} ms"
+
+
+def _usual(point: OwnParts) -> float:
+    """Return the ratio of a usual worker: of few workers the slow one itself moves the median."""
+    return median_low(point.ratios) if point.is_whole else 1.0
+
+
+def _worker(at: int, name: WorkerName, ratio: float, usual: float, point: OwnParts) -> _Worker:
+    excess_ms = (ratio - usual) * point.median_ms
+    return _Worker(
+        node=name.node,
+        rank=at if name.rank is None else name.rank,
+        ratio=ratio,
+        is_slow=ratio >= NAMED_RATIO * usual and excess_ms >= EXCESS_MIN_S * _MS,
+    )
+
+
+def _waits(slow: Sequence[_Worker], usual: float, point: OwnParts) -> str:
+    if not slow:
+        return ""
+    wait_ms = (max(one.ratio for one in slow) - usual) * point.median_ms
+    nodes = list(dict.fromkeys(one.node for one in slow))
+    where = f" on {nodes[0]}" if len(nodes) == 1 and nodes[0] else ""
+    ranks = f"rank{'s' if len(slow) > 1 else ''} {spans([one.rank for one in slow])}"
+    waiting = point.count - len(slow)
+    others = "1 worker waits" if waiting == 1 else f"{waiting} workers wait"
+    return f"{others} {milliseconds(wait_ms)} in each step for {ranks}{where}"
