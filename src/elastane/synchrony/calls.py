@@ -20,6 +20,12 @@ _REDUCTIONS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
 _IN_PLACE = frozenset(("allreduce", "allreduce_coalesced", "broadcast", "reduce"))
 _ROOTED = frozenset(("broadcast", "reduce", "gather", "scatter"))
 _ALL_GATHERS = frozenset(("allgather", "_allgather_base", "allgather_coalesced"))
+# Up to so many integers, summed in an evaluation, are counts that a script reads beside its sums of
+# floats: correct answers, samples, tokens. More are counts of each class or pixel, which it reads
+# beside each other: rounding would distort the small ones.
+_FEW_COUNTS_MAX = 8
+# Integers of one byte are no counts: their sum would overflow.
+_COUNT_BYTES_MIN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ def call_of(
         shaped=_shaped(name, outputs, inputs, len(visible)),
         counts=counts,
         site=site,
-        is_tally=trains and counts and sum(t.numel() for t in outputs) == 1,
+        is_tally=counts and site is Site.FIRST_SIZE and _is_tally(outputs, trains=trains),
     )
 
     def begin(group: ProcessGroup, rank: int | None) -> Work:
@@ -73,6 +79,12 @@ def call_of(
         return work
 
     return Call(signature, inputs, outputs, begin)
+
+
+def _is_tally(tensors: Sequence[torch.Tensor], *, trains: bool) -> bool:
+    """Whether integers are counts that a script reads beside a world size or sums of floats."""
+    is_few = sum(each.numel() for each in tensors) <= _FEW_COUNTS_MAX
+    return (trains or is_few) and all(t.element_size() >= _COUNT_BYTES_MIN for t in tensors)
 
 
 def _is_options(arg: object) -> bool:

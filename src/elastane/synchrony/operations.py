@@ -87,8 +87,8 @@ class Signature:
     `kind`: torch's name. `layout`: a digest of the types and element counts of its tensors.
     `reduction`: "sum", "max", ..., or "". `root`: the member that a broadcast comes from, by
     identity, since its rank changes. `shaped`: the number of members that the buffers have room
-    for; 0: any number. `counts`: whether the data are integers. `is_tally`: whether they are one
-    integer, summed by a program that trains: of tokens or samples by which it may divide its loss.
+    for; 0: any number. `counts`: whether the data are integers. `is_tally`: whether those count
+    samples, tokens or votes: a script may divide its loss by them, or compare them with its size.
     """
 
     kind: str

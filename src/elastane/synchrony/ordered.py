@@ -118,7 +118,7 @@ class OrderedGroup(ElasticGroup):
     `begin` starts it in a world, `begin_outside` without one.
     `keeps_ranks`: the script may keep a rank or a world size in a variable. Then it sees those of
     its first world until its end, unless a framework follows changes or newcomers may join; sums of
-    floats are scaled to that size, and so are counts that it sums while it trains.
+    floats are scaled to that size, and so are counts that it sums.
     """
 
     def __init__(self, host: GroupHost, *, keeps_ranks: bool) -> None:

@@ -19,17 +19,26 @@ def signature_of(tensor, *, trains, site=Site.FIRST_SIZE):
     return call_of("allreduce", ([tensor], options), {}, MEMBERS, site, trains=trains).signature
 
 
-@pytest.mark.parametrize("tensor", [torch.tensor(3), torch.tensor([3], dtype=torch.int32)])
-def test_one_integer_that_a_script_sums_as_it_trains_is_scaled_to_the_size_that_it_sees(tensor):
-    signature = signature_of(tensor, trains=True)
+@pytest.mark.parametrize(
+    ("tensor", "trains"),
+    [
+        (torch.tensor(3), True),
+        (torch.tensor([3], dtype=torch.int32), True),
+        (torch.ones(1000, dtype=torch.int64), True),
+        (torch.tensor(3), False),
+        (torch.tensor([2, 3]), False),
+    ],
+)
+def test_counts_that_a_script_sums_are_scaled_to_the_size_that_it_sees(tensor, trains):
+    signature = signature_of(tensor, trains=trains)
     assert signature.is_scaled and signature.rule is Rule.REPEAT and not signature.may_be_divided
 
 
 @pytest.mark.parametrize(
     ("tensor", "trains", "site"),
     [
-        (torch.tensor(3), False, Site.FIRST_SIZE),
-        (torch.ones(2, dtype=torch.int64), True, Site.FIRST_SIZE),
+        (torch.ones(3, 3, dtype=torch.int64), False, Site.FIRST_SIZE),
+        (torch.ones(2, dtype=torch.uint8), True, Site.FIRST_SIZE),
         (torch.tensor(3), True, Site.SCRIPT),
     ],
 )
