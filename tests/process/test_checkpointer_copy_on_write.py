@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import threading
 from unittest import mock
 
 import pytest
 import torch
-from snapshot_server_support import Node
+from process_harness import until
+from snapshot_server_support import Node, snapshot_servers
+from supervise import alive
 
 from elastane.checkpoint import copy_on_write
 from elastane.checkpoint.checkpointer import Checkpointer
 from elastane.process import kernel
+from elastane.snapshots.client import SnapshotClient
 
 
 class Trained:
@@ -157,3 +162,40 @@ def test_a_partly_loaded_state_gets_its_own_memory_too(known, tmp_path):
     save_others(tmp_path / "ck")
     for own, right in zip(two.moments(), known.moments(), strict=True):
         assert torch.equal(own, right)
+
+
+@pytest.mark.parametrize(("call", "where"), [("held", "storage"), ("release", "memory")])
+def test_a_snapshot_server_lost_during_a_restore_costs_no_restore(
+    call, where, node, tmp_path, monkeypatch, caplog
+):
+    one, two = Trained(), Trained()
+    with Checkpointer(tmp_path / "ck") as ck:
+        ck.restore(one.objects())
+        for step in (1, 2):  # So that one snapshot is released as soon as the other is restored.
+            one.step()
+            ck.save(step)
+    real, lost = getattr(SnapshotClient, call), []
+
+    def lost_first(client, *args):
+        for pid in snapshot_servers(node.agent.pid) if not lost else ():
+            os.kill(pid, signal.SIGKILL)
+            until(lambda pid=pid: not alive(pid), "the snapshot server has ended")
+            lost.append(pid)
+        return real(client, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SnapshotClient, call, lost_first)
+        ck = Checkpointer(tmp_path / "ck")
+        restored = ck.restore(two.objects())
+    assert restored.step == 2
+    assert restored.where == ("memory" if where == "memory" else str(tmp_path / "ck"))
+    assert two.equals(one)
+    assert lost
+    two.step()
+    ck.save(3)
+    assert "[snapshot-server-lost]" in caplog.text
+    ck.save(4)
+    ck.close()
+    with Checkpointer(tmp_path / "ck") as ck:
+        assert ck.restore(one.objects()).step == 4
+    assert two.equals(one)

@@ -14,6 +14,7 @@ byte later. Storage that cannot be read is reported as a fault, never as empty.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -283,7 +284,7 @@ class Restorer:
         """
         self._members.numbers([0])  # A meeting point: a rank that waits alone logs a warning.
         self._source.prepare()
-        held = self._server.held()
+        held = self._snapshots()
         # A snapshot without a digest yet counts as whole; one that failed its digest is left out.
         self._held = {SaveId(h.key, h.words.nonce): h for h in held}
         exchange = InventoryExchange(self._members, self._server.id, self._repository, place)
@@ -301,10 +302,23 @@ class Restorer:
                 held.remove(self._shared[1])
                 self.borrowed = CopyOnWriteRestore(self._server, *self._shared)
             for each in held:
-                self._server.release(each)
+                with contextlib.suppress(ConnectionError):  # A lost server has nothing to release.
+                    self._server.release(each)
         fences = [each.fence for each in found if each.fence is not None]
         fences += [save.key.fence for each in found for save in each.held]
         return restored, era_beyond(max(fences, default=None), *self._source.fence)
+
+    def _snapshots(self) -> list[HeldSnapshot]:
+        """Return the snapshots of this node's server; none if the server is lost meanwhile.
+
+        Other nodes, or storage, then give the state, and the first save connects to the server that
+        replaces the lost one.
+        """
+        try:
+            return self._server.held()
+        except ConnectionError as error:
+            _log.warning("%s; what it held in memory is lost [snapshot-server-lost]", error)
+            return []
 
     def _newest_of(
         self, exchange: InventoryExchange, found: list[Inventory], *, strict: bool
