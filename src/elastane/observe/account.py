@@ -9,7 +9,7 @@ The account reads the job as one machine, whose state is the cause of the second
     state         event                              next state
     starting      first world's first step           productive
     starting      waiting (for nodes or workers)     waiting for nodes
-    productive    drain-started, growth              saving
+    productive    drain-started, growth              draining
     productive    incident                           rebuilding
     productive    stall                              stalled, for the 10 s before it too
     stalled       progress                           productive
@@ -67,7 +67,7 @@ class TimeCause(StrEnum):
     DETECTING = "detecting"
     REBUILDING = "rebuilding"
     HEALING = "healing"
-    SAVING = "saving"
+    DRAINING = "draining"
     WAITING = "waiting for nodes"
     STARTING = "starting"
     STALLED = "stalled"
@@ -393,10 +393,10 @@ class _Machine:
     def drain_started(self, _event: LoggedEvent, incident: int) -> None:
         if self._cause in _WORKING:
             self._fault = False
-            self._become(TimeCause.SAVING, incident)
+            self._become(TimeCause.DRAINING, incident)
 
     def drain_ended(self, _event: LoggedEvent, incident: int) -> None:
-        if self._cause is TimeCause.SAVING:
+        if self._cause is TimeCause.DRAINING:
             self._become(TimeCause.REBUILDING, incident or self._incident)
 
     def waiting(self, event: LoggedEvent, incident: int) -> None:

@@ -73,7 +73,7 @@ def test_a_worker_lost_in_place_has_a_cause_for_each_second_and_points_at_its_in
         (101.0, 101.5, "healing", 1),
         (101.5, 101.9, "retried", 1),
         (101.9, 110.0, "productive", 0),
-        (110.0, 110.1, "saving", 1),
+        (110.0, 110.1, "draining", 1),
         (110.1, 111.0, "rebuilding", 1),
         (111.0, 112.0, "healing", 1),
         (112.0, 120.0, "productive", 0),
