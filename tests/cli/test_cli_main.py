@@ -1,10 +1,12 @@
 """The command itself: verbs, help, exit codes, and what it must not import."""
 
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
+from command_harness import LIGHT
 
 from elastane import __version__
 from elastane.cli import main as cli
@@ -49,6 +51,23 @@ def test_every_verb_has_a_help_that_says_how_it_is_called(verb, capsys):
     out = capsys.readouterr().out
     assert out.startswith(f"usage: elastane {verb}")
     assert cli.VERBS[verb][:20] in out
+
+
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_stream_is_as_one_to_dev_null(closed, tmp_path):
+    words = """import os
+from pathlib import Path
+Path("streams").write_text(" ".join(os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)))
+"""
+    (tmp_path / "script.py").write_text(words)
+    line = f"exec {sys.executable} -m elastane run script.py {closed}"
+    env = {**os.environ, **LIGHT, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    streams = (tmp_path / "streams").read_text().split()
+    assert all(one == "/dev/null" or one.startswith("pipe:") for one in streams), streams
 
 
 def test_the_command_lists_its_verbs(capsys):

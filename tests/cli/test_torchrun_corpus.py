@@ -56,6 +56,7 @@ DOOR = {
     "endpoint-syntax",
     "node-rank",
     "rank-list",
+    "script-not-a-file",
     "script-not-found",
     "standalone-nodes",
     "static-elastic",

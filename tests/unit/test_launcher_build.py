@@ -1,5 +1,6 @@
 """Options and environment into one checked configuration, or a refusal that says what to do."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -350,6 +351,18 @@ def test_a_script_that_is_not_there_gets_the_nearest_name(script):
         with pytest.raises(UsageError) as caught:
             build(parse(argv, {}), {})
         assert caught.value.slug == "script-not-found" and caught.value.next_step
+
+
+def test_a_script_that_only_one_worker_could_read_is_refused(script, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for target in (tmp_path / "pipe", tmp_path / "folder", "/dev/null"):
+        for flags in ([], ["--run-path"]):
+            with pytest.raises(UsageError, match=str(target)) as caught:
+                build(parse([*flags, str(target)], {}), {})
+            assert caught.value.slug == "script-not-a-file" and caught.value.next_step
+    (tmp_path / "folder" / "__main__.py").touch()
+    build(parse([str(tmp_path / "folder")], {}), {})
 
 
 # Output and signals

@@ -67,6 +67,7 @@ def main_of(verb: str, argv: Sequence[str], prog: str) -> int:
 
 
 def _with_exit_codes(action: Callable[[], int], prog: str) -> int:
+    _open_closed_streams()
     try:
         code = action()
         sys.stdout.flush()
@@ -81,6 +82,20 @@ def _with_exit_codes(action: Callable[[], int], prog: str) -> int:
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that was closed (`>&-`), as for a daemon.
+
+    Otherwise the next file or socket would get its number, and workers would write into that.
+    """
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 
 
 def _dispatch(words: list[str], prog: str) -> int:

@@ -245,6 +245,7 @@ def _check_target(kind: WorkerKind, target: str) -> None:
         return
     path = Path(target)
     if target and path.exists():
+        _check_readable_again(path)
         return
     raise UsageError(
         f"no such script: {target or repr(target)}",
@@ -253,6 +254,25 @@ def _check_target(kind: WorkerKind, target: str) -> None:
         expected=_nearest(path) or "the path of a script; for a module, -m NAME",
         next_step="name its path from this folder, or the whole path",
     )
+
+
+def _check_readable_again(path: Path) -> None:
+    """Refuse a script that only one worker can read, once, and a folder that is no program."""
+    if path.is_dir():
+        if not (path / "__main__.py").exists():
+            raise UsageError(
+                f"{path} is a folder without __main__.py",
+                slug="script-not-a-file",
+                expected="the path of a script, or of a folder with __main__.py",
+                next_step="name the script in it; for a package, -m NAME",
+            )
+    elif not path.is_file():
+        raise UsageError(
+            f"{path} is a pipe or a device: one worker would read the script, the others nothing",
+            slug="script-not-a-file",
+            expected="a regular file, which each worker reads, and again after a restart",
+            next_step="write the script into a file",
+        )
 
 
 def _nearest(path: Path) -> str:

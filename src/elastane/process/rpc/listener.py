@@ -266,7 +266,8 @@ def insist_on_room(nodes: int) -> None:
     limit = make_room_for(needed)
     if limit < needed:
         raise ConfigurationError(
-            f"coordinator: this process may open {limit} files, too few for {nodes} nodes",
+            f"coordinator: this process may open {limit} files, too few for the connections of"
+            f" {nodes} {'node' if nodes == 1 else 'nodes'}",
             slug="descriptor-limit",
             expected=f"{needed} or more: {DESCRIPTORS_SPARED} for the agent's own processes and"
             " files, and one for each connection",
