@@ -1,11 +1,13 @@
 """`elastane doctor`: what it prints, and its exit code."""
 
 import json
+import socket
 
 import pytest
 
 from elastane.cli import main as cli
-from elastane.doctor import facts
+from elastane.doctor import facts, network_rules
+from elastane.doctor.rules import Finding, Level
 from elastane.errors import ExitCode
 
 
@@ -36,3 +38,41 @@ def test_json_has_the_same_findings(capsys, tmp_path):
 def test_a_wrong_endpoint_is_a_usage_error(capsys):
     assert cli.main(["doctor", "--rdzv-endpoint", "a:b:c"]) == ExitCode.USAGE
     assert "a:b:c" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nodes", "1", "--rdzv-endpoint", "a:1"], "from 2 to 64"),
+        (["--nodes", "2"], "without --rdzv-endpoint"),
+        (["--nodes", "2", "--rdzv-endpoint", "a:0"], "a free port there"),
+        (["--nodes", "2", "--rdzv-endpoint", "a:1", "--timeout", "0"], "at most 3600 seconds"),
+    ],
+)
+def test_nodes_that_cannot_meet_anywhere_are_a_usage_error(capsys, words, says):
+    assert cli.main(["doctor", *words]) == ExitCode.USAGE
+    assert says in capsys.readouterr().err
+
+
+def test_a_set_that_is_not_complete_is_a_fault_beside_the_findings_of_the_node(capsys):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    words = ["--nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--timeout", "0.1"]
+    assert cli.main(["doctor", "--json", *words]) == ExitCode.NODE_UNFIT
+    found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found["meeting"]["found"].startswith(f"1 of 2 nodes met at 127.0.0.1:{port}")
+    assert found["torch"]["level"] == "good" and "rendezvous" not in found
+
+
+def test_what_other_nodes_are_called_cannot_steer_the_terminal(capsys, monkeypatch):
+    found = [Finding("names", Level.WARNING, "\x1b[2Jb is 10.9.9.9", "because", "next")]
+    monkeypatch.setattr(network_rules, "judge_nodes", lambda facts: found)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    words = ["--nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--timeout", "0.1"]
+    assert cli.main(["doctor", *words]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and "b is 10.9.9.9" in said
+    assert said.endswith("A job runs between these nodes.\n")

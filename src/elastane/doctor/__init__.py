@@ -1,1 +1,5 @@
-"""The checks of `elastane doctor` on a node: `facts` reads, and `rules` derives the findings."""
+"""The checks of `elastane doctor`, on a node and between nodes.
+
+`facts` reads this node, and `rules` derives the findings. With `--nodes`, the nodes meet
+(`meeting`), measure the ways to each other (`probes`), and `network_rules` derives the findings.
+"""

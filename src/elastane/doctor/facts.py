@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import ipaddress
 import json
 import os
 import platform
 import resource
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -22,8 +24,10 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from elastane.doctor.network_rules import GlooPlace, NodePage
 from elastane.doctor.rules import EndpointFacts, FolderFacts, GpuFacts, NodeFacts, TorchFacts
 from elastane.errors import ElastaneError
+from elastane.options.facts import versions
 from elastane.process.endpoint import Endpoint, is_mine, local_addresses
 from elastane.process.files import runtime_folder
 from elastane.version import __version__
@@ -51,6 +55,8 @@ _DRIVER = ("nvidia-smi", "--format=csv,noheader,nounits")
 _QUERY = "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
 _MIB = 1 << 20
 _CALLS = ("pidfd_open", "memfd_create", "pidfd_send_signal")
+_PORT_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
+_SIOCGIFADDR = 0x8915
 # adjtimex's state of a clock that is not synchronized.
 _UNSYNCHRONIZED, _CLOCK_ERROR = 0x40, 5
 
@@ -83,7 +89,7 @@ def read_facts(
         host_cpus=os.cpu_count() or 1,
         memory=_memory(),
         host=host,
-        host_addresses=_resolved(host),
+        host_addresses=resolved(host),
         own_addresses=tuple(sorted(a for a in local_addresses() if not _is_loopback(a))),
         interface=_default_interface(),
         clock_is_synchronized=_clock_is_synchronized(),
@@ -199,7 +205,7 @@ def _takes_locks(descriptor: int) -> bool:
 def read_endpoint(endpoint: Endpoint) -> EndpointFacts:
     """Try a connection to the endpoint."""
     where = f"{endpoint.host}:{endpoint.port}"
-    addresses = _resolved(endpoint.host)
+    addresses = resolved(endpoint.host)
     if not addresses:
         return EndpointFacts(
             endpoint=where, outcome=f"host {endpoint.host!r} does not resolve here"
@@ -207,23 +213,80 @@ def read_endpoint(endpoint: Endpoint) -> EndpointFacts:
     try:
         socket.create_connection((addresses[0], endpoint.port), CONNECT_LIMIT_S).close()
         outcome = "connected"
-    except ConnectionRefusedError:
-        outcome = "refused"
-    except TimeoutError:
-        outcome = "timeout"
     except OSError as error:
-        outcome = error.strerror or str(error)
+        outcome = connection_outcome(error)
     return EndpointFacts(
         endpoint=where, addresses=addresses, is_here=is_mine(addresses), outcome=outcome
     )
 
 
-def _resolved(host: str) -> tuple[str, ...]:
+def connection_outcome(error: OSError) -> str:
+    """Return why a connection could not be made: "refused", "timeout", or the system's text."""
+    if isinstance(error, ConnectionRefusedError):
+        return "refused"
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    return error.strerror or str(error)
+
+
+def resolved(host: str) -> tuple[str, ...]:
+    """Return the addresses of a host's name here; none if it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return ()
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def read_page(endpoint: Endpoint, environ: Mapping[str, str]) -> NodePage:
+    """Return what other nodes need to know of this one, before anything is measured."""
+    interfaces = read_interfaces()
+    low, high = (int(word) for word in (_lines(_PORT_RANGE) or ["0 0"])[0].split())
+    return NodePage(
+        name=socket.gethostname(),
+        versions=versions(),
+        address="",
+        probe_port=0,
+        gloo=read_gloo(environ, interfaces),
+        interfaces=tuple(interfaces.items()),
+        ports=(low, high),
+        endpoint=resolved(endpoint.host),
+    )
+
+
+def read_gloo(environ: Mapping[str, str], interfaces: Mapping[str, tuple[str, ...]]) -> GlooPlace:
+    """Return where gloo would listen in a worker: as torch chooses if the script does not."""
+    named = environ.get("GLOO_SOCKET_IFNAME", "")
+    if named:
+        chosen_by = f"GLOO_SOCKET_IFNAME={named}"
+        cards = named.split(",")
+        missing = [card for card in cards if card not in interfaces]
+        if missing:
+            return GlooPlace(chosen_by=chosen_by, error=f"there is no network card {missing[0]}")
+        if not interfaces[cards[0]]:
+            return GlooPlace(chosen_by=chosen_by, error=f"{cards[0]} has no address")
+        return GlooPlace(chosen_by=chosen_by, address=interfaces[cards[0]][0])
+    host = socket.gethostname()
+    own = local_addresses()
+    fit = (one for one in resolved(host) if one in own or one.startswith("127."))
+    # torch takes the loopback if the name has no address of this host.
+    return GlooPlace(chosen_by=f"the host's name {host}", address=next(fit, "127.0.0.1"))
+
+
+def read_interfaces() -> dict[str, tuple[str, ...]]:
+    """Return the addresses of each network card, without those of its link alone."""
+    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for name, addresses in found.items():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                addresses.append(socket.inet_ntoa(answer[20:24]))
+    for line in _lines("/proc/net/if_inet6"):
+        number, *_, name = line.split()
+        address = str(ipaddress.IPv6Address(bytes.fromhex(number)))
+        if name in found and not address.startswith("fe80:"):
+            found[name].append(address)
+    return {name: tuple(addresses) for name, addresses in found.items()}
 
 
 def _is_loopback(address: str) -> bool:
