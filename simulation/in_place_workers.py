@@ -348,6 +348,7 @@ class InPlaceTraining:
             return
         members = [world.workers[rank] for rank in range(world.size)]
         if not self._mesh.assign(world, members):
+            self._mesh.level_without_slices(members, world.fence)
             for worker in members:
                 self._declare(worker)
                 self._lose(worker, world, "no whole replicas")
@@ -401,6 +402,8 @@ class InPlaceTraining:
             return healing.committed if healing is not None else None
         base = max(known, default=self.saved_step)
         self._mesh.advance(members, base)
+        if not known and any(worker.begins_apart for worker in members):
+            return None
         return None if known and self._mesh.is_lost(members, base) else base
 
     def _healed(self, worker: SimulatedWorker, world: Gathering) -> None:

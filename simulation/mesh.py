@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from elastane.protocol.model import NO_SLICE, Sharding
+from elastane.protocol.model import NO_SLICE, Fence, Sharding
 from simulation.clock import VirtualClock
 from simulation.places import Gathering, InPlaceGroup, SimulatedWorker
 
@@ -61,6 +61,12 @@ class Mesh:
             and (self.span < 2 or shard(peer) == shard(worker))
             for peer in world.workers.values()
         )
+
+    def level_without_slices(self, members: Sequence[SimulatedWorker], fence: Fence) -> None:
+        """Let the members of a first world without whole replicas report that none is ahead."""
+        if all(worker.group.part == NO_SLICE for worker in members):
+            for worker in members:
+                worker.group.level, worker.begins_apart = fence, not worker.joined
 
     def level(self, world: Gathering) -> None:
         """Bring all members to the last one's step; then this world has nothing more to do."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastane.coordinator.rules import recovery, sizing
+from elastane.coordinator.rules import machine, recovery, sizing
 from elastane.coordinator.rules.incident import Incident
 from simulation import in_place_workers
 from simulation.checks import Violation
@@ -53,3 +53,20 @@ def test_a_world_of_no_whole_replicas_that_does_not_end_is_found(monkeypatch):
     monkeypatch.setattr(recovery, "end_if_level", lambda state: False)
     with pytest.raises(AssertionError, match="leave the world"):
         lose_a_node(90)
+
+
+def grow_from_one_node():
+    play = Play()
+    play.do("job nodes=1:2 restarts=5 steps=60 recovers=in-place mode=store span=2 seed=1")
+    play.do("boot n0"), play.do("run 8"), play.do("boot n1"), play.do("run 10")
+    return play.cluster.checks
+
+
+def test_a_job_that_begins_with_half_a_replica_uses_no_restart_when_it_grows():
+    checks = grow_from_one_node()
+    assert checks.nodes_stepped == 2 and not checks.restarts_used
+
+
+def test_a_first_world_of_half_a_replica_that_continues_in_place_is_found(monkeypatch):
+    monkeypatch.setattr(machine, "_end_partial", recovery.end_if_level)
+    assert grow_from_one_node().restarts_used

@@ -354,7 +354,10 @@ class Worlds:
         self._is_uneven = spans and not is_whole(claims, mesh.shards)
         self.group.consist_of(() if self._is_uneven else mesh.groups)
         if self._is_uneven:
-            if NO_COORDINATE in claims:
+            without = claims.count(NO_COORDINATE)
+            # Members that hold shards may be at other steps until they have compared them.
+            self._is_uneven = without in (0, size)
+            if without:
                 what = f"{size} workers make no whole replicas of {mesh.shards}"
                 raise _UnevenError(what, slug="job-mesh")
             return  # They keep their shards, and come to one step in this world.

@@ -230,3 +230,18 @@ def test_a_new_coordinator_continues_levelling_a_world(part):
         holding = before.holding(node_id, able=(0, 1), in_place=True, sharding=sharding)
         after.join(node_id, holding=holding)
     assert regrouped(after, "b") == (Fence(3, 0), 0, (0, 1), 4)
+
+
+def test_a_first_world_without_whole_replicas_begins_again_once_enough_nodes_are_there():
+    """Its workers hold nothing yet. One of the two has not reported that it can recover."""
+    job = Driver(job_spec(1, 2, 0))
+    job.join("a")
+    job.passes(4.0, alive="a")
+    says(job, "a", NO_SLICE, level=job.assigned["a"].fence, workers=(0,))
+    assert kinds(job, "a")[-1] is Stop
+    job.stops("a"), job.passes(30.0, alive="a")
+    assert job.phase == "forming", "one node is too few now"
+    job.join("b")
+    assert [regrouped(job, each)[3] for each in "ab"] == [4, 4]
+    assert not job.assigned["a"].in_place
+    assert job.persisted[-1].restarts_used == 0

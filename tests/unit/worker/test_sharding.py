@@ -4,6 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastane.comms.mesh import MeshGroups
+from elastane.errors import PeerLostError
+from elastane.worker import world
 from elastane.worker.shard_support import _why_never, why_unhealed
 
 MADE = object()
@@ -34,3 +37,17 @@ def mesh(*, sole=False):
 def test_why_a_lost_worker_would_have_all_start_again(state, where, now, ever):
     for found, wanted in ((why_unhealed(state, where), now), (_why_never(state, where), ever)):
         assert wanted in found and bool(wanted) == bool(found)
+
+
+@pytest.mark.parametrize(("claims", "is_level"), [((-1, -1, -1), True), ((0, 1, -1), False)])
+def test_members_are_level_without_shards_and_not_beside_holders_of_shards(
+    monkeypatch, claims, is_level
+):
+    """A holder of a shard may be a step ahead of the others."""
+    worlds = world.Worlds(SimpleNamespace())
+    worlds.mesh = MeshGroups(4)
+    worlds.group = SimpleNamespace(rank=lambda: 2, size=lambda: 3, consist_of=lambda groups: None)
+    monkeypatch.setattr(world, "gathered", lambda group, own: [[c, 0, 4, 1] for c in claims])
+    with pytest.raises(PeerLostError, match="no whole replicas of 4"):
+        worlds._take_coordinate(worlds.mesh)
+    assert (worlds._sharded().level is not None) == is_level

@@ -424,7 +424,7 @@ def _running(state: State) -> bool:
     if len(state.roster.succeeded) == len(state.world.members):
         return ending.success(state)
     if state.in_place.partial_replicas:
-        return recovery.end_if_level(state)
+        return _end_partial(state)
     _release_leaving(state)
     recovery.stop_leaving(state)
     recovery.prepare_standbys(state)
@@ -441,6 +441,14 @@ def _running(state: State) -> bool:
         admits = next_world.joining(state) is Joining.PLANNED
         return drain.begin_drain(state, f"adding workers of {named(arrivals)}", admits=admits)
     return False
+
+
+def _end_partial(state: State) -> bool:
+    """End a world with a partial replica, once its members are level or none holds a slice."""
+    if sizing.hold_no_slices(state):
+        why = recovery.open_without_slices(state)
+        return _stop_world(state, why)
+    return recovery.end_if_level(state)
 
 
 def _draining(state: State) -> bool:

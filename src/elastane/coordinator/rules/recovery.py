@@ -117,6 +117,19 @@ def end_if_level(state: State) -> bool:
     return interrupt_world(state, reason)
 
 
+def open_without_slices(state: State) -> str:
+    """Open an incident for a first world that makes no whole replica; return the reason.
+
+    Its workers hold nothing yet, and a worker that begins alone cannot load a checkpoint with those
+    that come later. So all begin again, once enough nodes are there.
+    """
+    assert state.world is not None
+    span = state.in_place.nodes_per_replica
+    reason = f"{len(state.world.members)} nodes make no whole replicas of {span} nodes each"
+    state.incidents.open(Incident(at_s=state.now_s, reason=reason, planned=True))
+    return reason
+
+
 def end_if_broken(state: State, node: KnownNode) -> None:
     """End a world that can make no step, for a reason that was charged before."""
     if state.phase not in _WITH_WORLD or not node.is_member:

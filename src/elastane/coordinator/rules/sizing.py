@@ -181,6 +181,14 @@ def reports_level(state: State, node: KnownNode) -> bool:
     return level is not None and level == fence and node.is_member
 
 
+def hold_no_slices(state: State) -> bool:
+    """Whether a member reports that the current world is level, and no node holds a slice yet."""
+    nodes = state.roster.nodes.values()
+    return all(_slice_of(node) == NO_SLICE for node in nodes) and any(
+        reports_level(state, node) for node in nodes
+    )
+
+
 def nodes_to_start_afresh(state: State) -> list[KnownNode]:
     """Return nodes whose slices prevent a whole replica that fresh workers would complete.
 
