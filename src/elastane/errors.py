@@ -136,4 +136,13 @@ class StorageError(ElastaneError):
 
 
 class FencedError(CheckpointError):
-    """A process of a later round has published: a save by this one would be outdated."""
+    """A process of a later round has published: a save by this one would be outdated.
+
+    `newer` is the era, round, attempt and step of the newest checkpoint.
+    """
+
+    def __init__(
+        self, what: str, *, newer: tuple[int, int, int, int] = (0, 0, 0, 0), **parts: str
+    ) -> None:
+        super().__init__(what, **parts)
+        self.newer = newer

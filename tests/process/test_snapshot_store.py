@@ -130,6 +130,19 @@ def test_a_failure_is_reported_and_the_next_save_tries_again(one, caplog):
     assert one.store.progress().published.step == 3
 
 
+@pytest.mark.parametrize(("round_", "is_durable"), [(3, True), (2, False)])
+def test_a_save_is_durable_once_a_later_round_of_the_same_workers_has_published(
+    one, round_, is_durable
+):
+    """Workers that were replaced by that round have lost their save."""
+    newer = Key(0, 3, 0, 9)
+    one.storage.failure = WriteFailure("round 3 has published", "checkpoint-fenced", newer)
+    one.save(7, persist=True)
+    one.store.progress((round_, 0))
+    one.let_go()
+    assert (one.store.progress().failure_of(Key(0, 1, 0, 7)) is None) == is_durable
+
+
 def test_an_error_of_another_kind_is_a_failure_too(one):
     one.storage.failure = RuntimeError("what nobody thought of")
     one.save(1, persist=True)

@@ -85,6 +85,7 @@ def test_a_save_removed_by_a_later_round_is_fenced(order, tmp_path, monkeypatch,
     with pytest.raises(WriteFailure) as failed:
         CheckpointWriter().write(order(0, **({} if during == "mkdir" else {during: remove})))
     assert failed.value.slug == "checkpoint-fenced"
+    assert failed.value.newer == Key(0, 2, 0, 3)
     all_of_it = ["__0_0.distcp", part_name(0, 2), "state.msgpack", STREAMS_FILE.format(0)]
     written = {"mkdir": [], "stop": all_of_it[:1], "hurry": all_of_it}
     assert sorted(seen[0]) == written[during]

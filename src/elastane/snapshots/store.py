@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots.channel import OwnStatusPage
 from elastane.snapshots.contents import Contents, Layouts, check_where, merged
 from elastane.snapshots.digests import Background, Digests, digest_and_close
@@ -88,7 +89,9 @@ class SnapshotStore:
         # Without the bound, a save every step of 4 GB would cost half a core for digests.
         self._digester = Background(_DIGEST_SHARE)
         self._background = Background()
-        self._writer = SnapshotWriter(WriterCallbacks(self._durable, self._written, report))
+        self._writer = SnapshotWriter(
+            WriterCallbacks(self._durable, self._superseded, self._written, report)
+        )
         self.replicas = ReplicaStore()
         self._replicator = Replicator(origin, settings, self._copied)
         self.status = ServerStatus(self._table, self._writer, self._replicator)
@@ -343,6 +346,17 @@ class SnapshotStore:
             self._in_storage.add(order.name, order.began_s, self._writer.last[0])
             self.status.update()
             self._report_copies()
+
+    def _superseded(self, order: WriteOrder, newer: Key) -> None:
+        """Record that a later round has published, if the workers here are in that round.
+
+        They continue from the state of the snapshot, so what is published is newer than it. Workers
+        of an earlier round were replaced: their save is lost. Called by the writing thread.
+        """
+        with self._lock:
+            if newer.era == order.name.key.era and newer.fence[1:] <= self._seen:
+                self._table.durable(newer)
+                self.status.update()
 
     def _written(self, order: WriteOrder, failure: WriteFailure | None) -> None:
         """Handle the end of a write; called by the writing thread, without the lock."""

@@ -60,12 +60,16 @@ _INCOMPLETE = "checkpoint-incomplete"
 
 
 class WriteFailure(Exception):
-    """A snapshot did not become durable, for this reason."""
+    """A snapshot did not become durable, for this reason.
 
-    def __init__(self, reason: str, slug: str) -> None:
+    `newer`: a later round has published this checkpoint.
+    """
+
+    def __init__(self, reason: str, slug: str, newer: Key | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.slug = slug
+        self.newer = newer
 
 
 @dataclass(frozen=True)
@@ -326,6 +330,8 @@ def _failures() -> Iterator[None]:
     """Turn errors of storage into WriteFailure."""
     try:
         yield
+    except FencedError as error:
+        raise WriteFailure(error.what, error.slug, Key(*error.newer)) from error
     except ElastaneError as error:
         raise WriteFailure(error.what, error.slug) from error
     except OSError as error:
@@ -337,10 +343,12 @@ def _failures() -> Iterator[None]:
 class WriterCallbacks:
     """Callbacks from the writing thread: a snapshot is durable, a write has ended.
 
-    `ended` gets the failure, if there was one. `news` is for the agent's event log.
+    `ended` gets the failure, if there was one. `superseded` gets the checkpoint that a later round
+    has published, before the failure is recorded. `news` is for the agent's event log.
     """
 
     durable: Callable[[WriteOrder], None]
+    superseded: Callable[[WriteOrder, Key], None]
     ended: Callable[[WriteOrder, WriteFailure | None], None]
     news: Callable[[SnapshotEvent], None]
 
@@ -408,6 +416,8 @@ class SnapshotWriter:
         finally:
             close_all(order.slots)
         if failure is not None:
+            if failure.newer is not None:
+                self._heard.superseded(order, failure.newer)
             self.fail(order.name.key, failure, order.persist.where)
         self._heard.ended(order, failure)
 

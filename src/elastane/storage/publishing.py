@@ -143,7 +143,7 @@ def check_fence(storage: Storage, key: Key) -> None:
     """Raise FencedError if a later round than this key's has published."""
     newest = newest_key(storage, beyond=key.fence)
     if newest is not None:
-        raise _fenced(storage.where, key, newest.fence)
+        raise _fenced(storage.where, key, newest)
 
 
 def add_part(storage: Storage, folder: str, part: CheckpointPart) -> None:
@@ -287,11 +287,12 @@ def _conflict(folder: str, reason: str) -> CheckpointError:
     )
 
 
-def _fenced(where: str, key: Key, newest: Fence) -> FencedError:
+def _fenced(where: str, key: Key, newest: Key) -> FencedError:
     position = "era {}, round {}, attempt {}"
     return FencedError(
         f"checkpoint of step {key.step} not published: it is of "
-        f"{position.format(*key.fence)}, and {position.format(*newest)} has published",
+        f"{position.format(*key.fence)}, and {position.format(*newest.fence)} has published",
+        newer=(*newest.fence, newest.step),
         slug="checkpoint-fenced",
         where=where,
         expected="a round that is not older than the published one",
