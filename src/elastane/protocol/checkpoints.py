@@ -14,17 +14,18 @@ import msgspec
 
 from elastane.protocol.limits import COUNT_MAX, NAME_CHARS_MAX
 
-# A checkpoint's file: 1 PiB, far beyond any. A record with a larger number is garbage, and is
-# refused before anything is allocated for it.
+# The largest size of a checkpoint's file: 1 PiB, far more than any real file has. A record with a
+# larger size is garbage, and is refused before anything is allocated for it.
 FILE_BYTES_MAX = 1 << 50
 # Files of one checkpoint: 16 for each of the 16,384 sessions that a coordinator takes.
 FILES_MAX = 1 << 18
-# Writers of one checkpoint, one a node; names of parts have five digits.
+# Writers of one checkpoint: one for each node. The names of their records have five digits.
 PARTS_MAX = 100_000
 
-# The span of one digest: large enough for the full speed of a disk, small enough to locate faults.
+# The bytes that one digest covers: enough for the full speed of a disk, and few enough to locate a
+# fault.
 CHUNK_BYTES = 16 << 20
-# The format of the records. A reader refuses a greater one by name, and reads all smaller ones.
+# The format of the records. A reader refuses a newer format, and reads all older ones.
 FORMAT = 1
 # The commit record: created last, never replaced. A folder without it is an unfinished save.
 MANIFEST = "manifest.json"
@@ -33,7 +34,8 @@ Fence = tuple[int, int, int]
 Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
 Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{8}\Z")]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-# One path component, valid in any file system and object store, that leads nowhere else.
+# One path component, valid in any file system and object store. "." and ".." are not allowed, since
+# they would lead to another folder.
 FileName = Annotated[
     str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[A-Za-z0-9._-]+\Z", max_length=NAME_CHARS_MAX)
 ]
@@ -49,10 +51,10 @@ _FOLDER = re.compile(
 
 
 class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
-    """The position of a state in training; comparing keys is the only order of "newest".
+    """The position of a saved state in training. The newest checkpoint has the greatest key.
 
-    A clock may be wrong on some machine. A step alone would prefer the abandoned side of a
-    partition, which may have made more steps.
+    Times do not order checkpoints, since a machine's clock may be wrong. Steps alone do not either:
+    the abandoned side of a partition may have made more steps.
     """
 
     era: Count
@@ -62,7 +64,7 @@ class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
 
     @property
     def fence(self) -> Fence:
-        """Return the fencing token: a publisher must not be behind what is published."""
+        """Return the fencing token: one lower than that of a published checkpoint is rejected."""
         return (self.era, self.round, self.attempt)
 
 
@@ -87,8 +89,8 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CheckpointPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The record of one writer of a save: all its files are durable.
 
-    That of part 0 also holds the manifest's `about`, so that every publisher of a save writes the
-    same bytes.
+    The record of part 0 also holds the manifest's `about`, so that every publisher of a save writes
+    the same bytes.
     """
 
     part: Number
@@ -111,7 +113,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all files."""
+        """Return the size of all files together."""
         return sum(file.size_bytes for file in self.files)
 
 
@@ -149,7 +151,7 @@ def chunks_of(size_bytes: int) -> int:
 
 
 def fault(record: Manifest | CheckpointPart, folder: str) -> str:
-    """Return why a record of the right type is wrong for `folder`, or ""."""
+    """Return why a record contradicts itself or the name of its folder; "" if it is sound."""
     if parse_folder(folder) != (record.key, record.nonce):
         return f"it is of {folder_name(record.key, record.nonce)}, and lies in another folder"
     if isinstance(record, CheckpointPart) and record.part >= record.parts:
@@ -164,10 +166,10 @@ def fault(record: Manifest | CheckpointPart, folder: str) -> str:
 
 
 def era_beyond(newest: Fence | None, round_number: int, attempt: int) -> int:
-    """Return the era of a run at this round and attempt, after what is published.
+    """Return the era in which a run at this round and attempt publishes, after `newest`.
 
-    A run that counts its rounds from the start again gets a greater era, which orders it after the
-    run before. A run that is further than what is published keeps the era.
+    A run that continues from a higher round or attempt than `newest` keeps its era. A run that
+    counts its rounds from the start again gets a greater era, so its checkpoints are newer.
     """
     if newest is None:
         return 0

@@ -27,21 +27,21 @@ from elastane.protocol.ring import GROUPS_MAX, GroupBoard, Number, Ring, Short, 
 
 # A worker computes if its main thread ran, or could have run, in this share of the samples.
 BUSY_SHARE = 0.7
-# The members of a group call these with tensors of one shape.
+# Collectives that all members of a group call with tensors of one shape.
 _EQUAL_SHAPES = frozenset(
     ("all_reduce", "allreduce", "broadcast", "reduce", "all_reduce_coalesced")
 )
 
 
-# A world is judged no sooner than this multiple of its longest recent time without a move, once its
-# workers have moved a few times: the first collectives wait for compilers and downloads.
+# A world is judged after this multiple of its longest recent time without a new collective. It is
+# not judged before it has made some: the first ones wait for compilers and downloads.
 STANDSTILL_FACTOR = 10.0
 STANDSTILL_MOVES_FIRST = 3
 STANDSTILL_WINDOW_S = 1800.0
-# A longer time between two looks counts as no more than this.
+# A longer time between two looks counts as this much, since the host may have been suspended.
 LOOK_MAX_S = 1.0
-# A wait that resolved itself is reported again once it lasts this multiple of that time; the second
-# bound is the number of places that are remembered.
+# A wait like one that ended by itself is reported only once it lasts this many times as long; the
+# second bound is the number of places that are remembered.
 PASSED_FACTOR = 2.0
 PASSED_MAX = 256
 
@@ -105,8 +105,8 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a worker's process, from the kernel and the status page.
 
     `state` is the letter of /proc. `busy` is the share of the looks at which its main thread ran or
-    could have run. `lock_held`: the thread beside the script no longer runs. `reads`: the file that
-    the main thread waits for.
+    could have run. `lock_held`: elastane's thread in the worker no longer runs, so the script holds
+    the interpreter's lock. `reads`: the file that the main thread waits for.
     """
 
     state: Annotated[str, msgspec.Meta(max_length=1)] = "S"
@@ -129,7 +129,7 @@ class StandstillEvidence(msgspec.Struct, frozen=True, kw_only=True):
     last: Short = ""
 
     def waits_in(self) -> set[str]:
-        """Return the groups with a collective that it has begun and that is not complete."""
+        """Return the groups in which this worker has begun a collective that is not complete."""
         at = {name: group.position for name, group in self.groups.items()}
         return {name for name, position in at.items() if position.begun > position.completed}
 
@@ -137,8 +137,8 @@ class StandstillEvidence(msgspec.Struct, frozen=True, kw_only=True):
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The culprits by rank, and the cause in one sentence; no ranks if no worker is behind.
 
-    `place` is where the others wait. `ends`: the ranks to be ended where the wait never ends. They
-    are the culprits, or one of the waiting workers if no culprit is alive.
+    `place` is where the others wait. `ends`: the ranks that the coordinator ends if the wait would
+    last for ever. They are the culprits, or one of the waiting workers if no culprit is alive.
     """
 
     kind: Kind
@@ -176,8 +176,8 @@ def culprit_data(verdict: Verdict, still_s: float) -> dict[str, str | int | floa
 class Reports:
     """Selects the verdicts of one world that are worth a report.
 
-    A wait that passed by itself is reported again, of the same kind and at the same place, only
-    once it lasts twice as long: a script may evaluate on one rank after each epoch.
+    A wait that ended by itself may come again, since a script may evaluate on one rank after each
+    epoch. A wait of the same kind at the same place is reported only once it lasts twice as long.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class Reports:
         self.current: Verdict | None = None
 
     def is_new(self, verdict: Verdict, still_s: float) -> bool:
-        """Whether to report a verdict of the current standstill, which then is its current one."""
+        """Whether to report this verdict of the current standstill; if so, it becomes `current`."""
         before = self.current
         if before is not None and (before.is_certain or not verdict.is_certain):
             return False
@@ -211,9 +211,9 @@ class Reports:
 
 
 class StandstillRules:
-    """When to compare workers: after no progress for far longer than in recent steps.
+    """When to compare workers: after a time without progress that is far longer than usual.
 
-    A reported standstill is not learned as a step: the next fault would be found ten times as late.
+    A reported standstill is not learned as usual: the next fault would be found ten times as late.
     """
 
     def __init__(self, floor_s: float) -> None:
@@ -230,7 +230,7 @@ class StandstillRules:
     def look(self, shown: Mapping[int, tuple[int, ...]], now_s: float) -> float:
         """Record each worker's counters, by process id; return for how long none has changed.
 
-        Time without a look, while this host or agent stood still, is left out, also of `now_s`.
+        Time without a look, while this host or agent was suspended, is left out of all times.
         """
         passed_s = now_s - self._looked_s if self._looked_s is not None else 0.0
         self._looked_s = now_s
@@ -250,12 +250,12 @@ class StandstillRules:
         return self._moves >= STANDSTILL_MOVES_FIRST and still_s >= limit_s
 
     def forget(self) -> None:
-        """Record that the world has ended: other workers come next, or others are awaited."""
+        """Record that the world has ended, so that its times say nothing about the next one."""
         self._shown = {}
         self._begin(self.now_s)
 
     def note_report(self) -> None:
-        """Record that this standstill was reported: it is no step to learn from."""
+        """Record that this standstill was reported, so that its length is not learned."""
         self._is_reported = True
 
     def _begin(self, now_s: float) -> None:
@@ -363,7 +363,7 @@ class _Case:
     def of_stopped(self) -> Verdict | None:
         """Blame workers that a signal has stopped, wherever they were."""
         stopped = [rank for rank, each in self._workers.items() if each.facts.state == "T"]
-        # A person who stops all workers wants to continue them later.
+        # A person who stops all workers will continue them later, so no worker is to blame.
         is_awaited = any(rank not in stopped for rank in self.waiters)
         return self._blame(Kind.STOPPED, sorted(stopped)) if stopped and is_awaited else None
 
@@ -376,7 +376,7 @@ class _Case:
         return None
 
     def of_missing(self) -> Verdict | None:
-        """Blame the workers for which others wait, and that wait for no other themselves."""
+        """Blame the workers for which others wait, and which wait for no other themselves."""
         awaited = {
             rank for edges in self._edges.values() for found in edges.values() for rank in found
         }
@@ -446,7 +446,7 @@ class _Case:
         if facts.busy >= BUSY_SHARE:
             return Kind.DATA_LOADER if facts.loads else Kind.BUSY
         if self._waits(rank):
-            return Kind.NETWORK  # the others have completed that collective
+            return Kind.NETWORK  # the others have completed the collective in which it waits
         if facts.reads:
             return Kind.DISK
         return Kind.DATA_LOADER if facts.loads else Kind.SLEEPS
@@ -517,7 +517,7 @@ def _has(ranks: Sequence[int]) -> str:
 
 
 def _doing(worker: StandstillEvidence, kind: Kind) -> str:
-    """Return what a culprit does instead, as a clause with its place."""
+    """Return what a culprit does instead of its next collective, as a clause with its place."""
     who, at = f"rank {worker.rank}", f" at {place_of(worker.where)}" if worker.where else ""
     file = f": {worker.facts.reads}" if worker.facts.reads else ""
     last = f"; its last collective was {worker.last}" if worker.last else ""
@@ -554,8 +554,8 @@ def place_of(where: str) -> str:
 def _mismatch(name: str, members: Sequence[StandstillEvidence]) -> Verdict | None:
     """Return who called another collective, or with another shape, in a group at a standstill.
 
-    Only collectives that are not complete on all members count, and only those of gloo: other
-    backends were not tried, and a mismatch ends a worker.
+    Only collectives that are not complete on all members count, and only gloo's: a mismatch ends a
+    worker, and other backends were not tried.
     """
     if any(each.groups[name].backend != "gloo" for each in members if each.groups[name].calls):
         return None

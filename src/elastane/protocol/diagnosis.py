@@ -34,7 +34,7 @@ _LOST_PEER = (
     "read timeout",
     "timed out waiting",
 )
-# Signals sent from outside: what the worker wrote before is not about its end.
+# Signals that another process sends: the worker's last output is not about its end.
 _FROM_OUTSIDE = frozenset(
     {
         signal.SIGHUP,
@@ -50,9 +50,9 @@ _FROM_OUTSIDE = frozenset(
 _HEADLINE_CHARS_MAX = 200
 STOPPED_IN_ITS_END = "its own error came first; it was stopped while it was ending"
 _FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)', re.MULTILINE)
-# Errors that the next attempt may not have: of the system, of requests to exit, ...
+# Errors that may not occur in the next attempt: those of the system and requests to exit, ...
 _PASSING_ERRORS = (OSError, MemoryError, KeyboardInterrupt, SystemExit)
-# ... and of the network and the device, by the names and words of torch, its libraries and clients.
+# ... and those of the network and the device, by words that torch and its libraries use.
 _PASSING = re.compile(
     r"connect|time[d ]*-?out|\bhttp|\burl|ssl|network|socket|resolve|gaierror|unavailable|"
     r"out ?of ?memory|\bcuda|cudnn|cublas|nccl|gloo|\bhip\b|accelerator|"
@@ -73,7 +73,7 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_lost_peer(failure: Failure) -> bool:
-    """Whether the failure says no more than that a peer was gone."""
+    """Whether the failure only says that the connection to a peer was lost."""
     if _is_unexplained(failure):
         return False
     text = failure.message.lower()
@@ -81,12 +81,12 @@ def is_lost_peer(failure: Failure) -> bool:
 
 
 def is_state_lost(failure: Failure) -> bool:
-    """Whether the worker ended because the workers that held the state were lost before."""
+    """Whether the worker ended because all workers that held the state had been lost."""
     return failure.exit_code > 0 and _STATE_LOST in headline(failure.message)
 
 
 def _is_unexplained(failure: Failure) -> bool:
-    """Whether a signal from outside ended the worker, so that its last output is not about that."""
+    """Whether another process's signal ended the worker, which its last output cannot explain."""
     return failure.output and -failure.exit_code in _FROM_OUTSIDE
 
 
@@ -127,7 +127,7 @@ def evidence_text(failure: Failure) -> str:
 
 
 def worker_text(rank: int) -> str:
-    """Return in words which worker it is."""
+    """Return the name of a worker in a sentence."""
     return "worker without a rank" if rank == NO_RANK else f"worker of rank {rank}"
 
 
@@ -204,7 +204,7 @@ def crash_site(failure: Failure) -> str:
 
 
 def _own_error(failure: Failure) -> str:
-    """Return what two failures by the same error have in common; empty if nothing is known."""
+    """Return the part of a failure that is equal for the same error; empty without an error."""
     if failure.output or is_lost_peer(failure):
         return ""
     return headline(failure.message)

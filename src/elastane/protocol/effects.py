@@ -32,7 +32,7 @@ class Persist(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message to one session, in order; to one that is gone it is dropped."""
+    """Send a message to one session, in order; it is dropped if the session has ended."""
 
     session: int
     message: ToAgent
@@ -46,13 +46,13 @@ class Hangup(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The job has ended, and all agents were informed or had their time to be."""
+    """The job has ended, and every agent was informed or has not asked within its time."""
 
     outcome: Outcome
 
 
 class Transmit(msgspec.Struct, frozen=True):
-    """Send to the coordinator; dropped without a session, since the rules send it again."""
+    """Send to the coordinator. Without a session it is dropped, since the rules send it again."""
 
     message: ToCoordinator
 
@@ -64,7 +64,7 @@ class StartGroup(msgspec.Struct, frozen=True):
 
 
 class StartWorkers(msgspec.Struct, frozen=True):
-    """Start these workers of a group again after `delay_s`; they have no place in a world yet."""
+    """Start these workers of a group again after `delay_s`; they wait for a place in a world."""
 
     fence: Fence
     local_ranks: tuple[int, ...]
@@ -82,9 +82,9 @@ class InterruptGroup(msgspec.Struct, frozen=True):
 class RegroupWorkers(msgspec.Struct, frozen=True):
     """Give workers of the group that began with `fence` their place in another world.
 
-    Only the local ranks in `able` get theirs. The others are reported as failed, even if a
-    replacement is ready by now. Obligation: `GroupAble` follows with another port, since the
-    present one is known to others now.
+    Only the local ranks in `able` get a place. The others are reported as failed, even if a
+    replacement is ready by now. Obligation: `GroupAble` follows with another port, since other
+    nodes know the present one.
     """
 
     fence: Fence
@@ -107,7 +107,7 @@ class StopGroup(msgspec.Struct, frozen=True):
 class Decline(msgspec.Struct, frozen=True):
     """Do not start the workers of this fence; other workers may wait for them at the offered port.
 
-    Obligation: another port is held, and `GroupGone` follows with it.
+    Obligation: the shell opens another port, and `GroupGone` follows with it.
     """
 
     fence: Fence
@@ -127,8 +127,8 @@ class AimGroup(msgspec.Struct, frozen=True):
     """Set the call at which should_checkpoint() is true; SIGTERM to other workers that catch it.
 
     Obligation: `GroupDrained` follows once every worker has checkpointed, exited, or cannot be
-    asked. With `stops`, workers that recover in place checkpoint there; otherwise they wait there.
-    It may come again for those, with `stops`.
+    asked. With `stops`, workers that recover in place checkpoint at that call; otherwise they wait
+    there. The effect may be repeated with `stops` for workers that wait.
     """
 
     fence: Fence
@@ -143,7 +143,7 @@ class ReleaseGroup(msgspec.Struct, frozen=True):
 
 
 class EndGroupWorker(msgspec.Struct, frozen=True):
-    """End the worker of this rank, which hangs. Its failure follows, if it is here and lives."""
+    """End the worker of this rank, which hangs. If it runs on this node, its failure follows."""
 
     fence: Fence
     rank: int
@@ -153,7 +153,7 @@ class EndGroupWorker(msgspec.Struct, frozen=True):
 class Exit(msgspec.Struct, frozen=True):
     """End the agent with this exit code; `outcome` is set if the job has ended.
 
-    `out_by_s`: when the agent has to be gone, on its monotonic clock; None: no deadline is known.
+    `out_by_s`: by when the agent has to have ended, on its monotonic clock; None: no deadline.
     """
 
     code: int

@@ -25,8 +25,8 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 class Broken(msgspec.Struct, frozen=True):
     """The peer ended a session.
 
-    `clean`: its kernel closed the connection in order (end of file), as for a process that dies.
-    After a reset, a timeout or an unreachable host the agent may well be alive.
+    `clean`: the peer's kernel closed the connection in order (end of file), as it does when a
+    process dies. After a reset, a timeout or an unreachable host the agent may still be alive.
     """
 
     session: int
@@ -35,14 +35,14 @@ class Broken(msgspec.Struct, frozen=True):
 
 
 class AuthorityChanged(msgspec.Struct, frozen=True):
-    """The store backs this coordinator's decisions, or does so no longer."""
+    """This coordinator has the authority to decide, by its lease on the store, or has lost it."""
 
     held: bool
     reason: str
 
 
 class Resized(msgspec.Struct, frozen=True, kw_only=True):
-    """The job's owner changed the range of nodes; delivered to each new coordinator again."""
+    """The job's owner has set the range of nodes. Each new coordinator gets this event again."""
 
     min_nodes: int
     max_nodes: int
@@ -51,8 +51,8 @@ class Resized(msgspec.Struct, frozen=True, kw_only=True):
 class Fenced(msgspec.Struct, frozen=True):
     """The agents that the job's owner has given up; the whole list each time.
 
-    An entry is an incarnation, or its part before the dot, which is a pod with any agent in it. All
-    processes of the `dead` ones have ended, workers included.
+    An entry is the incarnation of one agent, or its part before the dot, which names a pod and
+    covers every agent in it. All processes of `dead` agents have ended, workers included.
     """
 
     incarnations: tuple[str, ...]
@@ -60,7 +60,7 @@ class Fenced(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed; comes no later than the machine's `wake_s`."""
+    """Time has passed. The shell delivers this event at the machine's `wake_s` at the latest."""
 
 
 RendezvousEvent = Received | Broken | AuthorityChanged | Resized | Fenced | Tick
@@ -69,8 +69,8 @@ RendezvousEvent = Received | Broken | AuthorityChanged | Resized | Fenced | Tick
 class Linked(msgspec.Struct, frozen=True):
     """The agent has a session with a coordinator, and may send.
 
-    `offer` is a new port. A coordinator may have given the last one to other nodes in an assignment
-    that was lost on its way here, and their workers may wait there.
+    `offer` is a new port. A coordinator may have assigned the last one to other nodes while this
+    node's assignment was lost on its way, and their workers may wait at that port.
     """
 
     offer: PortOffer | None = None
@@ -102,8 +102,8 @@ class GroupStarted(msgspec.Struct, frozen=True):
 class GroupTraining(msgspec.Struct, frozen=True):
     """All members of the group have made their first step in `world`.
 
-    `built_s` and `healed_s`: when they all had built the process group and held the state, on the
-    clock of `handle`; None for a script that is not in the job's steps.
+    `built_s`: when all of them had built the process group. `healed_s`: when all held the state.
+    Both are on the clock of `handle`, and None for a script that does not use the job's steps.
     """
 
     fence: Fence
@@ -114,7 +114,7 @@ class GroupTraining(msgspec.Struct, frozen=True):
 
 
 class WorkerSucceeded(msgspec.Struct, frozen=True):
-    """A worker exited with 0, or by a signal after its program had ended well on all workers."""
+    """A worker exited with 0, or by a signal after the script had succeeded on all workers."""
 
     fence: Fence
     local_rank: int
@@ -122,9 +122,9 @@ class WorkerSucceeded(msgspec.Struct, frozen=True):
 
 
 class WorkerFailed(msgspec.Struct, frozen=True):
-    """A worker ended otherwise, or could not be started; `ended_s` is on the clock of `handle`.
+    """A worker failed, or could not be started; `ended_s` is on the clock of `handle`.
 
-    Events wait for different times before they are handled, so ages would change their order.
+    It is a time and no age: events are handled at different delays, which would change their order.
     """
 
     fence: Fence
@@ -142,8 +142,8 @@ class GroupGone(msgspec.Struct, frozen=True):
 class GroupAble(msgspec.Struct, frozen=True):
     """These local workers can enter another world as they are; `offer` is for that world.
 
-    `sharding` describes the state that they hold, if it is sharded. `joining`: when others can join
-    their world.
+    `sharding` describes the state that they hold, if it is sharded. `joining`: when new workers can
+    join their world.
     """
 
     fence: Fence
@@ -156,7 +156,7 @@ class GroupAble(msgspec.Struct, frozen=True):
 class GroupWroteCheckpoint(msgspec.Struct, frozen=True):
     """A worker has reported that the script wrote a whole checkpoint, and where.
 
-    `resumed`: the worker has read one itself since it was started.
+    `resumed`: the worker has itself read a checkpoint since it was started.
     """
 
     fence: Fence
@@ -191,7 +191,10 @@ class CulpritFound(msgspec.Struct, frozen=True):
 
 
 class GroupStandstill(msgspec.Struct, frozen=True):
-    """The local workers have stood still in `world` for `still_s`; no evidence: they move again."""
+    """The local workers have made no collective in `world` for `still_s`.
+
+    Empty `evidence`: they make collectives again.
+    """
 
     fence: Fence
     world: Fence
@@ -216,7 +219,7 @@ class GroupDrained(msgspec.Struct, frozen=True):
 class Signalled(msgspec.Struct, frozen=True):
     """The agent received a signal that asks it to leave.
 
-    `may_repeat`: a scheduler may send it again, so a second one is no order to hurry.
+    `may_repeat`: a scheduler may send the signal twice, so a second one does not mean to hurry.
     """
 
     name: str
@@ -224,11 +227,11 @@ class Signalled(msgspec.Struct, frozen=True):
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """Something outside of the job said what is about to happen to this node.
+    """A cloud, a scheduler or a health check said what is about to happen to this node.
 
-    `drains`: the node is about to go, so its agent leaves; otherwise the notice is only logged.
+    `drains`: the node is about to stop, so its agent leaves; otherwise the notice is only logged.
     `within_s`: how long the node has, from the time when the notice was read; None: unknown.
-    `unfit`: the node leaves because it cannot do its work, so that it should not come back.
+    `unfit`: the node leaves because it cannot do its work, so it should not come back.
     """
 
     source: str

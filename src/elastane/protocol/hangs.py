@@ -1,17 +1,17 @@
 """Finds workers that hang: a pure judgement from observations, with limits learned from the job.
 
-A worker that recovers in place marks each piece of progress on its status page. A worker whose mark
-stands still is asked whether it waits for others. One that waits is a victim and never blamed. One
-that neither waits nor moves for far longer than its kind of work ever took hangs. A worker that
-cannot answer (it holds the interpreter's lock, it is stopped) does not wait. One that is in an
-abort of its process group can be in no world, and has a limit of its own.
+A worker that recovers in place changes a mark on its status page with each piece of progress. A
+worker whose mark does not change is asked whether it waits for others. A worker that waits is
+never blamed. A worker hangs if it does not wait and its mark does not change for far longer than
+this kind of work ever took. A worker that cannot answer (it holds the interpreter's lock, it is
+stopped) counts as not waiting. A worker in an abort of its process group has a limit of its own.
 
-If all workers wait and nothing moves between them, no worker is to blame: no mark changes, and no
-byte goes over their connections. That is a stall, and the coordinator ends it for the whole world.
-It does not matter what they are doing, nor how many steps a process has made.
+The workers stall if all of them wait, no mark changes and no byte goes over their connections.
+Then no worker is to blame, and the coordinator ends the world. Neither their activities nor the
+number of their steps matters.
 
 Limits are learned only from the work between two marks. Waiting is left out, and so is work that
-the end of a world cut short. A hang is left out too, or it would raise the limit for the next one.
+the end of a world interrupted. A hang is left out too, or it would raise the limit for the next.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ HANG_STOPPED_S = 1.0
 # time of the same work; ...
 HANG_FACTOR = 10.0
 HANG_WINDOW_S = 1800.0
-# ... and every worker hangs after this, or the floor if it is longer: torch gives up a collective
-# over gloo then. It is also the limit for a process's first steps, which warm up and compile, for
-# all compilation, and for all that an unmodified script does, since it reports no steps.
+# ... and every worker hangs after this, or after the floor if that is longer: torch gives up a
+# collective over gloo after this time. It is also the limit for a process's first steps, which warm
+# up and compile, for all compilation, and for an unmodified script, which reports no steps.
 HANG_CEILING_S = 1800.0
 HANG_STEPS_FIRST = 3
 # User code between two steps (evaluation, checkpoints) may take this long.
 HANG_BETWEEN_S = 3600.0
-# Members stall if all wait for one another in a collective, no byte moves between them and none is
-# busy. A network's hiccup may take seconds. Where bytes cannot be counted (NCCL), this is the least
-# limit learned from earlier waits.
+# Members stall if all wait for one another in a collective, and no byte moves between them for this
+# long. A network may pause for seconds. Where bytes cannot be counted (NCCL), the limit is learned
+# from earlier waits, and is at least this.
 HANG_STALL_S = 10.0
-# Members that all wait to meet, while none is missing, cannot reach one another.
+# Members that all wait in the rendezvous for this long cannot reach one another.
 HANG_ENTER_S = 120.0
 
 assert HANG_LOOK_S < HANG_ASK_S < HANG_ANSWER_S < Timing().hang_floor_s < HANG_CEILING_S
@@ -76,7 +76,7 @@ _WORDS = {
     Activity.BUILDING: "building its model, between elastane.init() and job.steps()",
     Activity.HEALING: "comparing or receiving the state",
 }
-# Never judged by time: such work may take as long as it takes, or is a wait for others.
+# Activities without a limit: their length is not known, or the worker waits for others.
 _ENTERING = (Activity.ENTERING, Activity.HEALING)
 _UNJUDGED = (Activity.APART, *_ENTERING)
 
@@ -115,7 +115,8 @@ class _Worker:
 class Findings:
     """The result of one look: reasons by worker, workers to ask, and whether all only wait.
 
-    `waiting`: where, once all have waited for HANG_STALL_S. `stalled`: for too long to continue.
+    `waiting`: where the workers wait, once all have waited for HANG_STALL_S. `stalled`: they have
+    waited for so long that the wait does not end by itself.
     """
 
     hung: dict[int, str] = field(default_factory=dict)
@@ -146,14 +147,14 @@ class HangRules:
 
     No worker hangs before `floor_s`, except one that a signal has stopped, and one whose abort of
     its process group lasts for `abort_s`. Workers are named by unique numbers, such as process ids.
-    What is learned outlives them, since it is about the job.
+    Learned limits stay when workers are replaced, since they describe the job.
     """
 
     def __init__(self, floor_s: float, abort_s: float) -> None:
         self._floor_s = floor_s
         self._abort_s = abort_s
         self._workers: dict[int, _Worker] = {}
-        # By activity; None: waiting for others.
+        # The longest times by activity; None is the time of waiting for others.
         self._longest = _Longest()
         self._now_s = 0.0
         self._looked_s: float | None = None
@@ -207,13 +208,13 @@ class HangRules:
         worker.traffic = traffic
 
     def world_ended(self) -> None:
-        """Record that work was cut short: nothing is learned from it, and all times restart."""
+        """Record that the world ended: interrupted work is not learned, and all times restart."""
         for worker in self._workers.values():
             worker.since_s = worker.busy_s = worker.still_s = self._now_s
             worker.asked_s, worker.answered, worker.waits = None, True, False
 
     def _limit_s(self, sight: Observation) -> float:
-        """Return for how long such a worker may show no progress: for the floor at least."""
+        """Return for how long such a worker may show no progress; at least the floor."""
         if sight.activity is Activity.BETWEEN:
             limit_s = max(HANG_BETWEEN_S, HANG_FACTOR * self._longest.of(sight.activity))
         elif sight.steps < HANG_STEPS_FIRST or sight.activity is Activity.COMPILING:
@@ -245,7 +246,7 @@ class HangRules:
         return worker
 
     def _learn(self, worker: _Worker) -> None:
-        """Learn for how long a worker was busy and waited, up to the mark that it now shows."""
+        """Learn how long a worker was busy, and how long it waited, before its mark changed."""
         if worker.sight.steps < HANG_STEPS_FIRST:
             return
         idle_s = self._now_s if self._waits(worker) else worker.busy_s
@@ -253,7 +254,7 @@ class HangRules:
         self._longest.note(worker.sight.activity, self._now_s - idle_s, self._now_s)
 
     def _judge(self, worker: _Worker) -> str:
-        """Return why the worker hangs; empty while it is not known to."""
+        """Return why the worker hangs; empty if it does not, or if that is not known yet."""
         now_s, sight = self._now_s, worker.sight
         if worker.stopped_s is not None and now_s - worker.stopped_s >= HANG_STOPPED_S:
             return f"stopped by a signal for {now_s - worker.stopped_s:.1f} s"
@@ -269,16 +270,16 @@ class HangRules:
         )
 
     def _is_sure(self, worker: _Worker) -> bool:
-        """Whether it recently said that it does not wait, or had its time to answer."""
+        """Whether the worker certainly does not wait: it said so, or did not answer in time."""
         said = worker.asked_s is not None and worker.answered
         return not worker.waits if said else self._is_silent(worker)
 
     def _waits(self, worker: _Worker) -> bool:
-        """Whether it recently said that it waits, or still has time to answer."""
+        """Whether the worker waits: its last answer says so, and none is overdue."""
         return worker.waits and not self._is_silent(worker)
 
     def _is_silent(self, worker: _Worker) -> bool:
-        """Whether it did not answer in time."""
+        """Whether the worker did not answer in time."""
         if worker.answered or worker.asked_s is None:
             return False
         return self._now_s - worker.asked_s >= HANG_ANSWER_S
@@ -290,12 +291,12 @@ class HangRules:
         return self._now_s - last_s >= HANG_ASK_S
 
     def _is_still(self, worker: _Worker) -> bool:
-        """Whether it has waited for others for a while, and nothing has moved."""
+        """Whether the worker has waited for others for a while without any progress or traffic."""
         waits = worker.sight.activity in _ENTERING or self._waits(worker)
         return waits and self._now_s - worker.still_s >= HANG_STALL_S
 
     def _is_stalled(self, worker: _Worker) -> bool:
-        """Whether it has been still for too long to continue."""
+        """Whether the worker has waited for so long that its wait does not end by itself."""
         if worker.sight.activity in _ENTERING:
             return self._now_s - worker.still_s >= HANG_ENTER_S
         if worker.traffic is not None:

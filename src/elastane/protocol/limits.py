@@ -18,7 +18,8 @@ FRAME_BYTES_MAX = 4 << 20
 HANDSHAKE_BYTES_MAX = 4 << 10
 # An honest handshake is two small frames; a slower peer only occupies a descriptor.
 HANDSHAKE_TIMEOUT_S = 5.0
-# At that bound, a connection of this age makes room for the next.
+# When as many unproven connections are open as a coordinator allows, one of this age is closed for
+# the next.
 UNPROVEN_TIMEOUT_S = 1.0
 # Text that one worker's failure may carry: a traceback is about 4 KB.
 FAILURE_TEXT_CHARS_MAX = 8 << 10
@@ -33,26 +34,27 @@ REASON_CHARS_MAX = 1000
 NAME_CHARS_MAX = 200
 # Workers of one node: more than any machine has of cores or accelerators worth a process each.
 LOCAL_WORLD_SIZE_MAX = 4096
-# A broken session may come back as quickly as a TCP connect and two frames; only then has its node
-# departed. Short, since a dead agent's broken session must count at once.
+# The reconnect grace of a node whose session broke. A living agent is back after a TCP connect and
+# two frames. It is short, since the survivors of a dead agent wait for it.
 REJOIN_GRACE_S = 0.1
 # How long to wait for the last coordinator's node once all others are back, unless its address
 # refuses connections. Most likely it is dead; one that only lost its lease looks for the new
 # coordinator as the others did.
 HOLDER_GRACE_S = 0.5
-# A second agent gets a node id in use once the first was silent for this long.
+# A second agent gets a node id that is in use once the first agent was silent for this long.
 CONTEST_S = 1.0
-# Before failures end a job, evidence of a departure that caused them may arrive.
+# How long a coordinator waits before failures end the job: a report of a departure that caused the
+# failures may still arrive.
 VERDICT_S = 0.3
-# After a worker lost a peer, a report of what became of that peer may follow. Then a world that
-# makes no step ends without a known cause.
+# How long a coordinator waits, after a worker lost a peer, for a report of how the peer ended.
+# After that, a world that makes no step ends without a known cause.
 LOST_PEER_S = 1.0
 # Characters of the place where one worker waits: a collective, a file's name, a line and a
 # function.
 WHERE_CHARS_MAX = 200
-# Workers of one node whose place a heartbeat names; more do not make it clearer.
+# Workers of one node whose waiting place a heartbeat names; more names would not help a person.
 WAITING_MAX = 128
-# The longest pause between two attempts of a crash loop, and the first.
+# The pauses between two attempts of a crash loop: the first one, and the longest.
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 # How long an agent may take, beyond the workers' own grace, to report them stopped.
@@ -65,8 +67,8 @@ NOTICE_MARGIN_S = 2.0
 LEAVE_MARGIN_S = 1.0
 # How long the coordinator waits, after the job's end, for agents to take notice.
 CLOSE_S = 5.0
-# How long an agent that wants to leave waits for a coordinator to release it; a new one is elected
-# sooner if the last one's host has died.
+# How long an agent that wants to leave waits for a coordinator to release it. If the coordinator's
+# host has died, a new one is elected sooner.
 LEAVE_ALONE_S = 10.0
 # An agent of a job with a store stops its workers after this long without authority: another side
 # may have formed a world by then. Longer than a minute's outage of the store.
@@ -80,7 +82,7 @@ STANDSTILL_LIMIT_S = 126.0
 STANDSTILL_SWEEP_S = 1.0
 # ... before a coordinator that reaches no member of the last world stops waiting for it, ...
 FENCE_WAIT_S = 138.0
-# ... though the clocks of two hosts may be wrong by this share. A quartz is wrong by less than
+# ... although the clocks of two hosts may differ by this share. A quartz is wrong by less than
 # 0.0001.
 CLOCK_DRIFT_MAX = 0.03
 # The orphan reaper reads its deadline this often, since a suspended host delays its timer.
@@ -101,17 +103,17 @@ OUTCOME_KEPT_S = 900.0
 # The share of a lease's time by which its holder stops deciding early: covers clocks that run at
 # different speeds.
 LEASE_MARGIN = 0.1
-# A lease of at most this long is ended for a holder whose address refuses connections. If the
-# holder lives after all and reaches no store, it may confirm its authority for so long, which the
-# wait of FENCE_WAIT_S covers. A longer lease has to run out. (Kubernetes has the longest default.)
+# A candidate ends a lease of at most this long if the holder's address refuses connections. If the
+# holder is alive and reaches no store, it may confirm its authority for this long, which the wait
+# of FENCE_WAIT_S covers. A longer lease has to run out. (Kubernetes has the longest default.)
 ENDED_LEASE_S = 3.0
 
 
 def look_s(nodes: int, longest_s: float) -> float:
-    """Return how often each of `nodes` polls what all of them poll.
+    """Return the interval at which each of `nodes` polls a store that all of them poll.
 
-    A thousand nodes that polled as often as eight would keep a store busy, which serves other jobs
-    too. The first of them still polls within milliseconds.
+    A thousand nodes that polled as often as eight would keep the store busy, which serves other
+    jobs too. With so many nodes, one of them still polls within milliseconds.
     """
     return max(STORE_POLL_S, min(STORE_POLL_S * nodes / STORE_CROWD, longest_s))
 
@@ -119,7 +121,7 @@ def look_s(nodes: int, longest_s: float) -> float:
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The durations that a job may set, in seconds; every node of a job has the same ones.
 
-    The comments compare the defaults with torchrun's where it has the bound.
+    Where torchrun has the same bound, the comment compares the defaults.
     """
 
     # Too few nodes for this long ends the job; torchrun's join_timeout.

@@ -84,7 +84,7 @@ MEASURED = frozenset({EventKind.PROGRESS, EventKind.PACE, EventKind.STEP_TIMES})
 
 
 class LogEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event as rules report it: what, why in words, and where.
+    """One event as rules report it: its kind, the reason in words, and the world and node.
 
     The shell that writes it adds time, host, pid and a sequence number.
     """

@@ -46,13 +46,13 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     assignment: Assignment
     state: GroupState
     failures: tuple[Failure, ...] = ()
-    # Its workers were asked to checkpoint and wait for the end of the drain.
+    # The workers were asked to checkpoint and wait for the end of the drain.
     draining: bool = False
     able: tuple[LocalRank, ...] = ()
-    in_place: bool = False  # its workers recover in place, also those that finished their steps
-    joining: Joining = Joining.ANYTIME  # when others can join the world of its workers
-    sharding: Sharding | None = None  # how the state that they hold is sharded
-    # Why its workers make no step in their world and wait for another one.
+    in_place: bool = False  # the workers recover in place, also those that finished their steps
+    joining: Joining = Joining.ANYTIME  # when new workers can join the world of these workers
+    sharding: Sharding | None = None  # how the state of these workers is sharded
+    # Why the workers make no step in their world and wait for another one.
     halted: Text = ""
     renewed: tuple[LocalRank, ...] = ()  # failed ones whose replacements were already charged
 
@@ -65,8 +65,8 @@ class Join(msgspec.Struct, frozen=True, tag="join", kw_only=True):
 
     `ready` is False while its workers cannot start quickly (the zygote still imports). `welcomed`:
     a coordinator of this job admitted it before. `seen` is the highest fence that it was ever
-    assigned, with the restarts used by then. Without a record a coordinator learns from it how far
-    the job came.
+    assigned, with the restarts used by then. A coordinator without a record of the job continues
+    from the highest fence that the agents report.
     """
 
     spec: JobSpec
@@ -97,7 +97,7 @@ class StateCopy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeCopies(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest copies of the state of a node's workers; None where there is none.
+    """The newest copies of the state of a node's workers; None if no copy is known.
 
     `memory` is in the node's snapshot server, `neighbour` in that of another node, `storage` is
     durable. `replicated`: each is the whole state, not this node's part of it.
@@ -113,9 +113,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """The agent lives. `progress` is the least step count of its workers that report one.
 
     `met`: the round of the last world in which all its workers met the others and had the state; 0:
-    none. `waiting`: where they are, once all have waited for others without progress for a while.
-    `all_wait`: they have waited too long to continue. `paces`: the times of their last steps, as
-    far as they show them. `copies`: the newest ones of their state.
+    none. `waiting`: where the workers are, once all have waited for others without progress for a
+    while. `all_wait`: they have waited for so long that the wait does not end by itself. `paces`:
+    the times of the workers' last steps, where known. `copies`: the newest copies of their state.
     """
 
     fence: Fence | None = None
@@ -134,7 +134,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
-    """Workers of `fence` failed; sent at the first failure, and again when more follow."""
+    """Workers of `fence` failed. Sent at the first failure, and again after each further one."""
 
     fence: Fence
     failures: tuple[Failure, ...]
@@ -160,7 +160,7 @@ class Marked(msgspec.Struct, frozen=True, tag="marked", kw_only=True):
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """All local workers have checkpointed, or none of them can be asked to."""
+    """All local workers have checkpointed, or cannot be asked to checkpoint."""
 
     fence: Fence
 
@@ -168,9 +168,9 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
 class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
     """These local workers can enter another world as they are, also those of the current one.
 
-    The whole list each time. `offer` is where the next process-group store would be, after that of
-    the world of `fence`, the last one assigned to the agent. `joining`: when others can join their
-    world.
+    The list is complete each time. `fence` is that of the last world assigned to the agent, and
+    `offer` is where the process-group store of the next one would be. `joining`: when new workers
+    can join their world.
     """
 
     workers: tuple[LocalRank, ...]
@@ -183,8 +183,8 @@ class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
 class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
     """A worker of `fence` reports that the script has just written a whole checkpoint.
 
-    `where`: the last file or folder of it, for people. `resumed`: since it was started, the worker
-    has read a checkpoint itself.
+    `where`: the last file or folder of the checkpoint, for people. `resumed`: the worker has itself
+    read a checkpoint since it was started.
     """
 
     fence: Fence
@@ -202,7 +202,7 @@ class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
 class StandstillReport(msgspec.Struct, frozen=True, tag="stands-still", kw_only=True):
     """The workers of `fence` have made no collective for `still_s`, far longer than usual.
 
-    `evidence`: one entry for each of them; empty once they move again.
+    `evidence`: one entry for each worker; empty once the workers make collectives again.
     """
 
     fence: Fence
@@ -226,9 +226,9 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """This agent was asked to go (a signal, a preemption notice) and requests a drain.
+    """This agent was asked to leave (a signal, a preemption notice) and requests a drain.
 
-    `within_s`: its node has no longer than this; None: no deadline is known.
+    `within_s`: how long the node still runs; None: no deadline is known.
     """
 
     reason: str
@@ -243,7 +243,7 @@ class Conclude(msgspec.Struct, frozen=True, tag="conclude", kw_only=True):
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
-    """`elastane status` requests a `Report`; its session never becomes a node."""
+    """`elastane status` requests a `Report`. The sender never becomes a node."""
 
 
 ToCoordinator = (
@@ -266,7 +266,7 @@ ToCoordinator = (
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
-    """The agent is admitted; `phase` and `reason` say what it waits for."""
+    """The agent is admitted; `phase` and `reason` say what the job waits for."""
 
     phase: str
     reason: str
@@ -295,10 +295,10 @@ class Interrupt(msgspec.Struct, frozen=True, tag="interrupt", kw_only=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):
-    """Start the local workers that do not run, after `delay_s`; they get ready for a later world.
+    """Start the missing local workers after `delay_s`, so that they are ready for a later world.
 
-    `successors`: they replace lost workers of a group. An agent without any worker left starts
-    none; it has reported that they were stopped.
+    `successors`: the new workers replace lost ones of a group. An agent without any worker starts
+    none for that; it has reported that its workers were stopped.
     """
 
     assignment: Assignment
@@ -307,7 +307,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
-    """A planned change: give the workers of `fence` a moment to checkpoint."""
+    """A planned change comes: let the workers of `fence` checkpoint before it."""
 
     fence: Fence
     timeout_s: float
@@ -317,8 +317,8 @@ class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
 class DrainTarget(msgspec.Struct, frozen=True, tag="drain-target", kw_only=True):
     """should_checkpoint() is true at its call number `calls`, on every worker.
 
-    `stops`: workers that recover in place checkpoint, too, since all are going to be stopped, or
-    too few stay for a world. It may come again if that turns out later.
+    `stops`: workers that recover in place checkpoint, too, since all workers will be stopped, or
+    too few stay for a world. The coordinator repeats the message if `stops` becomes true later.
     """
 
     fence: Fence
@@ -333,7 +333,7 @@ class CallOff(msgspec.Struct, frozen=True, tag="call-off"):
 
 
 class EndWorker(msgspec.Struct, frozen=True, tag="end-worker", kw_only=True):
-    """End the worker of this rank, if it is here: the others wait for it, and will for ever."""
+    """End the worker of this rank if it runs on this node: the others would wait for ever."""
 
     fence: Fence
     rank: Count
@@ -361,7 +361,7 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Answer to a heartbeat. `authority` is False while the store does not back the decisions."""
+    """Answer to a heartbeat. `authority` is False while the coordinator may not decide."""
 
     authority: bool
 
@@ -376,13 +376,13 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int
     heard_s: float  # seconds since its last message
     progress: int | None = None  # steps that its workers report; None: they report none
-    steps_per_s: float | None = None  # of these steps, or of those that its workers measure
+    steps_per_s: float | None = None  # the rate of reported steps, or else of measured ones
 
 
 class SafeCopies(msgspec.Struct, frozen=True, kw_only=True):
     """The newest copy of the state that survives the loss of any worker, of any node, of all nodes.
 
-    None where there is none that is known.
+    None if no such copy is known.
     """
 
     worker: StateCopy | None = None

@@ -1,12 +1,12 @@
-"""The nouns of a job: nodes, worlds, assignments, failures, the durable record.
+"""The types of a job: nodes, worlds, assignments, failures, the durable record.
 
 All are immutable values that travel over the wire or into a store, without clocks or connections.
-`Fence` is the pair that everything carries which outlives a process.
+Everything that outlives a process carries a `Fence`, so that an older one is recognised.
 
-`Sharding` says what a node holds of a sharded state. A replica spans the workers of one node or of
-several. With several, each node holds one slice of it for as long as its workers live. A world
-consists of whole replicas, except right after a loss: then all survivors first form a world that
-brings them to one step, since any may be ahead. Surplus nodes leave it afterwards
+`Sharding` says which part of a sharded state a node holds. A replica consists of the workers of one
+node, or of several. With several, each node holds one slice of it for as long as its workers live.
+A world consists of whole replicas, except right after a loss. Then all survivors first form a world
+that brings them to the same step, since some may be a step ahead. Surplus nodes leave afterwards
 (`coordinator.rules.sizing`).
 """
 
@@ -35,7 +35,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 LocalSize = Annotated[int, msgspec.Meta(ge=1, le=LOCAL_WORLD_SIZE_MAX)]
 LocalRank = Annotated[int, msgspec.Meta(ge=0, le=LOCAL_WORLD_SIZE_MAX - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
-# Twice what an honest agent sends. An outcome, which repeats some of it, always fits a frame.
+# Twice as long as the text that an agent sends. An outcome repeats some texts and still fits into a
+# frame.
 Text = Annotated[str, msgspec.Meta(max_length=2 * FAILURE_TEXT_CHARS_MAX)]
 # The rank of a worker that has no place in a world yet.
 NO_RANK = -1
@@ -70,10 +71,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int
     # All workers of all nodes are alike (TORCH_ELASTIC_WORKER_IDENTICAL=1 in torchrun).
     identical_workers: bool = False
-    # Ranks are given by flags and nothing else is accepted (the static backend).
+    # Each node's rank is given by a flag, and a node without one is refused (the static backend).
     static: bool = False
-    # The fewest workers that continue after a fault, if they recover in place; 0: as many as
-    # `min_nodes` whole nodes have.
+    # The least number of workers that continues after a fault, if they recover in place; 0: the
+    # number that `min_nodes` whole nodes have.
     min_workers: Count = 0
     # Workers of an unmodified script keep running when others are lost (--in-place).
     in_place: bool = False
@@ -159,7 +160,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
     So the bytes per node of a membership change do not grow with the job. `workers` are the local
     ranks that take part, as in WorldMember. `in_place`: for workers that keep their processes.
-    `waiting`: there is no place yet; the workers start and get ready for a later world, and its
+    `waiting`: the workers start without a place, so that they are ready for a later world; the
     ranks are placeholders.
     """
 
@@ -193,17 +194,17 @@ class WaitPoint(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's end that was not success.
+    """The end of one worker that failed.
 
-    `age_s` is how long ago it was when the report was sent, by the sender's own monotonic clock:
-    clocks of two hosts are never compared. `exit_code` is negative for a signal, as in subprocess.
-    `message` is the worker's error file, otherwise the end of its output, which need not be about
-    its end; then `output` is true. `evidence` is what the agent knows besides, such as the sender
-    of a SIGKILL.
+    `age_s` is how long ago the worker ended when the report was sent, by the sender's monotonic
+    clock: clocks of two hosts are never compared. `exit_code` is negative for a signal, as in
+    subprocess. `message` is the content of the worker's error file. Without one it is the last
+    output of the worker, which need not explain its end, and `output` is true. `evidence` has
+    further facts of the agent, such as the sender of a SIGKILL.
 
-    `rank` is NO_RANK for a worker without a place in a world. `stopped`: it failed by an error of
-    its own and was stopped while it was ending; `exit_code` is of the stop. `steps` counts the
-    steps that it had reported; a script that reports none has 0.
+    `rank` is NO_RANK for a worker without a place in a world. `stopped`: the worker failed by an
+    error of its own and was stopped while it was ending; `exit_code` is that of the stop. `steps`
+    counts the steps that the worker had reported; a script that reports none has 0.
     """
 
     local_rank: int
@@ -221,7 +222,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure with its node, as an outcome carries it; its age is as of the job's end."""
+    """A failure with its node, in an outcome; its age is counted at the job's end."""
 
     node_id: str
     failure: Failure
@@ -230,7 +231,7 @@ class FailedWorker(msgspec.Struct, frozen=True, kw_only=True):
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """The root cause of an incident, found over all nodes.
 
-    `alike` counts the other failures by the same error, `consequences` those that followed.
+    `alike` counts the other failures by the same error, `consequences` the failures that followed.
     """
 
     kind: str  # "worker" | "timeout" | "request" | "configuration"

@@ -19,13 +19,14 @@ import msgspec
 
 from elastane.protocol.limits import COUNT_MAX, WHERE_CHARS_MAX
 
-# The last collectives of a worker: some steps of a training that calls many in each.
+# The recorded collectives of a worker: those of some steps, where each step calls many.
 RECORDS = 256
 RECORD = struct.Struct("<8Q")
 # Lines of code that call collectives; the calls of further lines have no known site.
 SITES = 128
 SITE_BYTES = 128
-# The positions of some groups and the last calls of each; a longer board is not written.
+# Bytes of a board: the positions of some groups and the last calls of each. A worker writes no
+# longer one.
 BOARD_BYTES = 32 << 10
 BOARD_HEAD = struct.Struct("<2Q")
 SITES_AT = RECORDS * RECORD.size
@@ -39,7 +40,7 @@ CALLS_MAX = 16
 GROUP_SHIFT, SITE_SHIFT, LOW_BITS = 40, 8, 8
 _SITE_MASK = (1 << (GROUP_SHIFT - SITE_SHIFT)) - 1
 
-# The operations by their numbers in a record; only ever appended to.
+# The operations by their numbers in a record. New ones are appended, so that numbers stay.
 OPERATIONS = (
     "",
     *("all_reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor"),
@@ -71,14 +72,14 @@ class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """How many collectives a group has begun and completed, as torch counts them."""
+    """How many collectives a group has begun, and how many it has completed, as torch counts."""
 
     begun: Number
     completed: Number
 
 
 class GroupCall(msgspec.Struct, frozen=True):
-    """One collective that a group has begun, also from C++: its number there, and its tensors."""
+    """One collective that a group has begun, also from C++: its number there and its tensors."""
 
     sequence: Number
     operation: Short
@@ -102,8 +103,8 @@ class GroupBoard(msgspec.Struct, frozen=True, kw_only=True):
 class Board(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's positions in its groups, by name, and the place of its main thread.
 
-    `where` and the calls of the groups are there once nothing has moved for some seconds.
-    `debugged`: a debugger holds the main thread.
+    The worker fills in `where` and the calls of the groups once it has made no collective for some
+    seconds. `debugged`: a debugger holds the main thread.
     """
 
     groups: Annotated[dict[Short, GroupBoard], msgspec.Meta(max_length=GROUPS_MAX)] = {}
@@ -177,7 +178,7 @@ def spans(ranks: list[int]) -> str:
 
 
 def ranks_of(text: str, world_size: int) -> frozenset[int]:
-    """Return the ranks of spans; of "", all of the world. Spans that cannot be read give none."""
+    """Return the ranks of spans; "" means all of the world. Unreadable spans give no rank."""
     if not text:
         return frozenset(range(world_size))
     found: set[int] = set()

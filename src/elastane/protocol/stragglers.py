@@ -1,24 +1,25 @@
 """Finds the ranks that make the others wait in each step, the stragglers. Pure.
 
 All workers of a data-parallel world take equally long for a step, since each waits for the slowest.
-So the time of a step says nothing. A worker's own part of it does: the share of the step in which
-it did not wait in collectives. A straggler has a larger share than the others.
+So the time of a step does not show who is slow. A worker's own part of the step shows it: the share
+of the step in which the worker did not wait in collectives. A straggler has a larger share than the
+other ranks.
 
-`Pace` is what one worker shows of its last WINDOW_STEPS steps. `StragglerRules` compares the paces
+A `Pace` summarises the last WINDOW_STEPS steps of one worker. `StragglerRules` compares the paces
 of all ranks whenever each has made new steps:
 
     share of a rank >= NAMED_RATIO x that of the others, beyond noise    it is named
     share of a named rank < ENDED_RATIO x that of the others             it is over
 
-The share is taken in each step, so steps that are long for all ranks change nothing. Of a window,
-each rank takes the median of its COUNTED_STEPS shortest steps. All ranks take the same ones, since
-a step is equally long for all. That leaves out single slow steps of any rank, such as a save or an
-evaluation, also where many ranks have some. "That of the others" is their lower median.
+The share is taken in each step, so steps that are long for all ranks change nothing. Each rank
+takes the median over the COUNTED_STEPS shortest steps of its window. These are the same steps on
+all ranks, since a step is equally long for all. That leaves out single slow steps of any rank, such
+as a save or an evaluation. "That of the others" is the lower median of the other ranks.
 
-Noise is learned from the job: by how much the ranks of a world differ in this at each comparison,
-in the median over the ranks, so that one straggler does not count. Of two ranks each may be the
-straggler; there the scatter of their shares is the noise. A rank within NOISE_SIGMAS is not named,
-nor one in a window whose steps differ more among themselves than the rank does from the others.
+Noise is learned from the job: how much the shares of ranks differ at each comparison, in the median
+over the ranks, so that one straggler does not count. In a world of two ranks either may be the
+straggler, so the scatter of their shares over steps is the noise. A rank is not named within
+NOISE_SIGMAS. It is not named either where single steps differ more than the rank from the others.
 """
 
 from __future__ import annotations
@@ -39,36 +40,38 @@ WINDOW_STEPS = 16
 COUNTED_STEPS = 10
 NAMED_RATIO = 1.2
 ENDED_RATIO = 1.1
-# Ranks are compared once each has made this many more steps ...
+# Ranks are compared once each has made this many new steps, ...
 COMPARED_STEPS = 4
-# ... and named from this comparison of a world on, when its noise is known.
+# ... and named from this comparison on, since the noise of a new world is not known before.
 COMPARISONS_MIN = 5
-# Neighbouring windows share steps, so a job has fewer independent windows than comparisons.
+# A rank is named beyond this multiple of the noise. It is high because neighbouring windows share
+# steps: a job has fewer independent windows than comparisons.
 NOISE_SIGMAS = 5.5
 # A rank is named only where it differs by this multiple of the spread of single steps.
 SPREAD_FACTOR = 1.5
-# The share of a comparison in the noise that was learned, once there were as many.
+# The weight of the newest comparison in the learned noise, after the first 1 / NOISE_NEWEST ones.
 NOISE_NEWEST = 0.05
-# A shorter excess is the noise of the clock and of the interpreter, whatever its ratio.
+# A rank that is slower by less than this is not named: clock and interpreter have such noise.
 EXCESS_MIN_S = 0.002
-# The share of the excess that a reason has to explain.
+# A reason is given if it explains this share of the time by which a rank is slower.
 REASON_SHARE = 0.5
-# Workers of one node whose paces a heartbeat carries; a node with more is not compared.
+# Workers of one node whose paces a heartbeat carries. A node with more sends none.
 PACES_MAX = 64
 # A whole slow node is named once for each of its ranks, up to this number.
 NAMED_MAX = 8
-# Own parts that a line of the event log lists: of all workers, or of the slowest of a larger world.
+# Own parts in a line of the event log: of all workers of a world of at most LISTED_MAX, otherwise
+# of the slowest ones.
 LISTED_MAX = 64
 LISTED_SLOWEST = 10
-# A shorter part is logged as this one.
+# A part shorter than this is logged as this long.
 _LEAST_MS = 0.01
 
-# Half of normal deviations are smaller than this many sigma. In a world of two, half of the shares
-# are 1; three of four are within this many sigma of a worker's step of that.
+# Half of all normal deviations are smaller than _MEDIAN_SIGMAS sigma. In a world of two, half of
+# the shares are 1; three of four are within _QUARTILE_SIGMAS sigma of a worker's step of that.
 _MEDIAN_SIGMAS, _QUARTILE, _QUARTILE_SIGMAS = 0.6745, 0.75, 0.74
-# The scatter of a median of n, as a multiple of that of a mean.
+# The standard deviation of the median of n values, as a multiple of that of their mean.
 _MEDIAN_SCATTER = 1.2533
-# A smaller share counts as this one: a logarithm of it is taken.
+# A share smaller than this counts as this one, since its logarithm is taken.
 _LEAST = 0.01
 
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
@@ -95,11 +98,12 @@ _WORDS = {
 class Pace(msgspec.Struct, frozen=True, array_like=True):
     """The last WINDOW_STEPS steps of one worker.
 
-    `step` counts the steps that it has recorded. `share` is the median of its own part of a step,
-    as a share of the step; `spread`: three of four shares are no further from it than this. The
-    rest is in seconds a step. `whole_s` and `loads_s` are medians of the whole step, and of the
-    time in its data loader. `runs_s` and `queues_s` are means: its main thread ran, or had no
-    processor.
+    `step` counts the steps that the worker has recorded. `share` is the median of its own part of a
+    step, as a share of the step. Three of four shares are no further from it than `spread`.
+
+    The rest is in seconds per step. `whole_s` is the median of the whole step, `loads_s` of the
+    time in the data loader. `runs_s` and `queues_s` are means of the time in which the main thread
+    ran, and in which it waited for a processor.
     """
 
     rank: Count
@@ -135,11 +139,11 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ratio(self) -> float:
-        """How many times as long its own part of a step takes as that of the others."""
+        """The rank's own part of a step as a multiple of that of the others."""
         return self.own_s / self.others_s
 
     def sentence(self, node_id: str) -> str:
-        """Return what is wrong, in words."""
+        """Return a sentence for people: the rank, its node, both times and the reason."""
         return (
             f"rank {self.rank} on node {node_id} makes the others wait in each step: its own part"
             f" takes {self.own_s:.3g} s, theirs {self.others_s:.3g} s ({self.ratio:.2f} times);"
@@ -178,9 +182,9 @@ class StragglerRules:
     def look(
         self, paces: Mapping[int, Pace], world_size: int
     ) -> tuple[list[Straggler], list[Straggler]]:
-        """Compare the ranks; return those that are stragglers now, and those that are no more.
+        """Compare the ranks; return new stragglers, and those that are stragglers no longer.
 
-        Without a pace of each rank nothing is compared, nor before each has made new steps.
+        Ranks are compared only if all paces are known and each rank has made new steps.
         """
         if world_size < 2 or len(paces) != world_size or not self._has_news(paces):
             return [], []
@@ -206,7 +210,7 @@ class StragglerRules:
         return is_known and is_beyond and (pace.share - others) * pace.whole_s >= EXCESS_MIN_S
 
     def _learn(self, paces: Mapping[int, Pace], others: Mapping[int, float]) -> None:
-        """Learn by how much a rank differs from the others by chance, as a sigma of logarithms."""
+        """Learn how much ranks differ by chance, as the standard deviation of logarithms."""
         self._comparisons += 1
         if len(paces) == 2:
             noise = _scatter(paces.values())
@@ -227,7 +231,7 @@ class StragglerRules:
 class ListedParts(msgspec.Struct, frozen=True, kw_only=True):
     """The own parts of a step of some ranks at one time, as the event log has them.
 
-    `own_ms`: a number for each of `ranks`, separated by commas. `median_ms`: that of all ranks.
+    `own_ms`: a number for each of `ranks`, separated by commas. `median_ms`: over all ranks.
     """
 
     ranks: tuple[int, ...]
@@ -249,12 +253,12 @@ def listed_parts(paces: Mapping[int, Pace]) -> ListedParts:
 
 
 def _shown_ms(own_ms: float) -> str:
-    """Return a time in few characters, since those of all ranks stand in one field."""
+    """Return a time in few characters, since one field has the times of all ranks."""
     return f"{own_ms:.0f}" if own_ms >= 1000 else f"{max(_LEAST_MS, own_ms):.3g}"
 
 
 def _others(order: Sequence[float], share: float) -> float:
-    """Return the lower median of all shares but this one, from all in their order."""
+    """Return the lower median of all shares but this one; `order` has all of them, sorted."""
     at = (len(order) - 2) // 2
     return order[at + 1] if share <= order[at] else order[at]
 
@@ -264,7 +268,7 @@ def _difference(share: float, others: float) -> float:
 
 
 def _scatter(paces: Collection[Pace]) -> float:
-    """Return the sigma of the difference of two medians, from the scatter of the single steps."""
+    """Return the standard deviation of two medians' difference, from that of single steps."""
     spread = median(pace.spread / max(_LEAST, pace.share) for pace in paces)
     return spread / _QUARTILE_SIGMAS * _MEDIAN_SCATTER * math.sqrt(2 / COUNTED_STEPS)
 

@@ -12,8 +12,8 @@ memory than `protocol.limits` allows. The first bytes of a connection:
 MAGIC and version come first in every version of the protocol, so two versions can name each other.
 A refusal is one byte, and its reader supplies the words: no text of an unproven peer is logged.
 `wrong-job` comes before any proof, since a peer of another job cannot prove anything. It reveals
-that this is another job's endpoint, and not which. The agent proves first: an unproven peer
-receives nothing that depends on the secret.
+that this is another job's endpoint, but not which job's. The agent proves first, so an unproven
+peer receives nothing that depends on the secret.
 
 The handshake proves that both sides know the job's secret. Every frame comes from the side that
 proved it, once and in order:
@@ -22,10 +22,11 @@ proved it, once and in order:
 
 Each direction has a key of its own, and the code covers a 64-bit sequence number, the length and
 the body. So a frame that was changed, replayed, reordered, left out or sent back is refused. The
-length is checked before anything is stored. A codec that has refused once refuses from then on.
+length is checked before anything is stored. A codec that has refused one frame refuses all later
+ones.
 
-The handshake gives no privacy, which is TLS's task. It does not protect a
-guessable token from an impostor coordinator that tries tokens offline: tokens should be random.
+The handshake gives no privacy; TLS does. An impostor coordinator can try tokens offline against a
+proof, so a token should be random.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from elastane.protocol.limits import FRAME_BYTES_MAX, HANDSHAKE_BYTES_MAX, NAME_
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.unreadable import UNREADABLE
 
-# A web server answers a complete line and an empty one at once, instead of waiting for more.
+# MAGIC ends with a complete line and an empty one, so that a web server answers at once instead of
+# waiting for more.
 MAGIC = b"ELASTANE\r\n\r\n"
 PROTOCOL = 1
 NONCE_BYTES = 32
@@ -96,7 +98,7 @@ def derive_secret(job: str, token: str | None) -> bytes:
 
 
 class Handshake(Protocol[Incoming, Outgoing]):
-    """The interface of either side, as a shell uses it."""
+    """One side of a handshake, as a shell uses it."""
 
     @property
     def done(self) -> bool:
@@ -104,14 +106,14 @@ class Handshake(Protocol[Incoming, Outgoing]):
 
     @property
     def received_bytes(self) -> int:
-        """How much the peer has sent in all; 0 distinguishes a port probe from a peer."""
+        """How many bytes the peer has sent so far. A port probe sends none."""
 
     @property
     def farewell(self) -> bytes:
-        """After a WireError: what to send before the connection is closed."""
+        """The bytes to send after a WireError, before the connection is closed."""
 
     def start(self) -> bytes:
-        """Return what this side sends first."""
+        """Return the first bytes that this side sends."""
 
     def feed(self, data: bytes) -> bytes:
         """Accept received bytes and return the answer; WireError if the peer is refused."""
@@ -272,7 +274,7 @@ class ServerHandshake(_Side):
         self._transcript = b""
 
     def start(self) -> bytes:
-        """Return nothing: a peer that has sent nothing receives nothing."""
+        """Return no bytes: a peer receives nothing before it has sent its hello."""
         return b""
 
     def feed(self, data: bytes) -> bytes:
@@ -406,7 +408,7 @@ class FrameCodec(Generic[Incoming, Outgoing]):
 
     @property
     def ready(self) -> bool:
-        """Whether `next` would yield a message, or refuse, without more bytes."""
+        """Whether `next` returns a message, or raises, without further bytes."""
         if self._fault is not None:
             return True
         length = self._length()
