@@ -191,7 +191,7 @@ def test_the_limit_bears_as_many_failures_and_not_one_more():
     end(cluster, 137)
     failed = cluster.status.condition("Failed")
     assert failed.reason == "BackoffLimitExceeded"
-    assert failed.message == "3 failures; backoffLimit bears 2"
+    assert failed.message == "3 failures; backoffLimit allows 2"
 
 
 def test_no_limit_is_no_limit_but_pods_that_end_quickly_wait_longer_each_time():
@@ -229,7 +229,8 @@ def test_a_pause_is_reported_with_its_end_and_its_cause():
             cluster.start(pod, "n1")
     degraded = cluster.status.condition("Degraded")
     assert degraded.reason == "BackOff"
-    assert "j-worker-1 ended early 2 times in a row (App): made again at 2001-" in degraded.message
+    text = "j-worker-1 ended early 2 times in a row (App): created again at 2001-"
+    assert text in degraded.message
     assert 0 < decision.again_in_s <= 11
     assert ("Warning", "BackOff") in [(one.type, one.reason) for one in decision.events]
 

@@ -383,4 +383,5 @@ def test_another_owners_pod_of_that_name_is_reported_and_not_touched():
     cluster.start(foreign, "n0")
     cluster.settle()
     assert foreign.uid in cluster.pods
-    assert "pod j-worker-0 that is not the job's" in cluster.status.condition("Degraded").message
+    text = "pod j-worker-0 exists and does not belong to the job"
+    assert text in cluster.status.condition("Degraded").message

@@ -76,7 +76,7 @@ def test_of_several_files_the_first_that_has_a_name_keeps_it(tmp_path):
         ({"clusters": [{"name": "c", "cluster": {"server": "kube:6443"}}]}, "server 'kube:6443'"),
         ({"clusters": [{"name": "c", "cluster": {"server": "https://[x"}}]}, "server 'https://[x'"),
         ({"clusters": [{"name": "c", "cluster": None}]}, "server ''"),
-        ({"users": [{"name": "u", "user": {"token": "a\nb"}}]}, "a token that"),
+        ({"users": [{"name": "u", "user": {"token": "a\nb"}}]}, "the token "),
         ({"users": [{"name": "u", "user": {"auth-provider": {}, "token": ""}}]}, ""),
         (
             {"users": [{"name": "u", "user": {"auth-provider": {"name": "gcp"}}}]},

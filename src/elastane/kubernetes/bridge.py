@@ -47,15 +47,15 @@ _log = logging.getLogger("elastane.bridge")
 FIRST_LOOK_S = 3.0
 # The pause between two attempts to reach an API server that is away.
 RETRY_S = 2.0
-# A change of the job's state is reported within this, and at most this often; ...
+# A change of the job's state is reported within this time, and changes at most this often; ...
 REPORT_S = 2.0
-# ... steps alone, and an unchanged state, this often, so that the operator knows that it still
-# holds. A thousand jobs make a hundred writes a second.
+# ... a state in which only the step changed is reported this often, and so is an unchanged one, so
+# that the operator knows that it is current. A thousand jobs make a hundred writes a second.
 REFRESH_S = 10.0
-# Steps per second are computed over at most the first, and at least the second, of these times.
+# Steps per second are computed over PACE_MIN_S at least and PACE_WINDOW_S at most.
 PACE_WINDOW_S = 60.0
 PACE_MIN_S = 2.0
-# Pods that are gone and still reported as departed.
+# Deleted pods that are still reported as departed.
 DEPARTED_MAX = 64
 # Uids of pods in a directive; the operator keeps some hundreds.
 UIDS_MAX = 10_000
@@ -76,7 +76,7 @@ class OperatorMailbox:
         self._report = report_name(job)
 
     async def directives(self) -> AsyncGenerator[Directive | None, None]:
-        """Give the current directive, None where there is none, and each change of it."""
+        """Yield the current directive and each later one; None while there is none."""
         store = self._store
         follow = follow_one(store.api, CONFIGMAPS, store.namespace, self._directive, ConfigMap)
         async with contextlib.aclosing(follow) as changes:
@@ -84,7 +84,7 @@ class OperatorMailbox:
                 yield None if found is None else read_directive(found.data or {})
 
     async def last_report(self) -> JobReport | None:
-        """Return the last report, of this coordinator or one before."""
+        """Return the last report of this or an earlier coordinator."""
         store = self._store
         found = await store.api.find(CONFIGMAPS, store.namespace, self._report, ConfigMap)
         try:
@@ -146,8 +146,8 @@ class OperatorBridge:
     ) -> None:
         """Serve both directions until cancelled; set `begun` once the directive is known.
 
-        `begun` is also set after FIRST_LOOK_S without an answer: the store is away then, and no
-        world can be formed either.
+        `begun` is also set after FIRST_LOOK_S without an answer: the API server is away then, and
+        no world can be formed either, since it is also the store.
         """
         loop = asyncio.get_running_loop()
         late = loop.call_later(FIRST_LOOK_S, begun.set)
@@ -175,7 +175,7 @@ class OperatorBridge:
             except ElastaneError as error:
                 self._note("directive", error.what)
                 if not isinstance(error, ApiUnreachableError):
-                    begun.set()  # It is unreadable: waiting longer would not help.
+                    begun.set()  # The directive is unreadable: waiting longer would not help.
             await asyncio.sleep(RETRY_S)
 
     async def _report(self, state: CoordinatorView) -> None:
@@ -209,7 +209,7 @@ class OperatorBridge:
 
 
 class Summary:
-    """A job's state over time, as one report. `before` is an earlier coordinator's last."""
+    """Sums a job's state over time up to one report; `before` is an earlier coordinator's last."""
 
     def __init__(self, before: JobReport | None) -> None:
         self._incident = before.incident if before else ""
@@ -225,7 +225,7 @@ class Summary:
         if report.last_incident and report.last_incident != self._incident:
             self._incident = report.last_incident
             self._incident_at_s = now_s
-        # After a change no worker has reported a step yet: the last one stays.
+        # In a new world no worker has reported a step yet, so the last known step is kept.
         steps = [node.progress for node in report.nodes if node.progress is not None]
         step = self._step = min(steps, default=self._step)
         return JobReport(

@@ -29,13 +29,13 @@ _NO_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan",
 NAME = "elastane-operator"
 METRICS_PORT = 8080
 _RBAC = "rbac.authorization.k8s.io"
-# (group, resources, verbs, purpose). The operator may create Secrets and never read one, and may
-# bind one ClusterRole and change none: an attacker with its account learns no secret, and gets no
-# right that ElasticJobs do not have.
+# (group, resources, verbs, purpose). The operator may create Secrets and read none. It may bind one
+# ClusterRole and change none. So an attacker with its account learns no secret, and gets no right
+# that ElasticJobs do not have.
 RIGHTS = (
     (GROUP, (PLURAL,), ("get", "list", "watch", "delete"), "to see jobs, and remove old ones"),
     (GROUP, (f"{PLURAL}/status",), ("patch", "update"), "to say how they are"),
-    # Owner references that block the owner's deletion need this where that is enforced.
+    # Some clusters require this right for owner references that block the owner's deletion.
     (GROUP, (f"{PLURAL}/finalizers",), ("update",), "to own what belongs to them"),
     ("", ("pods",), ("get", "list", "watch", "create", "patch", "delete"), "to run them"),
     ("", ("services",), ("get", "list", "watch", "create", "patch", "delete"), "to name pods"),
@@ -102,7 +102,7 @@ Right = tuple[str, tuple[str, ...], tuple[str, ...], str]
 class Installation(msgspec.Struct, frozen=True, kw_only=True):
     """The options of an operator's installation. `watch_namespace` "": all namespaces.
 
-    `with_rules`: the definition has rules between fields, for Kubernetes 1.25 and later.
+    `with_rules`: the resource's definition has rules between fields (Kubernetes 1.25 and later).
     """
 
     namespace: str
@@ -151,11 +151,11 @@ def cluster_role(
 
 
 def _rights(wanted: Installation) -> list[Object]:
-    """Rights to jobs in one namespace or in all; to nodes always in the cluster."""
+    """Return rights to jobs in one namespace or in all, and rights to the cluster's nodes."""
     lease: Right = ("coordination.k8s.io", ("leases",), ("get", "create", "patch"), "its own")
     if not wanted.watch_namespace:
         return _granted(wanted, "", RIGHTS + NODE_RIGHTS)
-    # Cluster-wide objects have their own names, since other namespaces may have operators too.
+    # Names of cluster-wide objects contain the namespace, since others may have operators too.
     nodes = f"{NAME}-{wanted.watch_namespace}"
     found = _granted(wanted, wanted.watch_namespace, RIGHTS)
     found += _granted(wanted, "", NODE_RIGHTS, nodes)
@@ -250,7 +250,7 @@ def _container(wanted: Installation) -> Object:
         "args": [*words, f"--lease-namespace={wanted.namespace}"],
         "env": [
             {"name": "ELASTANE_POD_NAME", "valueFrom": _field("metadata.name")},
-            # Nothing may be written: not even compiled modules.
+            # The root file system is read-only, so Python must write no compiled modules.
             {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"},
         ],
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],
@@ -303,7 +303,7 @@ class Volume(msgspec.Struct, frozen=True):
 
 
 class RequestedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The requested fields of an ElasticJob; None: the default."""
+    """The fields of an ElasticJob that a user asks for; None means the default."""
 
     name: str
     image: str
@@ -321,7 +321,7 @@ class RequestedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def job(requested: RequestedJob) -> Object:
-    """Return the ElasticJob; `fields` are more of its spec, as they are written there."""
+    """Return the ElasticJob; `fields` has further fields of its spec by their names there."""
     container: Object = {
         "name": CONTAINER,
         "image": requested.image,
@@ -364,7 +364,7 @@ def _resources(requested: RequestedJob) -> Object:
 
 
 def as_yaml(documents: Sequence[Object]) -> str:
-    """Return documents as YAML, such that every reader sees the same types.
+    """Return documents as YAML that every reader decodes to the same types.
 
     Without PyYAML it is JSON, which is YAML too.
     """
@@ -374,7 +374,7 @@ def as_yaml(documents: Sequence[Object]) -> str:
         return "".join(f"---\n{json.dumps(one, indent=2)}\n" for one in documents)
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
-        """PyYAML's, with all texts quoted that another reader may take for something else."""
+        """PyYAML's dumper, which also quotes texts that another reader takes for another type."""
 
     Dumper.add_representer(str, _represented)
     options = {"sort_keys": False, "explicit_start": True, "width": 100}

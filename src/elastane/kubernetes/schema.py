@@ -1,10 +1,10 @@
 """The definition of the ElasticJob resource (CustomResourceDefinition v1), made of the types.
 
-A structural schema: each field has one type, no references. It is derived from the same types
-that the operator decodes with, so the API server and the operator refuse the same values. Rules
-between fields are in CEL, which Kubernetes knows since 1.25; for an older server they are left
-out. The operator checks them always. Pure; fails only for a type that no schema can express, which
-is our bug.
+The schema is a structural one: each field has one type, without references. It is derived from the
+types that the operator decodes with, so the API server and the operator refuse the same values.
+Rules between fields are in CEL, which Kubernetes knows since 1.25, and are left out for an older
+server. The operator always checks them. Pure; fails only for a type that no schema can express,
+which is a bug of elastane.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Schema = dict[str, Any]
 
 # The fields of metadata that a definition may restrict: the same bounds as `settings.wrong_name`.
 _NAME = {"type": "string", "maxLength": names.NAME_CHARS_MAX, "pattern": f"^{names.NAME_PATTERN}$"}
-# (expression, message), on spec. Fields that are not set are not compared.
+# (expression, message) about spec. Fields that are not set are not compared.
 _RULES = (
     (
         "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
@@ -69,7 +69,7 @@ def definition(*, with_rules: bool = True) -> Schema:
         "spec": {
             "group": names.GROUP,
             "scope": "Namespaced",
-            # Explicit, because TorchElastic's definition, which this one may replace, has it true.
+            # Explicit, since this definition may replace TorchElastic's, which has the value true.
             "preserveUnknownFields": False,
             "names": {
                 "kind": names.KIND,
@@ -122,7 +122,7 @@ def _whole(with_rules: bool) -> Schema:
             "kind": {"type": "string"},
             "metadata": {"type": "object", "properties": {"name": _NAME}},
             "spec": spec,
-            # A default here would come back as if the operator had written it.
+            # The API server would write a default into each status, as if the operator had set it.
             "status": _without_defaults(schema_of(JobStatus)),
         },
     }

@@ -314,7 +314,7 @@ def waiting_text(waiting: Iterable[WaitPoint]) -> str:
     for each in sorted(waiting, key=lambda each: each.rank):
         places.setdefault(each.where, []).append(each.rank)
     text = ", ".join(f"{_ranks(ranks)} in {where}" for where, ranks in places.items())
-    return text[:REASON_CHARS_MAX] or "none of them says where"
+    return text[:REASON_CHARS_MAX] or "at places that no worker named"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -55,8 +55,8 @@ _ANSWER_BYTES = len(MAGIC) + 3
 assert _HELLO_BYTES + _JOB_BYTES_MAX + PROOF_BYTES < HANDSHAKE_BYTES_MAX
 # How the first bytes of other protocols begin, from either side of a connection.
 _STRANGERS = (
-    (b"\x16\x03", "TLS, where this side speaks without"),
-    (b"\x15\x03", "a TLS alert: it expects TLS, and this side speaks without"),
+    (b"\x16\x03", "TLS, which this side does not use"),
+    (b"\x15\x03", "a TLS alert: it expects TLS, which this side does not use"),
     (b"HTTP/", "HTTP: it is a web server"),
     (b"GET ", "HTTP: it is a web client"),
     (b"POST ", "HTTP: it is a web client"),

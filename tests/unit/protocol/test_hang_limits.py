@@ -284,7 +284,7 @@ def test_ranks_that_wait_at_one_place_are_named_together():
     said = waiting_text(WaitPoint(rank, where) for rank, where in at.items())
     assert said == "ranks 0-1, 3-4 in all_reduce, rank 2 in _sync_buffers"
     assert len(waiting_text(WaitPoint(n, f"{n} " * 50) for n in range(1000))) == REASON_CHARS_MAX
-    assert waiting_text([]) == "none of them says where"
+    assert waiting_text([]) == "at places that no worker named"
 
 
 def test_no_healthy_step_of_ten_thousand_is_taken_for_a_hang():

@@ -1,15 +1,15 @@
 """The client: typed requests for objects, one method for each verb of the API, and watches.
 
 Owns the requests, the types of their answers, and the stream of a watch's events. `transport` owns
-connections, `resource` paths. It never repeats a request that could then be done twice. It fails
-with one of `errors`, each of which names the request, and with ConfigurationError without
-credentials.
+connections, `resource` paths. A request is repeated only if the repetition cannot do it twice. The
+module fails with one of `errors`, each of which names the request, and with ConfigurationError
+without credentials.
 
 A server ends each watch after a while, which is normal: the next one resumes from the last version
-seen. A watch that is silent for longer than that, without even a bookmark, counts as a broken
+seen. A watch without any event or bookmark for a while longer than that counts as a broken
 connection. A watch fails with ApiGoneError for a version that is too old (list again),
 ApiUnreachableError for a broken connection (resume from the version of the last event), and
-ApiAnswerError for anything that is no event.
+ApiAnswerError for a line that is not an event.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ T = TypeVar("T")
 
 # A server ends a watch after about this time, and sends a bookmark each minute until then.
 WATCH_S = 60.0
-# ... and a connection without data for that time and this one is dead.
+# ... and a connection counts as dead after this much more time without data.
 SILENCE_MARGIN_S = 5.0
-# Between two watches of a server that ends each at once: the first pause and the longest.
+# Pauses between two watches if a server ends each of them at once: the first and the longest.
 PAUSE_S = 0.1
 PAUSE_MAX_S = 5.0
 Change = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
@@ -53,7 +53,7 @@ Change = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
 class SeenObject(msgspec.Struct, Generic[T], frozen=True):
     """One event. `object` is None for a BOOKMARK, which only says how far the watch is.
 
-    There is one at the beginning of each watch, too: the server answers.
+    Each watch begins with a bookmark of ours, once the server has answered.
     """
 
     change: Change
@@ -72,7 +72,7 @@ async def follow(
     """Yield every event after `from_version`, over as many watches as are needed."""
     version, pause_s = from_version, PAUSE_S
     while True:
-        # Spread, so that the watches of all clients do not end at one moment.
+        # The timeout is random, so that the watches of all clients do not end at one moment.
         asked_s = max(1, round(watch_s * random.uniform(0.9, 1.0)))
         query = request.query | {
             "watch": "1",
@@ -132,10 +132,10 @@ class Deletion(msgspec.Struct, frozen=True, kw_only=True):
     uid: str = ""
     version: str = ""
     grace_s: int | None = None  # of a pod; 0: do not wait for its kubelet; None: as the pod says
-    propagation: str = ""  # Background, Foreground or Orphan; "": as the kind's default is
+    propagation: str = ""  # Background, Foreground or Orphan; "": the default of the kind
 
     def body(self) -> dict[str, Any]:
-        """Return the DeleteOptions: all in the body, for with one the query is not read."""
+        """Return the DeleteOptions, all in the body: with a body the server ignores the query."""
         wanted = {"uid": self.uid, "resourceVersion": self.version}
         guards = {key: value for key, value in wanted.items() if value}
         body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions"}
@@ -169,7 +169,7 @@ class Api:
         kind: type[T],
         subresource: str = "",
     ) -> T:
-        """Return the object, not older than any write that ended before."""
+        """Return the object, including every write that had ended before the call."""
         request = _request("GET", resource, namespace, name, subresource)
         return await self._typed(request, kind)
 
@@ -227,8 +227,8 @@ class Api:
     ) -> T:
         """Create the object; ApiConflictError with `exists` if its name is taken.
 
-        A field that the server does not know is refused (ApiInvalidError) by servers of Kubernetes
-        1.25 and later. Older servers ignore the request for that, and drop the field.
+        Servers of Kubernetes 1.25 and later refuse a field that they do not know
+        (ApiInvalidError). Older servers drop the field.
         """
         request = _request("POST", resource, namespace, body=manifest)
         request = msgspec.structs.replace(request, query=_STRICT)
@@ -280,7 +280,7 @@ class Api:
         await self._http.ask(_request("DELETE", resource, namespace, name, body=body))
 
     async def read(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
-        """Return the answer for a path that is no object: /version, /apis, a pod's log."""
+        """Return the answer for a path that names no object: /version, /apis, a pod's log."""
         return await self._http.ask(ApiRequest("GET", path, path, dict(query or {})))
 
     def watch(
@@ -348,7 +348,7 @@ def _request(
     )
 
 
-# After this long without an event the object is read: the server may be cut off.
+# After this long without an event the object is read, since a cut-off watch gets no events.
 LOOK_S = 10.0
 _PAUSE_S = 0.1
 # ... and after a watch that broke, or is not allowed.
@@ -360,11 +360,11 @@ async def follow_one(
 ) -> AsyncGenerator[T | None, None]:
     """Yield the current object, None while it does not exist, and again at each change and read.
 
-    A Role can allow the reading and watching of one name where a list of all is too much. It fails
-    with the ApiError of a read; a broken watch only leads to another read.
+    A Role can allow an account to read and watch this one name, and not to list all objects.
+    Raises the ApiError of a read; a broken watch only leads to another read.
 
     A watch without a version begins with the objects in the server's memory, which may be older
-    than those that were read. Such events are left out.
+    than the object that was read. Such older events are left out.
     """
     begin, newest = "", 0
     while True:
@@ -377,7 +377,7 @@ async def follow_one(
             version = decoded(raw, Versioned, label, where).metadata.resourceVersion
             newest = max(newest, _number(version, newest))
             yield decoded(raw, kind, label, where)
-        # From the version that was read, or from now on where the server has dropped that version.
+        # The watch begins at the version that was read, or now if the server has dropped that one.
         watch = api.watch(
             resource, namespace, kind, "" if begin == "gone" else version, one(name), LOOK_S
         )

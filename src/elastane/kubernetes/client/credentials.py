@@ -1,11 +1,9 @@
-"""The API server, the namespace and the identity: of a pod's service account, or a kubeconfig.
+"""Finds the API server, the namespace and the identity, in a pod or through a kubeconfig.
 
-Owns the search (argument, then KUBECONFIG, then the pod's own service account, then
-~/.kube/config), and the identity that each request carries: a token or certificate that is read
-again when its file changes, or when the server rejects it. Owns also the reading of kubeconfig
-files: their merging (the first file that has a name keeps it), paths relative to the file that has
-them, and the three ways in which a user is given: certificates, tokens, plugins. It fails with
-ConfigurationError that names what was looked for, the file and the field.
+Owns the search: argument, then KUBECONFIG, then the pod's own service account, then
+~/.kube/config. Owns the reading of kubeconfig files, too. Of several files, the first one that
+defines a name wins. Paths are relative to their file. A user is given by certificates, a token or a
+plugin. It fails with ConfigurationError that names the missing thing, the file and the field.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True):
-    """The certificates that the server's must match.
+    """The certificate authorities that the server's certificate must come from.
 
     `ca` is PEM text, or `ca_file` is read at each connect.
     """
@@ -54,7 +52,7 @@ _DEFAULT_TLS = Tls()
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """One server and one identity, `where` in messages; `namespace` is the default one."""
+    """One server, one identity and a default namespace; messages name it by `where`."""
 
     server: str
     identity: Identity
@@ -69,11 +67,11 @@ class ClusterAccess:
         return await self.identity.proof()
 
     def renew(self) -> bool:
-        """Forget the current identity; False if the next one would be the same."""
+        """Drop the current token or certificate; return False if the next would be the same."""
         return self.identity.renew()
 
     def extensions(self) -> dict[str, str]:
-        """Return the parameters of a connection beside its address."""
+        """Return httpx's extension that names the host in the server's certificate, if given."""
         return {"sni_hostname": self.tls.server_name} if self.tls.server_name else {}
 
     def context(self, proof: ClientProof) -> ssl.SSLContext | bool:
@@ -109,7 +107,7 @@ def find_access(
 ) -> ClusterAccess:
     """Find the server: by `kubeconfig` or `context` if given, otherwise as kubectl in a pod would.
 
-    `namespace` goes before that of the context or the service account. Reads small files.
+    `namespace` overrides that of the context or the service account. Reads small files.
     """
 
     home = Path(environ.get("HOME") or "/nonexistent") / ".kube" / "config"
@@ -121,7 +119,7 @@ def find_access(
         access = read_kubeconfig(str(home), environ, context)
     else:
         raise ConfigurationError(
-            "kubernetes: this is no pod, and there is no kubeconfig",
+            "kubernetes: this process runs in no pod, and there is no kubeconfig",
             slug="kube-no-cluster",
             where=f"KUBERNETES_SERVICE_HOST and KUBECONFIG are not set, {home} does not exist",
             expected="a pod with a service account, or a kubeconfig",

@@ -1,8 +1,8 @@
 """Answers of the API server: an object of the expected type, or an error.
 
-Owns the classes of errors, which answer becomes which, and the decoding of objects and lists. Bytes
-that do not decode are an ApiAnswerError. Callers decide by the class of an error, and by the words
-of Kubernetes in it; the text is for people.
+Owns the classes of errors, the choice of the class for an answer, and the decoding of objects and
+lists. Bytes that do not decode are an ApiAnswerError. Callers decide by the class of an error and
+by Kubernetes' own words in it; the text is for people.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 from elastane.errors import ElastaneError, ExitCode
 from elastane.protocol.unreadable import UNREADABLE
 
-# Of a server's sentence in an error: an admission webhook may return a text of any length.
+# Characters of a server's sentence in an error: an admission webhook may return any length.
 MESSAGE_CHARS_MAX = 1000
 
 
 class ErrorDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer behind an error; the defaults mean that none came.
+    """The answer behind an error; the defaults mean that no answer came.
 
     `status` is the HTTP status, `reason` Kubernetes' own word (`AlreadyExists`, `Expired`),
     `causes` those of its details, `message` the server's sentence. `retry_after_s` is the pause
@@ -98,7 +98,7 @@ class ApiForbiddenError(ApiError):
 
     @property
     def namespace_ends(self) -> bool:
-        """Whether that is so because the namespace is being deleted: no right would help."""
+        """Whether the reason is that the namespace is being deleted, where no right would help."""
         return "NamespaceTerminating" in self.causes
 
 
@@ -110,14 +110,14 @@ class ApiUnauthorizedError(ApiError):
 
 
 class ApiInvalidError(ApiError):
-    """400 or 422: the object or the request is wrong; it will be wrong again."""
+    """400 or 422: the object or the request is wrong, so a retry would fail, too."""
 
     exit_code = ExitCode.CONFIGURATION
     slug = "kube-invalid"
 
 
 class ApiBusyError(ApiError):
-    """429 or 5xx: the server cannot now."""
+    """429 or 5xx: the server cannot answer now; a retry may succeed."""
 
     slug = "kube-busy"
 
@@ -129,7 +129,7 @@ class ApiAnswerError(ApiError):
 
 
 class ApiUnreachableError(ApiError):
-    """No answer. `sent`: the server may have carried the request out all the same."""
+    """No answer came. `sent`: the server may still have carried the request out."""
 
     slug = "kube-unreachable"
 
@@ -150,13 +150,13 @@ class StatusCause(msgspec.Struct):
 
 
 class Details(msgspec.Struct):
-    """More on a failure, for programs."""
+    """Details of a failure for programs."""
 
     causes: list[StatusCause] | None = None
 
 
 class Status(msgspec.Struct):
-    """Kubernetes' own account of a failure, as far as we read it."""
+    """The Status object of a failure, with the fields that we read."""
 
     message: str = ""
     reason: str = ""
@@ -184,7 +184,7 @@ _NEXT_STEPS: dict[type[ApiError], str] = {
 
 
 def read_status(content: bytes) -> Status:
-    """Return what a body says of a failure; its beginning as the message where it says nothing."""
+    """Return the Status in a body; of any other body, one with its beginning as the message."""
     try:
         return msgspec.json.decode(content, type=Status)
     except UNREADABLE:

@@ -1,9 +1,9 @@
 """The identity towards the server, kept valid: tokens and certificates that are renewed.
 
-Owns when a file is read again and when a plugin is run again. A token that a kubelet rotates is
-valid long after its successor is there, so an occasional look is enough; a rejection by the server
-leads to an immediate one. It fails with ConfigurationError for a file that was never readable.
-After one reading the old content is kept while the file cannot be read.
+Owns when a file is read again and when a plugin is run again. A kubelet writes a new token long
+before the old one expires, so the file is read only now and then. It is read at once when the
+server rejects the token. A file that was never readable is a ConfigurationError. Later the old
+content is kept while the file cannot be read.
 
 A client-go credential plugin (exec) is a program of the user's that prints an identity. It is run
 when the first proof is needed, shortly before that identity expires, and when the server rejects
@@ -56,27 +56,27 @@ class Identity(Protocol):
         ...
 
     def renew(self) -> bool:
-        """Make the next proof a new one; return False where it would be the same again."""
+        """Make the next proof a new one; return False if it would be the same again."""
         ...
 
 
 class SingleFlight:
-    """Makes one proof for all concurrent callers; a caller that gives up does not cancel it."""
+    """Makes one proof for all concurrent callers; a cancelled caller does not cancel the work."""
 
     def __init__(self) -> None:
         self._making: asyncio.Task[ClientProof] | None = None
 
     async def proof(self, make: Callable[[], Coroutine[Any, Any, ClientProof]]) -> ClientProof:
-        """Return what `make()` returns, or what the one that is under way does."""
+        """Return the result of `make()`, or of a call of it that is under way."""
         if self._making is None or self._making.done():
             self._making = asyncio.create_task(make())
-            # If all callers gave up, the exception is read here, or asyncio would log it.
+            # If all callers were cancelled, asyncio would log an exception that no one reads.
             self._making.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._making)
 
 
 class FixedIdentity:
-    """An identity that never changes: one of the kubeconfig itself, or none at all."""
+    """An identity that never changes: written in the kubeconfig itself, or empty."""
 
     def __init__(self, proof: ClientProof | None = None) -> None:
         self._proof = proof or ClientProof()
@@ -91,10 +91,10 @@ class FixedIdentity:
 
 
 class FileIdentity:
-    """An identity of files, each read again when it changes; the rest of it is `fixed`."""
+    """An identity in files, each read again when it changes; `fixed` has the other parts."""
 
     def __init__(self, paths: dict[str, Path], fixed: ClientProof | None = None) -> None:
-        """`paths` has some of token, certificate and key."""
+        """`paths` has the files by their keys: token, certificate, key; each is optional."""
         self._paths = paths
         self._proof = fixed or ClientProof()
         self._looked_s = -LOOK_S
@@ -155,15 +155,15 @@ class ServiceToken(FileIdentity):
 
 
 def header_safe(token: str) -> str:
-    """Return the token; ValueError where it holds what no header can."""
+    """Return the token; ValueError if it is empty or has characters that a header cannot have."""
     token = token.strip()
     if not token or not token.isascii() or not token.isprintable():
-        raise ValueError("a token that is empty, or holds what no HTTP header can")
+        raise ValueError("the token is empty, or has characters that no HTTP header can have")
     return token
 
 
 def load_certificate(context: ssl.SSLContext, proof: ClientProof) -> None:
-    """Show the proof's certificate on this context's connections; the key touches no disk."""
+    """Use the proof's certificate on this context's connections; the key is never on disk."""
     descriptor = os.memfd_create("elastane-certificate", os.MFD_CLOEXEC)
     try:
         with contextlib.closing(os.fdopen(os.dup(descriptor), "wb")) as file:
@@ -200,7 +200,7 @@ class PluginAnswer(msgspec.Struct):
 
 
 class Plugin(msgspec.Struct, frozen=True, kw_only=True):
-    """How it is run: `api_version` is that of its input, `hint` is shown where it fails."""
+    """How a plugin is run: `api_version` is that of its input, `hint` is shown if it fails."""
 
     command: str
     args: tuple[str, ...] = ()
@@ -222,7 +222,7 @@ class PluginIdentity:
 
     async def proof(self) -> ClientProof:
         """See Identity.proof."""
-        # Its expiry is a wall time, and so is what it is compared with.
+        # The proof expires at a wall clock time, so it is compared with one.
         if self._proof is not None and time.time() < self._until_s:
             return self._proof
         return await self._flight.proof(self._make)
@@ -233,7 +233,7 @@ class PluginIdentity:
         return True
 
     async def _make(self) -> ClientProof:
-        with spawning():  # its exit is awaited here, and not reaped as an orphan's
+        with spawning():  # the orphan reaper must not collect the exit code that is read here
             proof, until_s = await self._offload.run(self._run, PLUGIN_TIMEOUT_S + 5.0)
         self._until_s = until_s
         self._proof = proof

@@ -1,8 +1,7 @@
 """Paths of the API: which kind, in which namespace, by which name; and selectors of lists.
 
-Owns the checks that keep a name from becoming another path. Knows no kind of ours; the kinds of
-Kubernetes itself that are used are named here. How it fails: ConfigurationError for a name that no
-object can have.
+Owns the checks that keep a name from becoming another path, and the kinds of Kubernetes itself that
+elastane uses. How it fails: ConfigurationError for a name that no object can have.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import msgspec
 
 from elastane.errors import ConfigurationError
 
-# What every API server accepts at most (RFC 1123 subdomain); RBAC names may hold colons as well.
+# The longest name that API servers accept (RFC 1123 subdomain). RBAC names may contain colons.
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]{0,251}[A-Za-z0-9])?")
 
 
@@ -34,7 +33,7 @@ class Resource(msgspec.Struct, frozen=True):
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
         """Return the path of an object, or of the collection where no name is given.
 
-        Without a namespace it is the collection over all namespaces.
+        Without a namespace and a name, the collection is that of all namespaces.
         """
         root = f"/apis/{self.group}" if self.group else "/api"
         parts = [root, self.version]
@@ -60,7 +59,7 @@ class Selector(msgspec.Struct, frozen=True):
     fields: str = ""
 
     def query(self) -> dict[str, str]:
-        """Return it as query parameters."""
+        """Return the filter as query parameters."""
         wanted = {"labelSelector": self.labels, "fieldSelector": self.fields}
         return {key: value for key, value in wanted.items() if value}
 
@@ -76,7 +75,7 @@ def one(name: str) -> Selector:
 def _checked(what: str, name: str) -> str:
     if not _NAME.fullmatch(name) or ".." in name:
         raise ConfigurationError(
-            f"kubernetes: {what} {name[:80]!r} is no name of an object",
+            f"kubernetes: {what} {name[:80]!r} is not a valid name of an object",
             slug="kube-name",
             expected="letters, digits, '-' and '.', at most 253, a letter or digit at both ends",
         )

@@ -1,11 +1,11 @@
 """HTTP to one API server: connections, TLS, identity, bounds.
 
-Owns the only use of httpx here; knows nothing of objects. It fails with `errors`, with `sent` set
-where a request may have been carried out although no answer came.
+Owns the use of httpx; knows nothing of objects. It fails with `errors`, with `sent` set if a
+request may have been carried out although no answer came.
 
-It repeats a GET once. Others it repeats only if they were certainly not carried out: one that found
-no connection, one that was rejected for an old token (once, after the token was read again), and
-one that the server postponed (429). All of it happens within the bound of the one request.
+A GET is repeated once. Another request is repeated only if it was certainly not carried out: it
+found no connection, it was rejected for an old token (once, after the token was read again), or the
+server postponed it (429). All repetitions happen within the timeout of the one request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ANSWER_BYTES_MAX = 4 << 20
 # 500 objects of 128 KiB; a pod is 5 to 10 KiB.
 PAGE_BYTES_MAX = 64 << 20
 CONNECT_TIMEOUT_S = 3.0
-# A postponed request is repeated after the server's own pause, and no sooner than this.
+# A postponed request is repeated after the pause that the server asks for, and at least this long.
 PUT_OFF_MIN_S = 0.2
 
 
@@ -65,7 +65,7 @@ class Transport:
         self._pool: _Pool | None = None
 
     async def ask(self, request: ApiRequest) -> bytes:
-        """Return the body of the answer; one of `errors` where it is a refusal, or none came."""
+        """Return the body of the answer; raises one of `errors` for a refusal or no answer."""
         failed: ApiUnreachableError | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -100,7 +100,7 @@ class Transport:
                 refused = self._refused(request, response, await self._whole(response, request))
                 if refused.status != 401 or last or not self.access.renew():
                     raise refused
-            # Closed here, by the task that iterates, and not whenever it is collected.
+            # The iterating task closes the stream; the garbage collector would do so too late.
             async with contextlib.aclosing(self._lines(response, request)) as lines:
                 yield lines
 
@@ -111,7 +111,7 @@ class Transport:
             await pool.client.aclose()
 
     async def _ask(self, request: ApiRequest) -> bytes:
-        """Send a request; repeat it once with new credentials, or as the server postpones it."""
+        """Send a request; repeat it once with new credentials, and when the server postpones it."""
         timeout = _timeout(self._timeout_s)
         renewed = False
         while True:
@@ -131,7 +131,7 @@ class Transport:
     async def _response(
         self, request: ApiRequest, timeout: httpx.Timeout
     ) -> AsyncIterator[httpx.Response]:
-        """Send the request, and give the answer, whatever its status."""
+        """Send the request, and return the answer, whatever its status."""
         import httpx
 
         proof = await self.access.proof()
@@ -166,7 +166,7 @@ class Transport:
             raise self._unreachable(request, error, sent=request.method != "GET") from error
 
     async def _connected(self, proof: ClientProof) -> _Pool:
-        """Return the connections to use: others than before where the certificates changed."""
+        """Return the connections to use: new ones after a change of the certificates."""
         pool, shown = self._pool, (proof.certificate, proof.key)
         if pool is None or pool.stale or pool.shown != shown:
             self._pool = _Pool(self._client(proof), shown)
@@ -192,7 +192,7 @@ class Transport:
             verify=self.access.context(proof),
             timeout=httpx.Timeout(self._timeout_s, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
-            # A proxy of the environment is for the world outside, never for the cluster.
+            # The environment's proxy is for hosts outside, never for the cluster's API server.
             trust_env=False,
             proxy=self.access.proxy or None,
         )
@@ -245,7 +245,7 @@ class Transport:
 
 
 class _Pool:
-    """Connections that show one certificate; retired ones are closed by their last user."""
+    """Connections with one client certificate; after a change, their last user closes them."""
 
     def __init__(self, client: httpx.AsyncClient, shown: tuple[str, str]) -> None:
         self.client = client
@@ -264,7 +264,7 @@ class _Pool:
             await self._close_idle()
 
     def note_failure(self, error: Exception) -> None:
-        """Become stale after a failure of TLS: certificates may have been renewed on disk."""
+        """Mark this pool stale after a TLS error: certificates may have been renewed on disk."""
         self.stale = self.stale or _is_tls(error)
 
     async def retire(self) -> None:

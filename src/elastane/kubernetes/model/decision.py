@@ -1,7 +1,7 @@
 """The actions of a decision, which the shell carries out.
 
-Each is idempotent by its object: a creation by name, a deletion by uid. All actions of one decision
-may be repeated, or cut off anywhere, and the next decision makes up for it.
+Each action can be repeated without effect: a creation is bound to a name, a deletion to a uid. The
+actions of one decision may end anywhere, and the next decision makes up for the rest.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class CreatePod(_Action, frozen=True, kw_only=True):
 class DeletePod(_Action, frozen=True, kw_only=True):
     """Delete a pod, if it is still the one with this uid.
 
-    `grace_s` None leaves the pod's own terminationGracePeriodSeconds; 0 is by force: only for a
-    pod that is fenced already. `why` is for logs.
+    `grace_s` None leaves the pod's own terminationGracePeriodSeconds. 0 deletes by force, which is
+    right only for a fenced pod. `why` is for logs.
     """
 
     name: str
@@ -49,8 +49,8 @@ class CreateObject(_Action, frozen=True, kw_only=True):
 class CreateToken(_Action, frozen=True, kw_only=True):
     """Create the Secret `name` with a random token of the job, unless there is one of that name.
 
-    The shell draws the token. It is a separate action because the operator may create Secrets but
-    not read them: an existing Secret is an answer here, not a conflict.
+    The shell draws the token. The action is a separate one because the operator may create Secrets
+    but not read them: an existing Secret is a success here, not a conflict.
     """
 
     name: str
@@ -77,10 +77,10 @@ class DeleteObject(_Action, frozen=True, kw_only=True):
 
 
 class ReleaseLease(_Action, frozen=True, kw_only=True):
-    """Give the Lease of the job's coordinator back, if it is held in one of these pods.
+    """Release the Lease of the job's coordinator, if a process in one of these pods holds it.
 
-    `pods` are those that are known to be dead: names by uid. If this action is not done, the Lease
-    expires by itself.
+    `pods` has the pods that are known to be dead: names by uid. Without this action the Lease
+    expires later by itself.
     """
 
     lease: str
@@ -108,8 +108,8 @@ Action = (
 class ReportedEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An Event on the ElasticJob; published once for each (reason, message), and counted.
 
-    `count`: how often it has happened so far, for a lasting condition; a decision that finds the
-    condition unchanged gives the same number. None: it happened just now, once more.
+    `count`: how often a lasting condition has occurred so far; a decision that finds the condition
+    unchanged gives the same number. None: the event occurred once more just now.
     """
 
     type: Literal["Normal", "Warning"]
@@ -121,14 +121,17 @@ class ReportedEvent(msgspec.Struct, frozen=True, kw_only=True):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The decision about one job: its next status, and the actions of the shell.
 
-    The shell's obligations. With `status_first`, the status is written before any action, and no
-    action is done unless that write has succeeded. (It is a merge patch with the resourceVersion
-    of the job that was observed: a decision about an older job is refused, and made again.)
-    Without it, the status is written after the actions. The status is written only where it
-    differs (`status.merge_patch`). ReleaseLease comes first. All actions on objects (CreateObject,
-    CreateToken, PatchObject, DeleteObject) are done, in their order, before the first on a pod;
-    those on pods may run side by side. The shell does not repeat an action that was refused: see
-    Refusal. `again_in_s`: decide again after so long, without any event; None: no need.
+    The shell's obligations:
+
+    - With `status_first`, the status is written before any action, and no action is done unless
+      that write has succeeded. Otherwise it is written after the actions. It is written only if it
+      differs (`status.merge_patch`).
+    - The write is a merge patch with the resourceVersion of the observed job. So a decision about
+      an older version of the job is refused, and made again.
+    - Actions on objects (CreateObject, CreateToken, PatchObject, DeleteObject) are done first, in
+      their order, then ReleaseLease, then the actions on pods. The last may run at the same time.
+    - The shell does not repeat an action that was refused: see Refusal.
+    - It asks for another decision after `again_in_s`, if no event comes before; None: never.
     """
 
     status: JobStatus

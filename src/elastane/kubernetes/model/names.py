@@ -1,6 +1,6 @@
-"""Names that are a contract: of the resource, its labels, its pods and what belongs to it.
+"""Names that users and other programs rely on: of the resource, its labels, its pods, its objects.
 
-Those without a prefix of ours are the original TorchElastic controller's, kept as they were.
+Names without our prefix are those of the original TorchElastic controller.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ POD_SELECTOR = f"{LABEL_GROUP}={GROUP}"
 # The ClusterRole that each job's account is bound to; `elastane kubernetes install` makes it.
 JOB_ROLE = "elastane-job"
 
-# On each object of the operator: a digest of its manifest, which shows a changed one.
+# On each object of the operator: a digest of its manifest, by which a change is noticed.
 MADE_OF = "elastane.dev/made-of"
 # On each pod: a digest of the template that it was made from.
 TEMPLATE_OF = "elastane.dev/template"
 
-# Labels, host names and names of Services hold 63 characters; "-worker-4095" is 12 of them.
+# Labels, host names and names of Services have at most 63 characters; "-worker-4095" takes 12.
 NAME_CHARS_MAX = 51
 # A label of RFC 1123 that begins with a letter, as names of Services must.
 NAME_PATTERN = "[a-z]([-a-z0-9]*[a-z0-9])?"
@@ -39,7 +39,7 @@ _POD = re.compile(r"-worker-(\d+)(?:-r(\d+))?$")
 
 
 def pod_name(job: str, index: int, replacement: int = 0) -> str:
-    """Return the name of pod `index`; `replacement` counts pods whose name was still taken."""
+    """Return the name of pod `index`; `replacement` numbers further names while those are taken."""
     name = f"{job}-worker-{index}"
     return f"{name}-r{replacement}" if replacement else name
 

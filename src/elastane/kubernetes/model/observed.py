@@ -1,6 +1,6 @@
-"""The objects behind a decision: of each only the fields that count.
+"""The objects that a decision rests on, each with the fields that a decision reads.
 
-Fields without a name here are skipped while decoding; at 20,000 pods that is most of the memory.
+Other fields are skipped while decoding; at 20,000 pods they would be most of the memory.
 Times are kept as the strings that the server sent, since an unreadable one must not make an object
 unreadable; `since_epoch` and `as_time` translate. Nothing here decides.
 
@@ -66,7 +66,7 @@ def since_epoch(time: str | None) -> float | None:
 
 
 def as_time(seconds: float) -> str:
-    """Return the RFC 3339 time of seconds since the epoch, in whole seconds as the server's own."""
+    """Return the RFC 3339 time of seconds since the epoch, in whole seconds as the server has."""
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -92,8 +92,8 @@ def dead_in(data: dict[str, str]) -> list[str]:
 class Directive(msgspec.Struct, frozen=True):
     """The operator's orders: the range of nodes, and the fenced and dead pods.
 
-    `nodes` is None if the range is absent or unreadable. `fenced` are uids of pods that may still
-    run, `dead` those of pods that a kubelet saw end.
+    `nodes` is None if the range is absent or unreadable. `fenced` has the uids of pods that may
+    still run, `dead` those of pods whose end a kubelet reported.
     """
 
     nodes: tuple[int, int] | None = None
@@ -156,7 +156,7 @@ class ContainerEnd(_Read, frozen=True, kw_only=True):
 
 
 class ContainerState(_Read, frozen=True, kw_only=True):
-    """One of the three, or none: nothing is known."""
+    """One of the three fields is set; none is set if nothing is known."""
 
     waiting: ContainerWaiting | None = None
     running: Running | None = None
@@ -184,7 +184,7 @@ class PodCondition(_Read, frozen=True, kw_only=True):
 
 
 class PodSpec(_Read, frozen=True, kw_only=True):
-    """The part of a pod's spec that counts: its node, and whether its containers are restarted."""
+    """The part of a pod's spec that is read: its node, and whether its containers are restarted."""
 
     node_name: str = ""
     restart_policy: str = ""
@@ -210,18 +210,17 @@ class Pod(_Read, frozen=True, kw_only=True):
 
 
 class SeenService(_Read, frozen=True, kw_only=True):
-    """A Service; only its existence counts."""
+    """A Service, of which only the existence is read."""
 
     metadata: Meta = Meta()
 
 
 class SeenNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that pods of the job are on, as the shell sums it up.
+    """A node that has pods of the job.
 
-    `ready` is that the node's Ready condition is True. `unreachable_since_s`: since when, in
-    seconds since the epoch, the condition has been Unknown, by its lastTransitionTime; None
-    where it is not. A node that does not exist has `exists` False. `cordoned`:
-    spec.unschedulable.
+    `ready`: the node's Ready condition is True. `unreachable_since_s`: since when, in seconds
+    since the epoch, that condition has been Unknown, by its lastTransitionTime; None if it is not
+    Unknown. `exists` is False for a node that was deleted. `cordoned` is spec.unschedulable.
     """
 
     name: str
@@ -234,7 +233,7 @@ class SeenNode(msgspec.Struct, frozen=True, kw_only=True):
 class OwnedObjects(msgspec.Struct, frozen=True, kw_only=True):
     """Another object that belongs to the job: ServiceAccount, Role, RoleBinding, ConfigMap.
 
-    `data` is that of a ConfigMap. To be found, they carry the job's labels.
+    `data` is that of a ConfigMap. The operator finds the objects by the job's labels.
     """
 
     kind: str
@@ -245,13 +244,14 @@ class OwnedObjects(msgspec.Struct, frozen=True, kw_only=True):
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """The API server's answer to a write that it refused.
 
-    To a creation: 400, 403, 404, 409, 422. The shell keeps the newest one of each name, and
-    forgets it when the job's `metadata.edition` changes, when the object appears, and when the
-    shell itself ends. `times` counts in a row, `at_s` is when the last one came. Of 409 it is
-    kept only where the object that has the name is not the job's (the shell looks, and takes what
-    is the job's into its cache). Other answers (429, 5xx, none) are the shell's to try again; so
-    is 403 of a namespace that is being deleted. To a patch or a deletion: 403 and 422, until that
-    is done.
+    For a creation, 400, 403, 404, 409 and 422 are refusals. The shell keeps the newest one of each
+    name. It forgets them when the job's `metadata.edition` changes, when the object appears, and
+    when the shell itself ends. `times` counts refusals in a row, `at_s` is the time of the last.
+
+    A 409 is a refusal only if the object with that name does not belong to the job; otherwise the
+    shell takes the object into its cache. For a patch or a deletion, 403 and 422 are refusals until
+    the action succeeds. The shell retries after any other answer (429, 5xx, none), and after the
+    403 of a namespace that is being deleted.
     """
 
     kind: str
@@ -274,10 +274,10 @@ class ElasticJob(_Read, frozen=True, kw_only=True):
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """The objects of one job, as last seen.
 
-    `pods`: those with the job's labels and name, also those that are being deleted, and those
-    that another object controls. `gone`: pods that were deleted, each as the watch showed it last.
-    `services` and `objects`: like `pods`. `nodes`: of the nodes that the pods are on; one that is
-    missing here is taken for a healthy one. `refused`: see Refusal.
+    `pods`: all pods with the job's labels and name, also while they are being deleted, and also if
+    another object controls them. `gone`: deleted pods, each in its last state. `services` and
+    `objects`: like `pods`. `nodes`: the nodes of these pods; a node that is missing here counts as
+    healthy. `refused`: see Refusal.
     """
 
     job: ElasticJob

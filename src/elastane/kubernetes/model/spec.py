@@ -1,7 +1,8 @@
 """The ElasticJob's spec as types: the source of the definition's schema and of the validation.
 
-The original's fields come first; all of ours are optional. Bounds stand in the types, so that
-schema and operator cannot differ. Rules between fields are in `reconcile.settings`.
+The fields of the original TorchElastic controller come first; ours are all optional. Bounds are
+part of the types, so that schema and operator cannot differ. Rules between fields are in
+`reconcile.settings`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-# Pods of one job. If all of them fail, its status is 0.8 MB, and an object may hold 1.5 MB; the
-# largest training jobs of the field have about 3,000 nodes.
+# Pods of one job. If all of them fail, its status has 0.8 MB, and an object may have 1.5 MB. The
+# largest published training jobs have about 3,000 nodes.
 REPLICAS_MAX = 4096
 INT32_MAX = (1 << 31) - 1
 

@@ -100,16 +100,18 @@ class IncidentStatus(_StatusPart, frozen=True, kw_only=True):
 class JobStatus(_StatusPart, frozen=True, kw_only=True):
     """The whole status. Counters never go back while the job lives.
 
-    `restarts`: pods that were replaced, containers that were restarted, and workers that were
-    restarted by their agents, these last also alone as `worker_restarts`. `failures`: pods and
-    containers that count towards backoffLimit. `disruptions`: pods that the cluster took away.
-    `last_failure`: of a pod or container, as it ended; `last_incident`: as the job's coordinator
-    reports it. `replicas` is what the scale subresource reports: pods that live. `outdated`: those
-    of them that were made of an older template. `counted`: uids of pods whose end is accounted
-    for, which is so before they are deleted. `fenced`: uids of pods on lost nodes, which may
-    neither rejoin nor publish. `first_start_time`: when a pod of the job was first seen to have
-    run. `stuck_since_time`: since when none can start, for a reason that does not pass by itself.
-    `ended_well_time`: when the first pod succeeded; from then on none is made.
+    `restarts` counts replaced pods, restarted containers, and restarts of workers by their agents;
+    `worker_restarts` counts only the last of these. `failures` counts pods and containers towards
+    backoffLimit, `disruptions` the pods that the cluster took away. `last_failure` is that of a pod
+    or container, `last_incident` one that the job's coordinator reported.
+
+    `replicas` counts living pods, for the scale subresource; `outdated` those of an older template.
+    `counted`: uids of pods whose end was counted, which happens before they are deleted. `fenced`:
+    uids of pods on lost nodes, which may neither rejoin nor publish.
+
+    `first_start_time`: when a pod of the job was first seen to have run. `stuck_since_time`: since
+    when no pod can start, for a reason that does not end by itself. `ended_well_time`: when the
+    first pod succeeded; no pod is created after that.
     """
 
     phase: str = ""
@@ -159,8 +161,8 @@ class JobStatus(_StatusPart, frozen=True, kw_only=True):
 def read_status(raw: Any) -> JobStatus:
     """Return the status as it was written; of an unreadable one, the parts that can be read.
 
-    Another version, or a person, may have written it: one wrong field must neither stop the job nor
-    lose the other counters.
+    Another version of the operator, or a person, may have written it. One wrong field must neither
+    stop the job nor lose the other counters.
     """
     if not isinstance(raw, dict):
         return JobStatus()
@@ -182,7 +184,7 @@ def _readable(raw: dict[str, Any]) -> dict[str, Any]:
 
 def as_wire(status: JobStatus) -> dict[str, Any]:
     """Return the status as the API server takes it."""
-    # Through JSON, so that it equals a status that was read: lists, not tuples.
+    # JSON turns tuples into lists, so that the result equals a status that was read.
     return _ZEROS | dict(msgspec.json.decode(msgspec.json.encode(status)))
 
 

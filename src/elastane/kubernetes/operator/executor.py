@@ -1,11 +1,11 @@
 """Carries out one decision about one job, in the order that the decision demands.
 
-Owns the handling of each answer of the API server. A write that was done goes into the caches
-immediately. One that was refused for good is kept for the next decision. Any other failure is an
-exception, and the whole decision is made again after a backoff.
+Owns the handling of each answer of the API server. The result of a write goes into the caches
+immediately. A refusal is kept for the next decision. Any other failure is an exception, and the
+whole decision is made again after a backoff.
 
-Repeating it does nothing twice: pods and objects are created by name, deleted by uid, and patched
-with their uid; the status is written into the version that it was made from.
+A repeated decision does nothing twice: pods and objects are created by name, deleted by uid, and
+patched with their uid; the status replaces only the version that it was made from.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _ENDS = (DeletePod, DeleteJob)
 
 
 class StaleError(Exception):
-    """The decision rests on an object that has changed: decide again."""
+    """An object that the decision rests on has changed: the job has to be decided again."""
 
 
 class StatusRefusedError(Exception):
-    """The job violates its definition, whatever its status: no status can be written."""
+    """The job's spec violates the resource's definition, so no status can be written."""
 
     def __init__(self, error: ApiInvalidError) -> None:
         super().__init__(error.what)
@@ -89,14 +89,14 @@ class Executor:
         if decision.status_first:
             await self._write_status(job, decision)
         refused = await self._objects(key, job, decision)
-        # After the directive: the next coordinator reads there which pods are dead.
+        # The Lease comes after the directive: the next coordinator reads there which pods are dead.
         for action in decision.actions:
             if isinstance(action, ReleaseLease):
                 await self._release_lease(job.metadata.namespace, action)
         on_pods = [one for one in decision.actions if isinstance(one, (CreatePod, *_ENDS))]
         creations = [one for one in on_pods if isinstance(one, CreatePod)]
         deletions = [one for one in on_pods if not isinstance(one, CreatePod)]
-        # No pods if an object that they need was refused; deletions proceed.
+        # Without an object that they need, pods are not created; deletions are carried out.
         work: list[Awaitable[None]] = [self._each(key, job, deletions)]
         if not refused:
             work.append(self._create_pods(key, job, creations))
@@ -138,7 +138,7 @@ class Executor:
         refused = False
         for action in decision.actions:
             if isinstance(action, CreateObject):
-                # The next ones may need this one, as a RoleBinding its Role.
+                # A later object may need this one, as a RoleBinding needs its ServiceAccount.
                 refused = refused or await self._create(key, job, action)
             elif isinstance(action, CreateToken):
                 refused = refused or await self._create_token(key, job, action)
@@ -147,7 +147,7 @@ class Executor:
         return refused
 
     async def _create_pods(self, key: str, job: ElasticJob, pods: Sequence[CreatePod]) -> None:
-        """Create pods side by side, a few at first; none more once one is refused."""
+        """Create pods at the same time, few at first; stop after a refusal."""
         at, batch = 0, BATCH_FIRST
         while at < len(pods):
             refused = await _all([self._create(key, job, pod) for pod in pods[at : at + batch]])
@@ -156,7 +156,7 @@ class Executor:
             at, batch = at + batch, BATCH_FACTOR * batch
 
     async def _create(self, key: str, job: ElasticJob, action: Creation) -> bool:
-        """Create one object; return whether that was refused for good."""
+        """Create one object; return whether the API server refused it."""
         kind = "Pod" if isinstance(action, CreatePod) else action.kind
         resource, namespace = BY_KIND[kind], job.metadata.namespace
         made: Any
@@ -178,7 +178,7 @@ class Executor:
         return False
 
     async def _create_token(self, key: str, job: ElasticJob, action: CreateToken) -> bool:
-        """Create the job's Secret with a random token; return whether that was refused for good."""
+        """Create the job's Secret with a random token; return whether that was refused."""
         namespace = job.metadata.namespace
         token = base64.b64encode(new_token().encode()).decode()
         manifest = action.manifest | {"data": {TOKEN_KEY: token}}
@@ -199,7 +199,7 @@ class Executor:
     async def _occupied(
         self, key: str, job: ElasticJob, kind: str, name: str, error: ApiError
     ) -> bool:
-        """Read the object that has the name: store one of the job, keep a refusal for any other."""
+        """Read the object that has the name: cache it if it is the job's, else keep a refusal."""
         namespace = job.metadata.namespace
         found: Any = await self._api.find(BY_KIND[kind], namespace, name, type_of(kind))
         if found is None:
@@ -280,11 +280,11 @@ class Executor:
         except (ApiNotFoundError, ApiConflictError):
             uid = action.patch.get("metadata", {}).get("uid", "")
             await self._refresh(kind, namespace, action.name, uid)
-            raise StaleError(f"{kind} {action.name} is another one now") from None
+            raise StaleError(f"another {kind} has the name {action.name} now") from None
         self._view.cache_of(kind).wrote(written)
 
     async def _release_lease(self, namespace: str, action: ReleaseLease) -> None:
-        """Release the Lease, without a retry: a failure costs the job only the Lease's time."""
+        """Release the Lease, without a retry: after a failure the Lease expires by itself."""
         place = LeasePlace(self._api, namespace, lambda: {"name": action.lease}, patches=True)
         try:
             uid = await self._write("ReleaseLease", lambda: free_of(place, action.pods))
@@ -311,7 +311,7 @@ class Executor:
 
 
 async def _all(work: Sequence[Awaitable[T]]) -> list[T]:
-    """Wait for all of the work, then raise the first exception: nothing is left under way."""
+    """Wait until all of the work has ended, then raise the first exception."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

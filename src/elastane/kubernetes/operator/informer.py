@@ -1,16 +1,16 @@
 """The last known objects of one kind: a cache, and the informer that keeps it up to date.
 
-The cache owns the objects, by namespace and name, and the indexes over them. Knows no wire and no
-time, and cannot fail. Three sources write into it: a list, the watch after it, and the answers to
-our own writes. The last are what Kubernetes' controllers call expectations: a created pod or a
-written status is there immediately, before the watch reports it. So no decision rests on less than
-this process already did.
+The cache owns the objects, by namespace and name, and the indexes over them. It knows no wire and
+no time, and cannot fail. Three sources write into it: a list, the watch after it, and the answers
+to the operator's own writes. With the answers, the cache has a created pod or a written status
+before the watch reports it. So each decision sees all that this process has done. (Kubernetes'
+controllers call that expectations.)
 
-Of two views of an object the one with the higher version stays. Versions of one kind grow; the API
-promises since Kubernetes 1.35 that they may be compared, and all servers before it kept to that. A
-deleted object does not come back by a late answer: its uid is remembered.
+Of two versions of an object the higher one stays. Versions of one kind grow. The API promises since
+Kubernetes 1.35 that versions may be compared, and earlier servers behave the same. A late answer
+does not bring a deleted object back, since its uid is remembered.
 
-The informer owns the loop of list and watch, and its backoff. It never fails for good. A broken
+The informer owns the loop of list and watch, and its backoff. It never ends by a failure. A broken
 connection is logged once and retried with backoff, and the watch resumes from the last version
 seen. A version that the server has dropped leads to a new list. A missing right is logged by name.
 """
@@ -57,7 +57,7 @@ def key_of(meta: Meta) -> str:
 
 
 class Index(Generic[T]):
-    """The objects of a cache by a key that is derived from each; "" keeps one out."""
+    """The objects of a cache by a key that is derived from each; an object with "" is left out."""
 
     def __init__(self, derive: Callable[[T], str]) -> None:
         self.derive = derive
@@ -71,7 +71,7 @@ class Index(Generic[T]):
         return self._groups.keys()
 
     def add(self, name: str, one: T) -> None:
-        """Add an object, in place of the one with its name and key."""
+        """Add an object; it replaces the one with the same name and key."""
         key = self.derive(one)
         if key:
             self._groups.setdefault(key, {})[name] = one
@@ -125,7 +125,7 @@ class Cache(Generic[T]):
         """Store the object of a watch event."""
         before = self._objects.get(key_of(one.metadata))
         if before is not None and (_is_newer(before, one) or _is_same(before, one)):
-            return  # we wrote it
+            return  # this process's own write, already in the cache
         if one.metadata.uid not in self._gone:
             self._put(before, one)
 
@@ -138,21 +138,21 @@ class Cache(Generic[T]):
             self._put(before, None)
 
     def wrote(self, one: T) -> None:
-        """Store the server's answer to a write of ours."""
+        """Store the server's answer to a write of this process."""
         before = self._objects.get(key_of(one.metadata))
         late = before is not None and (_is_newer(before, one) or _is_same(before, one))
         if not late and one.metadata.uid not in self._gone:
             self._put(before, one)
 
     def lacks(self, key: str, uid: str) -> None:
-        """Remove an object that the server did not have when we wrote to it."""
+        """Remove an object that the server did not have at a write to it."""
         self._remember_gone(uid)
         before = self._objects.get(key)
         if before is not None and before.metadata.uid == uid:
             self._put(before, None)
 
     def retain(self, uids: Set[str], version: str) -> None:
-        """Replace the content by a whole list as of `version`; our own later writes stay."""
+        """Replace the content by a list of this version; later writes of this process stay."""
         as_of = _number(version)
         for before in list(self._objects.values()):
             meta = before.metadata
@@ -187,7 +187,7 @@ def _number(version: str) -> int:
 
 
 def _is_newer(one: HasMeta, other: HasMeta) -> bool:
-    """Whether `one` is of a later version than `other`; False if versions are no numbers."""
+    """Whether `one` has a later version than `other`; False if versions are not numbers."""
     return _number(one.metadata.resource_version) > _number(other.metadata.resource_version)
 
 
@@ -200,7 +200,7 @@ _log = logging.getLogger(__name__)
 
 
 class WatchConnection:
-    """The connection to the API server, as all informers together see it: lost, or back."""
+    """The state of the connection to the API server, over all informers: lost, or back."""
 
     def __init__(self) -> None:
         self._lost: set[str] = set()
@@ -259,7 +259,7 @@ class Informer(Generic[T]):
         self._failures = 0
         self.resource = watched.resource
         self.optional = watched.optional
-        # The fault that keeps it from reading, for a person; empty while there is none.
+        # Why the informer cannot read, for a person; empty while it can.
         self.fault = ""
         self.ready = asyncio.Event()
 
@@ -283,7 +283,7 @@ class Informer(Generic[T]):
         uids: set[str] = set()
         version = ""
         pages = self._api.pages(self.resource, self._namespace, self._kind, self._selector)
-        # Page by page, so that a second list does not need twice the memory.
+        # The list is read in pages, so that a repeated list does not need twice the memory.
         async for page in pages:
             for one in page.items:
                 uids.add(one.metadata.uid)
@@ -305,7 +305,8 @@ class Informer(Generic[T]):
                     self._cache.saw_gone(seen.object)
                 elif seen.object is not None:
                     self._cache.saw(seen.object)
-                # After the cache: an event that it did not get must be sent again.
+                # The version is kept after the cache has the event: otherwise the server sends it
+                # again.
                 self._version = seen.version or self._version
         finally:
             await events.aclose()
@@ -314,7 +315,7 @@ class Informer(Generic[T]):
         self._count("elastane_watch_errors_total")
         is_tolerated = self.optional and isinstance(error, ApiForbiddenError)
         if isinstance(error, ApiUnreachableError):
-            # Any load balancer cuts watches; one that comes back immediately is not logged.
+            # Load balancers cut watches: a connection that comes back immediately is not logged.
             if self._failures:
                 self._connection.lost(self.resource.kind, error)
         elif error.what != self.fault:

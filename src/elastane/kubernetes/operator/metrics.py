@@ -1,7 +1,7 @@
-"""Counters, gauges and histograms as Prometheus reads them: text, and nothing else.
+"""Counters, gauges and histograms, written in Prometheus' text format.
 
-Owns the numbers of one process. Names and labels are ours alone, never a user's words, so their
-number is bounded; values of labels are escaped all the same.
+Owns the numbers of one process. Names of metrics and labels come from the operator, never from a
+user, so their number is bounded. Values of labels are escaped nevertheless.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# A reconcile of one job, in seconds: from nothing to do to a thousand pods to be made.
+# Buckets for the time of one reconcile: from no action to the creation of a thousand pods.
 BUCKETS_S = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0)
 
 
@@ -30,7 +30,7 @@ class Metrics:
         self._counts[name] = {}
 
     def gauge(self, name: str, what: str, read: Callable[[], dict[str, float]]) -> None:
-        """Declare a gauge: `read` gives its value by labels, as `labels()` writes them."""
+        """Declare a gauge: `read` returns its value by labels, as `labels()` writes them."""
         self._help[name] = ("gauge", what)
         self._gauges[name] = read
 
@@ -56,7 +56,7 @@ class Metrics:
         return self._counts[name].get(labels(**labelled), 0.0)
 
     def text(self) -> str:
-        """Return all of it in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         lines: list[str] = []
         for name, (kind, what) in self._help.items():
             lines += [f"# HELP {name} {what}", f"# TYPE {name} {kind}"]

@@ -1,7 +1,7 @@
 """The operator's HTTP interface: liveness, readiness, and its figures.
 
-Owns the paths and the metrics' names. Answers from memory only. A gauge of one job is labelled by
-its namespace and name, so there are as many series as jobs in the cluster, times `_OF_A_JOB`.
+Owns the paths and the metrics' names. Answers come from memory. A gauge of one job is labelled by
+its namespace and name, so the number of series is that of the cluster's jobs times `_OF_A_JOB`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def make_metrics() -> Metrics:
 class Probes:
     """Answers `/healthz`, `/readyz` and `/metrics`.
 
-    `ready()` returns the obstacles to readiness, a line each; `session()` the work under way.
+    `ready()` returns the obstacles to readiness, a line each; `session()` the current session.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ def _busy(session: OperatorSession) -> dict[str, float]:
 
 
 def _of_each_job(field: str, session: OperatorSession) -> dict[str, float]:
-    """Return a figure of each job that has one, by the labels of the job."""
+    """Return a number from the status of each job that has it, by the labels of the job."""
     made = {}
     for job in session.view.jobs:
         value = job.status.get(field) if isinstance(job.status, dict) else None

@@ -1,8 +1,8 @@
-"""Keys that wait for a worker: each once, never with two workers, each with its own backoff.
+"""A queue of keys for workers: each key is queued once, and with one worker at most.
 
-Owns order and delay; knows nothing of the jobs behind the keys. It belongs to one event loop, and
-only `take` waits. A key that is added while a worker has it is given out again, once, after that
-worker is done.
+Owns order, delay, and a backoff for each key; knows nothing of the jobs behind the keys. It belongs
+to one event loop, and only `take` waits. A key that is added while a worker has it is queued once
+more after that worker is done.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class KeyedQueue:
         self._due_s: dict[str, float] = {}
         self._heap: list[tuple[float, str]] = []
         self._failures: dict[str, int] = {}
-        self._pause_s: float | None = None  # until the next is due
+        self._pause_s: float | None = None  # until the next delayed key is due
         self._wake = asyncio.Event()
         self._returned = asyncio.Event()
 
@@ -67,7 +67,7 @@ class KeyedQueue:
             self._wake.set()
 
     def retry(self, key: str, at_least_s: float = 0.0) -> float:
-        """Queue a failed key after its backoff; return how long that is."""
+        """Queue a failed key after its backoff; return the seconds until then."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         doubled_s = RETRY_FIRST_S * float(1 << min(failures, 20))
@@ -96,7 +96,7 @@ class KeyedQueue:
         # The decision that follows sets the next time at which this key is due.
         self._due_s.pop(key, None)
         if self._ready:
-            self._wake.set()  # for the next waiting worker
+            self._wake.set()  # wakes the next waiting worker
         return key
 
     async def take(self) -> str:
@@ -109,7 +109,7 @@ class KeyedQueue:
         return key
 
     def done(self, key: str) -> None:
-        """Take a key back from its worker."""
+        """Record that a worker has finished with a key."""
         self._working.remove(key)
         self._returned.set()
         if key in self._again:
@@ -125,11 +125,11 @@ class KeyedQueue:
                     await self._returned.wait()
 
     def _promote(self) -> float | None:
-        """Move due keys to the ready ones; return the seconds until the next one, or None."""
+        """Make due keys ready; return the seconds until the next one is due, or None."""
         now_s = self._clock()
         while self._heap:
             due_s, key = self._heap[0]
-            if self._due_s.get(key) != due_s:  # superseded
+            if self._due_s.get(key) != due_s:  # the key has got another time since
                 heapq.heappop(self._heap)
             elif due_s <= now_s:
                 heapq.heappop(self._heap)

@@ -1,8 +1,8 @@
 """Events on objects, as `kubectl describe` shows them: each once, counted, at a bounded rate.
 
-Owns the core/v1 Events of this operator. The name of an event is derived from its text. So an
-operator continues the count of an earlier one's event, and makes no second event. An event that
-cannot be written is dropped and counted, and no caller waits for one.
+Owns the core/v1 Events of this operator. The name of an event is derived from its text. So a new
+operator continues the count of an event that an earlier operator made. An event that cannot be
+written is dropped and counted, and no caller waits for a write.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class _Entry:
     first_s: float
     last_s: float
     count: int = 0
-    written: int = 0  # of that count; 0: the event was not made yet
-    lasts: bool = False  # its count is the whole one, and is not added to that of another operator
+    written: int = 0  # the count that was written last; 0: the event does not exist yet
+    lasts: bool = False  # `count` includes the counts of earlier operators
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Bucket:
     at_s: float
 
     def take(self, now_s: float) -> bool:
-        """Take one event from the allowance; False where nothing is left of it."""
+        """Take one event from the allowance; return False if it is used up."""
         self.tokens = min(EVENTS_BURST, self.tokens + (now_s - self.at_s) / EVENTS_REFILL_S)
         self.at_s = now_s
         if self.tokens < 1:
@@ -104,7 +104,7 @@ class EventPublisher:
         now_s = time.time()
         entry = self._entries.get(key)
         if entry is not None and now_s - entry.last_s > EVENT_KEPT_S:
-            entry = None  # The server has dropped it since: this is another occurrence.
+            entry = None  # The server has dropped the event by now, so a new one is made.
         if entry is None:
             if len(self._queue) >= EVENTS_WAITING_MAX or not self._allowed(about.uid):
                 self._count("dropped")
@@ -116,7 +116,7 @@ class EventPublisher:
         entry.count = entry.count + 1 if event.count is None else max(entry.count, event.count)
         entry.last_s = now_s
         if entry.count > entry.written:
-            self._queue.add_in(key, EVENT_COUNT_S)  # Sooner if it was added just now.
+            self._queue.add_in(key, EVENT_COUNT_S)  # A new entry is in the queue already.
         self._entries.move_to_end(key)
         if len(self._entries) > EVENTS_REMEMBERED_MAX:
             oldest, _ = self._entries.popitem(last=False)
@@ -138,7 +138,7 @@ class EventPublisher:
                 self._queue.done(key)
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until all that can be written now is written, `timeout_s` at most."""
+        """Wait until all queued events are written, `timeout_s` at most."""
         await self._queue.wait_returned(timeout_s, all_ready=True)
 
     async def _write(self, key: str, entry: _Entry) -> None:
@@ -169,7 +169,7 @@ class EventPublisher:
         entry.written = count
 
     def _allowed(self, uid: str) -> bool:
-        """Whether a job may have one more event now; takes it from its allowance."""
+        """Take an event from the job's allowance; return False if it is used up."""
         now_s = time.monotonic()
         bucket = self._buckets.setdefault(uid, _Bucket(EVENTS_BURST, now_s))
         self._buckets.move_to_end(uid)

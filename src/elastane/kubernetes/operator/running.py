@@ -1,10 +1,10 @@
-"""An operator's life: the lease, the work while it is held, and the end.
+"""Runs an operator: takes the lease, works while it holds it, and ends.
 
-It ends in three ways. On SIGTERM it finishes the jobs under way and gives the lease back, so that
-the next operator acts immediately. On the loss of the lease it stops in the middle and ends with
-LeaseLostError; its Deployment starts it again. If it is killed nothing is lost: the next operator
-takes over once the lease has run out. A failure to read or write the lease is logged once and
-retried.
+An operator ends in three ways. On SIGTERM it finishes the current decisions and releases the lease,
+so that the next operator acts immediately. When it loses the lease, it stops at once and ends with
+LeaseLostError; its Deployment starts it again. When it is killed, nothing is lost: the next
+operator takes over once the lease has expired. A failure to read or write the lease is logged once
+and retried.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from elastane.process.streams.console import process_console
 from elastane.stores import boot_clock
 
 _log = logging.getLogger(__name__)
-# Beside the writes: one watch for each kind, events, and lists.
+# Connections besides those of the writes: one watch for each kind, events, and lists.
 _CONNECTIONS_MAX = WRITES_IN_FLIGHT_MAX + 16
 GC_OBJECTS = 50_000
 LEASE_NAME = "elastane-operator"
@@ -80,9 +80,9 @@ class Operator:
         self.session: OperatorSession | None = None
         self._stop = asyncio.Event()
         self._api = Api(access, connections_max=_CONNECTIONS_MAX)
-        # Renewals must not wait behind other requests.
+        # Renewals have their own connections, so that they do not wait behind other requests.
         self._election_api = Api(access, connections_max=2)
-        # An operator of one namespace may patch the lease of operators, and not replace it.
+        # An operator of one namespace has the right to patch its lease, and not to replace it.
         place = LeasePlace(
             self._election_api,
             settings.lease_namespace,
@@ -98,11 +98,11 @@ class Operator:
         self.probes = Probes(self.metrics, self.not_ready, lambda: self.session)
 
     def stop(self) -> None:
-        """End it: finish the work under way, and release the lease."""
+        """End the operator: finish the current decisions, and release the lease."""
         self._stop.set()
 
     def not_ready(self) -> list[str]:
-        """Return the obstacles to readiness, which is to be able to act or to take over."""
+        """Return why this operator could neither act nor take over, a line each."""
         if self.session is None:
             looked = boot_clock() - self.elector.looked_s < 2 * self.settings.lease_s
             return [] if looked else [self.elector.fault or "the lease was not read yet"]
@@ -111,7 +111,7 @@ class Operator:
         return self.session.faults or ["the lists are being read"]
 
     async def run(self) -> None:
-        """Live until stopped; LeaseLostError where the lease was lost."""
+        """Run until stopped; raises LeaseLostError if the lease is lost."""
         try:
             async with self._served():
                 campaign = asyncio.create_task(self.elector.campaign(), name="campaign")
@@ -154,9 +154,9 @@ class Operator:
     async def _until(
         self, *tasks: asyncio.Task[None], end: Callable[[], Awaitable[None]] | None = None
     ) -> bool:
-        """Wait for one of the tasks, or until this is to stop: then True, after `end()`.
+        """Wait until one of the tasks ends, or until `stop`: then call `end()` and return True.
 
-        None of them is left running. What ended one is raised.
+        All tasks are ended before the return. The exception of a task is raised.
         """
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         try:
@@ -167,7 +167,7 @@ class Operator:
                 await end()
             return self._stop.is_set()
         except BaseExceptionGroup as group:
-            # A person sees an error of ours; anything else is a bug, and is shown whole.
+            # An ElastaneError is shown as its text; any other exception is a bug, with traceback.
             ours = group.subgroup(LeaseLostError) or group.subgroup(ElastaneError)
             if ours is None:
                 raise
@@ -179,7 +179,7 @@ class Operator:
 
     @contextlib.asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
-        """Answer probes meanwhile, if there is a port for them."""
+        """Answer probes inside this context, if a port is set."""
         port = self.settings.metrics_port
         if port is None:
             yield
@@ -230,7 +230,7 @@ class Elector:
         self._pace = lease_s / LEASE_S
         margin = 1 - LEASE_HOLD_S / LEASE_S
         self._lease = KubernetesLease(place, self._name, identity.encode(), lease_s, margin)
-        # When the lease was last read or written, and why it could not be, for a person.
+        # When the lease was last read or written, and the last failure to do so, for a person.
         self.looked_s = float("-inf")
         self.fault = ""
 
@@ -262,7 +262,7 @@ class Elector:
         )
 
     async def resign(self) -> None:
-        """Give the lease back, so that another may act at once."""
+        """Release the lease, so that another operator may act at once."""
         if self.held():
             await self._try(self._lease.release(), LEASE_REQUEST_S)
 
@@ -282,7 +282,7 @@ class Elector:
 
 
 _STDERR = 2
-# More than of an agent, since people read an operator's log to see what it does.
+# The default level is lower than an agent's: people read an operator's log to see what it does.
 DEFAULT_LEVEL = "INFO"
 
 

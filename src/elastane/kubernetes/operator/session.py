@@ -1,8 +1,8 @@
 """One operator's work while it has the lease: informers fill the view, workers reconcile the jobs.
 
-Owns the tasks, and the handling of a job whose reconciliation failed. It reads all objects after it
-got the lease, so it sees every write of the operator before. It fails with LeaseLostError if a
-write is due without the lease. A bug in a decision stops that job alone, which is logged and
+Owns the tasks, and the handling of a job whose reconciliation failed. A session reads all objects
+after it got the lease, so it sees every write of earlier operators. It fails with LeaseLostError if
+it has to write without the lease. A bug in a decision stops only that job, which is logged and
 retried.
 """
 
@@ -70,7 +70,7 @@ class OperatorSession:
             namespace,
             type_of(kind),
             EVERYTHING if resource in (JOBS, _NODES) else OURS,
-            # An operator of one namespace may have no right to nodes; it notices their loss later.
+            # An operator of one namespace may have no right to nodes; it notices lost nodes later.
             optional=resource is _NODES,
         )
         return Informer(
@@ -83,7 +83,7 @@ class OperatorSession:
 
     @property
     def faults(self) -> list[str]:
-        """The faults that keep it from seeing the cluster, a line each."""
+        """The faults that keep this operator from reading the cluster, a line each."""
         return [one.fault for one in self._informers if one.fault and not one.optional]
 
     async def run(self) -> None:
@@ -100,7 +100,7 @@ class OperatorSession:
             group.create_task(self._resync(), name="resync")
 
     async def finish(self, timeout_s: float) -> None:
-        """Start no job any more, and wait for those under way, `timeout_s` at most."""
+        """Start no further decision, and wait for the current ones, `timeout_s` at most."""
         self._stopping = True
         await self.queue.wait_returned(timeout_s)
 
@@ -141,7 +141,7 @@ class OperatorSession:
         except LeaseLostError:
             raise
         except Exception:
-            # Our bug: this job stands still until it is fixed, the others must not.
+            # A bug of elastane must stop only this job.
             self._count("bug")
             wait_s = self.queue.retry(key)
             _log.exception("job %s: cannot be decided upon, tried again in %.1f s", key, wait_s)

@@ -1,12 +1,12 @@
-"""All that is known of each job, collected from the caches for `reconcile`.
+"""Collects the objects of each job from the caches for `reconcile`.
 
 Owns the kinds that the operator reads, their caches, the mapping of objects to jobs, and the
 refusals of the API server. An unreadable report of another program counts as absent.
 
 Pods on a lost node are fenced and deleted by force. So a node counts as lost only after a fresh
-read: nodes and pods come by separate watches, and a stalled one would make a new node look gone, or
-a healthy one unreachable. `Nodes` owns those reads. It fails with ApiError of a read, and then
-nothing is decided. Where nodes may not be read at all, all of them count as healthy.
+read: nodes and pods have separate watches, and with a delayed watch a new node would look deleted,
+or a healthy one unreachable. `Nodes` owns those reads. It fails with the ApiError of a read, and
+then nothing is decided. If the operator may not read nodes, all of them count as healthy.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from elastane.protocol.unreadable import UNREADABLE
 
 JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
 OURS = Selector(labels=POD_SELECTOR)
-# What a job owns beside its pods and services.
+# The kinds of objects that a job owns besides its pods and services.
 OWNED = (SERVICE_ACCOUNTS, ROLE_BINDINGS, CONFIGMAPS)
 RESOURCES = (JOBS, PODS, SERVICES, *OWNED, NODES)
 BY_KIND = {one.kind: one for one in RESOURCES}
@@ -74,13 +74,13 @@ class NodeCondition(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class KubernetesNodeSpec(msgspec.Struct, frozen=True):
-    """Of a node's spec: whether it takes new pods."""
+    """The part of a node's spec that is read: whether it takes new pods."""
 
     unschedulable: bool = False
 
 
 class KubernetesNodeStatus(msgspec.Struct, frozen=True):
-    """Of a node's status: how it is."""
+    """The part of a node's status that is read: its conditions."""
 
     conditions: tuple[NodeCondition, ...] = ()
 
@@ -99,7 +99,7 @@ def node_state(node: KubernetesNode) -> SeenNode:
     since_s = since_epoch(found.last_transition_time) if found.status == "Unknown" else None
     return SeenNode(
         name=node.metadata.name,
-        # A node that has just registered has no condition yet, and nothing against it.
+        # A node that has just registered has no condition yet, and counts as ready.
         ready=found.status in ("True", ""),
         unreachable_since_s=since_s,
         cordoned=node.spec.unschedulable,
@@ -125,11 +125,11 @@ class Nodes:
     def __init__(self, changed: Callable[[str], None]) -> None:
         self._report_change = changed
         self.cache: Cache[KubernetesNode] = Cache(self._changed)
-        # When each node in doubt was last looked at; whether it was there.
+        # For each node that may be lost: when it was last read, and whether it existed.
         self._looked: dict[str, tuple[float, bool]] = {}
 
     def states(self, names: Iterable[str]) -> dict[str, SeenNode]:
-        """Return the states of those nodes of which enough is known."""
+        """Return the states of the nodes; a node is left out while its state is not known."""
         if not self.cache.synced:
             return {}
         found = {}
@@ -142,13 +142,13 @@ class Nodes:
         return found
 
     def in_doubt(self, names: Iterable[str]) -> list[str]:
-        """Return the nodes that may count as lost, and were not read again just now."""
+        """Return the nodes that may be lost and were not read within the last seconds."""
         if not self.cache.synced:
             return []
         return [name for name in names if self._is_in_doubt(name)]
 
     async def look(self, api: Api, names: Iterable[str]) -> None:
-        """Ask the API server about nodes."""
+        """Read these nodes from the API server."""
         for name in names:
             node = await api.find(NODES, "", name, KubernetesNode)
             if node is not None:
@@ -165,7 +165,7 @@ class Nodes:
         if node is not None and node_state(node).unreachable_since_s is None:
             return False
         looked_s, was_there = self._looked.get(name, (float("-inf"), True))
-        # One that was there at the last look, and is not now, has gone since.
+        # A node that existed at its last read and is not cached was deleted since.
         is_new = node is None and was_there
         return is_new or time.monotonic() - looked_s > NODE_LOOK_S
 
@@ -177,10 +177,10 @@ class Nodes:
         self._report_change(one.metadata.name)
 
 
-# Kept refusals of one job; more are of names that it no longer uses.
+# Kept refusals of one job. Older ones are about names that it no longer uses.
 REFUSALS_MAX = 64
-# Deleted pods of one job that are kept until its directive names them. All pods of a job may be
-# deleted at once, as where it is suspended; one is about 2 KB.
+# Deleted pods of one job that are kept until its directive names them, about 2 KB each. All pods of
+# a job may be deleted at once, for instance when it is suspended.
 GONE_MAX = REPLICAS_MAX
 
 
@@ -269,7 +269,7 @@ class ClusterView:
         self._refused.get(key, {}).pop((verb, kind, name), None)
 
     def forget(self, key: str) -> None:
-        """Drop what was kept of a job that is gone."""
+        """Drop all that was kept of a deleted job."""
         self._refused.pop(key, None)
         self._edition.pop(key, None)
         self._gone.pop(key, None)
@@ -293,7 +293,7 @@ class ClusterView:
         return _read_report(found)
 
     def _pod_deleted(self, pod: Pod) -> None:
-        """Keep how a pod ended: the last event of its watch is the only place that says so."""
+        """Keep the last state of a deleted pod: only the last event of its watch has it."""
         key = job_key(pod)
         if key not in self._edition:
             return  # No job of ours, or none any more.
@@ -304,7 +304,7 @@ class ClusterView:
         self._concerns(key)
 
     def _gone_of(self, job: ElasticJob) -> tuple[Pod, ...]:
-        """Return the deleted pods of a job, and drop those that its directive names by now."""
+        """Return the deleted pods of a job, without those that its directive names by now."""
         meta = job.metadata
         gone = self._gone.get(key_of(meta), {})
         directive = self.owned["ConfigMap"].get(f"{meta.namespace}/{directive_name(meta.name)}")
@@ -318,7 +318,7 @@ class ClusterView:
         key = key_of(job.metadata)
         edition = job.metadata.edition if after is not None else -1
         if self._edition.get(key) != edition:
-            # Another spec may be accepted.
+            # The API server may accept the edited spec, so refusals are dropped.
             self._refused.pop(key, None)
             self._edition[key] = edition
         self._concerns(key)
@@ -334,7 +334,7 @@ class ClusterView:
         return changed
 
     def _config_changed(self, before: OwnedKind | None, after: OwnedKind | None) -> None:
-        """Delay reports that only show progress: a thousand jobs send them all the time."""
+        """Delay reports that only show progress, since a thousand jobs send many."""
         if before is not None and after is not None and (key := job_key(after)):
             reports = _read_report(before), _read_report(after)
             if _is_progress(*reports):
@@ -366,7 +366,7 @@ def _read_report(one: OwnedKind) -> JobReport | None:
 
 
 def _is_progress(before: JobReport | None, after: JobReport | None) -> bool:
-    """Whether a report differs in nothing but its step."""
+    """Whether a report differs only in its step."""
     if before is None or after is None:
         return False
     same = ("round", "world_size", "incident", "incident_at_s", "restarts")

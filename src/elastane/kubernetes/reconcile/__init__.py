@@ -1,13 +1,14 @@
 """The decision about one ElasticJob: a pure function of the observed objects.
 
-`reconcile` is level-triggered: it looks at the state and never at events, so an event that was
-lost, came twice or came late changes only when it is called. It is idempotent: existing objects are
-not made again, and deletions under way are not repeated. Its only memory is the job's status, which
-is written before the actions that it accounts for.
+`reconcile` is level-triggered: it decides from the state and never from events. So an event that is
+lost, late or repeated changes only the time of a decision. It is idempotent: existing objects are
+not created again, and a deletion is not repeated. Its only memory is the job's status, which is
+written before the actions that the status counts.
 
-No clock, no I/O, no randomness. It does not fail: what it cannot read is reported in a condition. A
-job's life, in the order of the rules: it is being deleted; its spec is wrong; it has ended; pods of
-lost nodes are fenced; ends are counted; it ends; it is suspended; it finishes; it runs.
+It uses no clock, I/O or randomness. It does not fail: an unreadable object is reported in a
+condition. The rules of a decision, in their order: a job that is being deleted; a wrong spec; a job
+that has ended; fencing of pods on lost nodes; counting of ended pods; the end of the job; a
+suspended job; a job that finishes; a job that runs.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ __all__ = ["reconcile"]
 def reconcile(seen: Observed, now_s: float) -> Decision:
     """Return the actions for a job, its status, and when to ask again.
 
-    `now_s`: seconds since the epoch, of the clock that also stamped the status; it may jump, by
-    which deadlines and pauses become shorter or longer, and nothing else.
+    `now_s`: seconds since the epoch, by the clock that also stamped the status. If that clock
+    jumps, deadlines and pauses become shorter or longer; nothing else changes.
     """
     before = read_status(seen.job.status)
     if seen.job.metadata.is_leaving:
@@ -61,8 +62,8 @@ def reconcile(seen: Observed, now_s: float) -> Decision:
 def _leave(seen: Observed, before: JobStatus) -> Decision:
     """Delete the pods of a job that is being deleted; the garbage collector does the rest.
 
-    It would delete these as well, but it may first hear of the resource 30 s after that was
-    installed. A user who deletes with --cascade=orphan wants to keep them.
+    The collector would delete the pods as well, but it may learn of the resource 30 s after its
+    installation. With --cascade=orphan the user keeps the pods.
     """
     meta = seen.job.metadata
     if "orphan" in meta.finalizers:

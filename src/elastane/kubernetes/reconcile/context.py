@@ -1,12 +1,11 @@
-"""A decision while it is made: what is known, what was counted, and the actions so far.
+"""A decision while it is made: the inputs, the counts, and the actions so far.
 
-One context for one call of `reconcile`, and the only mutable object here. Rules read it and call
-its methods; it does not outlive the call.
+Each call of `reconcile` has one context, the only mutable object in this room. Rules read it and
+call its methods; it does not outlive the call.
 
-Refusals of the API server are read from it, too. 400 and 422 mean that the manifest is no valid pod
-and never will be, so the job does not start (see `refused_template`). Any other refusal may pass: a
-quota, a missing account, a name that is taken, a right to patch or to delete that the operator
-lacks.
+The context also judges the API server's refusals. After 400 and 422 the manifest is not a valid
+pod, so the job does not start (see `refused_template`). Any other refusal may pass: a quota, a
+missing account, a name that is taken, a right to patch or to delete that the operator lacks.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class JobVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def standing_verdict(status: JobStatus) -> JobVerdict | None:
-    """Return how a job ended before this decision, None where it has not."""
+    """Return how a job ended before this decision; None if it has not ended."""
     for kind in _ENDS:
         condition = status.condition(kind)
         if condition is not None and condition.status == "True":
@@ -61,9 +60,9 @@ def standing_verdict(status: JobStatus) -> JobVerdict | None:
 class DecisionContext:
     """The inputs, counts and actions that one call of `reconcile` gathers.
 
-    `pods` are those that are, or become, the job's: ours and orphans. `others` hold names.
-    `gone` are pods of the job that were deleted, in their last state.
-    Counters begin as the status has them; `restarts` are those that the operator counts itself.
+    `pods` are the job's pods, and orphans that it adopts. `others` are foreign pods and leftovers,
+    whose names are taken. `gone` are deleted pods of the job, in their last state. Counters begin
+    with the values of the status; `restarts` leaves out the agents' restarts of workers.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class DecisionContext:
         self.restarts = before.restarts - before.worker_restarts
         self.failures = before.failures
         self.disruptions = before.disruptions
-        # Dictionaries for their order and for quick look-up.
+        # Dictionaries keep the order of entries and make look-ups fast.
         self.counted = dict.fromkeys(before.counted)
         self.fenced = dict.fromkeys(before.fenced)
         self.in_place = {one.uid: one for one in before.in_place}
@@ -109,7 +108,7 @@ class DecisionContext:
 
     @property
     def own(self) -> list[Judged]:
-        """Pods that count for the job: those that are not fenced."""
+        """The job's pods that are not fenced."""
         return [pod for pod in self.pods if pod.uid not in self.fenced]
 
     def act(self, action: Action) -> None:
@@ -123,13 +122,13 @@ class DecisionContext:
         message: str,
         count: int | None = None,
     ) -> None:
-        """Add an Event for the shell, one of at most EVENTS_MAX; see ReportedEvent."""
+        """Add an Event for the shell, unless there are EVENTS_MAX already; see ReportedEvent."""
         event = ReportedEvent(type=kind, reason=reason, message=message, count=count)
         if event not in self.events and len(self.events) < EVENTS_MAX:
             self.events.append(event)
 
     def wake(self, at_s: float | None) -> None:
-        """Decide again at that time, if it is not past."""
+        """Ask for another decision at this time, unless it has passed."""
         if at_s is not None and at_s > self.now_s:
             self.wakes_s.append(at_s)
 
@@ -140,7 +139,7 @@ class DecisionContext:
             self.act(DeletePod(name=pod.name, uid=pod.uid, grace_s=grace_s, why=why))
 
     def end(self, kind: Literal["Succeeded", "Failed"], reason: str, message: str) -> None:
-        """End the job; the first verdict stands."""
+        """End the job; a later verdict is ignored."""
         if self.verdict is None:
             self.verdict = JobVerdict(kind=kind, reason=reason, message=message)
 
@@ -151,7 +150,7 @@ class DecisionContext:
         return next(found, None)
 
     def node(self, name: str) -> SeenNode:
-        """Return what is known of a node."""
+        """Return the state of a node."""
         return self.seen.nodes.get(name) or SeenNode(name=name)
 
 
@@ -167,7 +166,7 @@ def refused_template(context: DecisionContext) -> Refusal | None:
 
 
 def waits_for_refusal(context: DecisionContext, kind: str, name: str) -> bool:
-    """Whether a creation that was refused is not yet to be tried again; says so."""
+    """Whether a refused creation must not be retried yet; if refused, report it."""
     refusal = context.refusal(kind, name)
     if refusal is None:
         return False
@@ -180,7 +179,7 @@ def waits_for_refusal(context: DecisionContext, kind: str, name: str) -> bool:
 
 
 def hold_refused(context: DecisionContext) -> None:
-    """Say which patches and deletions were refused, and leave out those that are not due again."""
+    """Report refused patches and deletions, and drop those that must not be retried yet."""
     refused: dict[tuple[str, str, str], Refusal] = {}
     for one in context.seen.refused:
         refused[one.verb, one.kind, one.name] = one
@@ -219,7 +218,7 @@ def _is_too_soon(context: DecisionContext, refusal: Refusal) -> bool:
 
 
 def refusal_text(refusal: Refusal) -> str:
-    """Return a refusal as a condition repeats it."""
+    """Return the text of a refusal for a condition."""
     text = " ".join(refusal.message.split())
     return text[:TEXT_CHARS_MAX] or f"HTTP {refusal.code}"
 

@@ -1,12 +1,12 @@
 """The ways in which a job ends, and the actions after its end, which is final.
 
-Pods that still run after the end hold resources without use. So an unset cleanPodPolicy deletes
-those, and keeps the others for their logs. An explicit None touches no pod, except in a job that
-ended because its time was up.
+Pods that still run after the job's end waste resources. So an unset cleanPodPolicy deletes them,
+and keeps ended pods for their logs. An explicit None deletes no pod, except in a job whose
+activeDeadlineSeconds have passed.
 
 A job with a wrong spec reports the faults and waits for an edit. If it has not begun, it fails
-immediately, for that edition of its spec; an edit lets it begin. If it runs, it is left as it is,
-whatever its pods do: a typing error must not end a training.
+immediately, for that edition of its spec; an edit lets it begin. If it runs, its pods are left
+alone: a typing error must not end a training.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from elastane.kubernetes.reconcile.settings import Wrong
 from elastane.kubernetes.reconcile.status import last_is, merged
 
 DEADLINE = "DeadlineExceeded"
-# Failures that an edit of the spec takes back: the job has not begun.
+# Failures of a job that has not begun; after an edit of the spec it may begin.
 _CORRIGIBLE = ("InvalidSpec", "InvalidTemplate")
 _TEMPLATE = "spec.replicaSpecs.Worker.template"
 
 
 def has_ended(status: JobStatus) -> bool:
-    """Whether the job has ended, for ever."""
+    """Whether the job has ended."""
     return status.is_("Succeeded") or status.is_("Failed")
 
 
@@ -53,7 +53,7 @@ def may_start_again(status: JobStatus, edition: int) -> bool:
 
 
 def start_again(status: JobStatus) -> JobStatus:
-    """Return the status that such a job had before it failed, with its counts of restarts."""
+    """Return the status of such a job before it failed; its counts of restarts are kept."""
     return msgspec.structs.replace(
         status,
         phase="",
@@ -65,7 +65,7 @@ def start_again(status: JobStatus) -> JobStatus:
 
 
 def judge_end(context: DecisionContext) -> None:
-    """End the job where its time is up, its work is done, or it cannot begin."""
+    """End the job if its deadline has passed, its work is done, or it cannot begin."""
     _check_success(context)
     _check_deadline(context)
     _check_template(context)
@@ -108,9 +108,9 @@ def _check_template(context: DecisionContext) -> None:
 
 
 def _check_start(context: DecisionContext) -> None:
-    """A job of which no pod ever ran, and none can, fails after a while.
+    """Let a job fail if no pod of it ever ran and none can start for STARTLESS_S.
 
-    That while begins again with an edit of the template: pods of an older one do not count.
+    Only pods of the current template count, so that time begins again after an edit.
     """
     if any(pod.has_started for pod in context.pods) and context.first_start_time is None:
         context.first_start_time = as_time(context.now_s)
@@ -136,12 +136,12 @@ def _check_start(context: DecisionContext) -> None:
 
 
 def clean_up(context: DecisionContext, reason: str) -> None:
-    """Delete what cleanPodPolicy says; the job itself once its time to live is over."""
+    """Delete pods as cleanPodPolicy says, and the job itself after ttlSecondsAfterFinished."""
     policy = context.settings.spec.clean_pod_policy or "Running"
     if policy == "None" and reason == DEADLINE:
         policy = "Running"
     for pod in context.pods:
-        # Under Always the kubelet starts the container of a pod that succeeded again, for ever.
+        # Under Always the kubelet restarts containers for ever, also those that succeeded.
         still_runs = not pod.is_over
         is_unwanted = policy == "All" or (policy == "Running" and still_runs)
         is_endless = still_runs and context.settings.policy == "Always"

@@ -49,7 +49,7 @@ def wrong_rules(rules: tuple[ExitCodeRule, ...]) -> Iterator[tuple[str, Any, str
 
 
 def ruled(code: int, rules: tuple[ExitCodeRule, ...]) -> RuleAction | None:
-    """Return what the first rule that names the code says."""
+    """Return the action of the first rule that names the code, or None."""
     for rule in rules:
         for entry in rule.codes:
             found = span(entry)
@@ -59,7 +59,7 @@ def ruled(code: int, rules: tuple[ExitCodeRule, ...]) -> RuleAction | None:
 
 
 def documented(code: int, launcher: Launcher) -> RuleAction:
-    """Return what an exit code other than 0 means without a rule; see the table above."""
+    """Return the action for an exit code other than 0 without a rule; see the table above."""
     if launcher == "elastane":
         if code in (ExitCode.NODE_UNFIT, ExitCode.TRY_AGAIN):
             return "Retry"

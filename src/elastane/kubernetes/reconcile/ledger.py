@@ -1,11 +1,11 @@
-"""Counts each end of a pod exactly once, and derives what follows from the counts.
+"""Counts each end of a pod exactly once, and decides what follows from the counts.
 
-The uid of a pod is in `counted` before the pod may be deleted, since the status is written first.
-So an operator that is killed between the two neither counts twice nor forgets. The uid leaves the
-list some time after the pod.
+The status with a pod's uid in `counted` is written before the pod is deleted. So an operator that
+is killed between the two writes neither counts the end twice nor misses it. The uid leaves the list
+some time after the pod.
 
-A pod that is being deleted, and is not in the list, was taken away from outside: by a person, a
-drain, or a preemption. That is no failure.
+A pod that is being deleted and is not in the list was deleted by another client: by a person, a
+drain, or a preemption. That is not a failure.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from elastane.kubernetes.store.objects import lease_of
 
 
 def count(context: DecisionContext) -> None:
-    """Count what has ended since the last decision; end the job where a failure is permanent."""
+    """Count pods that ended since the last decision; end the job after a permanent failure."""
     own, known = context.own, set(context.counted)
     for pod in own:
-        # First: a failure after the job has ended well does not count.
+        # Successes are counted first: a failure after the job has ended well does not count.
         if pod.state == "succeeded" and pod.by_itself and pod.uid not in context.counted:
             _count_success(context, pod)
     for pod in own:
@@ -55,7 +55,7 @@ def count(context: DecisionContext) -> None:
 
 
 def _count_success(context: DecisionContext, pod: Judged) -> None:
-    """Remember that the job ended well, even if the pod is deleted; the pod itself may stay."""
+    """Record in the status that the job ended well, so that the pod may be deleted."""
     if context.ended_well_time is None:
         context.ended_well_time = as_time(context.now_s)
         context.report(
@@ -83,7 +83,7 @@ def _count_failure(context: DecisionContext, pod: Judged, ending: PodEnd) -> Non
     if ending.cause in ("App", "OOM") and action != "Ignore":
         context.failures += 1
         _charge_node(context, pod.node, unfit=ending.code == ExitCode.NODE_UNFIT)
-    # An agent of elastane ends with 0 when the whole job has; torchrun's speaks for its own node.
+    # An agent of elastane ends with 0 if the whole job succeeded; torchrun's only if its node did.
     is_over = context.ended_well_time is not None and context.settings.spec.launcher == "elastane"
     if action == "Fail" and not is_over:
         context.end("Failed", "PodFailed", f"{pod.name} on {pod.node}: {ending.text}, permanent")
@@ -115,9 +115,9 @@ def action_of(ending: PodEnd, settings: JobSettings) -> RuleAction:
 
 
 def _may_lack_rendezvous(context: DecisionContext, ending: PodEnd) -> bool:
-    """Whether a pod may have failed since the rendezvous that the user named is not up yet.
+    """Whether a pod may have failed because the user's rendezvous has not started yet.
 
-    Only for exit code 1, which says nothing, and only if no rule of the user covers it.
+    That needs exit code 1, which has no meaning of its own, and no rule of the user for it.
     """
     settings, begun_s = context.settings, since_epoch(context.start_time)
     if backend(context.job, settings) == "kubernetes" or settings.policy != "ExitCode":
@@ -138,7 +138,7 @@ def _count_departure(context: DecisionContext, pod: Judged) -> None:
 
 
 def _count_in_place(context: DecisionContext, pod: Judged) -> None:
-    """Count restarts by the kubelet, of which the pod has the sum."""
+    """Count the restarts by the kubelet; a pod only has their total."""
     known = context.in_place.get(pod.uid, InPlace(uid=pod.uid)).restarts
     if not context.settings.restarts_in_place or pod.restarts <= known:
         return
@@ -185,7 +185,7 @@ def _note_early_end(
 
 
 def _charge_node(context: DecisionContext, name: str, *, unfit: bool = False) -> None:
-    """Remember a failure on a node."""
+    """Count a failure on a node."""
     if name:
         before = context.nodes.pop(name, NodeFailures(name=name))
         context.nodes[name] = NodeFailures(
@@ -208,7 +208,7 @@ def unfit(context: DecisionContext) -> list[str]:
 
 
 def _heal(context: DecisionContext) -> None:
-    """Forget the early end of an index once a pod of it has run for long, and say when one runs."""
+    """Forget early ends of an index once a pod of it has run for QUICK_S; note when one runs."""
     for pod in context.own:
         early = context.early_ends.get(pod.index)
         if early is None or pod.state != "running" or pod.is_leaving:
@@ -225,12 +225,12 @@ def _heal(context: DecisionContext) -> None:
 def _check_limit(context: DecisionContext) -> None:
     limit = context.settings.spec.backoff_limit
     if limit is not None and context.failures > limit and context.ended_well_time is None:
-        text = f"{context.failures} failures; backoffLimit bears {limit}"
+        text = f"{context.failures} failures; backoffLimit allows {limit}"
         context.end("Failed", "BackoffLimitExceeded", text)
 
 
 def _forget(context: DecisionContext) -> None:
-    """Keep what is remembered within its bounds."""
+    """Drop the oldest entries of each list beyond its bound."""
     present = {pod.uid for pod in context.pods}
     for uid in [uid for uid in context.counted if uid not in present][:-COUNTED_KEPT]:
         del context.counted[uid]
@@ -240,7 +240,7 @@ def _forget(context: DecisionContext) -> None:
 
 
 def pause_ends_s(context: DecisionContext, index: int) -> float | None:
-    """Return until when the next pod of an index has to wait; None: it need not."""
+    """Return until when the next pod of an index has to wait; None if it may start now."""
     early = context.early_ends.get(index)
     at_s = since_epoch(early.not_before) if early else None
     return at_s if at_s is not None and at_s > context.now_s else None

@@ -1,15 +1,15 @@
-"""A pod of the job, made of the user's template, and what is injected into its worker container.
+"""Makes a pod of the job from the user's template, with injected arguments and variables.
 
-The template is kept as it is but for what the operator owns: names, labels, owner, restart policy,
-host name, the injected arguments and variables, and the nodes that are to be avoided. Running pods
-are never changed in place: an edit of the template counts for pods that are made later (`running`
-says which pods an edit replaces).
+The operator changes only its own parts of the template: names, labels, owner, restart policy, host
+name, the injected arguments and variables, and the nodes that the pod avoids. Running pods are
+never changed in place: an edit of the template applies to later pods (`running` decides which pods
+an edit replaces).
 
-Four arguments go into the worker container, and into no other, in the original's order and
-spelling, before the user's own: of two with the same name a launcher takes the last, so a user may
-overrule each. The rendezvous id is the job's name and the beginning of its uid. So a job made again
-under its old name never meets the remains of its predecessor, also in an etcd of the user's
-(pytorch/elastic #151).
+Four arguments are injected into the worker container, in the order and spelling of the original
+TorchElastic controller. They come before the user's own arguments: of two with the same name a
+launcher takes the last, so a user can override each. The rendezvous id is the job's name and the
+beginning of its uid. So a new job of an old name never uses records of the earlier job, even in the
+user's own etcd (pytorch/elastic #151).
 
 | rdzvEndpoint | launcher | backend | endpoint |
 |---|---|---|---|
@@ -33,13 +33,13 @@ from elastane.kubernetes.store.objects import token_of
 
 C10D_PORT = 29400
 UID_CHARS = 8
-# As in a Secret that agents make by themselves.
+# The key of the token in its Secret; agents that create a Secret use the same.
 TOKEN_KEY = "value"
 _NAMES_ID = re.compile(r"--rdzv[_-]id(?:=(.*)|$)", re.DOTALL)
 
 
 def rdzv_id(job: Meta, settings: JobSettings) -> str:
-    """Return the rendezvous id of a job: the user's, where the arguments name one."""
+    """Return the rendezvous id of a job: the user's, if the arguments have one."""
     given = settings.arguments
     for place, word in enumerate(given):
         found = _NAMES_ID.match(word)
@@ -89,8 +89,8 @@ def arguments(job: Meta, settings: JobSettings) -> list[str]:
 def variables(job: Meta, settings: JobSettings) -> list[dict[str, Any]]:
     """Return the variables by which an agent of elastane identifies itself, and one for torchrun.
 
-    Without the last one a pod that joins a running c10d job of torch 2.4 to 2.13 ends that job
-    after 60 s. An image of torchrun's may be behind any rdzvEndpoint; elastane does not read it.
+    Without torchrun's variable, a pod that joins a running c10d job of torch 2.4 to 2.13 ends that
+    job after 60 s. It is always set, since any rdzvEndpoint may be used with an image of torchrun.
     """
     made = [
         _field("ELASTANE_POD_UID", "metadata.uid"),
@@ -111,16 +111,16 @@ def _field(name: str, path: str) -> dict[str, Any]:
 
 
 def needs_access(job: Meta, settings: JobSettings) -> bool:
-    """Whether the pods talk to the API server, and with a service account of ours."""
+    """Whether the pods need access to the API server by a service account that we create."""
     given = settings.template["spec"]
     named = given.get("serviceAccountName") or given.get("serviceAccount")
     return backend(job, settings) == "kubernetes" and not named
 
 
 def named_pods(job: Meta, settings: JobSettings) -> set[int] | None:
-    """Return the indices of pods that the manifest names by host; None: of all.
+    """Return the indices of pods whose host names the manifest contains; None: all.
 
-    For these there is a Service each, as the original made one for every pod.
+    Each of these pods gets a Service; the original controller made one for every pod.
     """
     said = [settings.spec.rdzv_endpoint or ""]
     for container in settings.template["spec"]["containers"]:
@@ -134,13 +134,13 @@ def named_pods(job: Meta, settings: JobSettings) -> set[int] | None:
     return {int(index) for index in found if len(index) <= 6}
 
 
-# Same as the pod restart policy of Kubernetes, but for ExitCode, which is the operator's.
+# The pod's restart policy is the job's, except for ExitCode, which only the operator knows.
 _POD_POLICY = {"ExitCode": "Never"}
 Manifest = dict[str, Any]
 
 
 def owner(job: Meta) -> Manifest:
-    """Return the owner reference that makes an object the job's."""
+    """Return the owner reference of an object that belongs to the job."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -159,7 +159,7 @@ def pod_manifest(
     metadata = template.get("metadata") or {}
     spec = template["spec"]
     spec["restartPolicy"] = _POD_POLICY.get(settings.policy, settings.policy)
-    # Stable for each index, also where a replacement has another name.
+    # The host name is that of the index, also if a replacement has another pod name.
     spec["hostname"] = pod_name(job.name, index)
     spec["subdomain"] = job.name
     spec.setdefault("terminationGracePeriodSeconds", GRACE_S)
@@ -170,7 +170,7 @@ def pod_manifest(
     worker = next(one for one in spec["containers"] if one["name"] == settings.container)
     worker["args"] = [*arguments(job, settings), *settings.arguments]
     worker["env"] = _variables(worker.get("env") or [], variables(job, settings))
-    # Without a message the pod's status has the end of the log, which is deleted with the pod.
+    # Without a termination message the pod's status gets the end of the log.
     worker.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     return {
         "apiVersion": "v1",
@@ -188,16 +188,16 @@ def pod_manifest(
 
 
 def _variables(given: list[Manifest], ours: list[Manifest]) -> list[Manifest]:
-    """Return our variables that the user does not set, then the user's, which may refer to ours."""
+    """Return our variables, then the user's, which may refer to ours and override them."""
     named = {variable["name"] for variable in given}
     return [*(variable for variable in ours if variable["name"] not in named), *given]
 
 
 def affinity(avoided: list[str], unfit: list[str]) -> Manifest:
-    """Return the node affinity that keeps pods off some nodes; {} where there are none.
+    """Return the node affinity that keeps pods off some nodes; {} if there are none.
 
-    Those in quarantine are forbidden; a node that is merely unfit is taken where there is no
-    other. By the name of the node, not by its host name label, which may differ from it.
+    Nodes in quarantine are forbidden; an unfit node is only used if there is no other. The rules
+    use the node's name, since its host name label may differ from it.
     """
     made: Manifest = {}
     if avoided:
@@ -214,7 +214,7 @@ def _not_in(nodes: list[str]) -> list[Manifest]:
 
 
 def _with(given: Manifest | None, avoid: Manifest) -> Manifest:
-    """Add what is to be avoided to the user's affinity, whose terms are alternatives."""
+    """Add the avoided nodes to each term of the user's affinity, since terms are alternatives."""
     made = dict(given or {})
     node = dict(made.get("nodeAffinity") or {})
     if "required" in avoid:

@@ -1,16 +1,16 @@
 """Pods of lost nodes: when a node is lost, and the fencing of its pods before their replacement.
 
-A pod on an unreachable node may run on. So its uid goes into the job's directive first; a
-coordinator that has read it neither lets the pod rejoin nor publish. Once the directive is seen to
-hold the uid, and not before, the pod is deleted by force and replaced.
+A pod on an unreachable node may still run. So its uid is first written into the job's directive,
+after which the coordinator lets the pod neither rejoin nor publish. The pod is deleted by force and
+replaced only after the operator has read the uid back from the directive.
 
 A node is lost in one of three cases. It was deleted. Or it is unreachable, and the job's
 coordinator later reports that it has lost the pod as well. Or it has been unreachable for
 nodeLostSeconds, and the coordinator does not report the pod as alive.
 
-So a cluster whose control plane cannot reach its nodes, while these reach one another, trains on.
-Where the coordinator cannot report either, and all of several nodes are unreachable, the operator
-waits for ALL_LOST_S.
+So a job continues if the control plane cannot reach the nodes while these reach one another. If all
+of several nodes are unreachable and the coordinator cannot report either, the operator waits for
+ALL_LOST_S.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastane.kubernetes.reconcile.pods import Judged
 
 
 def fence(context: DecisionContext, *, counting: bool) -> None:
-    """Fence pods of lost nodes; delete by force those whose fence is in the directive.
+    """Fence pods of lost nodes; delete a fenced pod by force once the directive has its uid.
 
     Without `counting`, as in a job that has ended, counters stay as they are.
     """
@@ -34,7 +34,7 @@ def fence(context: DecisionContext, *, counting: bool) -> None:
         context.fenced[pod.uid] = None
         if counting:
             count_lost(context, pod)
-    # Of those that are gone from the API server the newest are kept: their processes may live.
+    # Uids of the newest deleted pods are kept, since processes of these pods may still run.
     gone = [uid for uid in context.fenced if uid not in known]
     for uid in gone[:-FENCED_KEPT]:
         del context.fenced[uid]
@@ -44,7 +44,7 @@ def fence(context: DecisionContext, *, counting: bool) -> None:
 
 
 def is_fenced_for_all(context: DecisionContext, uid: str) -> bool:
-    """Whether the directive that the job reads is seen to fence a pod."""
+    """Whether the directive, as the operator has read it, contains the fence of a pod."""
     name = directive_name(context.job.name)
     for owned in context.seen.objects:
         if owned.kind == "ConfigMap" and owned.metadata.name == name:
@@ -72,7 +72,7 @@ def _is_lost(context: DecisionContext, pod: Judged, patience_s: float) -> bool:
 
 
 def _patience_s(context: DecisionContext) -> float:
-    """Return how long an unreachable node is waited for."""
+    """Return how long the operator waits for an unreachable node."""
     patience_s: float = context.settings.spec.node_lost_seconds
     names = {pod.node for pod in context.own if pod.node and not pod.is_over}
     nodes = [context.node(name) for name in names]
@@ -82,7 +82,7 @@ def _patience_s(context: DecisionContext) -> float:
 
 
 def _said_of(report: JobReport | None, uid: str, since_s: float, now_s: float) -> str:
-    """Return what the coordinator said of a pod since its node is unreachable."""
+    """Return the pod's state in a report since its node became unreachable; "" without one."""
     if report is None or report.at_s < since_s or report.at_s < now_s - REPORT_FRESH_S:
         return ""
     return next((member.state for member in report.members if member.pod == uid), "")

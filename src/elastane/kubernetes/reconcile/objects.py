@@ -5,7 +5,7 @@
 | Service, headless | `{job}` | always: pods are `{job}-worker-{i}.{job}` |
 | Service, headless | `{job}-worker-{i}` | for pods that the manifest names by host |
 | ConfigMap | `{job}-directive` | always: bounds, replicas, fenced and dead pods: for the job |
-| ConfigMap | `{job}-report` | with access: what the coordinator says |
+| ConfigMap | `{job}-report` | with access: the coordinator's report |
 | Secret | `elastane-{rdzv id}.token` | with the rendezvous over the API server: the job's token |
 | ServiceAccount, RoleBinding | `{job}` | with access, unless the template names an account |
 
@@ -51,15 +51,15 @@ _RBAC = "rbac.authorization.k8s.io"
 def keep_objects(context: DecisionContext) -> bool:
     """Create, repair and adopt the job's objects; return whether pods may be created now.
 
-    They may if all objects exist, or are created by this decision, before its pods.
+    Pods may be created if all objects exist, or if this decision creates them before its pods.
     """
     return _keep(context, _wanted(context))
 
 
 def keep_directive(context: DecisionContext) -> None:
-    """Keep up to date which pods are fenced or dead, also when no pod is made any more.
+    """Update the fenced and dead pods in the directive, also after the last pod was created.
 
-    The pods of a suspended job go one by one, and the next coordinator reads who is dead.
+    The pods of a suspended job end one by one, and the next coordinator reads which are dead.
     """
     name = directive_name(context.job.name)
     is_there = any(
@@ -101,10 +101,10 @@ def _create(context: DecisionContext, manifest: Manifest) -> bool:
 
 
 def _create_token(context: DecisionContext, manifest: Manifest, was_begun: bool) -> bool:
-    """Create the job's token; once, since the operator cannot see whether it is there.
+    """Create the job's token if it is not known to exist; the operator cannot read Secrets.
 
-    It comes before the report, whose presence says that it was created. A pod that cannot start
-    for its configuration may lack it: it was deleted.
+    The token is created before the report object, so an existing report proves that it was
+    created. If a pod lacks its configuration, the token may have been deleted since.
     """
     name = manifest["metadata"]["name"]
     lacks = any(pod.lacks_configuration for pod in context.own)
@@ -117,7 +117,7 @@ def _create_token(context: DecisionContext, manifest: Manifest, was_begun: bool)
 
 
 def _replace(context: DecisionContext, kind: str, found: Meta) -> bool:
-    """Delete an object of this job's predecessor; report one that another owner controls."""
+    """Delete an object of an earlier job of this name; report one that another owner controls."""
     is_leftover = any(
         one.controller and one.kind == "ElasticJob" and one.name == context.job.name
         for one in found.owner_references
@@ -125,7 +125,7 @@ def _replace(context: DecisionContext, kind: str, found: Meta) -> bool:
     if is_leftover and not found.is_leaving:
         context.act(DeleteObject(kind=kind, name=found.name, uid=found.uid))
     if not is_leftover:
-        text = f"{kind} {found.name} belongs to another controller: it has to go"
+        text = f"{kind} {found.name} belongs to another controller; next: delete or rename it"
         context.wants.append(("NameTaken", text))
         context.report("Warning", "NameTaken", text, count=1)
     return False
@@ -134,7 +134,7 @@ def _replace(context: DecisionContext, kind: str, found: Meta) -> bool:
 def _mend(
     context: DecisionContext, manifest: Manifest, found: Meta, data: dict[str, str] | None
 ) -> None:
-    """Adopt the object, and bring it up to date, by a patch where anything differs."""
+    """Adopt the object and bring it up to date by a patch, if anything differs."""
     if found.is_leaving:
         return
     patch: Manifest = {}
@@ -193,7 +193,7 @@ def _object(job: Meta, api: str, kind: str, name: str, **parts: Any) -> Manifest
 
 
 def _service(job: Meta, name: str, selected: dict[str, str]) -> Manifest:
-    # Names must resolve before a pod is ready: it becomes ready by finding the others.
+    # Names must resolve before a pod is ready: it becomes ready when its agent finds the others.
     spec = {"clusterIP": "None", "selector": selected, "publishNotReadyAddresses": True}
     return _object(job, "v1", "Service", name, spec=spec)
 
@@ -211,9 +211,10 @@ def _directive(context: DecisionContext) -> Manifest:
 
 
 def _dead(context: DecisionContext) -> list[str]:
-    """Return uids of pods that a kubelet saw end: those that are here, and the newest others.
+    """Return the uids of existing dead pods, and of the newest deleted ones.
 
-    The coordinator does not wait for these to come back (`coordinator.rules.admission`).
+    A kubelet has reported their end, so the coordinator does not wait for them to come back
+    (`coordinator.rules.admission`).
     """
     name = directive_name(context.job.name)
     known = [
@@ -230,9 +231,9 @@ def _dead(context: DecisionContext) -> list[str]:
 
 
 def _access(context: DecisionContext) -> list[Manifest]:
-    """Return an account that may do what agents do with Leases and ConfigMaps of its namespace.
+    """Return an account with the rights that agents need to Leases and ConfigMaps.
 
-    Kubernetes checks that the operator may `bind` that one ClusterRole, and nothing else.
+    For that the operator needs the right to `bind` the one ClusterRole, and no other right.
     """
     job = context.job
     ref = {"apiGroup": _RBAC, "kind": "ClusterRole", "name": JOB_ROLE}

@@ -1,6 +1,6 @@
-"""One pod, classified: what it is to the job, whether it lives, how it ended, why it does not run.
+"""Classifies one pod: whose it is, whether it lives, how it ended, why it does not run.
 
-Translates the words of kubelets, schedulers and eviction into a few of ours. It decides nothing
+Translates the reasons of kubelets, schedulers and eviction into a few classes. It decides nothing
 about the job.
 """
 
@@ -17,9 +17,9 @@ from elastane.kubernetes.model.observed import ContainerEnd, ContainerStatus
 from elastane.kubernetes.reconcile.bounds import TEXT_CHARS_MAX
 from elastane.kubernetes.reconcile.settings import JobSettings
 
-# App: the program's own. OOM: the program's too, but named. The others are the cluster's doing,
-# and no failure of the job: Evicted (drained or out of resources), Preempted, Shutdown (of the
-# node), Rejected (by a kubelet, before any container ran).
+# App and OOM are failures of the program. The others come from the cluster and are no failure of
+# the job: Evicted (drained or out of resources), Preempted, Shutdown (of the node), Rejected (by a
+# kubelet, before any container ran).
 Cause = Literal["App", "OOM", "Evicted", "Preempted", "Shutdown", "Rejected"]
 Whose = Literal["ours", "orphan", "leftover", "foreign"]
 State = Literal["pending", "running", "succeeded", "failed"]
@@ -44,10 +44,9 @@ _BY_DISRUPTION: dict[str, Cause] = {
     "DeletionByPodGC": "Shutdown",
     "TerminationByKubelet": "Shutdown",
 }
-# A variable refers to a Secret or ConfigMap that is not there.
+# A variable refers to a Secret or ConfigMap that does not exist.
 _LACKS_CONFIGURATION = "CreateContainerConfigError"
-# Waiting reasons of a container that will not pass by themselves; of those an image's name that
-# is no name never does.
+# Waiting reasons of a container that do not end by themselves. An invalid image name never does.
 NEVER_STARTS = "InvalidImageName"
 CANNOT_START = (
     "ErrImagePull",
@@ -60,14 +59,14 @@ CANNOT_START = (
     "RunContainerError",
     NEVER_STARTS,
 )
-# A kubelet that was away meanwhile, and does not find the container any more.
+# The kubelet's reason after it was away and does not find the container any more.
 _UNSEEN = "ContainerStatusUnknown"
-# While a pod comes up; nothing to report.
+# Reasons while a pod starts, which are not reported.
 _COMING_UP = ("", "ContainerCreating", "PodInitializing")
 
 
 class PodEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a pod failed. `lived_s`: from the start of its container; None where none started."""
+    """How a pod failed. `lived_s`: from the start of its container; None if none started."""
 
     cause: Cause
     code: int | None
@@ -83,14 +82,15 @@ class Hindrance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """A pod and what it is to the job.
+    """A pod with its classification.
 
-    `whose`: ours; orphan (our labels, no controller); leftover (of a deleted ElasticJob
-    of the same name); foreign. `restarts`: of the container in place. `is_over`: all of its
-    containers have ended, sidecars too. `by_itself`: its worker has, and not because the pod
-    was deleted. `is_dead`: a kubelet saw its worker end, and will not start it again.
-    `has_begun`: a container of it has started, be it an init container. `is_outdated`: it was made
-    of another template than the job has now.
+    `whose`: ours; orphan (our labels, no controller); leftover (of a deleted ElasticJob of the same
+    name); foreign. `restarts` counts restarts of the container in place. `is_over`: all containers
+    have ended, sidecars too. `by_itself`: the worker container ended, and not by the deletion of
+    the pod. `is_dead`: a kubelet reported the end of the worker container, and will not restart it.
+
+    `has_started`: the worker container has started. `has_begun`: any container has started, also
+    an init container. `is_outdated`: the pod was made from an older template.
     """
 
     meta: Meta
@@ -139,13 +139,13 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 def judge_all(
     pods: Iterable[Pod], job: Meta, settings: JobSettings, *, are_gone: bool = False
 ) -> list[Judged]:
-    """Return those pods that are replicas of the job, judged."""
+    """Classify those pods that are replicas of the job, and leave out the others."""
     judged = (judge(pod, job, settings, is_gone=are_gone) for pod in pods)
     return [pod for pod in judged if pod is not None]
 
 
 def judge(pod: Pod, job: Meta, settings: JobSettings, *, is_gone: bool = False) -> Judged | None:
-    """Return the pod judged, or None where it is none of the job's replicas.
+    """Classify a pod; None if it is not a replica of the job.
 
     `is_gone`: the object was deleted, and this is its last state.
     """
@@ -156,7 +156,7 @@ def judge(pod: Pod, job: Meta, settings: JobSettings, *, is_gone: bool = False) 
     state, ending = _state(pod, worker, settings)
     running = worker.state.running if worker else None
     by_itself = _by_itself(pod.metadata, worker)
-    # A kubelet does not restart a container that ended after the deletion of its pod was asked for.
+    # A kubelet does not restart a container that ended after its pod's deletion was requested.
     has_ended = state in ("succeeded", "failed") or (is_gone and not by_itself)
     return Judged(
         meta=pod.metadata,
@@ -215,9 +215,9 @@ def _has_started(worker: ContainerStatus | None) -> bool:
 def _state(
     pod: Pod, worker: ContainerStatus | None, settings: JobSettings
 ) -> tuple[State, PodEnd | None]:
-    """Return where the pod stands, by its worker container where that has a say.
+    """Return the state of the pod, by its worker container if that has a state.
 
-    Sidecars neither keep a pod alive whose worker has ended, nor make a failure of its success.
+    Once the worker container has ended, sidecars neither keep the pod alive nor make it fail.
     """
     phase = pod.status.phase
     ended = worker.state.terminated if worker else None
@@ -232,7 +232,7 @@ def _state(
 
 
 def _succeeded(pod: Pod, worker: ContainerStatus | None, settings: JobSettings) -> bool:
-    """Whether the worker container ended with 0; under Always the last one that did counts."""
+    """Whether the worker container ended with 0, under Always also before its last restart."""
     if worker is None or _by_cluster(pod) is not None:
         return False
     states = [worker.state.terminated]
@@ -267,7 +267,7 @@ def _ending(pod: Pod, ended: ContainerEnd | None, settings: JobSettings) -> PodE
 
 
 def _failed_before(pod: Pod) -> ContainerEnd | None:
-    """Return how an init container failed, which keeps the worker from ever starting."""
+    """Return how an init container failed, so that the worker container cannot start."""
     for status in pod.status.init_container_statuses:
         ended = status.state.terminated
         if ended is not None and ended.exit_code != 0:
@@ -287,8 +287,8 @@ def _end_text(pod: Pod, ended: ContainerEnd, cause: Cause) -> str:
 def ending_text(ended: ContainerEnd) -> str:
     """Return how a container ended by itself, with the last words of its termination message.
 
-    From an agent of elastane these are the cause; else they are the end of the log, whose last line
-    may be a mere rule.
+    An agent of elastane writes the cause there. Otherwise the message is the end of the log, whose
+    last line may only be a line of dashes.
     """
     text = f"exit code {ended.exit_code}"
     if ended.signal:
@@ -304,7 +304,7 @@ def _lived_s(ended: ContainerEnd) -> float | None:
 
 
 def _hindrance(pod: Pod, worker: ContainerStatus | None) -> Hindrance | None:
-    """Return what keeps a pod from running, if its kubelet or the scheduler says so."""
+    """Return why a pod does not run, if its kubelet or the scheduler reports a reason."""
     for status in (*pod.status.init_container_statuses, *((worker,) if worker else ())):
         waiting = status.state.waiting
         if waiting is not None and waiting.reason not in _COMING_UP:
@@ -321,7 +321,7 @@ def _hindrance(pod: Pod, worker: ContainerStatus | None) -> Hindrance | None:
 def _by_itself(meta: Meta, worker: ContainerStatus | None) -> bool:
     """Whether a pod that is being deleted had ended before its deletion was requested.
 
-    deletionTimestamp is when it should be gone: the request and its grace.
+    deletionTimestamp is the time of the request plus the grace.
     """
     if not meta.is_leaving:
         return True
@@ -336,7 +336,7 @@ def _by_itself(meta: Meta, worker: ContainerStatus | None) -> bool:
 
 
 def _was_seen_to_end(worker: ContainerStatus | None) -> bool:
-    """Whether a kubelet says how the container ended: others only say that the pod has failed."""
+    """Whether the kubelet reported how the container ended; others only set the pod's phase."""
     ended = worker.state.terminated if worker else None
     return ended is not None and ended.reason != _UNSEEN
 

@@ -1,12 +1,12 @@
-"""The three ways of a job that has not ended: it runs, it is suspended, it finishes.
+"""Keeps the pods of a job that has not ended: it runs, it is suspended, or it finishes.
 
-A job that runs gets pods made and deleted, so that each wanted index has one live pod and no other
-index has any. The wanted indices are index slices, as in the original: 0 to replicas - 1, so the
-highest leave first. With PendingFirst pods that do not run yet leave before those that do, so the
-indices may have gaps.
+For a job that runs, pods are created and deleted until each wanted index has one live pod and no
+other index has any. The wanted indices are 0 to replicas - 1, as in the original TorchElastic
+controller, so the highest indices leave first. With PendingFirst, pods that do not run yet leave
+before running ones, so the indices may have gaps.
 
-An index never has two live pods that are not fenced: a replacement waits until its predecessor is
-gone, unless that one's node is lost (then it is fenced) or its processes have ended.
+An index never has two live pods that are not fenced. A replacement waits until the pod before it is
+deleted, or fenced because its node is lost, or until its processes have ended.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def live(context: DecisionContext) -> None:
 
 
 def pause(context: DecisionContext) -> None:
-    """Drain the pods of a job that is suspended; counters stay, and its time does not run."""
+    """Drain the pods of a suspended job; its counters stay, and its deadline is stopped."""
     keep_directive(context)
     for pod in context.pods:
         if not pod.is_over and pod.uid not in context.fenced:
@@ -54,15 +54,15 @@ def pause(context: DecisionContext) -> None:
 
 
 def finish(context: DecisionContext) -> None:
-    """Let pods of a job that ended well finish; those that never began have nothing to do."""
+    """Let the pods of a job that ended well finish; delete those that never started."""
     keep_directive(context)
     for pod in context.own:
         if pod.lives and not pod.has_started:
-            context.dismiss(pod, "the job has ended well without it")
+            context.dismiss(pod, "the job has ended well before this pod started")
 
 
 def _clear_others(context: DecisionContext) -> None:
-    """Delete what a job of the same name left behind; its garbage collection may take a minute."""
+    """Delete pods of an earlier job of this name; the garbage collector may take a minute."""
     for pod in context.others:
         if pod.whose == "leftover" and not pod.is_leaving:
             text = "it belongs to a deleted job of this name"
@@ -85,12 +85,12 @@ def _tell_bounds(context: DecisionContext) -> None:
     written = settings.template["spec"].get("restartPolicy")
     wanted = "Never" if settings.policy == "ExitCode" else settings.policy
     if written not in (None, wanted):
-        text = f"restartPolicy {written} of the template is not used: {settings.policy} is"
+        text = f"restartPolicy {written} of the template is ignored; the job's is {settings.policy}"
         context.report("Warning", "SettedPodTemplateRestartPolicy", text, count=1)
 
 
 def _tell_hindrances(context: DecisionContext) -> None:
-    """Report why pods do not run; a reason of several pods is reported once, with their number."""
+    """Report why pods do not run: each reason once, with the number of its pods."""
     first: dict[tuple[str, str], list[str]] = {}
     slots = set(context.slots)
     for pod in context.own:
@@ -147,11 +147,11 @@ def keep_pods(context: DecisionContext, *, may_create: bool) -> None:
 
 
 def update(context: DecisionContext) -> None:
-    """Replace pods that were made of an older template, as far as that costs nothing or is wanted.
+    """Replace pods of an older template: those that never started, others under RollingUpdate.
 
-    A pod of which no container ever started has nothing to lose, and may never start. Others are
-    drained under RollingUpdate, one at a time: the next one leaves once all wanted pods run and
-    the job has taken in the last one, so what workers hold in memory always has holders.
+    A pod without a started container holds no state, and may be unable to start. Under
+    RollingUpdate the others are drained one at a time. The next one is drained once all wanted pods
+    run and the job has admitted the last one, so that the training state always has holders.
     """
     slots = set(context.slots)
     staying = [p for p in context.own if p.index in slots and p.lives and not p.is_leaving]
@@ -172,7 +172,7 @@ def update(context: DecisionContext) -> None:
 
 
 def _is_complete(context: DecisionContext, staying: list[Judged]) -> bool:
-    """Whether all wanted pods run, no other one is still leaving, and the job has them all."""
+    """Whether all wanted pods run and are in the job's world, and no pod is being deleted."""
     settled = all(pod.state == "running" for pod in staying) and len(staying) == len(context.slots)
     if not settled or any(pod.lives and pod.is_leaving for pod in context.own):
         return False
@@ -197,13 +197,13 @@ def _scale_away(context: DecisionContext, pod: Judged) -> None:
     if pod.lives and not pod.is_leaving:
         text = f"{pod.name} leaves: {context.settings.desired} pods are wanted"
         context.report("Normal", "ScaledDown", text)
-    # One that was asked to leave may have ended well before that was carried out.
+    # A pod that is to be deleted may just have succeeded; its success is counted first.
     if pod.state != "succeeded" or pod.uid in context.counted:
         context.dismiss(pod, f"{context.settings.desired} pods are wanted")
 
 
 def _needs_one(context: DecisionContext, index: int, there: list[Judged]) -> bool:
-    """Whether to create a pod of the index; deletes the pods in its place."""
+    """Whether to create a pod of the index; delete surplus and ended pods of it."""
     own = [pod for pod in there if pod.uid not in context.fenced]
     alive = [pod for pod in own if pod.lives]
     staying = sorted(
@@ -211,7 +211,7 @@ def _needs_one(context: DecisionContext, index: int, there: list[Judged]) -> boo
         key=lambda pod: (pod.state != "running", pod.meta.creation_timestamp or "", pod.name),
     )
     for pod in staying[1:]:
-        context.dismiss(pod, f"{staying[0].name} is of the same index")
+        context.dismiss(pod, f"{staying[0].name} has the same index")
     if alive:
         return False
     unfenced = [
@@ -230,7 +230,8 @@ def _create(context: DecisionContext, index: int, there: list[Judged]) -> None:
         early = context.early_ends[index]
         context.wake(pause_s)
         text = f"{pod_name(context.job.name, index)} ended early {early.quick} times in a row"
-        context.wants.append(("BackOff", f"{text} ({early.why}): made again at {early.not_before}"))
+        again = f"created again at {early.not_before}"
+        context.wants.append(("BackOff", f"{text} ({early.why}): {again}"))
         context.report("Warning", "BackOff", text, count=1)
     elif name is not None and not waits_for_refusal(context, "Pod", name):
         manifest = pod_manifest(
@@ -245,15 +246,15 @@ def _create(context: DecisionContext, index: int, there: list[Judged]) -> None:
 
 
 def _free_name(context: DecisionContext, index: int, there: list[Judged]) -> str | None:
-    """Return the name of the next pod of an index, or None: its name will be free soon.
+    """Return the name of the next pod of an index; None if the pod has to wait for its name.
 
     A fenced pod keeps its name until its node comes back, a held one until its finalizer is
-    removed: the job does not wait for these.
+    removed. The job does not wait for these: the next pod takes another name.
     """
     taken = {pod.name for pod in context.others}
     name = pod_name(context.job.name, index)
     if name in taken:
-        text = f"there is a pod {name} that is not the job's: it has to go"
+        text = f"pod {name} exists and does not belong to the job; next: delete or rename it"
         context.wants.append(("NameTaken", text))
         context.report("Warning", "NameTaken", text, count=1)
         return None
@@ -276,7 +277,7 @@ def _is_held(context: DecisionContext, pod: Judged) -> bool:
 
 
 def wanted_slots(context: DecisionContext) -> list[int]:
-    """Return the indices, in ascending order."""
+    """Return the wanted indices, in ascending order."""
     settings = context.settings
     if settings.spec.scale_down_policy == "HighestIndex":
         return list(range(settings.desired))
@@ -288,7 +289,7 @@ def wanted_slots(context: DecisionContext) -> list[int]:
             place = 1 if pod.state == "pending" else 0
             places[pod.index] = min(place, places.get(pod.index, 1))
     if backend(context.job, settings) == "c10d" and 0 in places:
-        places[0] = -1  # It holds the store: without it the others lose their world.
+        places[0] = -1  # Index 0 serves the store, without which the others lose their world.
     kept = sorted(places, key=lambda index: (places[index], index))[: settings.desired]
     free = 0
     while len(kept) < settings.desired:

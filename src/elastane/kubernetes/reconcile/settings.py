@@ -1,14 +1,14 @@
-"""A job's spec, read: the original's three spellings made one, defaults filled in, bounds kept.
+"""Reads a job's spec: unites the original's three spellings, fills in defaults, checks bounds.
 
-`read` returns either settings to act upon, or the faults of the manifest: each has the path of the
-field, its value, and the expectation. Types and bounds come from `model.spec`, field by field, so
-that one mistake does not hide the next. Rules between fields are here. The API server checks some
-of it by the schema, but neither between fields, nor what the scale subresource writes, nor by an
-older definition. So all of it is checked again.
+`read` returns either settings or the faults of the manifest. Each fault has the path of the field,
+its value, and the expectation. Types and bounds come from `model.spec` and are checked field by
+field, so that one mistake does not hide the next. Rules between fields are here. The API server
+checks fields by the schema, but not rules between fields, values that the scale subresource writes,
+or fields that an older definition lacks. So everything is checked again here.
 
-The schema lets a pod template through as it is, so its mistakes show only when the first pod is
-made. The common ones are checked here; any other comes back as a refusal of the server, and ends in
-the same condition. Pure, and never raises for what a user wrote.
+The schema accepts any pod template, so mistakes in it show only when the first pod is created. The
+common ones are checked here; for any other the API server refuses the pod, which leads to the same
+condition. Pure, and never raises for a user's text.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TERMINATION_LOG = "/dev/termination-log"
 class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a job's spec, without contradictions: min <= desired <= max.
 
-    `asked` is replicas as written, perhaps by the scale subresource, which knows no bounds.
-    `container` is the name of the one that trains, `template_of` a digest of the template.
+    `asked` is replicas as written, perhaps by the scale subresource, which checks no bounds.
+    `container` is the name of the container that trains, `template_of` a digest of the template.
     """
 
     spec: ElasticJobSpec
@@ -71,7 +71,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def termination_log(self) -> str:
-        """The path at which the training container leaves its last words for the kubelet."""
+        """The path at which the training container writes its termination message."""
         for container in self.template["spec"]["containers"]:
             if container["name"] == self.container:
                 return str(container.get("terminationMessagePath") or TERMINATION_LOG)
@@ -91,7 +91,7 @@ class SettingsReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(job: ElasticJob) -> SettingsReading:
-    """Return what the job's spec says."""
+    """Return the settings of the job's spec, or its faults."""
     raw, wrong = merged_policy(job.spec)
     wrong = [*wrong_name(job.metadata.name), *wrong, *wrong_types(raw)]
     if not wrong:
@@ -104,7 +104,7 @@ def read(job: ElasticJob) -> SettingsReading:
 
 
 def _settled(spec: ElasticJobSpec) -> JobSettings:
-    """Fill in bounds that are not given, and hold replicas between them."""
+    """Fill in bounds that are not given, and limit replicas to them."""
     asked = spec.replica_specs.Worker.replicas
     highest = spec.max_replicas or min(REPLICAS_MAX, max(asked, spec.min_replicas or 1))
     lowest = spec.min_replicas or max(1, min(asked, highest))
@@ -161,8 +161,8 @@ def shown(value: Any) -> str:
 def merged_policy(raw: Any) -> tuple[dict[str, Any], list[Wrong]]:
     """Return the spec with the fields of runPolicy and RunPolicy at the top, where they belong.
 
-    The original documented them there and read them elsewhere. Two places that contradict each
-    other are a mistake of the user's: neither is guessed to be the one that is meant.
+    The original controller documented the fields there and read them elsewhere. If two places
+    contradict each other, the spec is wrong: elastane does not guess which one is meant.
     """
     if not isinstance(raw, dict):
         return {}, [_wrong("spec", raw, "the fields of an ElasticJob")]
@@ -197,7 +197,7 @@ def wrong_name(name: str) -> list[Wrong]:
 
 
 def wrong_types(raw: dict[str, Any]) -> list[Wrong]:
-    """Return the fields that are not of their type, or out of their bounds."""
+    """Return the fields with a wrong type, or with a value out of bounds."""
     wrong = []
     for field in _FIELDS:
         path = f"spec.{field.encode_name}"
@@ -293,7 +293,7 @@ def _wrong(path: str, value: Any, expected: str) -> Wrong:
 def choices(path: Sequence[str]) -> tuple[str, ...]:
     """Return the values that are valid at a path such as ("replicaSpecs", "Worker", ...).
 
-    Empty where the field is no choice of words. Items of lists are not steps of the path.
+    Empty if the field is not a choice of words. The path leaves out indices of lists.
     """
     info: Any = inspect.type_info(ElasticJobSpec)
     for step in path:

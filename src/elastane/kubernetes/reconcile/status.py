@@ -11,13 +11,13 @@
 | Suspended | spec.suspend |
 | Succeeded, Failed | the job has ended so, for ever |
 
-A condition's lastTransitionTime changes with its status, and lastUpdateTime with any of it. An
-unchanged condition keeps both, so a decision that changes nothing writes nothing. The condition
-that the phase is named after is the last, as the original's columns read it.
+A condition's lastTransitionTime changes with its status, and lastUpdateTime with any of its fields.
+An unchanged condition keeps both, so a decision that changes nothing writes nothing. The condition
+that the phase is named after comes last, since the original controller's columns read the last one.
 
-An agent restarts a failed worker inside its pod, so all pods run while a job makes no progress. The
-coordinator's report has its step and the restarts of its workers. The status keeps what must
-outlast a decision: when the step last rose, and the failures since it was at its highest.
+An agent restarts a failed worker inside its pod, so a job may make no progress while all pods run.
+The coordinator's report has the job's step and the restarts of its workers. The status keeps two
+facts for later decisions: when the step last rose, and the failures since its highest value.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def _replicas(context: DecisionContext) -> ReplicaStatus:
 
 
 def _said(context: DecisionContext) -> JobStatus:
-    """Return what the coordinator last reported about the pods that live.
+    """Return the fields of the status that come from the coordinator's last report.
 
-    Without a report, or before its coordinator knows any pod, the status stays as it is. A report
-    that names none of these pods is about an earlier world, as after a suspension.
+    Without a report, or before the coordinator knows any pod, the status stays as it is. A report
+    that names no living pod is about an earlier world, for instance after a suspension.
     """
     report: JobReport | None = context.seen.report
     alive = {pod.uid for pod in context.own if pod.lives and not pod.is_leaving}
@@ -129,7 +129,7 @@ def _reported(context: DecisionContext, report: JobReport) -> JobStatus:
 
 
 def _workers(context: DecisionContext) -> tuple[WorkerStatus, ...]:
-    """Return the pods for people: failing ones first, so that these are never left out."""
+    """Return the pods for people, in the order of indices; failing ones are never left out."""
     report = context.seen.report
     ranks = {one.pod: one.rank for one in report.members} if report else {}
     failing_first = sorted(context.own, key=lambda pod: (_is_well(pod), pod.index, pod.name))
@@ -181,7 +181,7 @@ class PodTally(msgspec.Struct, frozen=True, kw_only=True):
     restarting: tuple[int, ...] = ()
 
     def is_short(self, least: int) -> bool:
-        """Whether fewer run than can train."""
+        """Whether fewer pods run than training needs."""
         return self.running < least
 
 
@@ -201,7 +201,7 @@ def tally(context: DecisionContext) -> PodTally:
 def conditions_of(
     context: DecisionContext, verdict: JobVerdict | None, count: PodTally, progress: JobProgress
 ) -> dict[str, Condition]:
-    """Return the conditions that apply, by type."""
+    """Return the conditions that hold, by type."""
     name = context.job.name
     made = {"Created": _true("Created", "ElasticJobCreated", f"ElasticJob {name} is created.")}
     if verdict is not None:
@@ -336,7 +336,7 @@ def _stamped(old: Condition | None, new: Condition, edition: int, now: str) -> C
 
 
 def last_is(conditions: tuple[Condition, ...], phase: str) -> tuple[Condition, ...]:
-    """Return the conditions, the one of that type last."""
+    """Return the conditions, with the one of this type last."""
     return tuple(sorted(conditions, key=lambda one: one.type == phase))
 
 
@@ -351,7 +351,10 @@ def report_changes(context: DecisionContext, after: tuple[Condition, ...]) -> No
 
 
 class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """`worker_restarts`: by the job's agents, within their pods. `last_time`: of the last step."""
+    """The progress of a job. `last_time`: when the step last rose.
+
+    `worker_restarts` counts restarts of workers by the agents, within their pods.
+    """
 
     worker_restarts: int = 0
     last_time: str | None = None
@@ -359,12 +362,12 @@ class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_crashing(self) -> bool:
-        """Whether failures come again and again, and the step rises no higher."""
+        """Whether the job has failed CRASH_LOOP_MIN times in a row without a new step."""
         return self.crashes.count >= CRASH_LOOP_MIN
 
 
 def current_report(context: DecisionContext) -> JobReport | None:
-    """Return the coordinator's report if it is about any of the pods that live."""
+    """Return the coordinator's report if it names any living pod."""
     report = context.seen.report
     alive = {pod.uid for pod in context.own if pod.lives and not pod.is_leaving}
     known = {member.pod for member in report.members} if report is not None else set[str]()
@@ -386,7 +389,7 @@ def follow(context: DecisionContext) -> JobProgress:
 
 
 def _crashes(context: DecisionContext, before: Crashes, step: int, failures: int) -> Crashes:
-    """Count failures in a row; a new highest step ends the row, and so does a quiet time."""
+    """Count failures in a row; a new highest step ends the row, and so does QUICK_S without any."""
     last_s = since_epoch(before.time)
     is_over = step > before.step or (last_s is not None and context.now_s >= last_s + QUICK_S)
     count = failures + (0 if is_over else before.count)
@@ -397,10 +400,10 @@ def _crashes(context: DecisionContext, before: Crashes, step: int, failures: int
 
 
 def stalled_since(context: DecisionContext, progress: JobProgress) -> str | None:
-    """Return since when a job that could train has made no step, if that is for too long.
+    """Return since when a job that could train has made no step; None if not for too long.
 
-    Only where steps are reported: an unmodified script reports none. The time begins when enough
-    pods run.
+    The time begins when enough pods run. An unmodified script reports no steps, so its job is never
+    stalled.
     """
     limit_s = context.settings.spec.stalled_seconds
     report, running = current_report(context), context.before.condition("Running")

@@ -1,4 +1,4 @@
-"""Kubernetes as one of the stores that `--rdzv-backend` names: its keys, its timing, its making.
+"""The backend `--rdzv-backend kubernetes`: its options, its timing, and how the store is made.
 
 Importing this module is cheap: the store and the client are imported when a job uses them. It fails
 with ConfigurationError where no cluster can be found.
@@ -15,8 +15,8 @@ from elastane.process.environment import snapshot
 from elastane.protocol.limits import Timing
 from elastane.stores import ConfKey, Store, StoreBackend, StorePlace
 
-# All jobs share the cluster's API server: one write a second for each job, not two. kubelets renew
-# theirs every 10 s, and there are at most some thousands of either.
+# All jobs share the cluster's API server, so each renews its lease once a second. (Kubelets renew
+# theirs every 10 s; a cluster has at most some thousands of either.)
 TIMING = msgspec.structs.replace(Timing(), lease_ttl_s=3.0, lease_renew_s=1.0)
 
 

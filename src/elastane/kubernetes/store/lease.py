@@ -1,11 +1,11 @@
 """A lease as a coordination.k8s.io Lease: of a job's store, and of the operators.
 
-Every change is a write into the version that was read last, so one of several candidates wins. The
-term is the version that the new holder replaced. It grows with every taking, also where the Lease
-was deleted in between. leaseTransitions is counted for people. Each candidate judges expiry by its
-own clock, from when it saw the last renewal; the times in the Lease are for people, too.
+Every write replaces only the version that was read last, so one of several candidates wins. The
+term is the version that the new holder replaced. Terms grow even if the Lease was deleted in
+between. Each candidate judges expiry by its own clock, from when it saw the last renewal.
+leaseTransitions and the times in the Lease are only for people.
 
-It fails as `LeasePlace.ask` says, and with LeaseLostError where another process has it.
+It fails as `LeasePlace.ask` says, and with LeaseLostError if another process holds the lease.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TURNS_MAX = 3
 
 
 class ApiCall(Protocol):
-    """Returns the API's answer to a request (`get leases`), its errors as the caller's."""
+    """Returns the API's answer to a request (`get leases`), and translates the API's errors."""
 
     def __call__(self, request: str, asking: Awaitable[T]) -> Awaitable[T]:
         """Return the answer."""
@@ -58,8 +58,9 @@ class _LeaseSighting(NamedTuple):
 class LeasePlace:
     """One Lease object: where it is, how it is written, and since when it is unchanged.
 
-    `metadata` is what it is made with, its name among it. `patches`: write by PATCH and not by
-    PUT, which are two rights. `pod`: the uid of the ElasticJob's pod that this is in, if any.
+    `metadata` is what the Lease is created with, its name included. `patches`: write by PATCH and
+    not by PUT, which need different rights. `pod`: the uid of the ElasticJob's pod in which this
+    process runs, if any.
     """
 
     api: Api
@@ -72,7 +73,7 @@ class LeasePlace:
     _sighting: _LeaseSighting | None = field(default=None, init=False)
 
     async def find(self) -> LeaseObject | None:
-        """Return the object, None for an absent one."""
+        """Return the object, or None if it does not exist."""
         name = self.metadata()["name"]
         asking = self.api.find(LEASES, self.namespace, name, LeaseObject)
         return await self.ask("get leases", asking)
@@ -101,7 +102,7 @@ class LeasePlace:
         return await self.ask("update leases", asking)
 
     def is_free(self, found: LeaseObject | None) -> bool:
-        """Whether it is released, or unchanged for its holder's ttl, as seen from here."""
+        """Whether the lease is released, or was not renewed within its ttl by this clock."""
         if found is None or not found.holder:
             return True
         now_s, version = self.clock(), found.metadata.resourceVersion
@@ -114,7 +115,7 @@ class LeasePlace:
 async def free_of(place: LeasePlace, pods: Collection[str]) -> str:
     """Release a lease for its holder, if the holder was in one of these dead pods.
 
-    Returns the uid of that pod, "" where the lease has another holder or none.
+    Returns the uid of that pod; "" if the lease has another holder or none.
     """
     ended = await end_holding(place, lambda found: found.pod in pods)
     return ended.pod if ended is not None else ""
@@ -123,9 +124,9 @@ async def free_of(place: LeasePlace, pods: Collection[str]) -> str:
 async def end_holding(
     place: LeasePlace, is_meant: Callable[[LeaseObject], bool]
 ) -> LeaseObject | None:
-    """Release a lease for its holder, if it is held and `is_meant`; return the one before that.
+    """Release a held lease for its holder if `is_meant`; return the lease as it was before.
 
-    Only the version that was judged is overwritten.
+    Only the version that `is_meant` has judged is replaced.
     """
     for _ in range(_TURNS_MAX):
         found = await place.find()
@@ -146,7 +147,7 @@ class KubernetesLease(HeldLease):
         super().__init__(key, ttl_s, place.clock, margin)
         self._place = place
         self._value = value
-        # A new one for each candidacy: a lost write of an earlier candidacy must not count as ours.
+        # Each candidacy has a new identity: a write of an earlier one must not count as its own.
         self._identity = f"{value.decode(errors='replace')[:100]}_{secrets.token_hex(8)}"
         self._version = 0
         self._transitions = 0
@@ -155,7 +156,7 @@ class KubernetesLease(HeldLease):
     async def take(self) -> bool:
         """Take the lease if it is free; False if it is held, or another candidate was quicker."""
         found = await self._place.find()
-        # A write of this candidate whose answer was lost is its own.
+        # This candidate already holds the lease if only the answer to its write was lost.
         is_own = found is not None and found.holder == self._identity
         if not is_own and not self._place.is_free(found):
             return False
@@ -189,7 +190,8 @@ class KubernetesLease(HeldLease):
             self.count_from(begun_s)
             return
         raise StoreError(
-            f"kubernetes: the lease {self._key} changes with each look at it", slug="store-unsure"
+            f"kubernetes: another client changes the lease {self._key} again and again",
+            slug="store-unsure",
         )
 
     async def release(self) -> None:
@@ -215,12 +217,10 @@ class KubernetesLease(HeldLease):
         return await self._place.write(version, spec, annotations)
 
     async def _look(self) -> None:
-        """After a write that conflicted: continue from our own object, or be deposed."""
+        """After a conflicting write, read the lease; LeaseLostError if another process has it."""
         found = await self._place.find()
         if found is None:
-            self._version = (
-                0  # It was deleted: make it again, unless another candidate was quicker.
-            )
+            self._version = 0  # The Lease was deleted, so it is created again.
             return
         if found.holder != self._identity:
             raise self._deposed(found.holder or "a lease without a holder")

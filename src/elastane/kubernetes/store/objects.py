@@ -5,8 +5,8 @@ Owns the mapping of keys to names that the API server accepts. `run-1/record` is
 prefix, so that no two keys share an object. Only the job's token is a Secret: an account that runs
 workers then needs no right to read Secrets.
 
-Owns the shapes of the objects, too. Anything else on the wire is rejected, and a field that was
-edited to nonsense counts as absent. A version that is no number is a StoreError.
+Owns the types of the objects, too. An answer of another type is rejected, and a field that a person
+edited to an impossible value counts as absent. A version that is not a number is a StoreError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from elastane.kubernetes.client import Resource
 from elastane.kubernetes.client.resource import CONFIGMAPS, SECRETS
 from elastane.stores import TOKEN_PART, JobNames
 
-# A label of RFC 1123; an object's name is such labels joined by dots, 253 characters at most.
+# A label of RFC 1123. An object's name consists of such labels, joined by dots, and has at most 253
+# characters.
 _PART = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _NAME_CHARS_MAX = 253
 _LABEL_CHARS_MAX = 63
@@ -83,14 +84,14 @@ def _digest(text: str) -> str:
 
 TERM_ANNOTATION = "elastane.dev/term"
 VALUE_ANNOTATION = "elastane.dev/value"
-# The uid of the holder's pod, for the operator, which knows whether that pod is dead.
+# The uid of the holder's pod: the operator knows whether that pod is dead.
 POD_ANNOTATION = "elastane.dev/pod-uid"
-# The holder of a lease writes its duration; no candidate waits longer than a day.
+# The longest duration that a candidate believes; the holder of a lease writes it.
 TTL_S_MAX = 86_400
 
 
 class StoredMeta(msgspec.Struct):
-    """An object's metadata, as far as it is read."""
+    """The metadata of an object that this store reads."""
 
     name: str = ""
     uid: str = ""
@@ -103,7 +104,7 @@ class StoredMeta(msgspec.Struct):
         written = self.resourceVersion
         if not (written.isascii() and written.isdecimal()):
             raise StoreError(
-                f"kubernetes: the version of {self.name} is {written[:40]!r}, no number",
+                f"kubernetes: the version of {self.name} is {written[:40]!r}, which is no number",
                 slug="store-refused",
                 expected="an API server that counts versions, as all that keep them in etcd do",
             )
@@ -111,7 +112,7 @@ class StoredMeta(msgspec.Struct):
 
 
 class Data(msgspec.Struct):
-    """The data of an object of ours: one value, in base64."""
+    """The data of a ConfigMap or Secret of the store: one value, in base64."""
 
     value: bytes = b""
 
@@ -169,18 +170,18 @@ class LeaseObject(msgspec.Struct):
 
     @property
     def ttl_s(self) -> float:
-        """How long it lasts after a renewal."""
+        """How long the lease lasts after a renewal, in seconds."""
         return float(min(max(self.spec.leaseDurationSeconds or 1, 1), TTL_S_MAX))
 
     @property
     def term(self) -> int:
-        """The term of the holding, 0 where the annotation is unreadable."""
+        """The term of the current holder; 0 if the annotation is unreadable."""
         written = (self.metadata.annotations or {}).get(TERM_ANNOTATION, "")
         return int(written) if re.fullmatch(r"[0-9]{1,18}", written) else 0
 
     @property
     def pod(self) -> str:
-        """The uid of its holder's pod, "" where it is in none of an ElasticJob's."""
+        """The uid of the holder's pod; "" if the holder is in no pod of an ElasticJob."""
         return (self.metadata.annotations or {}).get(POD_ANNOTATION, "")
 
     @property
@@ -194,7 +195,7 @@ class LeaseObject(msgspec.Struct):
 
 
 class Anything(msgspec.Struct):
-    """An object of which only the metadata matters."""
+    """An object of which only the metadata is read."""
 
     metadata: StoredMeta
 

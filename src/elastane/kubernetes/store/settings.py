@@ -22,7 +22,7 @@ POD_VARIABLE = "ELASTANE_POD_UID"
 
 @dataclass(frozen=True)
 class KubernetesSettings:
-    """The place of the objects. Empty fields: those of the service account or the kubeconfig."""
+    """Where the objects are. Empty fields come from the service account or the kubeconfig."""
 
     namespace: str = ""
     kubeconfig: str = ""
@@ -32,7 +32,7 @@ class KubernetesSettings:
     @property
     def elastic_job(self) -> str:
         """The ElasticJob of this pod, "" outside of one."""
-        # Workers have a variable of that name as well, with the name of the run.
+        # In workers a variable of this name has another meaning: the name of the run.
         return self.environ.get(JOB_VARIABLE, "") if self.pod else ""
 
     @property
@@ -41,7 +41,7 @@ class KubernetesSettings:
         return self.environ.get(POD_VARIABLE, "")
 
     def access(self) -> ClusterAccess:
-        """Find the API server, reading small files; ConfigurationError where there is none."""
+        """Find the API server, reading small files; ConfigurationError if there is none."""
         from elastane.kubernetes.client import find_access
 
         return find_access(

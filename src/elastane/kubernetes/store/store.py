@@ -1,14 +1,13 @@
 """The store over the Kubernetes API.
 
-Owns how the Store's promises become requests: a version is a resourceVersion, which grows over the
-whole cluster's life, and a conditional write a PUT that carries it. Knows nothing of jobs. In a pod
-of an ElasticJob the objects belong to that job, and are deleted with it. Elsewhere they stay until
-`purge`, or until a person deletes them by their label.
+Owns how the operations of a Store become requests. A version is a resourceVersion, which grows over
+the whole life of the cluster. A conditional write is a PUT with that version. The module knows
+nothing of jobs. In a pod of an ElasticJob the objects belong to that job, and are deleted with it.
+Elsewhere they stay until `purge`, or until a person deletes them by their label.
 
-It fails as stores.protocol says. A 403 is final only where that kind of request was never allowed:
-then it is a ConfigurationError with the Role that is needed. An API server that was just started
-answers 403 until it has read its Roles, and a running one until it has learned of a new Role. So a
-refusal counts only after a moment, and never once the same request was allowed before.
+It fails as stores.protocol says. A 403 is a ConfigurationError that names the needed Role, but only
+if that kind of request was never allowed before. A new API server answers 403 until it has read its
+Roles, and a running one until it has learned of a new Role. So a 403 is retried for a moment.
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ T = TypeVar("T")
 
 # An API server learns of a new Role within a second.
 REFUSED_S = 3.0
-# Attempts of a write that was refused for an object that is gone when it is read.
+# Attempts of a creation that conflicts with an object that does not exist when it is read.
 _TURNS_MAX = 20
 _VERBS = "get,list,watch,create,update,delete"
 
 
 class AllowedAccess:
-    """One store's memory of what the server allowed it."""
+    """The kinds of requests that the server has allowed to one store."""
 
     def __init__(self) -> None:
         self._allowed: set[str] = set()
@@ -78,8 +77,8 @@ class AllowedAccess:
     async def answer(self, request: str, namespace: str, asking: Awaitable[T]) -> T:
         """Return the answer; raise an error of the API as an error of the store.
 
-        `request` is the verb and the kind (`update secrets`). A conflict, or a missing object, is
-        raised as it is: it is an answer.
+        `request` is the verb and the kind (`update secrets`). A conflict or a missing object is
+        raised unchanged, since callers expect both.
         """
         try:
             answer = await asking
@@ -88,7 +87,7 @@ class AllowedAccess:
                 error, "store-unsure" if error.sent else "store-unreachable"
             ) from error
         except ApiBusyError as error:
-            # A 5xx of a write may come after it was done.
+            # A 5xx may come after the write was carried out.
             is_read = request.startswith(("get", "list", "watch")) or error.status == 429
             slug = "store-unreachable" if is_read else "store-unsure"
             raise _store_error(error, slug) from error
@@ -160,7 +159,7 @@ class KubernetesStore:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The API server's address: this machine's address towards it is one that pods reach."""
+        """The API server's address: a local address towards it is one that other pods reach."""
         return (self.api.access.server,)
 
     @property
@@ -177,7 +176,7 @@ class KubernetesStore:
 
     @property
     def owner(self) -> dict[str, Any] | None:
-        """The owner of new objects, once it was looked up."""
+        """The owner of new objects; None before the look-up, or without an owner."""
         return self._owner
 
     async def get(self, key: str) -> Entry | None:
@@ -207,10 +206,11 @@ class KubernetesStore:
                 current = await self.get(key)
                 if current is not None or expected_version:
                     raise ConflictError(key, expected_version, current) from error
-                continue  # It was there, and is gone by now, as expected.
+                continue  # The object was deleted by now, as this write expects.
             return Entry(value, written.metadata.version)
         raise StoreError(
-            f"kubernetes: {key} comes and goes with each look at it", slug="store-busy"
+            f"kubernetes: another client creates and deletes {key} again and again",
+            slug="store-busy",
         )
 
     async def delete(self, key: str, expected_version: int) -> None:
@@ -282,11 +282,11 @@ class KubernetesStore:
             await self._api.close()
 
     async def ask(self, request: str, asking: Awaitable[T]) -> T:
-        """Return the answer of the API; errors as the store's (see AllowedAccess.answer)."""
+        """Return the answer of the API; its errors become the store's (AllowedAccess.answer)."""
         return await self._access.answer(request, self.namespace, asking)
 
     async def find_owner(self) -> None:
-        """Look up the owner of new objects: one that the operator made for this job."""
+        """Look up the owner of new objects: an object that the operator made for this job."""
         if self._owner_sought:
             return
         name = f"{self._settings.elastic_job}-report"
@@ -294,9 +294,9 @@ class KubernetesStore:
         try:
             found = await self.ask("get configmaps", asking)
         except StoreError:
-            return  # Another write finds out.
+            return  # The next write looks again.
         except ConfigurationError:
-            found = None  # It may not be read: new objects of this job get no owner.
+            found = None  # This account may not read it, so new objects get no owner.
         self._owner_sought = True
         if found is not None:
             self._owner = {
@@ -328,7 +328,7 @@ class KubernetesStore:
         return place
 
     async def _listed(self, resource: Resource, prefix: str) -> set[tuple[str, str]]:
-        """Return names and keys of a job's objects; none where they may not be listed."""
+        """Return names and keys of a job's objects; none if this account may not list them."""
         selector = Selector(labels=f"{JOB_LABEL}={job_label(prefix)}")
         asking = self.api.list(resource, self.namespace, Anything, selector)
         with contextlib.suppress(ApiForbiddenError):

@@ -106,7 +106,9 @@ class EtcdV2Store:
             if current is not None or expected_version:
                 raise ConflictError(key, expected_version, current)
             # It was there, and is gone by now, as expected: the write is tried again.
-        raise StoreError(f"etcd: {key} comes and goes with each look at it", slug="store-busy")
+        raise StoreError(
+            f"etcd: another client creates and deletes {key} again and again", slug="store-busy"
+        )
 
     async def delete(self, key: str, expected_version: int) -> None:
         """See Store.delete."""
