@@ -57,7 +57,7 @@ def files(found: FoundCheckpoint) -> list[dict[str, Any]]:
 
 
 def none_at(where: str) -> str:
-    """Return the text for a place without checkpoints; a folder may have been misspelt."""
+    """Return the text for a place without checkpoints; the user may have misspelt the folder."""
     is_there = "://" in where or Path(where).is_dir()
     return f"no checkpoints at {where}" + ("" if is_there else ": there is no such folder")
 
@@ -115,7 +115,7 @@ def pruned(where: str, removed: Sequence[Removal], *, dry_run: bool) -> list[str
 def exported(
     found: FoundCheckpoint, path: str, size_bytes: int, left_out: Sequence[str]
 ) -> list[str]:
-    """Return the lines about the exported file, and what the format could not hold."""
+    """Return the lines about the exported file, and about parts that the format cannot store."""
     lines = [f"{path}: step {found.key.step}, {size_text(size_bytes)}"]
     if left_out:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""

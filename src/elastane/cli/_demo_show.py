@@ -1,8 +1,8 @@
-"""The running demo: real agents on this machine, what happens to them, and what it costs.
+"""Runs the demo: starts real agents on this machine, injects the faults, and measures their cost.
 
-Owns the processes and ends them all, however the demo ends: it adopts their orphans, and the agents
-die with it if it is killed. For that it must stay single-threaded. Follows the job through its
-event log and through the progress file of its script.
+Owns the processes and ends all of them, however the demo ends. It adopts orphans, and the kernel
+kills the agents if the demo is killed; for that the demo must stay single-threaded. It follows the
+job through its event log and through the progress file of its script.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from elastane.process.kernel import become_subreaper, die_with_parent
 from elastane.protocol.unreadable import UNREADABLE
 
 WORKERS_PER_NODE = 2
-# Processes that got SIGKILL end within milliseconds; a disk that hangs may hold one longer.
+# Processes end within milliseconds after SIGKILL; one that waits for a disk may take longer.
 END_TIMEOUT_S = 5.0
 REAP_POLL_S = 0.01
 
@@ -148,7 +148,7 @@ class DemoCluster:
         return all(agent.process.poll() == 0 for agent in self.agents)
 
     def kill_agent(self, agent: Agent) -> None:
-        """Send SIGKILL to the agent only: ending its workers is the product's task."""
+        """Send SIGKILL only to the agent: elastane itself has to end the agent's workers."""
         self.agents.remove(agent)
         agent.process.kill()
         agent.process.wait()
@@ -219,7 +219,7 @@ def _reap() -> None:
             return
 
 
-# The kernel sends workers SIGKILL at the death of their agent; this covers a busy machine.
+# The kernel kills workers at the death of their agent; on a busy machine that takes a while.
 ORPHANS_GONE_S = 3.0
 POLL_S = 0.02
 
@@ -237,7 +237,7 @@ class Show:
         self._progress = ProgressReader(cluster.folder / "progress.jsonl")
 
     def play(self, show: Callable[[JobView], None], timeout_s: float) -> None:
-        """Start two nodes, act by the training's progress, and return when the job has ended."""
+        """Start two nodes, inject faults by the training's progress, and wait for the job's end."""
         deadline_s = time.monotonic() + timeout_s
         self.cluster.start(self.cluster.next_name())
         while not self.cluster.all_done():
@@ -254,7 +254,7 @@ class Show:
         show(self.view)
 
     def costs(self) -> list[Cost]:
-        """Return the cost of each act; a missing act is an error."""
+        """Return the cost of each act; raises an error if one has not been performed."""
         costs = [cost for done in self.done if (cost := cost_of(self.points, done))]
         if len(costs) < len(self._plan.acts):
             missing = self._plan.acts[len(costs)].act
@@ -311,7 +311,7 @@ class Show:
                 f"demo: the agent of {agent.name} ended with {agent.process.returncode}",
                 slug="demo-failed",
                 where=f"{agent.log}, which ends with:\n{agent.log_end()}",
-                expected="it to train until the job is done",
+                expected="an agent that runs until the job is done",
             )
         if time.monotonic() > deadline_s:
             words = "\n".join(f"{a.name}:\n{a.log_end(5)}" for a in self.cluster.agents)
@@ -323,7 +323,7 @@ class Show:
             )
 
     def _start_second(self) -> None:
-        """Start node-b once node-a coordinates: the node to kill must not coordinate."""
+        """Start node-b once node-a coordinates, since node-b is killed and must not coordinate."""
         alone = len(self.cluster.agents) == 1 and not self.points
         if alone and any(node.coordinates for node in self.view.nodes.values()):
             self.cluster.start(self.cluster.next_name())

@@ -1,7 +1,8 @@
-"""The training of the demo, its acts with their times, and their costs: pure functions.
+"""The training of the demo, its acts (faults and arrivals), their times and their costs.
 
-Nothing here knows a process, a file or a clock. An act is due when training is far enough, and when
-all workers have trained for a while since the previous act, so that each recovery is seen whole.
+Pure functions: no process, file or clock. An act is due at a given progress of the training, but
+not before all workers have trained for a while since the previous act, so that each recovery is
+measured completely.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Example:
-    """One training script: its lengths, its delays after each step, and its promised result."""
+    """One training script: its lengths, its delays after each step, and its expected result."""
 
     script: str
     length: str
@@ -41,7 +42,7 @@ class Example:
         return [str(Path(elastane.__file__).parent / "examples" / self.script), *words]
 
     def exact(self, folder: Path, *, fast: bool, delays: bool) -> list[str]:
-        """Return the command for a training with the same bits in every world."""
+        """Return the command for a training that is bitwise equal in every world."""
         words = [*self.command(folder, fast=fast), "--deterministic"]
         return words if delays else [*words, "--step-delay", "0"]
 
@@ -50,7 +51,7 @@ class Example:
         return [name for name in self.packages if find_spec(name) is None]
 
     def is_reached(self, value: float) -> bool:
-        """Whether the result is as promised: at least an accuracy, at most a loss."""
+        """Whether the result is as expected: at least an accuracy, at most a loss."""
         return value <= self.promised if self.metric == "loss" else value >= self.promised
 
     def spell(self, value: float) -> str:
@@ -77,14 +78,14 @@ TITLES: dict[Act, str] = {
     "leave": "node left",
     "add-node": "node arrived",
 }
-# Much training remains after the last act: a new node imports torch first, which takes seconds on a
-# busy machine.
+# The fractions of the training between which --chaos acts. Much training remains after the last
+# act: a new node first imports torch, which takes seconds on a busy machine.
 CHAOS_FIRST, CHAOS_LAST = 0.05, 0.6
-# From this fraction of all steps on, the training waits for the acts: each step takes half a second
-# longer while this file is beside the progress file.
+# From this fraction of all steps on, training is slowed down until all acts are done: each step
+# takes half a second longer while a file of this name is beside the progress file.
 SLOW_FROM = 0.75
 SLOW_DOWN = "slow-down"
-# Chaos also acts within a step, while training reports whole steps only.
+# The longest extra delay of an act of --chaos, so that it may also come in the middle of a step.
 JITTER_S = 0.05
 
 
@@ -178,9 +179,9 @@ def next_act(
 def is_to_slow_down(
     plan: DemoPlan, points: Sequence[StepProgress], done: Sequence[DemoDone]
 ) -> bool:
-    """Return whether the training nears its end, and an act is still to come or to recover from.
+    """Return whether training is near its end while an act or a recovery is still to come.
 
-    On a busy machine a node that arrives imports torch for longer than the training would take.
+    On a busy machine a new node imports torch for longer than the rest of the training takes.
     """
     if not points or points[-1].step < SLOW_FROM * points[-1].total_steps:
         return False
@@ -231,7 +232,7 @@ def _world(point: StepProgress) -> tuple[int, int]:
 
 
 class WorkerEnd(msgspec.Struct, frozen=True):
-    """How one worker ended: after how many steps, and with which weights (SHA-256)."""
+    """The end of one worker: its number of steps, and the SHA-256 of its weights."""
 
     rank: int
     steps: int
@@ -240,7 +241,7 @@ class WorkerEnd(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the workers ended, beside those of an undisturbed run."""
+    """The ends of the workers, and those of an undisturbed run."""
 
     seed: int
     here: Sequence[WorkerEnd]
@@ -284,7 +285,7 @@ class DemoResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the training reached its promise, and equals the undisturbed run if compared."""
+        """Whether the result is as expected, and equal to the undisturbed run if compared."""
         equal = self.comparison is None or self.comparison.ok
         return self.example.is_reached(self.learned) and equal
 

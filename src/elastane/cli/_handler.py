@@ -1,8 +1,8 @@
 """`elastane run --rdzv-backend NAME` for a rendezvous handler of another package.
 
-Owns the way from the launcher's options to LocalElasticAgent, and how that ends: exit code, box,
-report. Such a handler runs in this process, with torch, and decides alone which nodes are in the
-world. Departures and failures elsewhere are visible here only as far as it reports them.
+Owns the translation of the launcher's options for LocalElasticAgent, and of its end into exit code,
+box and report. Such a handler runs in this process, with torch, and decides which nodes are in the
+world. Departures and failures on other nodes are visible only if the handler reports them.
 
 How it fails: UsageError for an unknown name, ConfigurationError for a handler that cannot be
 loaded. Neither elastane.elastic nor torch is imported before such a handler was found.
@@ -98,7 +98,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
 def _outcome_of_handler(error: Exception) -> Outcome:
     """Return the outcome for an error of the rendezvous; raise any other error again.
 
-    It is recognized by its class name, since a handler written for torch raises torch's.
+    The class of the error is recognized by its name, since handlers for torch raise torch's errors.
     """
     known = [] if isinstance(error, ElastaneError) else type(error).__mro__
     for kind in known:
@@ -246,7 +246,7 @@ def _logs(options: Options, environ: Mapping[str, str], count: int) -> LogsSpecs
     kind: Any = DefaultLogsSpecs
     name = options.text("logs_specs")
     if name:
-        load_logs_specs(name, options, count)  # Raises the error for an unusable class.
+        load_logs_specs(name, options, count)  # Raises an error if the class cannot be used.
         kind = entry_points(group=_LOGS_GROUP)[name].load()
     specs: LogsSpecs = kind(
         log_dir=plan.base_dir if options.text("log_dir") else None,

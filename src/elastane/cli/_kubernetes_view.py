@@ -36,7 +36,7 @@ _LABEL_CHARS = 15
 
 
 class EventSeen(msgspec.Struct, rename="camel"):
-    """The fields of a Kubernetes Event that are shown."""
+    """The fields of a Kubernetes Event that the view shows."""
 
     type: str = ""
     reason: str = ""
@@ -94,7 +94,7 @@ async def _events(api: Api, namespace: str, job: ElasticJob) -> list[EventSeen]:
 
 
 def as_json(found: FoundObjects) -> str:
-    """Return everything that is known."""
+    """Return the job, its pods and its events as JSON fields."""
     shown = {
         "job": found.job.metadata.name,
         "namespace": found.job.metadata.namespace,

@@ -1,9 +1,9 @@
 """The web page of a job beside its run: `elastane run --serve PORT`.
 
-The page is a process of its own, so nothing that it does reaches the agent. It is no child of the
-agent, which ends children that it does not know. It ends as soon as the agent has: the pipe between
-them breaks then, also where the agent was killed. Whatever keeps it from serving is an error before
-the job begins.
+The page is a separate process, so its faults do not affect the agent. It is not the agent's child,
+since the agent ends children that it does not know. It ends when the agent does: the pipe between
+them breaks, even if the agent was killed. A page that cannot serve is an error before the job
+begins.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HOST = "127.0.0.1"
 
 @contextlib.contextmanager
 def page_beside(config: AgentConfig) -> Iterator[None]:
-    """Serve the page of this agent's job meanwhile, if it was asked for."""
+    """Serve the page of this agent's job inside this context, if --serve is given."""
     if config.serve is None:
         yield
         return
@@ -53,12 +53,12 @@ def page_beside(config: AgentConfig) -> Iterator[None]:
 
 
 def _begin(config: AgentConfig, listener: socket.socket, here: int, there: int) -> None:
-    """Begin the process that serves; init, or a reaper above, is its parent."""
+    """Start the serving process; its parent is init, or a subreaper above this process."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)
         return
-    # A page that cannot begin says why, and costs the job nothing.
+    # A page that cannot start prints its error, and the job continues.
     try:
         os.setsid()
         if os.fork() == 0:
@@ -94,6 +94,6 @@ def _be_page(config: AgentConfig, listener: socket.socket, pipe: int) -> None:
 
 
 def _end_with_agent(pipe: int) -> None:
-    """Wait for the end of the agent; there is nothing to finish."""
+    """Wait for the end of the agent, then end at once."""
     os.read(pipe, 1)
     os._exit(0)

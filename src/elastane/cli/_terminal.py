@@ -1,8 +1,8 @@
 """A terminal that shows frames in its alternate screen, and is restored afterwards.
 
-It owns the escape sequences and the mode of the terminal. Each frame is one write of the rows that
-changed, so that a slow connection keeps up. Closing restores the terminal however the view ended; a
-terminal that is gone is left alone.
+This module owns the escape sequences and the mode of the terminal. A frame is one write of the rows
+that changed, so that it is fast on a slow connection. Closing always restores the terminal, unless
+the terminal no longer exists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OPEN = "\x1b[?1049h\x1b[?25l"
 _CLOSE = "\x1b[?25h\x1b[?1049l"
 _CLEAR = "\x1b[2J"
 _ROW = "\x1b[{};1H\x1b[2K{}"
-# A terminal that does not know its size.
+# The size that is assumed if a terminal does not tell its own.
 _COLUMNS, _ROWS = 80, 24
 _KEYS_BYTES = 256
 
@@ -31,7 +31,7 @@ def is_capable(environ_term: str) -> bool:
 
 
 class Terminal:
-    """The terminal of stdout while frames are shown; keys come from stdin, if that is one too."""
+    """The terminal of stdout while frames are shown; keys come from stdin, if it is a terminal."""
 
     def __init__(self) -> None:
         self._output = sys.stdout.fileno()
@@ -49,7 +49,7 @@ class Terminal:
         self._write(_OPEN)
 
     def close(self) -> None:
-        """Give the terminal back as it was."""
+        """Restore the terminal."""
         with contextlib.suppress(OSError, termios.error):
             if self._input is not None and self._mode is not None:
                 termios.tcsetattr(self._input, termios.TCSADRAIN, self._mode)
@@ -70,7 +70,7 @@ class Terminal:
         return self._input
 
     def pressed(self) -> bytes:
-        """Return the keys that were pressed; b"" if the terminal is gone."""
+        """Return the keys that were pressed; b"" if the terminal no longer exists."""
         assert self._input is not None
         try:
             return os.read(self._input, _KEYS_BYTES)

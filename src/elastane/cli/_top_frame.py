@@ -1,8 +1,8 @@
 """One frame of `elastane top`: the sections of a job as lines of text that fill a terminal.
 
-Pure. It shows the same sections as the web page. Colour repeats what a word or a sign says, so a
-frame without colours loses nothing. Texts of the log cannot move the cursor: what controls a
-terminal is replaced.
+Pure. A frame has the sections of the web page. Colour only repeats a word or a sign, so a frame
+without colours is complete. Control characters in the log's texts are replaced, so they cannot move
+the cursor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from elastane.observe.screen import STATE_STYLES, bars
 from elastane.observe.step_times import NodeStep, milliseconds, spans
 from elastane.observe.view import CheckpointView, JobView
 
-# Widths from which panels stand side by side: two of them, or two columns of them.
+# Widths from which two panels, or two columns of panels, are drawn side by side.
 PAIR_WIDTH = 72
 COLUMNS_WIDTH = 110
 # The curve beside the step rate.
@@ -66,13 +66,13 @@ _SIGNS = {
     "away": "?",
 }
 _FAULTS = ("worker", "node", "failure", "end")
-# What a terminal shows that has no more than ASCII.
+# Replacements for a terminal that has only ASCII.
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█●✓○↓■×…±≠", "_.:-=+*#*v.-#x~+!")
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The data of a frame, as of `now_s`. `is_live`: more frames follow."""
+    """The data of a frame at `now_s`. `is_live`: more frames follow."""
 
     sections: Sections
     view: JobView
@@ -138,7 +138,7 @@ def _scalars(sections: Sections, width: int) -> Text:
 
 
 def _speed(picture: Picture, width: int) -> Text:
-    """Return step and step rate; of a job that is over, the last that it logged."""
+    """Return step and step rate; for an ended job, the last ones that it logged."""
     job, rate = picture.sections.job, picture.sections.rate
     is_over = job.ended_s is not None
     counted = f"step {job.step:,}" + (" at the last count" if is_over else "")
@@ -195,7 +195,7 @@ def _state(picture: Picture, width: int) -> Text:
 
 
 def _budget(picture: Picture, width: int) -> Text:
-    """Return the line of what is left: goodput, restarts, the newest checkpoint."""
+    """Return the line with goodput, remaining restarts, and the newest checkpoint."""
     sections = picture.sections
     job, account = sections.job, sections.account
     parts = [] if account is None else [f"goodput {account.goodput:.1%}"]
@@ -216,7 +216,7 @@ def _recent(picture: Picture) -> str:
 
 
 def _needs(sections: Sections) -> list[Text]:
-    """Return what a person can do, or has to know."""
+    """Return the needs of the job: what a person can do or should know."""
     lines = []
     for need in sections.needs:
         sign, style = ("→", "bold") if need.severity == "next" else ("!", "bold yellow")
@@ -233,7 +233,7 @@ def _timeline(picture: Picture, width: int) -> list[Text]:
     room = max(1, width - _LABEL - _SCALE)
     end_s = picture.now_s if job.ended_s is None else job.ended_s
     span_s = max(series.bucket_s, end_s - series.from_s)
-    known = math.ceil(span_s / series.bucket_s)  # the series of a young job reaches beyond now
+    known = math.ceil(span_s / series.bucket_s)  # buckets of a young job may lie in the future
     world = _gathered(series.world[:known], room, min)
     rate = _gathered(series.rate[:known], room, lambda some: sum(some) / len(some))
     fastest = max((one for one in rate if one is not None), default=0.0)
@@ -262,7 +262,7 @@ def _row(label: str, drawn: Text, scale: str) -> Text:
 def _gathered(
     values: Sequence[float | None], room: int, of: Callable[[list[float]], float]
 ) -> list[float | None]:
-    """Return one value for each column of `room`; None where nothing is known."""
+    """Return one value for each column of `room`; None for a column without data."""
     gathered: list[float | None] = []
     for column in range(room):
         first = len(values) * column // room
@@ -273,7 +273,7 @@ def _gathered(
 
 
 def _marks(picture: Picture, from_s: float, span_s: float, room: int) -> Text:
-    """Return a sign where incidents began; a column with several of them has their number."""
+    """Return a sign in each column in which an incident began; for several, their number."""
     columns: dict[int, list[IncidentView]] = {}
     for one in picture.view.incidents.listed:
         column = int((one.from_s - from_s) / span_s * room) if span_s > 0 else 0
@@ -301,7 +301,7 @@ def _sign(one: IncidentView) -> str:
 
 
 def _nodes(sections: Sections) -> Panel:
-    """Return the table of nodes; those that are not well stay if it is cut."""
+    """Return the table of nodes; if it is cut, nodes with a fault are kept."""
     here = sections.nodes.here
     names = [printable(row.name) for row in here]
     longest = min(24, max(map(len, names), default=4))
@@ -363,7 +363,7 @@ def _node(
 
 
 def _own_part(one: NodeStep | None) -> Text:
-    """Return the own part of a node's slowest worker, and its multiple of the median."""
+    """Return the own part of a node's slowest worker, also as a multiple of the median."""
     if one is None:
         return Text(" " * _OWN_PART + "  ")
     cell = f"{milliseconds(one.own_ms)} {one.ratio:.2f}×"
@@ -422,7 +422,7 @@ def _incident(one: IncidentView, picture: Picture, width: int) -> ListEntry:
 
 
 def _course(one: IncidentView, picture: Picture) -> str:
-    """Return how far an incident is, and how long it took."""
+    """Return the state of an incident, and how long it took."""
     if one.state == "fatal":
         return "ended the job"
     if one.to_s is None:
@@ -485,7 +485,7 @@ def _checkpoint(made: CheckpointView, picture: Picture) -> Text:
 
 
 def _ago(picture: Picture, time_s: float) -> str:
-    """Return how old something is; of a job that is over, when it was before the end."""
+    """Return how long ago a time was; for an ended job, how long before its end."""
     end_s = picture.sections.job.ended_s
     if end_s is not None:
         return f"{_age(end_s - time_s)} before the end"
@@ -493,7 +493,7 @@ def _ago(picture: Picture, time_s: float) -> str:
 
 
 def _age(seconds: float) -> str:
-    """Return a time in the unit that matters."""
+    """Return a duration in its largest unit."""
     for unit_s, name in ((_DAY_S, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * unit_s:
             return f"{seconds // unit_s:.0f} {name}"

@@ -1,8 +1,8 @@
-"""Divides a screen of text between panels: what is cut says how much is missing.
+"""Divides a screen of text between panels; a cut panel says how many entries are missing.
 
 Pure. A panel has a title and entries of one line or more. A stack gives each panel its least number
-of lines, and shares the others line by line among those that want more. Panels that need none come
-last, such as empty lines.
+of lines, and divides the remaining ones line by line among panels that want more. Panels without a
+least number, such as empty lines, get lines last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GAP = 3
 
 @dataclass(frozen=True)
 class ListEntry:
-    """One thing of `size` lines, drawn if it is shown; an important one stays in a cut panel."""
+    """One entry of `size` lines, drawn if it is shown; an important one stays in a cut panel."""
 
     size: int
     draw: Callable[[], Sequence[Text]]
@@ -36,10 +36,10 @@ class Panel(Protocol):
 
     @property
     def least(self) -> int:
-        """How many lines it is given before others get more."""
+        """How many lines the panel gets before other panels get more."""
 
     def wanted(self, width: int) -> int:
-        """Return how many lines it has without a cut."""
+        """Return how many lines the whole panel needs."""
 
     def drawn(self, width: int, height: int) -> list[Text]:
         """Return at most `height` lines of at most `width` columns."""
@@ -74,7 +74,7 @@ class Lines:
     least: int
 
     def wanted(self, width: int) -> int:
-        """Return their number."""
+        """Return the number of lines."""
         return len(self.lines)
 
     def drawn(self, width: int, height: int) -> list[Text]:
@@ -103,7 +103,7 @@ class Stack:
         wanted = [panel.wanted(width) for panel in self._panels]
         least = (panel.least for panel in self._panels)
         heights = [min(one, all_) for one, all_ in zip(least, wanted, strict=True)]
-        for index in reversed(range(len(heights))):  # too low a screen loses the last panels
+        for index in reversed(range(len(heights))):  # on a low screen the last panels are left out
             heights[index] -= min(heights[index], max(0, sum(heights) - height))
         first = {index for index, panel in enumerate(self._panels) if panel.least}
         for sharing in (first, set(range(len(wanted))) - first):  # what may be missing comes last
@@ -159,9 +159,9 @@ def titled(text: str) -> Callable[[int], Text]:
 
 
 def _cut(entries: Sequence[ListEntry], height: int) -> list[ListEntry]:
-    """Return the entries that fit beside a line that counts the others, in their order.
+    """Return the entries that fit, in their order, and a line that counts the others.
 
-    With room for one line alone, it is the first entry's.
+    With room for only one line, that is the first line of the first entry.
     """
     left = max(1, height - 1)
     kept: dict[int, ListEntry] = {}

@@ -1,7 +1,7 @@
 """The view of `elastane top`: one printed frame, or one frame after the other.
 
-The frames are drawn in the loop that follows the job. Whatever ends the view, the terminal is given
-back as it was.
+The frames are drawn in the loop that follows the job. The terminal is restored however the view
+ends.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from elastane.cli._terminal import Terminal
 from elastane.cli._top_frame import Picture, frame, plain
 from elastane.dashboard.following import OVER, JobFollower
 
-# A person does not read faster, and ages are shown in seconds.
+# The seconds between two frames: ages are shown in seconds, and a person does not read faster.
 REDRAW_S = 0.5
-# A frame that is printed need not fit a screen, but a job of a thousand nodes is not for paper.
+# The most lines of a printed frame: it need not fit a screen, but a thousand nodes are too many.
 PRINTED_ROWS_MAX = 100
-# Agents log how their workers ended a moment after the job's end.
+# How long the view waits after the job's end, since agents log the ends of their workers later.
 SETTLE_S = 5.0
 _LEAVE = (b"q", b"Q", b"\x03", b"\x04")
 
 
 async def print_once(follower: JobFollower) -> int:
-    """Print one frame once all is known; returns the exit code."""
+    """Print one frame after the coordinator's answer; return the exit code."""
     ready = asyncio.create_task(follower.ready())
     while not ready.done():
         await asyncio.wait([ready], timeout=REDRAW_S)
@@ -115,7 +115,7 @@ class LiveView:
         self._woken.set()
 
     def _suspend(self) -> None:
-        """Give the terminal back while this process is stopped, as Ctrl-Z asks for."""
+        """Restore the terminal while this process is stopped by Ctrl-Z."""
         self._terminal.close()
         os.kill(os.getpid(), signal.SIGSTOP)
         self._terminal.open()

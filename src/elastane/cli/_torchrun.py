@@ -1,8 +1,8 @@
 """The functions of torch.distributed.run, for programs that call torchrun instead of typing it.
 
-Owns the parser in argparse's own manner, to which such programs add options, and the way from its
-namespace to a launch. How it fails: SystemExit of argparse for a command line, UsageError and
-ConfigurationError of the launcher for values, ChildFailedError for workers.
+Owns an ordinary argparse parser, to which such programs add options, and the launch from its
+namespace. How it fails: argparse's SystemExit for a command line, the launcher's UsageError and
+ConfigurationError for values, ChildFailedError for workers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastane.process.worker_environment import LOCAL_RANK_MACRO
 if TYPE_CHECKING:
     from elastane.elastic.launcher.api import LaunchConfig
 
-# Without a value, these are a text in torchrun's namespace; all others are None.
+# Options that are an empty text in torchrun's namespace if not given; all others are None.
 _EMPTY_TEXTS = ("rdzv_endpoint", "rdzv_conf", "local_ranks_filter")
 # These options say how the script is run.
 _HOW = ("module", "no_python", "run_path")
@@ -130,7 +130,7 @@ def _add(parser: argparse.ArgumentParser, option: Option, variable: str) -> None
 
 
 def _typed(option: Option, text: str) -> Any:
-    """Return a value as in torchrun's namespace; argparse reports a ValueError."""
+    """Return a value with its type in torchrun's namespace; argparse reports a ValueError."""
     if option.kind == "flag":
         known = _FLAG_WORDS.get(text.strip().lower())
         return bool(int(text)) if known is None else known

@@ -1,7 +1,7 @@
 """`elastane chaos`: injects faults into a job that runs on this machine, by a seed.
 
-Each fault is logged as an event of the job, where `explain` and the dashboard find it. Only
-processes of this user are harmed.
+Each fault is logged as an event of the job, so that `explain` and the dashboard show it. Only
+processes of this user are signalled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FAULTS: tuple[tuple[str, Kind, str], ...] = (
     ("--stop-node", "stop-node", "SIGTERM to an agent, like a preemption"),
     ("--pause-node", "pause-node", "all processes of a node are stopped for 1 s"),
 )
-# A world survives these.
+# Faults after which the world continues.
 _HARMLESS = ("slow-worker", "pause-node")
 _SEED_MAX = 1_000_000
 # After the last fault the job has this long to train again.
@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _await_training(job: RunningJob) -> bool:
-    """Wait until the job trains again, or has ended; return whether it did so well."""
+    """Wait until the job trains again or has ended; return False if it failed or does neither."""
     from elastane.protocol.log_events import EventKind
 
     until_s = time.monotonic() + _RECOVERY_S
@@ -124,7 +124,7 @@ def _await_training(job: RunningJob) -> bool:
 def _trains(job: RunningJob) -> bool:
     """Whether the newest world trains, and is newer than each fault that ends a world.
 
-    Workers of a script that reports no steps train from their start.
+    If the script reports no steps, its workers count as training from their start.
     """
     from elastane.protocol.log_events import EventKind
 

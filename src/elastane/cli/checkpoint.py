@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run an act; faults of the place are raised as its errors."""
+    """Run an act; raises the errors of the storage."""
     return ACTS[args.act].run(args)
 
 

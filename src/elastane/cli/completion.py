@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
 def _parser_of_all(
     file: Mapping[str, object], folder: Mapping[str, object]
 ) -> argparse.ArgumentParser:
-    """Return one parser with all verbs; its arguments say whether they complete to paths."""
+    """Return one parser with all verbs; its path arguments are marked for completion by files."""
     from elastane.cli.main import VERBS, make_parser
 
     def parser_of(prog: str, **_more: Any) -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """`elastane dashboard`: the web page of the jobs on this machine, or of the folder of one job.
 
-It serves until interrupted, and changes nothing. Without a token it listens on the loopback alone;
-from another machine, `ssh -L` reaches it there.
+It serves until interrupted, and changes nothing. Without a token it only listens on the loopback,
+which another machine reaches through `ssh -L`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _jobs(args: argparse.Namespace) -> Jobs:
 
 
 def _token(args: argparse.Namespace) -> str:
-    """Return the secret that requests prove; "" on the loopback without --token-file."""
+    """Return the secret that requests must prove; "" on the loopback without --token-file."""
     from elastane.dashboard.guard import is_loopback
     from elastane.options.secret import read_token
     from elastane.process import environment
@@ -113,7 +113,7 @@ def _token(args: argparse.Namespace) -> str:
     token = environment.get("ELASTANE_TOKEN").strip()
     if not token:
         raise UsageError(
-            f"--host {args.host} would show logs to everybody who reaches this machine",
+            f"--host {args.host} would show logs to everyone who can reach this machine",
             slug="dashboard-token",
             expected="--token-file or ELASTANE_TOKEN with the secret of the job",
             next_step=f"ssh -L {args.port}:127.0.0.1:{args.port} THIS_HOST, and leave out --host",
@@ -122,7 +122,7 @@ def _token(args: argparse.Namespace) -> str:
 
 
 def listener_on(host: str, port: int, instead: str) -> socket.socket:
-    """Return a listening socket; `instead`: how to say that any free port will do."""
+    """Return a listening socket; errors propose `instead`, which takes any free port."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)

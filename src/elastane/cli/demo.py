@@ -38,9 +38,9 @@ from elastane.errors import ConfigurationError, ElastaneError, ExitCode, UsageEr
 if TYPE_CHECKING:
     from elastane.cli._demo_show import Show
 
-# Longer than the slowest sensible machine needs; a job that takes this long is stuck.
+# The time limit of the demo: longer than a slow machine needs, so a job that takes longer hangs.
 TIMEOUT_S = 300.0
-# Two departures, two arrivals and two killed workers; half of that in the short one.
+# Rounds of faults with --chaos, in the normal and in the short training.
 CHAOS_ROUNDS, CHAOS_ROUNDS_FAST = 2, 1
 SEEDS = 10_000
 
@@ -187,7 +187,7 @@ def working_folder(keep: str | None) -> Iterator[Path]:
     try:
         yield folder
     except ElastaneError:
-        raise  # The error names files of the folder.
+        raise  # The folder is kept, since the error names files in it.
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -196,7 +196,7 @@ def working_folder(keep: str | None) -> Iterator[Path]:
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the demo as Ctrl-C does, through every context's exit."""
+    """Make SIGTERM and SIGHUP raise like Ctrl-C, so that every context of the demo exits."""
 
     def end(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

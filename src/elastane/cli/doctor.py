@@ -1,7 +1,7 @@
-"""`elastane doctor`: what on this node would keep a job from running, end it later, or slow it.
+"""`elastane doctor`: finds what would keep a job from running on this node, end it or slow it.
 
-Each finding has its reason and a remedy. It changes nothing, starts no job, and needs none. With
-`--nodes` it runs on each of several nodes at once, and also checks the ways between them.
+Each finding has its reason and a remedy. The command changes nothing, and starts and needs no job.
+With `--nodes` it runs on several nodes at once, and also checks the network between them.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _tell(text: str) -> None:
 
 
 def _folders(args: argparse.Namespace, environ: dict[str, str]) -> dict[str, str]:
-    """Return what each folder is for, and its path."""
+    """Return the purpose and the path of each folder."""
     found = {"temporary files": environ.get("TMPDIR") or "/tmp"}
     if args.log_dir:
         found["logs"] = args.log_dir

@@ -87,7 +87,7 @@ def story_lines(story: JobStory, account: Account | None = None) -> list[str]:
 
 
 def _budget_line(story: JobStory) -> str:
-    """Return what the restart budget was used for."""
+    """Return how the restart budget was used."""
     if not story.replacements:
         return f"restarts used: {story.restarts_used}"
     return (

@@ -62,7 +62,7 @@ def _access(args: argparse.Namespace) -> ClusterAccess:
     )
 
 
-# The operator.
+# The act that runs the operator.
 
 
 def _configure_operator(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """`python -m elastane.launch`: the older command line, of torch.distributed.launch.
 
 It is `elastane run` with one difference: unless `--use-env` is given, the script gets
-`--local-rank=N` before its own arguments, as scripts from before LOCAL_RANK expect.
+`--local-rank=N` before its own arguments. Scripts that are older than LOCAL_RANK expect that.
 """
 
 from __future__ import annotations

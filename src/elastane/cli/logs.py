@@ -1,7 +1,7 @@
 """`elastane logs`: the output of a job's workers, from their files, merged by time on request.
 
-It owns the command line and the format of a line. It reads a folder, so it works on a running job
-and on one that ended long ago.
+This module owns the command line and the format of a line. It reads a folder, so it works on a
+running job and on one that ended long ago.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def find_named_job(args: argparse.Namespace, registry: JobRegistry, verb: str) -> Path | None:
-    """Return the folder of the job that a command names, or None; one that runs here wins."""
+    """Return the folder of the named job, or None; a job that runs here has priority."""
     if not args.job:
         return None
     running = [entry.log_dir for entry in registry.running(args.job) if entry.log_dir]
@@ -69,7 +69,7 @@ def find_named_job(args: argparse.Namespace, registry: JobRegistry, verb: str) -
 
 
 def find_job(job: str, log_dir: str, verb: str = "logs") -> Path:
-    """Return the folder of a job given by name or path; `verb`: the command that asks."""
+    """Return the folder of a job given by name or path; `verb` is the command, for errors."""
     from elastane.process import environment
     from elastane.process.files import safe_name
     from elastane.process.streams.files import default_base_dir

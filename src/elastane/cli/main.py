@@ -41,7 +41,7 @@ VERBS = {
     "demo": "train a model on this machine while workers and nodes are killed",
 }
 
-# Modules that run under their own name, as torch.distributed's do, and are not verbs.
+# Modules that are no verbs: they run by their own names, as modules of torch.distributed do.
 MODULES = {
     "launch": "start a job as torch.distributed.launch does: the script gets --local-rank",
 }
@@ -50,8 +50,8 @@ MODULES = {
 def main(argv: Sequence[str] | None = None, prog: str = "elastane") -> int:
     """Run one command and return its exit code."""
     if os.getpid() == 1:
-        # The kernel drops each signal without a handler for the first process of a container. A
-        # SIGTERM before the verb sets its handler would be lost, and the container killed later.
+        # The kernel ignores signals without a handler for the first process of a container. So a
+        # SIGTERM would be lost before the verb sets its handler, and the container killed later.
         signal.signal(signal.SIGTERM, _end)
     words = list(sys.argv[1:] if argv is None else argv)
     return _with_exit_codes(lambda: _dispatch(words, prog), prog)
@@ -76,8 +76,8 @@ def _with_exit_codes(action: Callable[[], int], prog: str) -> int:
         print(f"{prog}: {error}", file=sys.stderr)
         return int(error.exit_code)
     except BrokenPipeError:
-        # The reader of our output closed the pipe, as head does. Python would complain again when
-        # it flushes at its end.
+        # The reader of stdout closed the pipe, as head does. Python would raise again when it
+        # flushes stdout at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:

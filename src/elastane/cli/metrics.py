@@ -1,7 +1,7 @@
 """`elastane metrics`: the metrics of the jobs on this machine, for Prometheus.
 
 It reads event logs and asks coordinators that run here; it changes nothing, and serves until
-interrupted. The metrics name jobs and nodes, and hold nothing of what workers print.
+interrupted. The metrics name jobs and nodes, and contain no output of workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parser of verbs without special needs: argparse with elastane's errors."""
+"""The parser of most verbs: argparse with elastane's errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastane.errors import UsageError
 
 
 class VerbParser(argparse.ArgumentParser):
-    """argparse, but a mistake is a UsageError that names the nearest option."""
+    """An argparse parser whose mistakes are UsageErrors that name the nearest option."""
 
     def error(self, message: str) -> Any:
         """Raise UsageError instead of exiting."""

@@ -1,4 +1,4 @@
-"""`elastane run`: torchrun's command line, from the words to the agent."""
+"""`elastane run`: parses torchrun's command line and starts the agent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def start_in_step(options: Options, environ: Mapping[str, str]) -> int:
 
 
 def start(options: Options, environ: Mapping[str, str]) -> int:
-    """Show the configuration if asked for, otherwise launch."""
+    """Show the configuration with --show-config, otherwise launch."""
     if options.flag("show_config"):
         return _show(options, environ)
     if options.flag("json"):
@@ -92,7 +92,7 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
 
 
 def _is_foreign_handler(options: Options) -> bool:
-    """Whether the backend is a handler of another package; ours need no import."""
+    """Whether the backend is a handler of another package; elastane's own are known by name."""
     from elastane.options.rendezvous import is_builtin
 
     if is_builtin(options.text("rdzv_backend")):

@@ -12,17 +12,17 @@ from elastane.options.parser import Names, Options, RunParser, add_options, read
 from elastane.options.table import TABLE, Kind, Option
 
 SLURM = "Slurm: what sbatch is asked for"
-# These say how a command is shown, not what a job does.
+# Options about the output of a command, which do not belong into a batch script.
 _NOT_FOR_JOBS = ("show_config", "json")
 _SHUTDOWN_S = 30.0  # the default of --shutdown-timeout
 
 
 def _option(name: str, default: str, text: str, metavar: str = "X", kind: Kind = "text") -> Option:
-    # As elastane's own options, they are written in full.
+    # Slurm's options are written in full, like elastane's own.
     return Option(name, default, text, SLURM, kind, metavar=metavar, ours=True)
 
 
-# Given to sbatch under the same names.
+# Options that sbatch gets under the same names.
 _PASSED = (
     _option("time", "", "time limit, as sbatch takes it: 30, 12:00:00, 2-00", "TIME"),
     _option("partition", "", "partition, or several with commas", "NAME"),
@@ -88,7 +88,7 @@ def script_of(args: argparse.Namespace, program: tuple[str, ...]) -> str:
                 f"--{dest.replace('_', '-')} is for elastane run",
                 slug="usage",
                 expected="options of Slurm and of the job",
-                next_step="leave it out: a batch script runs later, on other machines",
+                next_step="leave the option out: a batch script runs later, on other machines",
             )
     options = read(args, {})
     shutdown_s = options.seconds("shutdown_timeout")

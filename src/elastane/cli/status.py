@@ -1,7 +1,7 @@
-"""`elastane status`: one screen about a job, asked from its coordinator.
+"""`elastane status`: one screen about a job, by the answer of its coordinator.
 
-It finds the jobs of this user on this machine by their agents, any other job by its endpoint, and
-reads the event log of an ended job. It never changes a job.
+The command finds this user's jobs on this machine by their agents, and any other job by its
+endpoint. Of an ended job it reads the event log. It never changes a job.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _COLUMNS: dict[str, Callable[[NodeStatus], str]] = {
     "steps/s": lambda node: "-" if node.steps_per_s is None else f"{node.steps_per_s:.3g}",
     "heard": lambda node: f"{duration(node.heard_s)} ago",
 }
-# More nodes than fit on a screen are counted, not listed; those without a rank come first.
+# The most nodes that are listed; others are counted. Nodes without a rank come first.
 NODES_SHOWN_MAX = 40
 EVENTS_SHOWN_MAX = 10
 
 
 @dataclass
 class _View:
-    """The known facts about one job: its report, or the error of the query and the event log."""
+    """The known facts about one job: its report, or the query's error and the event log."""
 
     job: str
     endpoint: str = ""
     report: Report | None = None
     error: ElastaneError | None = None
     agents: list[JobEntry] = field(default_factory=list)
-    log_dir: str | None = None  # where the log of a job is whose coordinator has answered
+    log_dir: str | None = None  # the log folder, if the coordinator has answered
     folder: str = ""
     events: list[LoggedEvent] = field(default_factory=list)
     account: Account | None = None
@@ -93,7 +93,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tls_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that asks the coordinator; `tls_of` reads them."""
+    """Add the TLS options of a command that queries the coordinator; `tls_of` reads them."""
     add = parser.add_argument
     add("--tls-cert", metavar="FILE", default="", help="certificate to ask the coordinator (PEM)")
     add("--tls-key", metavar="FILE", default="", help="private key of --tls-cert (PEM)")
@@ -101,7 +101,7 @@ def add_tls_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print what is known; returns 75 if a job runs but its coordinator does not answer."""
+    """Print the job's state; returns 75 if a job runs but its coordinator does not answer."""
     if args.job and args.rdzv_id and args.job != args.rdzv_id:
         raise UsageError(
             f"two names for one job: {args.job} and --rdzv-id {args.rdzv_id}",
@@ -154,7 +154,7 @@ def _views(args: argparse.Namespace, job: str) -> list[_View]:
 
 
 def _from_endpoint(args: argparse.Namespace, job: str) -> _View:
-    """Ask at an address; errors are raised."""
+    """Query the coordinator at an address; errors are raised."""
     from elastane.options.secret import read_token
     from elastane.process import environment
     from elastane.process.endpoint import parse_endpoint
@@ -172,7 +172,7 @@ def _from_endpoint(args: argparse.Namespace, job: str) -> _View:
 
 
 def _from_agents(entries: list[JobEntry], tls: TlsConfig | None, *, all_counts: bool) -> _View:
-    """Ask the coordinators that the job's agents on this machine know; keep the last error."""
+    """Query the coordinators that the agents on this machine know; keep the last error."""
     view = _View(entries[0].job, agents=entries)
     for entry in reversed(entries):  # the youngest agent has the newest address
         view.endpoint = entry.endpoint
@@ -195,7 +195,7 @@ def _from_log(job: str, log_dir: str, *, all_counts: bool) -> _View:
 
 
 def _add_events(view: _View, log_dir: str, *, all_counts: bool, must_exist: bool = False) -> None:
-    """Add the events and the account; `all_counts`: all events are shown, not the last ones."""
+    """Add the events and the account; `all_counts`: read all step counts, to show all events."""
     from elastane.cli.logs import find_job
     from elastane.observe.account import LogAccount
     from elastane.observe.events import read_events
@@ -215,7 +215,7 @@ def _add_events(view: _View, log_dir: str, *, all_counts: bool, must_exist: bool
 
 
 def _shown(events: Iterable[LoggedEvent]) -> list[LoggedEvent]:
-    """Return the last events and, if it is older than these, the last end of the job."""
+    """Return the last events, and the job's end if it is older than these."""
     from elastane.protocol.log_events import EventKind
 
     last: deque[LoggedEvent] = deque(maxlen=EVENTS_SHOWN_MAX)
@@ -293,7 +293,7 @@ def report_lines(report: Report, endpoint: str) -> list[str]:
 
 
 def _copies(report: Report) -> list[str]:
-    """Return the newest copies of the state; none of a job that was never seen to save one."""
+    """Return the newest copies of the state; no line for a job without any known copy."""
     safe = report.safe
     memory = [(safe.worker, "in another process"), (safe.node, "on two nodes")]
     held = [f"{_copy(copy)} {where}" for copy, where in memory if copy is not None]
@@ -320,7 +320,7 @@ def _missing_steps(report: Report) -> list[str]:
 
 
 def ended_lines(job: str, events: Sequence[LoggedEvent], folder: str) -> list[str]:
-    """Return how a job went at the end, from its event log."""
+    """Return the screen of an ended job, from its event log."""
     from elastane.protocol.log_events import EventKind
 
     outcome = [event for event in events if event.kind == EventKind.JOB_ENDED]
@@ -331,7 +331,7 @@ def ended_lines(job: str, events: Sequence[LoggedEvent], folder: str) -> list[st
 def unreachable_lines(
     job: str, error: ElastaneError, agents: Sequence[str], events: Sequence[LoggedEvent]
 ) -> list[str]:
-    """Return what is known of a job whose agents live and whose coordinator does not answer."""
+    """Return the screen of a job that has agents but whose coordinator does not answer."""
     lines = [f"{job}: its coordinator does not answer", f"  why           {error.what}"]
     lines += [f"  next          {error.next_step}"] if error.next_step else []
     lines.append(f"  agents here   {', '.join(agents)}: alive")
@@ -346,7 +346,7 @@ def _last_events(events: Sequence[LoggedEvent]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the two units that matter."""
+    """Return a duration in its two largest units."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)

@@ -1,7 +1,7 @@
-"""`elastane top`: one screen about a job that moves with it, drawn from what the web page shows.
+"""`elastane top`: one screen about a job, drawn again and again, with the data of the web page.
 
-It reads the job's event log and asks its coordinator; it changes nothing. It ends with the job, and
-the last frame stays in the terminal. Without a terminal it prints one frame.
+The command reads the job's event log and queries its coordinator; it changes nothing. It ends with
+the job, and the last frame stays in the terminal. Without a terminal it prints one frame.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Show the job until it ends or a person leaves; returns 0, or 128 + the signal that did it."""
+    """Show the job until it ends or the user leaves; returns 0, or 128 + the ending signal."""
     import asyncio
 
     from elastane.cli._terminal import is_capable
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _folder(args: argparse.Namespace, registry: JobRegistry) -> Path:
-    """Return the log folder of the job that is asked for."""
+    """Return the log folder of the named job."""
     from elastane.cli.logs import find_job
 
     running = registry.running(args.job)

@@ -1,7 +1,7 @@
 """`elastane verify-run`: whether two runs computed the same, and the first step that differs.
 
-It reads two digest logs (`elastane.init(digest_log=...)`), names the settings in which the runs
-differ, and compares the digests of the steps that both have.
+The command reads two digest logs (`elastane.init(digest_log=...)`), names the settings in which the
+runs differ, and compares the digests of their common steps.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ N_MAX = 2**62
 def whole(name: str, value: object, least: int = 0, most: int | None = None) -> int:
     """Return `value` as an int; raises ConfigurationError unless it is a whole number in range.
 
-    NumPy's integers are accepted. True and 3.0 are not, since both are mostly mistakes.
+    NumPy's integers are accepted. True and 3.0 are refused, since they are usually mistakes.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]

@@ -1,13 +1,12 @@
 """Pairs each batch of a loader with its share, from the committed position on.
 
-Owns the loader's iterator. A rewind abandons what was read ahead, and starts a new iterator at the
-committed position, for another rank and world if necessary. Workers of a loader with
-`persistent_workers` survive that; others end with their iterator, as torch ends them. Nothing that
-was read and not committed counts.
+Owns the loader's iterator. A rewind drops batches that were read ahead, and starts a new iterator
+at the committed position, for another rank and world if necessary. Workers of a loader with
+`persistent_workers` survive that; other workers end with their iterator.
 
-It does not know how membership is decided. How it fails: ConfigurationError for a loader whose
-batches it cannot identify. The loader's own errors (an unreadable sample, a killed worker) pass
-through unchanged, and a later rewind begins with new workers.
+It knows nothing of membership. How it fails: ConfigurationError for a loader whose batches it
+cannot identify. The loader's own errors (an unreadable sample, a killed worker) pass through
+unchanged, and a later rewind begins with new workers.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ __all__ = ["Feed", "Portion"]
 
 
 class Portion(NamedTuple):
-    """A batch of the loader, and the share of a step that it is.
+    """A batch of the loader, with its share of a step.
 
-    If `share.samples` is 0 the batch is a stand-in: compute it as any other, with `share.weight`,
-    which is 0.
+    If `share.samples` is 0 the batch is a stand-in. Compute it like any other batch, with
+    `share.weight`, which is 0.
     """
 
     share: LedgerShare | StreamShare
@@ -54,7 +53,7 @@ class Portion(NamedTuple):
 
     @property
     def is_further(self) -> bool:
-        """Whether the step follows the last one of its epoch, for samples of lost workers alone."""
+        """Whether the step follows its epoch's last one and has only samples of lost workers."""
         return self.share.is_further
 
 
@@ -72,8 +71,8 @@ class Feed(Iterator[Portion]):
         self._handle = LoaderHandle(loader)
         self._batches: Iterator[Any] | None = None
         self._shares: Iterator[LedgerShare] = iter(())
-        # False while the iterator is being started, or after it failed: workers that outlive it may
-        # be dead, or have stale answers on the way.
+        # False while the iterator starts or reads, and after it failed: persistent workers may then
+        # be dead, or may still send old batches.
         self._sound = True
 
     def __iter__(self) -> Self:
@@ -110,11 +109,11 @@ class Feed(Iterator[Portion]):
         world_size: int | None = None,
         restart_workers: bool = False,
     ) -> None:
-        """Deal again from the committed position, for this rank of this world if given.
+        """Continue from the committed position, for this rank of this world if given.
 
         Returns at once: the loader starts again when the next portion is requested. Persistent
-        workers first finish their current sample; `restart_workers` replaces them instead, for one
-        that hangs.
+        workers first finish their current sample. With `restart_workers` they are replaced instead,
+        since one may hang.
         """
         if rank is not None or world_size is not None:
             self.cursor.bind(whole("rank", rank), whole("world_size", world_size, 1))

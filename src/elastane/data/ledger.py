@@ -1,16 +1,16 @@
 """The position of a job in its data, and each rank's share of a step. Pure.
 
-A position is (epoch, samples committed): one integer for each epoch, equal on all ranks in every
-world. Step `s` of an epoch is the positions [s * B, min(n, (s + 1) * B)) of the epoch's order. It
-is dealt to a world when the world computes it, and is retried as a whole if it was not committed.
-Hence each position is in exactly one committed step of its epoch.
+The job's position is (epoch, samples committed): one integer for each epoch, equal on all ranks in
+every world. Step `s` of an epoch consists of the positions [s * B, min(n, (s + 1) * B)) of the
+epoch's order. A step is divided among the ranks of the world that computes it, and is retried as a
+whole if it was not committed. Hence each position is in exactly one committed step of its epoch.
 
 A step may also be committed without the shares of members that were lost in it (`ElasticLoader`).
 The epoch then *owes* these positions: each later step takes some of them in addition to its own.
-Further steps take the rest at the end of the epoch, and have the number of its last step.
+Further steps at the end of the epoch take the rest; they have the number of its last step.
 
-It knows nothing of NumPy, torch, processes or samples. How it fails: ConfigurationError for sizes
-out of range.
+The module knows nothing of NumPy, torch, processes or samples. How it fails: ConfigurationError for
+sizes out of range.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
 
 # Positions [start, stop), one range after another.
 Spans: TypeAlias = tuple[tuple[int, int], ...]
-# A step takes at most a quarter of a global batch of owed positions, since the memory of a worker
-# may have room for little more than its share.
+# A step takes at most this fraction (1/4) of a global batch of owed positions, since a worker's
+# memory may have room for little more than its share.
 _OWED_PART = 4
 
 
 class CommittedPosition(NamedTuple):
-    """A job's position: all epochs before `epoch`, and `samples` of it, are committed."""
+    """A job's position: all epochs before `epoch` are committed, and `samples` of this epoch."""
 
     epoch: int
     samples: int
@@ -52,13 +52,13 @@ class CommittedPosition(NamedTuple):
 class LedgerShare(NamedTuple):
     """One rank's share of a step, or of one micro-batch of it: [start, stop).
 
-    `start` and `stop` number the positions of the step: its own begin at `batch_start`, and the
-    owed ones come before them.
+    `start` and `stop` number the positions of the step. The step's own positions begin at
+    `batch_start`, and owed positions come before them.
     """
 
     step: int  # Counted from the start of epoch 0, so it determines the epoch.
     epoch: int
-    micro: int  # Of the `micro_batches` of this step, each with its own share.
+    micro: int  # The number of the micro-batch among `micro_batches`, each with its own share.
     micro_batches: int
     start: int
     stop: int
@@ -70,7 +70,7 @@ class LedgerShare(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """The number of this rank's positions; 0 if the step has fewer than the world has ranks."""
+        """The number of this rank's positions; 0 if the step has fewer positions than ranks."""
         return self.stop - self.start
 
     @property
@@ -223,7 +223,7 @@ class Ledger:
         return owed_per_step(self.global_batch_size)
 
     def dealt_owed(self, owed: Spans, *, is_further: bool) -> tuple[Spans, Spans]:
-        """Return the owed positions that the next step takes, and the rest.
+        """Return the owed positions that the next step takes, and the remaining ones.
 
         `is_further`: the step follows the last one of the epoch, and has no positions of its own.
         """
@@ -246,7 +246,7 @@ class Ledger:
     ) -> Iterator[LedgerShare]:
         """Yield this rank's shares from a step to the end of its epoch.
 
-        With `shards` they are those of `deal_shards`, and micro-batches are ignored.
+        With `shards`, the shares are those of `deal_shards`, and micro-batches are ignored.
         """
         world, owed, is_further = (rank, world_size), owing.spans, owing.is_further
         end = (step // self.steps_per_epoch + 1) * self.steps_per_epoch
@@ -289,9 +289,9 @@ class Ledger:
             )
 
     def deal_again(self, step: int, spans: Spans, rank: int, world_size: int) -> LedgerShare:
-        """Return this rank's share of some positions of a step, which lost members had.
+        """Return this rank's share of the positions that lost members had in a step.
 
-        Its weight is that of a step which has no other positions.
+        Its weight is that in a step with only these positions.
         """
         high = self.span(step)[1]
         first, end = cut(high - length_of_spans(spans), high, rank, world_size)

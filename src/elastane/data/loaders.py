@@ -5,7 +5,7 @@ an iterator without a draw from the program's random stream, how to abandon it m
 its workers can be used again. Names with an underscore are torch's own (2.4 to 2.13 have all of
 them). If one is missing, workers end as torch's garbage collection ends them.
 
-It knows of steps and ranks only by the cursor. How it fails: ConfigurationError.
+It gets steps and ranks only from the cursor. How it fails: ConfigurationError.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class LoaderHandle:
     def begin(self, words: tuple[int, ...]) -> Iterator[Any]:
         """Start a new iterator; its workers' random streams are seeded by `words`.
 
-        torch draws the workers' seed from the program's own stream. That stream is restored here:
-        the number of restarts must leave no trace in the training. If the loader has its own
-        generator, the seed is drawn from that, as the user asked.
+        torch draws the workers' seed from the program's random stream. That stream is restored,
+        since the number of restarts must not change the training. If the loader has its own
+        generator, the seed is drawn from it.
         """
         import torch
 
@@ -98,10 +98,10 @@ class LoaderHandle:
     def abandon(self, keep_workers: bool) -> None:
         """Abandon the iterator; persistent workers stay if `keep_workers`.
 
-        It does not wait for others: a worker in the middle of a slow sample ends after it in the
-        background, or is killed after 5 s.
+        The call does not wait for workers that end: a worker in the middle of a slow sample ends
+        after it in the background, or is killed after 5 s.
         """
-        # A loader whose start failed midway may hold an iterator that it never returned.
+        # If a start failed midway, the loader may have an iterator that it has not returned.
         persistent = getattr(self.loader, "_iterator", None)
         iterator = persistent if self._iterator is None else self._iterator
         self._iterator = None

@@ -1,12 +1,12 @@
 """A rank's copy of the job's position in its data, and its rank and world.
 
-Owns what the elastic batch sampler and the elastic shards share: `bind` sets the world, `commit`
-moves the position, `state_dict` and `load_state_dict` carry it. Only committed steps count, not
-steps that were handed out, so that reading ahead does not matter.
+Owns the common part of the elastic batch sampler and the elastic shards. `bind` sets the world,
+`commit` moves the position, `state_dict` and `load_state_dict` save and restore it. Only committed
+steps move the position, so reading ahead does not change it.
 
-It knows nothing of samples or loaders. It asks torch.distributed for the world if none was bound,
-and only if the program has imported it. How it fails: ConfigurationError for invalid sizes, for a
-commit of a step that is not the next, and for a state of other data.
+The module knows nothing of samples or loaders. Without a bound world it asks torch.distributed, if
+the program has imported that. How it fails: ConfigurationError for invalid sizes, for a commit of a
+step that is not the next, and for a state of other data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from elastane.errors import ConfigurationError
 
 __all__ = ["DataPosition", "JobPosition", "matching", "world_of_process"]
 
-# The format of state_dict(), and of the order that a seed means.
+# The format of state_dict(), and the version of the order that a seed defines.
 _FORMAT = 1
 
 
@@ -45,7 +45,7 @@ def world_of_process() -> tuple[int, int]:
 
 
 def matching(mine: Mapping[str, object], state: Mapping[str, Any], of: str) -> None:
-    """Raise ConfigurationError if a state describes other data than `mine`, and name the field."""
+    """Raise ConfigurationError, with the field, if a state describes other data than `mine`."""
     if not isinstance(state, Mapping):
         raise _refused(f"the state for {of} is a {type(state).__name__}", "a mapping")
     for key, value in {"format": _FORMAT, **mine}.items():
@@ -118,7 +118,7 @@ class DataPosition:
         # Set by the feed that deals from here.
         self.recall: Recall | None = None
         self._next = 0
-        # What the current epoch owes.
+        # The positions that the current epoch owes.
         self._owing = NOTHING_OWED
         self._world: tuple[int, int] | None = None
 
@@ -153,7 +153,7 @@ class DataPosition:
 
     @property
     def world(self) -> tuple[int, int]:
-        """Rank and world size: as bound, else from torch.distributed, else (0, 1)."""
+        """Rank and world size: those of `bind`, else those of torch.distributed, else (0, 1)."""
         return self._world or world_of_process()
 
     @property
@@ -188,7 +188,7 @@ class DataPosition:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, unless the position is in that epoch already.
 
-        A script that calls this at the head of its loop therefore resumes where its state was.
+        So a script that calls this at the start of its loop resumes at the restored position.
         """
         epoch = whole("epoch", epoch)
         if epoch != self.epoch:
@@ -198,7 +198,7 @@ class DataPosition:
     def commit(self, step: int | None = None) -> None:
         """Commit a step by its number; None is the next one.
 
-        Committing a step again does nothing, for a rank that learns late that a step is committed.
+        Committing a step again does nothing, since a rank may learn late that a step is committed.
         Raises ConfigurationError for a step beyond the next, which would skip one.
         """
         step = self._next if step is None else whole("step", step)
@@ -215,7 +215,8 @@ class DataPosition:
     def commit_without(self, lost: Spans) -> None:
         """Commit the next step without the positions `lost`, which the epoch then owes.
 
-        The owed positions that the step took are paid, except for lost ones.
+        The epoch no longer owes the positions that the step took from its owed ones, unless they
+        are in `lost`.
         """
         step, owing = self._next, self._owing
         rest = self.ledger.dealt_owed(owing.spans, is_further=owing.is_further)[1]
@@ -243,7 +244,7 @@ class DataPosition:
 
     @property
     def deals_owed(self) -> bool:
-        """Whether this position deals the shares of lost members in later steps."""
+        """Whether later steps take the shares of members that were lost in a step."""
         return True
 
     def shares(self) -> Iterator[LedgerShare]:

@@ -1,10 +1,11 @@
-"""Tells a loader's workers that the batches requested from them are void.
+"""Lets a loader's workers drop the batches that were requested before a rewind.
 
 Owns a number in memory that workers inherit by fork: requests under an older number are void. A
-worker that survives a rewind would otherwise first read everything requested ahead. So it checks
-before each sample, and gives up a void batch. Workers that are not forked read to the end.
+worker that survives a rewind would otherwise first read all batches that were requested ahead. So a
+worker checks the number before each sample, and drops a void batch. Workers that are not forked
+read all of them.
 
-It knows nothing of samples, ranks or steps. It cannot fail: giving up late is only slow.
+The module knows nothing of samples, ranks or steps. It cannot fail: dropping late is only slow.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from elastane.data.streams import begin_streams
 
 __all__ = ["Recall", "RecalledError"]
 
-# The recall of a list, the number that it was requested under, and the seed words of its streams.
+# For a list of indices: its Recall, the number under which it was requested, and its seed words.
 _Mark: TypeAlias = tuple[tuple[int, int], int, tuple[int, ...]]
 _WIDTH = 8
 _numbers = count()
-# By process and number, so that no worker takes its own recall for that of its loader.
+# Recalls by process and number, so that a worker does not use its own for that of its loader.
 _known: WeakValueDictionary[tuple[int, int], Recall] = WeakValueDictionary()
 
 
@@ -49,7 +50,7 @@ class Recall:
         return int.from_bytes(self._page[:_WIDTH], "little")
 
     def call(self) -> None:
-        """Make all requests until now void."""
+        """Make all earlier requests void."""
         self._page[:_WIDTH] = (self.number + 1).to_bytes(_WIDTH, "little")
 
     def check(self, number: int) -> None:
@@ -62,8 +63,8 @@ class Recall:
     ) -> Iterator[list[int]]:
         """Yield these lists so that a worker detects when each is void.
 
-        A list's words, if any, seed the random streams before its samples are made: in the worker
-        that gets it, or here.
+        A list's words, if any, seed the random streams before its samples are made, in the worker
+        or in this process.
         """
         return self._marked(self.number, lists, words)
 
@@ -83,7 +84,7 @@ class MarkedBatch(list[int]):
     def __init__(self, mark: _Mark, indices: list[int]) -> None:
         super().__init__(indices)
         self._mark = mark
-        # Set only after a queue: in the loader's own process nothing is void.
+        # Set when a worker gets the list: in the loader's own process no list is void.
         self._recall: Recall | None = None
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -2,10 +2,9 @@
 
 `ElasticBatchSampler` puts each sample into exactly one step, and keeps the global batch in every
 world. It turns shares of positions into lists of indices, for `DataLoader(batch_sampler=...)`;
-`elastane.data.feed` pairs the loader's batches with their shares. `ElasticSampler` is for scripts
-whose batches are made by DataLoader(batch_size=..., sampler=...), like torch's DistributedSampler,
-and continues in the middle of an epoch: the script reports by `commit` how many of its samples all
-ranks together have finished.
+`elastane.data.feed` pairs the loader's batches with their shares. `ElasticSampler` replaces torch's
+DistributedSampler in DataLoader(batch_size=..., sampler=...), and continues in the middle of an
+epoch. With it a script reports, by `commit`, how many samples all ranks together have finished.
 
 torch is used only to ask for rank and world. How they fail: ConfigurationError.
 """
@@ -23,8 +22,8 @@ from elastane.data.position import DataPosition, matching, world_of_process
 
 __all__ = ["ElasticBatchSampler", "ElasticSampler"]
 
-# Evaluated together: enough to be fast (a call takes 40 us for any number), and few enough that the
-# first batch of an epoch comes at once. Measured by bench/permutation.py.
+# Positions that are evaluated together: enough to be fast (a call takes 40 us for any number), and
+# few enough that the first batch of an epoch comes at once. Measured by bench/permutation.py.
 _AHEAD_SAMPLES = 8_192
 _AHEAD_SHARES = 64
 
@@ -34,9 +33,9 @@ class ElasticSampler:
 
     Rank r gets positions start_index + r, + num_replicas, ... After s batches of b samples on every
     rank, exactly the positions below start_index + s * b * num_replicas are done, and another world
-    continues there. As with torch's samplers all ranks get equally many, since a rank with one
-    batch less would leave the others waiting. If the rest is not divisible, its first samples are
-    repeated at its end, at most num_replicas - 1 of them.
+    continues there. As with torch's samplers, all ranks get equally many samples, since the others
+    would wait for a rank with one batch less. If the remaining samples are not divisible by the
+    number of ranks, the first of them are repeated at the end, at most num_replicas - 1.
 
     `num_replicas` and `rank`, if None, are read from the default process group at each iteration.
     `start_index` is the position in the first epoch. Raises ConfigurationError for a dataset
@@ -59,7 +58,7 @@ class ElasticSampler:
         self.start_index = whole("start_index", start_index, 0, self.n)
         self.shuffle = bool(shuffle)
         self.seed = whole("seed", seed, 0, SEED_END - 1)
-        # None until an epoch is set or begun, which `start_index` then belongs to.
+        # None until the first epoch is set or begun; `start_index` is the position in that one.
         self._epoch: int | None = None
 
     @property
@@ -107,7 +106,7 @@ class ElasticSampler:
         rest = self.n - start
         for begin in range(0, count, _AHEAD_SAMPLES):
             turns = np.arange(begin, min(begin + _AHEAD_SAMPLES, count), dtype=np.int64)
-            # Wraps only in the last turn; more than once if the rest is smaller than the world.
+            # The position wraps in the last turn; repeatedly if fewer samples than ranks remain.
             positions = start + (turns * replicas + rank) % rest
             yield from (positions if order is None else order.map(positions)).tolist()
 

@@ -7,11 +7,12 @@ taken up, and for each lane its open shard and the offset in it.
 
 A step takes its samples in rounds. In each round the open lanes share what the step still needs,
 the ranks read, and the sum of their reports says what each lane gave and which shards have ended.
-One round is enough unless a shard ends in it. Nothing of this depends on the world: the world only
-determines which rank reads which part of a lane. So a step has the same samples in every world.
+One round is enough unless a shard ends in it. The world only determines which rank reads which part
+of a lane. So a step has the same samples in every world.
 
-It knows nothing of files, processes or torch. How it fails: ConfigurationError for a state that is
-none, and for reports that contradict each other, since then a shard differs between two readers.
+The module knows nothing of files, processes or torch. How it fails: ConfigurationError for an
+impossible state, and for reports that contradict each other, since a shard then differs between two
+readers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["LaneReading", "OpenShard", "Round", "ShardLedger", "ShardSpan", "Sha
 
 
 class OpenShard(NamedTuple):
-    """A shard that a lane reads, and the number of its samples that are taken."""
+    """A shard that a lane reads, and how many of its samples were taken."""
 
     shard: int
     offset: int
@@ -66,8 +67,8 @@ def first_of(spans: ShardSpans, count: int) -> tuple[ShardSpans, ShardSpans]:
 class LaneReading(NamedTuple):
     """One rank's part of one lane in a round: samples [first, stop) of a shard.
 
-    The lane's part of the round begins at `begin`. If `reports`, it ends at `stop`: this rank finds
-    out how many samples from `begin` to `stop` there are, and whether there is one at `stop`.
+    The lane's part of the round begins at `begin`. With `reports` it ends at `stop`. Then this rank
+    reports how many samples exist from `begin` to `stop`, and whether one exists at `stop`.
     """
 
     lane: int
@@ -122,8 +123,8 @@ class Round:
     def report(self, found: Mapping[int, tuple[int, bool]], samples: int) -> list[int]:
         """Return the report of a rank, to be added to those of the others.
 
-        `found` has for each lane that it reports how many samples the lane gave, and whether its
-        shard has ended. `samples` is how many the rank has itself.
+        `found` has an entry for each lane that this rank reports: how many samples the lane gave,
+        and whether its shard has ended. `samples` is the number of the rank's own samples.
         """
         numbers = [0] * self.report_length
         for lane, (taken, ended) in found.items():
@@ -137,8 +138,9 @@ class ShardLedger:
     """The position in one epoch; equal on all ranks that apply the same reports.
 
     `order` has the numbers of the shards in the epoch's order. `taken_up` of them are open or have
-    ended; `lanes` are those that are open. `samples` were taken from all of them. `continues`: an
-    open shard is known to have another sample, so that the next step of this epoch is not empty.
+    ended; `lanes` has the open ones. `samples` counts the samples taken from all shards.
+    `continues`: an open shard is known to have another sample, so the next step of this epoch is
+    not empty.
     """
 
     order: Sequence[int]
@@ -159,7 +161,7 @@ class ShardLedger:
         return not self.lanes
 
     def round(self, need: int) -> Round:
-        """Return the next round of a step that needs so many samples."""
+        """Return the next round of a step that still needs this number of samples."""
         count = len(self.lanes)
         cuts = [cut(0, need, lane, count) for lane in range(count)]
         return Round(self.lanes, tuple(stop - start for start, stop in cuts))

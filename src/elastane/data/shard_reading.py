@@ -1,12 +1,13 @@
 """The open shards of one rank, and the thread that reads ahead in them.
 
-A reader keeps the samples of its shard from the committed offset on. So a step that is retried, and
-one that was read ahead, opens and reads nothing again. `ShardReaders` opens, keeps and closes them;
-`ReadAhead` fills them while a step is computed. Nothing else uses the readers until it has stopped.
+A reader keeps the samples of its shard from the committed offset on. So a retried step, or one that
+was read ahead, reads no shard again. `ShardReaders` opens, keeps and closes the readers.
+`ReadAhead` fills them in a thread while a step is computed; until it has stopped, no other code may
+use them.
 
-How it fails: with the exceptions of the source, in the thread that asks for the sample. An error
-that the thread meets is raised when the sample is asked for. ConfigurationError for a shard that is
-shorter than it was.
+How it fails: with the exceptions of the source, in the thread that requests the sample. An error in
+the read-ahead thread is raised when the sample is requested. ConfigurationError for a shard that is
+shorter than at an earlier reading.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from elastane.errors import ConfigurationError
 __all__ = ["ReadAhead", "ShardReader", "ShardReaders", "ShardSource"]
 
 _END = object()
-# How long a job that ends waits for the sample that is being read.
+# How long the end of a job waits for a sample that is being read.
 CLOSE_S = 5.0
 
 
@@ -71,7 +72,7 @@ class ShardReader:
         """Read up to number `stop`, or to the end of the shard."""
         while not self._has_ended and self.start + len(self._kept) < stop:
             if self._failure is not None:
-                # An iterator that has failed would say that it has ended.
+                # A failed iterator would end at its next call, as if the shard had ended.
                 raise self._failure
             try:
                 sample = next(self._samples, _END)
@@ -108,7 +109,7 @@ class ShardReaders:
         return reader
 
     def first_sample(self, epoch: int) -> Any:
-        """Return any sample; the epoch has one."""
+        """Return the first sample of the epoch, which must have one."""
         for shard in range(len(self._source.shards)):
             sample = self._opened(shard, 0, epoch).read(0, 1)
             if sample:
@@ -116,7 +117,7 @@ class ShardReaders:
         raise AssertionError("a step of an epoch without samples")
 
     def owed(self, span: ShardSpan, epoch: int) -> list[Any]:
-        """Return the samples of a span that was read before, by a rank that is lost.
+        """Return the samples of a span that a lost rank had read.
 
         Raises ConfigurationError if the shard has fewer now.
         """
@@ -137,9 +138,9 @@ class ShardReaders:
         return samples
 
     def trim(self, epoch: int, lanes: Iterable[OpenShard]) -> None:
-        """After a commit, forget what is committed; close other shards, and those not used since.
+        """Drop committed samples; close shards that are not in `lanes` or were not used.
 
-        `lanes` are the open shards of the committed position.
+        `lanes` has the open shards of the committed position. Call this after each commit.
         """
         offsets = {(epoch, opened.shard): opened.offset for opened in lanes}
         for key in self._open.keys() - (self._used & offsets.keys()):
@@ -169,20 +170,20 @@ class ReadAhead:
     def begin(self, epoch: int, readings: Sequence[LaneReading]) -> None:
         """Begin to read; `finish` or `stop` comes before any other use of the readers."""
         self.finish()
-        # A daemon: a source that hangs must not keep a process that ends.
+        # A daemon thread: a source that hangs must not keep the process from ending.
         self._thread = threading.Thread(
             target=self._read, args=(epoch, readings), name="elastane-read-ahead", daemon=True
         )
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until all is read."""
+        """Wait until all samples are read."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def stop(self) -> None:
-        """Stop after the present sample."""
+        """Stop after the current sample."""
         self._stopped.set()
         self.finish()
         self._stopped.clear()
@@ -190,7 +191,7 @@ class ReadAhead:
     def close(self) -> bool:
         """Stop; return False if the source still holds the thread after CLOSE_S.
 
-        Then it is of no use any more; otherwise it may begin again.
+        After False this object must not be used again; after True it may begin again.
         """
         self._stopped.set()
         if self._thread is not None:
@@ -202,7 +203,7 @@ class ReadAhead:
         return True
 
     def _read(self, epoch: int, readings: Sequence[LaneReading]) -> None:
-        # The step that needs the sample meets the error again.
+        # The error is raised again when a step needs the sample.
         with suppress(Exception):
             for reading in readings:
                 if self._stopped.is_set():

@@ -1,15 +1,15 @@
-"""An iterable dataset over files of known length, with the same positions and dealing.
+"""An iterable dataset over files of known length, with the positions of `data.position`.
 
 Owns which samples of which shard a rank reads for each step, and the open shards. Each sample is in
-exactly one committed step of each epoch, as with indices, if each shard has its stated number of
-samples in the same order each time it is opened. A shard that does not is reported by name when its
-end is reached. The state is the cursor's: one integer for each epoch, for any number of shards.
+exactly one committed step of each epoch, as with indices. That requires that each shard has its
+stated number of samples, in the same order each time it is opened. Any other shard is reported by
+name when its end is reached. The position is one integer for each epoch, for any number of shards.
 
-An epoch's stream is all its shards, in the epoch's order. It is cut into L lanes, equal runs (to
-one sample) that are read side by side: position p is sample p // L of lane p % L. A step's
-positions, ordered by lane, are dealt to the ranks. Hence a rank reads the same lanes in every step,
-from start to end, while the world is the same. The committed samples determine how far each lane
-has been read, so the position stays one integer.
+The shards of an epoch, in its order, form one stream. It is cut into L lanes of equal length (to
+one sample) that are read in parallel: position p is sample p // L of lane p % L. A step's
+positions, ordered by lane, are divided among the ranks. Hence a rank reads the same lanes in every
+step, from start to end, while the world is the same. The number of committed samples determines how
+far each lane has been read, so the position stays one integer.
 
 How it fails: ConfigurationError, and the exceptions of `open_shard`.
 """
@@ -37,12 +37,12 @@ Shard = TypeVar("Shard")
 # The parameters of an iteration: step, rank, world size, micro-batches, virtual shards.
 Begin: TypeAlias = tuple[int, int, int, int, int]
 _END = object()
-# Enough for 16 ranks to read their own shards each, and few enough for one rank to keep open.
+# Enough lanes for 16 ranks to read shards of their own, and few enough for one rank to keep open.
 LANES = 16
 
 
 class LaneRun(NamedTuple):
-    """Consecutive samples of one shard: [start, stop) of shard number `shard`, for one lane."""
+    """Consecutive samples that one lane reads: [start, stop) of shard number `shard`."""
 
     lane: int
     shard: int
@@ -51,7 +51,7 @@ class LaneRun(NamedTuple):
 
 
 class Lanes:
-    """The map of one epoch. `order` are the shards' numbers in order, `lengths` their lengths."""
+    """The lanes of one epoch. `order` has the shards' numbers in order, `lengths` their lengths."""
 
     def __init__(self, order: Sequence[int], lengths: Sequence[int], lanes: int) -> None:
         self.lanes = lanes
@@ -62,14 +62,14 @@ class Lanes:
         ]  # fmt: skip
 
     def _before(self, lane: int, position: int) -> int:
-        """Return how many positions below this one belong to the lane."""
+        """Return how many positions before this one belong to the lane."""
         return (position - lane + self.lanes - 1) // self.lanes
 
     def runs(self, batch: tuple[int, int], share: tuple[int, int]) -> Iterator[LaneRun]:
-        """Yield the runs that a share of a batch (both as positions) reads, in order.
+        """Yield the runs that a share of a batch reads, in order.
 
-        A share's positions count along the batch ordered by lane, so that shares that partition the
-        batch read each of its samples once.
+        A share's positions count along the batch as it is ordered by lane. So shares that partition
+        the batch read each of its samples once.
         """
         low, high = batch
         slot = low
@@ -96,7 +96,7 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
     """Yields lists of samples: this rank's share of each step, from the committed position on.
 
     For `DataLoader(shards, batch_size=None, collate_fn=default_collate)`, with or without workers.
-    Worker v of W makes every W-th batch, and skips in its lanes what the others read.
+    Worker v of W makes every W-th batch, and skips the samples of other workers in its lanes.
 
     `shards` are pairs of a shard (a path, or anything) and its number of samples.
     `open_shard(shard, start)` returns an iterable of its samples from number `start` on; it should
@@ -132,12 +132,13 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
             return self._lists(self.ledger.deal_epoch(*begin))
         told = self._beginning.of_worker(begin)
         if told is None:
-            # An error here would end the worker silently; one from next() is reported.
+            # An error here would end the worker silently, so it is raised by the first next().
             return iter(_stale, None)
         return self._lists(islice(self.ledger.deal_epoch(*told), info.id, None, info.num_workers))
 
     def __getstate__(self) -> dict[str, Any]:
-        # On the way to a loader's worker that is not forked, where the world cannot be asked for.
+        # A copy for a worker that is not forked: torch.distributed is not initialized there, so the
+        # copy must carry the world.
         return {**self.__dict__, "_world": self.world}
 
     def bind(self, rank: int, world_size: int) -> Self:
@@ -172,8 +173,8 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
     def cut_into(self, shards: int, stream_seed: int = 0) -> Self:
         """Deal each step in this many virtual shards, in every world.
 
-        The seeding covers random draws of `collate_fn`, but not those of `open_shard`: how far a
-        reader skips depends on the world.
+        The seeds cover random draws of `collate_fn`, but not of `open_shard`, since the number of
+        samples that a reader skips depends on the world.
         """
         super().cut_into(shards, stream_seed)
         self._publish()
@@ -181,7 +182,7 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
 
     @property
     def deals_owed(self) -> bool:
-        """False: shards are read forwards."""
+        """False: shards are read forwards, so a later step cannot take lost samples."""
         return False
 
     def _here(self) -> Begin:
@@ -211,9 +212,9 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
 class IterationBeginning:
     """The parameters of the next iteration, published to workers.
 
-    A new worker has them in its own copy of the dataset. A worker that survives epochs and worlds
-    reads them from memory shared with the loader's process. A commit does not change that memory,
-    so a worker that starts late begins where the others do.
+    A new worker gets the parameters with its copy of the dataset. A persistent worker reads them
+    from memory that it shares with the loader's process. A commit does not change that memory, so a
+    worker that starts late begins at the same step as the others.
     """
 
     def __init__(self) -> None:
@@ -230,9 +231,9 @@ class IterationBeginning:
         self._cells.copy_(torch.tensor([self._number, *begin]))
 
     def of_worker(self, own: Begin) -> Begin | None:
-        """Return the parameters of this iteration of a worker; `own` is what its copy says.
+        """Return the parameters of a worker's next iteration; `own` has those of its copy.
 
-        None if it has reached the end of its epoch and no other was published since.
+        None if the worker has reached the end of its epoch and no iteration was published since.
         """
         if self._last is None:
             self._last = self._number
@@ -269,7 +270,7 @@ class Readers:
         self._open: dict[int, tuple[int, int, Iterator[Any]]] = {}
 
     def read(self, run: LaneRun) -> Iterator[Any]:
-        """Yield the samples of a run, skipping those since the lane's last run."""
+        """Yield the samples of a run, and skip those between the lane's last run and this one."""
         shard, at, samples = self._open.pop(run.lane, (-1, 0, iter(())))
         if shard != run.shard or at > run.start:
             at, samples = run.start, iter(self._open_shard(self._shards[run.shard], run.start))
@@ -289,7 +290,7 @@ class Readers:
     def _unlike(self, shard: int, found: str) -> ConfigurationError:
         return ConfigurationError(
             f"shard {self._shards[shard]!r} {found}",
-            expected=f"{self._lengths[shard]} samples, as was said of it",
-            next_step="count its samples again, and start the data over: dealing relies on it",
+            expected=f"{self._lengths[shard]} samples, the length that was given for it",
+            next_step="count its samples again, and start the data over with the right length",
             slug="data-shard",
         )

@@ -1,7 +1,8 @@
-"""How the shards of other packages' datasets are opened, for `ElasticStream` and `ElasticShards`.
+"""Opens the shards of other packages' datasets, for `ElasticStream` and `ElasticShards`.
 
-Each function takes the other package's object and imports that package when it opens a shard. It
-knows nothing of ranks or steps. How it fails: ConfigurationError for an object of another kind.
+Each function takes the other package's object, and imports that package when it opens a shard. The
+module knows nothing of ranks or steps. How it fails: ConfigurationError for an object of another
+type.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class KnownShards(NamedTuple):
 def litdata(dataset: Any) -> KnownShards:
     """Return the chunks of LitData's `StreamingDataset`, with the samples in each.
 
-    The dataset is read by index, chunk after chunk, so that its own shuffle, distribution and state
-    have no part in it.
+    The dataset is read by index, chunk after chunk. Its own shuffle, distribution and state are not
+    used.
     """
     chunks = getattr(dataset, "region_of_interest", None)
     if chunks is None:
@@ -63,8 +64,8 @@ def mosaicml(stream: Any) -> KnownShards:
     """Return the shards of MosaicML's `streaming.Stream`, with the samples in each.
 
     The stream needs a `local` folder. With a `remote` one, each shard is downloaded by the worker
-    that first reads it; workers of a node may share `local`. A StreamingDataset is refused: where
-    it is made again beside survivors, it finds its shared memory in use.
+    that first reads it; workers of a node may share `local`. A StreamingDataset is refused: a new
+    worker could not create one, since the surviving workers use its shared memory.
     """
     if not all(hasattr(stream, name) for name in ("prepare_shard", "get_shards", "local")):
         raise _refused(
@@ -102,7 +103,7 @@ class _MosaicmlShards:
 
     def __call__(self, number: int, start: int) -> Iterator[Any]:
         shard = self.shards[number]
-        # Its download overwrites what another process has begun to download.
+        # The download is locked, since it would overwrite that of another process.
         with _locked(self.folder / f"elastane.{number}.lock"):
             self.stream.prepare_shard(shard)
         return (shard[index] for index in range(start, len(shard)))
@@ -110,7 +111,7 @@ class _MosaicmlShards:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which ends with the process; a read-only folder needs none."""
+    """Hold the lock of a file, which the kernel releases; a read-only folder needs no lock."""
     if not os.access(path.parent, os.W_OK):
         yield
         return
@@ -137,7 +138,7 @@ def hugging_face(dataset: Any) -> ShardSource:
 
     def open_shard(number: int, start: int, epoch: int) -> Iterator[Any]:
         shard = dataset.shard(num_shards=count, index=number)
-        # Of this object: it is not inherited by what shard() or skip() return.
+        # The objects that shard() and skip() return do not have this attribute.
         shard.set_epoch(epoch)
         return islice(shard, start, None)
 

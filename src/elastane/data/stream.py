@@ -1,12 +1,13 @@
-"""A stream: elastic data from sources that are read front to back and do not tell their length.
+"""A stream: elastic data from sources that are read front to back and have unknown lengths.
 
-`ElasticStream` is what a script gives to `job.steps` or to an ElasticLoader. `StreamFeed` reads it
-for one rank: it reads this rank's part of each round, and exchanges with the other ranks what the
-shards gave. That exchange is the price of unknown lengths: the weight of a share and the end of a
-shard are known to all ranks only after it. Where lengths are known, `ElasticShards` needs none.
+A script gives an `ElasticStream` to `job.steps` or to an ElasticLoader. `StreamFeed` reads it for
+one rank: it reads this rank's part of each round, and exchanges the numbers of samples with the
+other ranks. Unknown lengths require that exchange: before it, no rank knows the weight of a share
+or the end of a shard. With known lengths, `ElasticShards` needs no exchange.
 
-While a step is computed, a thread reads what the next one will need if this one is committed. It
-only fills the readers, which keep what is not committed, so a wrong guess costs nothing but time.
+While a step is computed, a thread reads the samples of the next step, as if this one will be
+committed. It only fills the readers, which keep uncommitted samples, so a wrong guess costs only
+time.
 
 How it fails: ConfigurationError, the exceptions of the source, and those of the exchange.
 """
@@ -27,7 +28,7 @@ from elastane.errors import ConfigurationError
 
 __all__ = ["ElasticStream", "ReadingCutError", "ShardSource", "StreamFeed"]
 
-# Returns the sums of these numbers over all ranks.
+# A function that returns the sums of these numbers over all ranks.
 Exchange: TypeAlias = Callable[[list[int]], Sequence[int]]
 _NONE = object()
 
@@ -111,7 +112,7 @@ class StreamFeed(Iterator[Portion]):
         self.cursor.commit(step)
 
     def rewind(self, rank: int | None = None, world_size: int | None = None) -> None:
-        """Deal again from the committed position, for this rank of this world if given."""
+        """Continue from the committed position, for this rank of this world if given."""
         self._ahead.stop()
         if rank is None and world_size is None:
             self.cursor.forget()
@@ -120,7 +121,7 @@ class StreamFeed(Iterator[Portion]):
         self._waiting.clear()
 
     def close(self) -> None:
-        """Close the open shards; one whose source does not answer is left alone."""
+        """Close the open shards, unless a source does not return from a read."""
         self._waiting.clear()
         if self._ahead.close():
             self._readers.close()
@@ -174,7 +175,7 @@ class StreamFeed(Iterator[Portion]):
         return default_collate(samples)
 
     def _stand_in(self) -> Any:
-        """Return a sample for a share without any, which is computed with weight 0."""
+        """Return a sample for an empty share, which is computed with weight 0."""
         if self._spare is _NONE:
             self._spare = self._readers.first_sample(self.cursor.epoch)
         return self._spare

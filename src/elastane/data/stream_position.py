@@ -1,16 +1,16 @@
 """A rank's copy of the job's position in a stream: data whose length is not known before.
 
-It has the calls of `DataPosition`. A step exists only once the ranks have read it: `readings` says
-what this rank reads in each round, and `learn` takes the sum of all ranks' reports. What was
-learned counts when the step is committed, and is dropped when the world changes.
+It has the methods of `DataPosition`. The samples of a step are known only once the ranks have read
+them: `readings` returns what this rank reads in each round, and `learn` takes the sum of all ranks'
+reports. A commit applies the reports of the step; a change of the world drops them.
 
 A step may also be committed without the shares of ranks that were lost in it (`ElasticLoader`). All
-ranks know these from the rounds of the step, and know how long they are. The epoch then owes them:
+ranks know these shares and their lengths from the rounds of the step. The epoch then owes them:
 later steps take some in addition to their own samples, and further steps the rest (`data.ledger`).
-The docs have the argument: docs/decisions/streams-of-unknown-length.md.
+docs/decisions/streams-of-unknown-length.md has the reasons.
 
-It knows nothing of samples or sources. How it fails: ConfigurationError for a state of other data,
-for a commit of a step that was not read, and for a dataset without a sample.
+The module knows nothing of samples or sources. How it fails: ConfigurationError for a state of
+other data, for a commit of a step that was not read, and for a dataset without a sample.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class StreamShare(NamedTuple):
 
     step: int  # Counted from the start of epoch 0.
     epoch: int
-    micro: int  # Of the `micro_batches` of this step, each with its own share.
+    micro: int  # The number of the micro-batch among `micro_batches`, each with its own share.
     micro_batches: int
     samples: int  # 0 if the batch is a stand-in.
-    step_samples: int  # Of the whole step, over all ranks, owed ones included.
+    step_samples: int  # The samples of the whole step over all ranks, owed ones included.
     world_size: int
     shard: int = 0  # Virtual shards are refused.
     is_further: bool = False  # The step has owed samples only.
@@ -86,8 +86,8 @@ class StreamPosition:
         # The samples that the epoch owes, and whether all its own steps are committed.
         self._owed: ShardSpans = ()
         self._is_further = False
-        # The step that is being read: its rounds with the sums of their reports, and the round that
-        # the ranks have not exchanged.
+        # The step that is being read: its rounds with the sums of their reports, and the round
+        # whose reports the ranks have not exchanged yet.
         self._read = self._committed
         self._rounds: list[tuple[Round, Sequence[int]]] = []
         self._round: Round | None = None
@@ -110,7 +110,7 @@ class StreamPosition:
 
     @property
     def world(self) -> tuple[int, int]:
-        """Rank and world size, as bound."""
+        """The rank and world size of `bind`."""
         return self._world
 
     @property
@@ -139,18 +139,18 @@ class StreamPosition:
         return ceil_div(self._committed.samples, self.global_batch_size)
 
     def is_last_of_epoch(self, step: int) -> bool:
-        """Whether the newest step that was read is this one, and the last one of its epoch."""
+        """Whether this step was read last and is the last one of its epoch."""
         return step == self._last_of_epoch
 
     def forget(self) -> None:
-        """Drop what was read since the last commit."""
+        """Drop the rounds since the last commit."""
         self._read, self._round = self._committed, None
         self._rounds.clear()
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, unless the position is in that epoch already.
 
-        Step numbers increase by one, also if steps of the present epoch are left out.
+        The next step's number is one more than the last, even if steps of an epoch are left out.
         """
         if whole("epoch", epoch) != self._epoch:
             self._begin_epoch(epoch)
@@ -175,7 +175,7 @@ class StreamPosition:
     def is_whole(self) -> bool:
         """Whether the step that is being read needs no further round.
 
-        Then the epoch has another sample behind it, or is known to be complete.
+        Then it is known whether the epoch has another sample after this step.
         """
         is_full = self._own_samples == self.global_batch_size and self._read.continues
         is_last = self._read.is_complete and self._own_samples > 0
@@ -201,7 +201,7 @@ class StreamPosition:
     def expected(self) -> tuple[int, list[LaneReading]]:
         """Return the epoch and the first readings of the step after the one that was read.
 
-        They are right if that is committed and the world stays as it is.
+        The readings are right if the step is committed and the world does not change.
         """
         epoch, begin = self._epoch, self._read
         if begin.is_complete:
@@ -224,7 +224,7 @@ class StreamPosition:
             self._last_of_epoch = self._next if is_last else -1
 
     def shares(self, samples: Sequence[int]) -> list[StreamShare]:
-        """Return this rank's shares of the step that was read, of so many samples each."""
+        """Return this rank's shares of the step that was read, with these numbers of samples."""
         in_step = self._own_samples + length_of(self._owed_in_step[0])
         return [
             StreamShare(
@@ -260,8 +260,8 @@ class StreamPosition:
     def commit_without_ranks(self, ranks: Sequence[int]) -> bool:
         """Commit the step that was read without the shares of these ranks, which the epoch owes.
 
-        Returns whether they had samples. The owed samples that the step took are paid, except for
-        those of these ranks.
+        Returns whether the ranks had samples. The epoch no longer owes the samples that the step
+        took from its owed ones, unless these ranks had them.
         """
         assert self.is_whole, "a step is committed after its portions were taken from the feed"
         lost = tuple(span for rank in ranks for span in self.spans_of(rank))

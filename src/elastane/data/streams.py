@@ -13,7 +13,7 @@ from elastane.data.permutation import mixed
 
 __all__ = ["FOR_BUILD", "FOR_LOADER", "FOR_SHARD", "begin_streams"]
 
-# The purpose of a stream is the first of its words, so that two purposes never share one.
+# The first word of a stream is its purpose, so that two purposes never have the same stream.
 FOR_BUILD, FOR_LOADER, FOR_SHARD = 0, 1, 2
 _MASK32 = 2**32 - 1
 
@@ -24,7 +24,7 @@ def begin_streams(*words: int) -> None:
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        # Seeded with the same words, NumPy's generator would equal Python's.
+        # Both generators use one algorithm: with the same words they would return equal numbers.
         other = mixed(*words, 1)
         numpy.random.seed([other & _MASK32, other >> 32])
     torch = sys.modules.get("torch")

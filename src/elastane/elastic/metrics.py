@@ -3,7 +3,8 @@
     metrics.configure(metrics.ConsoleMetricHandler(), group="my_app")
     metrics.put_metric("samples", 128, "my_app")
 
-Only `initialize_metrics` is ours, because torch's does nothing: LaunchConfig.metrics_cfg uses it.
+`initialize_metrics` is elastane's own, since torch's does nothing. LaunchConfig.metrics_cfg uses
+it.
 """
 
 from __future__ import annotations

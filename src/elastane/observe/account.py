@@ -1,10 +1,10 @@
 """The goodput account of a job: each second of its wall time has one cause, from its event log.
 
-Pure: events in, intervals out. The intervals follow each other without a gap, so they sum to the
-wall time whatever the log lacks. A time is never before the one of the event before it, so a clock
-that steps back shortens no interval below zero.
+Pure: events in, intervals out. The intervals have no gaps, so they sum to the wall time even if
+the log is incomplete. An event is never placed before the one before it, so no interval is negative
+after a clock was set back.
 
-The account reads the job as one machine, whose state is the cause of the seconds that pass:
+The account treats the job as one machine, whose state is the cause of the seconds that pass:
 
     state         event                              next state
     starting      first world's first step           productive
@@ -18,13 +18,13 @@ The account reads the job as one machine, whose state is the cause of the second
     any           all agents have stopped            waiting for nodes
     rebuilding    first step of all nodes            productive, or retried
 
-Some causes are known only afterwards, and replace what was entered:
+Some causes are known only later, and replace an interval's first cause:
 
 - `incident`: detecting, from the earliest failure of the world until then.
 - first step of all nodes (`workers-training`): rebuilding until the process group was built,
   healing until all members held the state, and retried until the step that a fault interrupted was
   committed. New workers are starting instead, since they import, build a model and restore.
-- after a restore: retried until the step count is back at its highest, by `progress`.
+- after a restore: retried until a `progress` event has the highest step count again.
 - `events-lost`: unknown, since the last event of the process that lost them.
 
 A script that reports no steps is productive once its workers have started. The log does not tell an
@@ -49,18 +49,18 @@ from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_RANK
 
 _Fence = tuple[int | None, int | None]
-# A hint is worth a line if it concerns this share of the wall time, and this many seconds.
+# A hint is shown if it concerns this share of the wall time, and this many seconds.
 HELP_SHARE = 0.01
 HELP_S = 1.0
-# Intervals that are kept one by one: those of some thousand incidents. Beyond that only the seconds
-# of the older half stay, so that a job may fail for months.
+# Intervals that are kept one by one: those of some thousand incidents. Of older ones only the sums
+# of seconds are kept, so that memory stays bounded.
 INTERVALS_MAX = 16_384
 # Incidents of one cause that a line names, the longest first.
 INCIDENTS_SHOWN = 3
 
 
 class TimeCause(StrEnum):
-    """Why a second passed; the value is what people read."""
+    """The cause of a second; the value is the text for people."""
 
     PRODUCTIVE = "productive"
     RETRIED = "retried"
@@ -89,7 +89,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class CauseSeconds(msgspec.Struct, frozen=True):
-    """The seconds of one cause, and those of each incident among them."""
+    """The seconds of one cause, in all and for each incident."""
 
     seconds: float
     incidents: dict[int, float]
@@ -98,8 +98,8 @@ class CauseSeconds(msgspec.Struct, frozen=True):
 class Account(msgspec.Struct, frozen=True, kw_only=True):
     """The account of one run of a job; times are wall clock seconds.
 
-    `older`: the seconds by cause before the first of the intervals. `helped`: what would have made
-    the lost time shorter, in words; empty if nothing follows.
+    `older`: the seconds by cause before the first of the intervals. `helped`: in words, how the
+    lost time could have been shorter; empty without a proposal.
     """
 
     from_s: float
@@ -148,7 +148,7 @@ def account_of(events: Iterable[LoggedEvent], now_s: float | None = None) -> Acc
 
 
 class LogAccount:
-    """The account of a whole log, of which each event is seen once and none is kept."""
+    """Makes the account of a log from its events one by one, without keeping them."""
 
     def __init__(self) -> None:
         self._track = IncidentTrack()
@@ -162,8 +162,8 @@ class LogAccount:
 
     def add(self, event: LoggedEvent) -> None:
         """Add an event in the merged order."""
-        # Most events of a long job are these. A step count changes no incident but a stall, and
-        # the others change none at all.
+        # Most events of a long job are step counts and measurements, which are handled faster. A
+        # step count only changes a stall, and a measurement changes no incident.
         changes_none = event.kind in _CHANGES_NONE or (
             event.kind in _COUNTS and self._track.incidents.beside("stall") is None
         )
@@ -189,14 +189,14 @@ _CHANGES_NONE = frozenset(
 
 
 class Accountant:
-    """Keeps the account of a job while its events come; memory does not grow with the job."""
+    """Keeps the account of a running job, event by event; memory does not grow with the job."""
 
     def __init__(self) -> None:
         self._run = 0
         self._machine: _Machine | None = None
 
     def add(self, event: LoggedEvent, view: JobView | IncidentTrack) -> None:
-        """Add an event; `view`: the one after it, which knows its run and its incident."""
+        """Add an event; `view` is the view after it, with its run and its incident."""
         if self._machine is None or view.run != self._run:
             self._machine = _Machine(event.time_s)
             self._run = view.run
@@ -209,7 +209,7 @@ class Accountant:
         """
         if self._machine is None:
             return None
-        # Closed on a copy: the next event may say what these last seconds were.
+        # A copy is closed, since the next event may change the cause of the last seconds.
         ledger = self._machine.copy().close(now_s)
         account = Account(
             from_s=ledger.from_s,
@@ -231,13 +231,13 @@ class _Ledger:
         self.older: dict[TimeCause, float] = {}  # seconds before the first entry
 
     def copy(self) -> _Ledger:
-        """Return a ledger that changes by itself."""
+        """Return an independent copy."""
         copied = copy(self)
         copied.entries, copied.older = list(self.entries), dict(self.older)
         return copied
 
     def enter(self, to_s: float, cause: TimeCause, incident: int) -> None:
-        """Enter the time until `to_s`."""
+        """Append an interval that ends at `to_s`."""
         if to_s <= self.until_s:
             return
         from_s, self.until_s = self.until_s, to_s
@@ -249,13 +249,13 @@ class _Ledger:
             self._sum_up(INTERVALS_MAX // 2)
 
     def _sum_up(self, count: int) -> None:
-        """Keep only the seconds of the oldest entries."""
+        """Replace the oldest intervals by their sums of seconds."""
         for one in self.entries[:count]:
             self.older[one.cause] = self.older.get(one.cause, 0.0) + one.seconds
         del self.entries[:count]
 
     def replace(self, from_s: float, to_s: float, cause: TimeCause, incident: int) -> None:
-        """Enter another cause for a time that was entered already; what lies outside stays."""
+        """Change the cause of a time that has intervals; the time outside of them is ignored."""
         if not self.entries:
             return
         from_s, until_s = max(from_s, self.entries[0].from_s), self.until_s
@@ -272,7 +272,7 @@ class _Ledger:
             self.enter(one.to_s, one.cause, one.incident)
 
     def since(self, causes: frozenset[TimeCause]) -> float:
-        """Return since when each second has had one of these causes."""
+        """Return since when all seconds have one of these causes."""
         from_s = self.until_s
         for one in reversed(self.entries):
             if one.cause not in causes:
@@ -327,7 +327,7 @@ class _Machine:
         self._is_over = False
 
     def add(self, event: LoggedEvent, incident: int) -> None:
-        """Let the time pass until an event, and enter its effect; nothing follows the end."""
+        """Add the time until an event, and its effect; events after the job's end are ignored."""
         if self._is_over:
             return
         self._now_s = max(self._now_s, event.time_s)
@@ -338,7 +338,7 @@ class _Machine:
         self._logged_s[event.host, event.pid] = event.time_s
 
     def _pass(self) -> None:
-        """Enter the time until the newest event."""
+        """Add the time until the newest event to the current cause."""
         self._ledger.enter(self._now_s, self._cause, self._incident)
 
     def copy(self) -> _Machine:
@@ -374,7 +374,7 @@ class _Machine:
         self._had_world = True
 
     def worker_exited(self, event: LoggedEvent, _incident: int) -> None:
-        """Note when the first worker with a place failed: the coordinator learns of it later."""
+        """Record when the first worker with a place failed; the coordinator learns it later."""
         code = event.number("exit_code")
         if not code or event.data.get("stopped") or event.number("rank") in (None, NO_RANK):
             return
@@ -400,7 +400,7 @@ class _Machine:
             self._become(TimeCause.REBUILDING, incident or self._incident)
 
     def waiting(self, event: LoggedEvent, incident: int) -> None:
-        """Wait for nodes, unless workers continue: an event of this kind reports that, too."""
+        """Change to waiting for nodes, unless the event says that the workers continue."""
         if "min_nodes" in event.data or "min_workers" in event.data:
             self._become(TimeCause.WAITING, incident or self._incident)
 
@@ -418,7 +418,7 @@ class _Machine:
             self._world.is_in_place = True
 
     def workers_training(self, event: LoggedEvent, _incident: int) -> None:
-        """Enter how the workers came to their first step, once all nodes have made it."""
+        """Divide the time before the first step by cause, once all nodes have made that step."""
         if not self._is_of_world(event):
             return
         self._note_steps()
@@ -434,7 +434,10 @@ class _Machine:
             self._enter_start()
 
     def restored(self, event: LoggedEvent, _incident: int) -> None:
-        """Note where new workers continue; the snapshot server does not know their world."""
+        """Record the step from which new workers continue.
+
+        The event has no fence, since the snapshot server does not know their world.
+        """
         if not self._world.has_trained:
             self._world.restored_step = event.number("step")
 
@@ -445,7 +448,7 @@ class _Machine:
         self._note_steps()
         before, world = self._highest, self._world
         if not world.has_trained and world.counts is not None and steps > world.counts[1]:
-            # Events of first steps are missing: the world trained by its first count.
+            # Without events of first steps, the world's first step count proves that it trains.
             world.trained_s = world.counts[0]
             world.nodes = 0
             world.trained.add(event.node)
@@ -500,7 +503,7 @@ class _Machine:
         self._become(*((TimeCause.RETRIED, incident) if repeats else (TimeCause.PRODUCTIVE, 0)))
 
     def _enter_repeated(self, now_s: float, steps: int, highest: int) -> None:
-        """End the time in which steps are repeated that were made before a restore."""
+        """End the time in which steps from before a restore are repeated."""
         world = self._world
         if steps < highest:
             return
@@ -512,11 +515,11 @@ class _Machine:
         self._become(TimeCause.PRODUCTIVE, 0)
 
     def _end_world(self) -> None:
-        """Call the time of workers productive as long as the script has reported no step."""
+        """Count the workers' time as productive if the script has reported no step."""
         started_s = self._world.started_s
         if self._has_steps or started_s is None:
             return
-        self._world.started_s = None  # It has ended; what follows is no work of its workers.
+        self._world.started_s = None  # The world has ended, and so has the work of its workers.
         for one in tuple(self._ledger.entries):
             if one.to_s > started_s and one.cause in (TimeCause.STARTING, TimeCause.REBUILDING):
                 from_s = max(one.from_s, started_s)
@@ -524,7 +527,7 @@ class _Machine:
                 self._ledger.replace(from_s, one.to_s, TimeCause.PRODUCTIVE, 0)
 
     def _note_steps(self) -> None:
-        """Take back what was assumed of a script without steps: this one reports them."""
+        """Undo the assumption that the script reports no steps, since it has reported one."""
         self._has_steps = True
         for one in self._assumed:
             self._ledger.replace(one.from_s, one.to_s, one.cause, one.incident)
@@ -557,7 +560,7 @@ _RULES: dict[str, Callable[[_Machine, LoggedEvent, int], None]] = {
 
 
 def _helped(account: Account, incidents: Sequence[IncidentView]) -> tuple[str, ...]:
-    """Return what would have made the lost time shorter."""
+    """Return, in words, how the lost time could have been shorter."""
     causes = account.causes()
     faults = {one.id for one in incidents if one.kind in ("worker", "node", "failure")}
     waited_s = causes[TimeCause.WAITING].seconds if TimeCause.WAITING in causes else 0.0
@@ -581,7 +584,7 @@ def _helped(account: Account, incidents: Sequence[IncidentView]) -> tuple[str, .
 
 
 def account_lines(account: Account) -> list[str]:
-    """Return the account for people: a line of the whole, a line for each cause, what helps."""
+    """Return the account for people: one line in all, one for each cause, and the proposals."""
     lines = [f"goodput {account.goodput:.1%} of {account.wall_s:.2f} s"]
     for cause, of in account.causes().items():
         lost = sorted(of.incidents.items(), key=lambda item: -item[1])[:INCIDENTS_SHOWN]

@@ -24,7 +24,7 @@ def render_box(outcome: Outcome, log_dir: str = "") -> str:
     if outcome.ok:
         return f"elastane: {outcome.reason}"
     slug = f" [{outcome.slug}]" if outcome.slug else ""
-    # Without a cause there is no verdict on the job: this agent was refused, or reached no
+    # An outcome without a cause is only about this agent: it was refused, or it reached no
     # coordinator.
     subject = "The job failed" if outcome.cause is not None else "This agent ends"
     reason = outcome.reason

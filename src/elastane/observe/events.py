@@ -40,26 +40,26 @@ _log = logging.getLogger("elastane.events")
 QUEUE_BYTES_MAX = 256 << 10
 # The time that the end of a process waits for its last events.
 CLOSE_S = 1.0
-# Processes of one host write to one file, each line a moment after its timestamp was read, so that
-# up to this many events wait for an earlier one.
+# Several processes of a host write to one file, each line a moment after its timestamp. So readers
+# hold back up to this many events, since an earlier one may follow.
 _REORDER_MAX = 256
-# Lines of a log in memory: those read at a time of all files, at least of each, and how many more
-# of files that have more than others.
+# Lines of a log in memory: how many are read at a time over all files, the least number for each
+# file, and the factor for files that have more lines than others.
 _BLOCKS_ALL, _BLOCK_MIN, _READ_ON_MAX = 8192, 64, 65_536
-# As many events as `elastane status` lists.
+# The number of events that `elastane status` lists.
 _LAST_COUNTS = 10
 _READ_BYTES = 1 << 20
-# Of each file of a log of many hosts, more than three lines of full length.
+# Bytes that are read at a time of each file of a log of many hosts: more than three long lines.
 _PIECE_BYTES_MIN = 16 << 10
 FORMAT_VERSION = 1
-# One line is one write; a page of this size is appended whole by local file systems.
+# Bytes of a line. It is written at once, and local file systems append a page of this size whole.
 LINE_BYTES_MAX = 4096
 REASON_CHARS_MAX = 1000
 DATA_CHARS_MAX = 500
 NAME_CHARS_MAX = 200
-# The last second of the last year with four digits, because a log may hold any number.
+# The last second of the year 9999: a log may contain any number, and later times have no ISO form.
 TIME_MAX_S = 253402300799.0
-# JSON has numbers of any size, and its readers have not.
+# JSON's numbers have any size, but many readers only accept 64 bits.
 _NUMBER_MAX = 2**53
 _NS = 1_000_000_000
 
@@ -106,7 +106,7 @@ class LoggedEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return int(min(max(value, -_NUMBER_MAX), _NUMBER_MAX))
 
     def measure(self, name: str) -> float:
-        """Return a field of the data as a number that is not negative; 0 if it is none."""
+        """Return a field of the data as a number; 0 if it is missing, negative or no number."""
         value = self.data.get(name)
         return float(min(max(value, 0), _NUMBER_MAX)) if isinstance(value, int | float) else 0.0
 
@@ -176,7 +176,7 @@ def iso_time(time_ns: int) -> str:
 
 
 def _text(text: str, chars_max: int) -> str:
-    """Bound a text and make it encodable, because paths may hold lone surrogates."""
+    """Shorten a text and make it encodable, because paths may contain lone surrogates."""
     return text[:chars_max].encode("utf-8", "replace").decode("utf-8")
 
 
@@ -274,7 +274,7 @@ def _lost_event(lost: int) -> LogEvent:
 
 
 def _ends_torn(path: Path) -> bool:
-    """Return whether the last writer was interrupted within a line."""
+    """Return whether the file ends in the middle of a line, after a writer was killed."""
     with path.open("rb") as file:
         size_bytes = file.seek(0, os.SEEK_END)
         file.seek(max(0, size_bytes - 1))
@@ -334,7 +334,7 @@ def _without_most_counts(lines: Iterable[bytes]) -> Iterator[bytes]:
     """
     highest, is_past = -1, False  # `is_past`: a count since the last other line exceeded `highest`
     left: deque[bytes] = deque(maxlen=_LAST_COUNTS)
-    of = b""  # the kind of the counts since then
+    of = b""  # the kind of the counts since the last other line
     for line in lines:
         kind_at = line.find(_KIND) + len(_KIND)
         if line.startswith(_BESIDE, kind_at):
@@ -390,7 +390,7 @@ def _blocks(lines: Iterator[bytes], size: int) -> Iterator[list[_TimedLine]]:
 
 
 def _time_of(line: bytes) -> float:
-    """Return the time in a line; 0 if it has none, as only a line has that is no event."""
+    """Return the time in a line; 0 for a line that is no event."""
     at = line.find(_TIME) + len(_TIME)
     try:
         return float(line[at : line.find(b",", at)])
@@ -408,7 +408,7 @@ class _FileQueue:
 
     @property
     def end_s(self) -> float:
-        """Until when its lines are known."""
+        """The time up to which the file's lines were read."""
         return math.inf if self.is_read else self.lines[-1][0]
 
     def read_on(self) -> int:
@@ -419,7 +419,7 @@ class _FileQueue:
         return len(block or ())
 
     def take(self, until_s: float) -> list[_TimedLine]:
-        """Remove the lines until then, and return them."""
+        """Remove the lines up to `until_s`, and return them."""
         at = bisect.bisect_right(self.lines, until_s, key=operator.itemgetter(0))
         taken = self.lines[:at]
         del self.lines[:at]
@@ -429,8 +429,8 @@ class _FileQueue:
 def _merged(files: Iterable[Iterator[list[_TimedLine]]]) -> Iterator[list[_TimedLine]]:
     """Yield the lines of all files in their order, as lists; `files`: their blocks.
 
-    A list has all lines until a time to which each file was read. To sort it takes a fraction of a
-    merge line by line, and lines take a fraction of the memory of events.
+    A list has all lines up to a time to which every file was read. Sorting such a list is several
+    times as fast as a merge line by line, and lines need less memory than events.
     """
     queues = [_FileQueue(blocks) for blocks in files]
     while queues:
@@ -447,9 +447,9 @@ def _merged(files: Iterable[Iterator[list[_TimedLine]]]) -> Iterator[list[_Timed
 
 
 def _read_until(queues: Sequence[_FileQueue]) -> float:
-    """Return the time to which each file was read, after reading on where it is little.
+    """Read on in files with few known lines; return the time to which every file was read.
 
-    A file with many lines is read as far as half of the others, so that few lists are made.
+    A file with many lines is read until the median of the others, so that few lists are made.
     """
     ends = sorted(queue.end_s for queue in queues)
     wanted_s, spare = ends[len(ends) // 2] if ends else math.inf, _READ_ON_MAX
@@ -496,7 +496,7 @@ class _LogTail:
     def _piece(self, piece_bytes: int) -> bytes:
         size_bytes = _size_bytes(self.path)
         if 0 < size_bytes < self._offset:
-            self._offset = 0  # another file took its place
+            self._offset = 0  # the file was replaced by another
         if size_bytes <= self._offset:
             return b""
         try:

@@ -1,4 +1,4 @@
-"""Which worker was slow when: the own parts of steps by worker and time, from a job's view.
+"""When each worker was slow: the own parts of steps by worker and time, from a job's view.
 
 Pure. A worker's own part of a step is the step without its waits for others. It is shown as a
 multiple of the median of all workers at that time.
@@ -12,7 +12,7 @@ import msgspec
 
 from elastane.observe.view import JobView, OwnParts, WorkerName
 
-# As many cells as can be told apart on a screen; the log has a point every half minute.
+# Cells of a row: as many as a person can distinguish. The log has a point every half minute.
 CELLS_MAX = 120
 CELL_S_MIN = 30.0
 ROWS_MAX = 64
@@ -23,9 +23,9 @@ _USUAL = 1.0
 
 
 class HeatRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One worker. `ratios`: the mean of each cell, None where nothing is known of it.
+    """One worker. `ratios`: the mean ratio in each cell; None in a cell without a measurement.
 
-    `rank` is given where node and local rank are not both known.
+    `rank` is set if node and local rank are not both known.
     """
 
     ratios: list[float | None]

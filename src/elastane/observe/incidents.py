@@ -1,8 +1,8 @@
 """The incidents of a job, from its event log: what ended a world, why, and when training continued.
 
 Pure: an event in, the next history out. The root cause is the coordinator's finding. An incident is
-open from the failure until the workers of the next world have started, and whole again once as many
-workers as before train. A planned change is an incident of kind `change`, which blames nothing.
+open from the failure until the workers of the next world have started. The job is whole again once
+as many workers as before train. A planned change is an incident of kind `change`, without a cause.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from elastane.observe.events import LoggedEvent
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_RANK
 
-# Bounds: a page lists some hundred incidents, and a card shows some lines of evidence.
+# Incidents of a history, since a page lists some hundred, and lines of evidence of one incident.
 INCIDENTS_MAX = 4096
 EVIDENCE_MAX = 8
-# An incident that never has all its workers again gets a line for each later world.
+# Lines of one incident: if not all workers come back, each later world adds one.
 DID_MAX = 32
 TITLE_CHARS_MAX = 120
-# States of a node that asked to go, so that its departure is no incident.
+# States of a node that asked to leave, so that its departure is no incident.
 GOING = frozenset({"leaving", "left", "done", "stopping", "draining"})
-# Kinds that end no world: an incident of another kind may begin and end while one of them is open.
+# Kinds that do not end a world. While one is open, incidents of other kinds may begin and end.
 BESIDE = frozenset({"authority", "stall", "difference"})
-# Events that belong to the incident that is open while they are logged.
+# Events that belong to an incident if it is open when they are logged.
 _FOLLOWING = frozenset(
     {
         EventKind.WORKERS_INTERRUPTED,
@@ -47,7 +47,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     """One incident. `state`: open, recovered or fatal; times are wall clock seconds.
 
     `to_s`: when the next world's workers had started. `whole_s`: when as many workers as before
-    trained again. `detected_s`: how old the failure was as its agent logged it.
+    trained again. `detected_s`: the age of the failure when its agent logged it.
     """
 
     id: int
@@ -100,14 +100,14 @@ class IncidentHistory(msgspec.Struct, frozen=True, kw_only=True):
     newest: dict[str, int] = {}
 
     def by_number(self, number: int) -> IncidentView | None:
-        """Return an incident by its number; None if there is none, or it is kept no more."""
+        """Return an incident by its number; None if it does not exist or is no longer kept."""
         index = number - self.listed[0].id if self.listed else -1
         return self.listed[index] if 0 <= index < len(self.listed) else None
 
     def last(self) -> IncidentView | None:
-        """Return the incident that was found last; one that was found before may have begun later.
+        """Return the incident that was reported last.
 
-        An incident is found when it is reported, and its failure may be older than that.
+        Its failure may be older than that of an incident that was reported before.
         """
         return self.listed[-1] if self.listed else None
 
@@ -116,7 +116,7 @@ class IncidentHistory(msgspec.Struct, frozen=True, kw_only=True):
         return self.by_number(self.newest.get("", 0))
 
     def current(self) -> IncidentView | None:
-        """Return the incident that later events may belong to: of a world, or else the last."""
+        """Return the incident to which later events may belong: a world's, or else the last."""
         of_world = self.of_world()
         if of_world is not None and not of_world.is_over:
             return of_world
@@ -133,16 +133,16 @@ class IncidentHistory(msgspec.Struct, frozen=True, kw_only=True):
         return next((one for one in reversed(self.listed) if one.state == "fatal"), None)
 
     def by_time(self, count: int) -> list[IncidentView]:
-        """Return the newest incidents, at most `count`, the one that began last first."""
+        """Return at most `count` incidents, the one that began last first."""
         return sorted(self.listed[-count:], key=lambda one: (-one.from_s, -one.id))
 
 
 def after_incident_event(
     history: IncidentHistory, event: LoggedEvent, node_state: str
 ) -> IncidentHistory:
-    """Return the history after one event, which belongs to no incident as yet.
+    """Return the history after one event.
 
-    `node_state`: the state of its node before it.
+    `node_state`: the state of the event's node before the event.
     """
     if event.kind == EventKind.NODE_DEPARTED and node_state in GOING:
         return _noted(history)
@@ -175,9 +175,9 @@ def _changed(
 def _opened(
     history: IncidentHistory, event: LoggedEvent, kind: str, title: str, /, **more: object
 ) -> IncidentHistory:
-    """Return the history with another incident, to which the last event belongs.
+    """Return the history with a new incident, to which the last event belongs.
 
-    One that ended a world and is still open is over if the new one ended the next world.
+    An open incident is closed if it ended a world and the new one ended the next world.
     """
     replaced = history.of_world()
     if replaced is not None and replaced.state == "open" and kind not in BESIDE:
@@ -295,7 +295,7 @@ def _round_settled(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
 
 
 def _workers_started(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
-    """End the incident as the workers of the next world start; the last node of it counts."""
+    """End the incident when the workers of the next world have started on all nodes."""
     last, fence = history.of_world(), (event.round, event.attempt)
     if last is None or last.state == "fatal" or fence not in (last.next_fence, last.to_fence):
         return history
@@ -333,7 +333,7 @@ def _authority_regained(history: IncidentHistory, event: LoggedEvent) -> Inciden
 
 
 def _ended(history: IncidentHistory, incident: IncidentView, event: LoggedEvent) -> IncidentHistory:
-    """End an incident that ended no world, so that no worker is missing after it."""
+    """End an incident that did not end a world, so that no worker is missing after it."""
     return _changed(history, incident, state="recovered", to_s=event.time_s, whole_s=event.time_s)
 
 
@@ -382,7 +382,7 @@ def _job_ended(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
 
 
 def _with_did(incident: IncidentView, text: str) -> tuple[str, ...]:
-    """Return what was done about an incident, with one line more; the oldest lines go."""
+    """Append a line to what was done about an incident; the oldest lines are dropped."""
     return (*incident.did, text)[-DID_MAX:]
 
 
@@ -393,7 +393,7 @@ def _without_cause(event: LoggedEvent) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return the first clause of a reason as a title; it does not begin with a name."""
+    """Return the first clause of a reason as a title; the reason must not begin with a name."""
     clause = _clause(text)
     return clause[:1].upper() + clause[1:]
 

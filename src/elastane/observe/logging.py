@@ -32,7 +32,7 @@ LINE_CHARS_MAX = 1000
 REPEAT_S = 10.0
 _REMEMBERED_MAX = 64
 _STDERR = 2
-# The names that torch 2.13 knows; its dynamic_rendezvous writes nothing either.
+# The names of handlers in torch 2.13; its dynamic_rendezvous also writes nothing.
 HANDLERS = ("null", "console", "dynamic_rendezvous")
 EventHandler = Callable[[LogEvent, str], None]
 _STATUS = "torchelastic.worker.status."

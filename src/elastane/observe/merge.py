@@ -1,8 +1,8 @@
 """Reads the output of a job's workers back from its folder, with times, merged.
 
-This module owns reading and order. The author of a file is in the folder's worker.jsonl, and the
-time of each line in the file's time index (process.streams.files). It only reads, holds a bounded
-piece of each file, and leaves out unreadable files.
+This module owns reading and order. The folder's worker.jsonl names the worker that wrote a file,
+and the file's time index has the time of each line (process.streams.files). The module only reads,
+holds a bounded piece of each file in memory, and leaves out unreadable files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastane.process.streams.plan import parse_rank_dir
 from elastane.protocol.model import Fence
 from elastane.protocol.unreadable import UNREADABLE
 
-# One piece of a file: the output of a thousand workers is merged within 64 MB.
+# Bytes of a file that are read at a time: the output of a thousand workers is merged within 64 MB.
 _CHUNK_BYTES = 32 << 10
 _STD_NAMES = ("stdout", "stderr")
 assert _CHUNK_BYTES <= LINE_BYTES_MAX
@@ -54,7 +54,7 @@ class Selection:
 
 
 class WorkerNote(msgspec.Struct, frozen=True):
-    """The author of the files of a folder, as the agent noted it."""
+    """The worker that wrote the files of a folder, as its agent recorded it."""
 
     node: str = ""
     host: str = ""
@@ -169,7 +169,7 @@ class Follower:
 
 
 def _read_worker(folder: Path) -> WorkerNote:
-    """Return the last author of this folder; an empty note if none is readable."""
+    """Return the last worker that wrote into this folder; an empty note if none is readable."""
     try:
         last = (folder / WORKER_FILE).read_bytes().splitlines()[-1]
         return msgspec.json.decode(last, type=WorkerNote)
@@ -187,5 +187,5 @@ def _split(data: bytes) -> tuple[list[bytes], int]:
 
 
 def _shown(text: bytes) -> bytes:
-    """Return the line as a terminal would leave it: the last state of a progress bar."""
+    """Return the line as a terminal would show it: of a progress bar, the last state."""
     return text.rstrip(b"\r").rpartition(b"\r")[2] if b"\r" in text else text

@@ -1,7 +1,7 @@
 """The progress of long transfers: a bar on a terminal, one line in a log.
 
 Each read, write or transfer of a whole state is shown this way, on stderr, unless it ends within
-`SHOWN_AFTER_S`. How it fails: a stderr that takes no line loses it, and nothing else.
+`SHOWN_AFTER_S`. How it fails: a line that stderr does not accept is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # A shorter transfer needs no bar.
 SHOWN_AFTER_S = 2.0
-# How often a file that is being written is looked at.
+# How often the size of a file that is being written is read.
 _LOOK_S = 0.25
 
 

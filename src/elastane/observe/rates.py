@@ -1,7 +1,7 @@
 """How fast a job trains, from its view: the step rate now, the usual one, and both over time.
 
-Pure. A silence in the event log is a time without steps: the steps of the next count were made just
-before it. A count that falls, as after a restart, begins again from there.
+Pure. A time without events is a time without steps: the steps of the next count were made just
+before it. After a lower count, such as after a restart, steps are counted from there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ USUAL_S = 3600.0
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """Step rate and world size in buckets of equal length; None where nothing is known."""
+    """Step rate and world size in buckets of equal length; None in a bucket without data."""
 
     from_s: float
     bucket_s: float

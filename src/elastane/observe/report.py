@@ -122,7 +122,7 @@ def _error_content(report: FinalReport) -> dict[str, Any]:
 def _root(
     node_id: str, failure: Failure, failures: list[ReportedFailure], now_ns: int
 ) -> ReportedFailure:
-    """Return the listed failure that is the root cause, because the list has its time."""
+    """Return the root cause from the list of failures, since only the list has its time."""
     for one in failures:
         if (one.node, one.rank, one.pid) == (node_id, failure.rank, failure.pid):
             return one

@@ -1,7 +1,7 @@
 """Draws the view of a job: as a live screen, or as plain lines if the stream is no terminal.
 
-A face gets whole views and finds the changes itself. `show` draws in the caller's thread, because a
-process that starts others must stay single-threaded.
+A face gets whole views and finds the changes itself. `show` draws in the caller's thread, because
+the process forks others and so must stay single-threaded.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
-# Ten frames a second look smooth; more only cost the workers processor time.
+# Ten frames a second look smooth; more frames would only take processor time from the workers.
 REDRAW_S = 0.1
 EVENT_ROWS = 14
-# Border, padding and the label before the curve.
+# Columns of the border, the padding and the label before the curve.
 CURVE_MARGIN = 12
 PLAIN_PROGRESS_PARTS = 10
 STYLES = {"good": "green", "bad": "red", "act": "bold yellow", "plain": "default"}
@@ -65,7 +65,7 @@ class Face(Protocol):
     """A way to draw views until it is closed; a context manager."""
 
     def show(self, view: JobView) -> None:
-        """Draw the view; may skip one that follows too soon after the last."""
+        """Draw the view; a face may skip a view that comes too soon after the last one."""
 
     def __enter__(self) -> Self:
         """Open the display."""

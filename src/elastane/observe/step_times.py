@@ -1,8 +1,7 @@
 """How long the own part of a step takes on each node now, and which workers the others wait for.
 
 Pure. `heat` shows the same measurements over time. A node is shown by its slowest worker, because
-each step of the world takes as long as that of the slowest. A measurement of an older world is not
-shown.
+that worker determines the length of the world's steps. Measurements of older worlds are not shown.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ _MS = 1000.0
 
 
 class NodeStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The slowest worker of a node: its own part of a step, and that beside the median of all.
+    """The slowest worker of a node: its own part of a step, also as a multiple of the median.
 
-    `is_slow`: the others wait for it.
+    `is_slow`: the other workers wait for this one.
     """
 
     node: str
@@ -34,8 +33,8 @@ class NodeStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class StepTimesNow(msgspec.Struct, frozen=True, kw_only=True):
     """The own parts of the current world's workers, measured at `time_s`.
 
-    `nodes`: those that are known, of a large world those with the slowest workers. `waits`: how
-    many workers wait, how long and for which, in words; empty while none waits.
+    `nodes`: the measured nodes; of a large world, only those with the slowest workers. `waits`: in
+    words, how many workers wait, how long and for which; empty while none waits.
     """
 
     time_s: float
@@ -99,7 +98,7 @@ def milliseconds(value_ms: float) -> str:
 
 
 def _usual(point: OwnParts) -> float:
-    """Return the ratio of a usual worker: of few workers the slow one itself moves the median."""
+    """Return the ratio of a usual worker; among few workers a slow one moves the median."""
     return median_low(point.ratios) if point.is_whole else 1.0
 
 

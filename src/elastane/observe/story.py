@@ -21,7 +21,7 @@ _NS = 1e9
 class SeenFailure(msgspec.Struct, kw_only=True):
     """One worker's end. `stopped`: the agent stopped it, which is no failure.
 
-    `output`: the message is only the end of its output. `rank` is None if it had none yet.
+    `output`: the message is only the end of its output. `rank` is None for a worker without one.
     """
 
     node: str
@@ -41,7 +41,7 @@ class SeenFailure(msgspec.Struct, kw_only=True):
 class SeenCulprit(msgspec.Struct, kw_only=True):
     """A worker for which others waited. `kind` and `outlook` are stable words.
 
-    `ranks` is empty where no worker was behind. `certain`: the wait would never have ended.
+    `ranks` is empty if no worker was behind. `certain`: the wait would never have ended.
     """
 
     time: str
@@ -178,7 +178,7 @@ class AttemptStory(msgspec.Struct, kw_only=True):
         )
 
 
-# Most events of a log are of other kinds.
+# Most events of a log are of other kinds, so the kind is tested first.
 _OF_ATTEMPT: dict[str, Callable[[AttemptStory, LoggedEvent], None]] = {
     EventKind.ROUND_SETTLED: AttemptStory.begin,
     EventKind.WORKER_EXITED: AttemptStory.add_exit,
@@ -203,7 +203,7 @@ def _notice_line(event: LoggedEvent) -> str:
 
 
 def _keeps_out(event: LoggedEvent) -> bool:
-    """Whether a health check failed before its node joined; a later failure is a notice, too."""
+    """Whether a health check failed before its node joined; a later one is logged as a notice."""
     return event.text("when") == "join" and not event.data.get("ok")
 
 
@@ -237,9 +237,9 @@ class JobStory(msgspec.Struct, kw_only=True):
     """All attempts of a job in order, and how it ended; `ended` is empty until then.
 
     `restarts_used` is the use of the restart budget, which covers restarts of all workers and
-    `replacements` of lost ones. `agents_left`: the end of each agent in the log that stopped.
-    `agents_here`: the number of agents that did not. `injected`: faults that were injected into it.
-    `notices`: what was said to be about to happen to a node.
+    `replacements` of lost ones. `agents_left`: how each agent that stopped has ended.
+    `agents_here`: the number of agents that have not stopped. `injected`: faults that were injected
+    into the job. `notices`: announcements about nodes.
     """
 
     job: str
@@ -260,7 +260,7 @@ class JobStory(msgspec.Struct, kw_only=True):
     version: int = 1
 
     def add(self, event: LoggedEvent, here: set[tuple[str, int]]) -> None:
-        """Add an event of the job, whatever attempt it is of; `here`: the agents that run."""
+        """Add an event of the job, of any attempt; `here`: the agents that run."""
         self.job = event.job or self.job
         rule = _OF_JOB.get(event.kind)
         if rule is not None:
@@ -298,7 +298,7 @@ class JobStory(msgspec.Struct, kw_only=True):
         self.injected.append(f"{event.time} {event.reason}")
 
     def add_notice(self, event: LoggedEvent) -> None:
-        """Record a notice of what is about to happen to a node."""
+        """Record an announcement about a node, such as a preemption."""
         self.notices.append(_notice_line(event))
 
     def add_health_check(self, event: LoggedEvent) -> None:
@@ -337,7 +337,7 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     here: set[tuple[str, int]] = set()
     event: LoggedEvent | None = None
     for event in events:
-        # Most events of a long job are step counts, of which a story has nothing but the last.
+        # Most events of a long job are step counts, and a story has only the last one.
         is_count = event.kind in MEASURED
         if is_count and (event.round, event.attempt) in table:
             continue

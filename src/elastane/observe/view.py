@@ -21,16 +21,17 @@ LINES_MAX = 500
 HISTORY_MAX = 4096
 # A job that saves every five minutes makes 2,016 checkpoints a week.
 CHECKPOINTS_MAX = 4096
-# Hosts may come under another name each time: beyond this many, the one that left first is dropped.
+# Nodes of a view, since hosts may come back with new names: the node that left first is dropped.
 NODES_MAX = 4096
-# As many as a coordinator names at a time, and more of a newer version.
+# Stragglers of a view: more than a coordinator names at a time, since a newer one may name more.
 STRAGGLERS_MAX = 64
-# Points of the older half are merged beyond this: eleven hours of progress stay whole.
+# Points of progress. Beyond this number those of the older half are merged; eleven hours fit.
 STEP_POINTS_MAX = 8192
-# Every second point of the older half is dropped beyond this: the last eight hours stay whole.
+# Points of step times. Beyond this number every second one of the older half is dropped; eight
+# hours fit.
 OWN_PARTS_MAX = 2048
-# The log has the step count every ten seconds while it changes, so the steps that a count adds were
-# made shortly before it. Twice the interval: a count that is one heartbeat late leaves no gap.
+# While steps are made, the log has a count every ten seconds. So the steps of a count were made at
+# most twice as long before it: a count that is one heartbeat late leaves no gap.
 SPREAD_S = 20.0
 
 NODE_STATES = {
@@ -61,7 +62,7 @@ ECHOES = frozenset(
         *MEASURED,
     }
 )
-# Final states that a later event of the same life of a node must not overwrite.
+# Final states, which later events of the same agent must not overwrite.
 _ENDED = ("gone", "left", "done", "failed", "stopped")
 _REVIVING = (EventKind.AGENT_STARTED, EventKind.NODE_JOINED, EventKind.WORKERS_STARTING)
 TONES = {
@@ -213,7 +214,7 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is displayed. `run` counts the jobs that ran under this name, one by one.
+    """Everything that is displayed. `run` counts the jobs that ran under this name so far.
 
     `restarts`: used and allowed ones; `waiting`: what the job waits for, in words. `stragglers`:
     those of the current world by rank.
@@ -250,13 +251,13 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
         return self.nodes.get(name)
 
     def first_ranks(self) -> dict[str, int]:
-        """Return the rank of the first worker of each node that the world is known to have."""
+        """Return the rank of the first worker of each known node of the world."""
         ranks: dict[str, int] = {}
         rank = 0
         for member in self.members:
             node = self.node(member)
             if node is None:
-                break  # later ranks depend on the number of its workers
+                break  # the ranks of later nodes depend on the number of this node's workers
             ranks[member] = rank
             rank += len(node.workers)
         return ranks
@@ -291,9 +292,10 @@ def after_event(view: JobView, event: LoggedEvent) -> JobView:
 
 
 class IncidentTrack:
-    """The runs and incidents of a job while its events come, as `after_event` finds them.
+    """Follows only the runs and incidents of a job, as `after_event` would find them.
 
-    It is for readers of a whole log that show no node: it costs the same for a thousand nodes.
+    It serves readers of a whole log that show no nodes, and needs the same time for a thousand
+    nodes as for one.
     """
 
     def __init__(self) -> None:
@@ -409,8 +411,8 @@ def pids_of(event: LoggedEvent) -> tuple[int, ...]:
 def _merged(points: tuple[StepPoint, ...]) -> list[StepPoint]:
     """Merge neighbours into points of nearly equal length, at most half as many and one more.
 
-    A merged point keeps the sum of the steps and the time in which they were made. A silence longer
-    than a point stays one, since the points beside it are not merged over it.
+    A merged point keeps the sum of the steps and the time in which they were made. Points are not
+    merged over a gap that is longer than a point, so the gap stays.
     """
     length_s = (points[-1].time_s - points[0].since_s) * 4 / len(points)
     merged = [points[0]]
@@ -529,7 +531,7 @@ def _with_node(view: JobView, node: NodeView | None) -> JobView:
 
 
 def _with_coordinator(view: JobView, event: LoggedEvent) -> JobView:
-    """Let one node alone be the coordinator's."""
+    """Mark this node as the coordinator's, and no other."""
     nodes = {
         name: msgspec.structs.replace(node, coordinates=False) if node.coordinates else node
         for name, node in view.nodes.items()
@@ -554,7 +556,7 @@ def _with_world(view: JobView, event: LoggedEvent) -> JobView:
 
 
 def _with_straggler(view: JobView, event: LoggedEvent) -> JobView:
-    """Name a rank for which the others wait, or no longer."""
+    """Add a rank for which the others wait, or remove it."""
     rank = event.number("rank")
     if rank is None:
         return view
@@ -594,7 +596,7 @@ def _with_own_parts(view: JobView, event: LoggedEvent) -> JobView:
 
 
 def _own_parts(view: JobView, event: LoggedEvent) -> OwnParts | None:
-    """Return the own parts in an event; None if they are not what the page of events says."""
+    """Return the own parts in an event; None if its fields are not those in docs/events.md."""
     own_ms = [_not_negative(word) for word in event.text("own_ms").split(",")]
     median_ms = event.measure("median_ms")
     is_whole = "ranks" not in event.data

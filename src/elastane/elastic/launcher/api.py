@@ -165,7 +165,7 @@ def launch_agent(
         raise AssertionError("entrypoint is missing: expected a callable or a command")
     name = _entrypoint_name(entrypoint, args)
     signals = _not_ignored(config.signals_to_handle)
-    # The supervisor of the workers, which handles them too, reads this variable.
+    # The supervisor of the workers handles these signals too, and reads this variable.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(signals)
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     with _signals_raised(signals):
@@ -257,7 +257,7 @@ class CalledJob:
     allowed: int = 0
 
     def _put_metrics(self, ended: EndedJob) -> None:
-        """Publish the metrics that an agent in this process would: the real agent is in another."""
+        """Publish the metrics of the agent, since the agent itself runs in another process."""
         if ended.report is None:
             return
         left = max(0, self.allowed - ended.report.restarts_used)
@@ -372,7 +372,7 @@ def _failure(one: ReportedFailure) -> ProcessFailure:
     failure = ProcessFailure(one.local_rank, one.pid, one.exit_code, one.error_file)
     failure.timestamp = one.time_ns // _NS
     if one.message and not isinstance(failure.message, dict):
-        # Its file is on another node or missing: use what its agent reported.
+        # The error file is on another node or missing, so the agent's report is used.
         failure.message = {
             "message": headline(one.message),
             "extraInfo": {"py_callstack": one.message, "timestamp": str(failure.timestamp)},
@@ -456,7 +456,7 @@ def _spec(
 def _not_ignored(names: str) -> list[str]:
     """Return these signals without those that the caller ignores, which stay ignored.
 
-    So a job that was started under nohup survives its terminal.
+    So a job that was started by nohup survives the end of its terminal.
     """
     known = signal.Signals.__members__
     return [

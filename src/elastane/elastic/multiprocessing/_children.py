@@ -1,10 +1,10 @@
 """How a child process of the user's own process starts, is waited for and is ended.
 
-Owns what a child sets up first (death with its parent, streams, result pipe), its CPUs, and sending
-a function of the main program by value where a child could not import it. That is the case for a
-program that launches at its top level, without `if __name__ == "__main__":`, since the import would
-launch again, and for a program without a file (a notebook, `python -c`). Only own children are
-waited for and reaped. A function that cannot be pickled raises ConfigurationError.
+Owns the set-up of a child (death with its parent, streams, result pipe), its CPUs, and sending a
+function of the main program by value if a child could not import it. That is the case for a program
+that launches at its top level, without `if __name__ == "__main__":`, since the import would launch
+again. It is also the case for a program without a file (a notebook, `python -c`). The module only
+waits for and reaps its own children. A function that cannot be pickled raises ConfigurationError.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _starting = threading.Lock()
 # How long to wait after SIGKILL: a process in uninterruptible sleep is given up with an error.
 KILL_WAIT_S = 5.0
 _POLL_S = 0.01
-# Blocked in a child until it calls its function. Python could drop the exception of an inherited
-# handler during the child's start, and the child would survive the signal.
+# Signals that are blocked in a child until it calls its function. Otherwise Python could drop the
+# exception of an inherited handler during the start, and the child would survive the signal.
 ENDING = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
 
 
@@ -74,7 +74,7 @@ def bind_child(pid: int, local_rank: int, numa_options: Any | None) -> None:
 
 
 def _own_streams() -> None:
-    """Write to descriptors 1 and 2: a fork of a notebook or test may have other streams."""
+    """Write to descriptors 1 and 2, since a fork of a notebook or test may have other streams."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         try:
             same = getattr(sys, name).fileno() == number
@@ -115,7 +115,7 @@ def run_callable(fn: Callable[..., Any], args: tuple[Any, ...], child: Child) ->
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         main = record(lambda: _send(child.result, fn(*args), name_of(fn)))
         if child.start_method == "spawn":
-            # Forked children exit this way without it.
+            # A forked child ends in this way by itself; a spawned one does not.
             run_and_leave(main)
         main()
 
@@ -133,7 +133,7 @@ def wait_any(pids: list[int], timeout_s: float) -> None:
             try:
                 fds.append(os.pidfd_open(pid))
             except ProcessLookupError:
-                return  # It has ended and was reaped already.
+                return  # The child has ended and was reaped already.
             poller.register(fds[-1], select.POLLIN)
         poller.poll(max(0.0, timeout_s) * 1000)
         if not pids:

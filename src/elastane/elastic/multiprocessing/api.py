@@ -3,9 +3,10 @@
 Owns their supervision in the user's own process, and the choice of the files for their output. All
 succeed, or the first failure ends all.
 
-Ours, because torch polls, and its child processes outlive a killed parent. Here exits are noticed
-at once, by pidfd, and large return values cannot deadlock. Children that are ended because another
-failed do not count as failures. Source: torch.distributed.elastic.multiprocessing.api.
+torch's module is not used: it polls, and its child processes outlive a killed parent. Here exits
+are noticed at once, by pidfd, and large return values cannot deadlock. Children that are ended
+because another failed do not count as failures. Source:
+torch.distributed.elastic.multiprocessing.api.
 """
 
 from __future__ import annotations
@@ -569,14 +570,14 @@ class SubprocessContext(PContext):
         if not failures and any(code is None for code in codes.values()):
             return None
         self.close(timeout=self.close_timeout_s)
-        # A command returns nothing; that it ended well is a value of None.
+        # A command has no return value, so a successful one returns None.
         return self._result(failures, {} if failures else dict.fromkeys(codes))
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         processes = [handler.proc for handler in self.subprocess_handlers.values()]
         end_all([p.pid for p in processes if p.poll() is None], death_sig, timeout)
         for handler in self.subprocess_handlers.values():
-            handler.close(signal.SIGKILL)  # what it left behind in its session
+            handler.close(signal.SIGKILL)  # kills processes that the command left in its session
             with contextlib.suppress(Exception):
                 handler.proc.wait(KILL_WAIT_S)
 

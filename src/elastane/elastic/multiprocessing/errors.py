@@ -1,4 +1,4 @@
-"""Failures of child processes: what each of them was, and which one came first.
+"""Failures of child processes: their facts, and which one came first.
 
 The classes are torch's, with one change each. A ProcessFailure knows the nanosecond, so the first
 of two failures in one second is found, and an incomplete error file is no exception. `record`

@@ -1,7 +1,7 @@
 """One child process that runs a command: its start, its files, its end.
 
-Owns the session of the child, and ends the child with this process if the kernel can do that, which
-torch's does not. It does not know its siblings.
+Owns the session of the child. Unlike torch's, it lets the kernel end the child with this process,
+if the kernel can. It knows nothing of other children.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Shows log files as they grow, each line with a prefix that names its writer.
 
-Ours, because torch's splits a line that is still being written, and shows none without a filter.
+torch's module is not used: it splits a line that is being written, and without a filter shows none.
 
 Owns one thread for all files of a TailLog. A file need not exist yet. A file that cannot be read,
 or a destination that cannot be written, is logged, and the other files are still shown.
@@ -17,7 +17,7 @@ from typing import BinaryIO, TextIO
 
 __all__ = ["TailLog", "tail_logfile"]
 _log = logging.getLogger(__name__)
-# This much of an unterminated line is read at once.
+# The most characters of an unterminated line that are read at once.
 _LINE_BYTES_MAX = 1 << 20
 
 

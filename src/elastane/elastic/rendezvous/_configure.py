@@ -26,12 +26,14 @@ from elastane.protocol.model import JobSpec
 from elastane.stores import Store, registry
 
 PORT = 29400  # torchrun's port for c10d
-# The agent that runs the workers counts their restarts, so this budget must never limit it.
+# The restart budget of the membership. It must never be used up, since the agent that runs the
+# workers has its own budget.
 MAX_RESTARTS = 1_000_000
 _WITHOUT_STORE = ("elastane", "c10d")
 _CLOSE_GRACE_S = 30.0
-# Longer than an agent's own 3 s: heartbeats share the interpreter with the user's code, and loading
-# a large library holds the GIL. A process that dies is detected at once anyway.
+# The silence timeout is longer than the 3 s of `elastane run`: heartbeats share the interpreter
+# with the user's code, and loading a large library holds the GIL. The death of a process is
+# detected at once by its connection.
 _SILENCE_S = 10.0
 # torch's LaunchConfig always fills this in; only torch's oldest backend reads it.
 _LAUNCH_CONFIG_TIMEOUT = 900
@@ -159,7 +161,7 @@ def _timing(conf: Conf, defaults: Timing | None) -> Timing:
     durations = dict(conf.durations)
     if "heartbeat_s" not in durations:
         durations.setdefault("silence_s", _SILENCE_S)
-    # The agents in this job give their workers this long to stop, so the coordinator waits as long.
+    # Agents of this job give their workers this long to stop, so the coordinator waits as long.
     text = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     if "shutdown_timeout_s" not in durations and text:
         durations["shutdown_timeout_s"] = max(0.0, float(text))

@@ -3,8 +3,8 @@
 Owns the names that agents and authors of handlers share, and the translation of elastane's errors
 to them. It does not know any backend. Invalid parameters raise ValueError.
 
-Ours, because importing torch.distributed.elastic.rendezvous loads every plug-in of the entry point
-group `torchrun.handlers`, elastane's own among them, and these import this module.
+torch.distributed.elastic.rendezvous is not imported, since its import loads every plug-in of the
+entry point group `torchrun.handlers`. Elastane's own is one of them, and imports this module.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class RendezvousInfo:
 def info_of(found: Any, local_addr: str | None) -> Any:
     """Return the result of `next_rendezvous` as a RendezvousInfo, torch's or elastane's.
 
-    For the short form `(store, rank, world_size)`, the nodes agree over the store where their
-    workers meet. TypeError for anything else.
+    For the short form `(store, rank, world_size)`, the nodes agree on the address of their workers'
+    store over `store`. TypeError for anything else.
     """
     if all(hasattr(found, name) for name in ("store", "rank", "world_size")):
         return found
@@ -147,7 +147,7 @@ def info_of(found: Any, local_addr: str | None) -> Any:
             "(store, rank, world_size)"
         )
     store, rank, world_size = found
-    # A single node needs no name that others can resolve.
+    # On a single node no other host has to resolve the name.
     where = local_addr or (_LOOPBACK if world_size == 1 else None)
     return RendezvousInfo(store, rank, world_size, RendezvousStoreInfo.build(rank, store, where))
 
@@ -179,8 +179,8 @@ class RendezvousHandler(ABC):
         """Block until this node is in a world, and return its rank there.
 
         The short form is a store for the agents of this world, this node's rank and the number of
-        nodes. The agents then agree over the store where the workers meet. It has to be a new store
-        in each world, or a new prefix of one.
+        nodes. The agents then use that store to agree on the address of their workers' store. Each
+        world needs a new store, or a new prefix in one.
 
         Raises RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError or
         RendezvousStateError; RendezvousGracefulExitError if this node was never needed.

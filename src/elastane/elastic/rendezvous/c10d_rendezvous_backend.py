@@ -1,7 +1,7 @@
 """A register in a key of a torch store (TCPStore, FileStore, HashStore), over `compare_set`.
 
-It is for callers that pass their own store to `DynamicRendezvousHandler.from_backend`. The backend
-named c10d does not use it, and survives the loss of any host but the endpoint's.
+The module is for callers that pass their own store to `DynamicRendezvousHandler.from_backend`. The
+backend named c10d does not use it, and survives the loss of any host except the endpoint's.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _tcp_store(params: RendezvousParameters) -> Store:
             f"rendezvous configuration read_timeout = {timeout_s}: expected 1 or more seconds"
         )
     is_host = _is_this_machine(host) if is_host_given is None else is_host_given
-    # Several nodes may share this machine: if the port is served already, be a client.
+    # Several nodes may share this machine: if another serves the port, this one is a client.
     tries = [True, False] if is_host and is_host_given is None else [is_host]
     for serves in tries:
         try:

@@ -5,9 +5,9 @@ that store. Its socket listens before its port is announced, so no client is ref
 `RendezvousBackend` (one register with a fencing token) is used as a store of elastane's membership,
 so its nodes get the same elections, rounds and fences as any job.
 
-Ours, because torch's never reports a departure, and reuses one store for all attempts. Here
-`num_nodes_waiting` is also above 0 if a node failed or left, and each attempt has a new store. A
-node that is stopped by a signal, or dies, leaves the job at once. Data are never unpickled.
+torch's rendezvous is not used: it never reports a departure, and reuses one store for all attempts.
+Here `num_nodes_waiting` is also above 0 if a node failed or left, and each attempt has a new store.
+A node that is stopped by a signal, or dies, leaves the job at once. Data are never unpickled.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RendezvousTimeout:
         heartbeat: timedelta | None = None,
     ) -> None:
         bounds = {"join": join, "last_call": last_call, "close": close, "heartbeat": heartbeat}
-        # The timeouts that the caller gave; the others are defaults, which these override.
+        # The timeouts that the caller gave; they override the defaults.
         self.given = frozenset(name for name, bound in bounds.items() if bound is not None)
         for name, bound in bounds.items():
             if bound is not None and bound <= timedelta(0):

@@ -1,7 +1,7 @@
 """A register in a key of etcd, and the parameters of the connection to etcd.
 
-It is for callers that assemble a handler themselves. The backends named etcd and etcd-v2 do not use
-it: their coordinator is elected in etcd itself.
+The module is for callers that assemble a handler themselves. The backends named etcd and etcd-v2 do
+not use it: their coordinator is elected in etcd itself.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
 
 def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend, Store]:
     """Make a client of the etcd in `params`, a backend in it, and a store for the agents."""
-    # v2 only if it was asked for: newer servers do not support it.
+    # v2 is used only if the parameters request it, since newer servers do not support it.
     client = etcd_client(params, "etcd-v2" if params.backend == "etcd-v2" else "etcd")
     return EtcdRendezvousBackend(client, params.run_id, _PREFIX), EtcdStore(client, _STORE_PREFIX)
 

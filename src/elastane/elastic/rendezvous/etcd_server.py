@@ -1,9 +1,9 @@
 """A local etcd for tests, notebooks and jobs of one machine.
 
-Owns one server process, which listens on the loopback only. It serves v3, and v2 if its etcd
-supports that. It ends by `stop`, with this object, or when this process exits normally. A killed
-process leaves data that are not reused. How it fails: ConfigurationError without an etcd program;
-TimeoutError if the server does not come up.
+Owns one server process, which only listens on the loopback. The server supports v3, and v2 if its
+version does. It ends by `stop`, with this object, or when this process exits normally. If this
+process is killed, the server's data stay and are not reused. How it fails: ConfigurationError
+without an etcd program; TimeoutError if the server does not answer in time.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class EtcdServer:
         binary = find_binary(os.environ)
         base = self._data_dir or tempfile.mkdtemp(prefix="elastane-etcd-")
         server = prepare(binary, Path(base))
-        # etcd would read ETCD_* variables, which here are about another server.
+        # ETCD_* variables are removed: etcd would read them, and they are for another server.
         env = {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
         command = [*server.command(), *_v2_flags(binary, env)]
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stderr=stderr)

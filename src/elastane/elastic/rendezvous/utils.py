@@ -1,6 +1,6 @@
 """Endpoints and configuration strings of a rendezvous, parsed as torch parses them.
 
-Ours for the reason of `rendezvous.api`: importing torch's package loads all plug-ins.
+torch's module is not used, since importing its package loads all plug-ins (`rendezvous.api`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     with timer.expires(after=60):
         ...
 
-torch's own, but for two. `expires` names a timer by the line of the `with`, where torch's names
-contextlib. `FileTimerServer` ends only the worker; see file_based_local_timer.
+These are torch's own timers with two exceptions. `expires` names a timer by the line of the `with`,
+where torch's names a line of contextlib. `FileTimerServer` ends only the worker; see
+file_based_local_timer.
 """
 
 from __future__ import annotations

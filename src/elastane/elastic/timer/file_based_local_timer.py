@@ -1,8 +1,8 @@
 """Timers over a named pipe: torch's client in a worker, and our server in its supervisor.
 
-torch's server kills the agent along with the worker, so a hang costs a node instead of a restart.
-Ours is a thin layer over `elastane.process.timers`, which the agent of `elastane run` uses too. A
-line that is no valid request is skipped.
+torch's server kills the agent along with the worker, so the job loses a node instead of restarting
+workers. This server is a thin layer over `elastane.process.timers`, which the agent of `elastane
+run` uses too. A line that is not a valid request is skipped.
 """
 
 from __future__ import annotations

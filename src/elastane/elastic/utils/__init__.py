@@ -1,4 +1,4 @@
-"""Helpers of launchers and workers: torch's own, but for `data` and `process_state`."""
+"""Helpers of launchers and workers: torch's own, except for `data` and `process_state`."""
 
 from torch.distributed.elastic.utils.api import (
     get_env_variable_or_raise,

@@ -1,4 +1,4 @@
-"""The state of a process, as the kernel reports it. Ours, since torch has it only from 2.13 on."""
+"""The state of a process, as the kernel reports it. (torch has this module only since 2.13.)"""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ Ranks: agents exchange the sizes of their nodes through the store of their world
 in their number of workers and in their role. Keys and values are those of torch 2.13. One more key
 holds the restart count of the world, the highest of its agents'.
 
-Ours, because torch's loop ends healthy workers. Here a store or a coordinator that is unreachable
-for a while stops none. A world that lost a member before its ranks were agreed meets again. All
-workers of a world receive one restart count. Workers that are unhealthy for good have failed. A
-node that was not needed gets a result instead of None. A failed exit barrier is only logged.
-`elastane run` does not use this module: see elastane.agent.
+This loop differs from torch's, which ends healthy workers. A store or coordinator that is
+unreachable for a while stops no worker here. If a member is lost before the ranks are agreed, the
+agents repeat the rendezvous. All workers of a world receive one restart count. Workers that stay
+unhealthy have failed. A node that was not needed gets a result instead of None. A failed exit
+barrier is only logged. `elastane run` does not use this module: see elastane.agent.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ _RESTARTS = "torchelastic/restart_count"
 _IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"
 _TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
 _log = logging.getLogger(__name__)
-# How long an unreachable rendezvous handler is tolerated while workers train. etcd can elect a
-# leader many times in this time, and an administrator can restart a server.
+# How long workers train on while the rendezvous handler is unreachable. In this time etcd can elect
+# many leaders, and an administrator can restart a server.
 HANDLER_SILENT_S = 120.0
-# The most consecutive worlds that may lose a member between their rendezvous and their ranks.
+# How many worlds in a row may lose a member between their rendezvous and their ranks.
 _MEETINGS_MAX = 5
 _AWAY = ("RendezvousConnectionError", "DistError", "OSError")
-# Errors of `num_nodes_waiting` that are no outage: an answer, a signal, or a defect of the handler.
+# Errors of `num_nodes_waiting` that do not mean an outage: the handler answered, a signal came, or
+# the handler has a bug.
 _FINAL = (
     *("RendezvousClosedError", "RendezvousGracefulExitError", "RendezvousStateError"),
     *("SignalException", "AssertionError", "AttributeError", "TypeError"),
@@ -290,7 +291,7 @@ def _publish(store: Any, infos: list[_RoleInstanceInfo]) -> None:
     for info in infos:
         role_sizes[info.role] += info.local_world_size
     total = sum(role_sizes.values())
-    # First: an agent that finds its ranks must also find the count.
+    # The count is written before the ranks: an agent that reads its ranks also needs it.
     store.set(_RESTARTS, str(max(info.restarts for info in infos)))
     keys, values, base = [], [], 0
     role_bases: dict[str, int] = defaultdict(int)
@@ -552,7 +553,7 @@ class SimpleElasticAgent(EventRecorder, ElasticAgent):
 
     @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
-        """Rendezvous, and start the workers; the old ones are stopped already."""
+        """Rendezvous, and start the workers; the previous ones have been stopped."""
         role = worker_group.spec.role
         _log.info("[%s] Rendezvous'ing worker group", role)
         self._rendezvous(worker_group)
@@ -697,5 +698,5 @@ class _LostWorldError(Exception):
 
 
 def _is_one_of(error: BaseException, names: tuple[str, ...]) -> bool:
-    """Whether an exception's class or base has one of these names, torch's or elastane's."""
+    """Whether an exception's class or a base class has one of these names, in any module."""
     return any(kind.__name__ in names for kind in type(error).__mro__)

@@ -3,7 +3,7 @@
 Owns their environment, which equals that of `elastane run`'s workers, and their supervision: exits,
 timers, uninterruptible sleep, health checks. `elastic.multiprocessing` owns how they run.
 
-Ours, because torch's agent ignores `shutdown_timeout` on a restart and leaves its workers running
+torch's agent is not used: it ignores `shutdown_timeout` on a restart, and its workers keep running
 when it is killed. Here the health check survives restarts, too. The report file and the secret of
 this process are not passed to its workers.
 """
@@ -93,7 +93,7 @@ def _stuck_timeout_s(explicit: float | None) -> float:
 
 
 class _AliveCallbackProxy:
-    """The callback of a health check before there is an agent: now, until a delegate is set."""
+    """The callback of a health check; it returns the present time until a delegate is set."""
 
     def __init__(self) -> None:
         self._delegate: Callable[[], int] | None = None
@@ -261,8 +261,8 @@ class LocalElasticAgent(SimpleElasticAgent):
     ) -> RunResult | None:
         """Give up the group if a worker sleeps in the kernel for `timeout` seconds; 0: never.
 
-        It is not restarted, since a resource that the worker holds (a device, a mount) would block
-        the next worker too.
+        The group is not restarted, since the resource that blocks the worker (a device, a mount)
+        would block the next worker too.
         """
         if timeout <= 0 or self._pcontext is None:
             return None
@@ -279,7 +279,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _update_uninterruptible_dwell(self, pid: int, role: str, timeout: float) -> float | None:
-        """Return how many seconds a process has been in such a sleep; None if it is not."""
+        """Return for how many seconds a process has slept in the kernel; None if it does not."""
         seen = self._uninterruptible_state_first_seen
         state = read_proc_state(pid)
         if state is None:
