@@ -31,6 +31,7 @@ VERBS = {
     "top": "show a job live in the terminal: nodes, speed, incidents, where the time went",
     "dashboard": "serve the web page of the jobs on this machine, or of a folder of logs",
     "metrics": "serve the metrics of the jobs on this machine to Prometheus",
+    "traces": "send what a job did as spans to a collector of OpenTelemetry, or print them",
     "checkpoint": "list, verify, show and prune the checkpoints of a job",
     "kubernetes": "run jobs on Kubernetes: the operator, its manifests, the status of a job",
     "doctor": "say what on this node would keep a job from running, and what to do",
