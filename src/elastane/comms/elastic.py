@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastane.comms import ddp
 from elastane.comms.group import WorldGroup
 from elastane.comms.pairing import Pairing
-from elastane.comms.untraced import skipped
+from elastane.comms.untraced import refuse_to_keep, skipped
 from elastane.comms.works import Completed, Together, Waited, WorkLog
 from elastane.errors import ConfigurationError, JobError, PeerLostError
 
@@ -231,11 +231,13 @@ class ElasticGroup(ProcessGroup):
 
     def rank(self) -> int:
         """This worker's rank in the current world; 0 without one."""
+        refuse_to_keep("the rank")
         world = self._world
         return 0 if world is None else world.rank
 
     def size(self) -> int:
         """The size of the current world; 1 without one."""
+        refuse_to_keep("the world size")
         world = self._world
         return 1 if world is None else world.size
 

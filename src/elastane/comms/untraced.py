@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves alone.
+"""Functions that torch.compile leaves alone, and values that it must not keep.
 
 `torch.compiler.disable` would do the same, but imports the compiler, which takes 2 s. The names of
 torch's modules are private to it (2.13).
@@ -6,12 +6,18 @@ torch's modules are private to it (2.13).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T", bound=Callable[..., Any])
+
+# The part of the compiler that evaluates calls, and what lies between it and a group.
+_TRACER = "torch._dynamo.variables."
+_BETWEEN = ("torch.distributed.", "elastane.")
 
 
 def skipped(function: T) -> T:
@@ -34,3 +40,28 @@ def untraced(function: T) -> T:
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return skipped(function)
+
+
+def refuse_to_keep(what: str) -> None:
+    """Break the graph of compiled code that would keep the result of the caller as a constant.
+
+    torch.compile asks for the rank and world size once, while it compiles. After a loss the code
+    would still divide by the former size. Behind a break it asks each time. Compiled code that asks
+    a process group itself fails: its methods break no graph.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _module(frame).startswith(_BETWEEN):
+        frame = frame.f_back
+    if frame is None or not _module(frame).startswith(_TRACER):
+        return
+    from torch._dynamo.exc import Unsupported
+
+    raise Unsupported(
+        f"{what} inside of torch.compile: it changes as workers are lost or join; expected: a call"
+        " that is made each time. Next: call torch.distributed.get_world_size() or get_rank(), not"
+        " methods of a process group, and compile without fullgraph=True"
+    )
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

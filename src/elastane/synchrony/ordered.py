@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastane.comms import ddp
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import WorldGroup
+from elastane.comms.untraced import refuse_to_keep, untraced
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import ConfigurationError, PeerLostError
 from elastane.synchrony import callsites, newcomers
@@ -288,12 +289,16 @@ class OrderedGroup(ElasticGroup):
 
     def rank(self) -> int:
         """This worker's rank, as the program sees it."""
+        if not self.sees_first:
+            refuse_to_keep("the rank")
         if self._outside is not None:
             return self._outside[0]
         return self._shown.index(self._member.identity) if self._shown else 0
 
     def size(self) -> int:
         """The world size, as the program sees it."""
+        if not self.sees_first:
+            refuse_to_keep("the world size")
         if self._outside is not None:
             return self._outside[1]
         return len(self._shown) or 1
@@ -840,6 +845,7 @@ def watch_forwards() -> None:
     ours: Any = DistributedDataParallel
     before: Callable[..., Any] = ours._pre_forward
 
+    @untraced
     def pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         prepared = before(self, *inputs, **kwargs)
         group = self.__dict__.get("process_group")
