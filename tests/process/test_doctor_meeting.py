@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
+from jobs import until
 
 from elastane.doctor import meeting, probes
 from elastane.doctor.meeting import Ask, Board, Place, meet, phase_limit_s
@@ -79,6 +80,27 @@ def test_all_nodes_know_the_results_of_all():
         assert all(speed.sent > 0 and speed.received > 0 for speed in one.speeds)
     faults = [one for one in judge_nodes(found[0]) if one.level is Level.FAULT]
     assert faults == []
+
+
+def test_a_node_that_measures_for_long_keeps_its_place(monkeypatch):
+    """A connection that is dropped takes seconds, and so does a resolver that is silent."""
+    limit_s, measure = 1.0, meeting.measure_reach
+
+    def slow(*words):
+        begun_s = time.monotonic()
+        until(lambda: time.monotonic() > begun_s + 1.5 * limit_s, "time passes", WAIT_S)
+        return measure(*words)
+
+    monkeypatch.setattr(meeting, "ANSWER_LIMIT_S", limit_s)
+    monkeypatch.setattr(meeting, "measure_reach", slow)
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda name: meet(place(port, name, wanted=2), silent), "ab")]
+    assert [one.error for one in found] == ["", ""] and None not in found[0].pages
+
+
+def test_the_limit_of_silence_is_longer_than_any_phase():
+    assert max(phase_limit_s(phase, meeting.NODES_MAX) for phase in (1, 2)) < meeting.SILENT_MAX_S
 
 
 def test_a_place_where_gloo_is_another_process_is_told():

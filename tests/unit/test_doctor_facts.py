@@ -83,3 +83,47 @@ def test_a_runtime_folder_of_another_user_is_an_error(tmp_path):
     base.chmod(0o777)
     found = facts._read_runtime_folder({"TMPDIR": str(tmp_path)})
     assert "is not this user's alone" in found.error
+
+
+CARDS = {"lo": ("127.0.0.1", "::1"), "eth1": ("10.0.0.5",), "down": ()}
+
+
+@pytest.mark.parametrize(
+    ("named", "address", "error"),
+    [
+        ("eth1", "10.0.0.5", ""),
+        ("eth1,lo", "10.0.0.5", ""),
+        ("eth0", "", "there is no network card eth0"),
+        ("eth1,eth0", "", "there is no network card eth0"),
+        ("down", "", "down has no address"),
+    ],
+)
+def test_gloo_listens_at_the_card_that_is_named(named, address, error):
+    found = facts.read_gloo({"GLOO_SOCKET_IFNAME": named}, CARDS)
+    assert (found.address, found.error) == (address, error)
+    assert found.chosen_by == f"GLOO_SOCKET_IFNAME={named}"
+
+
+@pytest.mark.parametrize(
+    ("resolves", "address"),
+    [
+        (("10.0.0.5",), "10.0.0.5"),
+        (("127.0.1.1",), "127.0.1.1"),
+        (("10.9.9.9", "10.0.0.5"), "10.0.0.5"),
+        (("10.9.9.9",), "127.0.0.1"),
+        ((), "127.0.0.1"),
+    ],
+)
+def test_without_a_card_gloo_listens_at_an_own_address_of_the_hosts_name(
+    monkeypatch, resolves, address
+):
+    monkeypatch.setattr(facts, "resolved", lambda host: resolves)
+    monkeypatch.setattr(facts, "local_addresses", lambda: {"10.0.0.5", "127.0.0.1"})
+    assert facts.read_gloo({}, CARDS).address == address
+
+
+def test_what_other_nodes_need_to_know_is_read():
+    page = facts.read_page(Endpoint("localhost", 1), {"GLOO_SOCKET_IFNAME": "lo"})
+    assert dict(page.interfaces)["lo"][0] == page.gloo.address == "127.0.0.1"
+    assert page.endpoint and page.versions.elastane and 0 < page.ports[0] < page.ports[1]
+    assert not [one for _, found in page.interfaces for one in found if one.startswith("fe80")]

@@ -90,6 +90,7 @@ def main(args: argparse.Namespace) -> int:
     _tell("importing torch in a fresh interpreter ...")
     folders = _folders(args, environ)
     findings = judge(read_facts(folders, args.nproc_per_node, endpoint, environ)) + findings
+    _tell("")
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

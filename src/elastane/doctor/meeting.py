@@ -59,6 +59,8 @@ CONNECTIONS_MAX = 256
 POLL_S = 0.1
 # Connections to all others are made at once, and names are resolved meanwhile.
 REACH_LIMIT_S = 60.0
+# Longer than any phase: a node that has joined asks nothing while it measures.
+SILENT_MAX_S = 900.0
 _SIZE = struct.Struct("!I")
 
 
@@ -190,6 +192,7 @@ class BoardServer:
                 while True:
                     ask = msgspec.json.decode(_receive(sock), type=Ask)
                     _send(sock, self.board.answer(ask, _address_of(sock.getsockname())))
+                    sock.settimeout(SILENT_MAX_S)  # a node asks nothing while it measures
         finally:
             self._room.release()
 

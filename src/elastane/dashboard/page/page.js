@@ -91,7 +91,7 @@ function draw(changed) {
   byId("about").textContent = `since ${job.started_s === null ? "–" : clock(job.started_s, true)}${round}${job.run > 1 ? ` · run ${job.run} of this name` : ""}`;
   if (page.follows && incidents.length) page.chosen = worstOf(incidents);
   if (!isPressed("answers")) drawAnswers(page);
-  if ((changed.has("nodes") || changed.has("job")) && !isPressed("nodes")) drawNodes(page);
+  if (["nodes", "job", "step_times"].some((name) => changed.has(name)) && !isPressed("nodes")) drawNodes(page);
   timeline();
   if (!page.heat || performance.now() - page.heat.askedMs > HEAT_MS) askHeat();
   if (changed.has("incidents") || page.details?.id !== page.chosen) details();
