@@ -44,6 +44,9 @@ class BudgetCheck:
             self._used_at[fence] = record.restarts_used
         return broken
 
+    def lost_state(self, fence: Fence) -> None:
+        """Record that workers of this world ended because no member holds the state."""
+
     def noted(self, event: LogEvent) -> str:
         """Check an event: a node departs only after a death, a hang or a loss of the network."""
         node = self._cluster.nodes.get(event.node_id)
@@ -101,12 +104,31 @@ class PerDeathBudgetCheck(BudgetCheck):
     def __init__(self, cluster: SimulatedCluster) -> None:
         super().__init__(cluster)
         self._dead = 0
+        # Worlds that lost the state with workers of earlier ones, and worlds that lost workers.
+        self._stateless: set[Fence] = set()
+        self._lost: set[Fence] = set()
+        # How many coordinators had started when the record of each world was written first.
+        self._began: dict[Fence, int] = {}
         # The world of the last growth, and what was used and known then.
         self._grown: tuple[Fence, tuple[int, int], int] | None = None
 
     def died(self, fence: Fence) -> None:
         """Record that a worker died by itself; `fence` is of its node's last assignment."""
         self._dead += 1
+        self._lost.add(fence)
+
+    def lost_state(self, fence: Fence) -> None:
+        """Record that workers of this world ended because no member holds the state."""
+        self._stateless.add(fence)
+
+    def _charged_twice(self, record: JobRecord) -> bool:
+        """Whether a world is charged for a state that it lost with workers of earlier worlds."""
+        fence = record.world.fence if record.world else None
+        if fence not in self._stateless or fence in self._lost:
+            return False
+        # A new coordinator does not know what ended the world before.
+        before = max((known for known in self._began if known < fence), default=None)
+        return before is not None and self._began[before] == self._cluster.coordinators_started
 
     def noted(self, event: LogEvent) -> str:
         """Check an event, and take note of a growth."""
@@ -130,7 +152,11 @@ class PerDeathBudgetCheck(BudgetCheck):
     def wrote(self, record: JobRecord, *, durable: bool) -> str:
         """Check a record that was written."""
         used, before = record.restarts_used, self.used
+        if record.world is not None:
+            self._began.setdefault(record.world.fence, self._cluster.coordinators_started)
         self.used = max(before, used)
+        if used > before and self._charged_twice(record):
+            return f"restart {used} was charged for a state that an earlier world had lost"
         if not self._grew_for_free(record):
             return f"restart {used} was charged for a growth"
         if used > self._cluster.spec.max_restarts:

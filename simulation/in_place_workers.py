@@ -48,7 +48,10 @@ MEETING_TIMEOUT_S = 15.0
 COLLECTIVE_TIMEOUT_S = 30.0
 _WATCH_S = 5.0
 _STATE_LOST = "JobError: no worker of this world holds the state of the job [job-state-lost]"
-_NO_HOLDER = "elastane: all workers restart: no worker is left that holds the state of the job"
+_NO_HOLDER = (
+    "elastane: all workers restart: no worker is left that holds the state of the job"
+    " [job-state-lost]"
+)
 _CLOSED = "Connection closed by peer [10.0.0.1]"
 # The longest that an unmodified script takes to write a checkpoint.
 _SAVE_S = 1.0
@@ -355,9 +358,10 @@ class InPlaceTraining:
             return
         base = self._agreed_step(world, members)
         if base is None:
+            self._checks.ledger.lost_state(world.fence)
             for worker in members:
                 if self.script.planned:
-                    self._die(worker, 75, _NO_HOLDER)
+                    self._die(worker, 75, _NO_HOLDER, by_itself=False)
                 else:
                     # Without whole replicas a shard may be lost though no worker was.
                     self._die(worker, 1, _STATE_LOST, by_itself=self.script.span > 0)

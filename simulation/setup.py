@@ -193,7 +193,7 @@ def setup_of(
             *_resizes(seed),
             *_still(seed),
             *(_mismatch(seed) if in_place else ()),
-            *(_holders_lost(seed) if in_place and not (shrinks or planned) else ()),
+            *(_holders_lost(seed) if in_place and not shrinks else ()),
             *(_given_up(seed) + _sees_deaths(seed) if store_backed else ()),
         ),
         in_place=in_place,

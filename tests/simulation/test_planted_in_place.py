@@ -264,4 +264,4 @@ def test_joined_workers_that_begin_again_without_the_state_are_found(monkeypatch
 def test_a_lost_state_that_is_charged_again_is_found(monkeypatch):
     charged = property(lambda self: bool(self.seen) and not self.planned and not self.departed)
     monkeypatch.setattr(Incident, "is_chargeable", charged)
-    assert "workers died" in first_failure(60, first=99)
+    assert "a state that an earlier world had lost" in first_failure(60, first=99)

@@ -82,8 +82,8 @@ class GroupHost(Protocol):
         Raises PeerLostError or RuntimeError if the world breaks meanwhile.
         """
 
-    def restart(self, reason: str) -> NoReturn:
-        """Restart all workers of the job."""
+    def restart(self, reason: str, *, state_lost: bool = False) -> NoReturn:
+        """Restart all workers of the job; `state_lost`: none of them holds its state."""
 
     def left_out(self) -> NoReturn:
         """End this worker: the others have continued from the boundary at which it would join."""
@@ -711,7 +711,7 @@ class OrderedGroup(ElasticGroup):
         tables = meeting.exchange(own)
         decided = plan(tables)
         if decided.restart:
-            self._host.restart(decided.restart)
+            self._host.restart(decided.restart, state_lost=decided.state_lost)
         ranks = {table.identity: rank for rank, table in enumerate(tables)}
         for gift in decided.gifts:
             tensors = meeting.hand_over(ranks[gift.giver], self._held(gift.number))

@@ -164,6 +164,7 @@ class Plan:
     `survivors`: members of the new view that were never left out, in the order of their ranks.
     `left_out`: the other members of the new view. `cut`: how many operations are delivered when
     everything was handed over. `restart`: why the job has to restart instead; or "".
+    `state_lost`: since no member holds the state of the job.
     `newcomers`: members that enter with the state of the first survivor. `boundary`: the number
     of the boundary at which all survivors are, if they are. `first`: the member of rank 0 in the
     first view.
@@ -176,6 +177,7 @@ class Plan:
     gifts: tuple[Gift, ...] = ()
     switches: tuple[Switch, ...] = ()
     restart: str = ""
+    state_lost: bool = False
     newcomers: tuple[Identity, ...] = ()
     boundary: int | None = None
     first: Identity | None = None
@@ -186,7 +188,8 @@ def plan(tables: Sequence[Table]) -> Plan:
     holders = [table for table in tables if not table.is_new]
     newcomers = tuple(table.identity for table in tables if table.is_new)
     if not holders:
-        return Plan((), (), 0, 0, restart="no worker is left that holds the state of the job")
+        why = "no worker is left that holds the state of the job"
+        return Plan((), (), 0, 0, restart=why, state_lost=True)
     latest = max(table.view.number for table in holders)
     informed = [table for table in holders if table.view.number == latest]
     lineage = informed[0].view.members

@@ -51,6 +51,7 @@ from elastane.worker.world import warm_up, wiring_of
 
 SLUG = "in-place-refused"
 RESTART_SLUG = "in-place-restart"
+STATE_LOST_SLUG = "job-state-lost"
 # How often a worker that waits at a boundary reads its status page.
 _POLL_S = 0.001
 # The description of the group of all workers, as torch has it.
@@ -115,9 +116,9 @@ class UnmodifiedWorker:
         self._place = self._line.next_place()
         return self._build(self._place)
 
-    def restart(self, reason: str) -> NoReturn:
-        """End this worker, so that all workers restart."""
-        restart(reason)
+    def restart(self, reason: str, *, state_lost: bool = False) -> NoReturn:
+        """End this worker, so that all workers restart; `state_lost`: at no cost."""
+        restart(reason, STATE_LOST_SLUG if state_lost else RESTART_SLUG)
 
     def left_out(self) -> NoReturn:
         """End this worker, which has not joined; its agent may start another."""
@@ -216,11 +217,11 @@ class UnmodifiedWorker:
         )
 
 
-def restart(reason: str) -> NoReturn:
+def restart(reason: str, slug: str = RESTART_SLUG) -> NoReturn:
     """End this worker, so that all workers of the job restart from the script's checkpoint."""
     _end(
         f"all workers restart: {reason}. Next step: nothing; they continue from the script's last"
-        f" checkpoint [{RESTART_SLUG}]"
+        f" checkpoint [{slug}]"
     )
 
 

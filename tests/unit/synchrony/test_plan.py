@@ -41,6 +41,12 @@ def test_an_undelivered_operation_runs_again_and_changes_the_size():
     assert decided.switches == (Switch(1, (A, C)),)
 
 
+def test_the_state_is_lost_with_its_last_holder():
+    decided = plan([table(A, 0, 0, is_new=True), table(B, 0, 0, is_new=True)])
+    assert decided.restart and decided.state_lost
+    assert not plan([table(A, 0, 0), table(B, 0, 0, is_new=True)]).restart
+
+
 def test_the_loss_of_rank_0_restarts_while_the_script_may_have_kept_its_rank():
     keeps = {"first": C, "keeps_ranks": True}
     assert "the worker of rank 0 is lost" in plan([table(A, 0, 0, **keeps)]).restart

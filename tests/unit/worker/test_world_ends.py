@@ -2,6 +2,9 @@
 
 import pytest
 
+from elastane.protocol.diagnosis import is_state_lost
+from elastane.protocol.model import Failure
+from elastane.worker import unmodified
 from elastane.worker.unmodified import UnmodifiedWorker
 from elastane.worker.world import Worlds
 
@@ -64,3 +67,15 @@ def test_the_next_world_is_left_alone_if_it_is_entered_meanwhile(kind):
     worker._end_world()
     assert former.aborted
     assert not following.aborted
+
+
+@pytest.mark.parametrize("state_lost", [True, False])
+def test_an_unmodified_worker_says_whether_the_state_of_the_job_was_lost(
+    monkeypatch, capsys, state_lost
+):
+    """The coordinator reads it in the worker's last words, and then charges no second restart."""
+    worker, *_ = building(UnmodifiedWorker, Line())
+    monkeypatch.setattr(unmodified.os, "_exit", lambda code: None)
+    worker.restart("no worker is left", state_lost=state_lost)
+    said = Failure(local_rank=0, rank=0, pid=7, exit_code=75, message=capsys.readouterr().err)
+    assert is_state_lost(said) == state_lost
