@@ -216,8 +216,8 @@ class HistoryRun:
         host = self.job.lan.hosts.get(fault.host)
         if host is None:
             return lambda: None
-        # Another fault's end may continue the agent alone, which finds its workers stopped.
-        self.harmed_workers += self.history.workers_per_host
+        if self.history.agent_continues_alone(fault):
+            self.harmed_workers += self.history.workers_per_host
         host.ask("signal", pid=EVERY_PID, number=int(signal.SIGSTOP))
 
         def end() -> None:

@@ -81,6 +81,19 @@ class AgentHistory:
         late = f"{self.late_s:.2f} s: {self.hosts[-1]} arrives" if self.late_s else ""
         return "\n".join(filter(None, [head, late, *map(str, self.faults)]))
 
+    def agent_continues_alone(self, suspension: Fault) -> bool:
+        """Whether the end of another fault continues the agent of a suspended host alone.
+
+        Such an agent finds its workers stopped, and replaces them as hanging, which is charged.
+        Otherwise agent and workers stop and continue together, so no worker is harmed.
+        """
+        return any(
+            other.kind == "stop-agent"
+            and other.host == suspension.host
+            and suspension.at_s < other.end_s < suspension.end_s
+            for other in self.faults
+        )
+
     @classmethod
     def drawn(cls, seed: int, recovery: str, backend: str, duration_s: float) -> Self:
         """Return the history of a seed: every third one harms no worker directly.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
-from agent_plans import DEATHS, HOST_FAULTS, REMEMBERS_S, WORKER_FAULTS, AgentHistory
+from agent_plans import DEATHS, HOST_FAULTS, REMEMBERS_S, WORKER_FAULTS, AgentHistory, Fault
 
 RUN_S = 30.0
 
@@ -36,6 +37,19 @@ def test_fifty_seeds_have_every_fault_several_at_a_time_and_late_hosts():
 def test_every_third_history_harms_no_worker_directly():
     for seed in range(0, 30, 3):
         assert not [fault for fault in drawn(seed).faults if fault.kind in WORKER_FAULTS]
+
+
+@pytest.mark.parametrize(
+    ("host", "from_s", "for_s", "continues"),
+    [("a", 1.0, 5.0, True), ("a", 3.0, 2.0, True), ("a", 1.0, 9.0, False), ("b", 1.0, 5.0, False)],
+)
+def test_a_suspension_harms_workers_if_the_agent_continues_before_them(
+    host, from_s, for_s, continues
+):
+    suspension = Fault(2.0, 6.0, "suspend", "a")
+    faults = (suspension, Fault(from_s, for_s, "stop-agent", host))
+    history = dataclasses.replace(drawn(0), faults=faults)
+    assert history.agent_continues_alone(suspension) == continues
 
 
 @pytest.mark.parametrize("seed", range(30))
