@@ -187,6 +187,27 @@ def test_a_job_shrinks_and_grows_by_replicas_and_its_survivors_keep_their_proces
 
 @pytest.mark.soak
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("shard", [4, 0])
+def test_a_job_that_begins_with_one_node_of_its_mesh_uses_no_restart_as_it_grows(tmp_path, shard):
+    """A replica needs both nodes, or the mesh has the size of the world in which it is made."""
+    job = Sharding(
+        tmp_path, shard, where=str(tmp_path / "ck"), nnodes="1:2", nproc_per_node=2, max_restarts=0
+    )
+    with job.cluster:
+        node = job.cluster.start("a")
+        if shard:
+            job.cluster.wait(lambda: job.cluster.events("workers-stopped"), "too few nodes")
+        else:
+            job.wait_steps(3, world=2)
+        assert node.is_alive
+        job.cluster.start("b")
+        job.wait_steps(3, world=4)
+        job.ends(4)
+        assert not job.cluster.events("restart", "replacement")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200)
 def test_successors_on_two_nodes_leave_each_node_a_whole_replica(tmp_path):
     job = Sharding(tmp_path, 2, nnodes="1:2", nproc_per_node=2)
     with job.cluster:

@@ -62,6 +62,7 @@ _PASSING = re.compile(
 _TRACEBACK = "Traceback (most recent call last):"
 _OWN_ERRORS = "elastane.errors."
 _STATE_LOST = "[job-state-lost]"
+_OTHER_MESH = "[job-mesh-size]"
 
 
 class Sighting(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +84,11 @@ def is_lost_peer(failure: Failure) -> bool:
 def is_state_lost(failure: Failure) -> bool:
     """Whether the worker ended because all workers that held the state had been lost."""
     return failure.exit_code > 0 and _STATE_LOST in headline(failure.message)
+
+
+def has_other_mesh(failure: Failure) -> bool:
+    """Whether the worker ended because workers that joined have a mesh of another size."""
+    return failure.exit_code > 0 and _OTHER_MESH in headline(failure.message)
 
 
 def _is_unexplained(failure: Failure) -> bool:

@@ -348,7 +348,7 @@ class Worlds:
         )
         claims, nodes, shards, sizes = ([each[part] for each in received] for part in range(4))
         if len(set(shards)) > 1:
-            raise _not_alike(shards)
+            raise _not_alike(shards) if set(claims) == {NO_COORDINATE} else _other_size(shards)
         mesh.spread(_nodes_per_replica(mesh.shards, *set(sizes)))
         spans = mesh.span > 1 and self._line is not None  # without an agent there is no other world
         self._is_uneven = spans and not is_whole(claims, mesh.shards)
@@ -477,6 +477,17 @@ def _not_whole(size: int, shards: int) -> JobError:
         next_step="an S of job.device_mesh(shard=S) that divides the workers of each node, or is a"
         " multiple of them, or a fixed size: --nnodes N, no --min-workers",
         slug="job-mesh",
+    )
+
+
+def _other_size(shards: Sequence[int]) -> JobError:
+    return JobError(
+        f"workers that join have a mesh of another size: job.device_mesh(shard=...) was called with"
+        f" {', '.join(map(str, shards))}, by rank",
+        expected="the number with which the job began",
+        next_step="nothing: all workers start again with one mesh; with a number that is no"
+        " function of job.world_size they join in place",
+        slug="job-mesh-size",
     )
 
 

@@ -396,9 +396,9 @@ def test_displaced_nodes_join_the_one_survivor_of_a_world_without_a_known_step()
     assert job.assigned["c"].fence == Fence(2, 0)
 
 
-def loses_state(job, node_id, local_rank=0):
+def loses_state(job, node_id, local_rank=0, slug="job-state-lost"):
     """A worker of the node finds that no member of its world holds the state."""
-    error = JobError("no worker holds the state", slug="job-state-lost", expected="one that does")
+    error = JobError("no worker holds the state", slug=slug, expected="one that does")
     said = "".join(traceback.format_exception(error))
     failure = Failure(local_rank=local_rank, rank=0, pid=77, exit_code=1, message=said)
     job.says(node_id, Failed(fence=job.assigned[node_id].fence, failures=(failure,)))
@@ -418,6 +418,17 @@ def test_a_world_that_lost_the_state_restarts_at_once_and_uses_no_restart():
     assert job.assigned["a"].restarts_used == 0
     reasons = [event.reason for event in job.events if event.kind is EventKind.INCIDENT]
     assert reasons[-1].endswith("ended with exit code 1 after the state of the job was lost")
+
+
+def test_workers_that_join_with_another_mesh_restart_all_and_use_no_restart():
+    """The members hold the state, in shards of the former mesh."""
+    job = in_place(nodes="ab", restarts=0)
+    steps(job, "a")
+    loses_state(job, "b", slug="job-mesh-size")
+    assert kinds(job, "a")[-1] is kinds(job, "b")[-1] is Stop
+    job.stops("a", "b")
+    assert job.phase == "running" and not job.assigned["a"].in_place
+    assert job.assigned["a"].restarts_used == 0
 
 
 def test_a_lost_state_without_a_loss_before_is_charged():

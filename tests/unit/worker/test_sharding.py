@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastane.comms.mesh import MeshGroups
-from elastane.errors import PeerLostError
+from elastane.errors import JobError, PeerLostError
 from elastane.worker import world
 from elastane.worker.shard_support import _why_never, why_unhealed
 
@@ -37,6 +37,19 @@ def mesh(*, sole=False):
 def test_why_a_lost_worker_would_have_all_start_again(state, where, now, ever):
     for found, wanted in ((why_unhealed(state, where), now), (_why_never(state, where), ever)):
         assert wanted in found and bool(wanted) == bool(found)
+
+
+@pytest.mark.parametrize(("claims", "slug"), [((0, -1), "job-mesh-size"), ((-1, -1), "job-mesh")])
+def test_a_mesh_of_another_size_is_an_error_of_the_script_unless_workers_joined(
+    monkeypatch, claims, slug
+):
+    worlds = world.Worlds(None)
+    worlds.group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    said = [[claim, 0, shards, 1] for claim, shards in zip(claims, (1, 2), strict=True)]
+    monkeypatch.setattr(world, "gathered", lambda group, own: said)
+    with pytest.raises(JobError, match="with 1, 2, by rank") as failed:
+        worlds._take_coordinate(MeshGroups(2))
+    assert failed.value.slug == slug
 
 
 @pytest.mark.parametrize(("claims", "is_level"), [((-1, -1, -1), True), ((0, 1, -1), False)])

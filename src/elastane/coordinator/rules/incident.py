@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from elastane.protocol.culprits import Reports
-from elastane.protocol.diagnosis import Sighting, is_lost_peer, is_state_lost
+from elastane.protocol.diagnosis import Sighting, has_other_mesh, is_lost_peer, is_state_lost
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, Timing
 from elastane.protocol.model import Failure
 
@@ -31,7 +31,8 @@ class Incident:
     departed: list[str] = field(default_factory=list)
     charged: bool = False  # the budget was charged for it
     lost_state: bool = False  # a worker reported that its world has lost the state
-    own_causes: int = 0  # failures that neither a lost peer nor the lost state explains
+    other_mesh: bool = False  # workers that joined have a mesh of another size
+    own_causes: int = 0  # failures that no lost peer, lost state or other mesh explains
     follows_loss: bool = False  # a worker or a node was lost since all workers started
 
     def record(self, node_id: str, failures: tuple[Failure, ...], now_s: float) -> None:
@@ -76,11 +77,13 @@ class Incident:
     def is_chargeable(self) -> bool:
         """Whether it is charged to the restart budget, as only failures of workers are.
 
-        A lost state is not, if the loss of the workers that held it was an incident of its own.
+        A lost state is not, if the loss of the workers that held it was an incident of its own. A
+        mesh of another size is not, because the job has grown.
         """
         if self.planned or self.departed or not self.seen:
             return False
-        return self.own_causes > 0 or not (self.lost_state and self.follows_loss)
+        explained = self.other_mesh or (self.lost_state and self.follows_loss)
+        return self.own_causes > 0 or not explained
 
     def follow_loss(self) -> None:
         """Record that an earlier incident lost a worker or a node, and its state with it."""
@@ -89,6 +92,8 @@ class Incident:
     def _count_cause(self, failure: Failure) -> None:
         if is_state_lost(failure):
             self.lost_state = True
+        elif has_other_mesh(failure):
+            self.other_mesh = True
         elif not is_lost_peer(failure):
             self.own_causes += 1
 
@@ -233,6 +238,11 @@ class Incidents:
     def is_state_lost(self) -> bool:
         """Whether a worker of the current world reported that no member holds the state."""
         return self.current is not None and self.current.lost_state
+
+    @property
+    def has_other_mesh(self) -> bool:
+        """Whether workers that joined have another mesh than those that hold the state."""
+        return self.current is not None and self.current.other_mesh
 
     @property
     def last_reason(self) -> str:

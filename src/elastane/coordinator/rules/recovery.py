@@ -189,9 +189,10 @@ def has_survivors(state: State) -> bool:
 def is_beyond_healing(state: State) -> bool:
     """Whether a lost worker alone held part of the state, so that all start from a checkpoint.
 
-    A node reports this of its own workers. A slice lost with its node shows in `sizing`.
+    A node reports this of its own workers. A slice lost with its node shows in `sizing`. In a mesh
+    of another size no worker holds its part.
     """
-    return any(
+    return state.incidents.has_other_mesh or any(
         node.workers.sharding is not None and node.workers.sharding.sole and node.workers.lost_ranks
         for node in state.roster.members()
     )
