@@ -56,7 +56,7 @@ def test_insiders_that_break_the_protocol_or_lie_are_not_noticed(victim):
         storm(rng, insiders(victim).attacks(), 2500)
 
 
-def test_one_session_is_heard_at_its_rate_and_no_faster(victim):
+def test_the_messages_of_one_session_are_handled_at_a_limited_rate(victim):
     """Twice a burst of questions at once: the second half waits, and nobody else does."""
     count, within_s = 2 * MESSAGES_BURST_MAX, 1.0
 
@@ -76,7 +76,7 @@ def test_one_session_is_heard_at_its_rate_and_no_faster(victim):
     assert MESSAGES_BURST_MAX / 2 < heard < MESSAGES_BURST_MAX + 2 * within_s * MESSAGES_PER_S_MAX
 
 
-def test_a_crowd_beyond_the_bounds_keeps_no_agent_out(victim):
+def test_a_crowd_beyond_the_bounds_does_not_block_agents(victim):
     """More connections than may be unproven at once, none of which says a whole sentence."""
     with victim.watch(), contextlib.ExitStack() as stack:
         for number in range(UNPROVEN_MAX * 2):

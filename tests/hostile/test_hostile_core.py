@@ -156,7 +156,7 @@ def test_no_message_of_a_hostile_agent_breaks_the_coordinator(said, store_backed
 
 @settings(max_examples=50)
 @given(said=st.lists(MESSAGES.filter(lambda m: not isinstance(m, Join)), max_size=20))
-def test_who_never_joined_changes_nothing(said):
+def test_messages_of_an_agent_that_never_joined_change_nothing(said):
     desk = running(False)
     before = desk.machine.report()
     for message in said:
@@ -178,5 +178,5 @@ def test_a_fence_from_the_future_is_refused_and_the_next_round_is_the_next():
     assert desk.machine.report().reason.startswith("adding workers of c")
 
 
-def test_a_size_beyond_any_machine_is_no_size():
+def test_a_size_larger_than_any_machine_is_refused():
     assert LOCAL_WORLD_SIZE_MAX * 10_000 < COUNT_MAX

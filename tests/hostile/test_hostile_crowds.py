@@ -231,7 +231,7 @@ def test_the_dashboard_closes_a_connection_that_does_not_read(tmp_path):
 # The rule that those ports share.
 
 
-def test_the_oldest_makes_room_once_it_has_had_its_time():
+def test_the_oldest_unproven_connection_is_closed_after_its_time_for_a_new_one():
     unproven = Unproven[str](2, min_s=1.0)
     unproven.add("first", 10.0)
     assert unproven.wait_s(10.0) == 0.0 and unproven.make_room() is None
@@ -242,7 +242,7 @@ def test_the_oldest_makes_room_once_it_has_had_its_time():
     assert [*unproven] == ["second", "third"]
 
 
-def test_one_that_is_proven_takes_no_place_of_the_unproven():
+def test_a_proven_connection_does_not_count_as_unproven():
     unproven = Unproven[str](1, min_s=1.0)
     unproven.add("first", 10.0)
     assert unproven.discard("first") and not unproven.discard("first")

@@ -192,7 +192,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("decoder", DECODERS, ids=lambda one: one.__name__)
-def test_what_is_nasty_on_purpose_is_refused_as_promised_and_costs_no_memory(decoder, folder):
+def test_malicious_bytes_are_refused_as_documented_and_use_no_memory(decoder, folder):
     tracemalloc.start()
     try:
         for data in NASTY:
@@ -227,7 +227,7 @@ GARBAGE = (
 @settings(max_examples=150)
 @given(data=GARBAGE)
 @example(data=b"")
-def test_any_bytes_are_refused_as_promised(decoder, folder, data):
+def test_any_bytes_are_refused_with_the_documented_error(decoder, folder, data):
     decoder(folder, data)
 
 

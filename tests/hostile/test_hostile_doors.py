@@ -96,7 +96,7 @@ def test_the_health_port_answers_after_garbage_and_silent_peers(victim):
         assert is_healthy(port)
 
 
-def test_who_holds_connections_to_the_health_port_has_a_bound_and_keeps_no_probe_out(victim):
+def test_held_connections_to_the_health_port_are_bounded_and_block_no_probe(victim):
     port = int(victim.env["TORCHELASTIC_HEALTH_CHECK_PORT"])
     pid = victim.a.process.pid
     before = descriptors(pid)
@@ -182,7 +182,7 @@ hang()
 """
 
 
-def test_a_worker_that_scribbles_over_its_page_does_not_end_its_agent(tmp_path):
+def test_a_worker_that_writes_garbage_to_its_page_does_not_end_its_agent(tmp_path):
     options = ("--nproc-per-node", "2", "--drain-timeout", "1", "--shutdown-timeout", "2")
     with agent(tmp_path, *options, body=SCRIBBLE) as one:
         one.told("scribbled.0.0")

@@ -122,7 +122,7 @@ def test_a_runtime_folder_that_is_a_link_or_anothers_or_open_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("trap", ["link", "file", "another"])
-def test_a_trap_at_the_place_of_the_default_logs_gets_none_and_costs_no_job(tmp_path, trap):
+def test_a_planted_default_log_folder_gets_no_logs_and_the_job_runs(tmp_path, trap):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     place = tmp_path / f"elastane-logs-{os.getuid()}"
@@ -164,7 +164,7 @@ def test_a_link_in_the_runtime_folder_is_not_followed(tmp_path):
     assert victim.read_text() == "precious"
 
 
-def test_what_others_wrote_cannot_steer_a_terminal(tmp_path, capsys):
+def test_text_of_other_users_cannot_control_a_terminal(tmp_path, capsys):
     """An event log is a file that others may have written."""
     folder = tmp_path / "job"
     folder.mkdir()

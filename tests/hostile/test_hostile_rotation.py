@@ -98,7 +98,7 @@ def test_each_of_two_secrets_opens_a_session_whose_keys_are_of_that_secret():
         shaken(third, one, other)
 
 
-def test_a_file_that_is_gone_torn_or_empty_takes_nothing_away(tmp_path):
+def test_a_missing_torn_or_empty_file_keeps_the_known_secrets(tmp_path):
     path = tmp_path / "token"
     path.write_text("one\n")
     keyring = Keyring(JOB, "one", str(path))

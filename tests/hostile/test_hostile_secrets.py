@@ -98,7 +98,7 @@ def private_files(folder: Path) -> list[str]:
     return wrong
 
 
-def test_no_secret_of_a_job_over_the_endpoint_is_to_be_seen_anywhere(tmp_path, papers):
+def test_no_secret_of_an_endpoint_job_is_visible_anywhere(tmp_path, papers):
     token, other, wrong = (secrets.token_urlsafe(24) for _ in range(3))
     files = {}
     for name, text in (("token", token), ("wrong", wrong)):
@@ -137,7 +137,7 @@ def test_no_secret_of_a_job_over_the_endpoint_is_to_be_seen_anywhere(tmp_path, p
     assert {text: spill.holds(text) for text in secret} == {text: [] for text in secret}
 
 
-def test_no_password_of_a_store_is_to_be_seen_anywhere(tmp_path):
+def test_no_password_of_a_store_is_visible_anywhere(tmp_path):
     password, token = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
     spill = Spill()
     with etcd(tmp_path.parent / f"{tmp_path.name}-etcd") as cluster:
@@ -176,7 +176,7 @@ def test_no_password_of_a_store_is_to_be_seen_anywhere(tmp_path):
     assert {text: spill.holds(text) for text in (password, token)} == {password: [], token: []}
 
 
-def test_the_server_that_the_agent_brings_along_has_no_secret_of_the_job(tmp_path):
+def test_the_etcd_sidecar_has_no_secret_of_the_job(tmp_path):
     token = secrets.token_urlsafe(24)
     words = ("--standalone", "--rdzv-backend", "etcd", "--no-zygote", "--log-dir", "logs")
     with words_agent(tmp_path, *words, write_script(tmp_path, BODY), ELASTANE_TOKEN=token) as one:
@@ -187,7 +187,7 @@ def test_the_server_that_the_agent_brings_along_has_no_secret_of_the_job(tmp_pat
         assert not spill.holds(token)
 
 
-def test_the_server_that_the_agent_brings_along_listens_on_no_port(tmp_path):
+def test_the_etcd_sidecar_listens_on_no_port(tmp_path):
     words = ("--standalone", "--rdzv-backend", "etcd", "--no-zygote", "--log-dir", "logs")
     with words_agent(tmp_path, *words, write_script(tmp_path, BODY), lead=UMASK_NONE) as one:
         one.told("up.0.0", 60)

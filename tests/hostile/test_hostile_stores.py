@@ -107,7 +107,7 @@ def test_a_link_in_the_place_of_a_folder_is_refused(shared, tmp_path):
 
 @pytest.mark.root
 @pytest.mark.parametrize("owner", [VICTIM, 0], ids=["own", "of an administrator"])
-def test_a_folder_of_this_user_or_of_its_group_is_taken(shared, owner):
+def test_a_folder_of_this_user_or_of_its_group_is_accepted(shared, owner):
     os.chown(shared, owner, VICTIM)
     shared.chmod(0o2770)
     with as_user(VICTIM):
@@ -133,7 +133,7 @@ def test_files_that_a_server_maps_to_another_user_are_ours(shared, monkeypatch):
 
 
 @pytest.mark.root
-def test_the_owner_of_new_files_is_found_and_nothing_is_left_of_it(shared):
+def test_the_owner_of_new_files_is_found_and_the_probe_is_removed(shared):
     os.chown(shared, VICTIM, VICTIM)
     with as_user(VICTIM):
         assert Root(shared)._owner_of_new() == VICTIM

@@ -68,7 +68,7 @@ def test_hosts_that_know_no_name_but_their_own_train_by_addresses(
 
 
 @pytest.mark.soak
-def test_a_host_whose_own_name_is_unknown_trains_where_gloo_is_told_its_card(
+def test_a_host_that_cannot_resolve_its_own_name_trains_with_gloos_interface_set(
     tmp_path: Path,
 ) -> None:
     need_hosts()
@@ -83,7 +83,7 @@ def test_a_host_whose_own_name_is_unknown_trains_where_gloo_is_told_its_card(
 
 
 @pytest.mark.soak
-def test_a_resolver_that_never_answers_delays_no_agent_where_addresses_were_given(
+def test_a_silent_resolver_delays_no_agent_if_addresses_are_given(
     tmp_path: Path,
 ) -> None:
     need_hosts()

@@ -62,7 +62,9 @@ def nobody_steps(job: HostJob, for_s: float) -> None:
     "fault", ["mute", *(pytest.param(f, marks=pytest.mark.soak) for f in ("cut_off", "deafen"))]
 )
 @pytest.mark.soak
-def test_a_member_that_is_cut_off_is_left_behind_and_taken_back(tmp_path: Path, fault: str) -> None:
+def test_the_others_continue_without_a_cut_off_member_and_admit_it_again(
+    tmp_path: Path, fault: str
+) -> None:
     with job_on(tmp_path, "abc") as job:
         begin(job)
         getattr(job.lan, fault)("b")
@@ -89,7 +91,7 @@ def test_the_host_of_the_endpoint_is_cut_off_and_no_side_trains_until_it_is_heal
 
 
 @pytest.mark.soak
-def test_the_host_of_the_endpoint_may_go_on_alone_where_one_node_is_enough(tmp_path: Path) -> None:
+def test_the_host_of_the_endpoint_continues_alone_if_one_node_is_enough(tmp_path: Path) -> None:
     with job_on(tmp_path, "abc", nnodes="1:3") as job:
         begin(job)
         job.lan.cut_off("a")
@@ -115,7 +117,9 @@ def test_the_coordinator_is_cut_off_from_all_and_etcd_and_the_majority_elects_an
 
 
 @pytest.mark.soak
-def test_a_member_that_is_cut_off_from_the_store_alone_trains_on_and_obeys(tmp_path: Path) -> None:
+def test_a_member_cut_off_from_the_store_alone_continues_and_follows_the_coordinator(
+    tmp_path: Path,
+) -> None:
     with job_on(tmp_path, "abc", backend="etcd", options=("--max-restarts", "1")) as job:
         begin(job)
         job.lan.cut_off("b", "s")
@@ -128,7 +132,7 @@ def test_a_member_that_is_cut_off_from_the_store_alone_trains_on_and_obeys(tmp_p
 
 
 @pytest.mark.soak
-def test_a_coordinator_that_is_cut_off_from_the_store_alone_is_followed_by_one_that_is_not(
+def test_a_coordinator_cut_off_from_the_store_alone_is_replaced_by_another_node(
     tmp_path: Path,
 ) -> None:
     with job_on(tmp_path, "abc", backend="etcd") as job:
@@ -171,7 +175,7 @@ def test_an_unreachable_store_stops_no_training_and_is_found_again(tmp_path: Pat
 
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", ["etcd", pytest.param("file", marks=pytest.mark.soak)])
-def test_a_coordinator_that_reaches_the_store_and_no_agent_gives_way_to_those_who_reach_each_other(
+def test_a_coordinator_that_reaches_no_agent_loses_its_leadership(
     tmp_path: Path, backend: str
 ) -> None:
     with job_on(tmp_path, "abc", backend=backend) as job:

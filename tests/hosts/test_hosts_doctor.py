@@ -78,7 +78,7 @@ def test_nodes_that_fit_have_no_fault_between_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_long_way_and_a_card_that_is_not_there_are_named(tmp_path: Path) -> None:
+def test_a_slow_path_and_a_missing_network_card_are_named(tmp_path: Path) -> None:
     with Lan("ab") as lan:
         lan.all_ways("ab", delay_s=0.02)
         env = {"b": {"GLOO_SOCKET_IFNAME": "eth9"}}

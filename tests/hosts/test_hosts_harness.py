@@ -36,7 +36,7 @@ def heard(lan: Lan, sender: str, hearer: str, folder: Path, count: int = 1) -> i
     return log.read_text().count("1")
 
 
-def test_each_fault_is_what_it_is_called(tmp_path: Path) -> None:
+def test_each_simulated_fault_has_its_named_effect(tmp_path: Path) -> None:
     with Lan("ab") as lan:
         assert (heard(lan, "a", "b", tmp_path), heard(lan, "b", "a", tmp_path)) == (1, 1)
         lan.mute("b")

@@ -61,7 +61,7 @@ def in_place_on(folder: Path, backend: str, patch: pytest.MonkeyPatch) -> Iterat
         yield job
 
 
-def test_a_host_that_is_cut_off_is_left_in_place_never_trains_on_and_comes_back_as_an_arrival(
+def test_after_a_cut_the_others_recover_in_place_and_the_host_returns_as_an_arrival(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with in_place_on(tmp_path, "elastane", monkeypatch) as job:
@@ -81,7 +81,7 @@ def test_a_host_that_is_cut_off_is_left_in_place_never_trains_on_and_comes_back_
         assert numbers == sorted(set(numbers)), "no step was done twice"
 
 
-def test_the_host_of_rank_0_and_of_the_coordinator_loses_its_power_and_the_others_go_on_in_place(
+def test_after_a_power_loss_of_rank_0_and_coordinator_the_others_recover_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with in_place_on(tmp_path, "file", monkeypatch) as job:

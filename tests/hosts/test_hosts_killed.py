@@ -66,7 +66,7 @@ def test_the_host_of_the_endpoint_loses_its_power_and_one_of_another_name_at_its
 
 
 @pytest.mark.soak
-def test_the_host_of_the_elected_coordinator_loses_its_power_and_the_others_go_on(
+def test_after_a_power_loss_of_the_elected_coordinator_the_others_continue(
     tmp_path: Path,
 ) -> None:
     with job_on(tmp_path, "abc", backend="file") as job:
@@ -102,7 +102,7 @@ def test_the_host_of_a_coordinator_that_is_no_member_loses_its_power_and_nothing
 
 
 @pytest.mark.soak
-def test_the_host_of_etcds_leader_and_its_agent_lose_their_power_and_a_majority_goes_on(
+def test_after_a_power_loss_of_etcds_leader_and_an_agent_the_majority_continues(
     tmp_path: Path,
 ) -> None:
     need_hosts()

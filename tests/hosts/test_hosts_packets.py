@@ -30,7 +30,7 @@ def decisions_are_made(job: HostJob) -> None:
 
 
 @pytest.mark.soak
-def test_packets_that_are_late_lost_doubled_reordered_and_slow_at_once_cost_time_alone(
+def test_late_lost_doubled_reordered_and_slow_packets_only_cost_time(
     tmp_path: Path,
 ) -> None:
     with job_on(tmp_path, "abc", nnodes="3", options=("--max-restarts", "1")) as job:
@@ -45,7 +45,7 @@ def test_packets_that_are_late_lost_doubled_reordered_and_slow_at_once_cost_time
 
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_network_that_is_bad_in_one_way_costs_time_alone(tmp_path: Path, fault: str) -> None:
+def test_a_network_with_one_fault_only_costs_time(tmp_path: Path, fault: str) -> None:
     with job_on(tmp_path, "abc", nnodes="3", options=("--max-restarts", "3")) as job:
         job.lan.all_ways("abc", **FAULTS[fault])
         job.start_all("abc")

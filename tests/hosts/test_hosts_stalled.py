@@ -11,7 +11,7 @@ from test_hosts_in_place import in_place_on
 from elastane.protocol.log_events import EventKind
 
 
-def test_connections_that_carry_nothing_any_more_are_replaced_and_no_worker_is_blamed(
+def test_dead_connections_are_replaced_and_no_worker_is_blamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with in_place_on(tmp_path, "elastane", monkeypatch) as job:

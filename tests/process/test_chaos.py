@@ -30,7 +30,7 @@ def chaos(runtime, *words):
     )  # fmt: skip
 
 
-def test_faults_hit_a_running_job_are_logged_and_the_job_goes_on(tmp_path, runtime):
+def test_faults_are_logged_as_events_and_the_job_continues(tmp_path, runtime):
     (tmp_path / "work.py").write_text(SCRIPT)
     options = {"preload": "json", "nproc_per_node": 2, "nnodes": "1:2", "max_restarts": 100}
     script = [str(tmp_path / "work.py"), str(tmp_path)]
@@ -56,7 +56,7 @@ def test_faults_hit_a_running_job_are_logged_and_the_job_goes_on(tmp_path, runti
         cluster.wait_done()
 
 
-def test_a_job_that_a_fault_ends_is_an_exit_code(tmp_path, runtime):
+def test_a_job_that_ends_by_a_fault_gives_exit_code_1(tmp_path, runtime):
     (tmp_path / "work.py").write_text(SCRIPT)
     options = {"preload": "json", "nproc_per_node": 1, "nnodes": "1", "max_restarts": 0}
     script = [str(tmp_path / "work.py"), str(tmp_path)]

@@ -49,7 +49,7 @@ def exported(where: Path, to: Path, *words: str) -> int:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_verifying_reading_and_writing_say_how_far_they_are(
+def test_verifying_reading_and_writing_report_their_progress(
     saved, tmp_path, capsys, monkeypatch, suffix
 ):
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
@@ -117,7 +117,7 @@ def test_the_exported_file_has_the_users_mode_and_replaces_an_older_one(
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_file_that_cannot_be_is_an_error_before_anything_is_read(
+def test_a_file_that_cannot_be_written_is_an_error_before_any_read(
     tmp_path, suffix, capsys, monkeypatch
 ):
     def read(*_: object) -> None:
@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_is_an_error_before_anything_is_read(
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_disk_without_room_leaves_what_was_there(saved, tmp_path, suffix):
+def test_a_full_disk_leaves_the_existing_file_unchanged(saved, tmp_path, suffix):
     where, _, _ = saved
     target = tmp_path / f"x{suffix}"
     target.write_bytes(b"older")

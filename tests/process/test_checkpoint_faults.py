@@ -75,7 +75,7 @@ def outcome(process):
     return json.loads(out)
 
 
-def test_of_two_halves_of_a_parted_job_the_later_round_has_the_folder(tmp_path):
+def test_in_a_split_job_only_the_half_of_the_later_round_can_publish(tmp_path):
     old = half(tmp_path, 1, 100_000, 1_000_000)  # it has come further, and would go on for ever
     new = half(tmp_path, 2, 100, 20)
     later, earlier = outcome(new), outcome(old)
@@ -143,7 +143,7 @@ def large(step):
 
 
 @pytest.mark.root
-def test_a_full_disk_costs_the_save_and_nothing_else(limited):
+def test_a_full_disk_fails_the_save_and_nothing_else(limited):
     repository = opened(limited)
     save(repository, 1, large(1))
     for _ in range(3):
@@ -161,7 +161,7 @@ def test_a_full_disk_costs_the_save_and_nothing_else(limited):
 
 
 @pytest.mark.root
-def test_a_disk_without_room_says_so_before_anything_is_written(limited, monkeypatch):
+def test_a_save_without_enough_room_fails_before_any_write(limited, monkeypatch):
     repository, written = opened(limited), []
     save(repository, 1, large(1))
     pwrite = os.pwrite
@@ -174,7 +174,7 @@ def test_a_disk_without_room_says_so_before_anything_is_written(limited, monkeyp
 
 
 @pytest.mark.root
-def test_a_disk_that_fills_up_after_the_files_costs_the_save(limited):
+def test_a_disk_that_fills_up_during_a_save_fails_the_save(limited):
     repository = opened(limited)
     save(repository, 1)
     folder = begin(repository, 2)
@@ -192,7 +192,7 @@ def test_a_disk_that_fills_up_after_the_files_costs_the_save(limited):
 
 
 @pytest.mark.root
-def test_a_read_only_file_system_takes_no_save_and_can_be_restored_from(small, capsys):
+def test_a_read_only_file_system_refuses_saves_and_allows_restores(small, capsys):
     repository = opened(small)
     save(repository, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
@@ -227,7 +227,7 @@ def test_a_read_only_place_without_an_id_is_known_by_its_checkpoints(small):
 
 
 @pytest.mark.root
-def test_a_mount_that_vanishes_is_no_empty_place_and_nothing_is_written_below_it(disk):
+def test_a_lost_mount_does_not_count_as_empty_and_gets_no_write(disk):
     path, image = disk
     repository = opened(path)
     save(repository, 1)
@@ -243,7 +243,7 @@ def test_a_mount_that_vanishes_is_no_empty_place_and_nothing_is_written_below_it
 
 
 @pytest.mark.root
-def test_a_disk_that_cannot_write_costs_the_save_and_is_reported(disk):
+def test_a_write_error_of_the_disk_fails_the_save_and_is_reported(disk):
     """The disk's own file finds no room, which a loop device tells as an error of the disk."""
     path, image = disk
     repository = opened(path)
@@ -259,7 +259,7 @@ def test_a_disk_that_cannot_write_costs_the_save_and_is_reported(disk):
 
 
 @pytest.mark.root
-def test_a_bad_sector_costs_the_checkpoint_that_it_is_in(disk):
+def test_a_bad_sector_only_invalidates_its_own_checkpoint(disk):
     """The end of the disk's own file is cut off: reads there are errors."""
     path, image = disk
     repository = opened(path)
@@ -311,14 +311,14 @@ def saved_while_stopped(server, stopped_s):
     return repository, outcome[0]
 
 
-def test_an_object_store_that_stands_still_delays_the_save(server):
+def test_a_paused_object_store_delays_the_save(server):
     repository, outcome = saved_while_stopped(server, 1)
     assert repository.published()[0].folder == outcome
     assert repository.newest_valid().found.key.step == 2
 
 
 @pytest.mark.soak
-def test_an_object_store_that_stands_still_for_a_minute_costs_the_save_at_most(server):
+def test_an_object_store_paused_for_a_minute_fails_at_most_the_save(server):
     repository, outcome = saved_while_stopped(server, 65)
     expected = 1 if isinstance(outcome, OSError) else 2
     assert repository.newest_valid().found.key.step == expected
@@ -326,7 +326,7 @@ def test_an_object_store_that_stands_still_for_a_minute_costs_the_save_at_most(s
     assert repository.newest_valid().found.key.step == 3
 
 
-def test_an_object_store_that_is_gone_is_no_empty_place(server):
+def test_an_unreachable_object_store_does_not_count_as_empty(server):
     repository = opened(f"s3://{s3_server.BUCKET}/run")
     save(repository, 1)
     server.process.kill()

@@ -63,7 +63,7 @@ class Trained:
         return [*raw, lr, self.generator.get_state().numpy().tobytes()]
 
 
-def test_a_restore_that_takes_long_says_how_far_it_is(tmp_path, monkeypatch, capsys):
+def test_a_long_restore_reports_its_progress(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
     one = Trained()
     with_saved = Checkpointer(tmp_path, every_steps=1)
@@ -112,7 +112,7 @@ def test_a_restored_run_continues_as_if_it_had_never_stopped(tmp_path):
         assert torch.rand(3).tolist() == after[1]
 
 
-def test_a_save_holds_the_state_of_its_step_though_training_goes_on(tmp_path):
+def test_a_save_has_the_state_of_its_step_although_training_continues(tmp_path):
     one, ck = Trained(), Checkpointer(tmp_path / "ck", keep=10)
     ck.restore(one.objects())
     states = {}
@@ -147,7 +147,7 @@ def test_torch_alone_reads_a_checkpoint_whole(tmp_path):
     assert read["scheduler"]["last_epoch"] == 1
 
 
-def test_a_damaged_newest_one_is_named_and_the_one_before_is_restored(tmp_path):
+def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_restored(tmp_path):
     one, ck = Trained(), Checkpointer(tmp_path / "ck")
     ck.restore(one.objects())
     for number in (1, 2):
@@ -181,7 +181,7 @@ def test_if_no_checkpoint_can_be_restored_it_is_an_error(tmp_path):
         Checkpointer(tmp_path / "ck").restore(one.objects())
 
 
-def test_a_run_that_restores_an_older_one_is_the_newest_from_then_on(tmp_path):
+def test_a_run_that_restored_an_older_checkpoint_saves_the_newest_one(tmp_path):
     one, ck = Trained(), Checkpointer(tmp_path / "ck", keep=10)
     ck.restore(one.objects())
     for number in range(1, 6):
@@ -250,7 +250,7 @@ def test_one_call_saves_and_one_loads(tmp_path):
     wait_for(lambda: len(folders(tmp_path / "ck")) == 1)  # the older one goes behind the call
 
 
-def test_the_last_save_is_the_newest_though_an_older_run_made_more_steps(tmp_path):
+def test_the_last_save_is_the_newest_even_if_an_older_run_made_more_steps(tmp_path):
     """A new run in the folder of an old one, and one that goes back: their steps are smaller."""
     for step in (1000, 10, 20, 15, 15):
         elastane.save_checkpoint(tmp_path / "ck", {"step": step}, step=step, keep=2)
@@ -283,7 +283,7 @@ def test_invalid_options_are_refused_by_name(tmp_path, options, named):
         Checkpointer(tmp_path, **options)
 
 
-def test_the_memory_of_one_process_is_no_place_for_checkpoints():
+def test_a_memory_url_is_refused_as_a_place_for_checkpoints():
     with pytest.raises(ConfigurationError, match="memory of one process"):
         Checkpointer("memory://ck")
     with pytest.raises(ConfigurationError, match="memory of one process"):
@@ -301,7 +301,7 @@ def test_an_unusable_place_is_an_error_in_restore(tmp_path):
         Checkpointer(tmp_path / "file" / "ck").restore({"net": torch.nn.Linear(1, 1)})
 
 
-def test_a_killed_snapshot_server_costs_one_save_and_not_the_training(
+def test_a_killed_snapshot_server_loses_one_save_and_training_continues(
     tmp_path, caplog, monkeypatch
 ):
     monkeypatch.setenv("TEST_MARK", str(tmp_path))
@@ -354,7 +354,7 @@ def test_a_requested_save_that_was_missed_is_reported_at_the_end(tmp_path, monke
         ck.save(4)
 
 
-def test_a_requested_save_that_storage_had_no_time_for_is_reported(tmp_path, monkeypatch):
+def test_a_requested_save_that_storage_did_not_finish_is_reported(tmp_path, monkeypatch):
     one, ck = Trained(), Checkpointer(tmp_path / "ck")
     ck.restore(one.objects())
     one.step()

@@ -129,7 +129,9 @@ def test_a_broken_connection_does_not_release_shared_memory(known, tmp_path, hel
     assert two.equals(known)
 
 
-def test_missing_memory_costs_a_slot_and_no_value(known, tmp_path, monkeypatch, caplog):
+def test_without_memory_for_copies_tensors_stay_in_the_snapshot_with_their_values(
+    known, tmp_path, monkeypatch, caplog
+):
     def refuse(address: int, size: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -165,7 +167,7 @@ def test_a_partly_loaded_state_gets_its_own_memory_too(known, tmp_path):
 
 
 @pytest.mark.parametrize(("call", "where"), [("held", "storage"), ("release", "memory")])
-def test_a_snapshot_server_lost_during_a_restore_costs_no_restore(
+def test_a_restore_succeeds_although_the_snapshot_server_is_killed(
     call, where, node, tmp_path, monkeypatch, caplog
 ):
     one, two = Trained(), Trained()

@@ -82,7 +82,7 @@ def loss(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return float(error)
 
 
-def test_every_optimizer_and_schedule_of_torch_goes_on_as_if_it_had_never_stopped(tmp_path):
+def test_every_optimizer_and_schedule_of_torch_continues_exactly(tmp_path):
     one, other = Runs(), Runs()
     with Checkpointer(tmp_path / "ck") as checkpointer:
         checkpointer.restore(one.objects())
@@ -230,7 +230,7 @@ def test_a_buffer_that_is_one_number_many_times_is_left_to_torch(tmp_path):
         elastane.load_checkpoint(tmp_path / "net", {"net": net})
 
 
-def test_steps_are_whole_numbers_of_any_kind_and_what_is_none_is_named(tmp_path):
+def test_steps_may_be_any_whole_number_and_other_values_are_refused(tmp_path):
     with Checkpointer(tmp_path / "ck", every_steps=1) as checkpointer:
         checkpointer.restore({"net": torch.nn.Linear(1, 1)})
         assert not checkpointer.maybe_save(0), "nothing has been done"
@@ -266,6 +266,6 @@ def test_a_place_without_a_name_is_refused(where):
             refused(where)
 
 
-def test_a_place_in_ones_home_is_found_there(tmp_path, monkeypatch):
+def test_a_place_with_a_tilde_is_in_the_users_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Checkpointer("~/ck").where == str(tmp_path / "ck")

@@ -15,7 +15,7 @@ COUNTED = "rank 0 made 1 all-reduce since the last commit, and rank 1 2 all-redu
 
 
 @pytest.mark.parametrize("odd", ["none", "stands", "passed"])
-def test_members_whose_collectives_differ_all_hear_of_both_sides(odd):
+def test_differing_collectives_are_reported_with_both_sides_on_all_members(odd):
     with Crew(3, "commits_with", odd) as crew:
         crew.hear_all()
         if odd == "stands":
@@ -62,7 +62,7 @@ AHEAD = "rank 0 made 1 all-reduce since the last commit, and rank 1 "
 
 
 @pytest.mark.parametrize("then", ["insist", "step", "stand"])
-def test_who_goes_ahead_of_a_member_with_a_surplus_collective_commits_and_saves_no_more(then):
+def test_members_ahead_of_a_surplus_collective_neither_commit_nor_save_again(then):
     with Crew(3, "goes_ahead", then) as crew:
         assert crew.hear_all(0, 2) == ["committed"] * 2
         if then == "stand":
@@ -98,7 +98,7 @@ def test_a_job_commits_no_step_in_which_ranks_made_different_collectives(tmp_pat
         pytest.param("verify", marks=pytest.mark.soak),
     ],
 )
-def test_what_follows_a_commit_is_not_believed_before_all_made_the_same(tmp_path, then):
+def test_no_end_retry_or_save_follows_a_commit_with_differing_collectives(tmp_path, then):
     options = {"nproc_per_node": 3, "max_restarts": 0, "tee": "3", "preload": PRELOAD_OPTIMIZER}
     words = [str(SURPLUS), then, str(tmp_path / "saves")]
     with LocalCluster(words, folder=tmp_path, **options) as cluster:

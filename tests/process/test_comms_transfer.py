@@ -52,7 +52,7 @@ def test_one_wrong_bit_is_noticed(how):
 
 
 @pytest.mark.parametrize("how", ["refused", "another"])
-def test_where_one_cannot_read_the_other_the_group_does_it(how):
+def test_state_goes_over_the_group_if_a_process_cannot_read_the_other(how):
     with Crew(2, "transfer_without_memory", how) as crew:
         assert len(set(crew.hear_all())) == 1
 

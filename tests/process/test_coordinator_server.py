@@ -37,7 +37,7 @@ def test_sessions_are_numbered_once_and_say_when_they_end():
     play(scenario)
 
 
-def test_the_last_words_of_a_session_are_heard_before_its_end():
+def test_the_last_message_of_a_session_is_handled_before_its_end():
     async def scenario():
         async with Desk() as desk:
             session = await desk.join()
@@ -165,7 +165,7 @@ def test_refusals_are_logged_ten_times_and_then_counted():
     play(scenario)
 
 
-def test_a_proven_session_that_turns_to_garbage_breaks_alone():
+def test_garbage_on_a_proven_session_only_ends_that_session():
     async def scenario():
         async with Desk() as desk:
             good, bad = await desk.join(), await desk.join()
@@ -294,7 +294,7 @@ def test_constant_ticks_do_not_starve_sessions():
     play(scenario)
 
 
-def test_status_is_a_question_and_an_answer():
+def test_a_status_query_gets_one_answer():
     async def scenario():
         async with Desk() as desk:
             report = await query("127.0.0.1", desk.port, JOB, SECRET)

@@ -61,7 +61,7 @@ def test_a_lost_lease_ends_the_coordinator_before_later_effects():
     play(scenario)
 
 
-def test_a_fault_of_the_machine_is_logged_and_ends_service_where_agents_see_it(caplog):
+def test_a_bug_in_the_rules_is_logged_and_ends_the_coordinator(caplog):
     async def scenario():
         async with Desk() as desk:
             session = await desk.join()
@@ -91,7 +91,7 @@ def test_a_store_that_fails_ends_service_too():
     play(scenario)
 
 
-def test_the_end_of_the_job_reaches_every_agent_before_the_coordinator_is_gone():
+def test_the_jobs_end_reaches_every_agent_before_the_coordinator_ends():
     async def scenario():
         async with Desk() as desk:
             session = await desk.join()

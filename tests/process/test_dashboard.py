@@ -182,7 +182,7 @@ def test_a_stream_continues_where_a_lost_connection_ended(served):
     assert set(data) == {"now_s"}, "a heartbeat"
 
 
-def test_clients_that_do_not_read_and_a_crowd_keep_no_user_out(served):
+def test_a_crowd_of_clients_that_do_not_read_does_not_block_users(served):
     request = b"GET /api/jobs/ended/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with ExitStack() as stack:
         crowd = []
@@ -229,7 +229,7 @@ def test_other_users_of_the_machine_are_refused(served):
     assert "RemoteDisconnected" in other.stderr or "ConnectionReset" in other.stderr
 
 
-def test_elsewhere_than_on_the_loopback_the_token_is_asked_for(tmp_path):
+def test_the_token_is_required_unless_on_the_loopback(tmp_path):
     secret = tmp_path / "token"
     secret.write_text("correct horse\n")
     served = Served(tmp_path, "--token-file", str(secret))
@@ -251,7 +251,7 @@ def test_elsewhere_than_on_the_loopback_the_token_is_asked_for(tmp_path):
         served.close()
 
 
-def test_the_log_of_a_worker_is_its_newest_life(served):
+def test_the_log_of_a_worker_is_that_of_its_newest_process(served):
     folder = served.logs / "ended" / "round_1" / "attempt_0" / "rank_0"
     folder.mkdir(parents=True)
     (folder / "worker.jsonl").write_text('{"node": "a", "host": "h", "local_rank": 0, "rank": 0}\n')

@@ -172,7 +172,7 @@ def test_a_chart_of_what_the_script_logs_reads_out_and_grows(served):
     assert "<b>late" in text
 
 
-def test_who_was_slow_reads_out_by_keys_and_opens_the_output_of_a_worker(served):
+def test_the_heat_map_works_by_keyboard_and_opens_the_output_of_a_worker(served):
     url, job = served
     shutil.copytree(job, job.parent / "slow")
     output = job.parent / "slow" / "round_6" / "attempt_0" / "rank_9"
@@ -209,7 +209,7 @@ def test_who_was_slow_reads_out_by_keys_and_opens_the_output_of_a_worker(served)
     assert read[0].startswith("node-a · 1: ") and "× the median at " in read[-1]
 
 
-def test_the_page_moves_with_the_job_without_being_loaded_again(served):
+def test_the_page_follows_the_job_without_a_reload(served):
     url, job = served
 
     async def look(page):

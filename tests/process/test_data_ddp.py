@@ -20,7 +20,7 @@ def trained(folder, world):
     return json.loads(out.read_text())
 
 
-def test_ranks_without_samples_take_part_and_change_nothing(tmp_path):
+def test_ranks_without_samples_take_part_and_do_not_change_the_weights(tmp_path):
     """Steps of 2 samples and a last one of 1, in two micro-batches, on 3 ranks and on 1."""
     (of_one, place, alone), (of_three, same_place, together) = (
         trained(tmp_path, world) for world in (1, 3)

@@ -129,7 +129,7 @@ def test_the_demo_restarts_a_script_that_knows_nothing_of_it(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_demo_that_is_ended_takes_all_its_processes_along(tmp_path, number):
+def test_an_interrupted_demo_leaves_no_process(tmp_path, number):
     """It starts although the environment has settings that are meant for another job."""
     folder = tmp_path / "kept"
     wrong = {"PET_RDZV_BACKEND": "static", "PET_NPROC_PER_NODE": "7", "ELASTANE_NODE_ID": "mine"}

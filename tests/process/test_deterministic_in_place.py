@@ -97,7 +97,7 @@ class Changing:
         return [self.folder / "a", self.folder / "b" / "digests.jsonl"]
 
 
-def test_rank_0_killed_a_node_killed_an_arrival_and_a_leave_change_no_bit(tmp_path):
+def test_kills_an_arrival_and_a_departure_change_no_bit(tmp_path):
     job = Changing(tmp_path)
     with job.cluster:
         job.start("a", "b", "c")

@@ -7,7 +7,7 @@ WORLDS = (5, 4, 3, 2, 1)
 STEPS = 60
 
 
-def test_after_60_steps_worlds_of_one_to_five_hold_the_same_to_the_bit():
+def test_worlds_of_one_to_five_workers_are_bitwise_equal_after_60_steps():
     with Crew(5, "trains_in_worlds", WORLDS, STEPS) as crew:
         found = [crew.hear(worker) for worker in range(5) for size in WORLDS if worker < size]
     assert len(found) == 15

@@ -68,7 +68,7 @@ def first_new_step(folder: Path, old: int) -> int:
 
 
 @pytest.mark.soak
-def test_after_sigkill_it_goes_on_from_the_checkpoint_at_another_world_size(tmp_path):
+def test_after_sigkill_training_resumes_from_the_checkpoint_in_another_world_size(tmp_path):
     with training(tmp_path, 1) as workers:
         wait_for_step(tmp_path, 50)
         workers[0].kill()
@@ -82,7 +82,7 @@ def test_after_sigkill_it_goes_on_from_the_checkpoint_at_another_world_size(tmp_
 
 
 @pytest.mark.soak
-def test_sigterm_to_one_worker_stops_all_after_the_same_step_and_none_is_redone(tmp_path):
+def test_sigterm_to_one_worker_stops_all_after_one_step_and_no_step_is_repeated(tmp_path):
     with training(tmp_path, 2) as workers:
         wait_for_step(tmp_path, 30)
         workers[1].send_signal(signal.SIGTERM)
@@ -94,7 +94,7 @@ def test_sigterm_to_one_worker_stops_all_after_the_same_step_and_none_is_redone(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_it_learns_the_digits_at_any_world_size(tmp_path, world_size):
+def test_the_example_learns_the_digits_at_any_world_size(tmp_path, world_size):
     with training(tmp_path, world_size, "--epochs", "10") as workers:
         assert [w.wait(DEADLINE_S) for w in workers] == [0] * world_size
     assert progress(tmp_path)[-1]["final_accuracy"] >= 0.97

@@ -103,7 +103,7 @@ def test_the_limit_of_silence_is_longer_than_any_phase():
     assert max(phase_limit_s(phase, meeting.NODES_MAX) for phase in (1, 2)) < meeting.SILENT_MAX_S
 
 
-def test_a_place_where_gloo_is_another_process_is_told():
+def test_another_process_at_the_port_of_gloo_is_reported():
     port = free_port()
     other = page().gloo
     with socket.socket() as stranger:
@@ -133,7 +133,7 @@ def test_a_node_alone_and_one_without_a_meeting_end_in_time():
         assert meet(away, silent).error == REFUSED
 
 
-def test_a_program_at_the_endpoint_that_speaks_otherwise_is_told():
+def test_another_program_at_the_endpoint_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def speak():
@@ -192,7 +192,7 @@ def test_a_phase_is_complete_when_all_have_posted():
     assert asked(board, b"c", 0).is_full
 
 
-def test_the_set_closes_without_the_late_and_goes_on_without_the_silent():
+def test_the_meeting_starts_without_late_nodes_and_continues_without_silent_ones():
     clock = Clock()
     board = Board(3, 100.0, clock)
     asked(board, b"a", 0)
@@ -217,7 +217,7 @@ def test_the_host_of_the_endpoint_has_the_address_at_which_others_reach_it():
         assert {one.name: one.address for one in found} == {"a": "10.0.0.1", "b": "10.0.0.2"}
 
 
-def test_a_node_that_is_one_too_many_is_told_so():
+def test_a_surplus_node_is_refused_with_the_reason():
     port = free_port()
     board = Board(1, WAIT_S, time.monotonic)
     server = meeting.BoardServer(meeting.listen("127.0.0.1", port), board)

@@ -181,7 +181,7 @@ def test_workers_have_the_variables_that_torchs_agent_gives(case, tmp_path, monk
         assert env["ELASTANE_JOB"] == env["TORCHELASTIC_RUN_ID"] == "local-run"
 
 
-def test_a_device_that_is_not_there_is_refused_as_in_torch(monkeypatch):
+def test_a_missing_device_is_refused_as_in_torch(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=3"):
         agent_of(args=("-c", ""), virtual_local_rank=True).run()
@@ -245,7 +245,7 @@ class _Old:
 
 
 @pytest.mark.parametrize("port", ["no-number", "taken"])
-def test_a_port_that_will_not_do_costs_the_health_checks_alone(port, monkeypatch, caplog):
+def test_an_unusable_port_only_disables_the_health_checks(port, monkeypatch, caplog):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         text = str(taken.getsockname()[1]) if port == "taken" else port
         monkeypatch.setenv(module.TORCHELASTIC_HEALTH_CHECK_PORT, text)

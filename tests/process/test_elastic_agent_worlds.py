@@ -78,7 +78,7 @@ def test_agents_of_two_nodes_share_a_world_and_its_restarts(tmp_path, nodes):
     assert [a.wait(), b.wait()] == [0, 0]
 
 
-def test_an_agent_that_is_killed_is_left_behind_and_one_that_comes_is_taken_in(tmp_path, nodes):
+def test_agents_continue_without_a_killed_one_and_admit_a_new_one(tmp_path, nodes):
     world = nodes("1:2")
     a = world.start("a")
     told(tmp_path, 1, WORLD_SIZE="1", NODE="a")

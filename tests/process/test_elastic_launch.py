@@ -201,7 +201,7 @@ def test_nodes_that_do_not_come_are_the_timeout_that_torchs_callers_catch():
         elastic_launch(wanted, sys.executable)("-c", "")
 
 
-def test_what_cannot_be_launched_is_said_before_anything_starts():
+def test_an_unusable_configuration_is_refused_before_any_start():
     with pytest.raises(AssertionError, match="entrypoint is missing"):
         launch_agent(config(), None, [])
     with pytest.raises(ValueError, match=r"HOST:PORT|port"):

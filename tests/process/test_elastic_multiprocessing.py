@@ -195,7 +195,7 @@ def test_close_ends_a_child_that_ignores_sigterm_and_what_it_started(tmp_path):
     context.close()
 
 
-def test_wait_with_no_time_only_looks():
+def test_wait_with_timeout_zero_returns_at_once():
     context = start(fail_at, args_of(1, 5))
     try:
         assert context.wait(0) is None
@@ -231,7 +231,7 @@ def test_maps_that_are_not_of_all_local_ranks_are_refused():
         start_processes("t", "/no/such/program", {0: ()}, envs_of(1), SPECS())
 
 
-def test_it_works_off_the_main_thread_and_leaves_foreign_children_alone():
+def test_processes_can_start_from_a_thread_and_foreign_children_are_left_alone():
     foreign = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(7)"])
     found = []
     thread = threading.Thread(target=lambda: found.append(start(echo, args_of(2)).wait(30)))

@@ -78,7 +78,7 @@ def test_a_segmentation_fault_shows_the_python_and_the_native_stack(tmp_path: Pa
     assert "in deep" in box(one)
 
 
-def test_a_kill_from_outside_is_not_taken_for_want_of_memory(tmp_path: Path) -> None:
+def test_a_kill_by_another_process_is_not_reported_as_out_of_memory(tmp_path: Path) -> None:
     one, report = failed(tmp_path, only("os.kill(os.getpid(), 9)"), *LIGHT)
     assert report.root_cause is not None
     assert "from outside" in report.root_cause.evidence
@@ -87,7 +87,7 @@ def test_a_kill_from_outside_is_not_taken_for_want_of_memory(tmp_path: Path) -> 
 
 @pytest.mark.root
 @pytest.mark.skipif(os.getuid() != 0, reason="a memory cgroup is made by root")
-def test_a_kill_for_want_of_memory_is_told_with_its_limit(tmp_path: Path) -> None:
+def test_an_out_of_memory_kill_is_reported_with_its_limit(tmp_path: Path) -> None:
     group = _memory_group(200 << 20)
     if group is None:
         pytest.skip("no memory cgroup can be made here")
@@ -168,7 +168,7 @@ def test_a_record_of_torchs_own_is_kept_and_not_replaced(tmp_path: Path) -> None
     assert "told by torch" in report.root_cause.message
 
 
-def test_a_launcher_that_is_a_worker_itself_hands_the_root_cause_on(tmp_path: Path) -> None:
+def test_a_launcher_inside_a_worker_passes_the_root_cause_on(tmp_path: Path) -> None:
     own = tmp_path / "own.json"
     failed(tmp_path, only("raise ValueError('inner')"), *LIGHT, TORCHELASTIC_ERROR_FILE=str(own))
     error = read_error_file(str(own))
@@ -187,7 +187,7 @@ def test_a_job_that_ends_well_is_reported_too(tmp_path: Path) -> None:
     assert (report.ok, report.exit_code, report.failures) == (True, 0, [])
 
 
-def test_a_report_that_cannot_be_written_has_no_say_in_the_end(tmp_path: Path) -> None:
+def test_an_unwritable_report_does_not_change_the_exit_code(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with agent(tmp_path, "--report-file", "file/report.json", body="pass") as one:
         assert one.wait() == 0
@@ -224,7 +224,7 @@ def test_explain_tells_every_attempt_and_its_failures_after_the_job(tmp_path: Pa
     assert {f["exit"] for f in stopped} == {"SIGTERM"}
 
 
-def test_explain_tells_of_a_job_whose_agents_were_all_killed(tmp_path: Path) -> None:
+def test_explain_works_for_a_job_whose_agents_were_all_killed(tmp_path: Path) -> None:
     options = ("--nproc-per-node", "2", "--max-restarts", "2", *LIGHT)
     with agent(tmp_path, *options, body=FLAKY + "\n    tell('on')\n    hang()\n") as one:
         (tmp_path / "end").touch()

@@ -119,7 +119,7 @@ def _b64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def test_standalone_brings_an_etcd_along_and_takes_it_away(tmp_path: Path) -> None:
+def test_standalone_starts_an_etcd_and_ends_it(tmp_path: Path) -> None:
     options = ("--rdzv-backend", "etcd", "--rdzv-id", "side")
     with agent(tmp_path, *options, body="tell('ran')\nwait_for('end')") as one:
         one.told("ran.0.0")

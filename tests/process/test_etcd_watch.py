@@ -71,9 +71,7 @@ def test_a_watch_from_a_version_that_the_server_has_forgotten_gives_the_last_one
     run(tmp_path, scenario)
 
 
-def test_what_is_forgotten_between_a_watchs_look_and_its_stream_is_looked_up_again(
-    tmp_path, monkeypatch
-):
+def test_a_version_compacted_between_read_and_watch_is_read_again(tmp_path, monkeypatch):
     async def scenario(reader, writer, cluster):
         first = await write(writer, "k", [b"1"])
         look, meanwhile = reader._read, [b"2", b"3"]

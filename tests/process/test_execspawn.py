@@ -97,7 +97,7 @@ def test_signals_reach_the_worker_and_its_group_and_no_process_once_it_is_gone(
     runner.run(scenario())
 
 
-def test_a_handler_is_seen(runner: asyncio.Runner, spawner: ExecSpawner) -> None:
+def test_a_workers_signal_handler_runs(runner: asyncio.Runner, spawner: ExecSpawner) -> None:
     async def scenario() -> None:
         code = "import signal, time; signal.signal(signal.SIGTERM, print); time.sleep(600)"
         one = await spawner.spawn(command("exec", sys.executable, "-c", code))
@@ -113,7 +113,9 @@ def test_a_handler_is_seen(runner: asyncio.Runner, spawner: ExecSpawner) -> None
     runner.run(scenario())
 
 
-def test_many_may_wait_and_late(runner: asyncio.Runner, spawner: ExecSpawner) -> None:
+def test_several_callers_may_wait_also_after_the_end(
+    runner: asyncio.Runner, spawner: ExecSpawner
+) -> None:
     async def scenario() -> None:
         worker = await spawner.spawn(command("exec", "sh", "-c", "exit 9"))
         first = asyncio.create_task(worker.wait())
@@ -125,7 +127,7 @@ def test_many_may_wait_and_late(runner: asyncio.Runner, spawner: ExecSpawner) ->
     runner.run(scenario())
 
 
-def test_a_status_that_another_wait_consumed_is_no_hang(runner: asyncio.Runner) -> None:
+def test_a_wait_ends_even_if_another_wait_consumed_the_status(runner: asyncio.Runner) -> None:
     async def scenario() -> None:
         assert await ended(adopt(pid, pidfd)) == EXIT_UNKNOWN
 

@@ -24,7 +24,9 @@ from elastane.stores.protocol import ConflictError
 
 
 @asynchronous
-async def test_what_is_made_is_private_and_a_deleted_value_is_gone_from_the_disk(tmp_path) -> None:
+async def test_created_files_are_private_and_a_deleted_value_is_removed_from_the_disk(
+    tmp_path,
+) -> None:
     folder = tmp_path / "a" / "store"
     keys = JobKeys(FileStore(folder), "job")
     election = elect(keys.store, "job", QUICK)
@@ -47,7 +49,7 @@ async def test_a_folder_that_every_user_can_write_is_refused(tmp_path) -> None:
 
 
 @asynchronous
-async def test_a_vanished_folder_is_named_and_not_made_anew(tmp_path) -> None:
+async def test_a_vanished_folder_is_named_and_not_created_again(tmp_path) -> None:
     folder = tmp_path / "shared"
     store = FileStore(folder)
     entry = await store.compare_and_set("k", b"1", 0)
@@ -99,7 +101,7 @@ def remount_read_only(path: Path) -> None:
 
 @pytest.mark.root
 @asynchronous
-async def test_a_full_disk_is_named_and_costs_the_holder_nothing(small) -> None:
+async def test_a_full_disk_is_named_and_the_holder_keeps_its_lease(small) -> None:
     store = FileStore(small)
     entry = await store.compare_and_set("k", b"1", 0)
     lease = await store.lease("seat", b"x", 5.0)
@@ -132,7 +134,7 @@ async def test_a_read_only_folder_is_named_and_can_still_be_read(small) -> None:
 
 @pytest.mark.parametrize("late_s", [0.0, 0.1], ids=["in time", "a thread that begins late"])
 @asynchronous
-async def test_a_folder_that_hangs_holds_up_neither_loop_nor_caller(
+async def test_a_hanging_folder_blocks_neither_the_event_loop_nor_the_caller(
     tmp_path, monkeypatch, late_s
 ) -> None:
     hanging, release = threading.Event(), threading.Event()

@@ -129,7 +129,7 @@ def test_lost_workers_come_back_at_the_next_checkpoint_and_no_step_before_it_is_
         job.ends_well("a")
 
 
-def test_a_script_that_does_not_resume_grows_once_and_is_told_so(tmp_path):
+def test_a_script_that_does_not_resume_grows_once_with_a_warning(tmp_path):
     job = GrowingJob(tmp_path)
     (job.folder / "never-load").touch()
     with job.cluster as cluster:
@@ -152,7 +152,7 @@ def test_a_script_that_does_not_resume_grows_once_and_is_told_so(tmp_path):
         job.ends_well("a")
 
 
-def test_a_worker_killed_while_it_saves_is_taken_in_at_the_checkpoint_of_another(tmp_path):
+def test_a_worker_killed_in_its_save_returns_at_another_workers_checkpoint(tmp_path):
     job = GrowingJob(tmp_path, max_restarts=1)
     with job.cluster as cluster:
         cluster.start("a")
@@ -200,7 +200,7 @@ def test_no_worker_is_killed_in_a_save_and_none_restarts_before_it_is_whole(tmp_
         job.ends_well("a", "b")
 
 
-def test_nodes_that_come_late_leave_and_come_back_are_taken_in_at_checkpoints(tmp_path):
+def test_late_and_returning_nodes_join_at_checkpoints(tmp_path):
     job = GrowingJob(tmp_path, nproc_per_node=1)
     with job.cluster as cluster:
         cluster.start("a")

@@ -238,7 +238,7 @@ def test_a_failure_has_its_exit_code_box_report_and_error_file(start, tmp_path):
 
 
 @pytest.mark.soak
-def test_the_budget_is_told_where_it_is_used_up(start):
+def test_a_used_up_budget_is_reported(start):
     one = start("raise SystemExit(3)", "--max-restarts", "1")
     assert one.wait() == 1
     assert "all 1 restarts of this node are used (--max-restarts)" in one.err

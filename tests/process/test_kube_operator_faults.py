@@ -169,7 +169,7 @@ def test_a_dropped_version_leads_to_a_new_list_with_the_missed_changes():
     play(scenario)
 
 
-def test_a_stale_cache_creates_no_pod_twice():
+def test_a_delayed_watch_does_not_create_a_pod_twice():
     """The watch tells of no pod while a job is decided upon again and again."""
 
     async def scenario(kube):

@@ -58,7 +58,7 @@ def test_a_plugin_gets_its_input_and_returns_a_token(tmp_path):
     assert found.authorization == "Bearer v1beta1.False.here.https://kube:6443.a.1"
 
 
-def test_many_who_ask_at_once_run_it_once_and_so_does_who_asks_later(tmp_path):
+def test_concurrent_and_later_callers_share_one_run_of_the_plugin(tmp_path):
     identity = plugin(tmp_path, COUNTED.format(tmp_path / "runs") + said(token="t"))
 
     async def check():

@@ -49,7 +49,7 @@ SPLIT = json.dumps({"type": "MODIFIED", "object": thing("x", "7")}).encode()
     ],
     [STREAM, changed("ADDED", "60"), HANG],
 )
-async def test_a_watch_gives_each_event_and_goes_on_from_the_last_where_the_server_ends_it(server):
+async def test_a_watch_resumes_from_the_last_event_after_the_server_ended_it(server):
     seen = await taken(server, 7)
     assert [(one.change, one.version) for one in seen] == [
         ("ADDED", "6"),

@@ -108,7 +108,7 @@ def test_a_temporary_folder_that_is_not_there_is_named(call, monkeypatch):
     assert caught.value.slug == "function-folder"
 
 
-def test_a_machine_without_any_temporary_folder_is_told_so(call, monkeypatch):
+def test_a_machine_without_a_temporary_folder_is_an_error_that_says_so(call, monkeypatch):
     def none():
         raise FileNotFoundError("No usable temporary directory found")
 
@@ -162,7 +162,7 @@ def test_arguments_that_are_no_sequence_are_refused(args):
         elastane.launch(ranked, args)
 
 
-def test_a_typo_in_an_option_is_told_the_nearest(call):
+def test_a_misspelt_option_is_refused_with_the_nearest_name(call):
     with pytest.raises(UsageError, match="did you mean max_restarts"):
         call(ranked, max_restart=3)
 

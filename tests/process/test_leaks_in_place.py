@@ -34,7 +34,7 @@ def held(job):
     ],
     ids=["shown", "redirected", "with-a-spare"],
 )
-def test_descriptors_and_threads_of_an_agent_stay_flat_whatever_dies(tmp_path, options):
+def test_descriptors_and_threads_of_an_agent_do_not_grow_with_lost_workers(tmp_path, options):
     conf = {"crash_loop": 0}
     job = InPlace(tmp_path, nnodes="1", nproc_per_node=2, min_workers=1, rdzv_conf=conf, **options)
     job.spares = "spares_per_node" in options

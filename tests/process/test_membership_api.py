@@ -336,7 +336,7 @@ def test_a_forked_child_is_no_member_and_does_not_keep_the_dead_alive(cluster: C
     os.kill(int(child), signal.SIGKILL)
 
 
-def test_a_fault_of_the_thread_is_told_and_raised(
+def test_an_error_of_the_thread_is_logged_and_raised(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = cluster.new((1, 1))

@@ -62,7 +62,7 @@ def test_gcp_answers_a_request_that_waits_as_soon_as_the_value_changes():
         assert read(maintenance(), fake) == []
 
 
-def test_azure_tells_the_events_of_this_machine():
+def test_azure_returns_the_events_of_this_machine():
     with FakeAzure() as fake:
         server = AzureMetadata()
         assert read(server, fake) == []

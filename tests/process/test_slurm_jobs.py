@@ -172,7 +172,7 @@ def test_srun_needs_no_option_and_ranks_follow_slurms_order(bed, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_preempted_job_is_requeued_and_goes_on_without_a_lost_step(bed, tmp_path):
+def test_a_preempted_job_is_requeued_and_resumes_without_a_lost_step(bed, tmp_path):
     job = Training(bed, tmp_path, "2")
     job.wait_steps(5)
     preempt(bed)
@@ -255,7 +255,7 @@ def test_a_drained_node_is_left_at_the_next_requeue(bed, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_job_saves_before_its_time_limit_and_goes_on_after_it(bed, tmp_path):
+def test_a_job_saves_before_its_time_limit_and_resumes_after_it(bed, tmp_path):
     more = ["--time", "2", "--notice", "30", "--shutdown-timeout", "5"]
     job = Training(bed, tmp_path, "2", more=more)
     job.wait_restart(1, world=2)

@@ -94,7 +94,7 @@ def test_without_replicas_a_lost_nodes_part_is_lost_and_storage_is_older(tmp_pat
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_where_the_others_leave_after_a_loss_a_new_run_goes_on_from_the_last_step(
+def test_after_a_loss_and_the_departure_of_all_a_new_run_resumes_from_the_last_step(
     tmp_path,
 ):
     job = Apart(tmp_path, snapshot_replicas=1)

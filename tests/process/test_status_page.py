@@ -149,7 +149,7 @@ def test_a_gate_that_is_released_lets_the_worker_continue(
     assert callers[0]() is True
 
 
-def test_a_parked_worker_goes_on_when_released(page: StatusPage, callers: list[Caller]) -> None:
+def test_a_parked_worker_continues_when_released(page: StatusPage, callers: list[Caller]) -> None:
     callers.append(Caller(page))
     page.gate()
     page.aim(1)

@@ -138,7 +138,7 @@ def test_each_sample_is_committed_once_while_workers_are_killed_leave_and_arrive
     assert not job.cluster.events("restart")
 
 
-def test_a_job_that_lost_all_workers_goes_on_within_its_shards_from_a_checkpoint(tmp_path):
+def test_after_the_loss_of_all_workers_a_job_resumes_within_its_shards(tmp_path):
     job = Streamed(tmp_path, "lists", 4)
     with job.cluster:
         nodes = [job.cluster.start(name) for name in "ab"]

@@ -229,7 +229,7 @@ def test_a_job_is_watched_from_its_start_over_a_kill_and_a_resized_window_to_its
     ],
     ids=["q", "ctrl-c", "SIGINT", "SIGTERM", "SIGHUP"],
 )
-def test_leaving_gives_the_terminal_back_with_the_last_frame(tmp_path, leave, code):
+def test_leaving_restores_the_terminal_and_keeps_the_last_frame(tmp_path, leave, code):
     write(tmp_path / "logs" / "silent", *STORY)
     with Person("silent") as person:
         person.sees("? silent", "no word for", "q leaves")
@@ -240,7 +240,7 @@ def test_leaving_gives_the_terminal_back_with_the_last_frame(tmp_path, leave, co
         assert "? silent" in person.screen.after
 
 
-def test_a_stopped_view_gives_the_terminal_back_until_it_goes_on(tmp_path):
+def test_a_stopped_view_restores_the_terminal_until_it_continues(tmp_path):
     write(tmp_path / "logs" / "silent", *STORY)
     with Person("silent") as person:
         person.sees("? silent")

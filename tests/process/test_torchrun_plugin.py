@@ -180,7 +180,7 @@ def status(env: dict[str, str]) -> dict[str, Any]:
     return json.loads(said.stdout)
 
 
-def test_a_killed_node_costs_an_elastic_job_seconds_one_that_comes_is_taken_in_and_one_leaves(
+def test_an_elastic_job_survives_a_killed_node_an_arrival_and_a_departure(
     job: Callable[..., Torchruns], tmp_path: Path
 ) -> None:
     """`elastane status` shows the job while it runs, and not afterwards."""

@@ -127,7 +127,7 @@ def test_twin_modules_keep_their_gradients_and_counts_their_scale_as_a_worker_is
         ("muon", True, "the optimizer DealtOut calls allreduce (sum) in its step"),
     ],
 )
-def test_what_has_no_known_meaning_among_fewer_workers_restarts_all(
+def test_collectives_without_a_meaning_for_fewer_workers_restart_all(
     tmp_path, mode, may_change, reason
 ):
     job = Unmodified(tmp_path, mode, nproc_per_node=2, max_restarts=1, ranks_may_change=may_change)
@@ -209,7 +209,9 @@ def test_a_worker_that_dies_after_its_program_has_ended_well_restarts_no_other(t
         ("join", "torch.distributed.algorithms.join, as model.join() makes it"),
     ],
 )
-def test_what_is_not_of_all_workers_is_refused_with_the_call_and_the_way_out(tmp_path, mode, call):
+def test_calls_that_not_all_workers_share_are_refused_with_the_call_and_a_remedy(
+    tmp_path, mode, call
+):
     job = Unmodified(tmp_path, mode, nproc_per_node=2)
     with job.cluster as cluster:
         node = cluster.start("a")

@@ -200,7 +200,7 @@ def test_a_preload_that_asks_for_devices_forks_workers_that_see_the_same(tmp_pat
     in_folder(tmp_path, scenario, "asking")
 
 
-def test_a_zygote_that_cannot_live_is_given_up(tmp_path: Path) -> None:
+def test_a_zygote_that_always_dies_is_given_up(tmp_path: Path) -> None:
     async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
         await eventually(lambda: len(told.of("died")) == client.DEATHS_MAX, "no more tries")
         assert await ended(await spawner.spawn(command("script", quick(tmp_path)))) == 0

@@ -73,7 +73,7 @@ def test_the_probe_finds_the_same(both: Both, parts: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["probe.py", "./probe.py", "../scripts/probe.py", "link.py"])
-def test_a_relative_path_is_shown_as_ever(both: Both, target: str, tmp_path: Path) -> None:
+def test_a_relative_path_is_shown_as_by_hand(both: Both, target: str, tmp_path: Path) -> None:
     env = worker_environment(PROBE="main,interpreter,sources")
     folder = SCRIPTS
     if target == "link.py":

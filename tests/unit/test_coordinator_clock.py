@@ -23,7 +23,7 @@ def real(monkeypatch: pytest.MonkeyPatch) -> Time:
     return real
 
 
-def test_it_runs_as_real_time_does_where_it_is_read_often(real: Time) -> None:
+def test_a_clock_that_is_read_often_runs_like_real_time(real: Time) -> None:
     steady = SteadyClock()
     for _ in range(10):
         real.now_s += READ_S

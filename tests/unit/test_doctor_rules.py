@@ -88,7 +88,7 @@ def test_a_fit_node_has_good_findings_alone():
         ({"folders": (replace(FOLDER, sync_s=2.0),)}, "logs", "warning", "2.0 s"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_its_remedy(changes, subject, level, says):
+def test_each_fault_is_named_with_its_remedy(changes, subject, level, says):
     bad, texts = found(**changes)
     assert bad == [(subject, level)]
     assert says in texts
@@ -106,7 +106,7 @@ def test_what_is_wrong_is_named_with_its_remedy(changes, subject, level, says):
         {"folders": (replace(FOLDER, free_inodes=None),)},
     ],
 )
-def test_what_cannot_be_known_or_comes_later_is_no_finding(changes):
+def test_unknown_or_later_facts_are_not_findings(changes):
     assert found(**changes) == ([], "")
 
 

@@ -82,7 +82,7 @@ def test_none_leaves_an_option_to_variable_file_and_default():
         ("kwarg", "kwargs"),
     ],
 )
-def test_a_typo_is_told_the_nearest_option(typo, near):
+def test_a_misspelt_option_is_refused_with_the_nearest_name(typo, near):
     with pytest.raises(UsageError, match=rf"no option {typo}\b") as caught:
         as_text({typo: 1})
     assert caught.value.expected == f"did you mean {near}?"

@@ -94,7 +94,7 @@ def test_the_cause_of_a_replaced_pod_is_in_the_status():
     assert f"j-worker-1: {cause}" in [one.message for one in decision.events]
 
 
-def test_so_is_that_of_a_container_that_was_restarted():
+def test_the_cause_of_a_restarted_container_is_in_the_status():
     cluster = begun("OnFailure")
     pod = cluster.by_name("j-worker-1")
     pod.said = "RuntimeError: boom"
@@ -102,7 +102,7 @@ def test_so_is_that_of_a_container_that_was_restarted():
     assert cluster.status.last_failure.cause == "j-worker-1 on n0: exit code 3: RuntimeError: boom"
 
 
-def test_a_rule_at_the_end_of_a_log_is_no_cause():
+def test_a_line_of_dashes_at_the_end_of_a_log_is_not_a_cause():
     message = "Traceback\n  failed (exitcode: 1)\n\n============\n"
     assert ending_text(ContainerEnd(exit_code=1, message=message)).endswith("failed (exitcode: 1)")
     assert ending_text(ContainerEnd(exit_code=1, message="═══\n")) == "exit code 1"

@@ -175,14 +175,14 @@ def test_an_old_list_that_is_served_once_more_counts_nothing_twice():
     assert (cluster.status.failures, cluster.status.restarts) == (1, 1)
 
 
-def test_what_is_remembered_of_pods_that_are_gone_is_bounded():
+def test_the_memory_of_deleted_pods_is_bounded():
     cluster = ran()
     cluster.job["status"]["counted"] = [f"old-{i}" for i in range(100)]
     cluster.settle()
     assert cluster.status.counted == tuple(f"old-{i}" for i in range(68, 100))
 
 
-def test_the_limit_bears_as_many_failures_and_not_one_more():
+def test_the_limit_allows_its_number_of_failures_and_not_one_more():
     cluster = ran(backoffLimit=2)
     for failures in (1, 2):
         end(cluster, 137)
@@ -356,5 +356,5 @@ def test_the_last_line_of_the_termination_message_is_reported():
         ([{"uid": "x", "kind": "ReplicaSet", "name": "j", "controller": True}], "foreign"),
     ],
 )
-def test_whose_a_pod_is(owners, whose):
+def test_to_whom_a_pod_belongs(owners, whose):
     assert judged({"phase": "Running"}, ownerReferences=owners).whose == whose

@@ -41,7 +41,7 @@ def named(path):
 ALL = [named(path) for path in RECIPES]
 
 
-def test_there_are_two():
+def test_there_are_two_images():
     assert [path.name for path in RECIPES] == ["Dockerfile", "Dockerfile.training"]
 
 

@@ -40,7 +40,7 @@ def test_missing_pods_are_created_and_reported_once():
     assert decision.status.replica_statuses["Worker"].active == 0
 
 
-def test_that_the_job_was_seen_is_its_first_condition():
+def test_the_first_condition_is_that_the_operator_has_seen_the_job():
     """The original had Created and never set it."""
     cluster = Cluster(spec=spec_of())
     decide(cluster)
@@ -322,7 +322,7 @@ def test_the_time_to_live_counts_from_the_end_also_after_a_failure(code, spellin
         ("None", ["j-worker-0", "j-worker-1", "j-worker-2"]),
     ],
 )
-def test_what_becomes_of_pods_at_the_end(policy, left):
+def test_pods_at_the_end_are_deleted_or_kept_by_the_policy(policy, left):
     cluster = running(3, cleanPodPolicy=policy)
     cluster.exit(cluster.by_name("j-worker-0"), 1)
     cluster.exit(cluster.by_name("j-worker-1"), 1)

@@ -56,7 +56,7 @@ def test_its_replacement_waits_for_no_name_and_no_eviction():
     assert [(action.uid, action.grace_s) for action in forced] == [(pod.uid, 0)]
 
 
-def test_the_next_one_takes_the_plain_name_again():
+def test_the_next_replacement_takes_the_plain_name_again():
     cluster = running()
     lose(cluster)
     cluster.now_s += 10
@@ -120,7 +120,7 @@ def test_a_pod_that_the_job_has_lost_as_well_is_lost_at_once():
     assert cluster.fenced == {pod.uid}
 
 
-def test_what_the_job_said_before_the_node_was_lost_says_nothing():
+def test_a_report_from_before_the_loss_of_the_node_is_ignored():
     cluster = running()
     pod = cluster.by_name("j-worker-1")
     cluster.report = said(cluster, pod, "departed", age_s=5)
@@ -174,7 +174,7 @@ def test_a_node_that_is_back_in_time_was_not_lost():
 
 
 @pytest.mark.parametrize(("seconds", "patience_s"), [(0, 0), (60, 60)])
-def test_how_long_a_node_is_waited_for_is_the_users(seconds, patience_s):
+def test_the_user_sets_how_long_a_lost_node_is_awaited(seconds, patience_s):
     cluster = running(nodeLostSeconds=seconds)
     lose(cluster)
     cluster.now_s += patience_s

@@ -60,7 +60,7 @@ def test_a_status_that_was_written_is_read_as_it_was_and_needs_no_patch():
     assert merge_patch(written, as_wire(read_status(written))) is None
 
 
-def test_one_field_that_cannot_be_read_loses_no_other():
+def test_an_unreadable_field_does_not_lose_the_others():
     raw = {"failures": 3, "restarts": "many", "counted": ["a"], "conditions": [{"type": 1}]}
     status = read_status(raw)
     assert (status.failures, status.counted) == (3, ("a",))
@@ -68,12 +68,12 @@ def test_one_field_that_cannot_be_read_loses_no_other():
 
 
 @pytest.mark.parametrize("raw", [None, [], "x", {}, {"phase": None}, {"unknown": 1}])
-def test_no_status_is_so_strange_that_it_raises(raw):
+def test_no_status_however_strange_raises(raw):
     assert read_status(raw) == JobStatus()
 
 
 @pytest.mark.parametrize("time", [None, "", "yesterday", "2026-13-01T00:00:00Z"])
-def test_a_time_that_is_none_is_no_time(time):
+def test_an_invalid_time_is_none(time):
     assert since_epoch(time) is None
 
 
@@ -84,7 +84,7 @@ def test_times_are_the_servers():
     assert since_epoch("2001-09-09T01:46:40") == 1_000_000_000
 
 
-def test_the_job_keeps_what_it_does_not_know():
+def test_unknown_fields_of_a_job_are_kept():
     text = b'{"metadata": {"generation": 3}, "spec": {"new": [1]}, "status": {"other": 2}}'
     job = msgspec.json.decode(text, type=ElasticJob)
     assert (job.metadata.edition, job.spec, job.status) == (3, {"new": [1]}, {"other": 2})

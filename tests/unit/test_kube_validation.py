@@ -111,7 +111,7 @@ def test_a_mistake_is_named_with_its_path_its_value_and_what_was_expected(
 
 
 @pytest.mark.parametrize("spec", [None, [], "x", 7])
-def test_a_spec_that_is_none_is_refused(spec):
+def test_a_spec_that_is_not_an_object_is_refused(spec):
     assert wrongs(spec)[0].path == "spec"
 
 
@@ -259,7 +259,7 @@ def test_an_edit_lets_such_a_job_begin():
     assert cluster.status.completion_time is None
 
 
-def test_a_slip_of_the_pen_does_not_end_a_job_that_runs():
+def test_a_typing_error_does_not_end_a_running_job():
     cluster = Cluster(spec=spec_of(2, 1, 4))
     cluster.settle()
     cluster.edit(spec_of(3, 5, 4))
@@ -278,7 +278,7 @@ def refused(code, message="spec.containers[0].image: Required value", times=1, *
 
 
 @pytest.mark.parametrize("code", [400, 422])
-def test_a_pod_that_is_none_ends_the_job_by_the_servers_own_words(code):
+def test_an_invalid_pod_ends_the_job_with_the_servers_message(code):
     cluster = Cluster(spec=spec_of())
     cluster.refused = (refused(code),)
     decision, _ = cluster.operate()

@@ -56,7 +56,7 @@ def test_a_context_says_server_namespace_and_user(tmp_path):
     assert (other.namespace, proof(other)) == ("default", ClientProof())
 
 
-def test_of_several_files_the_first_that_has_a_name_keeps_it(tmp_path):
+def test_the_first_of_several_files_with_a_name_wins(tmp_path):
     first = written(tmp_path / "a", clusters=[], **{"current-context": ""})
     second = written(tmp_path / "b", users=[], **{"current-context": "two"})
     access = read_kubeconfig(f"{first}:{tmp_path / 'missing'}:{second}", {})
@@ -97,7 +97,7 @@ def test_of_several_files_the_first_that_has_a_name_keeps_it(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_in_a_kubeconfig_is_named(tmp_path, changes, words):
+def test_mistakes_in_a_kubeconfig_are_named(tmp_path, changes, words):
     path = written(tmp_path / "config", **changes)
     if not words:
         read_kubeconfig(path, {})
@@ -184,7 +184,7 @@ def test_a_pod_has_its_service_account(tmp_path):
     assert find_access(environ, service_account=tmp_path).server == "https://[fd00::1]:6443"
 
 
-def test_what_is_given_goes_before_what_is_found(tmp_path):
+def test_given_settings_override_found_ones(tmp_path):
     (tmp_path / "token").write_text("t")
     (tmp_path / ".kube").mkdir()
     mine = written(tmp_path / ".kube" / "config")
@@ -228,7 +228,7 @@ def test_insecure_is_insecure_only_where_it_is_asked_for():
         assert context.check_hostname != insecure
 
 
-def test_a_cluster_of_its_own_name_is_asked_for_by_that(tmp_path):
+def test_a_cluster_with_its_own_tls_name_is_verified_by_that_name(tmp_path):
     clusters = [
         {"name": "c", "cluster": {"server": "https://10.0.0.1", "tls-server-name": "kube.local"}}
     ]
@@ -238,7 +238,7 @@ def test_a_cluster_of_its_own_name_is_asked_for_by_that(tmp_path):
 
 
 @pytest.mark.parametrize("given", [{}, {"token": ""}, {"token": "a b\n\x01"}])
-def test_a_plugin_that_gives_nothing_of_use_is_refused(given):
+def test_a_plugin_without_a_usable_identity_is_refused(given):
     with pytest.raises(ValueError, match=r"token"):
         read_credential(Credential(**given))
 

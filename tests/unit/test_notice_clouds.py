@@ -132,7 +132,7 @@ def test_gcp_after_a_failure_is_asked_without_waiting():
     ("value", "drains"),
     [("TERMINATE_ON_HOST_MAINTENANCE", True), ("MIGRATE_ON_HOST_MAINTENANCE", False)],
 )
-def test_gcp_leaves_for_maintenance_that_stops_the_machine_alone(value, drains):
+def test_gcp_leaves_only_for_maintenance_that_stops_the_machine(value, drains):
     _, (notice,) = hold(maintenance(), ok(value, GOOGLE))
     assert notice.drains is drains
     assert hold(maintenance(), ok("NONE", GOOGLE))[1] == []
@@ -163,7 +163,7 @@ def test_azure_keeps_the_machine_through_others(kind):
     assert [notice.drains for notice in azure(event(kind))] == [False]
 
 
-def test_azure_tells_of_other_machines_too():
+def test_azure_reports_other_machines_too():
     assert azure(event("Preempt", ["train_4"]), event("Preempt", [])) == []
     (notice,) = azure(event("Reboot", ["train_4", "train_3"]), event("Preempt", ["train_33"]))
     assert "Reboot" in notice.reason
@@ -295,7 +295,7 @@ def test_an_address_that_is_no_plain_one_is_named_with_what_is_expected(text, ex
         ({}, ""),
     ],
 )
-def test_the_cloud_of_a_machine_is_known_by_its_firmware(tmp_path, files, cloud):
+def test_the_cloud_of_a_machine_is_recognized_by_its_firmware(tmp_path, files, cloud):
     for name, text in files.items():
         (tmp_path / name).write_text(text + "\n")
     assert cloud_of(read_dmi(tmp_path)) == cloud

@@ -96,7 +96,7 @@ def test_a_source_that_fails_is_read_again_and_is_reported_once(caplog):
          "cannot run 'say': Permission denied; expected a program"),
     ],
 )  # fmt: skip
-def test_why_a_source_cannot_be_read_is_said_in_words(error, said, caplog):
+def test_the_reason_why_a_source_cannot_be_read_is_in_words(error, said, caplog):
     logging.getLogger("elastane").propagate = True
     reader = Scripted(*[error] * 4, [GOING])
     watched = Watched(reader)
@@ -106,7 +106,7 @@ def test_why_a_source_cannot_be_read_is_said_in_words(error, said, caplog):
     assert caplog.records[0].getMessage() == told
 
 
-def test_auto_reads_nothing_on_a_machine_of_no_known_cloud(monkeypatch, caplog):
+def test_auto_reads_no_source_outside_a_known_cloud(monkeypatch, caplog):
     logging.getLogger("elastane").propagate = True
     monkeypatch.setattr(watch, "read_dmi", lambda: {"sys_vendor": "QEMU"})
     assert NoticeWatch([], print, 0.0, {})._readers(NoticeSource("auto", "")) == []

@@ -11,7 +11,7 @@ def timing(text):
     return timing_of(read_conf(text).durations)
 
 
-def test_nothing_said_is_the_defaults():
+def test_an_empty_configuration_has_the_defaults():
     assert timing("") == Timing()
 
 
@@ -49,13 +49,13 @@ def test_defaults_adapt_to_a_duration_that_was_set():
         assert not check(timing(text))
 
 
-def test_two_that_contradict_are_refused_by_name():
+def test_two_contradicting_durations_are_refused_by_name():
     with pytest.raises(ConfigurationError, match=r"heartbeat_s = 5 s needs silence_s >= 10 s"):
         timing("heartbeat=5,silence=6")
 
 
 @pytest.mark.parametrize("text", ["join_timeout", "=3", "join_timeout=", "join_timeout=soon"])
-def test_what_is_no_pair_or_no_number_is_refused(text):
+def test_a_text_without_a_pair_or_number_is_refused(text):
     with pytest.raises(UsageError) as caught:
         read_conf(text)
     assert caught.value.slug == "bad-rdzv-conf"

@@ -65,7 +65,7 @@ def script(*words):
     return script_of(parser.parse_args(list(words)), ("elastane",))
 
 
-def test_the_script_is_this():
+def test_the_whole_script_is_as_expected():
     more = ["--max-restarts", "100", "--in-place", "--sbatch=--mail-type=END"]
     assert script(*WORDS, *more, "train.py", "--lr", "0.1", "two words") == GOLDEN
 
@@ -106,12 +106,14 @@ def run(text, tmp_path, outcome, code=0, state="RUNNING", **environ):
         (None, 2, "RUNNING", 2, False),
     ],
 )
-def test_it_requeues_a_run_that_can_continue(tmp_path, outcome, code, state, ends, requeued):
+def test_the_script_requeues_a_run_that_can_continue(
+    tmp_path, outcome, code, state, ends, requeued
+):
     told = run(script(*WORDS, "train.py"), tmp_path, outcome, code, state)
     assert told[:2] == (ends, requeued)
 
 
-def test_it_requeues_as_often_as_asked(tmp_path):
+def test_the_script_requeues_as_often_as_requested(tmp_path):
     text = script("--requeues", "2", "train.py")
     assert run(text, tmp_path, 143, SLURM_RESTART_COUNT="1")[1]
     (tmp_path / "requeued").unlink()
@@ -157,13 +159,13 @@ def test_the_notice_leaves_time_to_save():
         [],
     ],
 )
-def test_what_cannot_stand_in_a_script_is_refused(words):
+def test_values_that_a_script_cannot_have_are_refused(words):
     with pytest.raises(UsageError) as refused:
         script(*words)
     assert refused.value.expected
 
 
-def test_bash_reads_it(capsys):
+def test_bash_accepts_the_script(capsys):
     bash = shutil.which("bash")
     assert main(["slurm", *WORDS, "--cpus-per-task=8", "train.py", "it's"]) == 0
     text = capsys.readouterr().out

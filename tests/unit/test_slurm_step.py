@@ -79,7 +79,7 @@ def test_a_step_says_size_place_name_and_rank():
     assert value(found(node=0), "rdzv_conf") == "is_host=true"
 
 
-def test_the_configuration_follows_from_it():
+def test_a_step_determines_the_configuration():
     config = build(found().options, step(ELASTANE_TOKEN="s"))
     assert (config.spec.job, config.spec.min_nodes, config.spec.max_nodes) == ("slurm-123", 4, 4)
     where = config.rendezvous
@@ -136,7 +136,7 @@ def test_the_node_that_serves_is_found_by_name_where_names_are_known():
     assert value(unnamed, "rdzv_conf") == "is_host=true" and value(unnamed, "node_id") == ""
 
 
-def test_what_the_user_gives_counts():
+def test_the_users_settings_override_those_of_the_step():
     result = found(["--nnodes", "1:4", "--rdzv-id", "mine", "--node-id", "x"])
     assert value(result, "nnodes") == "1:4"
     assert (value(result, "rdzv_id"), value(result, "node_id")) == ("mine", "x")

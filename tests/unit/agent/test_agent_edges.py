@@ -60,7 +60,7 @@ def test_an_agent_leaves_once():
     assert len(ends) == 1 and not again
 
 
-def test_an_agent_says_it_and_brings_it_along():
+def test_an_agent_reports_the_sharding_of_its_workers_and_registers_with_it():
     agent = Agent().running()
     agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), sharding=WHOLE))
     assert agent.sent(Able)[0].sharding == WHOLE

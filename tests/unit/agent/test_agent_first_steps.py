@@ -65,7 +65,7 @@ def test_an_unmodified_script_in_the_world_before_has_not_begun(pages):
     assert beginning.look(agents, 2.0, counts_steps=False)
 
 
-def test_no_worker_is_no_beginning():
+def test_a_group_without_workers_has_not_begun():
     assert not Beginning(1).look({}, 1.0, counts_steps=True)
 
 
@@ -79,5 +79,5 @@ def test_the_event_log_gets_how_long_ago_each_was():
 
 
 @pytest.mark.parametrize("fence, world", [(Fence(9, 0), FENCE), (FENCE, Fence(9, 0))])
-def test_of_another_group_or_world_nothing_is_logged(fence, world):
+def test_first_steps_of_another_group_or_world_are_not_logged(fence, world):
     assert Agent().running().does(GroupTraining(fence, world, 1.0)) == []

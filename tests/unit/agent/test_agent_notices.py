@@ -18,7 +18,7 @@ def gone(agent):
     return agent.effect(Exit)
 
 
-def test_a_notice_asks_to_leave_and_says_how_long_there_is():
+def test_a_notice_requests_a_drain_with_the_remaining_time():
     agent = Agent().running()
     agent.does(SPOT)
     (leave,) = agent.sent(Leave)

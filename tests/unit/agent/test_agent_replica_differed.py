@@ -15,7 +15,7 @@ def differed(fence):
     return ReplicaDiffered(fence=fence, rank=5, local_rank=1, steps=40, reason=REASON)
 
 
-def test_it_is_logged_with_its_rank_and_its_step_without_a_query():
+def test_a_differing_replica_is_logged_with_its_rank_and_step():
     agent = Agent().running()
     agent.does(differed(FENCE))
     event = agent.effect(WriteEvent).event
@@ -25,6 +25,6 @@ def test_it_is_logged_with_its_rank_and_its_step_without_a_query():
 
 
 @pytest.mark.parametrize("fence", [Fence(2, 0), Fence(9, 0)])
-def test_of_a_group_that_is_no_more_nothing_is_told(fence):
+def test_a_differing_replica_of_an_ended_group_is_not_logged(fence):
     agent = Agent().running()
     assert agent.does(differed(fence)) == []

@@ -127,7 +127,7 @@ def test_failures_keep_their_order_however_long_each_waits_to_be_handled():
     assert ages[1] - ages[0] == pytest.approx(0.001)
 
 
-def test_it_registers_with_what_it_holds_and_what_it_has_seen():
+def test_an_agent_registers_with_its_workers_and_its_highest_fence():
     agent = Agent().running()
     agent.told(Welcome(phase="running", reason=""))
     agent.does(failed())
@@ -141,9 +141,7 @@ def test_it_registers_with_what_it_holds_and_what_it_has_seen():
 
 
 @pytest.mark.parametrize("able, in_place", [((0, 1), True), ((1,), False)])
-def test_workers_that_were_all_able_recover_in_place_though_they_have_finished_since(
-    able, in_place
-):
+def test_finished_workers_that_had_all_been_able_count_as_in_place(able, in_place):
     agent = Agent().running()
     for workers in (able, ()):
         agent.does(GroupAble(FENCE, workers, PortOffer(2, True)))
@@ -170,7 +168,7 @@ def test_failed_workers_are_not_kept_for_a_coordinator_that_never_comes():
     assert agent.effect(Exit).code == 75
 
 
-def test_without_authority_for_too_long_it_stops_its_workers():
+def test_an_agent_without_authority_for_too_long_stops_its_workers():
     agent = Agent().running()
     agent.passes(ISOLATION_LIMIT_S - 1.0, answer=False)
     assert agent.core.group.phase == "running"
@@ -206,7 +204,7 @@ def test_the_orphan_reapers_deadline_follows_proved_authority_and_counts_suspend
     assert agent.core.train_until_s == proved_s + STANDSTILL_LIMIT_S
 
 
-def test_where_no_other_coordinator_can_be_elected_the_orphan_reaper_has_no_deadline():
+def test_without_elections_the_orphan_reaper_has_no_deadline():
     agent = Agent(self_fencing=False).running()
     agent.passes(5 * ISOLATION_LIMIT_S)
     assert agent.core.train_until_s is None and not agent.effect(StopGroup)
@@ -232,7 +230,7 @@ def test_a_worker_that_failed_before_this_agent_stood_still_is_reported():
     assert agent.sent(Failed)
 
 
-def test_an_answer_to_what_was_asked_before_a_sleep_proves_no_more_than_then():
+def test_an_answer_to_a_heartbeat_from_before_a_suspension_proves_authority_only_for_that_time():
     agent = Agent().running()
     agent.passes(1.0)
     assert agent.sent(Heartbeat)
@@ -241,7 +239,7 @@ def test_an_answer_to_what_was_asked_before_a_sleep_proves_no_more_than_then():
     assert agent.effect(StopGroup)
 
 
-def test_authority_keeps_them_running():
+def test_proved_authority_keeps_the_workers_running():
     agent = Agent().running()
     agent.passes(5 * ISOLATION_LIMIT_S, answer=True)
     assert agent.core.group.phase == "running"
@@ -255,7 +253,7 @@ def test_answers_that_waited_in_a_buffer_prove_no_authority():
     assert agent.effect(StopGroup)
 
 
-def test_a_world_is_not_started_that_is_to_meet_at_a_port_which_was_closed_since():
+def test_an_assignment_with_a_closed_port_is_not_started():
     """It was decided before the coordinator heard of the next port, and crossed with that news."""
     agent = Agent()
     stale = msgspec.structs.replace(assignment(), master_port=9)
@@ -325,7 +323,7 @@ def test_a_stop_is_answered_when_nothing_is_left():
     assert not agent.sent(Stopped)[0].unasked
 
 
-def test_one_that_stopped_by_itself_says_so_though_it_is_told_to_meanwhile():
+def test_an_agent_that_stopped_its_workers_unasked_says_so_despite_a_later_order():
     agent = Agent().running()
     agent.does(Unlinked("reset"))
     agent.does(Signalled("SIGTERM"))
@@ -335,7 +333,7 @@ def test_one_that_stopped_by_itself_says_so_though_it_is_told_to_meanwhile():
     assert agent.sent(Stopped)[0].unasked
 
 
-def test_told_twice_it_starts_once():
+def test_a_repeated_assignment_starts_the_workers_once():
     agent = Agent().running()
     agent.told(Assign(assignment()))
     assert agent.effect(StartGroup) is None
@@ -353,7 +351,7 @@ def test_a_drain_goes_through_the_workers():
     assert agent.sent(Drained)
 
 
-def test_a_drain_begun_anew_keeps_its_target():
+def test_a_repeated_drain_keeps_its_target():
     agent = Agent().running()
     agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="an arrival"))
     agent.told(DrainTarget(fence=FENCE, calls=6))
@@ -367,7 +365,7 @@ def test_a_drain_begun_anew_keeps_its_target():
     assert agent.effect(AimGroup) is None and agent.sent(Drained)
 
 
-def test_a_drain_that_turns_out_to_stop_all_goes_through_the_workers_again():
+def test_a_drain_that_later_stops_all_workers_asks_them_again():
     agent = Agent().running()
     agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="b to leave"))
     agent.told(DrainTarget(fence=FENCE, calls=6))
@@ -421,7 +419,7 @@ def test_a_drain_that_takes_too_long_is_cut_short():
 
 
 @pytest.mark.parametrize("how", ["away", "without authority"])
-def test_one_that_is_to_leave_does_not_wait_for_a_coordinator_that_is_no_more(how):
+def test_a_leaving_agent_stops_its_workers_after_a_bounded_wait_for_a_coordinator(how):
     agent = Agent().running()
     agent.does(Signalled("SIGTERM"))
     if how == "away":
@@ -435,7 +433,7 @@ def test_one_that_is_to_leave_does_not_wait_for_a_coordinator_that_is_no_more(ho
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_without_workers_it_leaves_at_once_or_once_released(linked):
+def test_an_agent_without_workers_leaves_at_once_or_once_released(linked):
     agent = Agent(linked=linked)
     agent.does(Signalled("SIGTERM"))
     if linked:
@@ -444,7 +442,7 @@ def test_without_workers_it_leaves_at_once_or_once_released(linked):
     assert agent.effect(Exit).code == 143
 
 
-def test_it_ends_as_the_job_ended():
+def test_an_agent_ends_with_the_exit_code_of_the_job():
     agent = Agent().running()
     outcome = Outcome(ok=False, reason="all restarts are used", exit_code=1)
     agent.told(Close(outcome))

@@ -18,7 +18,9 @@ class Nowhere:
     ("nodes", "expected"),
     [(2, [0.05, 0.1, 0.1, 0.1, 0.1]), (1000, [0.05, 0.1, 0.2, 0.4, 0.5])],
 )
-def test_small_jobs_look_often_and_large_ones_less(monkeypatch, nodes, expected):
+def test_agents_of_small_jobs_look_more_often_than_those_of_large_ones(
+    monkeypatch, nodes, expected
+):
     paused_s = []
 
     async def pause(seconds):

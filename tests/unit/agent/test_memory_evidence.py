@@ -11,7 +11,7 @@ KILL = -signal.SIGKILL
 
 
 @pytest.mark.parametrize("code", [0, 1, 137, -signal.SIGTERM, -signal.SIGSEGV])
-def test_only_a_sigkill_is_judged(code):
+def test_memory_evidence_is_only_given_for_a_sigkill(code):
     assert kill_evidence(OomCounters(0, 0), OomCounters(1, 1), 1, code) == ""
 
 
@@ -51,7 +51,7 @@ def test_the_counters_of_this_machine_can_be_read():
     ("count", "text"),
     [(512, "512 B"), (1536, "1.5 KiB"), (5 << 40, "5 TiB"), (5 << 50, "5.12e+03 TiB")],
 )
-def test_sizes_read_well(count, text):
+def test_sizes_are_readable(count, text):
     assert size(count) == text
 
 

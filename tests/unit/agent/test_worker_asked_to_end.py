@@ -29,7 +29,7 @@ class Process:
         (True, True, [("group", signal.SIGKILL)]),
     ],
 )
-def test_a_worker_hears_that_it_ends_and_is_killed_where_it_has_nothing_to_lose(
+def test_a_worker_is_asked_to_end_and_killed_if_it_has_no_state_to_lose(
     has_saved, got_sigterm, signals
 ):
     """It waits for a place in `init()` and may swallow SIGTERM: the word ends it."""

@@ -66,7 +66,7 @@ def test_a_save_abandoned_by_another_writer_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("survives", [True, False])
-def test_storage_rests_from_frequent_saves_but_not_from_requested_ones(survives):
+def test_frequent_saves_skip_storage_in_its_pause_but_requested_ones_do_not(survives):
     server, now_s = Idle(), [100.0]
     server.survives = survives
     saver, captured = Saver(Two(7), server, "/nowhere", Known()), Captured({"x": torch.ones(2)})

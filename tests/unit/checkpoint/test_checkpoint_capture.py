@@ -44,7 +44,7 @@ def test_leaves_are_found_under_keys_of_every_kind():
     assert leaves == {"a.(1, 2)": 5} and paths == {"a.(1, 2)": ("a", "(1, 2)")}
 
 
-def test_keys_that_make_one_name_are_not_torchs_to_read():
+def test_a_state_whose_keys_share_a_name_is_not_written_for_torch():
     captured = Captured({"a": {1: 2, "1": 3}, "b": torch.ones(1)})
     assert captured.leaves() == ({}, {}) and captured.names == ["b"]
 
@@ -59,7 +59,7 @@ def test_unsavable_tensors_are_refused_with_their_path():
             Captured({"a": {"b": value}})
 
 
-def test_another_shape_kind_or_part_is_another_state():
+def test_a_different_shape_dtype_or_part_is_a_different_state():
     for other in (state(size=4), state(extra=1), {"net": state()["net"]}):
         assert not Captured(state()).update(other)
     halved = state()
@@ -107,7 +107,7 @@ def test_the_next_save_of_a_sharded_state_has_the_parts_of_its_own_time(mesh):
     assert captured.originals == [now["net"]["a"], now["net"]["b"]]
 
 
-def test_another_sharding_is_another_state(mesh, monkeypatch):
+def test_a_different_sharding_is_a_different_state(mesh, monkeypatch):
     plain = sharded(mesh)
     plain["net"]["b"] = plain["net"]["b"].to_local()
     for other in (

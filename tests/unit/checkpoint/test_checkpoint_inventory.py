@@ -26,7 +26,7 @@ def test_a_later_round_is_newer_than_a_later_step():
     assert not choice.memory
 
 
-def test_memory_is_preferred_to_the_same_in_storage_and_storage_to_what_is_older():
+def test_memory_is_preferred_to_storage_and_both_to_an_older_state():
     a, b = save(5), save(6)
     assert choose([Inventory("k", "p", held=(b,), stored=(b, a))]).memory
     assert not choose([Inventory("k", "p", held=(a,), stored=(b, a))]).memory
@@ -73,7 +73,7 @@ def test_a_replica_of_a_lost_nodes_part_makes_the_state_whole():
     assert choose([first, Inventory("new", "p"), second], {(a, True)}) is None
 
 
-def test_a_failed_choice_is_not_repeated_and_no_state_is_none():
+def test_a_failed_choice_is_not_repeated_and_without_state_there_is_no_choice():
     a, b = save(5), save(6)
     heard = [Inventory("k", "p", held=(b,), stored=(b, a))]
     assert choose(heard, {(b, True)}) == choose(heard, {(b, True)})
@@ -90,7 +90,7 @@ def test_a_checkpoint_damaged_in_one_place_is_copied_from_another():
     assert (choice.givers, choice.lacking) == ((1,), (0,))
 
 
-def test_one_rank_speaks_for_each_place():
+def test_one_rank_reports_each_place():
     assert first_of_each_place(["p", "q", "p", "q", "r"]) == [0, 1, 4]
 
 

@@ -127,6 +127,6 @@ def test_shares_are_even():
     assert max(sizes) - min(sizes) < 2 * laying.PAGE_BYTES
 
 
-def test_a_kind_that_torch_has_not_is_refused_by_name():
+def test_a_dtype_that_torch_does_not_have_is_refused_by_name():
     with pytest.raises(CheckpointError, match="float99"):
         dtype_of("float99")

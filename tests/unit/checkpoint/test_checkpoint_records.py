@@ -39,7 +39,7 @@ def test_the_order_is_of_era_round_attempt_and_step_and_of_nothing_else():
 
 
 @given(keys, nonces)
-def test_a_name_says_exactly_its_key_and_nonce(key, nonce):
+def test_a_folder_name_is_parsed_back_to_its_key_and_nonce(key, nonce):
     assert parse_folder(folder_name(key, nonce)) == (key, nonce)
 
 
@@ -64,7 +64,7 @@ def test_the_name_of_a_folder_is_as_documented():
         "step--00000012800.e0000.r000003.a01.4f3a9c21",
     ],
 )
-def test_nothing_else_is_the_name_of_a_save(name):
+def test_any_other_name_is_not_the_name_of_a_save(name):
     assert parse_folder(name) is None
 
 
@@ -72,7 +72,7 @@ def test_nothing_else_is_the_name_of_a_save(name):
     "name",
     ["", ".", "..", "a/b", "/etc/passwd", "../x", "a\0b", "a\n", "a b", "ä", "x" * 201, "a\\b"],
 )
-def test_a_name_that_leads_elsewhere_is_no_name_of_a_file(name):
+def test_a_name_that_leads_to_another_folder_is_not_a_file_name(name):
     assert not is_file_name(name)
     record = {"name": name, "size_bytes": 0, "digests": []}
     with pytest.raises(msgspec.ValidationError):
@@ -108,13 +108,13 @@ def manifest(*files, key=KEY, nonce="4f3a9c21"):
     return Manifest(FORMAT, key, nonce, ABOUT, files)
 
 
-def test_a_record_is_believed_in_its_own_folder_only():
+def test_a_record_is_only_valid_in_its_own_folder():
     assert fault(manifest(), FOLDER) == ""
     assert "another folder" in fault(manifest(nonce="00000000"), FOLDER)
     assert "another folder" in fault(manifest(key=Key(0, 3, 1, 12801)), FOLDER)
 
 
-def test_a_record_that_contradicts_itself_is_not_believed():
+def test_a_record_that_contradicts_itself_is_invalid():
     twice = FileRecord("a", 0, ())
     assert "twice" in fault(manifest(twice, twice), FOLDER)
     assert "twice" in fault(manifest(FileRecord("manifest.json", 0, ())), FOLDER)
@@ -130,7 +130,9 @@ def test_a_file_has_a_digest_for_each_chunk_begun():
 
 
 @given(st.none() | st.tuples(counts, counts, counts), counts, counts)
-def test_a_run_comes_after_what_is_published_by_the_smallest_era_that_does(newest, round, attempt):
+def test_a_run_gets_the_smallest_era_that_orders_it_after_published_checkpoints(
+    newest, round, attempt
+):
     era = era_beyond(newest, round, attempt)
     if newest is None:
         assert era == 0

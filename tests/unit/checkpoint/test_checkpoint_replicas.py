@@ -69,7 +69,7 @@ class Kept:
         ("[::1]:7", "10.9.8.7", "1", "[::1]:7"),
     ],
 )
-def test_a_node_is_found_where_it_reaches_the_first_one_from(
+def test_a_nodes_address_is_the_one_from_which_it_reaches_the_first_node(
     door, master, node_rank, found, monkeypatch
 ):
     monkeypatch.setenv("MASTER_ADDR", master)

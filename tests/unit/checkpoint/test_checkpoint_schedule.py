@@ -79,7 +79,7 @@ def test_auto_saves_more_often_where_saves_are_cheap_and_failures_frequent():
     assert failing.interval_s() < dear.interval_s()
 
 
-def test_auto_says_once_how_often_and_why():
+def test_auto_logs_the_interval_and_its_reason_once():
     told = []
     clock, rng = Clock(), random.Random(3)
     cadence = SaveSchedule(None, "auto", clock, told.append)
@@ -102,14 +102,14 @@ def given(pace, clock, writes_s, saves_s):
     return found
 
 
-def test_storage_rests_fifteen_times_as_long_as_it_wrote():
+def test_storage_pauses_fifteen_times_as_long_as_its_write_took():
     clock = Clock()
     pace = WriteThrottle(clock)
     saves_s = [100 + 0.25 * number for number in range(160)]
     assert given(pace, clock, 0.4, saves_s) == saves_s[::16]
 
 
-def test_storage_that_is_slow_rests_some_seconds_and_no_more():
+def test_the_pause_of_slow_storage_has_a_bound():
     clock = Clock()
     pace = WriteThrottle(clock)
     assert given(pace, clock, 30.0, range(100, 200)) == [100, 139, 178]

@@ -97,7 +97,7 @@ def test_a_checkpoint_is_copied_to_every_folder_that_lacks_it(folders):
         assert repository.verify(published, fresh=True) == ""
 
 
-def test_the_first_rank_says_how_much_was_copied(folders, monkeypatch, capsys):
+def test_the_first_rank_logs_how_much_was_copied(folders, monkeypatch, capsys):
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
     brought(folders)
     (line,) = capsys.readouterr().err.splitlines()

@@ -124,7 +124,7 @@ def test_a_module_with_extra_state_is_asked_each_time(kind):
     assert first is not second
 
 
-def test_a_part_that_is_there_twice_is_saved_twice():
+def test_a_part_that_occurs_twice_is_saved_twice():
     part = nn.Linear(2, 2)
     net = nn.Sequential(part, part)
     state = ModuleState(net)

@@ -40,7 +40,7 @@ def test_moments_wider_than_their_parameters_keep_all_their_bits():
     assert state_digest(taker.state()) == state_digest(giver.state())
 
 
-def test_replicas_are_taken_over_too():
+def test_states_of_every_replica_optimizer_are_taken_over_too():
     giver, taker = tracked(0.1), tracked(0.2)
     taker.load_replicas(giver.replicas())
     assert state_digest(taker.replicas()) == state_digest(giver.replicas())

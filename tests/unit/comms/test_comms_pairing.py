@@ -53,11 +53,11 @@ def test_members_with_different_collectives_are_found(names, count):
     assert odd_pair([record(*names, count=count), same, same]) == (0, 1)
 
 
-def test_gathers_may_be_of_unlike_sizes():
+def test_gathers_of_different_sizes_count_as_equal():
     assert record("allgather", count=1) == record("allgather", count=2)
 
 
-def test_members_at_other_steps_are_found():
+def test_members_at_different_steps_are_found():
     assert odd_pair([record(step=5), record(step=6)]) == (0, 1)
 
 

@@ -99,7 +99,7 @@ def test_bytes_that_are_no_state_raise_state_error(tree):
         build(tree if isinstance(tree, bytes) else msgspec.msgpack.encode(tree), [])
 
 
-def test_the_digest_sees_each_change():
+def test_the_digest_changes_with_every_change_of_the_data():
     """One bit, two equal changes that cancel in xor, two words exchanged, a name, a kind."""
     base = {"w": torch.arange(64, dtype=torch.int64), "n": 1}
     digests = {state_digest(base)}
@@ -115,7 +115,7 @@ def test_the_digest_sees_each_change():
     assert len(digests) == 7
 
 
-def test_the_digest_sees_each_change_of_places():
+def test_the_digest_changes_with_every_exchange_of_values():
     """In a row, in a column, across both, across chunks; of all together."""
     data = torch.arange(100_000)
     changed = [data.flip(0), data.roll(1), data.roll(256)]

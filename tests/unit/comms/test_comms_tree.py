@@ -47,7 +47,7 @@ def test_every_world_has_the_same_sum_bit_for_bit(shards):
         assert torch.equal(_world(vectors, world_size), expected), world_size
 
 
-def test_another_order_would_be_seen():
+def test_another_order_of_the_sum_gives_other_bits():
     """That the test above can fail: a plain loop gives other bits."""
     generator = torch.Generator().manual_seed(0)
     vectors = [torch.randn(500, generator=generator) for _ in range(8)]

@@ -38,7 +38,7 @@ def H(committed):  # noqa: N802 - a holder
         ([L, J, J], 0, (1,), (0, 2), True),
     ],
 )
-def test_the_furthest_holders_are_right_and_all_others_receive(
+def test_all_others_receive_the_state_of_the_furthest_holders(
     standings, committed, right, receivers, fresh
 ):
     healing = decide(standings)
@@ -88,7 +88,7 @@ def test_a_machine_gets_the_state_once_and_shares_it(standings, waves):
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=40))
-def test_everybody_is_served_once_by_those_who_have_it_by_then(members):
+def test_each_member_receives_once_from_members_that_have_the_state_by_then(members):
     machines = [machine for machine, _ in members]
     healing = decide([on(machine, holds) for machine, holds in members])
     have = set(healing.right)
@@ -148,12 +148,12 @@ def test_stripes_are_alike_and_none_is_too_small():
         (b"abca", ((0, 3), (1,), (2,)), ()),
     ],
 )
-def test_more_than_half_must_agree(digests, groups, right):
+def test_a_majority_is_more_than_half(digests, groups, right):
     verdict = judge([bytes([each]) for each in digests])
     assert (verdict.groups, verdict.right) == (groups, right)
 
 
-def test_who_differs_receives_from_the_majority():
+def test_a_differing_member_receives_the_majoritys_state():
     healing = correct(judge([b"a", b"b", b"a"]), [1, 2, 2], 40)
     assert (healing.committed, healing.right, healing.receivers) == (40, (0, 2), (1,))
     assert healing.waves == ((Handover(1, (2,), True),),)

@@ -89,7 +89,7 @@ def test_unequal_workers_are_refused_only_if_declared_identical(driver):
     assert free.assigned["a"].world_size == 6
 
 
-def test_static_takes_each_rank_once(driver):
+def test_a_static_job_admits_each_rank_once(driver):
     job = driver(job_spec(static=True))
     job.join("a", node_rank=1)
     job.join("b", node_rank=1)

@@ -31,7 +31,7 @@ def test_a_successful_conclusion_exits_with_success(pair):
 
 
 @pytest.mark.parametrize("phase", ["forming", "stopping", "draining"])
-def test_it_ends_a_job_in_any_phase(driver, phase):
+def test_a_conclusion_ends_a_job_in_any_phase(driver, phase):
     job = driver(job_spec(low=2, high=3))
     job.join("a")
     if phase != "forming":

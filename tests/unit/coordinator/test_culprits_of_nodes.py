@@ -76,7 +76,7 @@ def test_nothing_is_compared_while_some_workers_move():
     assert not culprits(job)
 
 
-def test_a_report_of_another_world_counts_for_nothing():
+def test_a_report_of_another_world_is_ignored():
     job = running()
     stands_still(job, "a", 10, 10)
     late = StandstillReport(fence=Fence(0, 0), still_s=30.0, evidence=(standing(2, "b", 9),))

@@ -101,7 +101,7 @@ def successor(job):
 # The agent.
 
 
-def test_a_place_that_waited_in_a_buffer_is_not_taken_and_the_coordinator_hears_of_it():
+def test_an_outdated_place_is_declined_and_the_coordinator_is_informed():
     """Its workers would wait for a place for ever: nothing else tells that they have none."""
     agent = Agent()
     agent.does(MessageReceived(Interrupt(fence=FIRST.fence, reason="c departed")))
@@ -118,7 +118,7 @@ def test_a_worker_that_failed_is_not_able_any_more():
     assert agent.holding().able == (1,)
 
 
-def test_a_failure_that_crossed_the_next_assignment_is_told_of_that_one():
+def test_a_failure_that_crosses_the_next_assignment_is_reported_under_that_one():
     agent = Agent()
     agent.fails(1)
     agent.effects.clear()
@@ -127,7 +127,7 @@ def test_a_failure_that_crossed_the_next_assignment_is_told_of_that_one():
     assert told.fence == Fence(2, 0) and [f.local_rank for f in told.failures] == [1]
 
 
-def test_a_peer_that_was_lost_without_a_coordinator_is_told_at_the_next_registration():
+def test_a_peer_lost_without_a_coordinator_is_reported_at_the_next_registration():
     agent = Agent()
     agent.does(Unlinked("gone"))
     agent.does(WorkerLost(Fence(1, 0), Fence(1, 0), "reset"))
@@ -136,13 +136,13 @@ def test_a_peer_that_was_lost_without_a_coordinator_is_told_at_the_next_registra
     assert agent.holding().halted == ""
 
 
-def test_an_interrupt_is_told_to_the_next_coordinator():
+def test_an_interrupt_is_reported_to_the_next_coordinator():
     agent = Agent()
     agent.does(MessageReceived(Interrupt(fence=Fence(1, 0), reason="a died")))
     assert agent.holding().halted == "a died"
 
 
-def test_failures_whose_successors_were_started_are_told_as_such():
+def test_failures_whose_replacements_were_started_are_reported_as_such():
     agent = Agent()
     agent.fails(0)
     agent.does(MessageReceived(Prepare(assignment=NEXT)))
@@ -158,14 +158,14 @@ def test_a_stop_of_a_world_that_the_agent_has_not_heard_of_stops_its_workers():
     assert [m.fence for m in agent.sent(Stopped)] == [Fence(2, 0)]
 
 
-def test_workers_that_were_done_before_their_next_world_say_so():
+def test_workers_that_finished_before_their_next_world_are_reported_so():
     agent = Agent()
     agent.does(WorkerSucceeded(Fence(1, 0), 0), WorkerSucceeded(Fence(1, 0), 1))
     agent.does(MessageReceived(Assign(NEXT)))
     assert [m.fence for m in agent.sent(Succeeded)] == [Fence(1, 0), Fence(2, 0)]
 
 
-def test_a_joiner_that_fails_does_not_keep_the_others_from_success():
+def test_a_failed_joining_worker_does_not_prevent_the_success_of_the_others():
     agent = Agent()
     agent.does(MessageReceived(Assign(msgspec.structs.replace(NEXT, workers=(1,)))))
     agent.fails(0)
@@ -192,7 +192,7 @@ def test_a_world_is_not_settled_at_the_port_of_the_last_one():
     assert regrouped(job, "a") == (Fence(3, 0), 0, (0, 1), 2)
 
 
-def test_a_node_that_leaves_a_job_of_fixed_size_is_let_go_while_others_wait():
+def test_a_leaving_node_of_a_fixed_size_job_is_released_while_others_wait():
     job = in_place(low=2, high=2)
     job.leaves("b")
     for node_id in "ab":
@@ -203,7 +203,7 @@ def test_a_node_that_leaves_a_job_of_fixed_size_is_let_go_while_others_wait():
     assert kinds(job, "b")[-1] is Release and job.persisted[-1].restarts_used == 0
 
 
-def test_a_node_that_leaves_before_it_has_a_place_is_let_go():
+def test_a_node_that_leaves_before_it_has_a_place_is_released():
     job = in_place(nodes="ab")
     job.join("c")
     job.leaves("c")
@@ -297,7 +297,7 @@ def test_too_few_survivors_beside_finished_workers_restart():
     assert kinds(job, "a")[-1] is Stop and Close not in kinds(job, "a")
 
 
-def test_a_successor_has_its_place_though_all_others_of_its_node_are_done_by_then():
+def test_a_replacement_gets_its_place_even_if_its_nodes_other_workers_finished():
     agent = Agent()
     agent.fails(0)
     agent.does(MessageReceived(Prepare(assignment=FIRST)))
@@ -340,7 +340,7 @@ def test_a_worker_that_dies_between_two_loops_of_the_others_is_replaced_in_place
     assert job.assigned["a"].world_size == job.assigned["b"].world_size == 4
 
 
-def test_a_node_that_came_with_stale_workers_has_a_place_later():
+def test_a_node_that_registered_with_stale_workers_gets_a_place_later():
     job = in_place(low=1, high=3, nodes="ab")
     stale = msgspec.structs.replace(job.assigned["a"], fence=Fence(0, 7), node_rank=2)
     job.join("c", holding=Holding(assignment=stale, state="running"))
@@ -353,7 +353,7 @@ def test_a_node_that_came_with_stale_workers_has_a_place_later():
     assert regrouped(job, "c") == (Fence(2, 0), 4, (0, 1), 6)
 
 
-def test_a_node_that_stops_its_workers_as_it_comes_back_does_not_have_the_others_stopped():
+def test_a_node_that_returns_while_stopping_its_workers_stops_no_others():
     """SIGTERM came while no coordinator was there: it did not wait for one."""
     before = in_place(nodes="abc", low=1)
     job = successor(before)

@@ -195,7 +195,7 @@ def replacements(job):
     return [(event.kind, event.data) for event in job.events if event.kind in paid]
 
 
-def test_a_replacement_is_logged_as_one_and_a_joiner_has_no_rank_in_the_log():
+def test_a_replacement_is_logged_as_such_and_a_joining_worker_without_a_rank():
     job = in_place(nodes="ab")
     dies(job, "a", local_rank=1)
     job.join("c")
@@ -207,7 +207,7 @@ def test_a_replacement_is_logged_as_one_and_a_joiner_has_no_rank_in_the_log():
     assert "cause_rank" not in of_joiner and "worker without a rank" in of_joiner["cause"]
 
 
-def test_joiners_that_crash_at_one_place_do_not_end_a_job_that_trains():
+def test_joining_workers_that_crash_at_one_line_do_not_end_a_training_job():
     job = in_place(nodes="ab", restarts=9)
     job.join("c")
     job.assigned["c"] = job.assigned["a"]
@@ -221,7 +221,7 @@ def test_joiners_that_crash_at_one_place_do_not_end_a_job_that_trains():
     assert job.machine.phase == "running"
 
 
-def test_a_node_that_leaves_goes_at_a_steps_boundary_and_is_released():
+def test_a_node_leaves_at_a_step_boundary_and_is_released():
     job = in_place(nodes="abc")
     job.leaves("b")
     for node_id in "abc":

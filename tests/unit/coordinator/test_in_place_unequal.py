@@ -21,7 +21,7 @@ def unequal(low, high=3, **sizes):
     return job
 
 
-def test_a_job_without_a_node_to_spare_goes_on_with_all_its_workers_however_few_some_nodes_have():
+def test_a_job_without_spare_nodes_continues_with_all_workers_of_unequal_nodes():
     job = unequal(2, 2, a=1, b=2)
     dies(job, "b", local_rank=1)
     assert kinds(job, "a") == [Interrupt]
@@ -31,7 +31,7 @@ def test_a_job_without_a_node_to_spare_goes_on_with_all_its_workers_however_few_
 
 
 @pytest.mark.parametrize(("lost", "settles"), [("", True), ("b", False)])
-def test_the_smallest_nodes_that_are_enough_say_how_few_workers_may_train(lost, settles):
+def test_the_least_number_of_workers_is_that_of_the_smallest_sufficient_nodes(lost, settles):
     job = unequal(2, a=1, b=2, c=3)
     if lost:
         job.breaks(lost)
@@ -42,7 +42,7 @@ def test_the_smallest_nodes_that_are_enough_say_how_few_workers_may_train(lost, 
 
 
 @pytest.mark.parametrize("halted", ["", "b departed"])
-def test_a_node_that_comes_back_while_others_wait_hears_that_the_world_has_ended(halted):
+def test_a_node_that_returns_while_others_wait_learns_that_the_world_has_ended(halted):
     """Its workers might make steps all the while: what it was told was lost with its session."""
     job = unequal(2, 2, a=2, b=2)
     job.breaks("b")

@@ -21,7 +21,7 @@ def pods(low=1, high=3):
     return job
 
 
-def test_a_fenced_member_is_refused_and_the_next_world_lacks_it():
+def test_a_fenced_member_is_refused_and_is_not_in_the_next_world():
     job = pods()
     job.handle(Fenced(("uid-c",)))
     [refused] = job.got("c", Refused)
@@ -153,7 +153,7 @@ def test_several_dead_nodes_are_not_awaited():
     assert after.ranks() == ["a"]
 
 
-def test_dead_members_cannot_train_out_of_sight():
+def test_dead_members_do_not_count_as_possibly_training():
     job = pods()
     after = successor(job, "uid-a", "uid-b", "uid-c")
     after.join("d", "uid-d.1")
@@ -161,7 +161,7 @@ def test_dead_members_cannot_train_out_of_sight():
     assert after.ranks() == ["d"], "nobody can train where this coordinator does not see it"
 
 
-def test_a_dead_pod_is_not_another_of_its_name():
+def test_a_dead_pod_does_not_exclude_a_new_pod_of_its_name():
     """Its successor has the same id and another uid, and may be back already."""
     job = pods()
     after = successor(job, "uid-c")

@@ -135,7 +135,7 @@ def test_a_fault_during_the_drain_leaves_the_ready_replacement_out():
     assert job.persisted[-1].world.world_size == 4 and job.persisted[-1].restarts_used == 2
 
 
-def test_a_budget_that_refuses_ends_no_job_and_is_told_once():
+def test_a_used_up_budget_does_not_end_the_job_and_is_logged_once():
     job = planned(min_workers=1, restarts=0)
     dies(job, "a", local_rank=0)
     able(job, "a", workers=(1,)), able(job, "b")
@@ -146,7 +146,7 @@ def test_a_budget_that_refuses_ends_no_job_and_is_told_once():
     assert len(told) == 1 and "--max-restarts 0" in told[0]
 
 
-def test_a_loss_that_was_not_paid_for_stays_so_when_its_agent_comes_back():
+def test_an_uncharged_loss_stays_uncharged_when_its_agent_returns():
     job = planned(min_workers=1, restarts=0)
     dies(job, "a", local_rank=0)
     able(job, "a", workers=(1,)), able(job, "b")
@@ -223,7 +223,7 @@ def test_a_checkpoint_restarts_no_worker():
     assert not kinds(job, "b") and job.phase == "running"
 
 
-def test_a_leaving_node_is_left_at_a_boundary_where_others_join():
+def test_a_node_leaves_at_the_boundary_at_which_others_join():
     job = planned(nodes="ab", high=3)
     job.join("c")
     job.passes(0.2, alive="abc")
@@ -284,7 +284,7 @@ def test_workers_displaced_before_there_were_boundaries_start_afresh_once_there_
     assert job.got("b", Prepare)
 
 
-def test_what_was_lost_before_the_script_made_its_loader_is_replaced_at_no_cost():
+def test_workers_lost_before_the_loader_was_made_are_replaced_without_a_charge():
     job = Driver(job_spec(1, 3, 0, min_workers=1))
     job.join("a"), job.join("b")
     job.passes(4.0, alive="ab")
@@ -329,7 +329,7 @@ def test_a_new_coordinator_calls_off_a_drain_of_the_last_one_that_times_out():
     assert after.phase == "running" and CallOff in kinds(after, "b")
 
 
-def test_a_joiner_that_has_made_no_step_is_a_survivor_after_a_fault():
+def test_a_joining_worker_without_a_step_counts_as_a_survivor_after_a_fault():
     """A member that came with the last world and has made no step is a survivor like others."""
     job = shrunk()
     able(job, "a")

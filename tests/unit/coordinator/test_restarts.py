@@ -53,7 +53,7 @@ def test_a_used_up_budget_ends_the_job_with_the_root_cause(driver):
     assert job.persisted[-1].outcome == outcome
 
 
-def test_of_two_failures_of_a_node_the_first_is_the_cause_however_late_it_was_told(driver):
+def test_the_first_of_two_failures_of_a_node_is_the_cause_even_if_reported_late(driver):
     """The first report was half a second under way, the next, with both failures, no time."""
     job = driver(job_spec(1, 1, restarts=0))
     job.join("a")
@@ -68,7 +68,7 @@ def test_of_two_failures_of_a_node_the_first_is_the_cause_however_late_it_was_to
     assert job.got("a", Close)[0].outcome.cause.failure.rank == 1
 
 
-def test_failures_that_the_end_of_a_leaving_node_caused_cost_nothing_where_its_word_came_late(
+def test_failures_caused_by_a_leaving_node_are_free_even_if_its_notice_came_late(
     driver,
 ):
     job = driver(job_spec(2, 3))
@@ -82,7 +82,7 @@ def test_failures_that_the_end_of_a_leaving_node_caused_cost_nothing_where_its_w
     assert job.phase == "running" and job.machine.report().restarts_used == 0
 
 
-def test_failures_that_a_departure_caused_cost_nothing(driver):
+def test_failures_caused_by_a_departure_use_no_restart(driver):
     job = driver(job_spec(1, 2, restarts=0))
     job.join("a")
     job.join("b")
@@ -95,7 +95,7 @@ def test_failures_that_a_departure_caused_cost_nothing(driver):
 
 
 @pytest.mark.parametrize(("said", "used"), [("Connection closed by peer", 0), ("boom", 1)])
-def test_failures_that_a_stop_before_this_coordinator_caused_cost_nothing(pair, said, used):
+def test_failures_caused_by_a_stop_under_an_earlier_coordinator_use_no_restart(pair, said, used):
     """One that is a worker's own does."""
     new, failures = Driver(), (failure(0, said),)
     new.join("b", holding=pair.holding("b", "stopping"), welcomed=True)
@@ -107,7 +107,7 @@ def test_failures_that_a_stop_before_this_coordinator_caused_cost_nothing(pair, 
     assert new.machine.report().restarts_used == used
 
 
-def test_a_crash_loop_pauses_longer_each_time_and_says_so(driver):
+def test_the_pauses_of_a_crash_loop_get_longer_and_are_logged(driver):
     job = driver(job_spec(1, 1, restarts=3))
     job.join("a")
     pauses = []
@@ -153,7 +153,7 @@ def test_the_cause_is_the_earliest_failure_that_is_no_consequence():
     assert "SIGKILL" in cause.what
 
 
-def test_where_all_only_lost_a_peer_the_first_is_the_cause():
+def test_if_all_failures_are_lost_peers_the_first_is_the_cause():
     sightings = [
         Sighting(node_id="b", at_s=2.0, failure=failure(3, "Connection closed by peer")),
         Sighting(node_id="c", at_s=1.0, failure=failure(5, "Broken pipe")),
@@ -183,7 +183,7 @@ def test_the_headline_is_the_line_that_names_the_error(said, line):
     ("code", "text"),
     [(3, "exit code 3"), (-11, "SIGSEGV"), (-250, "signal 250")],
 )
-def test_an_exit_is_told_in_words(code, text):
+def test_an_exit_code_is_described_in_words(code, text):
     assert exit_text(code) == text
 
 
@@ -328,7 +328,7 @@ def test_workers_of_an_older_world_whose_node_leaves_are_not_charged_as_they_fai
 
 
 @pytest.mark.parametrize("unasked", [False, True])
-def test_a_node_that_had_stopped_by_itself_is_why_the_others_failed(pair, unasked):
+def test_a_node_that_stopped_its_workers_unasked_is_the_cause_of_other_failures(pair, unasked):
     """Its word came late: till then nobody knew what those who lost it had died of."""
     pair.fails("b", "RuntimeError: Connection reset by peer")
     assert pair.phase == "stopping"

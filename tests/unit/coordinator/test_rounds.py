@@ -8,7 +8,7 @@ from elastane.protocol.messages import Assign, Drain, Release, Stop
 from elastane.protocol.model import Fence, JobRecord
 
 
-def test_a_fixed_size_job_starts_when_all_are_here_and_not_before(driver):
+def test_a_fixed_size_job_starts_once_all_nodes_have_joined(driver):
     job = driver(job_spec(3, 3))
     job.join("a")
     job.join("b")
@@ -89,7 +89,7 @@ def test_arrivals_that_still_warm_up_are_gathered_from_when_they_are_ready(elast
     assert elastic.phase == "draining"  # The job is full.
 
 
-def test_a_survivor_that_never_warmed_up_is_not_left_out(driver):
+def test_a_survivor_that_never_became_ready_is_not_left_out(driver):
     job = driver(job_spec(1, 2))
     job.join("a")
     job.join("b", ready=False)
@@ -138,7 +138,7 @@ def test_a_fixed_size_job_waits_for_a_replacement(pair):
     assert pair.ranks() == ["b", "c"]
 
 
-def test_a_wished_rank_is_given_to_an_arrival(driver):
+def test_an_arrival_gets_the_rank_that_it_requests(driver):
     job = driver(job_spec(3, 3))
     job.join("a", node_rank=2)
     job.join("b", node_rank=0)
@@ -236,7 +236,7 @@ def test_a_new_coordinator_restarts_nothing_when_all_are_back(pair, driver):
 
 
 @pytest.mark.parametrize("late_s", [0.05, 0.4])
-def test_a_coordinator_that_only_lost_its_seat_comes_back_with_the_others(pair, driver, late_s):
+def test_a_coordinator_that_only_lost_its_leadership_returns_with_the_others(pair, driver, late_s):
     new = driver(record=record_of(pair), store_backed=True, previous_holder="b")
     new.assigned = pair.assigned
     new.passes(0.6)  # of nobody being back
@@ -246,7 +246,7 @@ def test_a_coordinator_that_only_lost_its_seat_comes_back_with_the_others(pair, 
     assert new.phase == "running" and not new.got("a", Stop)
 
 
-def test_a_coordinator_that_died_is_not_waited_for_as_long_as_another_node(pair, driver):
+def test_a_dead_coordinator_is_awaited_for_less_time_than_another_node(pair, driver):
     new = driver(record=record_of(pair), store_backed=True, previous_holder="b")
     new.join("a", holding=pair.holding("a"))
     new.passes(0.6, alive="a")
@@ -257,7 +257,7 @@ def test_a_coordinator_that_died_is_not_waited_for_as_long_as_another_node(pair,
     assert other.phase == "recovering"
 
 
-def test_a_coordinator_that_refuses_connections_is_waited_for_like_a_broken_session(pair, driver):
+def test_a_coordinator_that_refuses_connections_is_awaited_like_a_broken_session(pair, driver):
     last = {"store_backed": True, "previous_holder": "b", "previous_refuses": True}
     new = driver(record=record_of(pair), **last)
     new.join("a", holding=pair.holding("a"))

@@ -147,7 +147,7 @@ def test_the_next_step_fits_the_way_a_worker_ended(exit_code, words):
     assert words in one.persisted[-1].outcome.next_step
 
 
-def test_the_next_step_after_want_of_memory_is_more_memory():
+def test_the_next_step_after_out_of_memory_is_more_memory():
     one = Driver(job_spec(1, 1, restarts=0))
     one.join("a")
     fence = one.assigned["a"].fence
@@ -175,7 +175,7 @@ def test_rules_that_contradict_one_another_are_a_bug_that_says_so(pair, monkeypa
         pair.leaves("a")
 
 
-def test_what_an_old_fence_says_changes_nothing(pair):
+def test_messages_of_an_old_fence_change_nothing(pair):
     before = pair.machine.report()
     for message in (
         Succeeded(Fence(0, 9)),
@@ -193,7 +193,7 @@ def test_a_record_without_a_world_begins_as_if_there_were_none():
     assert one.fence == {"round": 1, "attempt": 0}
 
 
-def test_status_tells_who_is_away_and_who_leaves(elastic):
+def test_status_shows_nodes_that_are_away_or_leaving(elastic):
     elastic.leaves("b")
     assert {n.node_id: n.state for n in elastic.machine.report().nodes}["b"] == "leaving"
     elastic.breaks("a", clean=False)

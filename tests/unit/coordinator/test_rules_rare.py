@@ -27,7 +27,7 @@ from elastane.protocol.messages import (
 from elastane.protocol.model import Failure, Fence, PortOffer
 
 
-def test_of_many_failures_the_first_are_told_whole_and_the_others_by_their_ends():
+def test_the_first_failures_are_reported_whole_and_further_ones_shortened():
     seen = [
         Sighting(
             node_id=f"n{i}",
@@ -87,7 +87,7 @@ def did(agent, *kinds):
     return [type(effect) for effect in agent.effects if isinstance(effect, kinds)]
 
 
-def test_a_place_for_workers_that_are_gone_is_declined():
+def test_a_place_for_ended_workers_is_declined():
     agent = gone()
     agent.does(MessageReceived(Assign(NEXT)))
     assert did(agent, Decline, StartGroup) == [Decline]
@@ -118,7 +118,7 @@ def test_a_drain_of_workers_of_whom_one_has_failed_is_answered_at_once():
     assert [m.calls for m in agent.sent(Marked)] == [None] and agent.sent(Drained)
 
 
-def test_an_interrupt_of_another_world_or_of_workers_that_stop_is_not_heard():
+def test_an_interrupt_of_another_world_or_of_stopping_workers_is_ignored():
     agent = Agent()
     agent.does(MessageReceived(Interrupt(fence=Fence(9, 0), reason="x")))
     agent.does(MessageReceived(Stop(fence=FIRST.fence, grace_s=1.0, reason="x")))

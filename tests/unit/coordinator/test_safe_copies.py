@@ -25,14 +25,14 @@ def steps(safe):
     return [each and each.step for each in (safe.worker, safe.node, safe.job)]
 
 
-def test_of_replicated_state_two_nodes_that_hold_it_survive_the_loss_of_one():
+def test_replicated_state_on_two_nodes_survives_the_loss_of_one():
     newer, older = NodeCopies(memory=copy(9, 1.0)), NodeCopies(memory=copy(8, 3.0))
     assert steps(reported(older, newer).machine.report().safe) == [9, 8, None]
     assert steps(reported(newer).machine.report().safe) == [9, None, None]
     assert steps(reported(newer, NodeCopies()).machine.report().safe) == [9, None, None]
 
 
-def test_of_sharded_state_the_oldest_part_counts_and_no_part_may_be_missing():
+def test_the_oldest_part_of_sharded_state_counts_and_no_part_may_be_missing():
     def part(step, age_s, neighbour=None):
         return NodeCopies(memory=copy(step, age_s), neighbour=neighbour, replicated=False)
 

@@ -183,7 +183,7 @@ def test_a_job_of_fixed_size_without_restarts_does_not_grow_since_its_script_may
     assert not [each for each in reasons(job, EventKind.WAITING) if "no checkpoint" in each]
 
 
-def test_a_node_that_waits_is_taken_in_at_a_checkpoint():
+def test_a_waiting_node_joins_at_a_checkpoint():
     job = shrinking(min_workers=1, **SOON)
     job.join("c")
     job.passes(5.0, alive="abc")
@@ -268,7 +268,7 @@ def test_an_agent_without_a_session_learns_later_that_the_drain_was_called_off()
     assert CallOff in kinds(job, "a")
 
 
-def test_a_script_without_checkpoints_is_told_once():
+def test_a_script_without_checkpoints_gets_one_warning():
     job = shrunk(**SOON)
     for _ in range(3):
         job.passes(growth.QUIET_S, alive="ab")
@@ -287,7 +287,7 @@ def test_workers_that_finish_do_not_restart_for_growth():
     assert job.phase == "running" and Stop not in kinds(job, "a")
 
 
-def test_a_leaving_node_is_left_at_a_boundary_and_restarts_no_other():
+def test_a_node_leaves_at_a_boundary_and_no_other_node_restarts():
     job = shrinking(min_workers=1)
     job.leaves("b")
     reaches_boundary(job, "a", "b")

@@ -111,7 +111,7 @@ def test_a_job_without_an_agent_here_is_ready_without_a_question(folder, monkeyp
     assert not asked and not shown.job.is_live
 
 
-def test_what_ends_the_following_is_raised_and_not_hidden(folder):
+def test_an_error_that_ends_the_follower_is_raised(folder):
     def broken(_):
         raise PermissionError("the runtime folder")
 

@@ -153,7 +153,7 @@ def test_the_age_of_copies_counts_from_the_beginning_of_their_save():
     assert ("training_checkpoint_age_seconds",) not in ended
 
 
-def test_a_coordinator_says_who_waits_and_when_it_heard_each_node():
+def test_a_coordinator_reports_waiting_workers_and_each_nodes_last_message():
     def node(name, rank, **more):
         facts = {"host": "h", "state": "joined", "local_world_size": 2, "heard_s": 1.5}
         return NodeStatus(node_id=name, node_rank=rank, **{**facts, **more})
@@ -224,7 +224,7 @@ def test_the_page_lists_each_metric_as_it_is():
 
 
 @pytest.mark.parametrize("path", [PAGE, RULES, GRAFANA], ids=["page", "rules", "dashboard"])
-def test_each_metric_that_is_asked_for_exists(path):
+def test_each_metric_in_a_query_exists(path):
     known = {rule.name for rule in METRICS}
     asked = names_in(path.read_text("utf-8"))
     assert asked and asked <= known, asked - known

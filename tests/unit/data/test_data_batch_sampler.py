@@ -34,7 +34,7 @@ def refused(slug):
     return pytest.raises(ConfigurationError, match=rf"\[{slug}\]")
 
 
-def test_the_package_gives_it_by_name():
+def test_the_package_exports_the_sampler():
     assert elastane.ElasticBatchSampler is ElasticBatchSampler
 
 
@@ -140,7 +140,7 @@ def test_set_epoch_stays_within_its_own_epoch_and_goes_to_any_other():
         sampler.set_epoch(-1)
 
 
-def test_a_state_goes_on_in_another_world_with_other_micro_batches():
+def test_a_state_continues_in_another_world_with_other_micro_batches():
     sampler = ElasticBatchSampler(30, 10, seed=9)
     sampler.set_epoch(2)
     rest = epoch_of(sampler)[1:]
@@ -204,7 +204,7 @@ def test_a_state_of_other_data_is_refused_by_name(key, value):
     [{"samples": 11}, {"samples": 30}, {"samples": -10}, {"epoch": None}, {"samples": 10.0}],
     ids=str,
 )
-def test_a_state_whose_place_is_none_is_refused(spoilt):
+def test_a_state_with_an_impossible_position_is_refused(spoilt):
     sampler = ElasticBatchSampler(30, 10)
     with pytest.raises(ConfigurationError, match=r"\[data-(state|size)\]"):
         sampler.load_state_dict({**sampler.state_dict(), **spoilt})
@@ -245,7 +245,7 @@ def test_an_epoch_without_a_step_is_refused(n, drop_last):
 
 
 @pytest.mark.parametrize("world", [(0, 0), (1, 1), (-1, 2), (0, 1.5), ("0", 1)], ids=str)
-def test_a_world_that_cannot_be_is_refused(world):
+def test_an_impossible_world_is_refused(world):
     with refused("data-size"):
         ElasticBatchSampler(30, 10).bind(*world)
 

@@ -60,12 +60,12 @@ def test_a_rewind_without_a_world_keeps_it():
 
 
 @pytest.mark.parametrize("world", [(0, None), (None, 2), (2, 2), (-1, 2)], ids=str)
-def test_a_world_that_cannot_be_is_refused(world):
+def test_an_impossible_world_is_refused(world):
     with refused("data-size"):
         feed_of().rewind(*world)
 
 
-def test_a_sample_that_cannot_be_read_raises_what_it_raises():
+def test_the_exception_of_an_unreadable_sample_is_raised_unchanged():
     class Broken(list):
         def __getitem__(self, index):
             raise KeyError(index)
@@ -116,7 +116,7 @@ def test_workers_that_die_while_they_are_begun_again_are_replaced_once():
     assert loader.begun == 3
 
 
-def test_loaders_whose_batches_it_could_not_tell_are_refused():
+def test_loaders_whose_batches_cannot_be_identified_are_refused():
     sampler = ElasticBatchSampler(23, 10)
     unordered = DataLoader(range(23), batch_sampler=sampler)
     unordered.in_order = False

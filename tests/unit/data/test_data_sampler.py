@@ -16,7 +16,7 @@ def refused(slug):
     return pytest.raises(ConfigurationError, match=rf"\[{slug}\]")
 
 
-def test_the_package_gives_it_by_name():
+def test_the_package_exports_the_sampler():
     assert elastane.ElasticSampler is ElasticSampler
 
 
@@ -42,7 +42,7 @@ def test_no_samples_are_no_indices():
     assert list(ElasticSampler([], 2, 0)) == []
 
 
-def test_a_changed_world_goes_on_where_the_other_was():
+def test_a_changed_world_continues_at_the_others_position():
     """Batches of 4 on each of 3 ranks; after two steps one goes, and the others do the rest."""
     n, before, done = 59, [], 2
     for rank in range(3):

@@ -60,7 +60,7 @@ def test_the_epoch_decides_the_order_of_the_shards():
     assert [s for step in plain for s in step] == EVERY
 
 
-def test_it_resumes_within_a_shard_and_opens_nothing_before():
+def test_shards_resume_within_a_shard_and_earlier_ones_are_not_opened():
     data = make()
     steps = list(data)
     for step in range(4):
@@ -104,7 +104,7 @@ def test_a_state_of_other_shards_or_lanes_is_refused():
     [([("a", -1)], "length of shard 'a'"), ([("a", 5), ("b", 1.5)], "length of shard 'b'")],
     ids=str,
 )
-def test_a_length_that_is_none_is_refused_by_name(shards, name):
+def test_an_invalid_length_is_refused_by_name(shards, name):
     with refused("data-size") as raised:
         ElasticShards(shards, Opened(), 10)
     assert raised.value.what.startswith(name)

@@ -99,7 +99,7 @@ def test_a_step_that_is_read_again_opens_no_shard_again():
     assert opened.at == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_a_position_goes_on_in_another_process_in_the_middle_of_a_shard():
+def test_a_position_continues_in_another_process_in_the_middle_of_a_shard():
     feed = feed_of(stream_of())
     seen = list(next(feed).batch)
     feed.commit(0)
@@ -118,7 +118,7 @@ def test_a_position_goes_on_in_another_process_in_the_middle_of_a_shard():
     assert all(start for shard, start in opened.at[:2] if shard == 0)
 
 
-def test_readers_of_shards_that_this_rank_reads_no_more_are_closed():
+def test_readers_of_shards_that_this_rank_no_longer_reads_are_closed():
     closed = []
 
     def opened(shard, start, _epoch):
@@ -224,7 +224,7 @@ def test_shards_without_any_sample_are_refused():
         next(feed_of(stream_of(Opened([0, 0, 0]))))
 
 
-def test_a_source_that_is_none_is_refused():
+def test_an_object_that_is_not_a_source_is_refused():
     with pytest.raises(ConfigurationError, match=r"list.*\[data-source\]"):
         ElasticStream([1, 2], 4)
 
@@ -279,7 +279,7 @@ def test_a_lost_ranks_samples_are_owed_and_dealt_in_later_steps_and_a_further_on
     assert "owed" not in feeds[0].cursor.state_dict()
 
 
-def test_a_state_that_owes_samples_goes_on_in_another_world():
+def test_a_state_that_owes_samples_continues_in_another_world():
     feeds = [feed_of(stream_of(batch=8, lanes=3), rank, 2) for rank in range(2)]
     seen = []
     for lost in ([], [1], [0]):

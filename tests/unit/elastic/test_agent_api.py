@@ -162,7 +162,7 @@ def test_an_unreachable_handler_stops_no_healthy_worker(error, caplog):
 
 @pytest.mark.parametrize("kind", ["elastane.elastic", "torch.distributed.elastic"])
 @pytest.mark.parametrize("name", ["RendezvousClosedError", "RendezvousStateError"])
-def test_what_a_handler_says_for_good_ends_the_agent_at_once(kind, name):
+def test_a_final_answer_of_a_handler_ends_the_agent_at_once(kind, name):
     error = getattr(importlib.import_module(f"{kind}.rendezvous.api"), name)("over")
     agent = agent_of(ours, ["HEALTHY"] * 3, Handler(waiting=[error]))
     with pytest.raises(type(error), match="over"):

@@ -80,7 +80,7 @@ def test_an_error_without_failures_is_none():
         ours.ChildFailedError("x", {})
 
 
-def test_record_hands_the_first_failure_of_a_launch_on(tmp_path, monkeypatch):
+def test_record_passes_on_the_first_failure_of_a_launch(tmp_path, monkeypatch):
     own = tmp_path / "own.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(own))
     failure = ours.ProcessFailure(0, 1, -signal.SIGSEGV, torch_file(tmp_path / "child"))
@@ -94,7 +94,7 @@ def test_record_hands_the_first_failure_of_a_launch_on(tmp_path, monkeypatch):
     assert json.loads(own.read_text())["message"]["errorCode"] == -11
 
 
-def test_an_error_handler_of_ones_own_may_be_a_subclass(tmp_path, monkeypatch):
+def test_a_users_error_handler_may_be_a_subclass(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "own.json"))
 
     class Mine(ours.ErrorHandler):

@@ -65,12 +65,12 @@ def test_streams_are_read_as_torch_writes_them(text, found):
 
 
 @pytest.mark.parametrize("text", ["", "4", "a", "0:4", "0:1,", "0-1"])
-def test_what_names_no_streams_is_refused(text):
+def test_a_text_that_names_no_streams_is_refused(text):
     with pytest.raises(ValueError, match="neither a stream mask nor a map"):
         Std.from_str(text)
 
 
-def test_a_map_gives_the_ranks_it_leaves_out_none():
+def test_ranks_missing_in_a_map_get_no_stream():
     assert to_map(Std.OUT, 2) == {0: Std.OUT, 1: Std.OUT}
     assert to_map({1: Std.ERR}, 2) == {0: Std.NONE, 1: Std.ERR}
 

@@ -97,7 +97,7 @@ def test_parameters_are_read_as_torch_reads_them(value, method):
 @pytest.mark.parametrize(
     "wrong", [("", "e", "r", 1, 2), ("b", "e", "r", 0, 2), ("b", "e", "r", 3, 2)]
 )
-def test_parameters_that_cannot_be_are_refused(wrong):
+def test_impossible_parameters_are_refused(wrong):
     for module in BOTH:
         with pytest.raises(ValueError):
             module.RendezvousParameters(*wrong)
@@ -220,7 +220,7 @@ def test_a_handler_has_the_bounds_of_its_configuration():
         ("h:1", {"heartbeat": 5, "silence": 3}, "bad-timing"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(endpoint, conf, slug):
+def test_an_unusable_configuration_is_refused_before_the_start(endpoint, conf, slug):
     with pytest.raises(api.RendezvousError, match=slug):
         handler_of(endpoint, **conf)
 
@@ -233,7 +233,7 @@ def test_workers_may_opt_out_of_the_agents_store(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [("", 1, 2), ("r", 0, 2), ("r", 3, 2)])
-def test_from_backend_refuses_what_cannot_be(wrong):
+def test_from_backend_refuses_impossible_settings(wrong):
     run_id, low, high = wrong
     for module in (torch_dynamic, dynamic):
         backend = _backend(module)

@@ -42,7 +42,7 @@ def test_an_account_can_be_read_at_any_time_and_does_not_change_by_that():
             assert accountant.account(view, now_s) == account_of(plain, now_s)
 
 
-def test_of_very_many_intervals_the_older_keep_their_seconds_alone(monkeypatch):
+def test_of_many_intervals_only_the_sums_of_the_older_ones_are_kept(monkeypatch):
     whole = account_of([*in_place(), ended(120.0)])
     monkeypatch.setattr("elastane.observe.account.INTERVALS_MAX", 6)
     short = account_of([*in_place(), ended(120.0)])
@@ -182,7 +182,7 @@ def test_workers_that_fail_before_the_first_step_of_a_job_were_starting():
     ]
 
 
-def test_a_wait_for_nodes_is_lost_and_another_node_would_help():
+def test_a_wait_for_nodes_is_lost_time_and_a_spare_node_is_proposed():
     events = [
         *in_place(),
         exited(0, round=3, time_s=120.0),

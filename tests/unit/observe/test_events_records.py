@@ -89,7 +89,7 @@ def test_every_kind_has_its_section_and_every_section_a_kind():
     assert list(sections()) == [kind.value for kind in EventKind]
 
 
-def test_every_section_says_who_tells_when_and_what_data():
+def test_every_section_names_source_time_and_data_of_its_event():
     for kind, text in sections().items():
         for label in ("Logged by:", "When:", "Data:"):
             assert label in text, f"{kind}: no {label}"

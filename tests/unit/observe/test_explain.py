@@ -256,7 +256,7 @@ def test_text_before_a_signal_is_called_output():
     assert lines[at_output + 1] == "    | UserWarning: x"
 
 
-def test_departures_and_replicas_that_differ_are_told():
+def test_departures_and_differing_replicas_are_shown():
     lines = told(
         settled(0),
         event(3, EventKind.REPLICA_DIFFERED, "rank 1 has other weights"),

@@ -62,7 +62,7 @@ def test_of_a_large_world_the_slowest_have_rows_and_are_usual_where_they_are_not
     assert ("", None, 30) in rows(heat)
 
 
-def test_what_the_page_of_events_does_not_say_is_left_out():
+def test_measurements_in_an_undocumented_form_are_left_out():
     bad = [
         times(10.0, "x", 1, 1), times(10.0, -1, 1, 1), times(10.0, 1, 1, 1, median_ms=0.0),
         times(10.0, 1, 1, 1, median_ms="1"), times(10.0, 1, 2, ranks="1"), times(10.0, "nan"),

@@ -115,7 +115,7 @@ def test_the_loss_of_authority_ends_no_world_and_is_over_when_it_is_back():
 
 
 @pytest.mark.parametrize("beside", ["authority-lost", "stall", "replica-differed"])
-def test_an_incident_goes_on_while_one_that_ends_no_world_begins_and_ends(beside):
+def test_an_incident_stays_open_while_one_that_ends_no_world_begins_and_ends(beside):
     view = play(
         settled(1, "a", 4),
         exited(1, round=1, time_s=50.0),

@@ -28,7 +28,7 @@ def clock(monkeypatch):
     return now_s
 
 
-def test_a_log_gets_one_line_once_it_takes_long(clock, capsys):
+def test_a_long_transfer_gets_one_line_in_a_log(clock, capsys):
     with shown_progress("reading step 40", 8 * GB) as shown:
         shown.add(GB)
         clock[0] += 1.9
@@ -71,7 +71,7 @@ def test_many_threads_report_what_each_has_done(clock, capsys):
     assert "7 kB of 8 kB" in capsys.readouterr().err
 
 
-def test_a_file_that_something_else_writes_is_looked_at(tmp_path, monkeypatch, capsys):
+def test_the_progress_of_a_file_that_another_program_writes_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
     monkeypatch.setattr(progress, "_LOOK_S", 0.001)
     told = threading.Event()

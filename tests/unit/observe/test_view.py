@@ -139,7 +139,7 @@ def test_one_node_at_a_time_is_shown_as_the_coordinators():
     assert [node.coordinates for node in view.nodes.values()] == [False, True]
 
 
-def test_what_is_kept_is_bounded():
+def test_the_view_is_bounded():
     view = JobView()
     for index in range(HISTORY_MAX + 10):
         view = after_progress(view, point(index))
@@ -201,7 +201,7 @@ def test_the_live_screen_shows_nodes_workers_reasons_and_progress():
         assert expected in text
 
 
-def test_acts_come_in_order_by_progress_and_not_before_training_went_on():
+def test_acts_come_in_order_by_progress_and_not_before_training_continued():
     kill_worker, kill_node = STORY.acts[0], STORY.acts[1]
     early = [point(step) for step in range(1, int(kill_worker.at * 600))]
     assert next_act(STORY, early, [], 4) is None

@@ -219,7 +219,7 @@ def test_workers_that_wait_for_each_other_in_two_groups_are_named_with_their_pla
     assert "a.py:1" in found.sentence and "a.py:2" in found.sentence
 
 
-def test_who_is_ended_where_the_wait_never_ends():
+def test_the_ranks_to_end_where_the_wait_never_ends():
     for seed in SEEDS:
         cluster = Cluster(seed)
         kind = cluster.random.choice([*FACTS])
@@ -263,7 +263,7 @@ def test_a_wait_that_passed_is_reported_again_once_it_lasts_twice_as_long():
     assert reports.is_new(evaluation, 120.0)
 
 
-def test_of_reported_waits_so_many_places_are_remembered():
+def test_remembered_places_of_reported_waits_are_bounded():
     reports = Reports()
     for line in range(3 * PASSED_MAX):
         verdict = Verdict(kind=Kind.BUSY, ranks=(0,), sentence="", place=f"train.py:{line}")

@@ -65,13 +65,13 @@ class Node:
         return found
 
 
-def test_who_neither_waits_nor_moves_hangs_after_the_floor():
+def test_a_worker_that_neither_waits_nor_progresses_hangs_after_the_floor():
     node = Node()
     assert node.passes(1000) == {1: pytest.approx(FLOOR_S, abs=MARGIN_S)}
     assert "in the body of a step" in node.hung[1] and "limit 5.0 s" in node.hung[1]
 
 
-def test_who_waits_for_others_never_hangs_and_who_cannot_answer_does():
+def test_a_waiting_worker_never_hangs_and_one_that_cannot_answer_does():
     node = Node(1, 2, 3)
     node.waits, node.silent = {1, 3}, {2}
     assert list(node.passes(1000)) == [2]
@@ -90,7 +90,7 @@ def test_the_limit_is_a_multiple_of_what_the_same_work_took_at_the_longest():
     assert node.passes(1000) == {1: pytest.approx(3.0 * HANG_FACTOR, abs=HANG_FACTOR * MARGIN_S)}
 
 
-def test_what_was_learned_is_of_the_job_and_fades():
+def test_learned_limits_outlive_workers_and_fade():
     node = Node()
     node.passes(3.0)
     node.be(1)
@@ -104,7 +104,7 @@ def test_what_was_learned_is_of_the_job_and_fades():
     assert node.passes(1000)[2] < 2 * HANG_FACTOR
 
 
-def test_neither_waits_nor_what_an_end_of_the_world_cut_short_stretch_the_limit():
+def test_waits_and_interrupted_work_do_not_raise_the_limit():
     node = Node()
     node.waits = {1}
     node.passes(60.0)
@@ -116,7 +116,7 @@ def test_neither_waits_nor_what_an_end_of_the_world_cut_short_stretch_the_limit(
     assert node.passes(1000) == {1: pytest.approx(FLOOR_S, abs=MARGIN_S)}
 
 
-def test_who_is_held_in_a_debugger_never_hangs_and_the_others_are_not_stalled():
+def test_a_worker_in_a_debugger_never_hangs_and_the_others_are_not_stalled():
     node = Node(1, 2)
     node.waits = {1}
     node.held = {2}
@@ -128,7 +128,7 @@ def test_who_is_held_in_a_debugger_never_hangs_and_the_others_are_not_stalled():
     assert list(node.passes(1000)) == [2]
 
 
-def test_the_end_of_a_world_gives_everybody_their_time_anew():
+def test_the_end_of_a_world_restarts_the_time_of_every_worker():
     node = Node()
     node.waits = {1}
     node.passes(60.0)
@@ -147,7 +147,7 @@ def test_the_end_of_a_world_gives_everybody_their_time_anew():
         (BETWEEN, 100, HANG_BETWEEN_S),
     ],
 )
-def test_first_steps_compilation_and_the_users_own_work_take_their_time(activity, steps, limit_s):
+def test_first_steps_compilation_and_user_code_have_longer_limits(activity, steps, limit_s):
     node = Node(steps=steps)
     node.be(1, activity)
     assert node.passes(2 * limit_s) == {1: pytest.approx(limit_s, abs=MARGIN_S)}
@@ -163,7 +163,7 @@ def test_a_floor_above_the_ceiling_holds_for_all_work(activity, steps):
 
 
 @pytest.mark.parametrize("activity", [Activity.APART, Activity.ENTERING])
-def test_who_is_outside_of_steps_or_waits_for_a_world_is_not_judged(activity):
+def test_a_worker_outside_of_steps_or_without_a_world_is_not_judged(activity):
     node = Node()
     node.be(1, activity)
     assert node.passes(2 * HANG_BETWEEN_S, look_s=1.0) == {}
@@ -179,7 +179,7 @@ def test_a_worker_that_builds_for_minutes_is_not_blamed_and_those_that_wait_for_
 
 
 @pytest.mark.parametrize("activity", list(Activity))
-def test_who_is_stopped_by_a_signal_hangs_whatever_it_was_at(activity):
+def test_a_worker_stopped_by_a_signal_hangs_in_any_activity(activity):
     node = Node(steps=0)
     node.waits = {1}
     node.be(1, activity, stopped=True)
@@ -190,7 +190,7 @@ def test_who_is_stopped_by_a_signal_hangs_whatever_it_was_at(activity):
 
 
 @pytest.mark.parametrize("activity", [BODY, BETWEEN, Activity.ENTERING])
-def test_who_does_not_return_from_an_abort_hangs_whatever_it_was_at(activity):
+def test_a_worker_whose_abort_does_not_return_hangs_in_any_activity(activity):
     node = Node(1, 2)
     node.waits = {1, 2}
     node.be(1, activity)
@@ -204,7 +204,7 @@ def test_who_does_not_return_from_an_abort_hangs_whatever_it_was_at(activity):
     assert node.passes(10 * ABORT_S) == {}, "a debugger holds it"
 
 
-def test_a_host_that_stood_still_makes_no_worker_count_as_hung():
+def test_after_a_suspension_of_the_host_no_worker_counts_as_hung():
     node = Node()
     node.passes(1.0)
     for _ in range(4):
@@ -236,7 +236,7 @@ def test_all_are_stalled_only_when_each_waits_for_too_long():
 
 
 @pytest.mark.parametrize("activity", [BODY, BETWEEN, Activity.APART, Activity.COMPILING])
-def test_a_stall_is_found_whatever_workers_are_at_and_however_new_they_are(activity):
+def test_a_stall_is_found_in_any_activity_also_of_new_workers(activity):
     node = Node(1, 2, steps=0)
     node.waits, node.traffic = {1, 2}, {1: 100, 2: 7}
     node.be(1, activity)
@@ -270,7 +270,7 @@ def test_workers_that_exchange_bytes_do_not_stand_still():
     assert node.stalled_s is not None
 
 
-def test_where_bytes_cannot_be_counted_a_stall_is_shown_before_it_is_believed():
+def test_without_byte_counts_waits_are_shown_before_they_count_as_a_stall():
     node = Node(1, steps=0)
     node.waits = {1}
     node.passes(HANG_STALL_S + MARGIN_S)
@@ -310,7 +310,7 @@ def test_no_healthy_step_of_ten_thousand_is_taken_for_a_hang():
         assert node.stalled_s is None
 
 
-def test_an_answer_of_a_worker_that_is_gone_is_dropped():
+def test_an_answer_of_an_ended_worker_is_dropped():
     node = Node(1)
     node.watch.answered(1, waits=True)
     node.watch.answered(2, waits=True, held=True)

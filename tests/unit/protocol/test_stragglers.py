@@ -59,7 +59,7 @@ def test_the_rank_that_never_waits_is_named_once():
     )
 
 
-def test_it_is_over_once_the_rank_is_as_fast_as_the_others():
+def test_a_straggler_ends_once_its_rank_is_as_fast_as_the_others():
     rules = StragglerRules()
     looked(rules, COMPARISONS_MIN, even, slow, even)
     begun, [ended] = looked(rules, 1, even, even, even, first=1000)
@@ -91,7 +91,7 @@ def test_the_reason_is_what_explains_half_of_the_excess(more, why):
     assert found.why is why
 
 
-def test_of_a_slow_node_each_rank_is_named_up_to_a_bound():
+def test_each_rank_of_a_slow_node_is_named_up_to_a_bound():
     workers = [even] * (2 * NAMED_MAX + 4) + [slow] * (NAMED_MAX + 2)
     begun, _ = looked(StragglerRules(), COMPARISONS_MIN + 2, *workers)
     assert len({found.rank for found in begun}) == len(begun) == NAMED_MAX
@@ -103,7 +103,7 @@ def test_steps_that_are_too_short_to_tell_name_no_rank():
     assert looked(StragglerRules(), 9, short(0.75), short(0.99), short(0.75)) == ([], [])
 
 
-def test_a_world_of_which_a_rank_shows_nothing_is_not_compared():
+def test_a_world_with_a_rank_without_a_pace_is_not_compared():
     rules = StragglerRules()
     for step in range(WINDOW_STEPS, 200):
         assert rules.look({0: even(0, step), 1: slow(1, step)}, 3) == ([], [])

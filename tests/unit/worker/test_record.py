@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_written_never_hides_the_exception(tmp_path, monke
     assert "cannot be written" in capfd.readouterr().err
 
 
-def test_it_costs_no_import_of_torch():
+def test_record_does_not_import_torch():
     code = "import sys, elastane; elastane.record; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True

@@ -277,7 +277,7 @@ def test_the_member_with_the_last_committed_step_writes():
     assert newest.place(0) < newest.place(1) and 0 < newest.place(1) < 1 << 62
 
 
-def test_what_is_kept_has_a_bound():
+def test_kept_values_have_a_bound():
     log = ScalarLog()
     for number in range(1, KEPT_MAX + 100):
         made(log, number)
@@ -291,7 +291,7 @@ def test_a_value_that_is_no_number_is_named(value):
     assert caught.value.slug == "job-log" and "loss" in caught.value.what
 
 
-def test_targets_that_are_no_sinks_and_folders_that_cannot_be_are_named(tmp_path):
+def test_unusable_sinks_and_folders_are_refused_by_name(tmp_path):
     (tmp_path / "file").touch()
     for target in (3, tmp_path / "file" / "a.jsonl"):
         with pytest.raises(JobError) as caught:

@@ -58,7 +58,7 @@ def test_an_update_that_no_living_member_made_is_retried():
     assert found.committed == 5 and not found.advancing
 
 
-def test_half_a_shard_is_not_one():
+def test_a_partly_received_shard_does_not_count():
     found = plan([claim(0), claim(1, holds=False, torn=True), claim(0), claim(1, **NEW)], 2)
     assert found.lost == (1,)
 
