@@ -1,6 +1,6 @@
-"""Attacks on a coordinator, by outsiders without the job's secret and by insiders who have it.
+"""Attacks on a coordinator, by outsiders without the job's secret and by insiders with it.
 
-An attack is a coroutine that takes dice. It may end by any OSError.
+An attack is a coroutine with a random generator as its argument. It may end by any OSError.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ async def connected(port: int) -> AsyncIterator[Streams]:
 
 
 async def hear_end(reader: asyncio.StreamReader) -> None:
-    """Read until the other side hangs up."""
+    """Read until the other side closes the connection."""
     while await reader.read(1 << 16):
         pass
 
 
 def flip(data: bytes, rng: random.Random) -> bytes:
-    """Return `data` with one bit of it changed."""
+    """Return `data` with one changed bit."""
     at = rng.randrange(len(data))
     return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
 
 
 class Outsiders:
-    """They know the port, the job's name, and what they heard on the network."""
+    """Attackers who know the port, the job's name, and recorded traffic."""
 
     def __init__(self, port: int, job: str, recorded: bytes, pieces: list[bytes]) -> None:
         self.port, self.job, self.recorded, self.pieces = port, job, recorded, pieces
@@ -112,7 +112,7 @@ class Outsiders:
         await self.say(flip(self.hello(rng, rng.choice(["", "other"])).start(), rng), b"x" * 32)
 
     async def no_proof(self, rng: random.Random) -> None:
-        """Frames where the proof should be."""
+        """Send frames instead of the proof."""
         await self.say(self.hello(rng).start(), rng.choice(self.pieces)[-200:] * 3)
 
     async def wrong_secret(self, rng: random.Random) -> None:
@@ -163,7 +163,7 @@ class _Raw:
 
 
 class Insider:
-    """One session that was proven by the right secret; it seals whatever bytes it likes."""
+    """One session with the right secret, which seals any bytes."""
 
     def __init__(self, streams: Streams, handshake: ClientHandshake) -> None:
         self.reader, self.writer = streams
@@ -193,7 +193,7 @@ class Insider:
 
 
 class Insiders:
-    """They know the secret. What they may not do: crash, stall or deceive the coordinator."""
+    """Attackers who know the secret. They must not crash, block or deceive the coordinator."""
 
     def __init__(self, port: int, spec: JobSpec, members: tuple[str, ...], fence: Fence) -> None:
         self.port, self.spec, self.members, self.fence = port, spec, members, fence
@@ -289,7 +289,7 @@ class Insiders:
             await hear_end(one.reader)
 
     async def messages_before_join(self, rng: random.Random) -> None:
-        """What only a member may say, by one that never joined."""
+        """Send messages of a member without having joined."""
         async with self.session(rng) as one:
             await one.send(*self.words(self.fence), m.Conclude(ok=False, reason="over"), m.Query())
             assert isinstance(await one.answer(), m.Report)
@@ -310,13 +310,13 @@ class Insiders:
             await hear_end(one.reader)
 
     async def impostor(self, rng: random.Random) -> None:
-        """A member's name, by another process than the member's agent."""
+        """Join under a member's name from another process."""
         async with self.session(rng) as one:
             await one.send(self.join(rng, node_id=rng.choice(self.members)))
             assert isinstance(await one.answer(), m.Refused)
 
     async def absurd_spare(self, rng: random.Random) -> None:
-        """It is let in, waits for a place, and says what only a member of the world may say."""
+        """Join as a spare, and send messages that only a member of the world may send."""
         async with self.session(rng) as one:
             holding = m.Holding(assignment=self.assignment(), state="failed")
             await one.send(self.join(rng, holding=rng.choice([None, holding])))
@@ -344,7 +344,7 @@ class Insiders:
         ]
 
     def absurd_joins(self, rng: random.Random) -> list[object]:
-        """Each is refused, in words or by the end of the session."""
+        """Send absurd joins; each is refused by a message or by the end of the session."""
 
         def holding(**changes: object) -> m.Join:
             kept = m.Holding(assignment=self.assignment(**changes), state="running")
@@ -373,7 +373,7 @@ def absurd_fences() -> list[Fence]:
 
 
 def bodies(rng: random.Random) -> list[bytes]:
-    """Sealed, and no message."""
+    """Send sealed frames that are no messages."""
     nested = b"\x82\xa4type\xa5leave\xa6reason"
     return [
         b"",

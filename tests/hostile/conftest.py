@@ -1,4 +1,4 @@
-"""The hostile tests play against real jobs: they share the process tests' harness."""
+"""The hostile tests attack real jobs, with the harness of the process tests."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the hostile tests share: a job that trains, what it must not lose, and dice with a seed.
+"""Support for hostile tests: a job that trains, checks of its health, and seeded randomness.
 
 HOSTILE_SEED replays a run; HOSTILE_COUNT says how many connections the soak makes.
 """
@@ -43,7 +43,7 @@ _CHANGES = (
 
 
 def dice(name: str, default: str = "4") -> random.Random:
-    """Return the dice of one test; the seed is printed, and so shown where it fails."""
+    """Return the random generator of one test; its seed is printed, and shown after a failure."""
     seed = os.environ.get("HOSTILE_SEED", default)
     print(f"replay with HOSTILE_SEED={seed}")
     return random.Random(f"{seed} {name}")
@@ -58,7 +58,7 @@ def descriptors(pid: int) -> int:
 
 
 def processes_of(job: Job) -> list[int]:
-    """Return every process of the job that its mark finds."""
+    """Return all processes of the job by its process mark."""
     from jobs import left_over
 
     return [pid for pid, _ in left_over(job.mark)]
@@ -89,7 +89,7 @@ def links(pid: int) -> set[tuple[str, str]]:
 
 
 class Tap:
-    """A proxy that keeps what one agent and its coordinator say; it changes nothing."""
+    """A proxy that records the traffic of one agent and its coordinator, and changes nothing."""
 
     def __init__(self, port: int) -> None:
         self.to_port = port
@@ -130,7 +130,7 @@ class Tap:
                 end.shutdown(socket.SHUT_RDWR)  # close() alone would wait for the other thread
 
     def cut(self) -> None:
-        """Break the agent's end of what is connected now; new connections are carried as before.
+        """Break the agent's current connections; new connections are carried as before.
 
         The coordinator sees a newer connection of the same agent, not a broken one. A broken one is
         a departure after REJOIN_GRACE_S, in which an agent on a busy host may not be back.
@@ -145,7 +145,7 @@ class Tap:
 
 
 class Victim:
-    """A job of two agents whose workers take steps, and what is watched of it."""
+    """A job of two agents whose workers make steps, and its observed state."""
 
     def __init__(self, folder: Path, *, own_token_of_b: bool = False, **env: str) -> None:
         self.token = folder / "token"
@@ -184,14 +184,14 @@ class Victim:
         return [f"{e.kind}: {e.reason}" for e in self.job.events(*_CHANGES)]
 
     def take_in(self, node: str) -> Agent:
-        """Have an honest agent join, and take the place of another one."""
+        """Let an honest agent join, and replace another one."""
         agent = self.job.start(node)
         self.job.wait_event(EventKind.NODE_JOINED, node)
         return agent
 
 
 class Watch:
-    """What the job must keep while it is attacked: use as a context around the attack."""
+    """A context around an attack; it checks that the job keeps training and leaks nothing."""
 
     def __init__(self, victim: Victim) -> None:
         self.victim = victim
@@ -243,9 +243,9 @@ def storm(
     at_once: int = _AT_ONCE,
     within_s: float = 12.0,
 ) -> dict[str, Counter[str]]:
-    """Run `count` attacks, some at a time, in an order that the seed decides.
+    """Run `count` attacks, some at a time, in the order of the seed.
 
-    What the victim answers, or that it hangs up, is nobody's fault. Returns how each ended.
+    An attack may end by any answer or by a closed connection. Return how each ended.
     """
     base = rng.random()
     ends: dict[str, Counter[str]] = {attack.__name__: Counter() for attack in attacks}

@@ -1,4 +1,4 @@
-"""A checkpoint that another user wrote, with right digests: it is loaded whole, or refused."""
+"""A forged checkpoint with right digests is loaded whole or refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def saved(tmp_path_factory):
 
 
 class Forger:
-    """Writes checkpoints whose digests are right, whatever is in their files."""
+    """Writes checkpoints with any content and right digests."""
 
     def __init__(self, where: Path, files: dict[str, bytes]) -> None:
         self.where = where
@@ -58,7 +58,7 @@ class Forger:
             (self.folder / name).write_bytes(content)
 
     def forge(self, **changed: bytes | FileRecord) -> None:
-        """Replace files, named without their dots; of a FileRecord there is the file already."""
+        """Replace files, named without their dots; the file of a FileRecord must exist already."""
         records = []
         for record in self._manifest.files:
             new = changed.get(record.name.partition(".")[0])
@@ -91,7 +91,7 @@ def layout_of(saved):
 
 
 def test_pieces_that_overlap_leave_no_memory_unread(saved, forger):
-    """Two halves become twice the first one: their sizes add up, and half the tensor is garbage."""
+    """Two halves become two copies of the first: sizes add up, and half the tensor is unread."""
     layout = layout_of(saved)
     _, b, scalar, none = layout["pieces"]
     layout["pieces"] = [[0, [0, 0], [3, 2], 0], [0, [0, 0], [3, 2], b[3]], b, scalar]
@@ -174,7 +174,7 @@ def places(value, path=()):
 
 
 def mutated(data, value, packs=msgspec.json.encode):
-    """Change some parts of a value: replace, repeat, exchange or remove them."""
+    """Replace, repeat, exchange or remove some parts of a value."""
     value = copy.deepcopy(value)
     for _ in range(data.draw(st.integers(1, 3))):
         *path, last = data.draw(st.sampled_from(places(value)))
@@ -197,7 +197,7 @@ def mutated(data, value, packs=msgspec.json.encode):
 
 
 def accepted(forger):
-    """Load a forged checkpoint; False where it was refused in words."""
+    """Load a forged checkpoint; return False if it is refused with an error message."""
     try:
         state = forger.load()
     except ElastaneError as error:
@@ -240,7 +240,7 @@ def test_any_bytes_are_refused_or_load(fuzzed, data, name):
 
 
 def counted(layout):
-    """Tell by counting whether each value of each tensor lies in one piece."""
+    """Return, by counting, whether each value of each tensor lies in exactly one piece."""
     for number, tensor in enumerate(layout.tensors):
         count = torch.zeros(tensor.shape, dtype=torch.int64)
         for piece in layout.pieces:
@@ -255,7 +255,7 @@ def counted(layout):
 
 
 def grid(shape, rows, columns):
-    """Chunks of a matrix as a mesh of workers holds them."""
+    """Return the chunks of a matrix on a mesh of workers."""
     high, wide = shape[0] // rows, shape[1] // columns
     places = [(r * high, c * wide) for r in range(rows) for c in range(columns)]
     return [[Chunk(0, place, (high, wide))] for place in places]

@@ -1,4 +1,4 @@
-"""A coordinator under attack while its job trains: the job does not notice."""
+"""Attacks on a coordinator while its job trains do not affect the job."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ def outsiders(victim):
 
 
 def spec_of(victim):
-    """The job as its agents say it: the terms of its own recorded Join are sealed, so by hand."""
+    """Return the job's specification by hand, since the recorded Join of its agents is sealed."""
     from elastane.options.build import build
     from elastane.options.parser import parse
 
@@ -57,7 +57,7 @@ def test_insiders_that_break_the_protocol_or_lie_are_not_noticed(victim):
 
 
 def test_the_messages_of_one_session_are_handled_at_a_limited_rate(victim):
-    """Twice a burst of questions at once: the second half waits, and nobody else does."""
+    """Send two bursts of queries at once: the second one waits, and no other session does."""
     count, within_s = 2 * MESSAGES_BURST_MAX, 1.0
 
     async def ask():
@@ -77,7 +77,7 @@ def test_the_messages_of_one_session_are_handled_at_a_limited_rate(victim):
 
 
 def test_a_crowd_beyond_the_bounds_does_not_block_agents(victim):
-    """More connections than may be unproven at once, none of which says a whole sentence."""
+    """Open more connections than may be unproven at once; none sends a complete message."""
     with victim.watch(), contextlib.ExitStack() as stack:
         for number in range(UNPROVEN_MAX * 2):
             sock = stack.enter_context(socket.socket())

@@ -1,6 +1,6 @@
-"""Whatever an agent of the job says, the coordinator stays sound and what it answers can be sent.
+"""After any message of an agent, the coordinator's state is valid and its answers can be sent.
 
-The messages are all that the wire lets through, at the edges of their fields' bounds.
+The messages are all that the wire accepts, at the edges of their fields' bounds.
 """
 
 import msgspec
@@ -92,7 +92,7 @@ def join(node_id):
 
 
 class Desk:
-    """A coordinator; what it answers and keeps goes through its encoders and comes back."""
+    """A coordinator; each answer and record is encoded and decoded."""
 
     def __init__(self, *, store_backed):
         self.now_s = 0.0
@@ -118,7 +118,7 @@ class Desk:
         )
 
     def pass_time(self, seconds, *alive):
-        """Let time pass in which these sessions show that they live."""
+        """Let time pass, with heartbeats of these sessions."""
         for _ in range(int(seconds / 0.5)):
             self.hear(Tick(), 0.5)
             for session in alive:

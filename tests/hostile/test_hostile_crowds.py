@@ -1,4 +1,4 @@
-"""A crowd of silent connections at each listening port: what the port is there for goes on."""
+"""With a crowd of silent connections at a listening port, its service continues."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_file_that_listens_is_listed():
 
 @contextlib.contextmanager
 def crowd(port, count=_CROWD, said=b"ELASTANE\r"):
-    """Hold silent connections; some of them said the first bytes of `said`, or all of it."""
+    """Hold silent connections; some have sent the first bytes of `said`, or all of it."""
     with contextlib.ExitStack() as stack:
         for number in range(count):
             sock = stack.enter_context(socket.socket())
@@ -132,7 +132,7 @@ def test_the_store_of_an_agent_without_a_handler_answers():
 
 
 def test_the_snapshot_server_takes_copies(tmp_path):
-    """The crowd is larger than all bounds together, and comes back while copies are sent."""
+    """The crowd is larger than all bounds together, and reconnects while copies are sent."""
     with contextlib.ExitStack() as stack:
         workers = []
         for name in "ab":
@@ -149,7 +149,7 @@ def test_the_snapshot_server_takes_copies(tmp_path):
 
 
 class Dashboard:
-    """A dashboard that asks for a token; `bounds` replaces some of `connections`."""
+    """A dashboard that requires a token; `bounds` replaces some of `connections`."""
 
     def __init__(self, folder, **bounds):
         secret = folder / "token"
@@ -188,7 +188,7 @@ def request(path, *headers, method="GET"):
 
 
 def test_the_dashboard_answers(tmp_path):
-    """Unproven clients say nothing, half a request, or a whole one without the token."""
+    """Unproven clients send nothing, half a request, or a whole one without the token."""
     with Dashboard(tmp_path, REQUEST_S=600.0) as one:
         assert one.status() == b"HTTP/1.1 200"
         before = descriptors(one.process.pid)

@@ -1,4 +1,4 @@
-"""Any bytes, for every decoder: the error that it promises, or a value; and a bound on memory."""
+"""Any bytes give a value or the documented error in every decoder, within a bound on memory."""
 
 import contextlib
 import json
@@ -56,7 +56,7 @@ def stranger(folder, data):
 
 
 def sealed(folder, data):
-    """A frame that is sealed as it should be, from either side of a session."""
+    """Return a correctly sealed frame, from either side of a session."""
     agent, coordinator = sides()
     for sender, receiver in ((agent, coordinator), (coordinator, agent)):
         sender._encoder = type("Raw", (), {"encode": staticmethod(lambda body: body)})()

@@ -1,4 +1,4 @@
-"""Every other way into an agent, while its job trains: the job does not notice."""
+"""Attacks through every other port and file of an agent do not affect its job."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def victim(tmp_path_factory):
 
 
 class AtPort:
-    """Attacks on a port of which nothing is known but its number."""
+    """Attacks on a port of which only the number is known."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -144,7 +144,7 @@ def _timer(pid, number):
 
 
 def test_the_store_of_the_process_group_survives_foreign_bytes(victim):
-    """It is torch's, and trusts whoever connects; what no protocol of its is, harms nobody."""
+    """Torch's store trusts every client; bytes of another protocol do not harm it."""
     workers = {step.pid for step in victim.job.seen()}
     own = [pid for pid in processes_of(victim.job) if pid not in workers]
     known = {victim.port, int(victim.env["TORCHELASTIC_HEALTH_CHECK_PORT"])}
@@ -156,7 +156,7 @@ def test_the_store_of_the_process_group_survives_foreign_bytes(victim):
 
 
 def test_a_worker_holds_no_descriptor_by_which_an_agent_is_steered(victim):
-    """No zygote's socket, no orphan reaper's pipe, no session, and no output of another."""
+    """It has no zygote socket, no orphan reaper pipe, no session, and no other worker's output."""
     workers = {step.pid: step.node for step in victim.job.seen()}
     living = {pid for pid in workers if alive(pid)}
     agents = {one.process.pid for one in (victim.a, victim.b)}

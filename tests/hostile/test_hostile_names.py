@@ -1,4 +1,4 @@
-"""Names and folders that want to lead elsewhere: refused at the door, or made safe."""
+"""Names and folders that lead to other places are refused or made safe."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_odd_name_on_a_command_line_is_refused_by_name(tmp_path, monkeypatch,
 
 
 def answer(**changes):
-    """What a coordinator says to an agent that presents itself so."""
+    """Return the coordinator's answer to an agent with these names."""
     node = {"node_id": "a", "incarnation": "i", "local_world_size": 1} | changes
     spec = NodeSpec(**node, versions=Versions(elastane="1", python="3"))
     join = Join(spec=SPEC, node=spec, offer=PortOffer(1, True))
@@ -146,7 +146,7 @@ def test_a_planted_default_log_folder_gets_no_logs_and_the_job_runs(tmp_path, tr
 
 
 def test_a_link_in_the_runtime_folder_is_not_followed(tmp_path):
-    """Only this user can make one there; a mistake must not truncate what it leads to."""
+    """Only this user can make such a link; after a mistake its target must not be truncated."""
     folder = runtime_folder({"TMPDIR": str(tmp_path)})
     victim = tmp_path / "victim"
     victim.write_text("precious")

@@ -1,4 +1,4 @@
-"""The job's secret is changed while it trains; no session has to end for it."""
+"""The job's secret can be changed while it trains, without the end of any session."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB = "digits"
 
 
 def opens(victim, token):
-    """Whether whoever knows `token` gets a session."""
+    """Whether a client with `token` gets a session."""
 
     async def shake():
         hello = ClientHandshake(victim.job.name, derive_secret(victim.job.name, token), b"n" * 32)
@@ -66,7 +66,7 @@ def test_a_secret_is_changed_on_one_node_after_the_other_and_the_old_one_opens_n
 
 
 def again(victim):
-    """Have b's connection break: it comes back, and proves itself anew."""
+    """Break b's connection, and wait until b has proved itself again."""
     count = len(victim.job.events(EventKind.NODE_REGISTERED_AGAIN))
     victim.tap.cut()
     victim.job.wait_event(EventKind.NODE_REGISTERED_AGAIN, "b", count + 1)
@@ -117,7 +117,7 @@ def test_a_missing_torn_or_empty_file_keeps_the_known_secrets(tmp_path):
 
 
 def test_a_secret_that_came_by_a_pipe_is_read_once(tmp_path):
-    """--token-file <(...): a second look would wait for ever."""
+    """With --token-file <(...) a second read would wait for ever."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     keyring = Keyring(JOB, "one", str(path))

@@ -1,4 +1,4 @@
-"""A job's secrets are where they were put, and nowhere else; what holds state is private."""
+"""A job's secrets are only where the user put them, and its files are private."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ UMASK_NONE = ("sh", "-c", 'umask 0; exec "$@"', "sh")
 
 
 class Spill:
-    """Everything that a job said and left, by where it was found."""
+    """All output, files and process data of a job, by the place where it was found."""
 
     def __init__(self) -> None:
         self.found: dict[str, bytes] = {}
 
     def take(self, one: Agent) -> None:
-        """Take what is to be seen of a job that runs."""
+        """Collect everything that is visible of a running job."""
         family = descendants(one.pid)
         assert len(family) >= 3, "an orphan reaper, a zygote, a worker"
         for pid in family | {one.pid}:
@@ -88,7 +88,7 @@ def tls(papers: Path) -> str:
 
 
 def private_files(folder: Path) -> list[str]:
-    """What others than its user could open or change, below a folder."""
+    """Return the files below a folder that other users could open or change."""
     wrong = []
     for path in [folder, *folder.rglob("*")]:
         found = path.lstat()

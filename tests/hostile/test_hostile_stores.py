@@ -1,4 +1,4 @@
-"""A file store's folder in which another user was first: nothing that he planted counts."""
+"""A file store's folder that another user created first: planted files are refused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ATTACKER, VICTIM = 65534, 12345
 
 
 def token(folder: Path) -> str:
-    """The secret that the first agent of a job would use."""
+    """Return the secret that the first agent of a job uses."""
     return asyncio.run(JobKeys(FileStore(folder), "job").token())
 
 
 def planted(folder: Path, uid: int) -> str:
-    """Put a job's secret there as another user; returns it."""
+    """Put a job's secret into the folder as another user; return it."""
     secret = "a" * 64
     entries = folder / "job" / "token" / "@entry"
     entries.mkdir(parents=True, mode=0o755)
@@ -50,7 +50,7 @@ def as_user(uid: int):
 
 @pytest.fixture
 def shared(tmp_path):
-    """A folder that other users reach."""
+    """Yield a folder that other users can reach."""
     for path in (tmp_path, *tmp_path.parents[:2]):
         path.chmod(path.stat().st_mode | stat.S_IXOTH)
     folder = tmp_path / "shared"
@@ -73,7 +73,7 @@ def test_a_folder_that_every_user_can_write_is_refused_with_its_mode(shared, mod
 @pytest.mark.root
 @pytest.mark.parametrize("user", [0, VICTIM])
 def test_a_secret_that_another_user_planted_is_refused(shared, user):
-    """In a folder that a group may write to by design."""
+    """The folder is one that a group may write to by design."""
     os.chown(shared, 0, VICTIM)
     shared.chmod(0o2770)
     planted(shared, ATTACKER)
@@ -126,7 +126,7 @@ def test_another_users_folder_is_refused_where_no_group_shares_it(shared):
 
 @pytest.mark.root
 def test_files_that_a_server_maps_to_another_user_are_ours(shared, monkeypatch):
-    """As an export with root_squash does: what root writes there belongs to nobody."""
+    """On an NFS export with root_squash, files that root writes belong to `nobody`."""
     secret = planted(shared, ATTACKER)
     monkeypatch.setattr(Root, "_owner_of_new", lambda self: ATTACKER)
     assert token(shared) == secret

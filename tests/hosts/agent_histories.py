@@ -1,4 +1,4 @@
-"""Plays a history of faults into a job on hosts, and reads what its workers noted.
+"""Plays a history of faults on the hosts of a job, and reads its workers' notes.
 
 `HistoryRun.play` ends every fault, brings every agent back, waits until all hosts train together,
 ends the job and checks it by tests/shared/job_promises.py.
@@ -85,7 +85,7 @@ class NotedJob(HostJob):
         return [*before, str(PROGRAM), self.recovery, str(self.folder), str(STEP_S)]
 
     def newest_notes(self) -> dict[str, dict[str, Any]]:
-        """Return the last note of each process that has made one, by the name of its file."""
+        """Return the last note of each process, by the name of its file."""
         found = {}
         for path in self.notes.iterdir():
             with path.open("rb") as file:
@@ -116,7 +116,7 @@ class HistoryRun:
     settled_after_s: float = 0.0
 
     def play(self) -> dict[str, int]:
-        """Play the whole history, and check it; returns how much was seen."""
+        """Play the whole history, and check it; return the counts of `check`."""
         late = self.history.hosts[-1:] if self.history.late_s else ""
         for name in self.history.hosts:
             self.up_s[name] = time.monotonic()
@@ -128,7 +128,7 @@ class HistoryRun:
         return self.check()
 
     def check(self) -> dict[str, int]:
-        """Check what was seen so far of a job that has ended."""
+        """Check the notes and events of an ended job; return how much was checked."""
         seen = self._seen()
         steps = max((body.step for body in seen.bodies), default=0) + 1
         per_host, hosts = self.history.workers_per_host, len(self.history.hosts)
@@ -227,7 +227,7 @@ class HistoryRun:
         return end
 
     def _harm_worker(self, fault: Fault) -> End:
-        """Kill or stop a worker, as the draw says, of those on the host that may live."""
+        """Kill or stop a random living worker of the host."""
         alive = sorted(
             (note["at_s"], int(name.split(".")[1]))
             for name, note in self.job.newest_notes().items()
@@ -278,13 +278,13 @@ class HistoryRun:
             self.agents[host] = self.job.start(host, nproc=self.history.workers_per_host)
 
     def _end(self, host: str, number: signal.Signals) -> None:
-        """Send the host's agent, where it has one, a signal that ends it."""
+        """Send a signal that ends the host's agent, if the host has one."""
         if host in self.agents:
             self.ending.append(self.agents[host])
             self.agents[host].send(number)
 
     def _check_agents(self) -> None:
-        """Raise where an agent has ended by itself."""
+        """Raise an error if an agent has ended by itself."""
         for agent in self.job.agents:
             if agent.process.poll() is not None and agent not in self.ending:
                 raise BrokenJobError(
@@ -318,7 +318,7 @@ class HistoryRun:
         self.job.wait_event(EventKind.JOB_ENDED)
 
     def _all_train(self) -> bool:
-        """Whether the newest world has all workers of all hosts, each of which steps in it."""
+        """Whether the newest world has all workers of all hosts, and each makes steps in it."""
         self._check_agents()
         notes = self.job.newest_notes().values()
         newest = max(note["fence"] for note in notes)
@@ -332,7 +332,7 @@ class HistoryRun:
         return max((note["fence"], note["step"]) for note in notes)[1]
 
     def _strays(self) -> list[str]:
-        """Return the processes that noted steps, live, and are not of the newest world."""
+        """Return the living processes that have noted steps and are not in the newest world."""
         notes = self.job.newest_notes()
         newest = max(note["fence"] for note in notes.values())
         found = []
@@ -423,7 +423,7 @@ def bodies_of(path: Path) -> Iterator[Body]:
 
 
 def exact_steps(steps: int) -> list[ExactStep]:
-    """Return what the first steps must be."""
+    """Return the expected first steps."""
     before, made = undisturbed(steps)
     found = []
     for samples, after in made:
@@ -435,7 +435,7 @@ def exact_steps(steps: int) -> list[ExactStep]:
 class SharedDisk:
     """A small file system that all hosts share, for checkpoints; a context.
 
-    It is mounted where the hosts inherit it from, so it has to be there before them.
+    It is mounted before the hosts start, since they inherit the mount.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -466,7 +466,7 @@ class SharedDisk:
                         pass
 
     def free(self) -> None:
-        """Free what was filled, unless it was filled again meanwhile."""
+        """Free the space again, unless a later fault has filled it."""
         self._fills -= 1
         if not self._fills:
             self._filler.unlink(missing_ok=True)
@@ -474,7 +474,7 @@ class SharedDisk:
 
 @contextmanager
 def history_on(history: AgentHistory, folder: Path) -> Iterator[HistoryRun]:
-    """A job on hosts for a history; no process of it is left when this ends."""
+    """Yield a job on hosts for a history; end all of its processes."""
     need_hosts()
     has_store = history.backend == "etcd"
     if has_store:

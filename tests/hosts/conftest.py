@@ -1,4 +1,4 @@
-"""All tests here need hosts: namespaces, and so root. Where they cannot be had, it is said."""
+"""All tests here need hosts, and so root. Without root they are skipped, or fail in CI."""
 
 from __future__ import annotations
 

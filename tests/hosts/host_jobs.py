@@ -1,4 +1,4 @@
-"""Jobs, and etcds, on hosts; and what must hold of every job, whatever befell its hosts."""
+"""Jobs and etcds on hosts, and checks that every job must pass after any fault of its hosts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from elastane.protocol.log_events import EventKind
 
 @dataclass
 class HostJob(Job):
-    """A job whose agents are on hosts; `time_s` and the order of steps are of one machine."""
+    """A job whose agents are on hosts. All hosts share one clock and one order of steps."""
 
     lan: Lan = None  # type: ignore[assignment]
 
     def at(self, name: str, family: int = 4) -> Self:
-        """Let the endpoint be at a host's address."""
+        """Set the endpoint to a host's address."""
         address = self.lan.address(name, MAIN, family)
         self.endpoint = f"{address if family == 4 else f'[{address}]'}:{self.port}"
         return self
@@ -64,9 +64,9 @@ class HostJob(Job):
         return self.agents[-1]
 
     def check_order(self, seen: list[Step]) -> None:
-        """Check that no step is of a world that was followed by another.
+        """Check that no step of a world comes after a step of a later world.
 
-        The order of the lines in the file is the order in which the steps were done.
+        The lines of the file are in the order in which the steps were made.
         """
         late = [s for s, other in pairwise(seen) if _fence(s) > _fence(other)]
         assert not late, f"the step behind each of these is of an older world: {late}"
@@ -103,7 +103,7 @@ def wait_world(job: Job, nodes: str, fence: tuple[int, int] | None = None) -> St
 
 
 def judge(job: HostJob) -> None:
-    """What must hold of every history: one world at a time, and one membership a round."""
+    """Check every history: one world at a time, and one membership per round."""
     seen = job.seen()
     job.check_order(seen)
     places: dict[tuple[int, int, int], tuple[str, int]] = {}
@@ -119,13 +119,13 @@ def judge(job: HostJob) -> None:
 
 
 def let_pass(duration_s: float) -> None:
-    """Let the fault that is under test last for so long."""
+    """Wait while the tested fault lasts."""
     end_s = time.monotonic() + duration_s
     until(lambda: time.monotonic() >= end_s, "time passes", duration_s + 10)
 
 
 class EtcdHosts:
-    """An etcd of a member on each of several hosts; clients are at port 2379."""
+    """An etcd with a member on each of several hosts; clients use port 2379."""
 
     def __init__(self, lan: Lan, names: str, folder: Path) -> None:
         self.lan, self.names, self.folder = lan, names, folder
@@ -142,7 +142,7 @@ class EtcdHosts:
         return self
 
     def launch(self, name: str) -> None:
-        """Start a member, which answers nobody before a majority is there."""
+        """Start a member, which answers no client before a majority runs."""
         here = f"http://{self.lan.address(name)}"
         cluster = ",".join(f"{n}=http://{self.lan.address(n)}:2380" for n in self.names)
         self.folder.mkdir(exist_ok=True)
@@ -159,7 +159,7 @@ class EtcdHosts:
         self.processes[name] = self.lan[name].start(argv, env, self.folder / f"{name}.log")
 
     def status(self, name: str) -> dict:
-        """What a member says of itself, asked on its own host; empty where it does not answer."""
+        """Return a member's status, queried on its own host; empty without an answer."""
         ask = (
             "import urllib.request as u, sys; print(u.urlopen(u.Request("
             "sys.argv[1], b'{}', method='POST'), timeout=2).read().decode())"

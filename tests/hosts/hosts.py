@@ -8,9 +8,9 @@
 
 A host has its own addresses (IPv4 and IPv6), host name, /etc/hosts, /etc/resolv.conf and process
 numbers; the disk is shared, as with NFS. A program of ours is the switch between them, so that
-any frame may be lost, late, twice or slow (`programs/host_switch.py`). No namespace has a name:
-each lives as long as its processes, which end with this one, also where this one is killed. So
-tests may run beside others, and nothing is to be removed.
+any frame may be lost, late, doubled or slow (`programs/host_switch.py`). No namespace has a name:
+each lives as long as its processes, which end with this process even if it is killed. So
+tests may run beside others, and nothing has to be removed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAIN = "main"
 
 @functools.cache
 def unavailable() -> str:
-    """Why there can be no hosts here, or an empty string."""
+    """Return why hosts cannot be made on this machine; empty if they can."""
     missing = [name for name in ("ip", "unshare", "mount") if shutil.which(name) is None]
     if missing:
         return f"missing: {' '.join(missing)}: apt-get install iproute2 util-linux mount"
@@ -58,14 +58,14 @@ def unavailable() -> str:
 
 
 def need_hosts() -> None:
-    """Skip where there can be no hosts; but where everything is to be tested, that is a failure."""
+    """Skip the test if hosts cannot be made; fail if everything has to be tested."""
     if reason := unavailable():
         text = f"NOT RUN: tests of hosts that really differ: {reason}"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(text)
 
 
 class Servant:
-    """A program that does what it is told, a line of JSON each way."""
+    """A program that carries out commands and answers each, in lines of JSON."""
 
     def __init__(self, *argv: str) -> None:
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -124,7 +124,7 @@ class HostProcess:
 
 
 class Host:
-    """One machine: its first process, and what it is called."""
+    """One machine: its first process, and its names and addresses."""
 
     def __init__(self, name: str, number: int, folder: Path) -> None:
         self.name, self.number, self.folder = name, number, folder
@@ -139,7 +139,7 @@ class Host:
         return self._init.ask(what, **more)
 
     def run(self, *argv: str) -> str:
-        """Run a command there and return what it said; OSError where it fails."""
+        """Run a command on the host and return its output; OSError if it fails."""
         code, out, err = self.ask("run", argv=argv)  # type: ignore[misc]
         if code:
             raise OSError(f"{self.name}: {' '.join(argv)}: {err.strip()}")
@@ -152,18 +152,18 @@ class Host:
         return HostProcess(self, self.ask("start", argv=argv, env=env, log=str(log)))  # type: ignore[arg-type]
 
     def put(self, path: str, text: str) -> None:
-        """Give it a file of its own at that path."""
+        """Give the host its own file at this path."""
         own = self.folder / path.replace("/", "_")
         own.write_text(text)
         self.run("mount", "--bind", str(own), path)
 
     def small_disk(self, path: Path, size: str) -> None:
-        """Mount a small file system of its own there."""
+        """Mount a small file system that only this host has."""
         path.mkdir(parents=True, exist_ok=True)
         self.run("mount", "-t", "tmpfs", "-o", f"size={size},mode=0777", "none", str(path))
 
     def die(self) -> None:
-        """Kill every process at once; see Lan.kill, which lets nothing out on the wire."""
+        """Kill every process at once; Lan.kill also stops its frames."""
         if self.is_up:
             self.is_up = False
             os.kill(self.pid, signal.SIGKILL)
@@ -174,7 +174,7 @@ class Host:
 class Lan:
     """Hosts, by name, at one switch, which may carry several networks; a context.
 
-    `names` are given numbers from 1 on, which are the last part of their addresses.
+    The hosts are numbered from 1; the number is the last part of their addresses.
     """
 
     names: str
@@ -217,9 +217,9 @@ class Lan:
         families: tuple[int, ...] = (4, 6),
         knows: str | None = None,
     ) -> Host:
-        """Bring a host up: a card in each of `networks`, and `knows` the names of those hosts.
+        """Start a host with a card in each of `networks`; it can resolve the names in `knows`.
 
-        Without `knows`, of all; its own name it knows always, by its address in MAIN.
+        Without `knows` it resolves all names. It always resolves its own, to its address in MAIN.
         """
         assert name not in self.hosts or not self.hosts[name].is_up
         number = number or self.numbers[name]
@@ -265,7 +265,7 @@ class Lan:
         return f"10.77.{place}.{number}" if family == 4 else f"fd77:{place}::{number}"
 
     def rule(self, sender: str, hearer: str, **rule: float) -> None:
-        """Let frames of one direction meet a rule of programs/host_switch.py."""
+        """Apply a rule of programs/host_switch.py to the frames of one direction."""
         self._switch.ask("rule", **{"from": sender, "to": hearer, **rule})
 
     def cut_off(self, name: str, *others: str) -> None:
@@ -274,28 +274,28 @@ class Lan:
         self.deafen(name, *others)
 
     def mute(self, name: str, *others: str) -> None:
-        """Lose all frames that it sends to them."""
+        """Lose all frames from this host to the others."""
         for other in others or self.hosts:
             self.rule(name, other, drop=True)
 
     def deafen(self, name: str, *others: str) -> None:
-        """Lose all frames that they send to it."""
+        """Lose all frames from the others to this host."""
         for other in others or self.hosts:
             self.rule(other, name, drop=True)
 
     def all_ways(self, names: str, **rule: float) -> None:
-        """Let all frames between these hosts meet a rule."""
+        """Apply a rule to all frames between these hosts."""
         for one in names:
             for other in names:
                 if one != other:
                     self.rule(one, other, **rule)
 
     def heal(self) -> dict[str, int]:
-        """Forget all rules; returns how many frames were carried, lost, repeated and held."""
+        """Remove all rules; return how many frames were carried, lost, repeated and delayed."""
         return self._switch.ask("heal")  # type: ignore[return-value]
 
     def kill(self, name: str) -> None:
-        """Take its power away: nothing of it is heard any more, not even a reset."""
+        """Cut the host's power: it sends nothing more, not even a reset."""
         self.cut_off(name)
         self.hosts[name].die()
         self._switch.ask("unplug", host=name)

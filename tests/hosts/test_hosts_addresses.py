@@ -1,4 +1,4 @@
-"""What addresses and names a host has: several cards, IPv6, no names, a resolver that is silent."""
+"""Hosts with several cards, with IPv6 only, without names, or with a silent resolver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 30
 
 
 def ends_well(job: HostJob, names: str, deadline_s: float = DEADLINE_S) -> None:
-    """All agents of a job of `STEPS` steps end with 0, and all workers were in one world."""
+    """Assert that all agents end with 0 after `STEPS` steps, with all workers in one world."""
     codes = [agent.wait(deadline_s) for agent in job.agents]
     assert codes == [0] * len(names), job.story()
     assert {s.node for s in job.seen()} == set(names)
@@ -103,7 +103,7 @@ def test_a_silent_resolver_delays_no_agent_if_addresses_are_given(
 
 
 def cards(lan: Lan, names: str) -> None:
-    """Give each host a first card that leads nowhere, with the default route, and a good one."""
+    """Give each host a dead first card, with the default route, and a working one."""
     lan.networks.append("nowhere-a")
     for name in names:
         host = lan.add(name, networks=(f"nowhere-{name}", "main"))

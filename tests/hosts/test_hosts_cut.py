@@ -1,4 +1,4 @@
-"""Hosts that are cut off: both ways, one way, from the store alone. One side trains at most."""
+"""Hosts that are cut off, both ways, one way, or from the store: at most one side trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAULTS = [
 
 
 def begin(job: HostJob, names: str = "abc") -> None:
-    """Start the agents, the coordinator in the first one's."""
+    """Start the agents, with the coordinator in the first one."""
     job.start(names[0])
     job.wait_event(EventKind.COORDINATOR_STARTED)
     job.start_all(names[1:])
@@ -32,7 +32,7 @@ def begin(job: HostJob, names: str = "abc") -> None:
 
 
 def goes_on(job: HostJob, nodes: str, since_s: float, fence: tuple[int, int] = (1, 0)) -> None:
-    """These train in another world than `fence`, within the bound, and nobody else does."""
+    """Assert that only these nodes train, in another world than `fence`, within the bound."""
     first = wait_world(job, nodes, fence)
     assert first.time_s - since_s < BOUND_S
     assert first.restarts == 0, "a departure uses no restart"
@@ -41,7 +41,7 @@ def goes_on(job: HostJob, nodes: str, since_s: float, fence: tuple[int, int] = (
 
 
 def comes_back(job: HostJob, nodes: str) -> None:
-    """Once healed, all train again; whoever was away is an arrival, and told so."""
+    """Heal the network; assert that all train again, with the cut-off nodes as arrivals."""
     now = newest(job.seen())[-1]
     job.lan.heal()
     since_s = time.time()
@@ -51,7 +51,7 @@ def comes_back(job: HostJob, nodes: str) -> None:
 
 
 def nobody_steps(job: HostJob, for_s: float) -> None:
-    """No step is done; but for one of which the news were on the wire already."""
+    """Assert that no step is made, except for one whose commit was already on the wire."""
     before = {(s.rank, s.step) for s in job.seen()}
     let_pass(for_s)
     after = {(s.rank, s.step) for s in job.seen()} - before

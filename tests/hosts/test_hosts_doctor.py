@@ -1,4 +1,4 @@
-"""`elastane doctor --nodes` on hosts that really differ: it names the fault and its remedy."""
+"""`elastane doctor --nodes` on different hosts names each fault and its remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def diagnosed(
     endpoint: str = "",
     env: dict[str, dict[str, str]] | None = None,
 ) -> tuple[dict[str, int], dict[str, Findings]]:
-    """Run it on each host; return the exit codes, and the findings between nodes by subject."""
+    """Run the doctor on each host; return exit codes, and findings between nodes by subject."""
     at = endpoint or lan.address("a")
     words = [sys.executable, str(PROGRAMS / "doctor.py"), "--json", "--nodes", str(len(names))]
     words += ["--rdzv-endpoint", f"{at}:{PORT}", "--timeout", str(DEADLINE_S), *options]

@@ -1,4 +1,4 @@
-"""The hosts themselves: their faults are what they are called, and nothing of them is left."""
+"""The hosts of these tests: each fault has its effect, and no host is left afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEAR = (
 
 
 def heard(lan: Lan, sender: str, hearer: str, folder: Path, count: int = 1) -> int:
-    """How many of `count` datagrams arrive."""
+    """Return how many of `count` datagrams arrive."""
     log = folder / uuid.uuid4().hex
     sent = log.with_suffix(".sent")
     hearing = lan[hearer].start([sys.executable, "-S", "-c", HEAR, str(sent)], {}, log)

@@ -1,4 +1,4 @@
-"""Hosts that are cut off or lose their power while the workers of the others recover in place."""
+"""Hosts are cut off or lose power, and the workers of the others recover in place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class InPlaceJob(HostJob):
         return [str(IN_PLACE) if word == str(SCRIPT) else word for word in words]
 
     def check_order(self, seen: list[Step]) -> None:
-        """Check that each step number was committed in one world, and in the order of the worlds.
+        """Check that each step was committed in one world, in the order of the worlds.
 
         A host that is cut off while it commits a step learns that all members made it once the
         network is back. Its line then stands behind those of the next world, which begins with the
@@ -43,13 +43,13 @@ class InPlaceJob(HostJob):
             assert fences == sorted(fences), f"worker {pid} went back to an older world: {fences}"
 
     def pids(self, nodes: str) -> set[tuple[str, int]]:
-        """The newest world's workers that are of these nodes."""
+        """Return the newest world's workers on these nodes."""
         return {(step.node, step.pid) for step in newest(self.seen()) if step.node in nodes}
 
 
 @contextmanager
 def in_place_on(folder: Path, backend: str, patch: pytest.MonkeyPatch) -> Iterator[InPlaceJob]:
-    """Three hosts that train together; the coordinator, and rank 0, on `a`."""
+    """Yield three hosts that train together, with the coordinator and rank 0 on `a`."""
     patch.setattr(host_jobs, "HostJob", InPlaceJob)
     with job_on(folder, "abc", backend=backend, options=("--min-workers", "2")) as job:
         job.start("a")

@@ -1,4 +1,4 @@
-"""Hosts that lose their power, and hosts that come back: under an old name, at an old address."""
+"""Hosts that lose power, and hosts that return under an old name or at an old address."""
 
 from __future__ import annotations
 

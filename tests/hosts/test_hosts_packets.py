@@ -1,4 +1,4 @@
-"""Packets that come late, twice, in another order, slowly, or not at all; and all of it at once."""
+"""Packets that come late, doubled, reordered, slowly or not at all, and all of it at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAULTS = {
 
 
 def decisions_are_made(job: HostJob) -> None:
-    """A worker is killed: its world restarts, in the round that it had, with a count of one."""
+    """Kill a worker; assert that its world restarts once, in the same round."""
     before = newest(job.seen())[-1]
     job.lan[before.node].ask("signal", pid=before.pid, number=int(signal.SIGKILL))
     again = wait_world(job, "abc", (before.round, before.attempt))

@@ -1,4 +1,4 @@
-"""What a host may lack: the right time, room on its disks; and agents that restart all the time."""
+"""Hosts with a wrong clock or full disks, and agents that restart all the time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 
 
 def clock(shift: str) -> dict[str, str]:
-    """The environment of agents and workers whose clocks are off by that.
+    """Return the environment of agents and workers whose clocks are wrong by this offset.
 
-    The monotonic one too: without it, this libfaketime breaks every sleep of Python 3.11.
+    The monotonic clock is changed too, since this libfaketime otherwise breaks time.sleep.
     """
     return {"LD_PRELOAD": str(FAKETIME), "FAKETIME": shift}
 
@@ -61,7 +61,7 @@ def test_clocks_an_hour_apart_change_no_decision_and_the_first_failure_is_still_
 
 
 def fill(folder: Path, host: Host) -> None:
-    """Leave no byte free on the file system of a folder of that host."""
+    """Fill the file system of a folder of the host."""
     done = host.run("sh", "-c", f"cat /dev/zero >{folder}/filler 2>/dev/null || true; df {folder}")
     assert "100%" in done, done
 
@@ -139,7 +139,7 @@ def resident_kb(host: Host, pid: int) -> int:
 
 
 def restart_in_a_row(folder: Path, count: int) -> None:
-    """Restart the agent of one node again and again, in turn by SIGKILL, SIGTERM, loss of power."""
+    """Restart one node's agent repeatedly, in turn after SIGKILL, SIGTERM and loss of power."""
     conf = "last_call=0.1,gather=0.1"
     with job_on(folder, "ab", nnodes="1:2", mode="alone", conf=conf) as job:
         job.start("a")

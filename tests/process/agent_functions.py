@@ -1,4 +1,4 @@
-"""Functions for workers of agents, in a module that costs each of them nothing to import."""
+"""Functions for workers of agents, in a module that is quick to import."""
 
 from __future__ import annotations
 

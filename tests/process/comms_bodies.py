@@ -1,4 +1,4 @@
-"""What the workers of comms_crew do. Imported by the server that forks them: no thread here."""
+"""The bodies of comms_crew's workers. The forking server imports this module: no thread here."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 
 
 def serve_store(worker, listener):
-    """As an agent's side serves it: on a socket that listened before its port was told."""
+    """Serve the store as an agent does, on a socket that listens before its port is announced."""
     store.serve(listener.detach())
 
 
@@ -70,7 +70,7 @@ OPERATIONS = {
 
 
 def stuck_in(worker, operations, size):
-    """In each operation the last member takes no part; told so, the others end the world."""
+    """Leave the last member out of each operation; the others end the world on request."""
     elastic = ElasticGroup()
     elastic.register()
     rank, last = worker.number, size - 1
@@ -104,7 +104,7 @@ def stuck_in(worker, operations, size):
 
 
 def peer_lost(worker, size):
-    """All reduce again and again until told that a peer is lost; then in the next world."""
+    """All-reduce until the test reports a lost peer, then all-reduce in the next world."""
     elastic = ElasticGroup()
     rank = worker.number
     elastic.replace(build(worker, "first", rank, size))
@@ -125,7 +125,7 @@ def peer_lost(worker, size):
 
 
 def seen(limit_s, ready):
-    """Wait until `ready()`; whether it came."""
+    """Wait until `ready()`; return False after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while not ready():
         if time.monotonic() > deadline:
@@ -135,7 +135,7 @@ def seen(limit_s, ready):
 
 
 def held():
-    """How many descriptors this process has, and its threads, which only the kernel knows all."""
+    """Return the number of descriptors, and the threads as the kernel lists them."""
     threads = []
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
@@ -152,7 +152,7 @@ def entry(port):
 
 
 def builds_with(worker, peer):
-    """Build with a peer that is not there, for each rank; abort; say how long it took to leave."""
+    """Build with a missing peer, as each rank; abort; report how long the build took to end."""
     client = dist.TCPStore(HOST, worker.port, is_master=False, wait_for_workers=False)
     listener = socket.create_server((HOST, 0), backlog=1)
     first = None
@@ -201,7 +201,7 @@ def builds_with(worker, peer):
 
 
 def rebuilds(worker, count):
-    """Many worlds, each ended in another way."""
+    """Build many worlds, and end them in different ways."""
     rank = worker.number
     elastic = ElasticGroup()
     marks = []
@@ -234,7 +234,7 @@ def resident():
 
 
 def user_sockets(worker, worlds):  # noqa: C901
-    """Threads of the user open, use and close connections while worlds come and go."""
+    """Let user threads open, use and close connections while worlds are built and ended."""
     server = socket.create_server((HOST, 0), backlog=128)
     over, faults, rounds = threading.Event(), [], [0, 0]
 
@@ -337,7 +337,7 @@ def new_net():
 
 
 def ddp_survives(worker, kind, size, when):
-    """A member dies in the middle of a backward; the others go on with the DDP they have."""
+    """Let a member die in the middle of a backward; the others continue with their DDP."""
     rank = worker.number
     elastic = ElasticGroup()
     elastic.register()
@@ -387,7 +387,7 @@ def ddp_survives(worker, kind, size, when):
 
 
 def ddp_joined(worker, size, kind):
-    """A survivor with other buckets, which has evaluated, and a joiner whose DDP is new, go on."""
+    """Let a survivor with rebuilt buckets, after an evaluation, train with a new member's DDP."""
     rank = worker.number
     elastic = ElasticGroup()
     elastic.register()
@@ -425,7 +425,7 @@ OTHERWISE = {
 
 
 def ddp_differs(worker, size, otherwise):
-    """Rank 0 has another DDP than the rest."""
+    """Give rank 0 a different DDP than the other ranks."""
     rank = worker.number
     elastic = ElasticGroup()
     elastic.register()
@@ -451,7 +451,7 @@ def first_world(worker):
 
 
 def what_happens(action):
-    """Return "done", or what an error says."""
+    """Return "done", or the text of an error."""
     try:
         action()
     except (RuntimeError, MispairedError, PeerLostError) as error:
@@ -460,14 +460,14 @@ def what_happens(action):
 
 
 def step_of(elastic, step):
-    """One step as a job makes it: a reduction, and a round that runs beside the update."""
+    """Make one step as a job does: a reduction, and a round that runs during the update."""
     dist.all_reduce(torch.ones(8))
     elastic.pairing.start(step)
     elastic.pairing.agree(step)
 
 
 def commits_early(worker, odd):
-    """Members begin rounds before their updates; in the last step rank 1 does `odd`."""
+    """Begin rounds before the updates; in the last step rank 1 does `odd`."""
     elastic = first_world(worker)
     pairing, is_odd = elastic.pairing, worker.number == 1
     for step in range(3):
@@ -489,7 +489,7 @@ def commits_early(worker, odd):
 
 
 def starts_alone(worker):
-    """Rank 0 begins a round while the others have not come to theirs."""
+    """Let rank 0 begin a round before the others begin theirs."""
     elastic = first_world(worker)
     dist.all_reduce(torch.ones(8))
     if worker.number:
@@ -502,14 +502,14 @@ def starts_alone(worker):
 
 
 def next_step(pairing):
-    """Make a step whose reduction was paired with a surplus one of another member's."""
+    """Make a step whose reduction was paired with a surplus reduction of another member."""
     pairing.tally.note("allreduce", [torch.ones(8)])
     pairing.start(4)
     pairing.agree(4)
 
 
 def goes_ahead(worker, then):
-    """Rank 1 makes one collective more behind its update; the others commit, and go on."""
+    """Let rank 1 make one more collective after its update; the others commit and continue."""
     elastic = first_world(worker)
     pairing = elastic.pairing
     for step in range(3):
@@ -539,7 +539,7 @@ def goes_ahead(worker, then):
 
 
 def commits_with(worker, odd):
-    """Members commit; then rank 1 makes one all-reduce more, and stands in it, or it passed."""
+    """Commit; then rank 1 makes one more all-reduce, and waits in it or has completed it."""
     elastic = first_world(worker)
     for step in range(3):
         dist.all_reduce(torch.ones(8))

@@ -1,4 +1,4 @@
-"""Workers of a process group in a test: real processes, told what to do through pipes.
+"""Workers of a process group in a test: real processes that get orders through pipes.
 
 They are forked from a single-threaded server that has imported torch, so each costs milliseconds.
 A body is a function of one of the modules *_bodies: `body(worker, *args)`.
@@ -32,12 +32,12 @@ def start_server():
 
 
 def _prepared(name):
-    """What a child is told to prepare: nothing of the test runner's own main module."""
+    """Return the preparation data of a child, without the test runner's main module."""
     return {"name": name, "sys_path": [*sys.path, _HERE], "dir": os.getcwd()}
 
 
 class Worker:
-    """What a body has: its number, the store's port, and the pipe to the test."""
+    """The argument of a body: its number, the store's port, and the pipe to the test."""
 
     def __init__(self, number, port, pipe):
         self.number, self.port, self.pipe = number, port, pipe
@@ -50,7 +50,7 @@ class Worker:
         return self.pipe.recv()
 
     def when_told(self, action):
-        """Run `action` in a thread as soon as the test says anything."""
+        """Run `action` in a thread as soon as the test sends a message."""
         thread = threading.Thread(target=lambda: (self.hear(), action()), daemon=True)
         thread.start()
         return thread

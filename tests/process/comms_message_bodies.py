@@ -1,4 +1,4 @@
-"""What the workers of comms_crew do with messages."""
+"""Bodies of comms_crew's workers that send messages."""
 
 import time
 
@@ -11,7 +11,7 @@ from elastane.errors import PeerLostError
 
 
 def begins_with_the_dead(worker, operation):
-    """Begin a message with a member that is dead, until beginning it fails; say how it failed."""
+    """Begin messages to a dead member until one fails to begin; report the error."""
     elastic = ElasticGroup()
     elastic.replace(comms_bodies.build(worker, "only", worker.number, 2))
     elastic.register()

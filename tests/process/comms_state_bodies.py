@@ -1,4 +1,4 @@
-"""What the workers of comms_crew do with states and sums."""
+"""Bodies of comms_crew's workers that transfer states and sum values."""
 
 import errno
 import functools
@@ -39,7 +39,7 @@ def channels_of(group, how, peers, giving):
 
 
 def transfers(worker, size, how):
-    """The last ranks have state 5 and give it to rank 0, who has another, or half of it."""
+    """Let the last ranks give state 5 to rank 0, which has another state, or half of it."""
     rank = worker.number
     elastic = ElasticGroup()
     elastic.replace(build(worker, "transfer", rank, size))
@@ -63,7 +63,7 @@ def transfers(worker, size, how):
 
 
 def transfer_of_some(worker, how):
-    """Rank 0 has all of rank 1's state but one number; how many bytes come, and for what."""
+    """Let rank 0 lack one number of rank 1's state; report the received bytes and tensors."""
     elastic = ElasticGroup()
     elastic.replace(build(worker, "some", worker.number, 2))
     state = big_state(5)
@@ -83,7 +83,7 @@ def transfer_of_some(worker, how):
 
 
 def transfer_cut(worker, size, how, what):
-    """The last rank is killed, or stopped, while it gives, or rank 0 while it takes."""
+    """Kill or stop the last rank while it gives, or rank 0 while it takes."""
     rank = worker.number
     elastic = ElasticGroup()
     elastic.replace(build(worker, "cut", rank, size))
@@ -113,7 +113,7 @@ def transfer_cut(worker, size, how, what):
 
 
 def transfer_spoilt(worker, how):
-    """What rank 1 sends differs in one bit from what it has taken the digest of."""
+    """Let rank 1 send data that differs in one bit from its digest."""
     elastic = ElasticGroup()
     elastic.replace(build(worker, "spoilt", worker.number, 2))
     if worker.number == 1:
@@ -137,7 +137,7 @@ def transfer_spoilt(worker, how):
 
 
 def transfer_without_memory(worker, how):
-    """Rank 0 may not read rank 1, or reads another process; both go on over the group."""
+    """Keep rank 0 from reading rank 1's memory; the transfer then uses the group."""
     elastic = ElasticGroup()
     elastic.replace(build(worker, "without", worker.number, 2))
     giving = worker.number == 1
@@ -157,7 +157,7 @@ def transfer_without_memory(worker, how):
 
 
 def transfer_of_garbage(worker, what):
-    """What rank 1 says is nothing that a giver says, or not of these tensors."""
+    """Let rank 1 send messages that no giver sends, or that are about other tensors."""
     elastic = ElasticGroup()
     elastic.replace(build(worker, "garbage", worker.number, 2))
     channel = GroupChannel(elastic, 1 - worker.number)
@@ -189,7 +189,7 @@ def transfer_of_garbage(worker, what):
 
 
 def transfer_wanted(worker, pieces):
-    """Rank 0 wants what rank 1 does not have."""
+    """Let rank 0 request tensors that rank 1 does not have."""
     elastic = ElasticGroup()
     elastic.replace(build(worker, "wanted", worker.number, 2))
     channel = GroupChannel(elastic, 1 - worker.number)
@@ -206,7 +206,7 @@ def transfer_wanted(worker, pieces):
 
 
 def tree_means(worker, size, shards, count, by_collectives):
-    """The bits of the tree's mean over gloo, in worlds of `size` and fewer; twice in each."""
+    """Report the bits of the tree's mean over gloo, twice in each world of up to `size`."""
     digests = []
     elastic = ElasticGroup()
     mean = Mean(count, torch.float32, torch.device("cpu"), shards)

@@ -1,4 +1,4 @@
-"""A job of a script that knows nothing of elastane, whose ranks are told to misbehave."""
+"""A job of an unmodified script, whose ranks show faults on request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENDED = ("stop", "other", "extra")
 
 
 class CulpritJob:
-    """Nodes with some workers each; `fault` returns what was found about one of them."""
+    """Nodes with some workers each; `fault` returns the culprit event about one of them."""
 
     def __init__(self, folder: Path, workers: int = 3, nodes: str = "a", **options: object) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""What the workers of comms_crew do with deterministic=True: jobs whose worlds the test makes."""
+"""Bodies of comms_crew's workers with deterministic=True; the test makes the worlds."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 
 
 def job_in(worker, name, world_size, shards=8, seed=7):
-    """A job in a world of so many, without agents."""
+    """Return a job in a world of this size, without agents."""
     job = Job(None, Deterministic(shards, seed), None).join()
     if world_size > 1:
         job.process_group.replace(build(worker, name, worker.number, world_size))
@@ -21,7 +21,7 @@ def job_in(worker, name, world_size, shards=8, seed=7):
 
 
 def trains_in_worlds(worker, sizes, steps):
-    """Say what a whole training comes to in each world of `sizes`."""
+    """Report the result of a whole training in each world of `sizes`."""
     import deterministic_train
 
     torch.set_num_threads(1)
@@ -33,7 +33,7 @@ def trains_in_worlds(worker, sizes, steps):
 
 
 def differs_in(worker, name):
-    """Begin a step where one member has another setting; say what becomes of it."""
+    """Begin a step while one member has a different setting; report the outcome."""
     import deterministic_train
 
     torch.set_num_threads(2 if name == "threads" and worker.number else 1)

@@ -1,4 +1,4 @@
-"""Jobs whose coordinator is elected in a store, and what must hold in every store."""
+"""Jobs whose coordinator is elected in a store, and scenarios that hold for every store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def the_coordinator_dies_and_another_takes_over(job: Job) -> None:
 def a_store_that_is_away_stops_no_training(
     job: Job, away_s: float, faults: list[tuple[Callable[[], None], Callable[[], None]]]
 ) -> None:
-    """Take the store away by each fault, and bring it back: decisions are made again afterwards."""
+    """Make the store unreachable by each fault, and check that decisions are made afterwards."""
     job.start("a"), job.start("b")
     job.wait_step(world=2)
     for away, back in faults:

@@ -1,6 +1,6 @@
-"""Loaders with worker processes under a Feed; run as a program, for it forks.
+"""Loaders with worker processes under a Feed. It runs as a program, since it forks.
 
-Runs every scenario and prints what each found, as JSON by name. Nothing here judges: the tests
+Runs every scenario and prints the results as JSON by name. It judges nothing: the tests
 that read it do.
 """
 
@@ -60,7 +60,7 @@ def indices(portion):
 
 
 def workers():
-    """The pids of all loader workers that this process has."""
+    """Return the pids of all loader workers of this process."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -74,7 +74,7 @@ def workers():
 
 
 def current(feed):
-    """The pids of the workers of the feed's present iterator."""
+    """Return the pids of the workers of the feed's current iterator."""
     return [worker.pid for worker in feed._batches._workers]
 
 
@@ -183,7 +183,7 @@ def killed_worker(persistent):
 
 
 def killed_worker_unseen():
-    """Killed while nobody asked for data: a rewind must not build on its loader."""
+    """Kill a worker while no data is requested, and rewind."""
     with make(persistent_workers=True) as feed:
         feed.commit(next(feed).step)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises in this very loop
@@ -212,7 +212,7 @@ def broken_sample():
 
 
 def slow_loader(persistent):
-    """A rewind does not wait for what was being read."""
+    """Rewind while a slow sample is being read."""
     with make(slow_s=0.05, persistent_workers=persistent) as feed:
         feed.commit(next(feed).step)
         begun = time.monotonic()
@@ -227,7 +227,7 @@ def slow_loader(persistent):
 
 
 def slow_shards():
-    """The same for shards, whose workers are in the middle of a batch."""
+    """Rewind while workers read the middle of a batch of shards."""
     data = ElasticShards([(0, 400)], open_slowly, 40, lanes=1)
     loader = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=True)
     with Feed(loader) as feed:
@@ -314,7 +314,7 @@ def shards(workers_, persistent=False, context=None):
 
 
 def plain_persistent_shards():
-    """Without a feed: the same epoch a second time is an error, a named epoch is not."""
+    """Iterate without a feed: repeating an epoch is an error, a named epoch is not."""
     data = ElasticShards(list(enumerate(LENGTHS)), open_numbers, BATCH, lanes=4)
     loader = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=True)
     count = sum(len(batch) for batch in loader)

@@ -1,4 +1,4 @@
-"""Programs that call `elastane.launch`, each in a process of its own, and what is left of them."""
+"""Programs that call `elastane.launch`, each in its own process, and their remaining processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def hang():
 
 
 class Program:
-    """One caller, and the family that it started."""
+    """One caller, and the processes that it started."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,7 +76,7 @@ class Program:
         return worker_environment(**{**own, **more})
 
     def wait(self, deadline_s: float = 30.0) -> int:
-        """Return its exit code; the test fails, with what was said, where none comes in time."""
+        """Return its exit code; if it does not end in time, fail with its output."""
         assert self.process is not None
         try:
             return self.process.wait(deadline_s)
@@ -88,7 +88,7 @@ class Program:
         os.kill(self.process.pid, signum)
 
     def told(self, name: str) -> str:
-        """Return what a function told under `name`, once it did."""
+        """Wait for the value that a function reported under `name`, and return it."""
         path = self.folder / name
         until(lambda: path.exists() or not self.is_alive, f"{name} is told\n{self.err}")
         assert path.exists(), f"{name} is not told\n{self.err}"
@@ -112,15 +112,15 @@ class Program:
         return pid
 
     def gone(self) -> None:
-        """Wait until nothing of its family is left."""
+        """Wait until no process that it started is left."""
         until(lambda: not marked(self.mark), "nothing of the program is left", 10.0)
 
     def folders(self) -> list[Path]:
-        """Return the folders of calls that are there."""
+        """Return the existing folders of calls."""
         return sorted(self.tmp.glob("elastane-call-*"))
 
     def kill_all(self) -> None:
-        """End whatever is left, by pid."""
+        """Kill the remaining processes by pid."""
         for pid in marked(self.mark):
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -150,7 +150,7 @@ def ran(folder: Path, argv: list[str], out: int | None = None, **env: str) -> It
 
 @contextmanager
 def calls(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[int, Any]]]:
-    """Give `elastane.launch` for this very process, with plain workers; nothing is left of it."""
+    """Yield `elastane.launch` for this process, with plain workers; end all their processes."""
     tmp = folder / "tmp"
     tmp.mkdir()
     patch.setenv("TMPDIR", str(tmp))

@@ -1,4 +1,4 @@
-"""The ImageNet example on tiny images, under elastane run and torchrun, and what it tells."""
+"""The ImageNet example on tiny images, under elastane run and torchrun, and its records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PRELOAD_IMAGES = "torch.utils.data,PIL.Image"
 
 
 class Training:
-    """A script in its folder, and what its workers wrote there."""
+    """A script in its folder, and the records of its workers."""
 
     def __init__(self, script: str, data: Path, folder: Path, *, shared: bool = False) -> None:
         self.own, self.ledger, self._pace = folder, folder / "ledger", folder / "pace"
@@ -50,33 +50,33 @@ class Training:
         ]
 
     def to(self, step: int) -> None:
-        """Let workers go on to a step, where they wait."""
+        """Let workers train up to a step, where they wait."""
         new = self._pace.with_suffix(".new")
         new.write_text(str(step))
         new.replace(self._pace)
 
     def to_the_end(self) -> None:
-        """Let them go on."""
+        """Let workers train to the end."""
         self._pace.unlink()
 
     def environment(self, node: str) -> dict[str, str]:
-        """Return what tells workers where they are."""
+        """Return the variables that workers need."""
         return {"NODE_FOLDER": str(self.own / node), "PACE": str(self._pace)}
 
     def lines(self, what: str = "") -> list[dict]:
-        """Return all that was written, or what is of a kind, by time."""
+        """Return all records, or those of one kind, in the order of time."""
         found = [line for lines in self._told.lines().values() for line in lines]
         return sorted((x for x in found if what in ("", x["what"])), key=lambda x: x["time"])
 
     def worlds(self) -> dict[str, list[dict]]:
-        """Return what each world did, in the order of their first steps."""
+        """Return the records of each world, in the order of their first steps."""
         found: dict[str, list[dict]] = {}
         for line in self.lines("did"):
             found.setdefault(line["world"], []).append(line)
         return found
 
     def committed(self) -> dict[int, list[dict]]:
-        """Return what was done of each step by the world in which it happened for good."""
+        """Return the records of each step in the world that made it last."""
         found: dict[int, list[dict]] = {}
         for done in self.worlds().values():
             first = min(line["step"] for line in done)
@@ -86,7 +86,7 @@ class Training:
         return found
 
     def committed_in_place(self) -> dict[int, list[dict]]:
-        """Return the same of workers that say which steps were committed: none is so twice."""
+        """Return the records of committed steps; assert that no step is committed twice."""
         worlds: dict[int, set[str]] = {}
         for line in self.lines("committed"):
             worlds.setdefault(line["step"], set()).add(line["world"])
@@ -106,7 +106,7 @@ class Training:
         return any(len(found) == world_size for found in ranks.values())
 
     def end(self) -> dict:
-        """Return how the last world's workers ended: all the same, after the last step."""
+        """Return the final record of the last world's workers; assert that all are equal."""
         found = self.lines("ends")
         assert {line["step"] for line in found} == {STEPS}
         assert len({line["weights"] for line in found}) == 1, found
@@ -142,24 +142,24 @@ class Nodes(Training):
         return [self.cluster.start(name, env=self.environment(name)) for name in names]
 
     def go(self, step: int, world_size: int = 2) -> None:
-        """Go on to a step, and wait until all of a world are there."""
+        """Let a world train to a step, and wait until all its workers are there."""
         since = len(self.lines("did"))
         self.to(step)
         what = f"step {step} in a world of {world_size}"
         self.cluster.wait(lambda: self.are_at(step, world_size, since=since), what, DEADLINE_S)
 
     def finish(self) -> None:
-        """Go on to the end."""
+        """Let the nodes train to the end."""
         self.to_the_end()
         self.cluster.wait_done(DEADLINE_S)
 
 
 class Torchrun(Training):
-    """A training of two workers under torchrun, of which nothing is left at the end."""
+    """A training of two workers under torchrun, which leaves no process behind."""
 
     @contextmanager
     def run(self, *options: str) -> Iterator[None]:
-        """Run it to its end, which is to be a good one."""
+        """Run it to its end, and assert that it succeeds."""
         mark, log = uuid.uuid4().hex, self.own / "torchrun.log"
         foreign = ("PET_", "ELASTANE_", "TORCHELASTIC_", "MASTER_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}

@@ -1,7 +1,7 @@
 """Real jobs for the tests of membership: agents as processes, a script that logs its steps.
 
-A `Job` is a context that leaves no process behind, and that tells its whole story (what each agent
-said, and the event log) where a wait runs out of time.
+A `Job` is a context that leaves no process behind. If a wait times out, it shows the output of each
+agent and the event log.
 """
 
 from __future__ import annotations
@@ -79,18 +79,18 @@ class Agent:
 
     @property
     def words(self) -> str:
-        """All that it and its workers said."""
+        """The output of the agent and its workers."""
         return self.log.read_text(errors="replace")
 
     @property
     def box(self) -> str:
-        """The closing box as one line, without its frame; empty where there is none."""
+        """The closing box as one line, without its frame; empty without a box."""
         _, corner, box = self.words.partition("╔")
         return " ".join(box.replace("║", " ").split()) if corner else ""
 
 
 def free_port() -> int:
-    """Return a port that is free now, and that the kernel gives to nobody who asks for any."""
+    """Return a free port outside the range from which the kernel chooses ports."""
     while True:
         port = random.randint(20_000, 31_000)
         with socket.socket() as probe:
@@ -200,7 +200,7 @@ class Job:
         return {**base, "OMP_NUM_THREADS": "1", MARK: self.mark, "MODE": self.mode, **more}
 
     def seen(self) -> list[Step]:
-        """Return the steps that were done so far, as they were written."""
+        """Return the steps so far, in the order in which they were written."""
         try:
             lines = (self.folder / "steps").read_text().splitlines(keepends=True)
         except FileNotFoundError:
@@ -208,7 +208,7 @@ class Job:
         return [_step(line) for line in lines if line.endswith("\n")]
 
     def wait(self, what: str, condition: Callable[[list[Step]], object]) -> list[Step]:
-        """Wait until `condition` holds of the steps done, and return them."""
+        """Wait until `condition` holds for the steps so far, and return them."""
         until(lambda: condition(self.seen()), what)
         return self.seen()
 
@@ -217,7 +217,7 @@ class Job:
     ) -> Step:
         """Wait until the newest world has `world` workers, each of which did `count` steps in it.
 
-        `fence`: and is not that one. Returns the newest step.
+        With `fence`, the world is not that one. Returns the newest step.
         """
 
         def is_there(seen: list[Step]) -> bool:
@@ -233,7 +233,7 @@ class Job:
         return newest(self.wait(f"steps of a world of {world} after {fence}", is_there))[-1]
 
     def events(self, *kinds: EventKind) -> list[LoggedEvent]:
-        """Return the event log, of those kinds alone where some are given."""
+        """Return the events of these kinds, or all events."""
         found = read_events(self.folder / "logs" / self.name)
         return [event for event in found if not kinds or event.kind in kinds]
 
@@ -252,7 +252,7 @@ class Job:
         return next(a for a in self.agents if a.process.pid == started.pid)
 
     def story(self) -> str:
-        """Return all that is known of the job."""
+        """Return the output of all agents and the event log."""
         said = [f"--- {a.name} ({a.process.poll()})\n{a.words[-6000:]}" for a in self.agents]
         told = [f"{e.time} {e.source} {e.node} {e.kind}: {e.reason}" for e in self.events()]
         steps = [str(step) for step in self.seen()[-6:]]
@@ -279,7 +279,7 @@ def until(condition: Callable[[], object], what: str, deadline_s: float = DEADLI
 
 
 def runs(pid: int) -> bool:
-    """Whether a process lives: a zombie that waits for whoever adopted it does not."""
+    """Whether a process runs; a zombie does not."""
     return bool(process_start(pid))
 
 
@@ -302,7 +302,7 @@ def _step(line: str) -> Step:
 
 
 def trains_on(job: Job, more: int = 10) -> None:
-    """The workers of round 1 attempt 0 take more steps, all of them the same processes."""
+    """Assert that the workers of round 1 attempt 0 continue in the same processes."""
     pids = {s.pid for s in newest(job.seen())}
     job.wait_step(world=2, count=len(newest(job.seen())) // 2 + more)
     steps = newest(job.seen())

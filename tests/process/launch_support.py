@@ -52,14 +52,14 @@ SUPPORT = {"PYTHONPATH": str(Path(__file__).parent)}
 
 
 def worker(folder: Path, then: str = HANG) -> str:
-    """Return a script for workers that tell their environment and PID, and then do `then`."""
+    """Return a script of workers that report their environment and PID, and then do `then`."""
     script = folder / "worker.py"
     script.write_text(_WORKER + textwrap.dedent(then))
     return str(script)
 
 
 def told(folder: Path, count: int, **wanted: str) -> list[dict[str, str]]:
-    """Wait until `count` workers with these variables have told; return what, by restart, rank."""
+    """Wait for reports of `count` workers with these variables; return them by restart and rank."""
 
     def now() -> list[dict[str, str]]:
         envs = [json.loads(path.read_text()) for path in folder.glob("*.told")]
@@ -73,17 +73,17 @@ def told(folder: Path, count: int, **wanted: str) -> list[dict[str, str]]:
 
 
 def kill(env: dict[str, str]) -> None:
-    """SIGKILL the worker that told this."""
+    """SIGKILL the worker of this report."""
     os.kill(int(env["PID"]), signal.SIGKILL)
 
 
 def gone(envs: list[dict[str, str]]) -> bool:
-    """Whether none of the workers that told this is alive."""
+    """Whether all workers of these reports have ended."""
     return not any(alive(int(env["PID"])) for env in envs)
 
 
 class Program:
-    """A program that launches; it, and what it tells its test by `tell(name, value)`."""
+    """A program that launches, and the values that it reports by `tell(name, value)`."""
 
     def __init__(self, folder: Path, body: str, **env: str) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
@@ -119,7 +119,7 @@ class Program:
             raise AssertionError(f"it runs after {deadline_s} s\n{self.words}") from None
 
     def gone(self) -> None:
-        """Wait until nothing that it started is left."""
+        """Wait until all processes that it started have ended."""
         until(lambda: not marked(self.mark), f"nothing is left\n{self.words}", 10.0)
 
     def end(self) -> None:

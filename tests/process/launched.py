@@ -1,4 +1,4 @@
-"""What tests launch by name: light, since each worker imports it."""
+"""Functions that tests launch by name. The module is light, since each worker imports it."""
 
 import atexit
 import os
@@ -33,7 +33,7 @@ class Scale:
 
 
 class AbortsWhenDropped:
-    """Ends the process that tears its modules down, as threads of torch's do now and then."""
+    """Aborts a process that destroys its modules at exit, as torch's threads sometimes do."""
 
     def __init__(self) -> None:
         self.abort = os.abort

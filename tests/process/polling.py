@@ -1,4 +1,4 @@
-"""Waiting for a condition without taking the processors from what is waited for."""
+"""Waits for a condition with pauses that leave the processors to the awaited work."""
 
 from __future__ import annotations
 

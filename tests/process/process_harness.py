@@ -23,7 +23,7 @@ DEADLINE_S = 90.0
 
 @dataclass(frozen=True)
 class Ended:
-    """What a program left."""
+    """The output and exit code of a program."""
 
     code: int
     out: str
@@ -32,7 +32,7 @@ class Ended:
 
 @dataclass
 class Told:
-    """What a spawner told."""
+    """The reports of a spawner."""
 
     heard: list[tuple[str, str]] = field(default_factory=list)
 
@@ -62,7 +62,7 @@ async def eventually(
 
 
 def worker_environment(**more: str) -> dict[str, str]:
-    """Return an environment as a launcher gives it, without what this test run has set."""
+    """Return the environment that a launcher gives, without this test run's variables."""
     kept = {
         name: value
         for name, value in os.environ.items()

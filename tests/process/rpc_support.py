@@ -1,4 +1,4 @@
-"""What the tests of sessions share: a listener, a scripted machine, a bounded event loop."""
+"""Support for tests of sessions: a listener, scripted rules, a bounded event loop."""
 
 import asyncio
 import gc
@@ -53,7 +53,7 @@ def openssl(folder, *arguments):
 
 
 async def until(condition, what, within_s=10.0):
-    """Wait for `condition`, by asking it in every few turns of the loop."""
+    """Wait for `condition`, which is tested every few turns of the loop."""
     deadline_s = asyncio.get_running_loop().time() + within_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline_s, f"never came: {what}"
@@ -61,7 +61,7 @@ async def until(condition, what, within_s=10.0):
 
 
 def play(scenario, within_s=30.0):
-    """Run a scenario in a loop of its own; an error that only the loop saw fails the test."""
+    """Run a scenario in its own loop; an error that only the loop gets fails the test."""
     unseen = []
 
     async def bounded():
@@ -80,7 +80,7 @@ REPORT = report_of(JOB)
 
 
 class Script:
-    """A machine that does what the message says, and remembers all events."""
+    """Rules that do what a message says, and record all events."""
 
     def __init__(self):
         self.events = []

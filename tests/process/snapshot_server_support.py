@@ -1,4 +1,4 @@
-"""Snapshot servers for tests: of a pretended agent, and of a worker alone."""
+"""Snapshot servers for tests, with a fake agent, or with a single worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOT_BYTES = 1 << 16
 
 
 class Node:
-    """A pretended agent, and the snapshot server that it owns."""
+    """A fake agent, and the snapshot server that it owns."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         run = folder / "run"
@@ -63,7 +63,7 @@ class Node:
 
     @property
     def words(self) -> str:
-        """All that agent and snapshot server said."""
+        """The output of agent and snapshot server."""
         return (self.folder / "words").read_text()
 
     @property
@@ -83,25 +83,25 @@ class Node:
         )
 
     def leave(self) -> None:
-        """Have the agent end in good order, and wait for that."""
+        """Let the agent end in an orderly way, and wait for its end."""
         assert self.agent.stdin is not None
         self.agent.stdin.write(b"leave\n")
         self.agent.stdin.flush()
         assert self.agent.wait(DEADLINE_S) == 0
 
     def kill(self) -> None:
-        """Kill the agent alone."""
+        """Kill only the agent."""
         self.agent.kill()
         self.agent.wait()
 
 
 def snapshot_servers(parent: int) -> set[int]:
-    """Return the pids of the snapshot servers that a process has."""
+    """Return the pids of the snapshot servers of a process."""
     return {pid for pid in children(parent) if "elastane-snapshots" in command_line(pid)}
 
 
 class Worker:
-    """A connection, and the slots behind it."""
+    """A worker's connection to the server, and its slots."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Worker:
             os.close(fd)
 
     def save(self, step: int, persist: PersistRequest | None = None, **more: object) -> Key:
-        """Keep a snapshot that is all of its step's number."""
+        """Save a snapshot that consists of its step's number."""
         slot = self.client.grant(DEADLINE_S)
         self.slots[slot][:] = bytes([step % 251]) * self.size
         wish = snapshot(step, self.size, persist, **more)
@@ -130,7 +130,7 @@ class Worker:
         return wish.key
 
     def steps(self) -> list[int]:
-        """Return what is held, after comparing its bytes."""
+        """Return the steps of the held snapshots, after comparing their bytes."""
         steps = []
         for held in self.client.held():
             step = held.key.step

@@ -1,4 +1,4 @@
-"""What the tests of the file store share."""
+"""Support for tests of the file store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`elastane run` as its users start it: real agents, real workers, and nothing left of either.
+"""`elastane run` as its users start it: real agents and workers, all ended after a test.
 
 Every process of a test carries a mark in its environment, so that all of them are found, and
-ended at the test's end, whatever session or parent they took. Each wait has a deadline.
+ended at the test's end, in any session and with any parent. Each wait has a deadline.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def marked(mark: str) -> set[int]:
 def alive(pid: int) -> bool:
     """Whether `pid` is a process with a thread that is not a zombie.
 
-    Of one that is killed the first thread may be a zombie while others still hold what is open.
+    The first thread of a killed process may be a zombie while others still hold its descriptors.
     """
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -77,7 +77,7 @@ def alive(pid: int) -> bool:
 
 
 def state(pid: int, thread: int | str = "") -> str:
-    """Return the letter of the state of a process, or a thread of it; empty where there is none."""
+    """Return the letter of the state of a process or a thread; empty if it does not exist."""
     try:
         stat = Path(f"/proc/{pid}/task/{thread or pid}/stat").read_text()
         return stat.rpartition(") ")[2][:1]
@@ -94,7 +94,7 @@ def children(pid: int) -> set[int]:
 
 
 def descendants(pid: int) -> set[int]:
-    """Return the pids of everything that still hangs below a process."""
+    """Return the pids of all descendants of a process."""
     below = children(pid)
     return below.union(*(descendants(child) for child in below))
 
@@ -108,7 +108,7 @@ def command_line(pid: int) -> str:
 
 
 def started_at(pid: int) -> int:
-    """Return when a process began, in ticks since the boot; -1 where it is gone.
+    """Return when a process began, in ticks since the boot; -1 if it has ended.
 
     Pids do not tell which process began first, because they begin anew at 300 after the largest.
     """
@@ -130,7 +130,7 @@ def _environ(pid: int) -> list[bytes]:
 
 
 class Agent:
-    """One `elastane run`, its files, and the family that it started."""
+    """One `elastane run`, its files, and the processes that it started."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -149,7 +149,7 @@ class Agent:
         return self.process.pid
 
     def start(self, *words: str, stdio: Stdio, lead: tuple[str, ...] = (), **env: str) -> None:
-        """Start `elastane run` with `words`, in a session of its own; `lead` goes before it."""
+        """Start `elastane run` with `words`, in its own session; `lead` precedes the command."""
         self._process = warm_start.Popen(
             [*lead, sys.executable, "-m", "elastane", "run", *words],
             cwd=self.folder,
@@ -161,7 +161,7 @@ class Agent:
         )
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Return the environment of the agent, and of whatever asks about it."""
+        """Return the environment of the agent, and of commands that query it."""
         own = {
             MARK: self.mark,
             "SUPERVISE_FOLDER": str(self.folder),
@@ -171,7 +171,7 @@ class Agent:
         return worker_environment(**{**own, **more})
 
     def wait(self, deadline_s: float = 30.0) -> int:
-        """Return the exit code; the test fails, with what was said, where none comes in time."""
+        """Return the exit code; if the agent does not end in time, fail with its output."""
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -189,20 +189,20 @@ class Agent:
         return (self.folder / "err").read_text(errors="replace")
 
     def told(self, name: str, deadline_s: float = 30.0) -> str:
-        """Return what a worker told under `name` (what.rank.restarts), once it did."""
+        """Wait for a worker's report under `name` (what.rank.restarts), and return its value."""
         path = self.folder / name
         until(path.exists, f"{name}\n{self.err}", deadline_s)
         return path.read_text()
 
     def family(self) -> set[int]:
-        """Return every process of this job, the agent and its orphan reaper among them."""
+        """Return all processes of this job, with the agent and its orphan reaper."""
         found = marked(self.mark) | ({self.pid} if alive(self.pid) else set())
         found |= descendants(self.pid) if alive(self.pid) else set()
         self._seen |= found
         return found
 
     def left(self) -> set[int]:
-        """Return which processes of this job are alive."""
+        """Return the processes of this job that are alive."""
         return {pid for pid in self.family() | self._seen if alive(pid)}
 
     def gone(self, deadline_s: float = 5.0) -> None:
@@ -210,7 +210,7 @@ class Agent:
         until(lambda: not self.left(), "nothing of the job is left", deadline_s)
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
-        """Return what the event log holds so far, of one kind or all."""
+        """Return the events so far, of one kind or all."""
         lines = [
             line
             for path in sorted(self.logs.glob("*/events.*.jsonl"))
@@ -224,12 +224,12 @@ class Agent:
         return found
 
     def zygote(self) -> int:
-        """Return the zygote's pid, once there is one."""
+        """Wait for the zygote, and return its pid."""
         until(self._of_the_zygote, "a zygote runs")
         return self._of_the_zygote()[0]
 
     def forks_of_the_zygote(self) -> list[int]:
-        """Return the pids of processes that are forks of the zygote and no workers."""
+        """Return the pids of the zygote's forks that are not workers."""
         return self._of_the_zygote()[1:]
 
     def _of_the_zygote(self) -> list[int]:
@@ -239,7 +239,7 @@ class Agent:
         return sorted(found, key=started_at)
 
     def kill_all(self) -> None:
-        """End whatever is left, by pid."""
+        """Kill the remaining processes by pid."""
         if self._process is None:
             return
         for pid in self.left():
@@ -254,7 +254,7 @@ class Agent:
 def agent(
     folder: Path, *options: str, body: str = "", args: tuple[str, ...] = (), **env: str
 ) -> Iterator[Agent]:
-    """Run a script with these options; `--no-zygote` unless `zygote` or `--preload` is asked."""
+    """Run a script with these options; `--no-zygote` unless `zygote` or `preload` is given."""
     words = ["--standalone", "--log-dir", "logs", *options]
     if not {"--preload", "--no-python", "--no-zygote"} & set(options):
         words.append("--no-zygote")
@@ -266,7 +266,7 @@ def agent(
 def words_agent(
     folder: Path, *words: str, lead: tuple[str, ...] = (), **env: str
 ) -> Iterator[Agent]:
-    """Run `elastane run` with exactly these words, output in files; `lead` goes before it."""
+    """Run `elastane run` with exactly these words, output in files; `lead` precedes the command."""
     one = Agent(folder)
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         try:
@@ -279,7 +279,7 @@ def words_agent(
 
 
 def write_script(folder: Path, body: str, name: str = "script.py") -> str:
-    """Write a worker's script, and what it tells by; returns its name."""
+    """Write a worker's script with its reporting function; return its name."""
     (folder / "tell.py").write_text(_TELL)
     head = "from tell import *\n" if name.endswith(".py") else ""
     path = folder / name
@@ -289,7 +289,7 @@ def write_script(folder: Path, body: str, name: str = "script.py") -> str:
 
 
 def ask(one: Agent, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run another verb of elastane beside an agent."""
+    """Run another command of elastane while an agent runs."""
     return subprocess.run(
         [sys.executable, "-m", "elastane", *words],
         cwd=one.folder,

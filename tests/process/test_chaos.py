@@ -1,4 +1,4 @@
-"""`elastane chaos` on a real job: faults hit it, are its events, and it goes on."""
+"""`elastane chaos` on a real job: the faults are logged as events, and the job continues."""
 
 import os
 import subprocess

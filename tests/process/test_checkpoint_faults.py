@@ -55,7 +55,7 @@ def test_a_kill_before_each_change_leaves_the_previous_or_the_new_checkpoint(tmp
 
 
 def half(folder, number, first, count):
-    """Start one half of a parted job; returns once it has published something, or is at its end."""
+    """Start one half of a split job; return once it has published a checkpoint, or has ended."""
     words = [str(word) for word in (folder, number, first, count)]
     environ = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[1] / "shared")}
     process = subprocess.Popen(
@@ -103,7 +103,7 @@ def unmount(path):
 
 @pytest.fixture
 def small(tmp_path):
-    """A file system in memory, of 8 MB."""
+    """Yield a file system of 8 MB in memory."""
     path = tmp_path / "small"
     mounted(path, "-t", "tmpfs", "-o", "size=8m", "tmpfs")
     yield path
@@ -112,7 +112,7 @@ def small(tmp_path):
 
 @pytest.fixture
 def disk(tmp_path):
-    """A file system on a disk of its own, which is a file in memory: (mount point, that file)."""
+    """Yield a file system on its own disk, which is a file in memory: (mount point, that file)."""
     backing = tmp_path / "backing"
     mounted(backing, "-t", "tmpfs", "-o", "size=64m", "tmpfs")
     image, path = backing / "image", tmp_path / "disk"
@@ -129,7 +129,7 @@ def disk(tmp_path):
 
 @pytest.fixture(params=["small", "disk"])
 def limited(request):
-    """A place where two checkpoints of 5 MB find no room."""
+    """Yield a place without room for two checkpoints of 5 MB."""
     if request.param == "small":
         return request.getfixturevalue("small")
     path, _ = request.getfixturevalue("disk")
@@ -244,7 +244,7 @@ def test_a_lost_mount_does_not_count_as_empty_and_gets_no_write(disk):
 
 @pytest.mark.root
 def test_a_write_error_of_the_disk_fails_the_save_and_is_reported(disk):
-    """The disk's own file finds no room, which a loop device tells as an error of the disk."""
+    """The file behind the disk cannot grow, which a loop device reports as an error of the disk."""
     path, image = disk
     repository = opened(path)
     save(repository, 1)
@@ -260,7 +260,7 @@ def test_a_write_error_of_the_disk_fails_the_save_and_is_reported(disk):
 
 @pytest.mark.root
 def test_a_bad_sector_only_invalidates_its_own_checkpoint(disk):
-    """The end of the disk's own file is cut off: reads there are errors."""
+    """The end of the file behind the disk is cut off, so reads there fail."""
     path, image = disk
     repository = opened(path)
     for step in range(1, 7):
@@ -281,7 +281,7 @@ def test_a_bad_sector_only_invalidates_its_own_checkpoint(disk):
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """A server that speaks S3, of this test's own."""
+    """Yield an S3 server of this test."""
     with s3_server.serving(tmp_path / "s3.log") as one:
         for name, value in s3_server.environment(one.url).items():
             monkeypatch.setenv(name, value)
@@ -289,7 +289,7 @@ def server(tmp_path, monkeypatch):
 
 
 def saved_while_stopped(server, stopped_s):
-    """Save while the server stands still for so long; return the repository afterwards."""
+    """Save while the server is paused for this time; return the repository afterwards."""
     repository = opened(f"s3://{s3_server.BUCKET}/run")
     save(repository, 1)
     outcome = []

@@ -1,4 +1,4 @@
-"""Jobs that save each step: whatever dies, they end with the weights of an undisturbed one."""
+"""Jobs that save each step end with the weights of an undisturbed job after any fault."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def preload(mode: str) -> str:
 
 
 class Saving:
-    """A local cluster whose workers save, and what they have said."""
+    """A local cluster whose workers save, and their records."""
 
     def __init__(
         self, folder: Path, mode: str, where: str = "", *more: object, **options: object
@@ -59,7 +59,7 @@ class Saving:
         return sorted(found, key=lambda line: line["at_s"])
 
     def wait_steps(self, count: int) -> None:
-        """Wait until some worker that lives has made so many more steps from now on."""
+        """Wait until a living worker has made this number of further steps."""
         begun: dict[int, int] = {}
         for line in self.said("step"):
             begun[line["pid"]] = begun.get(line["pid"], 0) + 1
@@ -137,7 +137,7 @@ def exact(job: Saving, final: dict, world: int = 2) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swap two names in one instant: in between, a process would make the folder again."""
+    """Swap two names atomically, since a process would create a missing folder again."""
     exchanged = ctypes.CDLL(None, use_errno=True).renameat2(
         -100, bytes(one), -100, bytes(other), RENAME_EXCHANGE
     )

@@ -1,4 +1,4 @@
-"""A Checkpointer in one process: what it gives back, and what it refuses."""
+"""A Checkpointer in one process: restored states, and refused uses."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def test_a_killed_snapshot_server_loses_one_save_and_training_continues(
 
 
 def test_a_requested_save_that_was_missed_is_reported_at_the_end(tmp_path, monkeypatch):
-    """As the last one is, for which a drain has asked."""
+    """The last save before a drain is such a save."""
     monkeypatch.setenv("TEST_MARK", str(tmp_path))
     one, ck = Trained(), Checkpointer(tmp_path / "ck")
     ck.restore(one.objects())
@@ -367,7 +367,7 @@ def test_a_requested_save_that_storage_did_not_finish_is_reported(tmp_path, monk
 
 
 def cycles(tmp_path: Path, count: int) -> None:
-    """Save and restore `count` times; compare what process and server hold at both ends."""
+    """Save and restore `count` times; compare the resources of process and server at both ends."""
     one = Trained()
     one.step()
 
@@ -424,7 +424,7 @@ def snapshot_servers_of(mark: bytes) -> list[int]:
 def test_a_save_is_complete_before_its_worker_parks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy goes on behind the training; the agent kills a parked worker at once."""
+    """The copy runs in the background, and the agent kills a parked worker at once."""
     trained, settled = Trained(), []
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.restore(trained.objects())

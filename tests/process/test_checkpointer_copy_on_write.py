@@ -1,4 +1,4 @@
-"""What is restored from memory lies in the snapshot for a while, and nobody's save gets into it."""
+"""Restored tensors lie in the snapshot's memory for a while, and no save overwrites them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def node(tmp_path):
 
 @pytest.fixture
 def known(node, tmp_path):
-    """What was saved at step 3, by a process that is gone as far as the snapshot server knows."""
+    """The state of step 3, saved by a process that has ended for the snapshot server."""
     one = Trained()
     with Checkpointer(tmp_path / "ck") as ck:
         ck.restore(one.objects())
@@ -68,7 +68,7 @@ def known(node, tmp_path):
 
 
 def save_others(where, times: int = 6) -> None:
-    """Fill all slots that may be filled; what it restores is its own at once."""
+    """Fill all free slots; a process that restores copies its tensors at once."""
     other = Trained()
     with mock.patch.object(copy_on_write, "is_supported", lambda: False), Checkpointer(where) as ck:
         ck.restore(other.objects())

@@ -1,4 +1,4 @@
-"""What a script may name to a Checkpointer, and what it is told where it names something else."""
+"""The objects that a script may register with a Checkpointer, and the errors for others."""
 
 from __future__ import annotations
 

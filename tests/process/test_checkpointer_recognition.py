@@ -1,4 +1,4 @@
-"""A state that is known again from the save before: what is not looked into is seen as well."""
+"""A save reuses the structure of the previous one, and still notices every change."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_weights_replaced_during_a_save_are_not_in_it(tmp_path, node):
 
 
 class Own(torch.nn.Linear):
-    """A module whose state is what it says, and that knows no options."""
+    """A module with its own state_dict(), which takes no options."""
 
     def state_dict(self):
         return {"twice": self.weight.detach() * 2}

@@ -1,4 +1,4 @@
-"""A worker lost inside of `optimizer.step(closure)` costs the others no bit of their state."""
+"""A worker lost inside `optimizer.step(closure)` leaves the others' state bitwise right."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_worker_lost_in_a_closure_leaves_the_others_equal_to_the_last_bit(tmp_
             return {n: [x["step"] for x in all_ if x["what"] == "committed"] for n, all_ in lines}
 
         def wait(count: int) -> None:
-            """Wait until three workers that live have made so many steps more."""
+            """Wait until three living workers have made this number of further steps."""
             begun = {pid: len(steps) for pid, steps in committed().items()}
 
             def there() -> bool:

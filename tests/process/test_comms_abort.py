@@ -1,4 +1,4 @@
-"""A world can be ended at any instant, and whoever waits in it comes out."""
+"""A world can be aborted at any instant, which ends all waits in it."""
 
 import signal
 
@@ -46,7 +46,7 @@ def test_survivors_of_a_lost_member_continue_in_the_next_world(number, victim, r
 
 @pytest.mark.parametrize("operation", ["exchange", "irecv"])
 def test_a_message_to_a_dead_peer_raises_peer_lost(operation):
-    """It is the first to tell; as any other error it would end the worker."""
+    """A message may be the first operation to fail; any other error would end the worker."""
     with Crew(2, "begins_with_the_dead", operation) as crew:
         crew.hear_all()
         crew.kill(1)

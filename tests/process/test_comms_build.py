@@ -1,4 +1,4 @@
-"""A world can be ended while it is being built, leaves nothing behind, and cuts nobody else."""
+"""A world can be aborted while it is built; it leaves nothing and cuts no other connection."""
 
 import pytest
 from comms_crew import Crew
@@ -8,7 +8,7 @@ OUT_S = 1.0
 
 @pytest.mark.parametrize("peer", ["silent", "dead", "stopped"])
 def test_aborting_ends_a_construction_that_waits_for_a_lost_member(peer, record_property):
-    """Silent: never at the store. Dead: nothing listens where it said. Stopped: never accepts."""
+    """Silent: it never reaches the store. Dead: its port is closed. Stopped: it never accepts."""
     with Crew(1, "builds_with", peer) as crew:
         outcomes = [crew.hear(0) for _ in range(4)]
         # The kernel takes connections for a stopped member: then only operations wait for it.

@@ -1,4 +1,4 @@
-"""DistributedDataParallel goes on over a group whose world changes."""
+"""DistributedDataParallel continues over a group whose world changes."""
 
 import pytest
 from comms_bodies import KINDS
@@ -8,7 +8,7 @@ from comms_crew import Crew
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("when", [0, 2])
 def test_a_backward_in_which_a_member_died_is_run_again_by_the_rest(kind, when):
-    """`when` 0 is the first backward, before the buckets were laid out anew; 2 is after."""
+    """`when` 0 is the first backward, before DDP has rebuilt its buckets; 2 is after."""
     size = 3
     with Crew(size, "ddp_survives", kind, size, when) as crew:
         crew.hear_all()
@@ -19,7 +19,7 @@ def test_a_backward_in_which_a_member_died_is_run_again_by_the_rest(kind, when):
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_survivor_and_a_joiner_make_the_same_collectives(kind):
-    """The survivor has laid its buckets out again, has evaluated, and was within no_sync()."""
+    """The survivor has rebuilt its buckets, has evaluated, and was within no_sync()."""
     with Crew(2, "ddp_joined", 2, kind) as crew:
         first, second = crew.hear_all()
         assert first == second

@@ -1,4 +1,4 @@
-"""The coordinator's server with unproven, slow and silent peers, crowds, and faults of its own."""
+"""The coordinator's server: unproven, slow and silent peers, crowds, and its own faults."""
 
 import asyncio
 import socket

@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "custom-rendezvous.md").read_text()
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install what the page shows, for this process and those that it starts."""
+    """Install the page's package, for this process and its children."""
     section = PAGE.split("\n## A store\n")[1].split("\n### ")[0]
     code, toml = (
         re.search(rf"```{kind}\n(.*?)```", section, re.S)[1] for kind in ("python", "toml")

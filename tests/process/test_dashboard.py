@@ -1,4 +1,4 @@
-"""`elastane dashboard` as a browser, another user and a crowd meet it: a real server over HTTP."""
+"""`elastane dashboard` as a real HTTP server: browsers, other users and crowds."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def write(folder, *events):
 
 
 class Served:
-    """A server of the folder `logs`, which has one job that is over and one that was killed."""
+    """A server of the folder `logs`, which has an ended job and a killed one."""
 
     def __init__(self, folder, *options):
         self.logs = folder / "logs"
@@ -63,7 +63,7 @@ class Served:
         return httpx.get(self.url + path, headers=headers, timeout=DEADLINE_S)
 
     def close(self):
-        """End it; a task or connection that it left open would be named on its way out."""
+        """End the server; it would print tasks or connections that are still open."""
         self.process.terminate()
         code = self.process.wait(DEADLINE_S)
         assert (code, self.said.read_text()) == (-signal.SIGTERM, "")

@@ -72,7 +72,7 @@ def served(tmp_path_factory):
 
 
 def seen(url, look, width=1280, height=900, **options):
-    """Return what `look` finds on the page, which must load without a problem."""
+    """Return the result of `look` on the page, which must load without errors."""
 
     async def play():
         async with Browser(width, height, **options) as page:
@@ -86,7 +86,7 @@ def seen(url, look, width=1280, height=900, **options):
 
 
 async def shape(page):
-    """Return what does not fit: the width of the page, and what is too wide, small or covered."""
+    """Return the faults of the layout: page width, and elements too wide, too small or covered."""
     return {
         "page": await page.run("document.documentElement.scrollWidth"),
         "wide": await page.run(TOO_WIDE),

@@ -1,4 +1,4 @@
-"""DDP as it is, over worlds with more ranks than a step has samples."""
+"""Unchanged DDP over worlds with more ranks than a step has samples."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "unequal_shares.py"
 
 
 def trained(folder, world):
-    """World, place and weights at the end, in a world of this size."""
+    """Return world, position and weights at the end, in a world of this size."""
     launcher = ["-m", "elastane", "run", "--standalone", "--nproc-per-node", str(world)]
     out = folder / f"weights-{world}.json"
     command = [sys.executable, *(launcher if world > 1 else []), str(SCRIPT), str(out)]

@@ -1,4 +1,4 @@
-"""A Feed over loaders with worker processes: what feed_scenarios.py found, judged.
+"""A Feed over loaders with worker processes: checks of the results of feed_scenarios.py.
 
 One child process plays all scenarios: a loader forks, and this process has threads.
 """
@@ -89,7 +89,7 @@ def test_a_rewind_does_not_wait_for_samples_that_are_being_read(found, name):
 
 
 def test_workers_of_shards_stop_reading_void_batches(found):
-    """Two batches of 40 samples of 0.02 s are asked of each; of the new, 2 samples."""
+    """Each worker gets two void batches of 40 samples of 0.02 s; the new batches have 2 samples."""
     assert found["slow-shards"]["samples"] == 2
     assert found["slow-shards"]["next_s"] < 0.7
 

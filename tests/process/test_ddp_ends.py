@@ -1,4 +1,4 @@
-"""A script that trains under DDP, destroys its group and returns comes to its end."""
+"""A script that trains under DDP, destroys its group and returns does not hang at exit."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""With deterministic=True a job that workers and nodes leave and join ends as if none had.
+"""With deterministic=True a job ends bitwise equal after any departures and arrivals.
 
 Its digest log has each step once, whoever was rank 0, and `elastane verify-run` finds it equal to
 that of a job of one.
@@ -46,13 +46,13 @@ class Changing:
         self.settle()
 
     def drop(self, name: str, how: str) -> None:
-        """Let a node be gone by "kill" or "stop"."""
+        """Remove a node by "kill" or "stop"."""
         getattr(self.cluster.node(name), how)()
         self.names.remove(name)
         self.settle()
 
     def settle(self) -> None:
-        """Wait until all who are to be there have made three steps in one world."""
+        """Wait until all expected workers have made three steps in one world."""
         begun = {path: len(lines) for path, lines in self.told.lines().items()}
         size = len(self.names)
 
@@ -65,7 +65,7 @@ class Changing:
         self.cluster.wait(there, f"steps of a world of {size}")
 
     def ends(self) -> dict:
-        """Let it end; returns what all workers of the last world ended with."""
+        """End the job; return the common result of the last world's workers."""
         (self.folder / "said" / "enough").touch()
         nodes = self.cluster.nodes
         self.cluster.wait(lambda: not any(node.is_alive for node in nodes), "all agents end")

@@ -1,4 +1,4 @@
-"""With deterministic=True a training comes to the same bits in every world."""
+"""With deterministic=True a training is bitwise equal in every world."""
 
 import pytest
 from comms_crew import Crew

@@ -1,4 +1,4 @@
-"""Nodes of `elastane doctor --nodes` meet at a port of this machine, measure, and all know all."""
+"""Nodes of `elastane doctor --nodes` meet, measure, and all get the results of all."""
 
 import contextlib
 import socket

@@ -47,7 +47,7 @@ def agent_of(logs=None, handler=None, timeout=5, **more):
 
 @pytest.fixture(autouse=True)
 def quiet_signals():
-    """What agents, torch's and ours, install in the main thread is gone after the test."""
+    """Restore the signal handlers that torch's agents and ours install in the main thread."""
     names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {one: signal.getsignal(one) for one in names}
     yield
@@ -57,7 +57,7 @@ def quiet_signals():
 
 @pytest.fixture
 def run():
-    """Run an agent in a thread; one that a failed test left behind is ended."""
+    """Run agents in threads, and end those that a failed test left."""
     agents = []
     with ThreadPoolExecutor(2) as pool:
 
@@ -72,7 +72,7 @@ def run():
 
 
 class SecondOfTwo(LocalHandler):
-    """Places its agent as the second node of two, of which the first never tells anything."""
+    """Makes its agent the second node of two; the first never sends anything."""
 
     def next_rendezvous(self):
         where = RendezvousStoreInfo("127.0.0.1", self.port)
@@ -147,7 +147,7 @@ CASES = {
 
 
 def environments(kind, folder, more):
-    """Return what workers of an agent of ours, or of torch's, have as their environment."""
+    """Return the environments of the workers of our agent, and of torch's."""
     folder.mkdir()
     package = {"elastane": "elastane.elastic", "torch": "torch.distributed.elastic"}[kind]
     server = importlib.import_module(f"{package}.agent.server.local_elastic_agent")
@@ -203,7 +203,7 @@ def test_the_shutdown_timeout_holds_where_a_failure_stops_the_others(tmp_path):
 
 
 def ask(port):
-    """Return the status of a health check, 0 where nobody answers."""
+    """Return the status of a health check, 0 without an answer."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as answer:
             return answer.status
@@ -235,7 +235,7 @@ def test_health_checks_are_answered_over_restarts_and_no_more_at_the_end(
 
 
 class _Old:
-    """A watchdog that heard of progress long ago."""
+    """A watchdog whose last progress was long ago."""
 
     def get_last_progress_time(self):
         return int(time.time()) - 3600

@@ -1,4 +1,4 @@
-"""LocalElasticAgents of one world, each in a process of its own, and how signals end them."""
+"""LocalElasticAgents of one world, each in its own process, and how signals end them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launching from Python with a rendezvous of ours: values, failures, signals, and nothing left."""
+"""Launching from Python with elastane's rendezvous: values, failures, signals, no leftovers."""
 
 from __future__ import annotations
 

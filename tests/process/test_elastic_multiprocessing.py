@@ -1,4 +1,4 @@
-"""start_processes with real children: results, failures, ends, and nothing left behind."""
+"""start_processes with real children: results, failures, ends, and no leftovers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tensors(rank):
 
 
 class Sentinel:
-    """Aborts the process that tears its modules down, as threads of torch's do now and then."""
+    """Aborts a process that destroys its modules at exit, as torch's threads sometimes do."""
 
     def __init__(self, abort):
         self.abort = abort

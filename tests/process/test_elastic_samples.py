@@ -1,7 +1,7 @@
-"""Samples of torch.distributed.elastic as they are printed, with the import's name changed.
+"""The printed samples of torch.distributed.elastic, with only the import's name changed.
 
-Each is a program of its own, on gloo. What samples leave open (a model, a loader, a store) is
-defined above them; nothing of what they show is changed. They have no `if __name__ == "__main__":`.
+Each is a separate program, on gloo. What samples leave open (a model, a loader, a store) is
+defined above them; the samples are not changed. They have no `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ EPOCHS, PER_EPOCH = 6, 8
 
 
 class Epochs:
-    """A local cluster of one node that trains by epochs, and what its workers have said."""
+    """A local cluster of one node that trains by epochs, and its workers' records."""
 
     def __init__(self, folder: Path, where: str, **options: object) -> None:
         self.said_folder = folder / "said"

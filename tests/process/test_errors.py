@@ -1,4 +1,4 @@
-"""What a person and a program learn of each kind of failure, from scripts without any decorator."""
+"""The messages and reports of each kind of failure, from scripts without any decorator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def failed(folder: Path, body: str, *options: str, **env: str) -> tuple[Agent, F
 
 
 def box(one: Agent) -> str:
-    """The closing box as one line."""
+    """Return the closing box as one line."""
     return " ".join(one.err[one.err.index("╔") :].replace("║", " ").split())
 
 
@@ -108,7 +108,7 @@ def test_an_out_of_memory_kill_is_reported_with_its_limit(tmp_path: Path) -> Non
 
 
 def _memory_group(limit_bytes: int) -> tuple[Path, str] | None:
-    """A cgroup with a limit, and the shell words that enter it and become a command."""
+    """Return a cgroup with a limit, and the shell words that run a command in it."""
     name = f"elastane-test-{uuid.uuid4().hex[:8]}"
     for root, mark, limit in (
         (Path("/sys/fs/cgroup"), "cgroup.controllers", "memory.max"),

@@ -1,4 +1,4 @@
-"""A watch over etcd v3 goes on whatever the server forgets, and begins again after its restart."""
+"""A watch over etcd v3 continues after a compaction, and starts again after a restart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Scenario = Callable[[EtcdV3Store, EtcdV3Store], Awaitable[None]]
 
 
 def run(folder: Path, scenario: Callable[[EtcdV3Store, EtcdV3Store, EtcdCluster], Awaitable[None]]):
-    """Play a scenario of one who watches and one who writes, over a server of its own."""
+    """Play a scenario of a watcher and a writer, over a separate server."""
     with etcd(folder / "etcd") as cluster:
 
         async def play() -> None:
@@ -37,7 +37,7 @@ def run(folder: Path, scenario: Callable[[EtcdV3Store, EtcdV3Store, EtcdCluster]
 
 
 def compact(cluster: EtcdCluster, revision: int) -> None:
-    """Have the server forget what was before `revision`."""
+    """Let the server drop all versions before `revision`."""
     content = json.dumps({"revision": str(revision), "physical": True}).encode()
     url = cluster.members[0].url + "/v3/kv/compaction"
     with urllib.request.urlopen(urllib.request.Request(url, content, method="POST")) as answer:

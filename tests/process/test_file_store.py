@@ -186,7 +186,7 @@ async def test_a_heartbeat_that_was_written_too_late_is_no_renewal(tmp_path) -> 
 
 
 def plant_rotten(folder: Path, whole: bytes) -> list[str]:
-    """Put files that are no pages behind page 1; returns their names."""
+    """Put files that are not pages after page 1; return their names."""
     page = FolderPage(number=5, kind="value", nonce="0", before="-", value=b"good").encode()
     rotten = page.replace(b"good", b"goob")
     for number, content in enumerate([b"", whole[:-2], b"\xff" * 99, rotten, whole], start=2):

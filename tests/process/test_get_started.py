@@ -42,7 +42,7 @@ def job(tmp_path):
 
 
 def lines(output):
-    """What the workers printed: (rank, world size, pid, step)."""
+    """Return the lines of the workers: (rank, world size, pid, step)."""
     return [tuple(map(int, each)) for each in _LINE.findall(output.read_text())]
 
 

@@ -1,4 +1,4 @@
-"""The goodput account of real jobs with kills: it names the incident of each lost second."""
+"""The goodput account of real jobs with kills names the incident of each lost second."""
 
 from __future__ import annotations
 

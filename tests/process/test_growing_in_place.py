@@ -1,4 +1,4 @@
-"""Worlds of ordinary DDP scripts grow again: at a checkpoint all restart, with what waits."""
+"""Worlds of ordinary DDP scripts grow: at a checkpoint all restart, with waiting workers."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 class GrowingJob:
-    """A cluster that runs the script, and what its workers have written after each step."""
+    """A cluster that runs the script, and its workers' records of each step."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class GrowingJob:
         )  # fmt: skip
 
     def said(self) -> dict[int, list[dict]]:
-        """What each process has written."""
+        """Return the records of each process."""
         return {int(pid): lines for pid, lines in self._growing.lines().items()}
 
     def wait_steps(self, pids: set[int], world: int, count: int = 3) -> None:
-        """Wait until these processes have each made so many more steps, in a world of this size."""
+        """Wait until each of these processes has made so many steps in a world of this size."""
         begun = {pid: len(self.said().get(pid, ())) for pid in pids}
 
         def there() -> bool:
@@ -80,7 +80,7 @@ class GrowingJob:
         return event
 
     def continues_from_checkpoint(self, before: set[int], now: set[int], repeated: int = 4) -> int:
-        """The restarted workers began with the bits that the others had as they saved."""
+        """Assert that the restarted workers began with the saved state, bit for bit."""
         said = self.said()
         begins = {(said[pid][0]["step"], said[pid][0]["digest"]) for pid in now}
         assert len(begins) == 1, begins
@@ -100,7 +100,7 @@ class GrowingJob:
 
 
 def kill(pids: set[int]) -> None:
-    """End processes at once, without a word."""
+    """Kill processes with SIGKILL."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

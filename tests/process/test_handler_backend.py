@@ -1,4 +1,4 @@
-"""`elastane run --rdzv-backend NAME` where another package brings the handler of that name."""
+"""`elastane run --rdzv-backend NAME` with a handler of another package."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ nameless = json:no_such_name
 
 @pytest.fixture
 def site(tmp_path):
-    """A folder with an installed package that has handlers, and how to find it."""
+    """A folder with an installed package of handlers, and the variables to find it."""
     folder = tmp_path / "site"
     info = folder / "theirs-1.0.dist-info"
     info.mkdir(parents=True)
@@ -90,7 +90,7 @@ def site(tmp_path):
 
 
 def offer(site, entries, text="", module="theirs_rendezvous"):
-    """Have the package offer these handlers, by a module with this text."""
+    """Let the package offer these handlers, in a module with this text."""
     info = site / "theirs-1.0.dist-info"
     (info / "entry_points.txt").write_text(f"[torchrun.handlers]\n{entries}\n")
     (site / f"{module}.py").write_text(text)
@@ -98,7 +98,7 @@ def offer(site, entries, text="", module="theirs_rendezvous"):
 
 @pytest.fixture
 def start(tmp_path, site):
-    """Start `elastane run` with a handler of others and a script."""
+    """Start `elastane run` with another package's handler and a script."""
     with ExitStack() as stack:
 
         def starting(body, *options, backend="theirs", folder=tmp_path, **env):

@@ -19,7 +19,7 @@ ONE_NODE = {"nnodes": "1", "nproc_per_node": 3, "min_workers": 2}
 
 
 def told_to_hang(job, how, rank=1):
-    """Have the worker of a rank hang in a way; returns its pid and those of the others."""
+    """Let the worker of a rank hang in some way; return its pid and those of the others."""
     living = {pid for node in job.cluster.nodes for pid in node.workers()}
     by_rank = {lines[-1]["rank"]: pid for pid, lines in job.said().items() if pid in living}
     hung = by_rank.pop(rank)
@@ -62,7 +62,7 @@ def test_a_hanging_worker_is_killed_with_its_stack_and_replaced(tmp_path):
 
 
 def test_a_worker_whose_abort_never_returns_is_killed_and_replaced(tmp_path):
-    """As a driver's or NCCL's may not; its own agent sees it, and the others wait for nothing."""
+    """The abort of a driver or of NCCL may not return. The worker's agent notices it."""
     job = InPlace(tmp_path, **ONE_NODE)
     with job.cluster:
         [node] = starts(job, "a", world=3)
@@ -133,5 +133,5 @@ def test_a_worker_in_a_debugger_is_waited_for(tmp_path):
 
 
 def waited_s(job):
-    """For how long nobody has made a step."""
+    """Return for how long no worker has made a step."""
     return time.monotonic() - max(lines[-1]["at_s"] for lines in job.said().values())

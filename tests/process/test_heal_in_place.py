@@ -1,4 +1,4 @@
-"""Who comes, or comes back, has the others' state to the last bit; and who differs is found out.
+"""A joining worker gets the others' state bit for bit, and a differing replica is found.
 
 Each job ends with the state of one that nothing happened to.
 """
@@ -25,7 +25,7 @@ DENSE_BYTES = 3 * COUNT * 8 + 2 * 4
 
 
 class Healed:
-    """A local cluster that trains with AdamW, and what its workers have written."""
+    """A local cluster that trains with AdamW, and its workers' records."""
 
     def __init__(self, folder: Path, how: str = "memory", verify_every: int = 0, **more) -> None:
         self.said_in = folder / "said"
@@ -45,7 +45,7 @@ class Healed:
         return {pid for node in self.cluster.nodes if node.is_alive for pid in node.workers()}
 
     def wait_steps(self, count: int, world: int) -> None:
-        """Wait until each worker of a world of this size has made so many more steps in it."""
+        """Wait until each worker of a world of this size has made this number of further steps."""
         begun = {pid: len(lines) for pid, lines in self.said("committed").items()}
 
         def there() -> bool:
@@ -62,7 +62,7 @@ class Healed:
         (self.said_in / what).touch()
 
     def ends_exact(self, count: int) -> None:
-        """Let it end: all of the last world hold what an undisturbed run holds."""
+        """End the job; assert that the last world has the state of an undisturbed run."""
         self.once("enough")
         self.cluster.wait(lambda: not any(n.is_alive for n in self.cluster.nodes), "all agents end")
         assert self.cluster.events("job-ended")[-1].data["ok"] is True

@@ -1,4 +1,4 @@
-"""The ImageNet example: all three scripts under faults, to the end, and what their ledgers say.
+"""The ImageNet example: all three scripts under faults, to the end, and their sample ledgers.
 
 Weights are compared, to the last bit, with those of a run that nothing happened to, of the same
 script in a world of the same size. BatchNorm's buffers are each rank's own, and are not: after a
@@ -43,7 +43,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(data, tmp_path_factory):
-    """Trainings that nothing happens to: of the first two scripts under torchrun."""
+    """Undisturbed trainings of the first two scripts, under torchrun."""
     found = {}
 
     def training(script):

@@ -39,7 +39,7 @@ async def with_a_holder(kube, running, holder):
 
 
 async def killed(kube):
-    """End x-worker-1, and wait until all that follows of it was done."""
+    """End x-worker-1, and wait until the operator has acted on it."""
     old = uid_of(kube, "x-worker-1")
     kube.patch("pods", "x-worker-1", {"status": FAILED}, subresource="status")
     await kube.wait(lambda: len(pods(kube)) == 2 and uid_of(kube, "x-worker-1") != old, "a new pod")

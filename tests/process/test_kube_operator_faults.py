@@ -1,4 +1,4 @@
-"""The operator's shell over an API server that fails in every way it may."""
+"""The operator over an API server with every kind of failure."""
 
 import asyncio
 
@@ -170,7 +170,7 @@ def test_a_dropped_version_leads_to_a_new_list_with_the_missed_changes():
 
 
 def test_a_delayed_watch_does_not_create_a_pod_twice():
-    """The watch tells of no pod while a job is decided upon again and again."""
+    """The watch reports no pod while decisions about the job are made."""
 
     async def scenario(kube):
         kube.silent = {"pods", "services", "configmaps"}

@@ -28,7 +28,7 @@ WRITES = 23
 
 
 async def history(kube, reached):
-    """A job of three, one pod of which fails, is scaled to four and down to two."""
+    """Play a job of three pods: one fails, then the job is scaled to four and down to two."""
     wanted = job(replicas=3, minReplicas=1, maxReplicas=4)
     kube.create("elasticjobs", wanted, group=GROUP_OF_JOBS)
     await reached(lambda: len(pods(kube)) == 3)
@@ -65,10 +65,10 @@ def doubled(kube):
 
 
 def kill_after(kube, number):
-    """Have the operator killed once its write of that number is done; its successor goes on.
+    """Kill the operator after the write with this number; the next operator continues.
 
-    For the objects that is the same as before the next one: a process that is killed knows
-    nothing any more, whatever it was answered.
+    That is the same as a kill before the next write: a killed process has no memory,
+    whatever answer it got.
     """
     writes = 0
 
@@ -187,7 +187,7 @@ def test_one_whose_lease_was_taken_does_nothing_more():
 
 
 def test_no_write_is_made_without_the_lease():
-    """Also by a process that was stopped, and whose timers have not told it yet."""
+    """A process that was suspended does not write either, even before its timers run."""
 
     async def scenario(kube):
         async with operator_over(kube, "one") as one:

@@ -1,4 +1,4 @@
-"""What the API server refuses the operator for good is told, and not tried without end."""
+"""Final refusals of the API server are reported, and not retried endlessly."""
 
 from kube_operators import GROUP_OF_JOBS, job, operator_over, play, pods, status
 
@@ -7,7 +7,7 @@ from elastane.kubernetes.reconcile.bounds import REFUSED_MAX_S
 
 
 def soon(seen, now_s):
-    """As it will be decided later, so that nothing that is put off is waited for."""
+    """Decide as of a later time, so that delayed actions are due."""
     return reconcile(seen, now_s + REFUSED_MAX_S if degraded_in(seen.job.status) else now_s)
 
 

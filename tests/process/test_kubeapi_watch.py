@@ -1,4 +1,4 @@
-"""Watches of the Kubernetes API over servers that say anything at all, or nothing."""
+"""Watches of the Kubernetes API over servers that send anything, or nothing."""
 
 from __future__ import annotations
 

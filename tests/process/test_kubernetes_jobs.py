@@ -141,7 +141,7 @@ def test_a_namespace_that_does_not_exist_is_named(plane: ControlPlane, tmp_path:
 
 
 class Owned:
-    """A job as its operator sees it: by a directive, and a report."""
+    """A job as its operator sees it: a directive and a report."""
 
     def __init__(self, plane: ControlPlane, space: str, name: str) -> None:
         self.plane, self.where = plane, f"/api/v1/namespaces/{space}/configmaps"

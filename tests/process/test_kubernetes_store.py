@@ -1,4 +1,4 @@
-"""The Kubernetes store against a real API server, where others touch its objects as well.
+"""The Kubernetes store against a real API server, where other clients change its objects.
 
 What it promises as a store is in tests/conformance.
 """
@@ -19,7 +19,7 @@ LEASES = "/apis/coordination.k8s.io/v1/namespaces"
 
 
 class Place:
-    """A namespace, its store's clients, and a look behind them."""
+    """A namespace, its store's clients, and direct access to its objects."""
 
     def __init__(self) -> None:
         self.plane = shared_control_plane()

@@ -1,4 +1,4 @@
-"""elastane.launch with real agents and workers: values, output, options, who calls."""
+"""elastane.launch with real agents and workers: values, output, options, callers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_tensors_come_back_bit_for_bit(call):
 @pytest.mark.parametrize("zygote", [False, True])
 @pytest.mark.parametrize("ends", ["returns", "raises"])
 def test_a_function_worker_leaves_without_the_interpreters_teardown(call, tmp_path, zygote, ends):
-    """Threads of a process group that was not destroyed abort it otherwise, now and then."""
+    """Otherwise threads of a process group that was not destroyed sometimes abort the process."""
     kept = tmp_path / "kept"
     options = {"nproc": 1, "no_zygote": not zygote, "preload": "json"}
     if ends == "returns":

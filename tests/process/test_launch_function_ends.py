@@ -1,4 +1,4 @@
-"""elastane.launch and signals: whoever is ended, nothing runs on and nothing is left."""
+"""elastane.launch and signals: after the end of any process, none is left."""
 
 from __future__ import annotations
 

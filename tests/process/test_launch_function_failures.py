@@ -1,4 +1,4 @@
-"""elastane.launch and what goes wrong: each failure is one error that names it."""
+"""elastane.launch and failures: each one raises an error that names it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_machine_without_a_temporary_folder_is_an_error_that_says_so(call, mon
 
 @contextlib.contextmanager
 def files_of_at_most(size):
-    """What a full disk is to a process: no file grows beyond `size`."""
+    """Simulate a full disk for a process: no file grows beyond `size`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

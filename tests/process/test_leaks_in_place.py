@@ -1,4 +1,4 @@
-"""An agent holds no more after many lost workers than after a few: its job may lose thousands."""
+"""An agent has the same resources after many lost workers as after a few."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLACK = 4
 
 
 def held(job):
-    """How many descriptors and threads the agent has, in peace."""
+    """Return how many descriptors and threads the agent has while nothing happens."""
     pid = job.cluster.nodes[0].process.pid
     if job.spares:
         job.cluster.wait(lambda: spares(job), "a spare waits")

@@ -25,7 +25,7 @@ PRELOAD = f"{PRELOAD_TORCH},torch.optim,elastane.worker.job"
 
 
 def played(folder: Path, plan: FaultPlan, seed: int, epochs: int, nodes: int) -> list[str]:
-    """Play one schedule to the end of its job; returns what was done to it."""
+    """Play one schedule to the end of its job; return the injected faults."""
     said = folder / "said"
     said.mkdir()
     options = {"nnodes": f"1:{WORLD_MAX}", "nproc_per_node": 1, "max_restarts": 1000}

@@ -1,4 +1,4 @@
-"""elastane.testing as its users have it: local clusters, faults by plan, the pytest fixture."""
+"""elastane.testing for its users: local clusters, planned faults, the pytest fixture."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Use:
-    """What a node that is never taken away holds: agent, zygote and orphan reaper together."""
+    """The resources of a node that stays: agent, zygote and orphan reaper together."""
 
     rss_bytes: int
     descriptors: int
@@ -58,12 +58,12 @@ def _status(pid: int, name: str) -> int:
 
 
 def in_shared_memory() -> set[str]:
-    """Return what has a name there, but of tests of clocks, which may run beside this one."""
+    """Return the names there, without those of clock tests that may run at the same time."""
     return {name for name in os.listdir("/dev/shm") if "faketime" not in name}
 
 
 def wait_trains(cluster: LocalCluster, folder: Path) -> None:
-    """A world of all nodes that has made steps: what its workers hold by then is all they hold."""
+    """Wait for a world of all nodes that has made steps, so that its workers have all resources."""
     cluster.wait_world(nodes=3)
     path, begun = folder / "checkpoint.json", time.time()
     cluster.wait(lambda: path.exists() and path.stat().st_mtime > begun, "a checkpoint")

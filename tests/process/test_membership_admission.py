@@ -1,4 +1,4 @@
-"""Refused agents are told both sides and the next step, and disturb no other."""
+"""Refused agents get both values and the next step, and do not disturb others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A membership for programs with workers of their own: places, changes, ends."""
+"""A membership for programs with their own workers: places, changes, ends."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Cluster:
         return [future.result(WAIT_S) for future in futures]
 
     def host(self, membership: Membership) -> Future[object]:
-        """Have it join first, so that the coordinator is in this process."""
+        """Let this node join first, so that the coordinator is in this process."""
         joining = self.run(membership.join)
         self.wait_served()
         return joining

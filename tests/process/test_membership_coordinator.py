@@ -21,7 +21,7 @@ NO_HOST, HOST = "--rdzv-conf=is_host=0", "--rdzv-conf=is_host=1"
 
 @contextmanager
 def led_from_outside(folder: Path, backend: str, *options: str) -> Iterator[tuple[Job, Agent]]:
-    """A job of two that train, and its coordinator in a process that is no member."""
+    """Start a job of two nodes, with its coordinator in a process that is no member."""
     endpoint = str(folder / "store") if backend == "file" else ""
     with Job(
         folder,
@@ -38,7 +38,7 @@ def led_from_outside(folder: Path, backend: str, *options: str) -> Iterator[tupl
 
 
 def assert_trains_on(job: Job) -> None:
-    """The two go on in the world that they had, and a failure still restarts them."""
+    """Assert that both nodes continue in their world, and that a failure still restarts them."""
     steps = newest(job.seen())
     assert {(s.round, s.attempt) for s in steps} == {(1, 0)}, "nothing restarted"
     assert len({s.pid for s in steps}) == 2
@@ -191,7 +191,7 @@ def test_agents_all_stopped_at_once_continue_without_a_restart(tmp_path: Path) -
 
 
 def _let_pass(duration_s: float) -> None:
-    """Let the stop that is under test last for so long."""
+    """Wait while the tested stop lasts."""
     end_s = time.monotonic() + duration_s
     until(lambda: time.monotonic() >= end_s, "time passes")
 

@@ -1,4 +1,4 @@
-"""Nodes that die, hang or leave: which others continue or wait, and the cost."""
+"""Nodes that die, hang or leave: which others continue or wait, and after how long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastane.protocol.log_events import EventKind
 
 
 def host_and_guest(job: Job) -> tuple[Agent, Agent]:
-    """Return the agent that the coordinator runs in, and one where it does not."""
+    """Return the agent with the coordinator, and another agent."""
     host = job.coordinator()
     return host, next(agent for agent in job.agents if agent is not host)
 
@@ -170,7 +170,7 @@ def test_a_stopped_agent_departs_by_silence_and_returns_as_an_arrival(
 
 
 def _assert_one_world_at_a_time(job: Job) -> None:
-    """No step of a round after a step of a later one."""
+    """Assert that no step of a round comes after a step of a later round."""
     ordered = sorted(job.seen(), key=lambda s: s.time_s)
     rounds = [s.round for s in ordered]
     assert rounds == sorted(rounds)

@@ -23,7 +23,7 @@ NODES = ("a", "b", "c")
 
 
 class Storm:
-    """The faults that befall one job."""
+    """The faults of one job."""
 
     def __init__(self, job: Job, seed: int) -> None:
         self.job, self.random = job, random.Random(seed)
@@ -85,7 +85,7 @@ class Storm:
         self.replace(victim), self.replace(other)
 
     def pause(self, most_s: float) -> None:
-        """Let some time pass: when a fault hits is part of what is tried."""
+        """Let a random time pass, since faults are to come at any instant."""
         end_s = time.monotonic() + self.random.uniform(0.0, most_s)
         until(lambda: time.monotonic() >= end_s, "time passes")
 
@@ -117,6 +117,6 @@ def test_a_job_survives_faults_in_a_row(tmp_path: Path, backend: str, mode: str,
 
 
 def all_train(seen: list[Step], after_s: float) -> bool:
-    """Whether each of three ranks of the newest world did a step after that time."""
+    """Whether each of three ranks of the newest world has made a step after this time."""
     last = newest(seen)
     return {s.rank for s in last if s.world == 3 and s.time_s > after_s} == {0, 1, 2}

@@ -76,7 +76,7 @@ def test_azure_returns_the_events_of_this_machine():
 
 
 def exchange(reply: bytes, *, ask: Ask | None = None, stays_open: bool = False):
-    """Return the answer of a server that says `reply` to whatever comes, and the request."""
+    """Return the answer of a server that sends `reply` to any request, and the request."""
     heard = []
 
     async def serve(reader, writer):

@@ -1,4 +1,4 @@
-"""Notices: a node that is about to go leaves between two steps, and by its deadline."""
+"""Notices: a node that is about to stop leaves between two steps, and by its deadline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAVES_FOR_EVER = STEPS + "    trap()\n    hang()\n"
 
 
 def appears(path: Path, text: str) -> None:
-    """Put a file there at once, with all of its text."""
+    """Create a file atomically, with all of its text."""
     part = path.with_suffix(".part")
     part.write_text(text)
     part.rename(path)
@@ -45,7 +45,7 @@ def noticed(folder: Path, source: str, body: str) -> Iterator[Agent]:
 
 
 def each_body_once(job: InPlace) -> bool:
-    """Whether no process began any step a second time."""
+    """Whether no process began any step twice."""
     begun = Counter((pid, x["step"]) for pid, lines in job.said("body").items() for x in lines)
     return max(begun.values()) == 1
 

@@ -1,4 +1,4 @@
-"""However an agent ends, none of its processes is left, and no other process is touched."""
+"""After any end of an agent all its processes are gone, and no other process is touched."""
 
 from __future__ import annotations
 

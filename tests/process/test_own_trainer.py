@@ -1,4 +1,4 @@
-"""examples/own_trainer.py: a framework of the user's own, whose workers are replaced and join."""
+"""examples/own_trainer.py: a user's own framework, whose workers are replaced and join."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`elastane run --serve`: the page of a job beside its run."""
+"""`elastane run --serve`: the web page of a job during its run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ while not pathlib.Path("end").exists():
 
 
 class Run:
-    """A run of one worker with its page, in a folder of its own."""
+    """A run of one worker with its page, in its own folder."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         (folder / "wait.py").write_text(SCRIPT)

@@ -22,7 +22,7 @@ CHECKPOINT_EVERY = 10
 
 
 def kill_in_a_row(folder: Path, workers: int, nodes: int, kills: int) -> Job:
-    """Kill a worker of each attempt of one job, of any rank, once it trains; all must recover."""
+    """Kill a worker of any rank in each attempt, once it trains; assert that all recover."""
     rng = random.Random(f"{workers} workers, {nodes} nodes")
     budget = ("--max-restarts", str(kills))
     with Job(folder, nnodes=str(nodes), options=budget, conf="crash_loop=0") as job:
@@ -47,7 +47,7 @@ def test_a_killed_worker_is_recovered_100_times_of_100(tmp_path, workers, nodes)
 
 
 def test_workers_killed_in_a_row_are_all_recovered_in_the_same_round(tmp_path):
-    """On two nodes; each number of workers and nodes, and a hundred in a row, in the soak."""
+    """On two nodes. The soak tries every number of workers and nodes, and a hundred kills."""
     job = kill_in_a_row(tmp_path, 3, 2, 5)
     assert {(s.round, s.attempt) for s in job.seen()} == {(1, attempt) for attempt in range(6)}
 

@@ -1,4 +1,4 @@
-"""Workers that recover in place: survivors keep their processes, and no step is lost or done twice.
+"""Workers that recover in place: survivors keep their processes; no step is lost or repeated.
 
 Each job ends with the weights of one that nothing happened to, to the last bit.
 """
@@ -29,7 +29,7 @@ STEP_S = 0.03
 
 
 class InPlace:
-    """A local cluster that trains in place, and what its workers have written."""
+    """A local cluster that trains in place, and its workers' records."""
 
     def __init__(self, folder: Path, script_path: Path = SCRIPT, **options: object) -> None:
         self.folder = folder
@@ -42,12 +42,12 @@ class InPlace:
         self.cluster = LocalCluster(script, folder=folder / "c", **options)
 
     def said(self, what: str = "committed") -> dict[int, list[dict]]:
-        """What each process said, in its order."""
+        """Return the records of each process, in order."""
         told = self._told.lines()
         return {int(n): [x for x in lines if x["what"] == what] for n, lines in told.items()}
 
     def wait_steps(self, count: int, world: int) -> dict[int, list[dict]]:
-        """Wait until as many processes as a world has have each made so many more steps in it."""
+        """Wait until all workers of a world of this size have made this number of further steps."""
         begun = {pid: len(lines) for pid, lines in self.said().items()}
 
         def there() -> bool:
@@ -62,7 +62,7 @@ class InPlace:
         return {p: lines for p, lines in self.said().items() if lines and p in _alive(self)}
 
     def ends_exact(self) -> list[dict]:
-        """Let it end; returns what the last world's workers ended with."""
+        """End the job; return the common result of the last world's workers."""
         (self.folder / "said" / "enough").touch()
         nodes = self.cluster.nodes
         self.cluster.wait(lambda: not any(node.is_alive for node in nodes), "all agents end")
@@ -128,7 +128,7 @@ def test_a_killed_node_is_left_behind_the_coordinators_too(job, victim):
 
 
 def test_an_arrival_and_a_leave_come_at_a_boundary_and_no_step_is_dealt_again(job):
-    """And a worker that fails after both is reported with the rank that it has by then."""
+    """A worker that fails after both is reported with its new rank."""
     b = starts(job, "ab")[1]
     before = set(job.said())
     c = job.cluster.start("c")
@@ -150,7 +150,7 @@ def test_an_arrival_and_a_leave_come_at_a_boundary_and_no_step_is_dealt_again(jo
 
 
 def rounds_met(job: InPlace) -> set[int]:
-    """What the workers that train say on their pages: of which round they met the members."""
+    """Return, from the status pages of training workers, the rounds whose members they have met."""
     return {page.round for pid in _alive(job) for page in _pages_of(pid)}
 
 
@@ -228,7 +228,7 @@ def test_without_a_zygote_the_worker_of_rank_0_serves_the_store(tmp_path):
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("seed", "faults"), [(1, 3), pytest.param(2, 8, marks=pytest.mark.soak)])
 def test_faults_in_a_row_lose_no_step_and_do_none_twice(tmp_path, seed, faults):
-    """Each fault comes when all train again: the state is never with one alone.
+    """Each fault comes when all train again, so the state always has two holders.
 
     Seed 1 kills a node, then a worker, and stops a node.
     """

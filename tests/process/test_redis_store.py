@@ -27,7 +27,7 @@ def store_at(server: RedisServer, timeout_s: float = 5.0, **conf: str) -> RedisS
 
 
 async def restarted(server: RedisServer) -> None:
-    """Restart it, while this process notices that its connections are closed."""
+    """Restart the server, while this process notices that its connections are closed."""
     server.kill()
     await asyncio.to_thread(server.start)
 

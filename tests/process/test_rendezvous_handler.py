@@ -1,4 +1,4 @@
-"""Handlers as agents use them: places, stores, changes and ends, over every kind of backend."""
+"""Handlers as agents use them: ranks, stores, changes and ends, over every kind of backend."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Handlers:
         return [future.result(WAIT_S) for future in futures]
 
     def meet(self, *members: RendezvousHandler) -> list:
-        """Return what each got, in the order of rank."""
+        """Return the result of each handler, in the order of rank."""
         infos = self.all_of(*(member.next_rendezvous for member in members))
         return sorted(infos, key=lambda info: info.rank)
 

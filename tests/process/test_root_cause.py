@@ -1,4 +1,4 @@
-"""The earliest cause is blamed, of faults a millisecond apart on one node and 20 ms on two.
+"""The earliest of two faults is blamed, 1 ms apart on one node and 20 ms apart on two.
 
 torchrun 2.13 compares whole seconds of its own node and takes the lowest rank at a tie: it blamed
 the wrong worker in 2 of 5 runs on a machine like this.
@@ -53,18 +53,18 @@ TURNS_MAX = 6
 
 
 def plans(runs: int, workers: int) -> list[list[int]]:
-    """Who fails first and who second, at each restart."""
+    """Return the ranks that fail first and second, at each restart."""
     rng = random.Random(f"{runs} runs of {workers}")
     return [rng.sample(range(workers), 2) for _ in range(runs)]
 
 
 def blamed(one: Agent) -> list[int]:
-    """The rank that each restart blamed."""
+    """Return the rank that each restart blamed."""
     return [event["data"]["cause_rank"] for event in one.events("restart")]
 
 
 def _interval(folder: Path, rank: int, restart: int) -> tuple[int, int]:
-    """Between which moments a worker failed: by its own word, and by its error file or exit."""
+    """Return the interval in which a worker failed: from its report to its error file or exit."""
     before = int((folder / f"before.{rank}.{restart}").read_text())
     if (folder / f"left.{rank}.{restart}").exists():
         return before, before + 200_000
@@ -75,7 +75,7 @@ def _interval(folder: Path, rank: int, restart: int) -> tuple[int, int]:
 
 
 def _seen(one: Agent) -> dict[int, list[float]]:
-    """When the agent saw the workers of each rank end, at each restart."""
+    """Return when the agent noticed the end of each rank's worker, at each restart."""
     times: dict[int, list[float]] = {}
     for event in one.events("worker-exited"):
         if "rank" in event["data"]:  # those of the last attempt end well, and say no rank
@@ -84,7 +84,7 @@ def _seen(one: Agent) -> dict[int, list[float]]:
 
 
 def run(folder: Path, nodes: int, runs: int, gap_s: float) -> None:
-    """Look on until enough pairs of failures had an order: a busy machine stops processes in it."""
+    """Run until enough pairs of failures had a known order: a busy machine delays processes."""
     judged = 0
     for turn in range(TURNS_MAX):
         (folder / str(turn)).mkdir()
@@ -96,7 +96,7 @@ def run(folder: Path, nodes: int, runs: int, gap_s: float) -> None:
 
 
 def one_run(folder: Path, nodes: int, runs: int, gap_s: float) -> int:
-    """Return how many pairs had an order, in each of which the first was blamed."""
+    """Return how many pairs had a known order; assert that the first was blamed in each."""
     per_node = 4 // nodes
     wanted = plans(runs, 4)
     (folder / "plan.json").write_text(json.dumps(wanted))

@@ -29,7 +29,7 @@ async def failure(host, port, **changes):
 
 
 class Impostor:
-    """A server that treats each connection as the test says."""
+    """A server that treats each connection as the test requires."""
 
     def __init__(self, reply):
         self.reply = reply

@@ -1,4 +1,4 @@
-"""What workers say on stderr reaches the agent's stderr as it was said, and is remembered."""
+"""The workers' stderr reaches the agent's stderr unchanged, and its end is kept."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_killed_agent_leaves_nothing_of_it_behind(tmp_path: Path) -> None:
 
 
 def test_a_hidden_workers_stderr_end_is_kept(tmp_path: Path) -> None:
-    """And those of a worker whose stderr was never in a file are in the report of its failure."""
+    """Its last lines are in the report of its failure, although its stderr had no file."""
     from elastane.agent.failure_reports import read_last_words
     from elastane.process.streams.group import GroupStreams
     from elastane.process.streams.plan import LogPlan

@@ -1,4 +1,4 @@
-"""What `elastane run` runs, in which environment, and with which exit code it ends."""
+"""The command that `elastane run` runs, its environment, and the exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--duplicate-*-filters, --logs-specs, --event-log-handler: as torchrun's users have them."""
+"""--duplicate-*-filters, --logs-specs and --event-log-handler work as in torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the output of workers goes: files that stay, and a console that says whose line it is."""
+"""The output of workers: files that stay, and a console that names the writer of each line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_ranks_filter_bounds_the_console_and_not_the_files(tmp_path: Path) -
 
 
 def test_a_flood_without_newlines_does_not_delay_a_failure_report(tmp_path: Path) -> None:
-    """Nor does the console then hold up the next attempt."""
+    """The console does not delay the next attempt either."""
     body = """
     if RANK == 0 and RESTARTS == 0:
         tell("flooding")
@@ -110,7 +110,7 @@ def test_a_flood_without_newlines_does_not_delay_a_failure_report(tmp_path: Path
 
 @contextlib.contextmanager
 def mount(folder: Path, options: str) -> Iterator[None]:
-    """Mount a file system of memory, or skip the test where that is not allowed."""
+    """Mount a file system in memory, or skip the test if that is not allowed."""
     if os.geteuid() != 0:
         pytest.skip("needs root to mount a file system")
     words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
@@ -124,7 +124,7 @@ def mount(folder: Path, options: str) -> Iterator[None]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB that is full."""
+    """Yield a full file system of 64 KiB."""
     folder = tmp_path / "logs"
     folder.mkdir()
     with mount(folder, "size=64k"):

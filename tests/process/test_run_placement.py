@@ -1,4 +1,4 @@
-"""Where workers run, and which device they see."""
+"""The CPUs and the devices of workers."""
 
 from __future__ import annotations
 

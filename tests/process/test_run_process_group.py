@@ -1,4 +1,4 @@
-"""`init_process_group()` works however a worker is started, and no attempt reads another's keys."""
+"""`init_process_group()` works for every start method, and no attempt reads another's keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the agent watches: timers that workers set, uninterruptible sleep, its own health."""
+"""The agent watches timers that workers set, uninterruptible sleep, and its own health."""
 
 from __future__ import annotations
 

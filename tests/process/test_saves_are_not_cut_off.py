@@ -1,4 +1,4 @@
-"""A worker that is to end while its script writes a checkpoint ends after it."""
+"""A worker that is to end during a save of its script ends after the save."""
 
 import signal
 import subprocess

@@ -33,7 +33,7 @@ def quick_retries(monkeypatch):
 
 
 def worker(folder):
-    """A worker that logs to the service in the folder; it does not write yet."""
+    """Return a worker that logs to the service in the folder, and that does not write yet."""
     log = ScalarLog()
     log.add_sinks((elastane.MLflow(str(folder)),))
     return log
@@ -46,7 +46,7 @@ def writer(folder):
 
 
 def made(log, *steps):
-    """The bodies of steps log, and are committed."""
+    """Let the bodies of steps log, and commit them."""
     for step in steps:
         log.begin()
         log.add({"loss": step / 10}, step - 1)
@@ -55,7 +55,7 @@ def made(log, *steps):
 
 
 def runs_of_service(folder):
-    """The metrics of each run: name, value, time, step."""
+    """Return the metrics of each run: name, value, time, step."""
     lines = [path.read_text().splitlines()[1:] for path in sorted(folder.glob("run-*.jsonl"))]
     return [[json.loads(line) for line in some] for some in lines]
 
@@ -65,7 +65,7 @@ def steps(folder, name="loss"):
 
 
 def left_processes(folder):
-    """The processes of the service that live, and those that it had started."""
+    """Return the living processes of the service, and those that it started."""
     pids = (folder / "pids").read_text().split() if (folder / "pids").exists() else []
     return [pid for pid in pids if runs(int(pid))]
 

@@ -1,4 +1,4 @@
-"""`job.log` in real jobs: each value reaches the sinks once, whoever is killed."""
+"""`job.log` in real jobs: each value reaches the sinks once, whichever worker is killed."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ DEADLINE_S = 90.0
 
 
 class Logged:
-    """A job of one node whose workers log, and what they have logged."""
+    """A job of one node whose workers log, and their logged values."""
 
     def __init__(self, folder, steps, *services, **options):
         self.folder, self.steps = folder, steps
@@ -27,7 +27,7 @@ class Logged:
         )  # fmt: skip
 
     def progress(self):
-        """Return how many steps each worker that ran has made, by rank and pid."""
+        """Return the number of steps of each worker, by rank and pid."""
         found = {}
         for path in self.folder.glob("up.*"):
             _, rank, pid = path.name.split(".")
@@ -35,7 +35,7 @@ class Logged:
         return found
 
     def writer(self):
-        """Return the pid of the worker that has the file of scalars open."""
+        """Return the pid of the worker with the open file of scalars."""
         for path in Path("/proc").glob("[0-9]*/fd/*"):
             try:
                 if os.readlink(path) == str(self.folder / "scalars.jsonl"):
@@ -60,7 +60,7 @@ class Logged:
         }
 
     def check(self):
-        """Each name has its steps once, in both sinks, and the values of one training."""
+        """Assert that each name has each step once in both sinks, with one training's values."""
         expected = self.expected()
         lines = self.lines()
         for name, steps in expected.items():
@@ -183,7 +183,7 @@ def test_a_real_service_gets_each_value_once_though_its_writers_are_killed(
 
 
 def is_of_service(path, folder):
-    """Whether a process writes a service of a job in this folder, or was started for that."""
+    """Whether a process writes to a service for a job in this folder, or was started for that."""
     with contextlib.suppress(OSError):
         line, environ = path.read_bytes(), (path.parent / "environ").read_bytes()
         is_one = b"sink_process" in line or b"wandb-core" in line

@@ -1,4 +1,4 @@
-"""The files of docs/schedulers.md make jobs of two nodes out of what a scheduler sets on each."""
+"""The files of docs/schedulers.md start jobs of two nodes from each scheduler's variables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pathlib.Path("rank-" + e["RANK"]).write_text(" ".join(words))
 
 
 def start(command: str, folder: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
-    """Start what a scheduler starts on one node, where `elastane` is that of this interpreter."""
+    """Start the command of one node as a scheduler does, with this interpreter's `elastane`."""
     kept = {k: v for k, v in environment.snapshot().items() if not k.startswith(FOREIGN)}
     kept["PATH"] = f"{Path(sys.executable).parent}:{kept['PATH']}"
     return subprocess.Popen(
@@ -55,7 +55,7 @@ def ranks_of(command: str, folder: Path, nodes: list[dict[str, str]]) -> list[li
 
 
 def skypilot(rank: int) -> dict[str, str]:
-    """What SkyPilot 0.14.1 sets for the commands of a task on one of two nodes."""
+    """Return SkyPilot 0.14.1's variables for the commands of a task on one of two nodes."""
     return {
         "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
         "SKYPILOT_NODE_RANK": str(rank),
@@ -67,7 +67,7 @@ def skypilot(rank: int) -> dict[str, str]:
 
 
 def trainer(rank: int, port: int) -> dict[str, str]:
-    """What the controller of Kubeflow Trainer v2.3 sets in a pod of two, and the pod's name."""
+    """Return the variables of Kubeflow Trainer v2.3 in one of two pods, and the pod's name."""
     return {
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "1",

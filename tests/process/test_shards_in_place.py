@@ -1,4 +1,4 @@
-"""Sharded state (fully_shard) of jobs that recover in place: replicas heal it, else a save does.
+"""Sharded state (fully_shard) in jobs that recover in place: from replicas, or from a save.
 
 Each job ends with the weights and moments of plain torch that nothing happened to: to the last bit
 where all of its worlds had one size.
@@ -26,7 +26,7 @@ CUT = 4
 
 
 class Sharding:
-    """A local cluster with sharded state, and what its workers have said."""
+    """A local cluster with sharded state, and its workers' records."""
 
     def __init__(
         self, folder: Path, shard: int, *more: object, where: str = "", **options: object
@@ -43,7 +43,7 @@ class Sharding:
         self.cluster = LocalCluster(words, folder=folder / "c", **options)
 
     def said(self, what: str = "committed") -> dict[int, list[dict]]:
-        """What each process said, in its order."""
+        """Return the records of each process, in order."""
         told = self._told.lines()
         return {int(n): [x for x in lines if x["what"] == what] for n, lines in told.items()}
 
@@ -51,7 +51,7 @@ class Sharding:
         return [line["step"] for line in self.said(what)[pid]]
 
     def wait_steps(self, count: int, world: int = 0) -> set[int]:
-        """Wait until all workers have each made so many more steps; returns their pids."""
+        """Wait until all workers have made this number of further steps; return their pids."""
         world = world or self.workers
         begun = {pid: len(lines) for pid, lines in self.said().items()}
 
@@ -64,7 +64,7 @@ class Sharding:
         return self.alive()
 
     def wait_some(self, count: int, world: int) -> set[int]:
-        """Wait until some have each made so many more steps; returns their pids."""
+        """Wait until some workers have made this number of further steps; return their pids."""
         begun = {pid: len(lines) for pid, lines in self.said().items()}
         far: set[int] = set()
 
@@ -80,12 +80,12 @@ class Sharding:
         return {pid for node in self.cluster.nodes if node.is_alive for pid in node.workers()}
 
     def ends_exact(self, world: int = 0) -> None:
-        """Let it end, and compare with plain training."""
+        """End the job, and compare it with plain training."""
         finals = self.ends(world)
         assert {final["found"] for final in finals} == {finals[0]["plain"]}, finals
 
     def ends(self, world: int = 0) -> list[dict]:
-        """Let it end; returns what all of its last world have come to."""
+        """End the job; return the results of its last world's workers."""
         (self.said_folder / "enough").touch()
         nodes = self.cluster.nodes
         # All steps are made again, by plain torch.
@@ -97,7 +97,7 @@ class Sharding:
 
 
 def heals(job: Sharding, node: LocalNode, before: set[int], *victims: int) -> set[int]:
-    """Kill these workers at once; returns the pids of the next world."""
+    """Kill these workers at once; return the pids of the next world."""
     dead = {node.kill_worker(victim) for victim in victims}
     after = job.wait_steps(3)
     assert after & before == before - dead, "the survivors keep their processes"
@@ -172,7 +172,7 @@ def test_a_lost_nodes_replica_is_made_again_on_another_node(tmp_path):
 
 @pytest.mark.timeout(200)
 def test_a_job_shrinks_and_grows_by_replicas_and_its_survivors_keep_their_processes(tmp_path):
-    """It begins with one, and is back to one when the node of the coordinator is killed."""
+    """It begins with one replica, and has one again after the coordinator's node is killed."""
     job = Sharding(tmp_path, 2, nnodes="1:3", nproc_per_node=2)
     with job.cluster:
         nodes = [job.cluster.start("a")]
@@ -264,7 +264,7 @@ def test_nodes_and_workers_come_and_go_at_random_and_no_survivor_is_restarted(tm
 def changed(
     job: Sharding, pids: set[int], change: Callable[[], object], more: int = -2
 ) -> set[int]:
-    """Change the world to one of `more` workers; returns its pids, those that lived among them."""
+    """Change the world to one of `more` workers; return its pids and those of survivors."""
     change()
     after = job.wait_steps(3, world=len(pids) + more)
     assert len(pids - after) <= max(1, -more), "the survivors keep their processes"
@@ -272,7 +272,7 @@ def changed(
 
 
 def ends_alike(job: Sharding, world: int) -> None:
-    """Let it end: all are of one state, that of plain training but for what sums round away."""
+    """End the job; assert equal states, equal to plain training except for rounding of sums."""
     finals = job.ends(world)
     assert len({final["found"] for final in finals}) == 1
     assert all(final["apart"] < 1e-6 for final in finals), finals
@@ -330,7 +330,7 @@ def test_without_replicas_a_leave_saves_first_and_no_step_is_made_again(tmp_path
 
 @pytest.mark.timeout(200)
 def test_replicas_of_two_nodes_each_are_lost_and_come_back_whole(tmp_path):
-    """Of three nodes that are left one waits, and goes on once there is another for its replica."""
+    """One of three remaining nodes waits, and continues once its replica has another node."""
     job = Sharding(tmp_path, 2, nnodes="2:4", nproc_per_node=1)
     with job.cluster:
         nodes = [job.cluster.start(name) for name in "abcd"]

@@ -37,7 +37,7 @@ def test_the_step_rate_of_a_script_that_reports_no_steps_is_shown(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"in_place": True}])
 @pytest.mark.parametrize(("how", "why"), [("loader", "loader"), ("sleep", "other")])
 def test_a_slow_rank_of_a_script_is_named_with_its_reason(tmp_path, how, why, options):
-    """5 s to 16 s, most of them the start and the comparisons after which a noise is known."""
+    """Takes 5 s to 16 s, mostly for the start and the comparisons from which noise is learned."""
     given = {"nproc_per_node": 3, "rdzv_conf": {"heartbeat": 0.5}, **options}
     with LocalCluster([str(SCRIPT), how], folder=tmp_path, **given) as cluster:
         cluster.start("a")

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm of four nodes: how they meet, leave, are requeued and go on."""
+"""Jobs on a real Slurm of four nodes: how they meet, leave, are requeued and resume."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bed(tmp_path_factory):
 
 
 class Training:
-    """A job of `elastane slurm` that trains, and what its workers said."""
+    """A job of `elastane slurm` that trains, and its workers' records."""
 
     def __init__(self, bed, folder, nodes, *, every=NEVER, sbatch="", step_s=0.03, more=()):
         self.bed, self.folder = bed, folder
@@ -66,7 +66,7 @@ class Training:
         return sorted(found, key=lambda line: line["at_s"])
 
     def made(self):
-        """Return the number of steps that are done."""
+        """Return the number of steps so far."""
         return max((line["step"] for line in self.said("step")), default=0)
 
     def wait_steps(self, count):
@@ -98,7 +98,7 @@ class Training:
         return [line["step"] for line in self.said("restored")]
 
     def check_no_step_is_lost(self, final):
-        """Each step was made by the workers of one run, with the weights that it has to have."""
+        """Assert that each step was made by the workers of one run, with the right weights."""
         weights = {}
         for line in self.said("step"):
             weights.setdefault(line["step"], set()).add(line["weights"])
@@ -109,7 +109,7 @@ class Training:
 
 
 def batch_script(*words):
-    """Return what `elastane slurm` prints."""
+    """Return the output of `elastane slurm`."""
     command = [sys.executable, "-m", "elastane", "slurm", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -151,7 +151,7 @@ def trained_alone(folder, steps, mode):
 
 
 def preempt(bed):
-    """Run a short job of a higher partition on all nodes."""
+    """Run a short job of a partition with a higher priority on all nodes."""
     urgent = bed.submit("#!/bin/sh\n", "--partition=urgent", "--nodes=4", "--exclusive")
     bed.wait(lambda: bed.state(urgent) == "COMPLETED", "the urgent job")
 

@@ -1,4 +1,4 @@
-"""Jobs with sharded state and copies of it on other nodes: what the loss of a node takes."""
+"""Jobs with sharded state and copies on other nodes: the effect of the loss of a node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test_checkpoint_jobs import Saving, exact, exchange, published
 
 
 class Apart(Saving):
-    """Three nodes with a sharded state, and storage that is away from some step on."""
+    """Three nodes with a sharded state, and storage that is unreachable from some step on."""
 
     def __init__(self, folder: Path, where: str = "", **options: object) -> None:
         options = {"nnodes": "3", "nproc_per_node": 1, **options}
@@ -23,7 +23,7 @@ class Apart(Saving):
         self.wait_steps(4)
 
     def storage_goes(self) -> None:
-        """Leave storage with what it has now, and nothing newer."""
+        """Let storage accept no newer checkpoint than its present ones."""
         where = Path(self.where)
         self.cluster.wait(lambda: published(where), "a checkpoint")
         (self.folder / "away").write_text("no folder")
@@ -37,18 +37,18 @@ class Apart(Saving):
         return max(line["step"] for line in self.said("step"))
 
     def copied(self) -> set[str]:
-        """Return the saves of which all nodes have copies by now."""
+        """Return the saves of which all nodes have copies."""
         last = {line["rank"]: line["copied"] for line in self.said("step")}
         return set.intersection(*map(set, last.values()))
 
     def wait_copied(self) -> None:
-        """Wait until a save is copied that is made from now on."""
+        """Wait until a later save is copied."""
         for _ in range(2):  # The first may have been on its way.
             before = self.copied()
             self.cluster.wait(lambda before=before: self.copied() - before, "a save is copied")
 
     def next_world(self, size: int) -> list[dict]:
-        """Wait for the next world; returns what its workers say they restored."""
+        """Wait for the next world; return the restores that its workers report."""
         before = len(self.said("restored"))
         self.cluster.wait(lambda: len(self.said("restored")) >= before + size, "the next world")
         return self.said("restored")[before:]

@@ -1,4 +1,4 @@
-"""A courier, a door and a neighbour's memory in one process, and faults between them."""
+"""A replicator, a replica server and another node's memory in one process, with faults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ABOUT = ReplicationSettings("job", (b"secret" * 6,), "127.0.0.1")
 
 
 class Between:
-    """What a courier brings, by a door, to a neighbour's memory."""
+    """A replicator that sends copies through a replica server to another node's memory."""
 
     def __init__(self, folder):
         self.replicas = ReplicaStore()
@@ -238,7 +238,7 @@ def test_with_tls_both_servers_verify_each_other(between, tmp_path):
 def test_silent_connections_make_room_for_a_replica_and_leave_nothing_behind(
     tmp_path, monkeypatch, is_tls
 ):
-    """Also those that stand in the handshake of TLS, which has taken their socket over."""
+    """Also connections in the handshake of TLS, which owns their socket."""
     monkeypatch.setattr(replication, "PEERS_UNPROVEN_MAX", 2)
     monkeypatch.setattr(replication, "UNPROVEN_TIMEOUT_S", 0.05)
     one = Between(tmp_path)

@@ -46,7 +46,7 @@ def node(tmp_path):
 
 
 def crew(node, lives, locals_, seed=1, slot_bytes=4 << 20):
-    """Run workers that are killed over and over; returns what they say."""
+    """Run workers that are killed repeatedly; return their output."""
     words = [str(n) for n in (lives, locals_, slot_bytes, seed)]
     done = subprocess.run(
         [sys.executable, SCRIPTS / "snapshot_server_workers.py", *words],
@@ -179,7 +179,7 @@ def test_a_worker_waits_once_for_a_stopped_snapshot_server(node, monkeypatch):
 
 
 def _holds(worker, step):
-    """Whether the server, if it answers, holds the snapshot of this step."""
+    """Whether the server answers and holds the snapshot of this step."""
     try:
         return step in worker.steps()
     except SnapshotServerSilentError:
@@ -389,7 +389,7 @@ def test_a_worker_is_gone_with_its_process_though_a_child_holds_its_connection(n
 
 
 def state_of(pid):
-    """Descriptors, threads and slots of a snapshot server."""
+    """Return descriptors, threads and slots of a snapshot server."""
     targets = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):

@@ -122,7 +122,7 @@ def test_servers_of_two_nodes_publish_one_checkpoint_and_one_final_flush(tmp_pat
 
 @pytest.mark.soak
 def test_the_final_flush_of_a_sharded_state_is_the_newest_whole_on_all_nodes(tmp_path):
-    """Twenty seconds: so long is the newest waited for, which only one of them has."""
+    """Takes 20 s: the servers wait so long for the newest save, which only one of them has."""
     store, half = tmp_path / "store", SLOT_BYTES
     with contextlib.ExitStack() as stack:
         nodes = []
@@ -146,7 +146,7 @@ def test_the_final_flush_of_a_sharded_state_is_the_newest_whole_on_all_nodes(tmp
 
 
 def test_a_final_flush_keeps_the_deadline_of_its_agent(tmp_path):
-    """Its other part never comes, which is waited for twenty seconds without a deadline."""
+    """The other part never comes; without a deadline the server would wait 20 s for it."""
     store, half = tmp_path / "store", SLOT_BYTES
     with Node(tmp_path, TEST_OUT_WITHIN_S="2") as node:
         worker = Worker()
@@ -186,7 +186,7 @@ def test_a_worker_without_an_agent_has_a_server_that_outlives_it_briefly(tmp_pat
 
 
 def carrying(words):
-    """Return the processes that were started with this in their environment."""
+    """Return the processes that were started with this text in their environment."""
     found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):

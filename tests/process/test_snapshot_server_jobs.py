@@ -1,4 +1,4 @@
-"""Snapshot servers of real jobs: `elastane run`, workers that save, and kills of each of them."""
+"""Snapshot servers of real jobs: `elastane run`, workers that save, and kills of all kinds."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ CONF = ("--nproc-per-node", "2", "--max-restarts", "3")
 
 
 def at(one, restarts=0):
-    """The step that both workers have come to."""
+    """Return the step that both workers have reached."""
     one.told(f"at.0.{restarts}")
     one.told(f"at.1.{restarts}")
     texts = [(one.folder / f"at.{rank}.{restarts}").read_text() for rank in (0, 1)]

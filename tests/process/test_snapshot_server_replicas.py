@@ -39,7 +39,7 @@ ABOUT = ReplicationSettings("job", (b"secret" * 6,), "127.0.0.1")
 
 @pytest.fixture
 def pair(tmp_path):
-    """Two nodes and a worker on each."""
+    """Yield two nodes with a worker on each."""
     with contextlib.ExitStack() as stack:
         nodes = []
         for name in "ab":
@@ -51,7 +51,7 @@ def pair(tmp_path):
 
 
 def save(worker, step, peer, safe="", local=0, nodes=2, **more):
-    """Keep this node's part, copied to where `peer` is; returns its nonce."""
+    """Save this node's part, with a copy to `peer`; return its nonce."""
     door = peer.client.door if peer else ""
     replica = Replica(door, "g", safe)
     at = {"first": local * SLOT_BYTES, "end": (local + 1) * SLOT_BYTES}
@@ -69,7 +69,7 @@ def copied(worker, *nonces):
 
 
 def held(worker):
-    """What a worker is given: (step, pieces), with bytes that are their step's."""
+    """Return what a worker receives, (step, pieces), after checking the bytes."""
     found = []
     for one in worker.client.held():
         for first, end, fd in one.pieces:
@@ -119,9 +119,9 @@ def test_the_replica_of_a_lost_nodes_part_is_given_to_new_workers(pair):
 
 
 def final_flushes(pair, store):
-    """Keep a save whose halves each has copied to the other, and which they would write at the end.
+    """Save two halves, each with a copy on the other node, for the final flush of both.
 
-    Who does not come then is waited for half a second.
+    Each server waits half a second for the other.
     """
     for part, (_, worker) in enumerate(pair):
         ranges = ((f"__{part}_0.distcp", part * SLOT_BYTES, (part + 1) * SLOT_BYTES),)

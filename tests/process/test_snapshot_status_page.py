@@ -1,4 +1,4 @@
-"""How a worker knows, without a question, how its snapshot server stands; and when to ask."""
+"""How a worker reads the state of its snapshot server from memory, and when it has to ask."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def node(tmp_path):
 
 @pytest.fixture
 def worker(node):
-    """A worker that counts its questions."""
+    """A worker that counts its requests."""
     worker = Worker()
     say, worker.asked = worker.client._send, []
     worker.client._send = lambda request: (

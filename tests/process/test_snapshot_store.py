@@ -23,7 +23,7 @@ WORKER = 1
 
 
 class Storage:
-    """In the place of a Writer: each writing waits until it is let go, or fails."""
+    """Replaces a Writer: each write waits until the test releases it, or fails."""
 
     def __init__(self):
         self.orders, self.flushes, self.pruned = [], [], []
@@ -46,7 +46,7 @@ class Storage:
 
 
 class One:
-    """A shelf with one worker and a storage of ours."""
+    """A snapshot store with one worker and the test's storage."""
 
     def __init__(self):
         self.storage = Storage()

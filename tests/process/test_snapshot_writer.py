@@ -64,9 +64,9 @@ def test_a_part_that_has_come_is_not_written_from_a_replica(order, tmp_path):
 
 @pytest.mark.parametrize("during", ["mkdir", "stop", "hurry"])
 def test_a_save_removed_by_a_later_round_is_fenced(order, tmp_path, monkeypatch, during):
-    """Not a file that is missing, nor a writer that did not finish: its round is over.
+    """The error is neither a missing file nor an unfinished writer: the round of the save is over.
 
-    It is removed as soon as its folder is made, while its files are written, and after that.
+    The save is removed after its folder is made, while its files are written, and after that.
     """
     repository, seen, mkdir = opened(tmp_path), [], os.mkdir
     repository.storage.place()

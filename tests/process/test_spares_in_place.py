@@ -1,4 +1,4 @@
-"""Spare workers wait in init(), and take the place of one that is lost with all that is its own."""
+"""Spare workers wait in init(), and take the place and all variables of a lost worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def job(tmp_path):
 
 
 def spares(job):
-    """Processes that wait in init(), as their agent knows, and were given no place."""
+    """Return the processes that have reported that they wait in init(), and have no place."""
     waited = {int(path.stem) for path in (job.folder / "said").glob("*.spare")}
     made_steps = {pid for pid, lines in job.said("body").items() if lines}
     return {pid for pid in waited - made_steps if alive(pid)}

@@ -1,4 +1,4 @@
-"""An agent that stands still, alone: its workers are dead before another world may train."""
+"""The workers of a suspended agent are dead before another world may train."""
 
 from __future__ import annotations
 

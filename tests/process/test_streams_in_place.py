@@ -27,7 +27,7 @@ STEPS = -(-SAMPLES // BATCH)
 
 
 class Streamed:
-    """A local cluster that trains over a stream, and what its workers have said."""
+    """A local cluster that trains over a stream, and its workers' records."""
 
     def __init__(self, folder: Path, kind: str, epochs: int) -> None:
         self.epochs = epochs
@@ -51,7 +51,7 @@ class Streamed:
         self.cluster.wait(lambda: not hang.exists(), "a worker hangs in its source")
 
     def wait_steps(self, count: int, world: int) -> None:
-        """Wait until so many more steps are committed, in a world of this size."""
+        """Wait until this number of further steps are committed, in a world of this size."""
         end = max((line["step"] for line in self.committed()), default=-1) + count
         self.cluster.wait(
             lambda: any(x["step"] >= end and x["world"] == world for x in self.committed()),

@@ -1,4 +1,4 @@
-"""However an agent ends, and whatever its workers left behind, no process of a job is left."""
+"""After any end of an agent, no process of a job is left, not even its workers' children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failed workers start again: quickly, with nothing of the last attempt, within a budget."""
+"""Failed workers restart quickly, within a budget, and with nothing of the last attempt."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_error_file_explains_the_failure_wherever_its_folder_is(tmp_path: Pa
 
 
 def test_a_worker_that_is_done_waits_for_the_others(tmp_path: Path) -> None:
-    """The exit barrier: success of the first is not the end of the job."""
+    """The exit barrier: the success of the first worker does not end the job."""
     body = """
     if RANK == 1:
         wait_for("go")
@@ -141,7 +141,7 @@ def test_a_crash_loop_ends_with_its_reason_and_keeps_every_file(tmp_path: Path) 
 
 
 def test_a_stopped_worker_keeps_its_place(tmp_path: Path) -> None:
-    """Nothing here judges hangs: a debugger may hold a worker for any time."""
+    """Without steps no worker counts as hanging, since a debugger may stop it for any time."""
     body = 'tell("up", os.getpid())\nwait_for("go")\n'
     with agent(tmp_path, body=body) as one:
         pid = int(one.told("up.0.0"))

@@ -1,4 +1,4 @@
-"""Workers whose framework swallows SIGTERM: those that have nothing to lose end at once."""
+"""Workers whose framework ignores SIGTERM end at once if they have no unsaved state."""
 
 from __future__ import annotations
 

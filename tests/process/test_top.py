@@ -1,4 +1,4 @@
-"""`elastane top` of real jobs, in a pipe and in a pseudo terminal that plays a person's."""
+"""`elastane top` of real jobs, in a pipe and in a pseudo terminal."""
 
 import codecs
 import fcntl
@@ -127,7 +127,7 @@ class Person:
         os.write(self.master, keys)
 
     def sees(self, *words, deadline_s=DEADLINE_S):
-        """Look until all words are on the screen; return it."""
+        """Wait until all words are on the screen; return the screen."""
         self.looks(lambda: all(word in self.screen.text() for word in words), f"see {words}",
                    deadline_s)  # fmt: skip
         return self.screen.text()
@@ -144,7 +144,7 @@ class Person:
             self.screen.feed(os.read(self.master, 1 << 16))
 
     def leaves(self):
-        """Wait for the end of the command; return its exit code and what stays on the terminal."""
+        """Wait for the end of the command; return its exit code and the final terminal."""
         self.looks(lambda: self.process.poll() is not None, "the end")
         while select.select([self.master], [], [], 0)[0]:
             self._read(0)
@@ -161,7 +161,7 @@ def write(folder, *events):
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path, monkeypatch):
-    """A runtime folder and a folder of logs of this test's own."""
+    """Set a runtime folder and a folder of logs of this test."""
     private = tmp_path / "run"
     private.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(private))
@@ -172,7 +172,7 @@ def own_folders(tmp_path, monkeypatch):
 
 @pytest.fixture
 def over(tmp_path):
-    """The folder of a job that is over."""
+    """Return the folder of an ended job."""
     folder = tmp_path / "logs" / "over"
     write(folder, *STORY, ENDED)
     return folder

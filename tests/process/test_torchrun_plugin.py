@@ -1,4 +1,4 @@
-"""A stock torchrun of the installed torch with our rendezvous, over real processes and signals."""
+"""The installed torch's torchrun with elastane's rendezvous, with real processes and signals."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Torchruns:
             )
 
     def kill_node(self, name: str) -> None:
-        """SIGKILL everything of a node at once, as a power cut does."""
+        """SIGKILL all processes of a node at once, like a power cut."""
         agent = self.agents[name]
         if agent.poll() is None:
             agent.send_signal(signal.SIGSTOP)
@@ -118,7 +118,7 @@ class Torchruns:
         return [Step(*map(int, w[:4]), w[4], int(w[5]), float(w[6])) for w in words]
 
     def wait_steps(self, world: int, but: frozenset[int] = frozenset()) -> list[Step]:
-        """Wait for steps of all ranks of a world of processes other than `but`; return them."""
+        """Wait for steps of all ranks of a world without processes of `but`; return them."""
 
         def now() -> list[Step]:
             return [s for s in self.seen() if s.world == world and s.pid not in but]
@@ -282,6 +282,6 @@ def test_a_job_in_a_shared_folder_survives_the_host_of_its_coordinator(
 
 
 def _coordinator(folder: Path) -> str:
-    """Return what the store holds of the coordinator in office."""
+    """Return the store's entry of the current coordinator."""
     (entry,) = folder.glob("*/coordinator/@entry")
     return max(entry.glob("[0-9]*")).read_bytes().decode(errors="replace")

@@ -86,7 +86,7 @@ def test_a_job_of_two_replicas_survives_a_kill_in_place(runner, tmp_path):
             time.sleep(pause_s)
 
     def of(rank: int) -> set[str]:
-        """The processes whose last step was of this rank of two."""
+        """Return the processes whose last step was made as this rank of two."""
         last = {pid: lines[-1] for pid, lines in growing.lines().items() if len(lines) > 3}
         return {pid for pid, line in last.items() if (line["rank"], line["world"]) == (rank, 2)}
 

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "unmodified_ddp.py"
 
 
 class Unmodified:
-    """A cluster that runs the script, and what its workers have written after each step."""
+    """A cluster that runs the script, and its workers' records of each step."""
 
     def __init__(self, folder: Path, *args: str, **options: object) -> None:
         self.folder = folder / "said"
@@ -31,11 +31,11 @@ class Unmodified:
         )
 
     def said(self) -> dict[int, list[dict]]:
-        """What each process has written."""
+        """Return the records of each process."""
         return {int(pid): lines for pid, lines in self._growing.lines().items()}
 
     def wait_steps(self, pids: set[int], world: int, count: int = 3) -> None:
-        """Wait until these processes have each made so many more steps, in a world of this size."""
+        """Wait until each of these processes has made so many steps in a world of this size."""
         begun = {pid: len(self.said().get(pid, ())) for pid in pids}
 
         def there() -> bool:
@@ -48,7 +48,7 @@ class Unmodified:
         self.cluster.wait(there, f"{count} steps of {sorted(pids)} in a world of {world}")
 
     def ends_alike(self, survivors: set[int]) -> None:
-        """Let the job end well; after each step the survivors had one state and one world size."""
+        """End the job; assert that survivors had one state and one world size after each step."""
         (self.folder / "enough").touch()
         self.cluster.wait(lambda: not self.cluster.node("a").is_alive, "the agent ends")
         assert self.cluster.events("job-ended")[-1].data["ok"] is True, self.cluster.story()
@@ -61,7 +61,7 @@ class Unmodified:
 
 
 def kill(pids: set[int]) -> None:
-    """End processes at once, without a word."""
+    """Kill processes with SIGKILL."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

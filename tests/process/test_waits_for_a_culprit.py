@@ -1,4 +1,4 @@
-"""Which worker of an unmodified script the others wait for, and what it does instead."""
+"""The culprit for which the other workers of an unmodified script wait, and its activity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IN_PLACE = ("loop", "sleep", "lock", "loader", "disk", "stop")
 
 
 def test_the_culprit_is_named_with_what_it_does_instead(tmp_path):
-    """In one job: what may end by itself is only reported, and what never ends is ended."""
+    """One job: a wait that may end by itself is only reported, and an endless one is ended."""
     job = CulpritJob(tmp_path)
     with job.cluster:
         job.start()
@@ -39,7 +39,7 @@ def test_the_culprit_is_named_with_what_it_does_instead(tmp_path):
 
 
 def test_the_culprit_of_several_nodes_is_named_and_ended_where_the_wait_never_ends(tmp_path):
-    """No agent sees more than its own worker; the coordinator compares them."""
+    """Each agent only sees its own worker; the coordinator compares them."""
     job = CulpritJob(tmp_path, workers=1, nodes="ab")
     with job.cluster:
         job.start()
@@ -70,7 +70,7 @@ def test_without_the_ring_nothing_is_recorded_and_no_rank_is_named(tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_random_faults_name_the_right_rank_and_kind(tmp_path):
-    """At least 95 of 100; prints the table. SOAK_FAULTS in the environment sets their number."""
+    """At least 95 of 100 are right; prints the table. SOAK_FAULTS sets the number of faults."""
     choose = random.Random(7)
     right, all_of, late = Counter(), Counter(), []
     job = CulpritJob(tmp_path, workers=4)
@@ -96,7 +96,7 @@ def test_random_faults_name_the_right_rank_and_kind(tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_in_place_the_right_rank_and_kind_are_named_too(tmp_path):
-    """Of each kind but collectives that do not match, of which the group itself speaks."""
+    """Faults of each kind except mismatched collectives, which the group itself reports."""
     right, all_of = Counter(), Counter()
     for number in range(SOAK_IN_PLACE):
         fault = IN_PLACE[number % len(IN_PLACE)]

@@ -1,4 +1,4 @@
-"""All-gathers that survivors can repeat give what torch's own give, to the last bit."""
+"""All-gathers that survivors can repeat are bitwise equal to torch's."""
 
 import subprocess
 import sys

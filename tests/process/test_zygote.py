@@ -55,7 +55,7 @@ def with_bare_zygote(scenario: Scenario, *preload: str, warm: bool = True) -> No
 
 
 def in_folder(folder: Path, scenario: Scenario, *preload: str, warm: bool = True) -> None:
-    """The same, with modules of `folder` to preload."""
+    """Run a scenario with a separate zygote that preloads modules of `folder`."""
     before = Path.cwd()
     os.chdir(folder)
     try:

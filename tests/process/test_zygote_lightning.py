@@ -59,7 +59,7 @@ print(json.dumps({
 
 
 def workers() -> list[dict[str, str]]:
-    """The environments of three workers, of two nodes."""
+    """Return the environments of three workers on two nodes."""
     places = (("0", "0"), ("1", "1"), ("5", "2"))
     more = {"FSSPEC_ELASTANE": '{"key": "worker"}'}
     return [worker_environment(RANK=rank, LOCAL_RANK=local, **more) for rank, local in places]

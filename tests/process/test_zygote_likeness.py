@@ -163,7 +163,7 @@ def test_a_script_ends_as_it_would_by_hand(both: Both, ending: str, tmp_path: Pa
 
 
 def _plain(text: str) -> str:
-    """Return output without addresses, and without a fork's additions to fatal stacks."""
+    """Return the output without addresses and without a fork's extra frames in fatal stacks."""
     text = re.sub("0x[0-9a-f]+", "0x", text)
     head, fatal, stack = text.partition("Fatal Python error")
     return head + fatal + stack.partition("in <module>")[0] if fatal else text

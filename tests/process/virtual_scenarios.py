@@ -16,7 +16,7 @@ FILES = [(0, 11), (100, 0), (200, 37), (300, 5)]
 
 
 class NoisyNumbers(Dataset):
-    """Numbers with what three streams give; all at once, as a dataset may choose."""
+    """Numbers with draws from three random streams; it returns whole batches (__getitems__)."""
 
     def __len__(self):
         return N
@@ -52,7 +52,7 @@ def virtual_files():
 
 
 def dealt_in_shards(make_feed):
-    """What each virtual shard was, and what was drawn for it, over two epochs of some worlds.
+    """Return the samples and random draws of each virtual shard, over two epochs of some worlds.
 
     One process plays the ranks in turn; each world has another number of loader workers.
     """

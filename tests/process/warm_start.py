@@ -104,7 +104,7 @@ _start_cold = processes.start
 
 
 def start(words: Sequence[str], env: dict[str, str], output: int) -> subprocess.Popen[bytes]:
-    """Start an agent as elastane.testing.processes.start does, which LocalCluster calls."""
+    """Start an agent in place of elastane.testing.processes.start, which LocalCluster calls."""
     if _fork_server_for(words, env) is None:
         return _start_cold(words, env, output)
     return _DyingPopen(
@@ -114,9 +114,9 @@ def start(words: Sequence[str], env: dict[str, str], output: int) -> subprocess.
 
 
 def _fork_server_for(words: Sequence[str], env: Mapping[str, str]) -> _ForkServer | None:
-    """Return the fork server of an environment; None if the agent is to start by exec.
+    """Return the fork server of an environment; None if the agent has to start by exec.
 
-    A variable that one test alone sets gets no fork server.
+    An environment that only one test uses gets no fork server.
     """
     frozen = {
         name: value
@@ -199,10 +199,10 @@ def _serve(fd: int, large: Sequence[str]) -> Any:
 
 
 def _skip_destructors() -> None:
-    """Have this process and its forks end without the destructors of libraries that are loaded now.
+    """Let this process and its forks end without destructors of the libraries loaded by now.
 
-    Those of torch take 0.3 s of processor time at the end of each worker. Libraries that are loaded
-    later have theirs called, before.
+    Torch's destructors take 0.3 s of processor time at the end of each worker. Destructors of
+    libraries that are loaded later are called.
     """
     libc = ctypes.CDLL(None)
     address = {name: ctypes.cast(getattr(libc, name), ctypes.c_void_p) for name in _AT_EXIT}
@@ -238,7 +238,7 @@ class _Clone:
 
 
 class _Imported:
-    """The modules of the fork server; an agent and a zygote each hide those of the other."""
+    """The modules of the fork server; an agent hides the zygote's modules, and the reverse."""
 
     def __init__(self, large: Sequence[str]) -> None:
         with without_collections():
@@ -267,14 +267,14 @@ class _Imported:
             importlib.import_module(name)
 
     def be_agents(self) -> None:
-        """Leave what an agent has imported, its warnings and its work at exit."""
+        """Keep only an agent's modules, warnings and exit handlers."""
         self._hide(self._torchs_alone)
         warnings.filters[:] = self._filters  # type: ignore[index]
         atexit._clear()
         atexit.register(logging.shutdown)
 
     def be_zygotes(self) -> None:
-        """Leave what a zygote has imported."""
+        """Keep only a zygote's modules."""
         self._hide(self._agents_alone)
         for name, added in self._added.items():
             for one in added:
@@ -333,7 +333,7 @@ class _NewAgent:
 
 
 def _zygote(descriptor: int, agent: int) -> Any:
-    """Wait for the agent's order, and be the zygote that it would have started."""
+    """Wait for the agent's order, then run as the zygote that it would have started."""
     from elastane.process.zygote.server import main
 
     die_with_parent(agent)
@@ -356,7 +356,7 @@ def _zygote(descriptor: int, agent: int) -> Any:
 
 
 def _run_agent(zygote: int, words: list[str]) -> None:
-    """Be `python *words`, whose first zygote is the one that waits on descriptor 3."""
+    """Run `python *words`, whose first zygote is the one that waits on descriptor 3."""
     from elastane.process.process import WorkerProcess, adopt
     from elastane.process.zygote import client
 

@@ -1,4 +1,4 @@
-"""An HTTP server that says, byte for byte, what a test has it say, and a client of it."""
+"""An HTTP server that sends exactly the bytes of a test, and a client of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Asked:
 
 
 def plain(status: int, content: object, *more: str) -> bytes:
-    """An answer in one piece: text and bytes as they are, anything else as JSON."""
+    """Return an answer in one piece: text and bytes unchanged, anything else as JSON."""
     text = content if isinstance(content, str) else json.dumps(content, default=repr)
     body = content if isinstance(content, bytes) else text.encode()
     head = [f"HTTP/1.1 {status} Told", f"Content-Length: {len(body)}", *more]
@@ -40,22 +40,22 @@ END = b"0\r\n\r\n"
 
 
 def chunk(content: bytes) -> bytes:
-    """A piece of an answer that goes on."""
+    """Return a piece of a chunked answer."""
     return f"{len(content):x}\r\n".encode() + content + b"\r\n"
 
 
 def line(**event: object) -> bytes:
-    """One event of a watch, as a chunk."""
+    """Return one event of a watch, as a chunk."""
     return chunk(json.dumps(event).encode() + b"\n")
 
 
 class HANG:
-    """In an answer: say nothing more, and keep the connection."""
+    """In an answer: send nothing more, and keep the connection."""
 
 
 @dataclass
 class Server:
-    """Gives `answers` one after the other, the last one for ever."""
+    """Sends `answers` one after the other, and then repeats the last one."""
 
     answers: list[list[object]]
     asked: list[Asked] = field(default_factory=list)

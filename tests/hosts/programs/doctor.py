@@ -1,4 +1,4 @@
-"""`elastane doctor` without the import of torch, which takes seconds and is not what is tested."""
+"""`elastane doctor` without the import of torch, which takes seconds and is not tested here."""
 
 import sys
 

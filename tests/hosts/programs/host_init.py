@@ -1,4 +1,4 @@
-"""The first process of a host: starts others, says how they ended, and takes all with it.
+"""The first process of a host: starts others, and reports their ends; all end with it.
 
 It is pid 1 of the host's own pid namespace: when it is killed, the kernel kills every process of
 the host at the same instant, as a loss of power does. A line of JSON on stdin is a command, a line
@@ -19,7 +19,7 @@ started: dict[int, subprocess.Popen[bytes]] = {}
 
 
 def reap() -> None:
-    """Collect orphans; those that were started here are left to their Popen."""
+    """Reap orphans; processes that were started here are left to their Popen."""
     for process in started.values():
         process.poll()
     with contextlib.suppress(ChildProcessError):

@@ -1,4 +1,4 @@
-"""The switch between hosts: a program that carries every frame itself, and so may lose it.
+"""The switch between hosts: a program that carries every frame, and can lose it.
 
 It runs in a network namespace of its own, whose interfaces are the far ends of the hosts' cables.
 A line of JSON on stdin is a command, a line on stdout the answer. It uses neither netem nor
@@ -32,7 +32,7 @@ QUEUE_S = 1.0
 
 @dataclass
 class Cable:
-    """The end of a host's cable: which network it is in, and the host's name."""
+    """The switch's end of a host's cable: its network and the host's name."""
 
     host: str
     network: str
@@ -51,7 +51,7 @@ class Rule:
     free_at_s: float = 0.0
 
     def send_at_s(self, size: int, now_s: float) -> float | None:
-        """When a frame of that size leaves; None where the queue is full."""
+        """Return when a frame of this size leaves; None if the queue is full."""
         if not self.bytes_per_s:
             return now_s
         if self.free_at_s - now_s > QUEUE_S:
@@ -81,7 +81,7 @@ class Switch:
         return self.cables[-1]
 
     def carry(self, cable: Cable) -> None:
-        """Take what came in, and send it where it goes."""
+        """Receive the waiting frames, and forward each one."""
         for _ in range(64):
             try:
                 frame = cable.sock.recv(FRAME_BYTES)
@@ -127,7 +127,7 @@ class Switch:
         self.counts[what] = self.counts.get(what, 0) + number
 
     def send_due(self) -> float | None:
-        """Send what is due; return the seconds until the next."""
+        """Send the frames that are due; return the seconds until the next one."""
         while self.queue:
             wait_s = self.queue[0][0] - time.monotonic()
             if wait_s > 0:
@@ -160,7 +160,7 @@ class Switch:
 
 
 def ports(frame: bytes) -> tuple[int, ...]:
-    """The TCP ports of a frame, none where it is something else."""
+    """Return the TCP ports of a frame; none for another kind of frame."""
     kind, rest = frame[HEADER_BYTES + 12 :][:2], frame[HEADER_BYTES + 14 :]
     if kind == b"\x08\x00" and rest[9] == 6:
         rest = rest[(rest[0] & 15) * 4 :]

@@ -36,7 +36,7 @@ def save(repository, step):
 
 
 def saver(where, first, told):
-    """Save for ever; tell each step once it is published."""
+    """Save in an endless loop; report each step once it is published."""
     repository = Repository(open_storage(where))
     for step in range(first, 1 << 30):
         save(repository, step)
@@ -45,7 +45,7 @@ def saver(where, first, told):
 
 
 def killed_once(where, first, moment_s):
-    """Kill a saver some time after its first checkpoint; return the last that it told of."""
+    """Kill a saver some time after its first checkpoint; return the last step that it reported."""
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:

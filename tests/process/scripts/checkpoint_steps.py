@@ -21,7 +21,7 @@ CALLS = ("open", "mkdir", "pwrite", "write", "fsync", "link", "unlink", "rmdir")
 
 
 def count_down(calls):
-    """Have this process killed before the call of that number."""
+    """Let this process be killed before the call with this number."""
     left, os_open = [calls], os.open
     for name in CALLS:
         real = getattr(os, name)

@@ -1,4 +1,4 @@
-"""An ordinary DDP script that saves by elastane.Checkpointer, and knows no more of elastane.
+"""An ordinary DDP script that uses nothing of elastane but elastane.Checkpointer.
 
 Usage: checkpointed_ddp.py FOLDER. It ends once a file "enough" is there. It writes where it began
 and what it has after each step. A worker dies between two saves once a file "die.PID" is there.
@@ -36,7 +36,7 @@ def is_enough():
 
 
 def main():
-    """Train until it is enough."""
+    """Train until the test has seen enough."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)

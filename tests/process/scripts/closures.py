@@ -37,7 +37,7 @@ class Death:
         net[0].weight.register_hook(self._die)
 
     def look(self, passes: int) -> None:
-        """Die in the backward of this number from now, where this is told to."""
+        """Die in the backward with this number from now on, if the test asked for it."""
         if self._told.exists():
             self._told.unlink()
             self._passes = passes
@@ -49,7 +49,7 @@ class Death:
 
 
 def mean_of_all(loss: torch.Tensor) -> torch.Tensor:
-    """The same on all ranks, for LBFGS decides by it when it is done."""
+    """Return the mean over all ranks, by which LBFGS decides when to stop."""
     mean = loss.detach() / dist.get_world_size()
     dist.all_reduce(mean)
     return mean

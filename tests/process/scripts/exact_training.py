@@ -1,7 +1,7 @@
-"""Training whose weights are exact: whatever happens to its workers, the end is one number.
+"""Training whose weights are exact: its result is one number, independent of faults.
 
 Weights are integers, so the order of a sum does not matter, and the number of workers does not
-either: each step sums over the same samples, divided among whoever is there. Rank 0 checkpoints,
+either: each step sums over the same samples, divided among the workers. Rank 0 checkpoints,
 and all stop after the step in which rank 0 finds FOLDER/enough.
 
     exact_training.py FOLDER STEP_S
@@ -19,17 +19,17 @@ SAMPLES, SIZE, EVERY, MODULUS = 64, 16, 5, (1 << 31) - 1
 
 
 def gradient(step: int, sample: int) -> list[int]:
-    """What one sample adds at a step, and nothing else would."""
+    """Return the contribution of one sample at a step; it differs for each sample and step."""
     return [(step * 7919 + sample * 104729 + place * 1299709) % 65537 for place in range(SIZE)]
 
 
 def update(weights: list[int], total: list[int]) -> list[int]:
-    """The weights after a step whose gradients sum up to `total`."""
+    """Return the weights after a step whose gradients sum up to `total`."""
     return [(weight * 31 + grad) % MODULUS for weight, grad in zip(weights, total, strict=True)]
 
 
 def undisturbed(steps: int) -> list[int]:
-    """The weights that training without a fault ends with."""
+    """Return the final weights of training without a fault."""
     weights = [0] * SIZE
     for step in range(steps):
         parts = [gradient(step, sample) for sample in range(SAMPLES)]

@@ -34,7 +34,7 @@ def any_has(name):
 
 
 def save(model, optimizer, step):
-    """Write the checkpoint; while a file "hold" is there, take one's time about it."""
+    """Write the checkpoint; wait in the middle while a file "hold" exists."""
     if dist.get_rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
         torch.save(state, FOLDER / "new.pt")

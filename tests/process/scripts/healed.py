@@ -1,4 +1,4 @@
-"""Training with AdamW whose end is exact, whatever happens to its workers, and how state came.
+"""Training with AdamW whose result is exact despite faults; it records received states.
 
 Gradients are sums of integers. The optimizer is tracked before the model, whose layers are alike,
 and a part of the model is frozen. What each taker of state got is a line in FOLDER/PID.jsonl, and
@@ -39,7 +39,7 @@ def made() -> tuple[Net, torch.optim.Optimizer, torch.optim.lr_scheduler.LRSched
 
 
 def gradient(step: int, samples: list[int]) -> torch.Tensor:
-    """What some samples add at a step, and no others would."""
+    """Return the contribution of these samples at a step; it differs for others."""
     places = torch.arange(COUNT) * 1299709 + step * 7919
     rows = torch.tensor(samples, dtype=torch.int64).reshape(-1, 1) * 104729
     return ((rows + places) % 65537 - 32768).sum(dim=0).double()
@@ -60,7 +60,7 @@ def digest(net: Net, optimizer: torch.optim.Optimizer, schedule: object) -> str:
 
 
 def undisturbed(steps: int) -> str:
-    """The state after training without a fault."""
+    """Return the state after training without a fault."""
     import elastane
 
     parts = made()
@@ -74,7 +74,7 @@ def undisturbed(steps: int) -> str:
 
 
 def watch(folder: Path, say) -> None:
-    """Tell of handovers, and do what a file says in the middle of one."""
+    """Record handovers of state, and show the fault of a file in the middle of one."""
     from elastane.comms import transfer
     from elastane.worker import comparison, healing
 

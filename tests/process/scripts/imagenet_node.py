@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def keep_pace(ledger, pace):
-    """Let workers wait behind what they have written of a step."""
+    """Let workers wait after they have written a step."""
     did = ledger.did
 
     def did_and_waits(self, place, samples, loss):

@@ -1,4 +1,4 @@
-"""Training in place whose end is one exact number, whatever happens to its workers.
+"""Training in place whose result is one exact number despite faults.
 
 Gradients are sums of integers, so neither their order nor the number of workers matters: each step
 adds what each of its samples and its number say. A buffer counts the bodies that happened. Each
@@ -25,12 +25,12 @@ SAMPLES, BATCH, SIZE = 1009, 32, 8
 
 
 def gradient(step: int, sample: int) -> list[int]:
-    """What one sample adds at a step, and nothing else would."""
+    """Return the contribution of one sample at a step; it differs for each sample and step."""
     return [(step * 7919 + sample * 104729 + place * 1299709) % 65537 for place in range(SIZE)]
 
 
 def undisturbed(steps: int) -> list[float]:
-    """The weights after training without a fault."""
+    """Return the weights after training without a fault."""
     import elastane
 
     batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=3).bind(0, 1)
@@ -45,7 +45,7 @@ def undisturbed(steps: int) -> list[float]:
 
 
 class Samples:
-    """A dataset whose worker may be told to hang in it."""
+    """A dataset in which a worker hangs if the test asked for it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ class Samples:
 
 
 def hang(folder: Path, *here: str) -> None:
-    """Hang, if this process is told to hang in one of these ways."""
+    """Hang, if the test asked this process to hang in one of these ways."""
     told = folder / f"{os.getpid()}.hang"
     how = told.read_text() if told.exists() else ""
     if how not in here:
@@ -100,7 +100,7 @@ def in_loops(job, loader, steps, say):
 
 
 def variables() -> dict[str, str | None]:
-    """What the environment says of this worker's place."""
+    """Return the environment variables of this worker's ranks."""
     names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ELASTANE_ROUND", "MASTER_ADDR", "MASTER_PORT")
     return {name: os.environ.get(name) for name in names}
 
@@ -117,7 +117,7 @@ def build(folder: Path, group) -> None:
 
 
 def tell_of_waiting(path: Path) -> None:
-    """As a spare, touch `path` once the agent has been told that this process is ready."""
+    """As a spare, touch `path` once this process has reported to its agent that it is ready."""
     from elastane.process import control_socket
 
     receive_begin = control_socket.receive_begin

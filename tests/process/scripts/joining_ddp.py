@@ -1,7 +1,7 @@
 """A DDP script whose loop runs through an ElasticLoader, so that workers join it in place.
 
 Usage: joining_ddp.py FOLDER [MODE]. It ends at the end of the first epoch after a file "enough"
-exists; a file "go on" is what lets an epoch end. It writes what it has after each step. The process
+exists; an epoch ends only with a file "go on". It writes its state after each step. The process
 of a file PID.hold-X makes PID.held-X when it comes to X, and waits to be killed: X is read (of a
 stream, in the thread that reads ahead), second (a stream's second round of a step) or last (the
 last step of an epoch, before its backward pass). MODE:
@@ -80,7 +80,7 @@ def any_has(name):
 
 
 def main():
-    """Train until it is enough."""
+    """Train until the test has seen enough."""
     first_rank, first_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     assert (dist.get_rank(), dist.get_world_size()) == (first_rank, first_size)

@@ -1,6 +1,6 @@
-"""A coordinator whose host is no member: the seat of an agent, without the agent.
+"""A coordinator whose host is no member: the leadership of an agent, without its workers.
 
-Takes the words of `elastane run`. On SIGTERM it gives the seat up, as an agent does.
+Takes the options of `elastane run`. On SIGTERM it resigns the leadership, as an agent does.
 """
 
 import asyncio

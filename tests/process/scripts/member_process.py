@@ -1,4 +1,4 @@
-"""A membership that is led by lines on stdin, and answers each by a line; arguments: port, nnodes.
+"""A membership that is driven by lines on stdin, and answers each; arguments: port, nnodes.
 
 `join`, `finish`, `leave`, `change` (waits for one), `fork` (a child that outlives this process and
 says how its own call ended), `end` (the process ends without a goodbye of its own).

@@ -1,4 +1,4 @@
-"""From step 3 on rank 0 makes another collective than the others, which gloo pairs with theirs."""
+"""From step 3 on, rank 0 calls a different collective, which gloo pairs with the others'."""
 
 from __future__ import annotations
 

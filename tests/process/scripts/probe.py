@@ -1,5 +1,5 @@
 # ruff: noqa: E402 - what the module begins with is noted before the first import
-"""Prints as JSON all that a program can find out about the process it runs in."""
+"""Prints as JSON all facts that a program can learn about its own process."""
 
 start = list(globals())
 

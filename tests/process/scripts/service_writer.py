@@ -1,4 +1,4 @@
-"""Logs ten steps to the stand-in for MLflow in a folder, says so, and waits to be killed."""
+"""Logs ten steps to the stand-in for MLflow in a folder, reports it, and waits to be killed."""
 
 import signal
 import sys

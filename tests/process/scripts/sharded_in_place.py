@@ -33,7 +33,7 @@ torch.set_default_dtype(torch.float64)
 
 
 class Training:
-    """A model whose shards are of unequal size, and all that trains it."""
+    """A model whose shards have unequal sizes, its optimizers and its data."""
 
     def __init__(self, mesh) -> None:
         torch.manual_seed(0)
@@ -93,7 +93,7 @@ def digest(result: torch.Tensor) -> str:
 
 
 def plain(mesh, steps: int) -> torch.Tensor:
-    """What plain training comes to, in the world that is left."""
+    """Return the result of plain training, in the last world."""
     run = Training(mesh)
     size = dist.get_world_size(mesh.get_group("replicate")) * mesh.size(1)
     row, column = dist.get_rank(mesh.get_group("replicate")), mesh.get_local_rank("shard")

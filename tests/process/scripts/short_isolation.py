@@ -1,4 +1,4 @@
-"""`elastane` with the bounds of isolation scaled down: a test need not wait for two minutes."""
+"""`elastane` with scaled-down bounds of isolation, so that a test need not wait two minutes."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """A process whose main thread saves slowly, and which is to end meanwhile.
 
-Usage: slow_save.py FOLDER HOW. The file "saving" says that the save has begun; it goes on once "go"
-is there. HOW: `sigterm` waits for the signal, `handler` catches it, `restart` restarts all workers
+Usage: slow_save.py FOLDER HOW. The file "saving" says that the save has begun; it ends once "go"
+exists. HOW: `sigterm` waits for the signal, `handler` catches it, `restart` restarts all workers
 by another thread, `end` is stopped by the agent while another thread waits for a place.
 """
 
@@ -23,7 +23,7 @@ FOLDER, HOW = Path(sys.argv[1]), sys.argv[2]
 
 
 class Slow:
-    """An object whose turn in a save takes until the test says so."""
+    """An object whose save lasts until the test ends it."""
 
     def __reduce__(self):
         """Wait for the test."""

@@ -1,4 +1,4 @@
-"""Rank 1 makes one collective more behind its update of step 3; the others go on to what is asked.
+"""Rank 1 calls one more collective after its update of step 3, before the act of the argument.
 
 surplus_collective.py end|retry|save|verify FOLDER
 """

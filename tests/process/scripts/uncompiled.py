@@ -12,7 +12,7 @@ import types
 
 
 def disable(fn=None, recursive=True, **_):
-    """Return the function, which nobody compiles, or a decorator that does."""
+    """Return the function unchanged, or a decorator that returns it."""
     return fn if fn is not None else lambda decorated: decorated
 
 

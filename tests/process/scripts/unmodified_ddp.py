@@ -1,4 +1,4 @@
-"""An ordinary DDP script, which knows nothing of elastane; it writes what it has after each step.
+"""An ordinary DDP script without elastane; it writes its state after each step.
 
 Usage: unmodified_ddp.py FOLDER [MODE]: static, sum, gather, muon, by hand, group, spawn, rpc, join,
 async save, end or last save. It ends once a file "enough" is there. With `sum` it takes the mean of
@@ -50,7 +50,7 @@ class DealtOut(torch.optim.Optimizer):
         super().__init__(parameters, {})
 
     def step(self):
-        """Update the own part, and take the updates of the others."""
+        """Update this worker's part, and receive the updates of the others."""
         for number, parameter in enumerate(self.param_groups[0]["params"]):
             update = torch.zeros_like(parameter)
             if number % dist.get_world_size() == dist.get_rank():
@@ -68,7 +68,7 @@ def is_enough():
 
 
 def mean_of_ones(step, size, optimizer):
-    """Return the mean of a one of each worker, if the script is to take it; save once behind it."""
+    """Return the mean of a 1 from each worker, in the modes that compute it; then save once."""
     mean = torch.ones(1)
     is_place = (step, dist.get_rank()) == (DIES_AT, 1) and is_first_attempt()
     if MODE in ("sum", "gather", "muon") and is_place:
@@ -90,7 +90,7 @@ def mean_of_ones(step, size, optimizer):
 
 
 def start_beside():
-    """Start a process or torch's RPC, if the script is to do so."""
+    """Start a process or torch's RPC, in the modes that do so."""
     if MODE == "spawn":
         torch.multiprocessing.spawn(print, nprocs=1)
     if MODE == "rpc":
@@ -98,7 +98,7 @@ def start_beside():
 
 
 def ask_for_some():
-    """Ask for what is not of all workers, if the script is to do so."""
+    """Request a group or a join that not all workers share, in the modes that do so."""
     if MODE == "group":
         dist.new_group([0])
     if MODE == "join":
@@ -115,7 +115,7 @@ def save_last(model):
 
 
 def main():
-    """Train until it is enough."""
+    """Train until the test has seen enough."""
     if MODE == "end" and os.environ["RANK"] == "1":  # called after what is registered later
         atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
     start_beside()

@@ -1,7 +1,7 @@
-"""A script that knows nothing of elastane: DDP over gloo, in which a rank misbehaves when told.
+"""An unmodified script: DDP over gloo, in which a rank shows a fault on request.
 
-The file named by CULPRIT says how, and which rank: "sleep 2". It goes on once the file is gone, if
-the fault is one that ends. A rank writes its step to CULPRIT.RANK now and then.
+The file named by CULPRIT names the fault and the rank: "sleep 2". The rank continues once the file
+is gone, if the fault can end. A rank writes its step to CULPRIT.RANK now and then.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def told():
 
 
 class Samples(Dataset):
-    """Samples of which one may take long."""
+    """Samples, one of which may take long."""
 
     def __len__(self):
         return 1 << 20
@@ -56,12 +56,12 @@ def sleep(_total):
 
 
 def lock(_total):
-    """Call into C, which does not give the interpreter's lock back."""
+    """Call a C function that does not release the interpreter's lock."""
     ctypes.PyDLL(None).sleep(LOCK_S)
 
 
 def disk(_total):
-    """Read a file that does not answer; the test writes to the FIFO when it has seen enough."""
+    """Read from a FIFO to which the test writes only at its end."""
     with TOLD.with_name("slow-disk").open("rb", buffering=0) as file:
         file.read(1)
 
