@@ -1,11 +1,11 @@
-"""What the benchmark of frameworks' loops holds against a job whose workers it has killed."""
+"""The checks of the frameworks' benchmark on a job whose workers it has killed."""
 
 from bench.frameworks import faults
 from bench.trainers import Commit
 
 
 def made(*steps, digests=None):
-    """The record of one worker: its steps, with the digests of its weights after them."""
+    """Return the record of one worker: its steps, with digests of its weights after them."""
     return [
         Commit(float(step), step, 4, 0, 0, digest=(digests or {}).get(step, f"after {step}"))
         for step in steps

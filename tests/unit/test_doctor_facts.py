@@ -1,4 +1,4 @@
-"""What is read of this node, of programs that fail, and of folders and ports that are odd."""
+"""The facts about this node, with failing programs and unusual folders and ports."""
 
 import os
 import socket

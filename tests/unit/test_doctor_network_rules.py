@@ -1,4 +1,4 @@
-"""What the results of several nodes mean: each fault between them has its cause and remedy."""
+"""The findings from results of several nodes: each fault has its cause and remedy."""
 
 from itertools import combinations
 
@@ -56,13 +56,13 @@ FACTS = MeetingFacts(
 
 
 def met(**changes):
-    """The meeting with changed pages, named by their nodes."""
+    """Return the results of a meeting, with changes for the named nodes."""
     pages = [replace(one, **changes.get(one.name, {})) for one in FACTS.pages]
     return replace(FACTS, pages=tuple(pages))
 
 
 def reached(number, to, **changes):
-    """The reaches of a node with one that is changed."""
+    """Return the reaches of a node, with one changed."""
     return {
         "reaches": tuple(
             replace(one, **changes) if one.to == to else one for one in page(number).reaches

@@ -30,7 +30,7 @@ ENDPOINT = EndpointFacts(endpoint="n0:29400", addresses=("10.0.0.4",), outcome="
 
 
 def found(**changes):
-    """The findings that are not good, as (subject, level), and all texts of them."""
+    """Return the findings that are not good, as (subject, level), and all their texts."""
     bad = [one for one in judge(replace(NODE, **changes)) if one.level is not Level.GOOD]
     assert all(one.why and one.next_step for one in bad)
     texts = " ".join(f"{one.found} {one.why} {one.next_step}" for one in bad)

@@ -1,4 +1,4 @@
-"""The election over a store in memory: who decides, who is told, what a late agent finds."""
+"""The election over a store in memory: holders, authority, records, and late agents."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Node:
-    """A candidate with faults of its own, and what it was told."""
+    """A candidate with its own faults, which records its events."""
 
     def __init__(self, backend: MemoryBackend, name: str, timing: Timing = TIMING) -> None:
         self.faults = StoreFaults()
@@ -136,7 +136,7 @@ async def test_a_deposed_holder_learns_it_and_cannot_write() -> None:
 
 @asynchronous
 async def test_a_write_in_flight_loses_to_the_successor_that_has_read_the_record() -> None:
-    """The holder's last look at its lease was good; only then did it stop for long."""
+    """The holder was suspended right after it had confirmed its lease."""
     backend = MemoryBackend()
     a, b = Node(backend, "a"), Node(backend, "b")
     await a.election.campaign()
@@ -218,7 +218,7 @@ async def test_a_save_retries_while_the_store_is_away() -> None:
 
 @asynchronous
 async def test_a_late_renewal_with_a_new_term_keeps_what_was_written_last(tmp_path) -> None:
-    """The file store's lease grows a term; a lost reply must not roll the record back."""
+    """A late renewal of the file store raises the term; a lost reply must restore no old record."""
     store = FileStore(tmp_path)
     told: asyncio.Queue[AuthorityChanged] = asyncio.Queue()
     election = Election(JobKeys(store, "j"), "a", SPEC, on_authority=told.put_nowait)

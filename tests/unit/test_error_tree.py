@@ -1,4 +1,4 @@
-"""Errors of ours as values: they go from process to process whole."""
+"""elastane's errors can be sent between processes unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error file: torch reads ours, we read torch's, and ours are ordered within a second."""
+"""The error file is readable by torch, torch's by us, and ours are ordered within a second."""
 
 import json
 import os

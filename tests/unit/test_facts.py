@@ -1,4 +1,4 @@
-"""Facts about the host, had without importing torch."""
+"""Facts about the host, read without importing torch."""
 
 import subprocess
 import sys

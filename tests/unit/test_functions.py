@@ -1,4 +1,4 @@
-"""Functions as jobs, as far as nothing runs: what is packed, how errors read, output, signals."""
+"""Functions as jobs, without real runs: packing, texts of errors, output, signals."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def train(lr):
 
 class Trainer:
     def fit(self):
-        """Stand for a method that is launched."""
+        """Do nothing; it is launched as a method."""
 
     def __call__(self):
-        """Stand for an object that is launched."""
+        """Do nothing; its object is launched."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_cells_of_a_notebook_go_along_and_files_do_not(monkeypatch):
 
 
 def leave(folder, attempt, **values):
-    """Leave what workers do: `r0=None` for one that began only."""
+    """Write the files that workers leave; `r0=None` is a worker that only began."""
     at = folder / call.VALUES / attempt
     at.mkdir(parents=True)
     for rank, content in values.items():
@@ -239,7 +239,7 @@ def test_an_agent_that_left_no_report_is_lost(code, how):
 
 
 def test_an_error_survives_a_pickle():
-    """Nested launches and pools hand errors on."""
+    """Nested launches and pools pickle errors."""
     error = error_of("f", report(root_cause=failure("x")), 1)
     again = pickle.loads(cloudpickle.dumps(error))
     assert (type(again), str(again), again.report) == (type(error), str(error), error.report)
@@ -286,7 +286,7 @@ def test_only_a_plain_file_is_handed_to_the_agent(tmp_path):
 
 def test_signal_handlers_are_set_for_a_call_and_restored():
     def mine(signum, frame):
-        """Stand for a handler of the program's."""
+        """A signal handler of the program."""
 
     before = signal.signal(signal.SIGUSR1, mine)
     try:

@@ -1,4 +1,4 @@
-"""The options of elastane.launch: what a flag says, a value of Python says as well."""
+"""The options of elastane.launch: every flag has an equivalent Python value."""
 
 from __future__ import annotations
 

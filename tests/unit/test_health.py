@@ -1,4 +1,4 @@
-"""Health checks by HTTP: the answer follows the signs of life."""
+"""Health checks by HTTP: the answer depends on recent progress."""
 
 import asyncio
 import time

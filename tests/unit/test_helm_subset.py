@@ -1,4 +1,4 @@
-"""The renderer of the charts' tests does what Helm does, as far as it does anything."""
+"""The renderer of the charts' tests works like Helm in the subset that it supports."""
 
 import pytest
 from helm_subset import UnknownTemplateError, merged, render_text

@@ -1,4 +1,4 @@
-"""The checks of histories of jobs find each broken promise, and pass a history that broke none."""
+"""The checks of job histories find each broken promise, and pass a right history."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def body_of(fence: tuple[int, int], members: tuple[str, ...], rank: int, step: i
 
 
 def good() -> SeenJob:
-    """a was killed once it had committed step 5, of which b and c did not know."""
+    """Return a history in which a is killed after its commit of step 5, before b and c know it."""
     bodies = [
         body_of(fence, members, rank, step)
         for fence, members, steps in WORLDS

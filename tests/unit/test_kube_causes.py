@@ -1,4 +1,4 @@
-"""Why a pod ended outlives it; and a pod that came before its rendezvous is replaced."""
+"""The cause of a pod's end is kept; a pod that started before its rendezvous is replaced."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ ETCD = {"rdzvEndpoint": "etcd:2379"}
 
 
 def begun(policy="ExitCode", **more):
-    """A job whose two pods have just started."""
+    """Return a job whose two pods have just started."""
     cluster = Cluster(spec=spec_of(2, 1, 2, policy, **more))
     decide(cluster), start(cluster)
     return cluster
@@ -34,7 +34,7 @@ def start(cluster):
 
 
 def fail(cluster, code=1, lived_s=3.0, name="j-worker-1"):
-    """A pod ends; what stands in the way of its successor passes."""
+    """Let a pod fail, and let pass what delays its replacement."""
     cluster.now_s += lived_s
     cluster.exit(cluster.by_name(name), code)
     return decide(cluster)

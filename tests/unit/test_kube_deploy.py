@@ -1,4 +1,4 @@
-"""deploy/: every way of installing gives what `elastane kubernetes install` and `render` give.
+"""deploy/: every way of installation gives the objects of `elastane kubernetes install`.
 
 The charts are rendered by helm_subset, since Helm is not at hand where tests run; what of Helm's
 language it does not know, they may not use.
@@ -230,7 +230,7 @@ def test_the_charts_are_of_this_version():
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """Go's own text/template, which Helm is built upon."""
+    """Return Go's text/template, on which Helm is built."""
     go = shutil.which("go")
     if go is None:
         pytest.skip("NOT RUN: the charts by Go's text/template: missing: go")

@@ -1,4 +1,4 @@
-"""Events of the operator: each is one object, and its count is how often the thing happened."""
+"""Events of the operator: each is one object, with the number of its occurrences."""
 
 import asyncio
 
@@ -57,7 +57,7 @@ def server(monkeypatch):
 
 
 async def tell(recorder, *told):
-    """Tell these, each once what was told before was written, or could not be."""
+    """Record these events, each after the earlier ones were written or had failed."""
     running = asyncio.create_task(recorder.run())
     for one in told:
         recorder.record(ABOUT, one)
@@ -68,7 +68,7 @@ async def tell(recorder, *told):
 
 
 class Watched(EventPublisher):
-    """A recorder that says how far it is."""
+    """A publisher that shows its progress to the test."""
 
     def __init__(self, server):
         self.tried = asyncio.Event()
@@ -80,7 +80,7 @@ class Watched(EventPublisher):
 
 
 def record(server, *told):
-    """An operator tells these."""
+    """Let an operator record these events."""
     asyncio.run(tell(Watched(server), *told))
 
 

@@ -1,4 +1,4 @@
-"""The samples are what they say: valid for the API server, for the operator, and for launchers."""
+"""The sample manifests are valid for the API server, the operator and the launchers."""
 
 import ast
 import re
@@ -85,7 +85,7 @@ def test_a_sample_becomes_its_pods(name, job):
 
 @pytest.mark.parametrize(("name", "job"), JOBS, ids=[name for name, _ in JOBS])
 def test_elastane_run_takes_the_arguments_of_a_sample(name, job, tmp_path, monkeypatch):
-    """Of each one: also those that were written for torchrun."""
+    """It accepts the arguments of all samples, also of those for torchrun."""
     (tmp_path / "train.py").write_text("")
     (tmp_path / "kubeconfig").write_text(KUBECONFIG)
     monkeypatch.chdir(tmp_path)
@@ -101,7 +101,7 @@ def test_elastane_run_takes_the_arguments_of_a_sample(name, job, tmp_path, monke
 
 @pytest.mark.parametrize(("name", "job"), OF_TORCH, ids=[name for name, _ in OF_TORCH])
 def test_torchs_own_launcher_takes_the_arguments_of_its_samples(name, job):
-    """No further than that: the package that it speaks to etcd by is not installed here."""
+    """The launch itself is not tested, since torch's etcd package is not installed here."""
     from torch.distributed.run import parse_args
 
     said = parse_args(arguments(job))

@@ -1,4 +1,4 @@
-"""How pods end, and what that means: exit codes under each policy, and what is no failure."""
+"""The meaning of pods' ends: exit codes under each policy, and ends that are no failure."""
 
 import msgspec
 import pytest
@@ -14,14 +14,14 @@ from elastane.kubernetes.reconcile.settings import read
 
 
 def ran(policy="ExitCode", **more):
-    """A job with two running pods."""
+    """Return a job with two running pods."""
     cluster = Cluster(spec=spec_of(2, 1, 2, policy, **more))
     cluster.settle()
     return cluster
 
 
 def end(cluster, code, reason="", name="j-worker-1"):
-    """End a pod, and have the operator decide about it."""
+    """End a pod, and let the operator decide about it."""
     cluster.now_s += 5
     cluster.exit(cluster.by_name(name), code, reason)
     cluster.relist()

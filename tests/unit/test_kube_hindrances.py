@@ -1,4 +1,4 @@
-"""Why pods do not run is told by name, and a job that can never begin does not try for ever."""
+"""The reasons why pods do not run are reported, and a job that can never begin fails."""
 
 import msgspec
 import pytest
@@ -8,7 +8,7 @@ from elastane.kubernetes.model import Pod
 
 
 class Pending(Cluster):
-    """A cluster whose pods do not come up, as their status tells."""
+    """A cluster whose pods do not start, by their status."""
 
     def __init__(self, reason, message="no", replicas=1):
         self.reason, self.message = reason, message

@@ -1,4 +1,4 @@
-"""The images' recipes, as far as they can be judged without building them."""
+"""The images' recipes, checked without building them."""
 
 import json
 import re
@@ -105,7 +105,7 @@ def test_the_operators_image_has_a_user_and_the_command_of_its_deployment():
 
 
 def closure(names):
-    """The distributions that pip installs for these requirements, by name."""
+    """Return the distributions that pip installs for these requirements, by name."""
     found, waiting = {}, [Requirement(name) for name in names]
     while waiting:
         wanted = waiting.pop()
@@ -122,7 +122,7 @@ def closure(names):
 
 
 def clean_environment(folder, names):
-    """A folder of links to what pip would install for these requirements, and to nothing else."""
+    """Return a folder of links to exactly the packages that pip would install."""
     for one in closure(names).values():
         tops = {Path(file).parts[0] for file in one.files or () if ".." not in Path(file).parts}
         for top in tops - {"__pycache__"}:
@@ -134,7 +134,7 @@ def clean_environment(folder, names):
 
 
 def installed_by(path):
-    """The requirements of a recipe: what its pip commands name."""
+    """Return the requirements in the pip commands of a recipe."""
     text = " ".join(of(path, "RUN"))
     (extras,) = re.findall(r"\.\[([\w,]+)\]", text)
     return [f"elastane[{extras}]", *(["torch"] if "${TORCH}" in text else [])]

@@ -1,4 +1,4 @@
-"""The Lease of a coordinator whose pod is dead is given back for it, and that of no other."""
+"""The operator releases the Lease of a coordinator whose pod is dead, and no other."""
 
 import pytest
 from kube_cluster import Cluster, spec_of
@@ -14,7 +14,7 @@ def ran(policy="ExitCode", **more):
 
 
 def freed(cluster):
-    """What the next decisions give back, until nothing changes any more."""
+    """Return the releases of the next decisions, until nothing changes."""
     done_before = len(cluster.actions)
     cluster.settle()
     return [one for one in cluster.actions[done_before:] if isinstance(one, ReleaseLease)]
@@ -41,7 +41,7 @@ def test_of_many_that_end_at_once_one_look_finds_the_holder():
 
 
 def by_the_control_plane(cluster, pod):
-    """The garbage collector of pods says that one has failed; no kubelet says anything."""
+    """Let the pod garbage collector set a pod to failed, without a report of a kubelet."""
     cluster.exit(pod, 137, "NodeLost")
     pod.code = None
 
@@ -101,7 +101,7 @@ def test_the_lease_is_that_of_the_rendezvous_which_the_users_arguments_name():
 
 
 def dead(cluster):
-    """Whom the directive says to be dead."""
+    """Return the dead pods in the directive."""
     return cluster.objects["ConfigMap", "j-directive"]["data"]["dead"].split()
 
 
@@ -141,7 +141,7 @@ def test_the_directive_keeps_the_newest_of_the_dead_pods_that_are_gone():
 
 
 def suspended(policy="ExitCode"):
-    """A job that was just suspended: its pods were asked to leave, and have not yet."""
+    """Return a job that was just suspended: its pods were asked to leave and still run."""
     cluster = ran(policy)
     uids = sorted(cluster.pods)
     cluster.edit(spec_of(2, 1, 2, policy, suspend=True))
@@ -151,7 +151,7 @@ def suspended(policy="ExitCode"):
 
 
 def leave(cluster):
-    """Kubelets end the pods, and the watch tells how."""
+    """Let kubelets end the pods, with the reports of the watch."""
     uids = list(cluster.pods)
     cluster.end_deleted()
     for uid in uids:
@@ -195,7 +195,7 @@ def test_a_pod_deleted_by_force_while_its_node_cannot_be_reached_is_not_dead():
 
 
 def test_a_container_that_a_kubelet_may_have_restarted_is_not_dead_with_its_pod():
-    """It had crashed before its pod was deleted, by force: its successor may run."""
+    """The container crashed before its pod was deleted by force, so a new one may run."""
     cluster = ran("OnFailure")
     pod = cluster.by_name("j-worker-1")
     pod.code, pod.phase = 137, "Unknown"

@@ -1,4 +1,4 @@
-"""The life of a job: what the original did wrong, and what it never did, each as a test."""
+"""The life of a job, with a test for each fault and missing feature of the original."""
 
 import pytest
 from kube_cluster import Cluster, spec_of
@@ -7,14 +7,14 @@ from elastane.kubernetes.model import CreatePod, DeleteJob, DeletePod
 
 
 def running(replicas=2, least=1, most=4, policy="ExitCode", **more):
-    """A job whose pods run."""
+    """Return a job whose pods run."""
     cluster = Cluster(spec=spec_of(replicas, least, most, policy, **more))
     cluster.settle()
     return cluster
 
 
 def decide(cluster):
-    """What is true is known; decide and do."""
+    """Let the operator observe the cluster, decide and act."""
     cluster.relist()
     return cluster.operate()[0]
 
@@ -41,7 +41,7 @@ def test_missing_pods_are_created_and_reported_once():
 
 
 def test_the_first_condition_is_that_the_operator_has_seen_the_job():
-    """The original had Created and never set it."""
+    """The original controller had this condition and never set it."""
     cluster = Cluster(spec=spec_of())
     decide(cluster)
     created = cluster.status.condition("Created")
@@ -166,7 +166,7 @@ def test_a_pod_that_never_started_does_not_keep_a_finished_job_waiting():
 
 @pytest.mark.parametrize(("launcher", "phase"), [("elastane", "Succeeded"), ("torchrun", "Failed")])
 def test_a_failure_beside_a_success(launcher, phase):
-    """An agent of elastane ends with 0 when the whole job has; a torchrun when its node has."""
+    """An agent of elastane ends with 0 if the whole job succeeded, a torchrun if its node did."""
     cluster = running(2, launcher=launcher)
     end(cluster, 0, 0)
     end(cluster, 1, 1)
@@ -201,7 +201,7 @@ def test_scaling_up_again_waits_for_the_pod_of_that_index_to_be_gone():
 
 @pytest.mark.parametrize(("asked", "used"), [(9, 4), (1, 2), (0, 2)])
 def test_scale_beyond_the_bounds_is_clamped_and_reported(asked, used):
-    """The scale subresource passes by a webhook for elasticjobs (trap 2)."""
+    """The scale subresource bypasses a webhook for elasticjobs (trap 2)."""
     cluster = running(3, 2, 4)
     cluster.edit(spec_of(asked, 2, 4))
     decision = decide(cluster)

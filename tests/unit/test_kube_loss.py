@@ -1,4 +1,4 @@
-"""Lost nodes: fenced, replaced without waiting, and never two pods of one index that both count."""
+"""Pods of lost nodes are fenced and replaced; an index never has two pods that are not fenced."""
 
 import pytest
 from kube_cluster import Cluster, spec_of
@@ -41,7 +41,7 @@ def test_a_pod_of_a_lost_node_is_fenced_before_anything_else():
 
 
 def test_its_replacement_waits_for_no_name_and_no_eviction():
-    """Traps 6 and 7: nobody evicts it, and its name is Terminating for ever."""
+    """Traps 6 and 7: no controller evicts the pod, and its name is Terminating for ever."""
     cluster = running()
     pod = lose(cluster)
     cluster.ask(pod, 30)
@@ -69,7 +69,7 @@ def test_the_next_replacement_takes_the_plain_name_again():
 
 
 def test_a_zombie_stays_fenced_when_it_is_gone_from_the_api_server():
-    """Trap 8: the process behind the partition ran on for 13 s."""
+    """Trap 8: the process behind the partition continued for 13 s."""
     cluster = running()
     pod = lose(cluster)
     cluster.now_s += 10

@@ -1,4 +1,4 @@
-"""The types on the wire: nothing is lost, written twice, or so strange that it stops a job."""
+"""The types on the wire: no field is lost or written twice, and no value stops a job."""
 
 import copy
 
@@ -32,7 +32,7 @@ OBJECTS = st.dictionaries(st.sampled_from("abc"), JSON.filter(lambda v: v is not
 
 
 def merged(before, patch):
-    """RFC 7396, section 2, as it stands there."""
+    """Merge a patch by the algorithm of RFC 7396, section 2."""
     if not isinstance(patch, dict):
         return patch
     result = dict(before) if isinstance(before, dict) else {}

@@ -1,4 +1,4 @@
-"""The lines of an operator that is asked for JSON: one object each, whatever is said."""
+"""The JSON log lines of an operator: one object each, for any record."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def record(text, *args, level=logging.WARNING, trouble=None):
 
 @pytest.fixture
 def project_logger():
-    """The logger `elastane`, as it was before."""
+    """Restore the logger `elastane` after the test."""
     logger = logging.getLogger("elastane")
     before = logger.handlers[:], logger.level, logger.propagate
     yield logger

@@ -95,7 +95,7 @@ def test_a_waiting_task_is_woken_by_a_due_and_by_an_added_item():
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """However keys come and go, none is with two workers, and none that was added is lost."""
+    """For any sequence of calls no key is with two workers, and no added key is lost."""
 
     KEYS = st.sampled_from("abc")
 
@@ -143,7 +143,7 @@ TestQueue = QueueMachine.TestCase
 
 
 class Notebook(LeasePlace):
-    """A Lease in memory, as one of its candidates sees it; `clock` is its own."""
+    """A Lease in memory for one of its candidates, with the candidate's `clock`."""
 
     def __init__(self, shared, clock):
         api = SimpleNamespace(access=SimpleNamespace(where="here"))
@@ -205,7 +205,7 @@ def test_a_claim_whose_answer_was_lost_is_known_as_ones_own():
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_lease_is_given_back_for_a_dead_pod_unless_another_pod_has_taken_it(taken):
-    """Also where that was between the look and the write."""
+    """The other pod may take it between the read and the write."""
     now_s, shared = 0.0, {}
     dead, other = (candidate(shared, lambda: now_s, name) for name in ("dead", "other"))
     dead._place.pod = "dead's"
@@ -227,7 +227,7 @@ def test_a_lease_is_given_back_for_a_dead_pod_unless_another_pod_has_taken_it(ta
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 2]), st.floats(0.1, 12.0)), max_size=60))
 def test_no_two_hold_it_at_any_time_whatever_their_looks(steps):
-    """Three candidates, clocks that agree in pace only; writes are conditional on the version."""
+    """Three candidates with clocks of equal rate; writes are conditional on the version."""
     now_s, shared = 0.0, {}
     all_of_them = [
         candidate(shared, lambda offset_s=offset_s: now_s + offset_s, str(offset_s))
@@ -273,7 +273,7 @@ def test_what_is_counted_is_declared():
 
 
 class Secrets:
-    """The part of the API that creates Secrets; `taken` are names that exist already."""
+    """The part of the API that creates Secrets; `taken` has existing names."""
 
     def __init__(self, taken=()):
         self.taken, self.made = set(taken), []

@@ -1,4 +1,4 @@
-"""What the operator's caches hold, and what they give to a decision."""
+"""The operator's caches, and the objects that they give to a decision."""
 
 from types import SimpleNamespace
 
@@ -87,7 +87,7 @@ def test_indexes_hold_what_the_cache_holds(steps):
 
 @given(st.permutations(range(6)))
 def test_in_whatever_order_answers_and_the_watch_come_the_newest_stays(order):
-    """Of one pod's life, what the watch tells is in order; answers to our writes are not."""
+    """The watch reports a pod's life in order; answers to writes come in any order."""
     held, _ = cache()
     watched = iter(range(1, 7))
     for number in order:

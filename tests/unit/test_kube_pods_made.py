@@ -1,4 +1,4 @@
-"""The pods and objects that are made: names, labels, injected arguments, Services, access."""
+"""The created pods and objects: names, labels, injected arguments, Services, access."""
 
 import copy
 
@@ -18,7 +18,7 @@ from elastane.kubernetes.store.objects import token_of
 
 
 def begun(spec=None):
-    """A job that was just seen for the first time, and what was decided about it."""
+    """Return a job that was seen for the first time, and the decision about it."""
     cluster = Cluster(spec=spec or spec_of())
     decision, _ = cluster.operate()
     return cluster, decision
@@ -108,7 +108,7 @@ def test_an_id_of_the_users_is_the_only_one_and_names_the_token(word):
 
 
 def test_a_job_created_again_has_another_rendezvous_id():
-    """pytorch/elastic #151: the same id in the same etcd is a job that is closed."""
+    """pytorch/elastic #151: under the same id in the same etcd the job is closed."""
     one, other = Cluster(spec=spec_of()), Cluster(spec=spec_of())
     other.job["metadata"]["uid"] = "job11111-1"
     other.relist()
@@ -147,7 +147,7 @@ def test_a_variable_of_the_users_stays_as_it_is():
 
 
 def test_sidecars_and_init_containers_are_left_alone():
-    """The original pushed its arguments into every container."""
+    """The original controller injected its arguments into every container."""
     spec = spec_of()
     pod = spec["replicaSpecs"]["Worker"]["template"]["spec"]
     logs = {"name": "logs", "image": "logs:1", "args": ["-f"]}

@@ -1,4 +1,4 @@
-"""A job whose pods all run and that gets nowhere: crash loops, and steps that do not rise."""
+"""Jobs without progress whose pods all run: crash loops, and steps that do not rise."""
 
 import pytest
 from kube_cluster import Cluster, spec_of
@@ -15,7 +15,7 @@ def running(**more):
 
 
 def look(cluster, pass_s=1.0, **report):
-    """Time passes, the coordinator reports this, and the operator decides."""
+    """Let time pass, the coordinator report this, and the operator decide."""
     cluster.now_s += pass_s
     if report:
         cluster.tell_who_is_in(**report)

@@ -1,4 +1,4 @@
-"""What the API server refuses to patch or to delete is a condition, and not tried without end."""
+"""Refused patches and deletions are reported in a condition, and retried with pauses."""
 
 import pytest
 from kube_cluster import Cluster, spec_of

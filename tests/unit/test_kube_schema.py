@@ -1,4 +1,4 @@
-"""The definition of the resource: structural, complete, and of one mind with the operator."""
+"""The definition of the resource is structural, complete, and agrees with the operator."""
 
 import copy
 import re
@@ -63,7 +63,7 @@ def parts(node, path=""):
 
 @pytest.mark.parametrize(("path", "node"), list(parts(schema())), ids=lambda one: str(one)[:60])
 def test_every_part_is_structural(path, node):
-    """What apiextensions.k8s.io/v1 demands of a schema, as far as ours can break it."""
+    """Check the rules of apiextensions.k8s.io/v1 that our schema could break."""
     assert ("type" in node) != ("x-kubernetes-int-or-string" in node), path
     allowed = {
         "type", "description", "properties", "required", "items", "additionalProperties", "enum",

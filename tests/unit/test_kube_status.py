@@ -1,4 +1,4 @@
-"""What the status tells: reports, workers, conditions and their times; bounded, written once."""
+"""The status: reports, workers, conditions and their times; bounded, and written once."""
 
 from kube_cluster import Cluster, spec_of
 
@@ -6,20 +6,20 @@ from elastane.kubernetes.model.observed import JobReport, MemberReport
 
 
 def running(replicas=2, least=1, most=4):
-    """A job whose pods run."""
+    """Return a job whose pods run."""
     cluster = Cluster(spec=spec_of(replicas, least, most))
     cluster.settle()
     return cluster
 
 
 def decide(cluster):
-    """What is true is known; decide and do."""
+    """Let the operator observe the cluster, decide and act."""
     cluster.relist()
     return cluster.operate()[0]
 
 
 def report_of(cluster, **more):
-    """What the job's coordinator says of the pods that there are."""
+    """Return the coordinator's report about the existing pods."""
     pods = sorted(cluster.pods.values(), key=lambda pod: pod.index)
     members = tuple(
         MemberReport(pod=pod.uid, state="joined", rank=rank) for rank, pod in enumerate(pods)
@@ -57,7 +57,7 @@ def test_the_report_is_in_the_status_and_what_it_said_last_stays():
 
 
 def test_a_report_about_pods_that_are_all_gone_is_not_shown():
-    """A resumed job had shown the world and the step of before its suspension."""
+    """Otherwise a resumed job would show the world and step from before its suspension."""
     cluster = running(2)
     cluster.report = report_of(cluster, step=120)
     decide(cluster)

@@ -1,4 +1,4 @@
-"""An edited template: which pods it replaces, when, and what the status says of the others."""
+"""An edited template: which pods it replaces and when, and the status of the others."""
 
 import copy
 
@@ -34,7 +34,7 @@ def images(cluster):
 
 
 def stuck(waiting="ImagePullBackOff", **more):
-    """A job none of whose containers starts."""
+    """Return a job without any container that can start."""
     cluster = Cluster(spec=of_image("typo:1", **more))
     decide(cluster)
     for pod in cluster.pods.values():

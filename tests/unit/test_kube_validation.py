@@ -1,4 +1,4 @@
-"""What is wrong in a manifest is told by path, value and expectation, and tried no more."""
+"""Faults of a manifest are reported by path, value and expectation, and not retried."""
 
 import copy
 
@@ -15,7 +15,7 @@ MISSING = object()
 
 
 def with_at(path, value, spec=None):
-    """A good spec with one value changed; `path` as in messages, without `spec.`."""
+    """Return a valid spec with one changed value; `path` as in messages, without `spec.`."""
     spec = copy.deepcopy(spec or spec_of(2, 1, 4))
     node = spec
     *steps, last = path.removeprefix("spec.").replace("[", ".[").split(".")

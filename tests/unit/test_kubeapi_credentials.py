@@ -1,4 +1,4 @@
-"""Which API server is meant, and who we are to it: kubeconfig files, service accounts, plugins."""
+"""The API server and the identity: from kubeconfig files, service accounts and plugins."""
 
 from __future__ import annotations
 

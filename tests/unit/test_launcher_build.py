@@ -1,4 +1,4 @@
-"""Options and environment into one checked configuration, or a refusal that says what to do."""
+"""Options and environment give a checked configuration, or an error with a next step."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a command line asks for beyond the plain: other devices, start methods, stray variables."""
+"""Special command lines: other devices, start methods, misspelt variables."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""An agent of a job that ended behind its back ends as the job did."""
+"""An agent that missed the end of its job ends with the recorded outcome."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What the metadata servers of clouds say, right and hostile: requests out, answers in, notices."""
+"""Metadata servers of clouds, right and hostile: requests, answers and notices."""
 
 import json
 
@@ -25,7 +25,7 @@ def ok(body="", headers=None, clock_s=NOW_S):
 
 
 def hold(server, *answers):
-    """Hold one dialogue; return all requests, and the notices at its end."""
+    """Run one dialogue; return all requests, and the notices at its end."""
     dialogue = server.ask()
     asks = [next(dialogue)]
     for answer in answers:
@@ -207,7 +207,7 @@ GARBAGE = st.one_of(
     headers=st.just(GOOGLE) | st.sampled_from([{}, {"location": "http://evil/", "date": "x"}]),
 )
 def test_an_unexpected_answer_makes_no_node_leave(make, status, body, headers):
-    """Ten times the same answer ends the dialogue, by its notices or by an error."""
+    """The server sends the same answer ten times; the dialogue ends with notices or an error."""
     dialogue = make().ask()
     next(dialogue)
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""What notices mean: sources and texts, also hostile ones, and which notices are new and due."""
+"""Notices: their sources and texts, also hostile ones, and which are new and due."""
 
 import math
 

@@ -16,7 +16,7 @@ GOING = Notice("file", "going")
 
 
 class Scripted:
-    """A source that shows, or raises, one thing after the other; the last one for ever."""
+    """A source that returns or raises scripted results, and then repeats the last one."""
 
     pause_s = 0.0
 

@@ -1,4 +1,4 @@
-"""What the seat reports to an ElasticJob's operator, and what it reads of its directive."""
+"""The reports of a coordinator to its ElasticJob's operator, and the directives that it reads."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_directive_is_read_as_far_as_it_makes_sense(data, expected):
 
 
 class FakeMailbox:
-    """A mailbox that gives the directives, and raises the errors, that the test names."""
+    """A mailbox with scripted directives and errors."""
 
     def __init__(self, *directives: Directive | Exception | None) -> None:
         self.directives_left = list(directives)
@@ -154,7 +154,7 @@ class FakeMailbox:
 
 
 class FakeCoordinator:
-    """A coordinator that records what it is ordered."""
+    """A coordinator that records its orders."""
 
     def __init__(self) -> None:
         self.orders: list[object] = []

@@ -71,7 +71,7 @@ def test_the_whole_script_is_as_expected():
 
 
 def run(text, tmp_path, outcome, code=0, state="RUNNING", **environ):
-    """Run a script with commands of Slurm that write what they are told; returns code and that."""
+    """Run a script with fake Slurm commands; return its exit code and their arguments."""
     tools = tmp_path / "tools"
     tools.mkdir(exist_ok=True)
     report = f"printf '{{\\n  \"exit_code\": {outcome}\\n}}\\n' > slurm-7.outcome.json"

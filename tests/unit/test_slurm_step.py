@@ -1,4 +1,4 @@
-"""The environment of a Slurm step: what it stands for, and what is refused."""
+"""The environment of a Slurm step: the configuration that it gives, and refused values."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from elastane.slurm.step import find, read_step
 
 
 def step(node=1, **more):
-    """The variables of a task of `srun -N4 --ntasks-per-node=1`, as Slurm 22.05 sets them."""
+    """Return the variables of a task of `srun -N4 --ntasks-per-node=1`, as in Slurm 22.05."""
     return {
         "SLURM_CLUSTER_NAME": "lab",
         "SLURM_JOB_ID": "123",

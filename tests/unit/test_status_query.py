@@ -1,4 +1,4 @@
-"""What `elastane status` makes of a coordinator's answer."""
+"""How `elastane status` handles a coordinator's answer."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The screen of `elastane status`: what a person sees of a report or of a log."""
+"""The screen of `elastane status`, for a report or a log."""
 
 from elastane.cli import status
 from elastane.cli.main import main
@@ -139,7 +139,7 @@ def test_a_job_whose_nodes_left_after_its_end_says_how_it_ended(tmp_path, capsys
 
 
 def test_the_coordinators_report_is_shown_before_the_log_is_read(monkeypatch, capsys):
-    """A log of a thousand hosts takes seconds."""
+    """To read a log of a thousand hosts takes seconds."""
     view = status._View("digits-1", "h:1", report=report([node("a", 0)]), log_dir="/logs")
     shown = []
     monkeypatch.setattr(status, "_views", lambda args, job: [view])

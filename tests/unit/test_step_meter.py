@@ -1,4 +1,4 @@
-"""What a worker writes of its steps, and what its agent reads of them."""
+"""A worker's records of its steps on the page, and the agent's reading of them."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Streams of a group whose log folder does not answer."""
+"""Streams of a group whose log folder hangs."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""How the agent is to keep its workers, as options and variables say it."""
+"""The agent's settings for its workers, from options and variables."""
 
 import sys
 from importlib.metadata import EntryPoint, EntryPoints

@@ -1,4 +1,4 @@
-"""The job that TorchX makes of elastane.torchx.run, for the TorchX that is installed."""
+"""The job that the installed TorchX makes from elastane.torchx.run."""
 
 import re
 import shlex
@@ -24,7 +24,7 @@ VALUES = macros.Values(img_root="", app_id="job-1", replica_id="1", rank0_env="R
 
 
 def role_of(*args, **options):
-    """The one role, with TorchX's macros filled in for replica 1."""
+    """Return the only role, with TorchX's macros filled in for replica 1."""
     [role] = run(*args, **options).roles
     return VALUES.apply(role)
 
@@ -36,7 +36,7 @@ def command_of(*args, **options):
 
 
 def options_of(tmp_path, monkeypatch, **options):
-    """The configuration that `elastane run` reads from the command."""
+    """Return the configuration that `elastane run` reads from the command."""
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command_of(script="train.py", **options).partition("exec elastane run ")[2])

@@ -1,4 +1,4 @@
-"""The wire codec: what is proved by the handshake, and what each refusal says."""
+"""The wire codec: the proofs of the handshake, and the text of each refusal."""
 
 import msgspec
 import pytest

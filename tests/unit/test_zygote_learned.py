@@ -77,7 +77,7 @@ def test_a_package_that_reads_a_rank_is_unsafe_and_so_is_what_imports_it(install
 
 @pytest.fixture
 def renewal(monkeypatch):
-    """The renewal of `learned_renewed`; a test may break its parts."""
+    """Return the renewal of `learned_renewed`, whose parts a test may break."""
 
     def renew(module):
         module.rank = os.environ.get("RANK", "0")

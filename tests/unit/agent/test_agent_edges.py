@@ -1,4 +1,4 @@
-"""The agent's rules at their edges: what it says once, and what it brings along."""
+"""Edges of the agent's rules: messages that it sends once, and facts that it registers with."""
 
 from test_agent_rules import FENCE, Agent
 

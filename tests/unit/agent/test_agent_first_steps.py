@@ -16,7 +16,7 @@ from elastane.protocol.model import Fence
 
 @pytest.fixture
 def pages():
-    """The pages of two workers, as their agent and as they see them."""
+    """Return the status pages of two workers, from the agent's side and from theirs."""
     agents = {pid: StatusPage.create() for pid in (1, 2)}
     workers = {pid: WorkerPage.open(os.dup(page.fd)) for pid, page in agents.items()}
     yield agents, workers

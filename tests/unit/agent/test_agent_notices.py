@@ -1,4 +1,4 @@
-"""The agent's rules on notices: it leaves as for a signal, and keeps the deadline."""
+"""The agent's rules for notices: it leaves as after a signal, and keeps the deadline."""
 
 import pytest
 from test_agent_rules import FENCE, Agent

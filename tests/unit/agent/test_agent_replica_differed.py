@@ -1,4 +1,4 @@
-"""A worker whose replica differed: its agent reports it, and does no more."""
+"""A worker whose replica differed is only reported by its agent."""
 
 import pytest
 from test_agent_rules import FENCE, Agent

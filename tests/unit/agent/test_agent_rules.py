@@ -1,4 +1,4 @@
-"""The agent's rules: it reports what it holds, keeps healthy workers, and stops them in time."""
+"""The agent's rules: it reports its workers, keeps healthy ones, and stops them in time."""
 
 import msgspec
 import pytest
@@ -109,7 +109,7 @@ def failed(rank=0):
 
 
 def test_with_its_registration_an_agent_says_where_its_workers_last_met():
-    """A new coordinator must know that they hold the state before it can go on without others."""
+    """A new coordinator must know that these workers hold the state, to continue without others."""
     agent = Agent().running()
     agent.does(Unlinked("gone"))
     agent.does(Linked(), met=FENCE.round)
@@ -177,7 +177,7 @@ def test_an_agent_without_authority_for_too_long_stops_its_workers():
 
 
 def test_time_in_which_its_host_was_suspended_counts():
-    """Its own clock stood still; those who wait for it to stop were not suspended."""
+    """Its own clock stopped, but the nodes that wait for it to stop were not suspended."""
     agent = Agent().running()
     agent.passes(10.0, answer=True)
     agent.slept_s = 30.0
@@ -254,7 +254,7 @@ def test_answers_that_waited_in_a_buffer_prove_no_authority():
 
 
 def test_an_assignment_with_a_closed_port_is_not_started():
-    """It was decided before the coordinator heard of the next port, and crossed with that news."""
+    """The assignment was decided before the coordinator learned of the node's new port."""
     agent = Agent()
     stale = msgspec.structs.replace(assignment(), master_port=9)
     agent.told(Assign(stale))

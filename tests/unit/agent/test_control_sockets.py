@@ -1,4 +1,4 @@
-"""What an agent makes of a worker's line that ends: mostly its process has, and is told next."""
+"""A worker's control socket closes: usually its process has ended, which is reported next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastane.protocol.model import Assignment, Fence, Joining, Sharding
 
 
 class Heard:
-    """What is told of who is able, each time that it changes."""
+    """Records which workers are able, at each change."""
 
     def __init__(self) -> None:
         self.lines = ControlSockets(self._changed, lambda fence, reason: None)

@@ -13,7 +13,7 @@ NEW, OLD = b"new", b"old"
 
 
 class Coordinator:
-    """Takes these secrets, or refuses all by another reason."""
+    """Accepts these secrets, or refuses all of them for another reason."""
 
     def __init__(self, takes, otherwise="wrong-token"):
         self.takes, self.otherwise = takes, otherwise
@@ -43,7 +43,7 @@ class Registry:
 
 @pytest.fixture
 def dial(monkeypatch):
-    """Make a dialer of an agent that has these secrets, before this coordinator."""
+    """Return a dialer of an agent with these secrets, for this coordinator."""
 
     def make(coordinator, secrets=(NEW, OLD), registry=None, token=lambda: "token"):
         monkeypatch.setattr(link.rpc, "connect", coordinator.connect)

@@ -1,4 +1,4 @@
-"""Of a crash's long output, what a person needs: both stacks of the thread that faulted."""
+"""The useful part of a crash's long output: both stacks of the thread that crashed."""
 
 from elastane.agent.failure_reports import crash_text, read_last_words
 from elastane.process.streams.group import WorkerStreams

@@ -1,4 +1,4 @@
-"""How often an agent looks for a coordinator that is lost: as often as the store bears."""
+"""The rate at which agents look for a lost coordinator is bounded for the store."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A link reports that the last session's coordinator refuses connections, so that it has ended."""
+"""A link reports if the last coordinator's address refuses connections, since it has ended then."""
 
 import asyncio
 
@@ -21,11 +21,11 @@ class EndedSession:
         return None
 
     def close(self, reason):
-        """Close nothing."""
+        """Do nothing."""
 
 
 class Places:
-    """Locates the coordinator at one address after the other, and keeps what it was told."""
+    """Locates the coordinator at one address after another, and records reports."""
 
     def __init__(self, *places):
         self._places, self.told = [*places], []
@@ -34,14 +34,14 @@ class Places:
         return self._places.pop(0) if len(self._places) > 1 else self._places[0]
 
     def found(self):
-        """Hear it."""
+        """Ignore the address."""
 
     def refused(self, host, port):
         self.told.append((host, port))
 
 
 async def refuses(host, port):
-    """Dial a port at which nobody listens, which the kernel answers."""
+    """Dial a closed port, which the kernel refuses."""
     return await rpc.connect(host, 1, job="j", secret=b"s", tls=None, timeout_s=5.0)
 
 

@@ -1,4 +1,4 @@
-"""An agent that knows how its job ended looks for no other coordinator, and starts none."""
+"""An agent that knows its job's outcome neither looks for a coordinator nor starts one."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ class Session:
         return self._messages.pop(0)
 
     def close(self, reason):
-        """Close nothing."""
+        """Do nothing."""
 
 
 class Locator:
@@ -34,7 +34,7 @@ class Locator:
         return "127.0.0.1", 1
 
     def found(self):
-        """Hear it."""
+        """Ignore the address."""
 
 
 @pytest.mark.parametrize("authority", [True, False])

@@ -1,4 +1,4 @@
-"""A worker that no signal ends: given up after the time that is set, and its node with it."""
+"""A worker that no signal ends is given up after a set time, and its node leaves."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from elastane.protocol.model import Outcome
 
 
 def without_bound(until_ns):
-    """Take a deadline, which these tests do not look at."""
+    """Accept a deadline, which these tests do not check."""
 
 
 @pytest.fixture(autouse=True)

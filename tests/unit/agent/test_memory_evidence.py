@@ -1,4 +1,4 @@
-"""A SIGKILL for want of memory is told from others, by counters and not by guessing."""
+"""A SIGKILL by the out-of-memory killer is recognized by counters."""
 
 import signal
 
@@ -61,7 +61,7 @@ V2 = "0::/job/a\n"
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Make a machine whose kernel says this of our cgroup, and has these files of cgroups."""
+    """Create the /proc and cgroup files of a machine with this cgroup."""
 
     def make(ours, files):
         monkeypatch.setattr(failure_reports, "_CGROUPS", tmp_path)

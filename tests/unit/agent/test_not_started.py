@@ -1,4 +1,4 @@
-"""No descriptors, no memory: a worker that cannot be started is told, and ends nobody."""
+"""A worker that cannot be started (no descriptors, no memory) is reported, and ends no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the next world meets on this node: each session with a coordinator offers another port."""
+"""The port for the next world on this node: each session offers a different one."""
 
 import asyncio
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from elastane.protocol.model import Fence, PortOffer, Sharding
 
 
 class Core:
-    """Hears what the shell passes on; a signal ends it."""
+    """Rules that record the shell's events; a signal ends them."""
 
     wake_s = 0.0
     train_until_s = outcome = None

@@ -1,4 +1,4 @@
-"""Workers in uninterruptible sleep: for how long without a break."""
+"""How long workers have been in uninterruptible sleep without a break."""
 
 from elastane.agent.hang_monitor import StuckWatch, states_of
 

@@ -1,4 +1,4 @@
-"""How an agent ends one of its workers: by word, and by a signal that suits what it may lose."""
+"""How an agent ends a worker: by a message, and by a signal that depends on unsaved state."""
 
 import signal
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ class Process:
 def test_a_worker_is_asked_to_end_and_killed_if_it_has_no_state_to_lose(
     has_saved, got_sigterm, signals
 ):
-    """It waits for a place in `init()` and may swallow SIGTERM: the word ends it."""
+    """A worker that waits in `init()` may ignore SIGTERM, so a message ends it."""
     sent, process = [], Process()
     sockets = SimpleNamespace(send=lambda local_rank, word: sent.append((local_rank, word)))
     page = SimpleNamespace(has_saved=has_saved)

@@ -1,4 +1,4 @@
-"""What ranks tell each other before a save: who is at another step is told, by all ranks alike."""
+"""Ranks exchange their steps before a save; all get the same error about a differing one."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class Idle:
 
 
 class Two:
-    """Two ranks, of which the other says the same but for its step."""
+    """Two ranks; the other one sends the same data with its own step."""
 
     rank, size = 0, 2
     fence = (3, 1)

@@ -1,4 +1,4 @@
-"""The bytes around a tensor's data make what torch.load and zip readers take."""
+"""The bytes around a tensor's data make a file that torch.load and zip readers accept."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""A state that is taken apart for each save anew, while what it is made of stays the same."""
+"""Repeated captures of a state with an unchanged structure."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_a_shape_or_dtype_changed_in_place_is_found_when_checked():
 
 @pytest.fixture
 def mesh():
-    """A mesh of two ranks, of which this process is one; nothing is ever sent."""
+    """A mesh of two ranks with this process as one of them; nothing is sent."""
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Tensors that lie in a snapshot's memory are those that were saved, and go their own way."""
+"""Tensors in a snapshot's memory have the saved values, and change independently of it."""
 
 import errno
 import gc
@@ -31,7 +31,7 @@ def asked_anew():
 
 
 class Image:
-    """The image of a state, in the slots of some workers."""
+    """The serialized layout of a state, in the slots of some workers."""
 
     def __init__(self, state, slots=1):
         captured = Captured(state)
@@ -57,7 +57,7 @@ class Image:
         return CopyOnWriteTensors(self.layout, MemoryPieces(self.pieces))
 
     def fill(self, value):
-        """As the next save does."""
+        """Fill the slots, as the next save does."""
         for slot in self.slots:
             for place in slot.places:
                 place.fill_(value)

@@ -1,4 +1,4 @@
-"""A copy that is shared out among threads is the whole of it, and in equal shares."""
+"""A copy by several threads is complete, and divided into equal shares."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What ranks lack of a sharded state comes from who has it, once, and into the right places."""
+"""Ranks get missing pieces of a sharded state from their holders, once, at the right places."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastane.observe.progress import ShownProgress
 
 
 class Room:
-    """Ranks as threads: what each says and spreads is there for all."""
+    """Ranks as threads that exchange messages and broadcasts."""
 
     def __init__(self, size):
         self.size = size
@@ -47,7 +47,7 @@ class Ranked:
 
 
 def together(room, each):
-    """Run `each(rank)` of all ranks at once; returns what they raised."""
+    """Run `each(rank)` of all ranks at once; return their exceptions."""
     raised = [None] * room.size
 
     def one(rank):
@@ -65,7 +65,7 @@ def together(room, each):
 
 
 class State:
-    """A tensor of rows, sharded over `ranks`; and its image."""
+    """A tensor of rows, sharded over `ranks`, and its serialized layout."""
 
     def __init__(self, rows, ranks):
         self.whole = torch.arange(rows * 7, dtype=torch.float32).reshape(rows, 7)

@@ -1,4 +1,4 @@
-"""The interval of checkpoints is Young's and Daly's, within bounds, and says why."""
+"""The save interval is Young's and Daly's, within bounds, and has a reason."""
 
 import math
 
@@ -16,7 +16,7 @@ from elastane.checkpoint.schedule import (
 
 
 def waste(every_s, cost_s, mtbf):
-    """The share of time that is lost where failures come at random (Daly, equation 13)."""
+    """The share of time that is lost if failures come at random (Daly, equation 13)."""
     segment = every_s + cost_s
     return mtbf * math.expm1(segment / mtbf) / every_s - 1
 

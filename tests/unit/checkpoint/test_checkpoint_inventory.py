@@ -1,4 +1,4 @@
-"""All ranks restore the newest state that can be had, from whoever has it."""
+"""All ranks restore the newest available state, from any holder."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Every value of a state has its place in the image, once, whoever holds it."""
+"""Every value of a state has one place in the serialized layout, whichever rank holds it."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ from elastane.errors import CheckpointError
 
 
 def covered(layout: Layout) -> None:
-    """Assert that the pieces of each tensor are the whole of it, none of them twice."""
+    """Assert that the pieces of each tensor cover it completely and once."""
     for number, tensor in enumerate(layout.tensors):
         count = torch.zeros(tensor.shape, dtype=torch.int64)
         for piece in layout.pieces:

@@ -1,4 +1,4 @@
-"""Leaves that are no tensors: one that has not changed is not written anew."""
+"""Leaves that are not tensors: an unchanged one is not written again."""
 
 import copy
 import io

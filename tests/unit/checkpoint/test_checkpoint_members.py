@@ -1,4 +1,4 @@
-"""A rank that waits for the others, as it does for ever where they never call."""
+"""A rank warns while it waits for others that may never call."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ SAID = "this rank has waited"
 
 @pytest.fixture
 def group():
-    """A group of two ranks, of which this process is one; nothing is ever sent."""
+    """A group of two ranks with this process as one of them; nothing is sent."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield dist.group.WORLD
     dist.destroy_process_group()

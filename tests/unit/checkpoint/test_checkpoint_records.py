@@ -1,4 +1,4 @@
-"""The order of checkpoints, their names, and which records are believed."""
+"""The order of checkpoints, their names, and which records are valid."""
 
 import msgspec
 import pytest

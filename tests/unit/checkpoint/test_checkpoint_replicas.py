@@ -1,4 +1,4 @@
-"""Who gets whose copies, where it is found, and which save is safe."""
+"""The destinations of copies, their addresses, and which save is safe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a save is due: by steps alike on all ranks, by time as rank 0's clock says."""
+"""When a save is due: by steps, equally on all ranks, or by rank 0's clock."""
 
 import itertools
 import random
@@ -17,7 +17,7 @@ class Clock:
 
 
 def drive(clock, ranks, steps, step_s):
-    """Play steps; returns at which steps all ranks saved."""
+    """Play steps; return the steps at which all ranks saved."""
     saved = []
     for step in range(1, steps + 1):
         clock.now_s += step_s() if callable(step_s) else step_s
@@ -91,7 +91,7 @@ def test_auto_logs_the_interval_and_its_reason_once():
 
 
 def given(pace, clock, writes_s, saves_s):
-    """Drive saves at these times; returns when storage was given one, that takes so long."""
+    """Play saves at these times; return when storage got one, with writes of this length."""
     found, until_s = [], 0.0
     for clock.now_s in saves_s:
         busy = clock.now_s < until_s

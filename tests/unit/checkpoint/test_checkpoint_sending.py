@@ -1,4 +1,4 @@
-"""A checkpoint on its way from one folder to others, over ranks that are threads here."""
+"""A checkpoint is copied from one folder to others, over ranks that are threads here."""
 
 import errno
 import threading
@@ -20,7 +20,7 @@ DEADLINE_S = 30.0
 
 
 class Together:
-    """What threads tell each other in turns."""
+    """Messages between threads, in turns."""
 
     def __init__(self):
         self.barrier = threading.Barrier(RANKS)
@@ -29,7 +29,7 @@ class Together:
 
 
 class Rank:
-    """One thread's view of all."""
+    """One thread's view of the exchange."""
 
     size = RANKS
 
@@ -55,7 +55,7 @@ class Rank:
 
 @pytest.fixture
 def folders(tmp_path):
-    """One that holds a checkpoint of several chunks, and two that lack it."""
+    """Return a folder with a checkpoint of several chunks, and two without it."""
     values = CHUNK_BYTES * 6 // 4 + 12345
     state = {"x": torch.arange(values, dtype=torch.float32)}
     elastane.save_checkpoint(tmp_path / "0", state, step=3)
@@ -65,7 +65,7 @@ def folders(tmp_path):
 
 
 def brought(folders, storages=None):
-    """Bring it to ranks 1 and 2; return what each rank found."""
+    """Copy the checkpoint to ranks 1 and 2; return each rank's result."""
     name = next(path.name for path in (folders / "0").glob("step-*"))
     together = Together()
     storages = storages or [open_storage(str(folders / str(rank))) for rank in range(RANKS)]

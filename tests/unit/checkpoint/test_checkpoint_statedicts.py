@@ -1,4 +1,4 @@
-"""A state dict that is only looked through is the one that torch would make, whatever was done."""
+"""A reused state dict is equal to the one that torch would make, after any change."""
 
 import copy
 
@@ -10,7 +10,7 @@ from elastane.checkpoint.registered import ModuleState, OptimizerState
 
 
 class Own(nn.Linear):
-    """A part with a state of its own making."""
+    """A module with its own state."""
 
     def get_extra_state(self):
         return {"times": 1}
@@ -37,7 +37,7 @@ def made():
 
 
 def insist_on_torchs(state, right):
-    """The same keys in the same order, with the same objects."""
+    """Assert the same keys in the same order, with the same objects."""
     assert [*state] == [*right]
     for key, value in right.items():
         assert state[key] is value, key

@@ -1,4 +1,4 @@
-"""What one worker takes over from another is the same to the last bit, whatever its kind."""
+"""State that one worker takes over from another is bitwise equal, for every kind of object."""
 
 import random
 
@@ -61,7 +61,7 @@ def test_random_streams_are_taken_without_beginning_to_use_a_gpu(monkeypatch):
 
 
 def python_pair():
-    """Two numbers, of which the second is drawn ahead with the first."""
+    """Two numbers; the second is drawn ahead with the first."""
     return random.gauss(0, 1), random.gauss(0, 1)
 
 
@@ -144,7 +144,7 @@ def asked_again():
 def test_a_generator_that_keeps_its_words_elsewhere_is_read_in_full(
     asked_again, monkeypatch, fields
 ):
-    """As in a version whose objects hold a pointer, or nothing that changes with a draw."""
+    """Some version's objects may hold a pointer, or nothing that changes with a draw."""
     monkeypatch.setattr(
         registered, "_fields", lambda thing, kind: fields % id(thing) if b"%" in fields else fields
     )

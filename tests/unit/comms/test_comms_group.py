@@ -10,7 +10,7 @@ DEADLINE_S = 30.0
 
 
 class Destroyed:
-    """Stands for torch's group; its destructor may block whoever drops the last reference."""
+    """Replaces torch's group, whose destructor may block the thread that drops it last."""
 
     def __init__(self, seen):
         self._seen = seen

@@ -1,4 +1,4 @@
-"""What members count of their collectives, and which of their records cannot both be right."""
+"""The records of members' collectives, and which records contradict each other."""
 
 import pytest
 import torch

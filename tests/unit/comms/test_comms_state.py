@@ -1,4 +1,4 @@
-"""State goes as plain data and tensors, and comes back the same; what cannot is refused by name."""
+"""State is sent as plain data and tensors, unchanged; other values are refused by name."""
 
 import random
 from collections import Counter, OrderedDict, defaultdict
@@ -100,7 +100,7 @@ def test_bytes_that_are_no_state_raise_state_error(tree):
 
 
 def test_the_digest_changes_with_every_change_of_the_data():
-    """One bit, two equal changes that cancel in xor, two words exchanged, a name, a kind."""
+    """Changes: one bit, two equal ones that cancel in xor, a value, a name, a dtype, a shape."""
     base = {"w": torch.arange(64, dtype=torch.int64), "n": 1}
     digests = {state_digest(base)}
     flipped = {"w": base["w"].clone(), "n": 1}
@@ -116,7 +116,7 @@ def test_the_digest_changes_with_every_change_of_the_data():
 
 
 def test_the_digest_changes_with_every_exchange_of_values():
-    """In a row, in a column, across both, across chunks; of all together."""
+    """Exchanges in a row, in a column, across both, across chunks, and of all values."""
     data = torch.arange(100_000)
     changed = [data.flip(0), data.roll(1), data.roll(256)]
     for a, b in [(3, 4), (3, 3 + 256), (3, 4 + 256), (3, 3 + (1 << 15)), (3, 99_999)]:

@@ -1,4 +1,4 @@
-"""The sum over virtual shards is that of one tree, whoever computes it."""
+"""The sum over virtual shards is that of one tree, whichever rank computes it."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_every_world_has_the_same_sum_bit_for_bit(shards):
 
 
 def test_another_order_of_the_sum_gives_other_bits():
-    """That the test above can fail: a plain loop gives other bits."""
+    """The test above can fail, since a plain loop gives other bits."""
     generator = torch.Generator().manual_seed(0)
     vectors = [torch.randn(500, generator=generator) for _ in range(8)]
     assert not torch.equal(sum(vectors[1:], vectors[0]), _reference(vectors))

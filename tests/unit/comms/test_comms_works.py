@@ -1,4 +1,4 @@
-"""Works that take no time limit are waited for in a thread that is used again, and given up."""
+"""Waits for works without a timeout use threads that are reused, and can be given up."""
 
 import threading
 
@@ -9,7 +9,7 @@ from elastane.comms.works import Waited, WorkLog
 
 
 class Step(Work):
-    """A work that ends as it is told; it takes no notice of a time limit."""
+    """A work that ends when the test says so, and ignores a timeout."""
 
     def __init__(self, error=None, over=True):
         super().__init__()
@@ -86,7 +86,7 @@ def test_aborting_a_world_ends_its_waits_and_drops_their_threads():
 
 
 class Pending(Step):
-    """A work that has not ended, as far as it says."""
+    """A work that never reports its end."""
 
     def is_completed(self):
         return self.over.is_set()

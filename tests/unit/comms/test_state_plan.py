@@ -1,4 +1,4 @@
-"""The furthest committed state wins, travels in few waves, and a majority decides differences."""
+"""The furthest committed state wins and is sent in few waves; a majority decides differences."""
 
 import pytest
 from hypothesis import given
@@ -53,7 +53,7 @@ def test_without_a_state_holder_half_received_states_heal_no_member(standings):
 
 @pytest.mark.parametrize("standings", [[L], [L, L, L], [L, T]])
 def test_workers_that_joined_a_job_whose_state_is_lost_do_not_begin_again_silently(standings):
-    """They restored no checkpoint, since the members that were lost would have given a state."""
+    """They restored no checkpoint, since the lost members were to give them the state."""
     assert decide(standings) is None
 
 

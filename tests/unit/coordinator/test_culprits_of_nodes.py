@@ -21,7 +21,7 @@ def running():
 
 
 def standing(rank, node_id, begun, facts=None):
-    """A worker that waits in its collective of this number; it has completed the first nine."""
+    """Return a worker that waits in the collective with this number, after nine complete ones."""
     board = GroupBoard(position=Position(begun, min(begun, 9)))
     return StandstillEvidence(
         rank=rank,

@@ -58,7 +58,7 @@ def failure(local_rank, pid):
 
 
 class Agent:
-    """The core of node b, with two workers that recover in place."""
+    """The agent rules of node b, with two workers that recover in place."""
 
     def __init__(self):
         self.core = AgentCore(
@@ -86,13 +86,13 @@ class Agent:
 
 
 def holding(job, node_id, **more):
-    """What an agent of `job` holds that has two able workers of its latest assignment."""
+    """Return the Holding of an agent of `job` with two able workers of its latest assignment."""
     more.setdefault("able", (0, 1))
     return Holding(assignment=job.assigned[node_id], state=more.pop("state", "running"), **more)
 
 
 def successor(job):
-    """Another coordinator, with the record of the last."""
+    """Return a new coordinator with the last one's record."""
     after = Driver(job.spec, job.persisted[-1], store_backed=True)
     after.assigned = dict(job.assigned)
     return after
@@ -102,7 +102,7 @@ def successor(job):
 
 
 def test_an_outdated_place_is_declined_and_the_coordinator_is_informed():
-    """Its workers would wait for a place for ever: nothing else tells that they have none."""
+    """Otherwise its workers would wait for a place for ever, and no report would say so."""
     agent = Agent()
     agent.does(MessageReceived(Interrupt(fence=FIRST.fence, reason="c departed")))
     agent.now_s += 2 * ISOLATION_LIMIT_S  # The host stood still.
@@ -354,7 +354,7 @@ def test_a_node_that_registered_with_stale_workers_gets_a_place_later():
 
 
 def test_a_node_that_returns_while_stopping_its_workers_stops_no_others():
-    """SIGTERM came while no coordinator was there: it did not wait for one."""
+    """SIGTERM came while there was no coordinator, and the agent did not wait for one."""
     before = in_place(nodes="abc", low=1)
     job = successor(before)
     for node_id in "ab":
@@ -386,7 +386,7 @@ def test_a_node_that_stops_its_workers_has_finished_none_of_them():
 
 
 def test_where_all_nodes_stop_their_workers_no_worker_gets_another_place():
-    """They were able when they began to stop; none of them is by now."""
+    """The workers were able when they began to stop, and are so no longer."""
     job = in_place(nodes="ab", low=2, high=2)
     after = successor(job)
     for node_id in "ab":

@@ -190,7 +190,7 @@ def test_a_standby_that_dies_interrupts_nothing_and_is_charged():
 
 
 def replacements(job):
-    """What the event log has of what the budget paid for, each with its data."""
+    """Return the logged replacements that used the budget, each with its data."""
     paid = (EventKind.REPLACEMENT, EventKind.RESTART)
     return [(event.kind, event.data) for event in job.events if event.kind in paid]
 
@@ -453,7 +453,7 @@ def test_a_stall_between_two_loops_of_steps_ends_the_world():
 
 
 def reach_target(job, *node_ids, leaves):
-    """Have a node leave, and all workers stop at one boundary; return what they were told."""
+    """Let a node leave and all workers stop at one boundary; return their messages."""
     job.leaves(leaves)
     for node_id in node_ids:
         job.marks(node_id, 5)

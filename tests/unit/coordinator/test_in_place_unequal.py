@@ -10,7 +10,7 @@ from elastane.protocol.model import Fence
 
 
 def unequal(low, high=3, **sizes):
-    """A running world of nodes with so many workers each, all of which recover in place."""
+    """Return a running world of nodes with these numbers of workers, all able in place."""
     job = Driver(job_spec(low, high, 3))
     for node_id, size in sizes.items():
         job.join(node_id, size=size)
@@ -43,7 +43,7 @@ def test_the_least_number_of_workers_is_that_of_the_smallest_sufficient_nodes(lo
 
 @pytest.mark.parametrize("halted", ["", "b departed"])
 def test_a_node_that_returns_while_others_wait_learns_that_the_world_has_ended(halted):
-    """Its workers might make steps all the while: what it was told was lost with its session."""
+    """Otherwise its workers might continue, since the message was lost with its session."""
     job = unequal(2, 2, a=2, b=2)
     job.breaks("b")
     job.passes(0.2, alive="a")

@@ -13,7 +13,7 @@ def order(incident):
 
 
 def test_a_slow_report_does_not_move_a_first_failure_behind_a_second():
-    """Rank 1 failed 1.5 ms before rank 3, and is told in a report that took 10 ms."""
+    """Rank 1 failed 1.5 ms before rank 3, and its report took 10 ms."""
     incident = Incident(at_s=10.0, reason="", planned=False)
     incident.record("n", (failed(3, 0.0005),), 10.0)
     incident.record("n", (failed(3, 0.001), failed(1, 0.0025)), 10.010)

@@ -1,4 +1,4 @@
-"""A node that has to leave by a deadline: the drain of the others takes no longer than that."""
+"""A node has to leave by a deadline, which also bounds the drain of the others."""
 
 import pytest
 from coordinator_driver import Driver, job_spec

@@ -126,7 +126,7 @@ def holding(job, node_id, **more):
 
 
 def successor(job, *dead):
-    """The next coordinator of a job, told who is dead before it lets anybody in."""
+    """Return the next coordinator of a job, which knows the dead pods before it admits nodes."""
     after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="c")
     after.assigned = dict(job.assigned)
     after.handle(Fenced((), dead))
@@ -162,7 +162,7 @@ def test_dead_members_do_not_count_as_possibly_training():
 
 
 def test_a_dead_pod_does_not_exclude_a_new_pod_of_its_name():
-    """Its successor has the same id and another uid, and may be back already."""
+    """The new pod has the same node id and another uid, and may be back already."""
     job = pods()
     after = successor(job, "uid-c")
     after.join("c", "uid-new.1")

@@ -1,4 +1,4 @@
-"""Worlds that others join by planned changes alone: survivors first, joining workers at boundaries.
+"""Worlds that others join only by planned changes: survivors first, others at boundaries.
 
 Their workers run unmodified scripts whose loop has boundaries (`Joining.PLANNED`).
 """
@@ -330,7 +330,7 @@ def test_a_new_coordinator_calls_off_a_drain_of_the_last_one_that_times_out():
 
 
 def test_a_joining_worker_without_a_step_counts_as_a_survivor_after_a_fault():
-    """A member that came with the last world and has made no step is a survivor like others."""
+    """A member of the last world that has made no step is a survivor like the others."""
     job = shrunk()
     able(job, "a")
     job.passes(1.2, alive="ab")

@@ -1,4 +1,4 @@
-"""A wait for state holders out of sight takes nothing from the time that nodes have to join."""
+"""A wait for unreachable state holders does not shorten the time that nodes have to join."""
 
 from coordinator_driver import Driver, job_spec
 from test_in_place_recovery import able, kinds, regrouped
@@ -63,7 +63,7 @@ def test_join_timeout_starts_after_the_wait_without_any_member_left():
 
 
 def all_left():
-    """A job of a, b and c, whose nodes were all told to leave; the coordinator ends with them."""
+    """Return a job of a, b and c, whose nodes all leave; the coordinator ends with them."""
     job = Driver(job_spec(1, 3), store_backed=True)
     for name in "abc":
         job.join(name)

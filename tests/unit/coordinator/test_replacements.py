@@ -31,7 +31,7 @@ def test_a_replacement_that_ends_during_a_commit_is_reported_in_the_new_world(en
 
 
 def test_a_replacement_gets_no_place_in_a_world_that_counts_its_predecessor():
-    """It is able a moment later, and would train in a world that is given up for its like."""
+    """It becomes able later, and would train in a world that is about to be replaced."""
     agent = Agent()
     agent.fails(1)
     agent.does(MessageReceived(Prepare(assignment=NEXT, successors=True)))
@@ -55,7 +55,7 @@ def test_a_replacement_without_a_place_is_replaced():
 
 
 def test_a_lost_request_for_a_replacement_is_repeated():
-    """The session broke with the order in it, and the node was counted out before it came back."""
+    """The request was lost with the session, and the node had departed before it came back."""
     job = Driver(job_spec(1, 1, 3), store_backed=True)
     job.join("a")
     job.passes(4.0, alive="a")

@@ -14,7 +14,7 @@ def says(job, node_id, part, *, level=None, **more):
 
 
 def two_replicas(low=2, high=4, **more):
-    """Four nodes: a and c hold the first part, b and d the second."""
+    """Return four nodes: a and c hold the first slice, b and d the second."""
     job = in_place(low=low, high=high, nodes="abcd", **more)
     for part, node_id in enumerate("abcd"):
         says(job, node_id, part % 2)
@@ -57,7 +57,7 @@ def test_remaining_whole_replicas_continue_at_once():
 
 @pytest.mark.parametrize(("drained", "stay"), [("abcd", "ab"), ("bcd", "bc"), ("", "abcd")])
 def test_surplus_nodes_leave_and_nodes_at_the_boundary_stay(drained, stay):
-    """Who did not in time may lack the last step; and where nobody did, anybody may be ahead."""
+    """A node that was late may lack the last step; if all were late, any may be ahead."""
     job = two_replicas()
     job.handle(Resized(min_nodes=2, max_nodes=2))
     job.passes(6.0, alive="abcd")
@@ -74,7 +74,7 @@ def test_surplus_nodes_leave_and_nodes_at_the_boundary_stay(drained, stay):
 
 
 def test_some_nodes_start_afresh_if_slices_prevent_enough_replicas():
-    """Four nodes are asked for, and are there: one holds the first part, three the second."""
+    """Of the four required nodes one holds the first slice, and three the second."""
     job = in_place(low=4, high=6, nodes="abcdef")
     for part, node_id in enumerate("abcdef"):
         says(job, node_id, part % 2)
@@ -109,7 +109,7 @@ def test_too_few_nodes_wait_and_keep_their_state():
 
 
 def left_with_one():
-    """A world of b and c; d waits, as it was too many."""
+    """Return a world of b and c; d waits, since it was surplus."""
     job = two_replicas()
     lost(job, "a")
     says(job, "b", 1), says(job, "d", 1), says(job, "c", 0, level=job.assigned["c"].fence)
@@ -233,7 +233,7 @@ def test_a_new_coordinator_continues_levelling_a_world(part):
 
 
 def test_a_first_world_without_whole_replicas_begins_again_once_enough_nodes_are_there():
-    """Its workers hold nothing yet. One of the two has not reported that it can recover."""
+    """Its workers have no state yet. One of the two has not reported that it can recover."""
     job = Driver(job_spec(1, 2, 0))
     job.join("a")
     job.passes(4.0, alive="a")

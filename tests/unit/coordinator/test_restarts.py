@@ -54,7 +54,7 @@ def test_a_used_up_budget_ends_the_job_with_the_root_cause(driver):
 
 
 def test_the_first_of_two_failures_of_a_node_is_the_cause_even_if_reported_late(driver):
-    """The first report was half a second under way, the next, with both failures, no time."""
+    """The first report took half a second; the next one, with both failures, no time."""
     job = driver(job_spec(1, 1, restarts=0))
     job.join("a")
     fence = job.assigned["a"].fence
@@ -96,7 +96,7 @@ def test_failures_caused_by_a_departure_use_no_restart(driver):
 
 @pytest.mark.parametrize(("said", "used"), [("Connection closed by peer", 0), ("boom", 1)])
 def test_failures_caused_by_a_stop_under_an_earlier_coordinator_use_no_restart(pair, said, used):
-    """One that is a worker's own does."""
+    """A failure of a worker's own uses one."""
     new, failures = Driver(), (failure(0, said),)
     new.join("b", holding=pair.holding("b", "stopping"), welcomed=True)
     new.join("a", holding=pair.holding("a", "failed", failures=failures), welcomed=True)
@@ -271,7 +271,7 @@ def test_a_new_coordinator_continues_a_drain(elastic, driver):
 def test_finished_workers_do_not_restart_after_a_coordinator_died_in_a_drain(
     elastic, driver, in_place
 ):
-    """Of a script that is started anew it is not known: it may have exited to be started again."""
+    """A script without in-place recovery may have exited in order to be restarted."""
     new = driver(elastic.spec, record=elastic.persisted[-1], store_backed=True)
     new.assigned = elastic.assigned
     for name in "ab":
@@ -329,7 +329,7 @@ def test_workers_of_an_older_world_whose_node_leaves_are_not_charged_as_they_fai
 
 @pytest.mark.parametrize("unasked", [False, True])
 def test_a_node_that_stopped_its_workers_unasked_is_the_cause_of_other_failures(pair, unasked):
-    """Its word came late: till then nobody knew what those who lost it had died of."""
+    """Its message came late; until then the cause of the other failures was unknown."""
     pair.fails("b", "RuntimeError: Connection reset by peer")
     assert pair.phase == "stopping"
     pair.says("a", Stopped(pair.assigned["a"].fence, PortOffer(9000, True), unasked))
@@ -424,7 +424,7 @@ def test_errors_that_may_be_gone_the_next_time_are_no_crash_of_the_script(other)
 
 
 def crashes(job, times, *, lives_s=0.0, node="a", **more):
-    """Have the one node's attempts crash; each restart starts at once or after its pause."""
+    """Let the node's attempts crash; each restart begins at once or after its pause."""
     for number in range(times):
         job.passes(lives_s, alive=node)
         given = job.assigned[node]

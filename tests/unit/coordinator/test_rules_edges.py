@@ -1,4 +1,4 @@
-"""Branches of the rules that no story of the other tests reaches."""
+"""Branches of the rules that the other tests do not reach."""
 
 from __future__ import annotations
 

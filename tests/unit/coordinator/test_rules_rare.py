@@ -1,4 +1,4 @@
-"""Rare cases of the rules that must be right all the same."""
+"""Rare cases of the rules."""
 
 import msgspec
 from coordinator_driver import Driver, job_spec
@@ -179,7 +179,7 @@ def test_a_world_that_was_not_the_last_is_forgotten_though_its_holder_is_gone():
 
 
 def test_workers_that_were_all_stopped_are_not_replaced():
-    """The coordinator has not heard of that yet as it asks: it soon has, and starts all anew."""
+    """The coordinator does not know that yet; it will soon, and then starts all workers again."""
     agent, beside = gone(), msgspec.structs.replace(NEXT, waiting=True)
     agent.does(MessageReceived(Prepare(assignment=beside, successors=True)))
     agent.does(MessageReceived(Assign(msgspec.structs.replace(NEXT, in_place=False))))

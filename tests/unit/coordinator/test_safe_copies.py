@@ -12,7 +12,7 @@ def copy(step, age_s):
 
 
 def reported(*copies):
-    """Return a coordinator to which nodes a, b, ... have reported these copies."""
+    """Return a coordinator with these copies, reported by nodes a, b, ..."""
     job, names = Driver(job_spec(low=len(copies), high=len(copies))), "abc"[: len(copies)]
     for node_id in names:
         job.join(node_id)

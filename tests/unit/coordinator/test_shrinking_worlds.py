@@ -1,4 +1,4 @@
-"""Worlds that only shrink in place: survivors alone follow; at a checkpoint all restart, grown."""
+"""Shrink-only worlds: only survivors enter the next one; at a checkpoint all restart and grow."""
 
 from coordinator_driver import Driver, job_spec
 from test_in_place_recovery import able, dies, kinds, regrouped
@@ -79,7 +79,7 @@ def test_too_few_survivors_restart_at_once():
 
 
 def shrunk(**more):
-    """A world that lost one of its four workers, a moment ago."""
+    """Return a world that has just lost one of its four workers."""
     job = shrinking(min_workers=1, **more)
     dies(job, "a", local_rank=0)
     able(job, "a", workers=(1,), joining=Joining.NEVER)
@@ -121,7 +121,7 @@ def test_a_checkpoint_lets_all_workers_restart_with_those_that_wait():
 
 
 def grown():
-    """A world that lost a worker and grew again; a worker is lost since."""
+    """Return a world that lost a worker, grew again, and has lost another worker since."""
     job = shrunk(restarts=3, **SOON)
     checkpoints(job, resumed=False)
     reaches_boundary(job, "a", "b")
@@ -303,7 +303,7 @@ def test_workers_that_all_leave_get_sigterm_since_they_know_no_step_to_save_at()
 
 
 def taken_over(job, **holdings):
-    """Let a new coordinator take over from the record, and the agents come back to it."""
+    """Let a new coordinator take over from the record, and the agents register again."""
     after = Driver(job.spec, job.persisted[-1], store_backed=True)
     after.assigned = dict(job.assigned)
     for node_id, holding in holdings.items():

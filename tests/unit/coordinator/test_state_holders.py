@@ -1,4 +1,4 @@
-"""State holders out of sight or displaced: no worker starts from a checkpoint too early."""
+"""Unreachable or displaced state holders: no worker starts from a checkpoint too early."""
 
 import traceback
 
@@ -27,7 +27,7 @@ from elastane.protocol.model import Failure, Fence, PortOffer
 
 
 def steps(job, *node_ids, progress=5, met=None):
-    """These nodes tell of steps; of the world that they are in, if not of round `met`."""
+    """Let these nodes report steps, of their current world or of round `met`."""
     for node_id in node_ids:
         fence = job.assigned[node_id].fence
         met_in = fence.round if met is None else met
@@ -35,7 +35,7 @@ def steps(job, *node_ids, progress=5, met=None):
 
 
 def trains_on(job, seconds, *node_ids):
-    """Let time pass in which these nodes make steps, and are heard."""
+    """Let time pass in which these nodes report steps."""
     end_s = job.now_s + seconds
     while job.now_s < end_s:
         job.passes(0.5)
@@ -47,7 +47,7 @@ def settled(job):
 
 
 def unheard(store_backed=True, spec=None, incarnation="1"):
-    """a and b made steps; b fell silent, c has its place, and a fell silent before it was heard."""
+    """a and b made steps; b became silent, c replaced it, and a became silent before a report."""
     job = Driver(spec or job_spec(2, 2), store_backed=store_backed)
     for name in "ab":
         job.join(name, incarnation.format(name))
@@ -104,7 +104,7 @@ def holding_of(assignment, fence):
 
 
 def test_a_state_holder_in_the_current_world_rules_out_older_worlds():
-    """Else the loss of everybody, hours later, would be followed by a wait for nobody."""
+    """Otherwise the loss of all nodes, hours later, would lead to a useless wait."""
     job = in_place(low=1, high=2, nodes="ab")
     steps(job, "a", "b")
     trains_on(job, 4.0, "a")
@@ -172,7 +172,7 @@ def test_displaced_nodes_count_until_the_next_world_meets():
 
 
 def cut_off():
-    """a, b, c and d made steps; c and d gave way; then a and b fell silent, one after the other."""
+    """a, b, c and d made steps; c and d were displaced; then a and b became silent in turn."""
     job = Driver(job_spec(1, 4), store_backed=True)
     for node_id in "abcd":
         job.join(node_id)
@@ -196,7 +196,7 @@ def cut_off():
 
 
 def test_a_displaced_node_does_not_rule_out_a_world_it_was_not_in():
-    """a and b may train in round 2, which needs nobody else; c was in rounds 1 and 3."""
+    """a and b may train in round 2, which needs no other node; c was in rounds 1 and 3."""
     job = cut_off()
     for _ in range(40):
         job.passes(0.5, alive="d")
@@ -211,7 +211,7 @@ def test_a_displaced_node_does_not_rule_out_a_world_it_was_not_in():
 
 
 def test_meeting_in_a_later_world_rules_out_the_earlier_ones():
-    """Round 3 began with the state of b, which has left round 2 for it."""
+    """Round 3 began with the state of b, which had left round 2."""
     job = cut_off()
     for _ in range(20):
         job.passes(0.5, alive="d")
@@ -222,7 +222,7 @@ def test_meeting_in_a_later_world_rules_out_the_earlier_ones():
 
 @pytest.mark.parametrize("met, waits", [(2, False), (1, True)])
 def test_a_new_coordinator_accepts_a_meeting_in_the_world_before_the_last(met, waits):
-    """The host of the last one died with it before round 3 met; round 2 has lost c to round 3."""
+    """The last coordinator's host died before round 3 met; c had left round 2 for round 3."""
     job = cut_off()
     after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="b")
     after.join("c", holding=Holding(assignment=job.assigned["c"], state="running", able=(0, 1)))
@@ -262,7 +262,7 @@ def test_an_exhausted_budget_ends_the_job_only_if_no_member_may_train_unseen(b_i
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_an_exhausted_budget_waits_for_members_to_come_back(comes):
-    """A worker without a place dies, and a new coordinator has not heard of all members yet."""
+    """A worker without a place dies before all members have registered with a new coordinator."""
     before = in_place(low=2, high=3, restarts=0)
     steps(before, "a", "b")
     before.join("c"), before.warms("c")
@@ -285,7 +285,7 @@ def test_an_exhausted_budget_waits_for_members_to_come_back(comes):
 
 
 def test_a_node_within_its_grace_is_not_missed():
-    """Nobody is taken in in the place of one whose connection broke just now."""
+    """No node replaces one whose connection has just broken."""
     job = narrowed()
     job.breaks("a")
     job.passes(0.05, alive="bc")
@@ -307,7 +307,7 @@ def test_a_leaving_node_that_disconnects_counts_as_released():
 
 
 def test_a_node_silent_before_the_first_step_is_not_awaited():
-    """No step can be made without the others, and no world stands before the first."""
+    """It cannot make steps without the others, and there was no world before the first."""
     job = Driver(job_spec(1, 2), store_backed=True)
     job.join("a"), job.join("b")
     job.passes(4.0, alive="ab")
@@ -317,7 +317,7 @@ def test_a_node_silent_before_the_first_step_is_not_awaited():
 
 
 def test_displaced_nodes_continue_under_a_new_coordinator():
-    """That of the last one may have been the node that they gave way to."""
+    """The last coordinator may have run on the node that replaced them."""
     job = narrowed()
     assert job.persisted[-1].kept == ("b", "c")
     after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="a")
@@ -342,7 +342,7 @@ def test_the_record_drops_displaced_nodes_once_the_next_world_steps():
 
 
 def test_a_restarted_script_does_not_wait_for_a_dead_coordinators_node():
-    """Its other worker died of the same loss: nothing is left that could make a step."""
+    """Its other worker died of the same loss, so no worker can make a step."""
     job = Driver(job_spec(1, 2), store_backed=True)
     job.join("a"), job.join("b")
     job.passes(4.0, alive="ab")
@@ -359,7 +359,7 @@ def test_a_restarted_script_does_not_wait_for_a_dead_coordinators_node():
 
 
 def test_the_last_holder_of_an_unrecorded_world_may_end_during_recovery():
-    """Nobody is left of the world that its endpoint learnt of from this node alone."""
+    """The coordinator knows that world only from this node, and no node of it is left."""
     job = Driver(job_spec(1, 2))
     job.join("a"), job.join("b")
     job.passes(4.0, alive="ab")
@@ -375,7 +375,7 @@ def test_the_last_holder_of_an_unrecorded_world_may_end_during_recovery():
 
 
 def test_displaced_nodes_join_the_one_survivor_of_a_world_without_a_known_step():
-    """It may be new in it, without the state, or a step ahead: who does not know needs both."""
+    """The survivor may lack the state, or may be a step ahead, so the displaced nodes join it."""
     job = in_place(low=1, high=3, nodes="abc", min_workers=1)
     steps(job, "a", "b", "c")
     dies(job, "a", local_rank=0)
@@ -405,7 +405,7 @@ def loses_state(job, node_id, local_rank=0, slug="job-state-lost"):
 
 
 def test_a_world_that_lost_the_state_restarts_at_once_and_uses_no_restart():
-    """What the loss of the holders cost was settled then: a lost host costs nothing."""
+    """The loss of the holders was charged before; the loss of a host is free."""
     job = in_place(nodes="abc", restarts=0)
     job.breaks("c")
     job.passes(0.2, alive="ab")
@@ -432,7 +432,7 @@ def test_workers_that_join_with_another_mesh_restart_all_and_use_no_restart():
 
 
 def test_a_lost_state_without_a_loss_before_is_charged():
-    """Otherwise a job that loses it by itself would restart for ever."""
+    """Otherwise a job that loses its state by itself would restart for ever."""
     job = in_place(nodes="abc")
     job.breaks("c")
     job.passes(0.2, alive="ab")
@@ -454,7 +454,7 @@ def test_a_worker_that_fails_by_itself_in_a_world_that_lost_the_state_is_charged
 
 
 def test_workers_that_hold_the_state_outlive_a_world_that_lost_it():
-    """The report came late: it is of the world before the one in which the holder takes part."""
+    """The report came late, from the world before the one with the holder."""
     job = in_place(nodes="ab")
     steps(job, "a")
     loses_state(job, "b")

@@ -1,4 +1,4 @@
-"""The coordinator names the ranks that make the others wait, from what heartbeats bring."""
+"""The coordinator names the ranks that make the others wait, from heartbeats."""
 
 from coordinator_driver import Driver, job_spec
 
@@ -17,7 +17,7 @@ def running():
 
 
 def beat(job, shares, step, fence=None):
-    """A heartbeat of each node a second later; `shares`: those of its two workers."""
+    """Send a heartbeat of each node a second later, with the `shares` of its two workers."""
     job.passes(1.0, alive="")
     for node_id, own in shares.items():
         base = job.assigned[node_id].rank_base

@@ -10,7 +10,7 @@ from elastane.protocol.model import Failure, Fence, PortOffer
 
 
 def test_workers_that_end_before_their_assignment_arrives_are_reported():
-    """The coordinator died when a world was durable and nobody had been told; then a worker did."""
+    """The coordinator died when a world was durable and no node knew it; then a worker died."""
     job = in_place(low=1, high=2, nodes="ab", min_workers=1)
     steps(job, "a", "b")
     first = {node_id: job.assigned[node_id] for node_id in "ab"}

@@ -1,4 +1,4 @@
-"""Workers with sharded state take part by whole nodes: none is left out, and none joins alone."""
+"""Workers with sharded state take part by whole nodes, never some of a node's workers."""
 
 from coordinator_driver import Driver, job_spec
 from test_in_place_recovery import able, dies, in_place, kinds, regrouped
@@ -72,7 +72,7 @@ def test_a_new_coordinator_learns_of_sharding_from_the_agents():
 
 
 def sole(**more):
-    """A job of one node, whose workers hold what nobody else does."""
+    """Return a job of one node, whose workers are the only holders of their shards."""
     job = in_place(nodes="a", **more)
     able(job, "a", sharding=SOLE)
     job.inbox.clear()
@@ -80,7 +80,7 @@ def sole(**more):
 
 
 def grown(job):
-    """Node b is taken in."""
+    """Let node b join."""
     job.join("b")
     job.passes(6.0, alive="ab")
     able(job, "b", sharding=WHOLE)

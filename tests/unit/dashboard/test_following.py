@@ -1,4 +1,4 @@
-"""A job is followed by its log and its coordinator, and let go without leaving a question open."""
+"""A job is followed by its log and its coordinator, and closing leaves no query open."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ DEADLINE_S = 30.0
 
 
 class Coordinator:
-    """Plays the coordinator: keeps each question until it is told to answer."""
+    """A coordinator that delays each answer until the test releases it."""
 
     def __init__(self, monkeypatch):
         self.asked, self.answer = asyncio.Event(), asyncio.Event()

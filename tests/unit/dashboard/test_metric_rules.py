@@ -1,4 +1,4 @@
-"""The metrics of jobs: what they say of a view, and that docs, rules and dashboard name them."""
+"""The metrics of jobs: their values for a view, and their names in docs, rules and dashboard."""
 
 import json
 import re
@@ -205,7 +205,7 @@ def test_the_text_of_a_whole_job_is_read_by_prometheus_own_parser(tmp_path):
 
 
 def names_in(text):
-    """Return the metrics that a text names, without what a histogram adds."""
+    """Return the metrics that a text names, without the suffixes of histograms."""
     found = set(re.findall(rf"\b{PREFIX}(?:training|node)_\w+", text))
     return {re.sub(r"_(total|bucket)$", "", name.removeprefix(PREFIX)) for name in found}
 

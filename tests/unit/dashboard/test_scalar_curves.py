@@ -1,4 +1,4 @@
-"""The curves of a page are those of the newest run, bounded, whatever the files hold."""
+"""The curves of a page are those of the newest run, and bounded for any content of the files."""
 
 import json
 

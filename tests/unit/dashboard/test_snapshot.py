@@ -1,4 +1,4 @@
-"""What the page shows follows from the view of the job and the coordinator's report."""
+"""The page's data follow from the view of the job and the coordinator's report."""
 
 import msgspec
 import pytest
@@ -149,7 +149,7 @@ def test_steps_after_a_silence_were_made_at_its_end_and_a_restart_makes_none_neg
 
 
 def test_the_curve_of_days_at_one_rate_is_flat_and_keeps_every_step():
-    """Play four days, with the jitter of real heartbeats and an hour without steps in the first."""
+    """Four days, with the jitter of real heartbeats and an hour without steps on the first day."""
     at_s, made, logged = 1e9, 0, []
     for number in range(4 * 8640):
         length_s = 10.0 + 0.04 * (number % 5 - 2)

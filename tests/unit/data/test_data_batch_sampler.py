@@ -1,4 +1,4 @@
-"""ElasticBatchSampler: places, worlds, commits, states, and what it refuses."""
+"""ElasticBatchSampler: positions, worlds, commits, states, and refused arguments."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ def flat(lists):
 
 
 def epoch_of(sampler, world=1):
-    """All indices of the rest of the epoch, step by step, all ranks of a world together."""
+    """Return all indices of the rest of the epoch, step by step, over all ranks of a world."""
     ranks = [list(sampler.bind(rank, world)) for rank in range(world)]
     return [flat(lists) for lists in zip(*ranks, strict=True)]
 
@@ -60,7 +60,7 @@ def test_drop_last_leaves_the_partial_step_out():
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_a_step_holds_the_same_samples_in_every_world(world):
-    """The last step of 23 samples by 10 has 3: in a world of 5 two ranks hold a stand-in."""
+    """The last step of 23 samples by 10 has 3: in a world of 5, two ranks get a stand-in."""
     alone = epoch_of(ElasticBatchSampler(23, 10, seed=4))
     sampler = ElasticBatchSampler(23, 10, seed=4)
     for number, step in enumerate(alone):

@@ -94,7 +94,7 @@ def test_a_loader_with_other_batches_than_its_sampler_is_refused(change, word):
 
 
 class Kept:
-    """A loader with workers that live on, one of which dies while it is begun once more."""
+    """A loader with persistent workers, one of which dies while a new iterator starts."""
 
     def __init__(self, batches):
         self.batch_sampler, self._iterator, self.begun = batches, None, 0
@@ -135,7 +135,7 @@ def test_loaders_whose_batches_cannot_be_identified_are_refused():
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("batch", [4, 10, 23])
 def test_the_mean_of_weighted_gradients_is_that_over_the_global_batch(world, micro_batches, batch):
-    """What DDP does with local means: each rank's gradients, averaged over the ranks."""
+    """DDP averages each rank's gradients over the ranks."""
     torch.manual_seed(0)
     data = torch.randn(23, 3, dtype=torch.float64)
     weights = torch.randn(3, dtype=torch.float64, requires_grad=True)

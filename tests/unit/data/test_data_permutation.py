@@ -1,4 +1,4 @@
-"""The order of an epoch: a bijection, the same everywhere, and without a pattern to be seen."""
+"""The order of an epoch: a bijection, equal on every platform, without a visible pattern."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def _golden_positions(n):
 
 @pytest.mark.parametrize("n", [200, 10_007, 10**9, 2**40, 2**62])
 def test_the_order_is_that_of_the_formula_in_plain_integers(n):
-    """Wrapping arithmetic written out: no version of NumPy and no platform has a say."""
+    """Wrapping arithmetic in plain integers, which no version of NumPy or platform can change."""
     positions = [0, 1, 5, n // 3, n // 2, n - 1]
     order = Permutation(n, 99, 4)
     assert [order.at(p) for p in positions] == [_formula(n, 99, 4, p) for p in positions]
@@ -145,7 +145,7 @@ Z_MAX = 5.0
 
 
 def z_of(counts, expected):
-    """How many deviations Pearson's statistic is from what chance gives."""
+    """Return by how many standard deviations Pearson's statistic differs from its mean."""
     freedom = counts.size - 1
     return (((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom)
 

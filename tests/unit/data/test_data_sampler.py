@@ -1,4 +1,4 @@
-"""ElasticSampler: as torch's DistributedSampler where nothing changes, and on from any place."""
+"""ElasticSampler: like torch's DistributedSampler, and able to continue from any position."""
 
 import itertools
 
@@ -43,7 +43,7 @@ def test_no_samples_are_no_indices():
 
 
 def test_a_changed_world_continues_at_the_others_position():
-    """Batches of 4 on each of 3 ranks; after two steps one goes, and the others do the rest."""
+    """Batches of 4 on each of 3 ranks; after two steps one rank leaves."""
     n, before, done = 59, [], 2
     for rank in range(3):
         loader = DataLoader(range(n), batch_size=4, sampler=ElasticSampler(range(n), 3, rank))

@@ -12,7 +12,7 @@ EVERY = sorted((name, i) for name, length in SHARDS.items() for i in range(lengt
 
 
 class Opened:
-    """Opens shards and notes each opening."""
+    """Opens shards and records each opening."""
 
     def __init__(self, lengths=None):
         self.lengths = lengths or SHARDS

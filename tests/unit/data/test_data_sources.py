@@ -1,4 +1,4 @@
-"""Datasets and loaders of other packages, read by the packages themselves."""
+"""Datasets and loaders of other packages, with the real packages."""
 
 import gc
 import io
@@ -20,7 +20,7 @@ SAMPLES = [100 * shard + number for shard, n in enumerate(LENGTHS) for number in
 
 
 def epochs_of(source, number_of, epochs=2, batch=8):
-    """The numbers of each epoch; each step's reader is another process in effect."""
+    """Return the numbers of each epoch; each step is read as if by a new process."""
     position, found = None, [[] for _ in range(epochs)]
     while position is None or position["epoch"] < epochs:
         stream = ElasticStream(source, batch, lanes=3, collate_fn=lambda samples: samples)

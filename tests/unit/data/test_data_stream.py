@@ -1,4 +1,4 @@
-"""ElasticStream in one process: shares and weights, the end of an epoch, sources that are wrong."""
+"""ElasticStream in one process: shares, weights, ends of epochs, and faulty sources."""
 
 import threading
 
@@ -13,7 +13,7 @@ LENGTHS = [5, 0, 9, 3]
 
 
 class Opened:
-    """Lists of (shard, number); counts how often a shard was opened, and where."""
+    """A source of (shard, number); it records how often and where each shard was opened."""
 
     def __init__(self, lengths=LENGTHS):
         self.lengths = lengths
@@ -37,7 +37,7 @@ def feed_of(stream, rank=0, world_size=1):
 
 
 def read(*feeds):
-    """The portions of the next step of each rank."""
+    """Return the portions of the next step of each rank."""
     steps, sums = [feed.read_step() for feed in feeds], None
     while True:
         reports, read = [], []
@@ -253,7 +253,7 @@ def test_a_state_of_other_data_is_refused(other):
 
 
 def lose(feeds, portions, lost):
-    """Commit a step without the shares of some ranks; return what the others have of it."""
+    """Commit a step without the shares of some ranks; return the samples of the others."""
     for feed in feeds:
         feed.cursor.commit_without_ranks(lost)
     kept = [portion for rank, portion in enumerate(portions) if rank not in lost]

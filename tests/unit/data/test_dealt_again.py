@@ -1,4 +1,4 @@
-"""What lost members had of a step is dealt to the others within that step."""
+"""The samples that lost members had in a step are divided among the others in that step."""
 
 from elastane.data.ledger import Ledger
 

@@ -1,4 +1,4 @@
-"""An agent whose hooks a test scripts, over a fake handler and a HashStore: no process starts."""
+"""An agent with scripted hooks, over a fake handler and a HashStore; it starts no process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAILED_RANK = 1
 
 
 class Handler:
-    """A rendezvous of one node that a test scripts: `waiting` are the answers to its agent."""
+    """A scripted rendezvous of one node; `waiting` has its answers to the agent."""
 
     use_agent_store = True
 

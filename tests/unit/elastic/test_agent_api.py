@@ -1,4 +1,4 @@
-"""Agents as subclasses written for torch use them; torch's own is the reference."""
+"""Agents with subclasses written for torch, compared with torch's own agent."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_hooks_are_called_as_torch_calls_them(story):
 
 
 class Numbers:
-    """A metric handler that keeps what it gets, but for durations."""
+    """A metric handler that keeps its values, except durations."""
 
     def __init__(self):
         self.got = []
@@ -201,7 +201,7 @@ def test_a_rendezvous_that_fails_is_raised_and_nothing_was_started():
 
 
 class Dying:
-    """A store whose host is gone."""
+    """A store whose host has ended."""
 
     def set(self, key, value):
         raise dist.DistNetworkError("connection reset")

@@ -1,4 +1,4 @@
-"""Who is which rank, and the values of agents: as torch has them, which is the reference."""
+"""The ranks of workers and the values of agents, compared with torch's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORLDS = {
 
 
 def ranks(apis, world, store):
-    """Have the agents of a world, each of an api, agree; return their workers as texts."""
+    """Let the agents of a world, torch's or ours, agree on ranks; return their workers as texts."""
 
     def one(index):
         role, size = world[index]

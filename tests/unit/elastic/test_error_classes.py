@@ -1,4 +1,4 @@
-"""ProcessFailure and ChildFailedError read and look as torch's do, and find the first failure."""
+"""ProcessFailure and ChildFailedError are like torch's, and find the first failure."""
 
 from __future__ import annotations
 

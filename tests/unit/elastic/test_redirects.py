@@ -1,4 +1,4 @@
-"""redirects, tail_log, DefaultLogsSpecs and Std: where the output of workers goes."""
+"""redirects, tail_log, DefaultLogsSpecs and Std: the destinations of workers' output."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ print(*(name for name in sys.modules if name.partition(".")[0] in ("elastane", "
 
 
 def outcome(call, *args, **kwargs):
-    """What a call gives: its value, or the type of what it raises."""
+    """Return the value of a call, or the type of its exception."""
     try:
         return call(*args, **kwargs)
     except Exception as error:

@@ -95,7 +95,7 @@ def public_names(module):
 
 
 def parameters(value):
-    """Names, kinds and defaults; annotations differ between the two, and are mypy's matter."""
+    """Return names, kinds and defaults of parameters; mypy checks the annotations."""
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""elastane.elastic's small modules: torch's own where nothing differs, and the differences."""
+"""elastane.elastic's small modules: which are torch's own, and the others' differences."""
 
 from __future__ import annotations
 

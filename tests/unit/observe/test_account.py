@@ -12,7 +12,7 @@ def training(node="a", *, round, time_s, **ages):
 
 
 def in_place():
-    """A job that starts in 10 s, loses a worker at 100.0 and takes in the replacement at 110."""
+    """Return a job that starts in 10 s, loses a worker at 100 s and has replaced it at 110 s."""
     return [
         event("agent-started", "a", time_s=0.0),
         settled(1, "a", 2, time_s=2.0, nodes=1),
@@ -96,7 +96,7 @@ def test_all_nodes_must_have_made_a_step_and_the_last_one_counts():
 
 
 def restarted(*, restored=True):
-    """A restart of all workers at step 300 of a job that had saved step 200."""
+    """Return a restart of all workers at step 300 of a job that had saved step 200."""
     progress = [
         event("progress", round=1, attempt=0, time_s=10.0 * at, steps=100 * at, workers=2)
         for at in (1, 2, 3)

@@ -17,7 +17,7 @@ from elastane.protocol.model import NO_RANK, Cause, Failure, Fence, Outcome
 
 @pytest.fixture
 def said():
-    """Return a handler on a pipe, and a reader of the pipe."""
+    """Return a handler that writes to a pipe, and a reader of the pipe."""
     read_end, write_end = os.pipe()
     console = Console(write_end)
 

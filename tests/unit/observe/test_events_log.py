@@ -1,4 +1,4 @@
-"""The event log's files: several writers, reading by time, and the losses of a bad disk."""
+"""The event log's files: several writers, reading by time, and losses on a faulty disk."""
 
 import io
 import logging
@@ -235,7 +235,7 @@ def told(folder, events):
 
 
 def repeating():
-    """A job that is restored from step 2000 at 6000, and repeats 400 counts until it is past."""
+    """Return a job that is restored from step 2000 at 6000, and repeats the steps in 400 counts."""
     trained = {"round": 2, "attempt": 0}
     return [
         settled(1, "node-a", 2, time_s=0.0, nodes=1),
@@ -265,7 +265,7 @@ def test_account_and_story_are_the_same_without_most_step_counts(tmp_path, with_
 
 
 def test_paces_are_left_out_like_counts_and_separate_them(tmp_path):
-    """A script numbers its steps late: until then their pace is logged, also after a restart."""
+    """A script reports its steps late: until then paces are logged, also after a restart."""
 
     def paced(time_s, round_=1):
         return event("pace", round=round_, attempt=0, time_s=time_s, made=10, seconds=10.0)
@@ -296,7 +296,7 @@ def _time(one):
 
 
 def test_steps_that_another_coordinator_repeats_in_its_own_file_are_counted(tmp_path):
-    """More events come before the first count than are read ahead of each file."""
+    """Before the first count there are more events than are read at once from each file."""
     before = [event("node-joined", time_s=-1.0) for _ in range(300)]
     events = [one for one in repeating() if one.kind != "progress" or one.time_s < 6002.0]
     faster = [counted(6010.0 + 10 * n, 2000 + n * n // 100, 2) for n in range(1, 900)]
@@ -336,7 +336,7 @@ def test_step_counts_of_one_coordinator_are_left_out_beside_the_files_of_other_h
 
 
 def test_a_log_of_more_hosts_than_a_process_may_open_files_is_read_whole(tmp_path, monkeypatch):
-    """A file that stayed open until its last event would be open beside all others."""
+    """If each file stayed open until its last event, all files would be open at once."""
     opened, most = [0], [0]
 
     class Counted(io.FileIO):

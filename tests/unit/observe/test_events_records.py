@@ -80,7 +80,7 @@ def test_times_are_utc_with_nanoseconds():
 
 
 def sections():
-    """Kind to the text of its section."""
+    """Return the text of each kind's section."""
     parts = re.split(r"^### `([a-z-]+)`\n", DOCS.read_text(), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 

@@ -1,4 +1,4 @@
-"""The incidents of a job follow from its events: cause, evidence, and when training went on."""
+"""The incidents of a job follow from its events: cause, evidence, and times."""
 
 import msgspec
 import pytest
@@ -9,7 +9,7 @@ from elastane.observe.needs import needs_of
 
 
 def killed(**more):
-    """A worker of rank 2 is killed and replaced: the events of a real job, shortened."""
+    """Return the shortened events of a real job in which the worker of rank 2 is replaced."""
     return [
         settled(1, "a", 4, time_s=10.0),
         started("a", 1, 2, 3, 4, round=1, attempt=0, time_s=11.0),

@@ -1,4 +1,4 @@
-"""What takes long says how far it is: with a bar on a terminal, in one line of a log."""
+"""Long transfers show their progress: as a bar on a terminal, as one line in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view model: the display follows from events and progress alone."""
+"""The view model: all displayed data follow from events and progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker for which others wait, over generated histories of groups and their workers."""
+"""The culprit, over generated histories of groups and their workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FACTS = {
 
 
 class Cluster:
-    """Workers whose groups have made some collectives; then a fault is planted."""
+    """Workers whose groups have made some collectives, with a planted fault."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -69,7 +69,7 @@ class Cluster:
         return GroupCall(number, operation, self.random.choice([1, 28, 4096]), "Float")
 
     def stand(self, name):
-        """Let all members of a group but the culprits begin one collective more, and wait in it."""
+        """Let all members of a group except the culprits begin one more collective and wait."""
         self.calls[name].append(self.call(len(self.calls[name]) + 1))
         for rank in self.members[name]:
             if rank not in self.culprits:
@@ -77,7 +77,7 @@ class Cluster:
                 self.waiting.add((rank, name))
 
     def plant(self, kind):
-        """Let some workers of one group show this fault, while the others wait for them."""
+        """Let some workers of one group show this fault, for which the others wait."""
         name = self.random.choice([*self.members])
         most = max(1, (len(self.members[name]) - 1) // 2)
         count = self.random.randint(1, most)
@@ -291,7 +291,7 @@ class Looks:
         self.number = 0
 
     def wait(self, seconds):
-        """Let time pass without a move; return for how long there has been none."""
+        """Let time pass without a collective; return for how long there has been none."""
         still_s = 0.0
         for _ in range(round(2 * seconds)):
             self.now_s += 0.5

@@ -1,4 +1,4 @@
-"""Only a worker that neither waits nor moves hangs; the limits are learned."""
+"""Only a worker that neither waits nor makes progress hangs; the limits are learned."""
 
 import random
 from dataclasses import replace
@@ -31,7 +31,7 @@ FLOOR_S, ABORT_S = 5.0, 1.5
 
 
 class Node:
-    """Workers that a watch looks at: each answers what `waits` says, unless it is silent."""
+    """Observed workers: each answers by `waits`, unless it is silent."""
 
     def __init__(self, *numbers, steps=100, floor_s=FLOOR_S):
         self.watch, self.now_s = HangRules(floor_s, ABORT_S), 0.0
@@ -46,7 +46,7 @@ class Node:
         self.sights[number] = Observation(sight.mark + progress, activity, steps, stopped)
 
     def passes(self, span_s, look_s=HANG_LOOK_S):
-        """Let time pass; returns who was found to hang in it, and after how long."""
+        """Let time pass; return the workers that were found to hang, and after how long."""
         found, begin_s = {}, self.now_s
         while self.now_s < begin_s + span_s and not found:
             self.now_s += look_s

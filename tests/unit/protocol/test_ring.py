@@ -1,4 +1,4 @@
-"""The ring of collectives in memory: what is read of it, also while it is written or damaged."""
+"""Reading the ring of collectives, also while it is written or after it was damaged."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def pace(rank, step, share=0.75, whole_s=0.1, **more):
 
 
 def looked(rules, rounds, *paces_of, first=WINDOW_STEPS):
-    """Compare as often as said, each time after enough new steps; return all that was found."""
+    """Compare this many times, each time after enough new steps; return all stragglers."""
     found = [], []
     for number in range(rounds):
         step = first + COMPARED_STEPS * number
@@ -137,8 +137,8 @@ class History:
     """The steps of a world from a seed: each is as long as that of its slowest rank.
 
     Each rank's own part scatters by `sigma`, and all of them together by 15%, as with texts of
-    different length. One in a hundred is five times as long; each 25th is twenty times as long, of
-    rank 0 alone or of all, as where a script saves or evaluates.
+    different length. One in a hundred is five times as long. Each 25th is twenty times as long, on
+    rank 0 alone or on all ranks, like a save or an evaluation.
     """
 
     def __init__(self, seed, ranks, sigma, straggler=None):
@@ -149,7 +149,7 @@ class History:
         self.rules = StragglerRules()
 
     def run(self, steps, slow_from=math.inf):
-        """Make the steps; return (step, rank) of all that were named."""
+        """Make the steps; return (step, rank) of all named stragglers."""
         named = []
         for step in range(1, steps + 1):
             self._step(step, slow_from)
@@ -174,7 +174,7 @@ class History:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 32])
 def test_a_rank_of_one_and_a_third_is_named_within_twenty_steps(ranks):
-    """In 20 of 20 histories each whose own parts scatter by 3%, at a random rank."""
+    """In 20 of 20 histories with a random slow rank, whose own parts scatter by 3%."""
     for seed in range(20):
         rank = seed % ranks
         named = History(seed, ranks, 0.03, rank).run(124, slow_from=101)

@@ -1,4 +1,4 @@
-"""How old the newest copy of a state is, and how often one is made."""
+"""The age of the newest copy of a state, and the usual time between two."""
 
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots.rules.copy_times import GAPS_MAX, CopyTime, CopyTimes

@@ -1,4 +1,4 @@
-"""How the pieces of local workers make one snapshot, and what they may not say."""
+"""The pieces of local workers make one snapshot; inconsistent pieces are refused."""
 
 from __future__ import annotations
 

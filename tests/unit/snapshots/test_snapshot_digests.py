@@ -1,4 +1,4 @@
-"""What a snapshot server knows of the bytes of its snapshots, and what it forgets of that when."""
+"""Which snapshots a server has verified, and when it discards a verification."""
 
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots.digests import Digests

@@ -1,4 +1,4 @@
-"""What a snapshot server tells its agent: nothing is lost that counts, and nobody waits."""
+"""The events that a snapshot server sends to its agent, without loss or waits."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ FOLDER = Path(elastane.snapshots.__file__).parent
 
 
 def test_threads_that_need_storage_at_the_same_time_import_it_from_above():
-    """One that begins with a part of a package may wait for one that begins with the package."""
+    """A thread that imports a submodule may wait for a thread that imports its package."""
     functions = [
         (path.name, node)
         for path in FOLDER.glob("*.py")
@@ -25,7 +25,7 @@ def test_threads_that_need_storage_at_the_same_time_import_it_from_above():
 
 
 def test_a_snapshot_server_loads_no_event_loop_and_no_tls():
-    """Each node has one, and each holds what it loads: these two are 5 MB."""
+    """Each node has a snapshot server with its own memory, and these two take 5 MB."""
     code = "import sys, elastane.snapshots.server; print(*sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert not {"asyncio", "ssl", "torch"} & {*said.stdout.split()}

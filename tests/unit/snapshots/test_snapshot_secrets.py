@@ -1,4 +1,4 @@
-"""What the snapshot servers of a job's nodes prove themselves with."""
+"""The secrets by which the snapshot servers of a job's nodes prove themselves."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What the slot table refuse, and what they do where it matters, as transcripts."""
+"""The slot table: refused requests, and important sequences as transcripts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def name(step, nonce="n", **at):
 
 
 class Desk:
-    """Books with workers, each with three slots: 10, 11, 12 are worker 1's, and so on."""
+    """A slot table with workers of three slots each: worker 1 has 10, 11, 12, and so on."""
 
     def __init__(self, *workers):
         self.table = SlotTable()

@@ -1,4 +1,4 @@
-"""A file is what the regions hold, whatever way its bytes took to the disk."""
+"""A file has the bytes of its regions, whichever way they were written."""
 
 import errno
 import mmap
@@ -28,7 +28,7 @@ MEMORY[:] = (b"elastane" * 997)[: 4096 + 17] * (len(MEMORY) // (4096 + 17)) + by
 
 @pytest.fixture(params=["disk", "memory"])
 def storage(request, tmp_path):
-    """On a file system of a disk, and of memory, whose O_DIRECT is another one or none."""
+    """Yield storage on a disk and in memory, with different support for O_DIRECT."""
     if request.param == "disk":
         yield FolderStorage(tmp_path)
         return
@@ -43,7 +43,7 @@ def held(storage, path=PATH):
 
 @contextmanager
 def pwrite(replaced):
-    """Have another write(2) for the time of a with statement."""
+    """Replace os.pwrite inside this context."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aligned.os, "pwrite", replaced)
         yield
@@ -162,7 +162,7 @@ def test_a_write_that_is_stopped_leaves_nothing(storage):
 
 
 def test_an_interrupt_waits_for_the_thread_that_still_writes(storage, monkeypatch):
-    """Else it would go on with a descriptor that is closed, or is another file's by then."""
+    """Otherwise the thread would write to a descriptor that is closed or reused."""
     real, at_work, go_on, late = os.pwrite, threading.Event(), threading.Event(), []
     join, main = threading.Thread.join, threading.get_ident()
 

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint, flipped or cut in turn: found each time, and never restored."""
+"""Every flipped byte and every cut of a checkpoint is found, and is never restored."""
 
 import errno
 import shutil
@@ -15,7 +15,7 @@ FILES = {"__0_0.distcp": b"weights" * 5, ".metadata": b"\x80meta", "state.msgpac
 
 @pytest.fixture
 def place(tmp_path):
-    """An older checkpoint that is sound, and a newer one of two writers, to be harmed."""
+    """Return a folder with a valid checkpoint, and a newer one of two writers to damage."""
     repository = opened(tmp_path)
     save(repository, 1)
     key = key_of(2)
@@ -27,14 +27,14 @@ def place(tmp_path):
 
 
 def restored(repository):
-    """The step that would be restored, and why the newer one would not."""
+    """Return the step that would be restored, and why the newer one would not be."""
     choice = repository.newest_valid()
     assert [one.key.step for one in choice.skipped] == [2] * len(choice.skipped)
     return choice.found.key.step, "".join(one.reason for one in choice.skipped)
 
 
 def judged(repository):
-    """Why the newer one is not valid."""
+    """Return why the newer checkpoint is not valid."""
     return repository.verify(repository.published()[0])
 
 

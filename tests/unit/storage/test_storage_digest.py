@@ -1,4 +1,4 @@
-"""Digests are of chunks of a file, however its bytes lie in memory."""
+"""Digests are those of a file's chunks, for any layout of its bytes in memory."""
 
 import pytest
 import xxhash

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: what is created in one instant, and what is refused there."""
+"""A folder of checkpoints: atomic creation, and refused paths."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ def all_files(folder):
 
 
 def at_once(count, act):
-    """Call `act(number)` in so many threads, all at the same time; return what they returned."""
+    """Call `act(number)` in several threads at the same time; return the results."""
     barrier = threading.Barrier(count)
 
     def one(number):

@@ -1,4 +1,4 @@
-"""What a client of an object store does wrong, does not know, or loses on the way."""
+"""Object stores whose client fails, lacks features, or loses answers."""
 
 import errno
 import itertools
@@ -17,11 +17,11 @@ _numbers = itertools.count()
 
 
 class OddError(Exception):
-    """What some client has for an error."""
+    """An error class of some client."""
 
 
 class Client(MemoryFileSystem):
-    """In memory; fails at the calls that `faults` names, before or after they took effect."""
+    """A store in memory; it fails at the calls in `faults`, before or after their effect."""
 
     cachable = False
 
@@ -118,7 +118,7 @@ def test_a_store_that_ignores_conditions_ends_with_one_manifest_all_the_same(sto
 
 
 class Upload:
-    """A file of a client that, as most, completes its upload when it is let go of."""
+    """A file whose upload completes when it is garbage collected, as in most clients."""
 
     def __init__(self, path, fails):
         self.path, self.fails = path, fails

@@ -1,4 +1,4 @@
-"""A save becomes a checkpoint in one instant, once all its writers are done."""
+"""A save becomes a checkpoint atomically, once all its writers are done."""
 
 import os
 import random
@@ -61,7 +61,7 @@ def test_a_writer_that_does_not_come_is_named(repository):
 
 
 def test_writers_of_a_large_save_ask_little_before_it_is_whole(tmp_path, monkeypatch):
-    """Together they would else read each record once for each writer: 1,024 times 1,024."""
+    """Otherwise each of 1,024 writers would read each of 1,024 records."""
     reads, count, repository = [], 40, opened(tmp_path)
     read = type(repository.storage).read
     monkeypatch.setattr(
@@ -79,7 +79,7 @@ def test_writers_of_a_large_save_ask_little_before_it_is_whole(tmp_path, monkeyp
 
 
 def test_a_writer_sees_all_records_at_its_last_look(repository):
-    """The last one died between its record and the manifest: another one makes it in time."""
+    """The last writer died between its record and the manifest, so another writes it in time."""
     for number in range(20):
         part(repository, number, 20)
     publication = Publication(repository.storage, FOLDER, 20)
@@ -115,7 +115,7 @@ def test_a_wait_can_be_stopped(repository):
 
 
 def test_all_writers_learn_of_the_manifest_whichever_of_them_makes_it(tmp_path):
-    """As many times as threads take other turns: all get the same manifest, and it is the one."""
+    """Repeated for different orders of threads: all get the same manifest, which is published."""
     for turn in range(10):
         folder = folder_name(key_of(turn), "00c0ffee")
         told, begun = [], threading.Barrier(5)
@@ -140,7 +140,7 @@ def test_all_writers_learn_of_the_manifest_whichever_of_them_makes_it(tmp_path):
 
 
 def test_all_publishers_write_the_same_bytes(repository, tmp_path):
-    """As on a store without a conditional put, where the second manifest replaces the first."""
+    """On a store without a conditional put, the second manifest replaces the first."""
     for number in range(2):
         part(repository, number)
     contents = []
@@ -251,7 +251,7 @@ def test_one_fence_may_publish_any_step_in_any_order(repository):
 
 
 def test_a_late_checkpoint_of_the_past_is_never_the_newest(repository, tmp_path):
-    """The two halves of a partition publish in the same instant: neither saw the other's."""
+    """The two halves of a partition publish at once, and neither sees the other's checkpoint."""
     late = folder_name(key_of(900), "00c0ffee")
     write_part(repository, late, key_of(900), files=FILES)
     publication = Publication(repository.storage, late, 1)
@@ -290,7 +290,7 @@ def test_a_save_that_failed_is_removed_and_a_checkpoint_is_not(repository):
 
 
 class Recorder:
-    """What was done to files and folders, in order, by their real paths."""
+    """Records the operations on files and folders, in order, by their real paths."""
 
     def __init__(self, monkeypatch):
         self.done = []
@@ -321,7 +321,7 @@ class Recorder:
 def test_nothing_is_vouched_for_before_it_is_durable_nor_published_before_that(
     repository, tmp_path, monkeypatch
 ):
-    """Of a power cut no test can tell; of the order of what makes things durable it can."""
+    """No test can cut the power, but a test can check the order of writes and fsyncs."""
     repository.storage.place()
     recorder = Recorder(monkeypatch)
     files = {"small": b"x", "large": bytes(3 << 20) + b"tail"}

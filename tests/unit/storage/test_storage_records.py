@@ -1,4 +1,4 @@
-"""A record is its bytes exactly: any change to any of them is found."""
+"""Every change of any byte of a record is found."""
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ PART = CheckpointPart(0, 1, FILES, KEY, "00c0ffee", ABOUT)
 
 
 def sealed(body):
-    """What a forger who knows the digest could write."""
+    """Return a forged record with a right digest."""
     content = msgspec.json.encode(body)
     return b'{"digest":"%s","body":%s}' % (digest_of([content]).encode(), content)
 

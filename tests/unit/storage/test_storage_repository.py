@@ -1,4 +1,4 @@
-"""What is restored and what is removed, and by what right."""
+"""Which checkpoints are restored, and which are removed."""
 
 import errno
 import fcntl
@@ -33,7 +33,7 @@ def damage(tmp_path, folder, name="__0_0.distcp"):
 
 
 def write_newer(tmp_path, step):
-    """A checkpoint of an elastane to come."""
+    """Write a checkpoint of a newer elastane."""
     folder = folder_name(key_of(step), "00c0ffee")
     (tmp_path / folder).mkdir()
     body = msgspec.json.encode({"format": FORMAT + 1, "new": True})
@@ -162,7 +162,7 @@ def test_a_failed_removal_is_no_error(repository, monkeypatch, caplog):
 
 
 def test_readers_never_see_half_while_others_save_and_prune(tmp_path):
-    """Whatever a reader comes upon is whole, and never older than what it has seen before."""
+    """A reader only finds whole checkpoints, and never an older one than before."""
     writer, done, seen = opened(tmp_path), threading.Event(), []
     save(writer, 0)
     failures = []

@@ -1,4 +1,4 @@
-"""Requests to several etcd servers: which is asked next, and what is known of a write after it."""
+"""Requests to several etcd servers: which is asked next, and when a write is unsure."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ DEADLINE_S = 30.0
 
 
 class Servers:
-    """Servers a, b and c; each answers with what it is told to, or is ready to serve."""
+    """Servers a, b and c; each gives its scripted answers."""
 
     def __init__(self, **answers):
         self.answers = answers
@@ -153,7 +153,7 @@ def test_an_answer_without_end_is_cut_off():
 
 
 class LoggingIn(Servers):
-    """A server with users, whose tokens it forgets once."""
+    """A server with users, which drops their tokens once."""
 
     def __init__(self, forgets, says="etcdserver: invalid auth token"):
         super().__init__(a=self.serve)

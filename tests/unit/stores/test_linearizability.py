@@ -1,4 +1,4 @@
-"""The checks of a store's histories themselves: what they accept, and what they must find."""
+"""The checks of store histories accept right histories and find planted faults."""
 
 from __future__ import annotations
 

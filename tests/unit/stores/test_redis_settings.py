@@ -1,4 +1,4 @@
-"""Which Redis server a command line means, and what is refused before anything is opened."""
+"""The Redis server of a command line, and settings that are refused before any connection."""
 
 from __future__ import annotations
 

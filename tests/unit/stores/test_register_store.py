@@ -1,4 +1,4 @@
-"""The store over one register that misbehaves; the rest is in the conformance suite."""
+"""The store over one faulty register; other tests are in the conformance suite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastane.stores.register import REGISTER_BYTES_MAX, RegisterStore
 
 
 class Register:
-    """One value; `losing` writes are done and then not told, `racing` ones come too late."""
+    """One value; the answers to `losing` writes are lost, and `racing` writes come too late."""
 
     def __init__(self, found=None):
         self.found = found

@@ -1,4 +1,4 @@
-"""The registry of stores: every backend comes in by an entry of one form, elastane's own too."""
+"""The registry of stores: every backend has an entry of the same form, elastane's too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_BACKEND = "a text"
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Install packages that have one entry in the group each; returns what does it."""
+    """Return a function that installs packages with one entry each in the group."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()

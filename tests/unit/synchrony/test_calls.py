@@ -1,4 +1,4 @@
-"""What a call of torch says of its data: whether it is a count by which a script may divide."""
+"""The data of a torch call: whether it is a count by which a script may divide."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ MEMBERS = tuple(map(Identity, range(4)))
 
 
 def signature_of(tensor, *, trains, site=Site.FIRST_SIZE):
-    """The signature of a sum."""
+    """Return the signature of a sum."""
     options = AllreduceOptions()
     options.reduceOp = ReduceOp.SUM
     return call_of("allreduce", ([tensor], options), {}, MEMBERS, site, trains=trains).signature

@@ -7,7 +7,7 @@ from elastane.synchrony import callsites
 
 
 def passes_of(use_reentrant: bool) -> list[bool]:
-    """Whether the gradients of a layer and of a checkpointed one come in a pass within another."""
+    """Return whether gradients of a layer, and of a checkpointed one, come in a nested pass."""
     layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     seen = []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""What a member contributes, and whose gradients a bucket holds."""
+"""A member's contribution to a sum, and the module of a bucket's gradients."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from elastane.synchrony.contributions import BucketLayout, Copied, overwrite, sl
 
 
 def layout(*lengths, hooked=False, sparse=False):
-    """The layout of a module with one bucket for each length; unknown with hooks or sparse ones."""
+    """Return a module's layout with buckets of these lengths; unknown with hooks or sparse ones."""
     buckets = []
     for length in lengths:
         parameter = torch.nn.Parameter(torch.zeros(length))

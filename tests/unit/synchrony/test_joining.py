@@ -1,4 +1,4 @@
-"""A newcomer whose first worlds end while they are built enters the next one."""
+"""A joining worker whose first worlds end while they are built enters the next one."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from elastane.synchrony.ordered import OrderedGroup
 
 
 class Entered(Exception):
-    """The newcomer has come to the world that can be built."""
+    """Raised when the joining worker reaches the world that can be built."""
 
 
 class Host:
-    """A worker whose first worlds end as they are built."""
+    """A worker whose first worlds end while they are built."""
 
     def __init__(self, worlds):
         self.broken = [PeerLostError(f"world {number}", slug="test") for number in range(worlds)]
@@ -31,7 +31,7 @@ class Host:
 
 
 class State:
-    """A shared state that no world has come to hand over."""
+    """A shared state that no world hands over."""
 
     def state(self):
         raise AssertionError("nobody has met")

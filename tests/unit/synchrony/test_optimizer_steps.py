@@ -7,14 +7,14 @@ from elastane.synchrony.optimizer_steps import OptimizerSteps
 
 
 class Asks(torch.optim.Optimizer):
-    """An optimizer that asks in each step whose step it is, before and after it steps another."""
+    """An optimizer that records whose step is running, before and after it steps another."""
 
     def __init__(self, steps, seen, inner=None):
         super().__init__([torch.nn.Parameter(torch.ones(1))], {})
         self._steps, self._seen, self._inner = steps, seen, inner
 
     def step(self, closure=None):
-        """Ask; then call the closure and the other optimizer, and ask again."""
+        """Record; then call the closure and the other optimizer, and record again."""
         self._seen.append(self._steps.running)
         if closure is not None:
             closure()

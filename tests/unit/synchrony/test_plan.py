@@ -1,4 +1,4 @@
-"""What survivors decide from their tables, one rule each."""
+"""The decisions of survivors from their tables, one rule for each test."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ SHARDS = Signature("reduce_scatter", reduction="sum", shaped=3)
 
 
 def table(identity, delivered, issued, *signatures, view=FIRST, **more):
-    """A member that keeps all that it has delivered; `signatures` are those of its operations."""
+    """Return a member that keeps all delivered results; `signatures` has its operations'."""
     kept = tuple(range(delivered))
     numbered = dict(enumerate(signatures))
     return Table(identity, view, 0, delivered, issued, kept=kept, signatures=numbered, **more)

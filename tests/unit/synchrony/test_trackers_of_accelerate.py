@@ -1,4 +1,4 @@
-"""Accelerate's trackers after the loss of the main process, by a stand-in for its Accelerator."""
+"""Accelerate's trackers after the loss of the main process, with a fake Accelerator."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def restart(reason):
 
 @pytest.fixture
 def make():
-    """Return what makes the world and the accelerator of a worker that begins with a rank."""
+    """Return a function that makes world and accelerator of a worker with this first rank."""
 
     def make(rank):
         world = VisibleWorld(restart)
@@ -32,15 +32,15 @@ def make():
                 self.trackers, self.logged = [], []
 
             def init_trackers(self, name):
-                """Open them."""
+                """Open the trackers."""
                 self.trackers.append(name)
 
             def log(self, value):
-                """Log to them."""
+                """Log to the open trackers."""
                 self.logged.append(value)
 
             def get_tracker(self, name):
-                """Return one."""
+                """Return a tracker by name."""
                 return name
 
         _open_trackers_later(Accelerator, world)

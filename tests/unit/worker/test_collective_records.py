@@ -1,4 +1,4 @@
-"""The collectives of a script are recorded, and stay what they were."""
+"""The collectives of a script are recorded, and their results do not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A digest log has each committed step once, whoever wrote it and however its writer ended."""
+"""A digest log has each committed step once, for any writers and any ends of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SETTINGS = {"shards": 8, "seed": 1, "data": {"n": 10}, "threads": 1}
 
 
 def goes(log, steps, rank=0, said="x", settings=SETTINGS):
-    """Come to the boundaries after these numbers of committed steps."""
+    """Pass the boundaries after these numbers of committed steps."""
     for committed in steps:
         digests = {"net": f"{said}{committed - 1}"}
         log.at(committed, (rank, 3), lambda: settings, lambda d=digests: d)

@@ -1,4 +1,4 @@
-"""`should_checkpoint()` on a page made here, in a time made here: which call is the one."""
+"""`should_checkpoint()` on a test's page and clock: which call returns true."""
 
 import multiprocessing.process
 import os
@@ -27,7 +27,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def page(monkeypatch):
-    """The agent's side of this worker's page, which no call has opened yet."""
+    """Return the agent's side of this worker's page, which no call has opened yet."""
     for name, value in {"_page": None, "_is_open": False, "_gave_up": False}.items():
         monkeypatch.setattr(drain, name, value)
     page = StatusPage.create()

@@ -1,4 +1,4 @@
-"""A script that reads its rank before `init()` is warned of at the job's start."""
+"""A script that reads its rank before `init()` gets a warning at the job's start."""
 
 import logging
 import sys
@@ -13,7 +13,7 @@ HEAD = "import os\nfrom os import environ, getenv\n"
 
 @pytest.fixture
 def warned(tmp_path, monkeypatch, caplog):
-    """Run a script as `__main__`; returns what is logged as it calls `init()`."""
+    """Run a script as `__main__`; return the log records of its `init()` call."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "0")

@@ -1,4 +1,4 @@
-"""An ElasticLoader in a world of one: position, epochs, and what it refuses."""
+"""An ElasticLoader in a world of one: position, epochs, and refused uses."""
 
 import pytest
 import torch
@@ -149,10 +149,10 @@ class OneMember:
     is_shared, ddps, members = False, (), (1,)
 
     def share(self, state):
-        """Nothing joins."""
+        """Return no joining worker."""
 
     def pass_boundary(self):
-        """No other member is there."""
+        """Do nothing, since there is no other member."""
 
 
 def test_an_average_that_is_not_named_is_refused_before_the_next_step(monkeypatch):

@@ -1,4 +1,4 @@
-"""Scalars of a framework are written once per step by rank 0, whichever worker that is."""
+"""Scalars of a framework are written once per step by rank 0, whichever worker has it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A newcomer has memory for what its optimizers will hold, and nothing else of it is changed."""
+"""A joining worker allocates its optimizers' state, and is not changed otherwise."""
 
 import pytest
 import torch

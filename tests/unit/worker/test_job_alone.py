@@ -1,4 +1,4 @@
-"""A job of one worker, with no launcher: its steps, refusals, and what a lost step puts back.
+"""A job of one worker without a launcher: steps, refused uses, and rollback of a lost step.
 
 Among the unit tests, which run in a process of their own: torch starts threads here, and tests of
 real processes fork.
@@ -261,7 +261,7 @@ def test_a_committed_sharded_step_survives_a_new_world(job):
 
 
 def test_a_worker_that_joined_a_job_whose_state_is_lost_does_not_begin_again(job):
-    """It has skipped its checkpoint, because another member was to give it the state."""
+    """It skipped its checkpoint, because another member was to give it the state."""
     net = torch.nn.Linear(4, 1)
     job.track(net=net, sgd=torch.optim.SGD(net.parameters(), lr=0.1))
     next(job.steps(loader_of(), until_step=2))
@@ -339,7 +339,7 @@ def test_every_attribute_of_a_job_and_of_a_step_is_documented(job):
 
 
 def test_a_compiled_ddp_trains_as_an_eager_one_does(job):
-    """A backend that compiles nothing is enough: tracing is what meets the process group."""
+    """A backend that compiles nothing is enough, since only the tracing meets the process group."""
     nets = [torch.nn.Linear(4, 1) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     eager, traced = (DistributedDataParallel(net, process_group=job.process_group) for net in nets)

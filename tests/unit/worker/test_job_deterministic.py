@@ -1,4 +1,4 @@
-"""deterministic=True in a job of one: what a step's shards leave behind, and what is refused.
+"""deterministic=True in a job of one: the effect of a step's shards, and refused uses.
 
 Among the unit tests, which run in a process of their own: torch starts threads here, and tests of
 real processes fork.

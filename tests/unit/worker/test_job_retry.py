@@ -1,4 +1,4 @@
-"""`job.retry`: where it may stand, and what survivors and joining workers agree on. Pure."""
+"""`job.retry`: where it is allowed, and how survivors and joining workers agree. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""No optimizer updates on a reduction that failed, by whatever way its step is called.
+"""No optimizer makes an update from a failed reduction, however its step is called.
 
-A peer is lost in these tests when a body says so: from then on `check` of the group raises.
+In these tests the body decides when a peer is lost; from then on the group's `check` raises.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SAM(torch.optim.Optimizer):
 
 
 class Group(ElasticGroup):
-    """A group that a peer is lost of as soon as `lost` is set."""
+    """A group that loses a peer as soon as `lost` is set."""
 
     lost = False
 
@@ -71,7 +71,7 @@ class Group(ElasticGroup):
 
 
 class Member:
-    """One member with a model and optimizers, and what guards its steps."""
+    """One member with a model, optimizers, and the guard of its steps."""
 
     def __init__(self, make):
         torch.manual_seed(0)
@@ -93,7 +93,7 @@ class Member:
         self.lost_at = None
 
     def loss(self):
-        """Run forward and backward; the peer is lost in that of number `lost_at`."""
+        """Run forward and backward; the peer is lost in the pass with number `lost_at`."""
         self.passes += 1
         if self.passes == self.lost_at:
             self.group.lost = True
@@ -119,7 +119,7 @@ class Member:
         self.updates.step_number = 0
 
     def makes(self, body):
-        """One step that nothing happens to."""
+        """Make one undisturbed step."""
         self.begin()
         body(self)
         self.group.check()
@@ -127,7 +127,7 @@ class Member:
         self.undo.committed()
 
     def loses(self, body, at):
-        """One step in whose pass of number `at` a peer is lost; whether all was put back."""
+        """Make a step with a lost peer in pass `at`; return whether all state was restored."""
         self.begin()
         self.passes, self.lost_at = 0, at
         is_cut = False
@@ -156,7 +156,7 @@ def sam(net):
 
 
 def pair(net):
-    """Two optimizers, each of a half of the model."""
+    """Return two optimizers, each for one half of the model."""
     halves = net[0].parameters(), net[2].parameters()
     return tuple(torch.optim.AdamW(half, lr=0.1) for half in halves)
 
@@ -208,7 +208,7 @@ def scheduled(member):
 
 
 class Mine(torch.optim.AdamW):
-    """A user's own, that calls torch's."""
+    """A user's optimizer that calls torch's."""
 
     def step(self, closure=None):
         return super().step(closure)
@@ -256,7 +256,7 @@ def every_optimizer():
 
 @pytest.mark.parametrize("kind", every_optimizer())
 def test_torchs_own_optimizers_change_nothing_before_their_closure_returns(kind):
-    """The premise on which they are not copied."""
+    """That is why parameters are not copied before their steps."""
     net = torch.nn.Linear(4, 4, bias=kind.__name__ != "Muon")
     optimizer = kind(net.parameters())
     before = [each.clone() for each in net.parameters()]

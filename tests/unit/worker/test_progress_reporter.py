@@ -1,4 +1,4 @@
-"""Where a worker says that its main thread is."""
+"""The reported place of a worker's main thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IN_DDP = [(DDP, "forward"), (DDP, "_pre_forward"), (DDP, "_sync_buffers")]
 
 
 def frames_of(*calls):
-    """The frames of functions that call one another: pairs of a module's and a function's name."""
+    """Return frames of functions that call one another, given by module and function name."""
     found = []
 
     def end():

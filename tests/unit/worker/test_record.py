@@ -19,7 +19,7 @@ def error_file(tmp_path, monkeypatch):
 
 
 def outcome(record, act):
-    """What the caller sees."""
+    """Return what the caller gets."""
     try:
         return "returned", record(act)()
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Scalars reach each sink once per committed step, whoever writes and whatever was torn."""
+"""Scalars reach each sink once per committed step, for any writers and torn lines."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ def steps(path, name="loss"):
 
 
 def made(log, number, **values):
-    """The body of a step logs, and the step is committed."""
+    """Log in the body of a step, and commit the step."""
     log.begin()
     log.add(values or {"loss": number / 10}, number - 1)
     log.leave()
@@ -308,7 +308,7 @@ def test_values_that_are_not_finite_are_texts_that_json_has(tmp_path):
 
 @given(st.data())
 def test_each_step_is_logged_once_whichever_writer_dies_and_when(tmp_path_factory, data):
-    """Workers that all make the same steps; the writer dies after it wrote some, maybe torn."""
+    """All workers make the same steps; the writer dies after some lines, the last maybe torn."""
     path = tmp_path_factory.mktemp("log") / "a.jsonl"
     workers = [worker(path) for _ in range(4)]
     workers[0].enter(is_writer=True, committed=0, is_first=True)

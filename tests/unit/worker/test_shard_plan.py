@@ -1,4 +1,4 @@
-"""Who holds which shard, who gives it to whom, and what a worker's part of a state is."""
+"""The holders of shards, the transfers between workers, and a worker's part of a state."""
 
 from __future__ import annotations
 

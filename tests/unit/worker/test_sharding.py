@@ -1,4 +1,4 @@
-"""Whether others can heal sharded state, now and in worlds to come, and what is said where not."""
+"""Whether other workers can heal sharded state, and the warnings if they cannot."""
 
 from types import SimpleNamespace
 

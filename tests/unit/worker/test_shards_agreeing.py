@@ -12,7 +12,7 @@ ONE, TWO = object(), object()
 
 @pytest.fixture
 def member(monkeypatch):
-    """One member, and how often it has waited for the others."""
+    """Return one member, and how often it has waited for the others."""
     waits = []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: waits.append(1))
 

@@ -10,7 +10,7 @@ from elastane.worker.world import Worlds
 
 
 class World:
-    """A world that notes whether it was aborted."""
+    """A world that records whether it was aborted."""
 
     def __init__(self):
         self.aborted = False
@@ -20,7 +20,7 @@ class World:
 
 
 class Line:
-    """A control socket; `meanwhile` is what the other thread does as this one asks it."""
+    """A control socket; `meanwhile` runs during a read, in place of another thread."""
 
     def __init__(self):
         self.ended = False
