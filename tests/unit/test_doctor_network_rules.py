@@ -86,7 +86,7 @@ def test_nodes_that_fit_have_good_findings_alone():
     assert said["connections"] == "6 directions open: a 10.0.0.1, b 10.0.0.2, c 10.0.0.3"
     assert said["gloo"] == "is reached where it would listen on 3 nodes"
     assert said["clocks"] == "differ by at most 1 ms"
-    assert said["latency"] == "0.2 ms to 0.2 ms there and back"
+    assert said["latency"] == "0.2 ms to 0.2 ms of round trip"
     assert said["bandwidth"] == "1.00 GB/s to 1.10 GB/s of one connection"
 
 
@@ -97,7 +97,7 @@ def test_one_direction_that_is_closed_names_the_ports_and_the_open_one():
     assert "open TCP ports 32768 to 60999 of c for b" in text
 
 
-def test_closed_ways_of_one_node_are_one_finding():
+def test_closed_connections_of_one_node_are_one_finding():
     closed = tuple(replace(one, outcome=REFUSED) for one in page(0).reaches)
     subjects, text = bad(met(a={"reaches": closed}))
     assert subjects == [("connections", "fault")] and "a to b, c (10.0.0.2:40001): refused" in text
@@ -168,7 +168,7 @@ def test_a_long_way_and_a_slow_link_are_named_beside_the_usual_ones():
     slow = {"speeds": (replace(page(1).speeds[0], received=2e8),)}
     subjects, text = bad(met(a=reached(0, 2, latency_s=0.02), b=slow))
     assert subjects == [("latency", "warning"), ("bandwidth", "warning")]
-    assert "20 ms from a to c and back; 0.2 ms in the median" in text
+    assert "20 ms of round trip from a to c; 0.2 ms in the median" in text
     assert "200 MB/s from c to b; 1.00 GB/s in the median" in text and "less than 500 MB/s" in text
 
 
@@ -200,8 +200,10 @@ def test_nodes_that_do_not_meet_read_why(changes, says):
     facts = replace(FACTS, **changes)
     if "names" in changes:
         facts = replace(facts, pages=(replace(facts.pages[0], reaches=(), speeds=()),))
-    found = [one for one in judge_nodes(facts) if one.subject == "meeting"]
+    all_found = judge_nodes(facts)
+    found = [one for one in all_found if one.subject == "meeting"]
     assert [one.level for one in found] == [Level.FAULT]
+    assert "names" not in changes or all_found == found, "a node alone says nothing of others"
     assert says in " ".join((found[0].found, found[0].why, found[0].next_step))
 
 

@@ -44,6 +44,10 @@ def test_a_fit_node_has_good_findings_alone():
     assert len(subjects) == len(set(subjects)) == 10
 
 
+def test_the_name_of_the_host_is_not_used_where_gloo_has_a_card():
+    assert found(host_addresses=("127.0.1.1",), gloo_card="eth1") == ([], "")
+
+
 @pytest.mark.parametrize(
     ("changes", "subject", "level", "says"),
     [
@@ -73,6 +77,10 @@ def test_a_fit_node_has_good_findings_alone():
         ({"cpus": 1.5}, "CPUs", "warning", "1.5 of 8"),
         ({"host_addresses": ()}, "host name", "warning", "does not resolve"),
         ({"host_addresses": ("127.0.1.1",)}, "host name", "warning", "IFNAME=eth0"),
+        (
+            {"gloo_card": "eth9", "gloo_error": "there is no network card eth9"},
+            "gloo", "fault", "export GLOO_SOCKET_IFNAME=eth0",
+        ),
         ({"clock_is_synchronized": False}, "clock", "warning", "synchronized"),
         ({"endpoint": replace(ENDPOINT, outcome="timeout")}, "rendezvous", "fault", "nc -vz n0"),
         (

@@ -45,8 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=0,
-        help="run on N nodes at once, which meet at --rdzv-endpoint: also check the ways between"
-        " them",
+        help="run on N nodes at once, which meet at --rdzv-endpoint: also check the network"
+        " between them",
     )
     add(
         "--timeout",

@@ -72,6 +72,7 @@ def read_facts(
     torch = read_torch(environ)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     host = socket.gethostname()
+    card = environ.get("GLOO_SOCKET_IFNAME", "")
     return NodeFacts(
         workers=workers or len(torch.devices) or 1,
         python=platform.python_version(),
@@ -92,6 +93,8 @@ def read_facts(
         host_addresses=resolved(host),
         own_addresses=tuple(sorted(a for a in local_addresses() if not _is_loopback(a))),
         interface=_default_interface(),
+        gloo_card=card,
+        gloo_error=read_gloo(environ, read_interfaces()).error if card else "",
         clock_is_synchronized=_clock_is_synchronized(),
         folders=(
             _read_runtime_folder(environ),

@@ -2,8 +2,8 @@
 
 The process on the endpoint's host serves a board there: `Board` keeps one page of each node. A node
 joins with its first page. The board closes the set when all have come, or when the waiting time is
-over. Then each node measures its ways to the others and posts the results: first the connections,
-then the transfers. A node that is silent for the phase's limit is left out of the results.
+over. Then each node posts two more pages: whether its connections to the others open, and their
+bandwidth. A node that is silent for the phase's limit is left out of the results.
 
 The coordinator of a job listens at the same endpoint, so this also tries that. The board answers
 any host without a secret: it has names, addresses and versions, for as long as the check takes.

@@ -112,6 +112,8 @@ def judge_nodes(facts: MeetingFacts) -> list[Finding]:
         for number, page in enumerate(facts.pages)
         if page is not None
     }
+    if len(pages) < 2:
+        return [_meeting(facts)]
     named = _Named(facts.names, pages)
     return [_meeting(facts), *(one for rule in _RULES for one in rule(named))]
 
@@ -201,7 +203,11 @@ def _not_met(facts: MeetingFacts) -> Finding:
         ),
     }
     why, next_step = whys.get(facts.error if facts.resolved else "", whys[TIMEOUT])
-    said = {REFUSED: "connections are refused", TIMEOUT: "no answer", STRANGER: "no answer of ours"}
+    said = {
+        REFUSED: "connections are refused",
+        TIMEOUT: "no answer",
+        STRANGER: "another program answers",
+    }
     said[FULL] = "has all its nodes"
     text = f"{where}: {said.get(facts.error, facts.error)} for {facts.waited_s:.0f} s"
     return Finding("meeting", Level.FAULT, text, why, next_step)
@@ -440,12 +446,12 @@ def _latency(nodes: _Named) -> Iterator[Finding]:
         return
     usual_s = median(one for one, _, _ in found)
     (low_s, *_), (high_s, number, to) = found[0], found[-1]
-    text = f"{_duration(low_s)} to {_duration(high_s)} there and back"
+    text = f"{_duration(low_s)} to {_duration(high_s)} of round trip"
     if high_s >= LATENCY_WARNING_S and (len(nodes.pages) == 2 or high_s > LATENCY_FACTOR * usual_s):
         yield Finding(
             "latency",
             Level.WARNING,
-            f"{_duration(high_s)} from {nodes[number]} to {nodes[to]} and back;"
+            f"{_duration(high_s)} of round trip from {nodes[number]} to {nodes[to]};"
             f" {_duration(usual_s)} in the median",
             f"more than {_duration(LATENCY_WARNING_S)} is not one local network, or a busy one, and"
             " each collective takes several such times",

@@ -1,4 +1,4 @@
-"""Measures the way to another node: can it be connected to, how far is it, and how fast.
+"""Measures the network to another node: do connections open, their round trip and bandwidth.
 
 `ProbeServer` answers at two ports of each node: where agents would listen, and where gloo would.
 `measure_reach` and `measure_speed` ask the servers of another node. Everything has a limit; a
@@ -160,7 +160,7 @@ def _asked(address: str, port: int) -> Iterator[socket.socket]:
 
 
 def _ping(address: str, port: int, here: int) -> tuple[float, float]:
-    """Return the shortest way there and back, and how far the other clock was ahead then."""
+    """Return the shortest round trip, and how far the other clock was ahead then."""
     best: tuple[float, float] | None = None
     with _asked(address, port) as sock:
         for _ in range(PINGS):

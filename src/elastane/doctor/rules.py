@@ -118,6 +118,8 @@ class NodeFacts:
     host_addresses: tuple[str, ...]  # that the host's own name resolves to
     own_addresses: tuple[str, ...]  # of its interfaces, without loopback
     interface: str  # of the default route; empty: none
+    gloo_card: str = ""  # the value of GLOO_SOCKET_IFNAME
+    gloo_error: str = ""  # why gloo cannot listen at that card
     clock_is_synchronized: bool | None
     folders: tuple[FolderFacts, ...]
     endpoint: EndpointFacts | None
@@ -318,7 +320,17 @@ def _limits(facts: NodeFacts) -> Iterator[Finding]:
 
 def _network(facts: NodeFacts) -> Iterator[Finding]:
     found = ", ".join(facts.host_addresses)
-    if not facts.host_addresses:
+    if facts.gloo_error:
+        yield Finding(
+            "gloo",
+            Level.FAULT,
+            f"GLOO_SOCKET_IFNAME={facts.gloo_card}: {facts.gloo_error}",
+            "workers of this node would fail to make a process group",
+            f"export GLOO_SOCKET_IFNAME={facts.interface or 'CARD'}; ip address lists the cards",
+        )
+    elif facts.gloo_card:
+        yield Finding("gloo", Level.GOOD, f"listens at GLOO_SOCKET_IFNAME={facts.gloo_card}")
+    elif not facts.host_addresses:
         yield _name_finding(facts, f"the host's name {facts.host} does not resolve here")
     elif facts.own_addresses and not set(facts.host_addresses) & set(facts.own_addresses):
         yield _name_finding(facts, f"the host's name {facts.host} is {found} here")
