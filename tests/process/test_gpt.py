@@ -13,7 +13,7 @@ import elastane
 SCRIPT = Path(elastane.__file__).parent / "examples" / "gpt.py"
 
 
-def test_it_runs_under_plain_python_learns_and_reports_its_weights(tmp_path):
+def test_the_example_runs_under_plain_python_and_learns(tmp_path):
     command = [sys.executable, str(SCRIPT), "--dir", str(tmp_path), "--steps", "15"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     said = subprocess.run(

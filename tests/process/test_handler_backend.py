@@ -245,7 +245,7 @@ def test_a_used_up_budget_is_reported(start):
     assert "exit code 3" in one.err and len(notes(one, "met")) == 2
 
 
-def test_a_signal_ends_this_node_alone(start):
+def test_a_signal_ends_only_this_node(start):
     one = start("trap()\ntell('up')\nhang()", "--shutdown-timeout", "1")
     for rank in range(2):
         one.told(f"up.{rank}.0")
@@ -274,7 +274,7 @@ def test_a_killed_launcher_leaves_no_worker(start):
         pytest.param("RendezvousGracefulExitError", 0, marks=pytest.mark.soak),
     ],
 )
-def test_how_a_rendezvous_ends_is_an_exit_code(start, error, code):
+def test_each_end_of_a_rendezvous_has_its_exit_code(start, error, code):
     one = start("", "--rdzv-endpoint", error)
     assert one.wait() == code
     assert "Traceback" not in one.err
@@ -282,7 +282,7 @@ def test_how_a_rendezvous_ends_is_an_exit_code(start, error, code):
 
 
 @pytest.mark.soak
-def test_an_error_of_the_handlers_own_is_shown_with_its_traceback(start):
+def test_an_unknown_error_of_a_handler_is_shown_with_its_traceback(start):
     one = start("", "--rdzv-endpoint", "NoKindOfError")
     assert one.wait() == 1
     assert "theirs_rendezvous.py" in one.err and "NoKindOfError: of the handler" in one.err
@@ -299,7 +299,7 @@ def test_an_error_of_the_handlers_own_is_shown_with_its_traceback(start):
         ),
     ],
 )
-def test_a_handler_that_cannot_be_loaded_is_said_with_its_reason(start, site, backend, said):
+def test_a_handler_that_cannot_be_loaded_is_named_with_the_reason(start, site, backend, said):
     offer(site, BROKEN)
     one = start("tell('ran')", backend=backend)
     assert one.wait() == 78
@@ -321,7 +321,7 @@ def test_a_name_that_no_package_offers_gets_a_suggestion(start, backend, near):
     assert "torchrun.handlers" in one.err
 
 
-def test_the_documented_backend_of_ones_own_carries_a_job_over_two_nodes(start, site, tmp_path):
+def test_the_documented_custom_backend_runs_a_job_of_two_nodes(start, site, tmp_path):
     """docs/custom-rendezvous.md: a failure restarts both, and they end together."""
     offer(site, "sqlite = sqlite_rendezvous:handler", EXAMPLE.read_text(), "sqlite_rendezvous")
     body = """

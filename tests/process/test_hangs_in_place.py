@@ -91,7 +91,7 @@ def test_workers_in_a_deadlock_continue_in_another_world(tmp_path):
         job.ends_exact()
 
 
-def test_a_stall_of_an_arrival_is_named_by_rank_and_left_for_another_world(tmp_path):
+def test_a_stall_of_an_arrival_is_reported_by_rank_and_ended_by_another_world(tmp_path):
     """Each step ends with an evaluation; the arrival broadcasts buffers, and the others do not."""
     options = {"script_path": SCRIPT.with_name("ddp_in_place.py"), "env": {"PLANT": "sync"}}
     options |= {"nnodes": "1:2", "nproc_per_node": 2}
@@ -114,7 +114,7 @@ def test_a_stall_of_an_arrival_is_named_by_rank_and_left_for_another_world(tmp_p
         assert len({(line["step"], line["total"]) for line in ends}) == 1, ends
 
 
-def test_a_worker_in_a_debugger_is_waited_for(tmp_path):
+def test_a_worker_in_a_debugger_is_not_judged(tmp_path):
     keyboard = tmp_path / "keyboard"
     os.mkfifo(keyboard)
     conf, env = {"hang_floor": FLOOR_S}, {"HANG_STDIN": str(keyboard)}

@@ -63,7 +63,7 @@ def undisturbed(data, tmp_path_factory):
     return training
 
 
-def test_its_networks_have_the_parameters_that_everybody_knows():
+def test_the_networks_have_the_published_numbers_of_parameters():
     import torch
     from common import resnet
 
@@ -75,7 +75,7 @@ def test_its_networks_have_the_parameters_that_everybody_knows():
             assert net(torch.empty(1, 3, 224, 224)).shape == (1, 1000)
 
 
-def test_its_images_are_the_same_for_the_same_seed(tmp_path):
+def test_the_images_are_equal_for_the_same_seed(tmp_path):
     from make_images import make
 
     for name, seed in (("one", 1), ("again", 1), ("other", 2)):

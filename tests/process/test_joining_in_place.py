@@ -81,7 +81,7 @@ def test_workers_that_die_before_they_have_joined_delay_no_other(tmp_path):
         job.ends_well()
 
 
-def test_an_optimizer_that_is_not_named_is_refused_before_anybody_joins(tmp_path):
+def test_an_unnamed_optimizer_is_refused_before_any_worker_joins(tmp_path):
     job = made(tmp_path, "unnamed", nnodes="1", nproc_per_node=2, max_restarts=0)
     with job.cluster as cluster:
         node = cluster.start("a")

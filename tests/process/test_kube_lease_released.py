@@ -45,7 +45,7 @@ async def killed(kube):
     await kube.wait(lambda: len(pods(kube)) == 2 and uid_of(kube, "x-worker-1") != old, "a new pod")
 
 
-def test_that_of_a_dead_pod_is_given_back_and_is_otherwise_as_it_was():
+def test_the_lease_of_a_dead_pod_is_released_and_otherwise_unchanged():
     async def scenario(kube):
         async with operator_over(kube, decide=reconcile) as running:
             await kube.wait(lambda: running.operator.session)
@@ -79,7 +79,7 @@ def test_the_next_holder_can_read_which_agents_are_dead():
 
 
 @pytest.mark.parametrize("holder", ["x-worker-0", "nobody of us", ""])
-def test_that_of_another_is_not_touched(holder):
+def test_the_lease_of_another_holder_is_not_changed(holder):
     async def scenario(kube):
         def uid(kube):
             return uid_of(kube, holder) if holder in pods(kube) else holder
@@ -95,7 +95,7 @@ def test_that_of_another_is_not_touched(holder):
 
 
 @pytest.mark.parametrize("fault", [{"status": 403}, {"status": 500}])
-def test_a_lease_that_cannot_be_given_back_holds_nothing_up(fault):
+def test_a_lease_that_cannot_be_released_delays_no_other_action(fault):
     async def scenario(kube):
         async with operator_over(kube, decide=reconcile) as running:
             await kube.wait(lambda: running.operator.session)

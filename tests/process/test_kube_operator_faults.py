@@ -78,7 +78,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("path", ["/pods$", "/configmaps$", "/status$"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_write_that_fails_is_made_up_for_and_nothing_is_there_twice(path, fault):
+def test_a_failed_write_is_repeated_and_creates_nothing_twice(path, fault):
     async def scenario(kube):
         method = "PATCH" if path == "/status$" else "POST"
         injected = kube.inject(method, path, **FAULTS[fault])
@@ -261,7 +261,7 @@ def test_an_operator_without_a_right_to_nodes_works():
     play(scenario)
 
 
-def test_without_the_definition_it_waits_and_says_so():
+def test_an_operator_without_the_definition_waits_and_logs_it():
     async def scenario(kube):
         fault = kube.inject("GET", "/elasticjobs$", status=404, reason="NotFound", times=10**6)
         kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
@@ -276,7 +276,7 @@ def test_without_the_definition_it_waits_and_says_so():
     play(scenario)
 
 
-def test_a_decision_that_cannot_be_made_costs_its_own_job_alone(caplog):
+def test_a_failed_decision_only_stops_its_own_job(caplog):
     async def scenario(kube):
         def failing(observed, now_s):
             if observed.job.metadata.name == "bad":
@@ -293,7 +293,7 @@ def test_a_decision_that_cannot_be_made_costs_its_own_job_alone(caplog):
     play(scenario)
 
 
-def test_an_event_is_there_once_and_counted():
+def test_an_event_exists_once_and_is_counted():
     async def scenario(kube):
         def telling(observed, now_s):
             told = ReportedEvent(type="Normal", reason="Waits", message="for pods")
@@ -313,7 +313,7 @@ def test_an_event_is_there_once_and_counted():
     play(scenario)
 
 
-def test_a_namespace_of_its_own_is_all_that_it_looks_at():
+def test_an_operator_of_one_namespace_reads_no_other():
     async def scenario(kube):
         kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
         kube.create("elasticjobs", job("y"), namespace="other", group=GROUP_OF_JOBS)
@@ -325,7 +325,7 @@ def test_a_namespace_of_its_own_is_all_that_it_looks_at():
     play(scenario)
 
 
-def test_probes_answer_and_bear_garbage():
+def test_probes_answer_also_after_garbage():
     async def scenario(kube):
         kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
         async with operator_over(kube) as running:

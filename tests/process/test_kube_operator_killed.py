@@ -89,7 +89,7 @@ def kill_after(kube, number):
         for number in range(1, WRITES + 1)
     ],
 )
-def test_killed_at_any_write_its_successor_ends_where_it_would_have(number):
+def test_after_a_kill_at_any_write_the_next_operator_has_the_same_result(number):
     async def scenario(kube):
         kill_after(kube, number)
         first = Running(kube, "one", reconcile)
@@ -139,7 +139,7 @@ def leader(*running):
     return next((one for one in running if one.operator.session is not None), None)
 
 
-def test_one_that_was_killed_is_followed_once_its_lease_has_run_out():
+def test_a_killed_operator_is_replaced_once_its_lease_has_expired():
     async def scenario(kube):
         lease = {"lease_s": SHORT_LEASE_S}
         async with (
@@ -157,7 +157,7 @@ def test_one_that_was_killed_is_followed_once_its_lease_has_run_out():
     play(scenario)
 
 
-def test_one_that_cannot_renew_stops_before_another_may_act():
+def test_an_operator_that_cannot_renew_stops_before_another_may_act():
     async def scenario(kube):
         async with operator_over(kube, "one", lease_s=SHORT_LEASE_S) as one:
             await kube.wait(lambda: leader(one))
@@ -170,7 +170,7 @@ def test_one_that_cannot_renew_stops_before_another_may_act():
     play(scenario)
 
 
-def test_one_whose_lease_was_taken_does_nothing_more():
+def test_an_operator_whose_lease_was_taken_does_nothing_more():
     async def scenario(kube):
         async with operator_over(kube, "one") as one:
             kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)

@@ -20,7 +20,7 @@ def degraded(kube):
     return degraded_in(status(kube))
 
 
-def test_a_missing_right_is_a_condition_until_there_is_the_right():
+def test_a_missing_right_is_a_condition_until_it_is_granted():
     async def scenario(kube):
         message = 'pods "x-worker-1" is forbidden: User "o" cannot delete resource "pods"'
         fault = kube.inject("DELETE", "/pods/", status=403, reason="Forbidden", message=message)

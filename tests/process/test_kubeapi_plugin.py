@@ -85,7 +85,7 @@ def test_an_expired_identity_is_made_again(tmp_path):
     asyncio.run(check())
 
 
-def test_who_gives_up_waiting_does_not_stop_it_for_the_next(tmp_path):
+def test_a_cancelled_caller_does_not_cancel_the_plugin_for_the_next(tmp_path):
     body = COUNTED.format(tmp_path / "runs")
     body += f"while not os.path.exists('{tmp_path}/go'): time.sleep(0.01)\n" + said(token="t")
     identity = plugin(tmp_path, body)

@@ -92,7 +92,7 @@ EVENTS = {
 
 
 @pytest.mark.parametrize("name", sorted(EVENTS))
-def test_what_is_no_event_is_an_answer_error(name, monkeypatch):
+def test_a_line_that_is_not_an_event_is_an_answer_error(name, monkeypatch):
     @served([STREAM, EVENTS[name], EVENTS[name], HANG])
     async def check(server):
         async with api(server) as client:
@@ -164,7 +164,7 @@ def test_a_server_that_ends_each_watch_at_once_is_not_asked_without_pause(monkey
     status(404, "NotFound"),
     [STREAM, changed("ADDED", "10"), changed("DELETED", "11"), changed("ADDED", "12"), HANG],
 )
-async def test_an_object_that_is_followed_never_goes_back_to_what_the_server_has_in_memory(server):
+async def test_a_followed_object_never_goes_back_to_an_older_version(server):
     async with api(server) as client:
         follow = client_api.follow_one(client, CONFIGMAPS, "ns", "x", Thing)
         seen = [await anext(follow) for _ in range(4)]

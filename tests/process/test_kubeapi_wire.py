@@ -55,7 +55,7 @@ async def test_a_creation_asks_the_server_to_refuse_unknown_fields(server):
 
 
 @served(plain(200, {}))
-async def test_a_deletion_says_all_in_its_body(server):
+async def test_a_deletion_has_all_options_in_its_body(server):
     async with api(server) as client:
         how = Deletion(uid="u", version="9", grace_s=0, propagation="Background")
         await client.delete(PODS, "ns", "x", how)
@@ -133,7 +133,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("name", sorted(GARBAGE))
-def test_an_answer_that_is_none_is_an_answer_error(name):
+def test_garbage_is_an_answer_error(name):
     @served(GARBAGE[name])
     async def check(server):
         async with api(server) as client:
@@ -146,7 +146,7 @@ def test_an_answer_that_is_none_is_an_answer_error(name):
 
 
 @pytest.mark.parametrize("body", ["<html>bad gateway</html>", "[1]", '{"code": "x"}', ""])
-def test_a_refusal_whose_words_cannot_be_read_keeps_its_type(body):
+def test_a_refusal_with_an_unreadable_body_keeps_its_type(body):
     @served(plain(502, body))
     async def check(server):
         async with api(server) as client:
@@ -193,7 +193,7 @@ async def test_an_answer_that_stalls_ends_within_the_bound(server):
             await client.get(PODS, "ns", "x", Thing)
 
 
-def test_no_server_at_all_says_so_and_that_nothing_was_sent():
+def test_without_a_server_the_error_says_that_nothing_was_sent():
     async def check():
         nobody = ClusterAccess("http://127.0.0.1:1", FixedIdentity(), namespace="ns", where="here")
         async with Api(nobody) as client:
@@ -206,7 +206,7 @@ def test_no_server_at_all_says_so_and_that_nothing_was_sent():
 
 
 @served(plain(429, "later", "Retry-After: 0"), plain(201, thing()))
-async def test_what_the_server_puts_off_is_asked_again_since_it_was_not_taken_up(server):
+async def test_a_postponed_request_is_repeated_since_it_was_not_carried_out(server):
     async with api(server) as client:
         await client.create(PODS, "ns", {"metadata": {"name": "x"}}, Thing)
     assert len(server.asked) == 2

@@ -204,9 +204,7 @@ def test_a_pod_that_the_operator_fences_is_cut_and_stays_out_and_the_report_says
         assert late.wait() == 75 and "[node-fenced]" in late.words
 
 
-def test_what_a_job_keeps_belongs_to_the_elasticjob_whose_pods_it_runs_in(
-    plane: ControlPlane, tmp_path: Path
-) -> None:
+def test_the_objects_of_a_job_belong_to_its_elasticjob(plane: ControlPlane, tmp_path: Path) -> None:
     name = f"run-{secrets.token_hex(4)}"
     space, kubeconfig = account(plane, rules_of(JOB_RIGHTS))
     owned = Owned(plane, space, "mnist")

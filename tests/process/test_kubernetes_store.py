@@ -103,7 +103,7 @@ async def test_an_edit_of_a_lease_by_another_client_does_not_depose_its_holder(p
 
 
 @placed
-async def test_a_silent_holder_is_judged_by_ones_own_clock_alone(place):
+async def test_a_silent_holder_is_judged_only_by_the_candidates_clock(place):
     now_s = [1000.0]
     store, other = place.store(), place.store(clock=lambda: now_s[0])
     lease = await store.lease("j/seat", b"a", 4.0)

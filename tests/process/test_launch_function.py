@@ -221,7 +221,7 @@ def test_a_megabyte_through_a_replaced_stdout_blocks_no_process(call):
 # Options, and who calls
 
 
-def test_options_of_variables_and_of_the_settings_file_count(call, tmp_path, monkeypatch):
+def test_options_of_variables_and_of_the_settings_file_are_used(call, tmp_path, monkeypatch):
     def facts():
         return os.environ["WORLD_SIZE"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
 

@@ -65,7 +65,7 @@ def test_a_cluster_forms_worlds_and_survives_its_nodes(tmp_path, script):
     assert not marked(mark)
 
 
-def test_a_node_that_is_paused_and_one_that_is_stopped(tmp_path, script):
+def test_a_paused_node_continues_and_a_stopped_node_ends(tmp_path, script):
     options = {**LIGHT, "nnodes": "1:2", "rdzv_conf": {"silence": 2}}
     with LocalCluster(script, folder=tmp_path / "c", **options) as cluster:
         cluster.start("a")

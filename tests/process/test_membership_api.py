@@ -163,7 +163,7 @@ def test_a_killed_process_departs_at_once_and_the_others_continue(cluster: Clust
     assert after.assignment.fence.round == place.assignment.fence.round + 1
 
 
-def test_a_process_that_ends_says_goodbye(cluster: Cluster) -> None:
+def test_a_process_that_exits_leaves_at_once(cluster: Cluster) -> None:
     a, ending = cluster.new((1, 2)), cluster.process("1:2")
     joining = cluster.host(a)
     say(ending, "join")
@@ -231,7 +231,7 @@ def test_closing_with_a_failure_ends_all_nodes_at_once(cluster: Cluster) -> None
         a.join()
 
 
-def test_closing_with_success_leaves_the_others_their_grace(cluster: Cluster) -> None:
+def test_closing_with_success_leaves_the_others_time_to_finish(cluster: Cluster) -> None:
     a, b = cluster.new(close_grace_s=0.8), cluster.new(close_grace_s=0.8)
     cluster.all_of(a.join, b.join)
     closing = cluster.run(lambda: a.close(True, "done"))
@@ -320,7 +320,7 @@ def test_an_interrupted_join_leaves_and_the_next_one_joins(cluster: Cluster) -> 
     assert cluster.all_of(a.join)[0].nodes == meeting.result(WAIT_S).nodes == 2
 
 
-def test_a_forked_child_is_no_member_and_does_not_keep_the_dead_alive(cluster: Cluster) -> None:
+def test_a_forked_child_is_no_member_and_does_not_hide_its_parents_death(cluster: Cluster) -> None:
     a, parent = cluster.new((1, 2)), cluster.process("1:2")
     joining = cluster.host(a)
     say(parent, "join")

@@ -106,7 +106,9 @@ def test_workers_train_without_an_endpoint_host_until_one_comes_and_a_spare_may_
         assert_trains_on(job)
 
 
-def test_killing_the_lease_holder_delays_the_others_by_no_part_of_its_lease(tmp_path: Path) -> None:
+def test_after_a_kill_of_the_lease_holder_the_others_do_not_wait_for_its_lease(
+    tmp_path: Path,
+) -> None:
     with Job(
         tmp_path,
         nnodes="1:2",
@@ -142,7 +144,7 @@ def _told_by(job: Job, agent: Agent) -> list[object]:
     return [e for e in job.events() if e.pid == agent.process.pid]
 
 
-def test_a_member_that_holds_the_lease_and_stands_still_comes_back_as_an_arrival(
+def test_a_suspended_lease_holder_returns_as_an_arrival(
     tmp_path: Path,
 ) -> None:
     with Job(tmp_path, nnodes="1:2", backend="file", endpoint=str(tmp_path / "store")) as job:

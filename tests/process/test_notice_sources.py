@@ -65,7 +65,7 @@ def test_anything_at_the_path_is_a_notice(tmp_path, kind):
     assert notice.drains and notice.within_s is None and notice.reason.isprintable()
 
 
-def test_a_path_that_cannot_be_looked_up_is_an_error_and_no_notice(tmp_path):
+def test_an_unreadable_path_is_an_error_and_not_a_notice(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="symbolic links"):
         asyncio.run(file(tmp_path / "loop").read())
@@ -128,7 +128,7 @@ def test_a_command_that_cannot_be_run_is_an_error_each_time_and_no_notice(tmp_pa
     asyncio.run(body())
 
 
-def test_nothing_of_a_command_is_left(tmp_path, monkeypatch):
+def test_no_process_of_a_command_is_left(tmp_path, monkeypatch):
     async def body():
         reader = run_command("sh -c 'sleep 99 & echo $$ > pids; wait'", monkeypatch, tmp_path)
         await reader.read()

@@ -77,7 +77,7 @@ def test_a_deadline_is_kept_by_workers_whose_save_takes_longer(tmp_path):
         one.gone()
 
 
-def test_a_command_that_says_something_is_a_notice_and_ends_with_the_agent(tmp_path):
+def test_output_of_a_command_is_a_notice_and_the_command_ends_with_the_agent(tmp_path):
     words = "command:sh -c 'until test -e go; do sleep 0.05; done; echo rack 7 goes; exec sleep 99'"
     with noticed(tmp_path, words, STEPS) as one:
         one.family()

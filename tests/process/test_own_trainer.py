@@ -14,7 +14,7 @@ def made(folder, **options):
     return JoiningJob(SCRIPT, folder, preload=PRELOAD_COMPILER, **options)
 
 
-def test_a_framework_of_its_own_replaces_rank_0_and_takes_a_node_in(tmp_path):
+def test_a_custom_framework_replaces_rank_0_and_admits_a_node(tmp_path):
     job = made(tmp_path, nproc_per_node=2)
     with job.cluster as cluster:
         cluster.start("a")

@@ -104,7 +104,7 @@ def test_the_page_ends_with_an_agent_that_is_killed(tmp_path):
 
 
 @pytest.mark.soak
-def test_the_death_of_the_page_does_nothing_to_the_job(tmp_path):
+def test_the_job_continues_after_the_death_of_the_page(tmp_path):
     run = Run(tmp_path, "--serve", "0")
     try:
         address = run.address()

@@ -52,7 +52,7 @@ def test_workers_killed_in_a_row_are_all_recovered_in_the_same_round(tmp_path):
     assert {(s.round, s.attempt) for s in job.seen()} == {(1, attempt) for attempt in range(6)}
 
 
-def test_a_killed_worker_costs_at_most_what_was_not_checkpointed():
+def test_a_killed_worker_loses_at_most_the_steps_since_the_checkpoint():
     sample = worker_kill(ELASTANE, 2, 1)
     assert sample.seconds is not None
     assert 0 <= (sample.redone or 0) <= CHECKPOINT_EVERY

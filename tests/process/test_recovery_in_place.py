@@ -99,7 +99,7 @@ def starts(job: InPlace, names: str, world: int = 0) -> list[LocalNode]:
 
 
 @pytest.mark.parametrize("victim", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2))])
-def test_a_killed_worker_of_any_rank_costs_the_others_no_process_and_is_replaced(job, victim):
+def test_after_a_kill_of_any_rank_the_others_keep_their_processes_and_it_is_replaced(job, victim):
     nodes = starts(job, "abc")
     assert rounds_met(job) == {job.cluster.events("round-settled")[-1].round}
     by_rank = {lines[-1]["rank"]: pid for pid, lines in job.said().items() if lines}
@@ -114,7 +114,7 @@ def test_a_killed_worker_of_any_rank_costs_the_others_no_process_and_is_replaced
 
 
 @pytest.mark.parametrize("victim", ["a", pytest.param("b", marks=pytest.mark.soak)])
-def test_a_killed_node_is_left_behind_the_coordinators_too(job, victim):
+def test_survivors_continue_without_a_killed_node_also_the_coordinators(job, victim):
     nodes = {node.name: node for node in starts(job, "abc")}
     before = set(job.said())
     gone = set(nodes[victim].workers())
@@ -127,7 +127,7 @@ def test_a_killed_node_is_left_behind_the_coordinators_too(job, victim):
     assert not job.cluster.events("restart", "replacement")
 
 
-def test_an_arrival_and_a_leave_come_at_a_boundary_and_no_step_is_dealt_again(job):
+def test_an_arrival_and_a_departure_come_at_a_boundary_and_no_step_is_retried(job):
     """A worker that fails after both is reported with its new rank."""
     b = starts(job, "ab")[1]
     before = set(job.said())
@@ -216,7 +216,7 @@ def test_without_wait_for_place_the_others_train_while_a_replacement_builds(tmp_
         job.ends_exact()
 
 
-def test_a_fixed_size_waits_in_memory_for_the_successor_or_for_two(tmp_path):
+def test_a_fixed_size_job_waits_in_memory_for_one_or_two_replacements(tmp_path):
     fixed_size(tmp_path, 3, [1], [1, 2])
 
 
@@ -227,7 +227,7 @@ def test_without_a_zygote_the_worker_of_rank_0_serves_the_store(tmp_path):
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("seed", "faults"), [(1, 3), pytest.param(2, 8, marks=pytest.mark.soak)])
-def test_faults_in_a_row_lose_no_step_and_do_none_twice(tmp_path, seed, faults):
+def test_faults_in_a_row_lose_and_repeat_no_step(tmp_path, seed, faults):
     """Each fault comes when all train again, so the state always has two holders.
 
     Seed 1 kills a node, then a worker, and stops a node.

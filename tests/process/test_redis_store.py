@@ -93,7 +93,7 @@ def test_a_wrong_password_is_refused_for_good_and_never_shown(tmp_path: Path) ->
     run(body)
 
 
-def test_a_user_that_may_reach_the_prefix_alone_is_enough(tmp_path: Path) -> None:
+def test_a_user_with_rights_to_the_prefix_only_is_enough(tmp_path: Path) -> None:
     async def body() -> None:
         with redis(tmp_path) as server:
             server.tell(
@@ -256,7 +256,7 @@ def test_a_key_of_another_program_is_refused_and_left_alone() -> None:
     run(body)
 
 
-def test_a_conflict_carries_what_is_there() -> None:
+def test_a_conflict_has_the_current_entry() -> None:
     async def body() -> None:
         store = store_at(shared_redis(), redis_prefix="conflict")
         first = await store.compare_and_set("k", b"1", 0)

@@ -167,7 +167,7 @@ def test_the_workers_store_is_served_and_has_none_of_the_agents_keys(plain: Hand
     assert not infos[1].store.check(["key"])
 
 
-def test_an_arrival_is_one_to_come_back_for(handlers: Handlers) -> None:
+def test_agents_are_told_to_meet_again_after_an_arrival(handlers: Handlers) -> None:
     a, b = handlers.new(1, 2), handlers.new(1, 2)
     a.next_rendezvous()
     assert a.num_nodes_waiting() == 0
@@ -216,7 +216,7 @@ def test_others_may_finish_after_set_closed_and_no_node_can_join_any_more(
             member.next_rendezvous()
 
 
-def test_a_spare_leaves_in_peace_when_the_job_ends_well(plain: Handlers) -> None:
+def test_a_waiting_spare_ends_without_failure_when_the_job_succeeds(plain: Handlers) -> None:
     a, spare = plain.new(1, 1), plain.new(1, 1)
     a.next_rendezvous().store.add(BARRIER, 1)
     waiting = plain.run(spare.next_rendezvous)
@@ -350,7 +350,7 @@ def test_torchs_store_types_make_a_backend(tmp_path: Path) -> None:
         create_backend(RendezvousParameters("c10d", "", "run", 1, 1, store_type="redis"))
 
 
-def test_the_example_is_forty_lines_and_its_file_is_all_that_is_left(tmp_path: Path) -> None:
+def test_the_example_has_at_most_forty_lines_and_leaves_only_its_file(tmp_path: Path) -> None:
     text = Path(example().__file__).read_text()
     code = [line for line in text.split('"""')[2].splitlines() if line.strip()]
     assert len(code) <= 40

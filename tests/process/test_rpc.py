@@ -93,7 +93,7 @@ def test_an_endpoint_that_takes_connections_and_stays_silent_is_given_up_in_time
         (MAGIC + b"\x01\x00\x77", "bad-handshake"),
     ],
 )
-def test_something_else_at_the_endpoint_is_recognised(bytes_sent, slug):
+def test_another_protocol_at_the_endpoint_is_recognised(bytes_sent, slug):
     async def reply(reader, writer):
         await reader.read(10)
         writer.write(bytes_sent)

@@ -36,7 +36,7 @@ def test_all_output_is_shown_unchanged_before_the_box(tmp_path: Path, start: str
         assert "╔".encode() in rest, "the box comes last"
 
 
-def test_a_program_that_reopens_dev_stderr_does_no_harm(tmp_path: Path) -> None:
+def test_output_to_a_reopened_dev_stderr_is_shown(tmp_path: Path) -> None:
     body = """
     for n in range(50):
         os.system(f"echo anew {n} > /dev/stderr")

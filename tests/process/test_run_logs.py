@@ -52,7 +52,7 @@ raise SystemExit(RESTARTS == 0 and RANK == 0)
         )
 
 
-def test_teed_streams_go_to_both_and_the_console_says_whose_they_are(tmp_path: Path) -> None:
+def test_teed_streams_go_to_files_and_the_console_with_a_prefix(tmp_path: Path) -> None:
     options = ("--nproc-per-node", "2", "--tee", "0:1,1:3", "--role", "trainer")
     with agent(tmp_path, *options, body=TALK) as one:
         assert one.wait() == 0
@@ -135,7 +135,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.root
-def test_a_machine_where_nothing_can_be_written_runs_jobs_all_the_same(tmp_path: Path) -> None:
+def test_a_job_runs_on_a_machine_without_a_writable_folder(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir()
     body = 'tell("ran")\nraise SystemExit(RESTARTS == 0)\n'
@@ -148,7 +148,7 @@ def test_a_machine_where_nothing_can_be_written_runs_jobs_all_the_same(tmp_path:
 
 
 @pytest.mark.root
-def test_a_full_disk_costs_logs_and_not_the_job(tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_loses_logs_and_the_job_runs(tmp_path: Path, small_disk: Path) -> None:
     body = 'tell("ran")\nraise SystemExit(RESTARTS == 0)\n'
     with agent(tmp_path, "--redirects", "3", "--max-restarts", "1", body=body) as one:
         assert one.wait() == 0

@@ -47,7 +47,7 @@ def test_a_process_group_forms_for_programs_that_start_python_themselves(tmp_pat
         assert [one.told(f"sum.{rank}.0", 0) for rank in (0, 1)] == ["3", "3"]
 
 
-def test_workers_that_come_after_the_store_process_was_killed_meet_another(
+def test_workers_get_a_new_store_process_after_a_kill_of_the_first(
     tmp_path: Path,
 ) -> None:
     body = f"""{GROUP}

@@ -29,7 +29,7 @@ tell("done")
 """
 
 
-def test_a_worker_that_keeps_a_timer_too_long_is_ended_alone_and_the_scope_is_named(
+def test_only_the_worker_with_an_expired_timer_is_ended_and_its_scope_is_named(
     tmp_path: Path,
 ) -> None:
     options = ("--nproc-per-node", "2", "--max-restarts", "1")

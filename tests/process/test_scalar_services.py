@@ -109,7 +109,7 @@ def test_another_worker_continues_the_run_of_a_writer_that_was_killed(tmp_path):
     until(lambda: not left_processes(tmp_path), "all processes end", DEADLINE_S)
 
 
-def test_a_writer_that_hands_over_waits_for_nothing_and_nothing_comes_twice(tmp_path):
+def test_a_writer_hands_over_without_a_wait_and_no_value_comes_twice(tmp_path):
     first, second = writer(tmp_path), worker(tmp_path)
     made(first, *range(1, 9)), made(second, *range(1, 9))
     started(tmp_path)
@@ -192,7 +192,7 @@ def test_a_locked_database_of_a_service_stops_no_step_and_gets_all_values_later(
     assert [row for (row,) in rows] == steps(tmp_path) == [*range(1, len(took_s) + 1)]
 
 
-def test_a_package_that_is_not_installed_costs_values_and_names_the_command(
+def test_a_missing_package_loses_values_with_a_warning_that_names_the_command(
     tmp_path, monkeypatch, capsys
 ):
     without = [path for path in sys.path if path != str(FAKES)]

@@ -222,7 +222,7 @@ def test_successors_on_two_nodes_leave_each_node_a_whole_replica(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(200)
-def test_in_the_last_replica_a_lost_worker_has_all_start_again_from_memory(tmp_path):
+def test_a_worker_lost_in_the_last_replica_restarts_all_from_memory(tmp_path):
     where = str(tmp_path / "ck")
     job = Sharding(tmp_path, 2, where=where, nnodes="1:2", nproc_per_node=2)
     with job.cluster:
@@ -238,7 +238,7 @@ def test_in_the_last_replica_a_lost_worker_has_all_start_again_from_memory(tmp_p
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_nodes_and_workers_come_and_go_at_random_and_no_survivor_is_restarted(tmp_path, seed):
+def test_random_arrivals_and_losses_restart_no_survivor(tmp_path, seed):
     job, rng = Sharding(tmp_path, 2, nnodes="1:3", nproc_per_node=2), random.Random(seed)
     with job.cluster:
         nodes = [job.cluster.start(name) for name in ("n0", "n1")]
@@ -282,7 +282,7 @@ def ends_alike(job: Sharding, world: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(200)
-def test_where_all_replicas_of_a_shard_are_lost_all_start_again_from_memory_and_say_so(tmp_path):
+def test_the_loss_of_all_replicas_of_a_shard_restarts_all_from_memory(tmp_path):
     job = Sharding(tmp_path, 2, where=str(tmp_path / "ck"))
     with job.cluster:
         node = job.cluster.start("a")

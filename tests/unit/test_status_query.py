@@ -47,7 +47,7 @@ def refused(monkeypatch, session, timeout_s=30.0):
     return caught.value
 
 
-def test_the_report_is_what_the_coordinator_says(monkeypatch):
+def test_the_report_is_the_coordinators_answer(monkeypatch):
     report = report_of("job")
     session = Session(report)
     assert ask(monkeypatch, session) is report

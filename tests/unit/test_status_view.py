@@ -76,7 +76,7 @@ def test_a_running_job_in_full():
     ]
 
 
-def test_the_newest_copies_of_the_state_say_what_their_loss_would_cost():
+def test_the_newest_copies_of_the_state_are_shown_by_the_loss_that_they_survive():
     old = StateCopy(step=40, age_s=2.0, took_s=0.3)
     safe = SafeCopies(worker=StateCopy(step=41, age_s=0.4, took_s=0.05), node=old, job=None)
     lines = report_lines(report([node("a", 0, progress=41)], safe=safe), "h:1")

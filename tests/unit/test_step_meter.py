@@ -52,7 +52,7 @@ def test_a_step_has_its_length_and_what_it_waited_for(page, clock):
     assert page.step_times(4) == [(1_325, 320, 5)]
 
 
-def test_a_wait_that_another_one_overlaps_takes_nothing_back(page, clock):
+def test_overlapping_waits_are_counted_once(page, clock):
     step_meter.mark(StepMark.BACKWARD, 1)
     first, second = Waiting(), Waiting()
     first.__enter__()
@@ -93,7 +93,7 @@ def test_another_model_counts_once_it_makes_all_of_the_marks(page, clock):
     assert page.step_times(2) == [(10, 0, 0)] * 2
 
 
-def test_other_threads_measure_nothing(page, clock):
+def test_other_threads_do_not_change_the_measurement(page, clock):
     def other():
         with Waiting():
             clock.ns += 50

@@ -48,7 +48,7 @@ def test_one_number_chooses_among_all_workers_of_all_nodes():
     ]  # fmt: skip
 
 
-def test_a_slow_worker_is_stopped_and_goes_on_in_turns_and_runs_at_the_end():
+def test_a_slow_worker_is_stopped_and_continued_in_turns_and_runs_at_the_end():
     worker = subprocess.Popen(["sleep", "600"])
     try:
         with mock.patch("os.kill", wraps=os.kill) as sent:

@@ -109,7 +109,7 @@ def test_a_module_and_arguments_with_spaces_reach_the_script():
         ({"script": "a.py", "j": "2y1"}, "bad-nnodes"),
     ],
 )
-def test_what_says_nothing_is_refused(options, slug):
+def test_an_empty_component_is_refused(options, slug):
     with pytest.raises(UsageError) as caught:
         run(**options)
     assert caught.value.slug == slug

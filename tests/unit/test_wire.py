@@ -116,7 +116,7 @@ def test_another_protocol_is_recognised_by_its_first_bytes(first_bytes, word):
     assert error.slug == "not-an-agent" and word in error.what
 
 
-def test_an_agent_names_what_answers_in_place_of_a_coordinator():
+def test_an_agent_names_the_program_that_answers_instead_of_a_coordinator():
     error = refusal(client().feed, b"HTTP/1.1 400 Bad Request\r\n")
     assert error.slug == "not-a-coordinator" and "web server" in error.what and error.next_step
 
@@ -176,7 +176,7 @@ def test_a_length_beyond_the_bound_is_refused_before_its_bytes_come():
     assert theirs.waiting_bytes == 0
 
 
-def test_a_message_too_large_for_any_peer_is_refused_at_its_sender_and_the_session_goes_on():
+def test_a_message_that_is_too_large_is_refused_at_its_sender_and_the_session_continues():
     ours, theirs = shake(client(), server())
     assert refusal(ours.encode, Leave("x" * (FRAME_BYTES_MAX + 1))).slug == "frame-too-large"
     theirs.feed(ours.encode(Leave("short")))

@@ -52,7 +52,7 @@ def test_a_collective_is_recorded_with_its_site_and_bytes(page):
     assert (third.nbytes, third.group, third.count) == (12, 0, 3)
 
 
-def test_what_a_collective_calls_itself_is_one_call(page):
+def test_collectives_inside_a_collective_are_one_call(page):
     found = [None]
     dist.all_gather_object(found, {"a": 1})
     assert found == [{"a": 1}]
@@ -60,7 +60,7 @@ def test_what_a_collective_calls_itself_is_one_call(page):
     assert call.operation == "all_gather_object"
 
 
-def test_a_call_of_another_thread_takes_no_wait_of_the_main_thread_back(page):
+def test_a_call_of_another_thread_does_not_end_a_wait_of_the_main_thread(page):
     begun, ends = threading.Event(), threading.Event()
 
     def slow():
@@ -87,7 +87,7 @@ def test_another_group_counts_by_itself(page):
     assert calls == [(0, 1), (1, 1), (1, 2)]
 
 
-def test_an_error_is_the_scripts_and_the_call_has_returned(page):
+def test_an_error_reaches_the_script_and_ends_the_call(page):
     with pytest.raises(TypeError):
         dist.all_reduce("no tensor")
     with pytest.raises(TypeError):

@@ -29,7 +29,7 @@ def path(tmp_path):
     return tmp_path / "made" / "digests.jsonl"
 
 
-def test_each_step_is_written_once_by_rank_0_alone(path):
+def test_each_step_is_written_once_by_rank_0(path):
     goes(DigestLog(path), [0, 1, 1, 2, 3])
     goes(DigestLog(path.parent / "other"), [0, 1, 2], rank=1)
     found = read_digest_log(path.parent)
@@ -43,7 +43,7 @@ def test_of_every_third_step_the_third_is_written(path):
     assert steps_in(path) == [2, 5, 8]
 
 
-def test_a_successor_cuts_off_what_was_not_committed_and_adds_what_is_missing(path):
+def test_the_next_writer_cuts_off_uncommitted_lines_and_adds_missing_ones(path):
     goes(DigestLog(path), range(6))
     # Step 4 was committed by nobody else: it is dealt again, and comes out otherwise.
     goes(DigestLog(path), [4, 5, 6], said="again")
@@ -54,7 +54,7 @@ def test_a_successor_cuts_off_what_was_not_committed_and_adds_what_is_missing(pa
     assert steps_in(path) == [*range(8)]
 
 
-def test_who_is_rank_0_again_goes_on_behind_the_other(path):
+def test_a_worker_that_is_rank_0_again_appends_to_the_others_lines(path):
     first = DigestLog(path)
     goes(first, [0, 1, 2])
     goes(first, [2], rank=1)
@@ -65,7 +65,7 @@ def test_who_is_rank_0_again_goes_on_behind_the_other(path):
 
 @pytest.mark.parametrize("many", [3, 3000], ids=["few", "more-than-a-tail"])
 @pytest.mark.parametrize("back", [0, 1, 2000])
-def test_a_torn_end_is_cut_off_however_long_the_trail_is(path, many, back):
+def test_a_torn_end_is_cut_off_for_any_length_of_the_log(path, many, back):
     goes(DigestLog(path), range(many + 1))
     with path.open("a") as file:
         file.write('{"step": 77, "wor')
@@ -75,7 +75,7 @@ def test_a_torn_end_is_cut_off_however_long_the_trail_is(path, many, back):
     assert steps_in(path) == [*range(left + 1)]
 
 
-def test_a_writer_that_was_stopped_and_comes_late_changes_nothing(path):
+def test_a_writer_that_was_suspended_changes_nothing_afterwards(path):
     late = DigestLog(path)
     goes(late, [0, 1, 2])
     goes(DigestLog(path), [2, 3, 4, 5])
@@ -84,7 +84,7 @@ def test_a_writer_that_was_stopped_and_comes_late_changes_nothing(path):
     assert [*read_digest_log(path).lines] == [*range(5)]
 
 
-def test_a_job_that_begins_anew_writes_over_its_own_trail_and_over_no_other(path):
+def test_a_job_that_starts_again_replaces_its_own_digest_log_and_no_other(path):
     goes(DigestLog(path, job="a"), range(5))
     goes(DigestLog(path, job="a"), [0, 1])
     assert steps_in(path) == [0]
@@ -93,7 +93,7 @@ def test_a_job_that_begins_anew_writes_over_its_own_trail_and_over_no_other(path
     assert steps_in(path) == [0]
 
 
-def test_a_file_that_is_no_trail_is_left_alone(path):
+def test_a_file_that_is_not_a_digest_log_is_left_alone(path):
     path.parent.mkdir()
     path.write_text("dear diary\n")
     with pytest.raises(JobError, match="is no digest log"):
@@ -101,20 +101,20 @@ def test_a_file_that_is_no_trail_is_left_alone(path):
     assert path.read_text() == "dear diary\n"
 
 
-def test_where_another_run_is_resumed_its_trail_is_not_gone_on_with(path, capsys):
+def test_the_digest_log_of_another_run_is_not_continued(path, capsys):
     goes(DigestLog(path), range(5))
     goes(DigestLog(path), [5, 6], settings={**SETTINGS, "shards": 4})
     assert steps_in(path) == [*range(4)]
     assert "another shards" in capsys.readouterr().err
 
 
-def test_a_trail_that_cannot_be_begun_is_refused(tmp_path):
+def test_a_digest_log_that_cannot_be_created_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(JobError, match="cannot be written"):
         goes(DigestLog(tmp_path / "file" / "digests"), [0])
 
 
-def test_a_full_disk_costs_lines_and_not_the_job(path, monkeypatch, capsys):
+def test_a_full_disk_loses_lines_and_the_job_runs(path, monkeypatch, capsys):
     log = DigestLog(path)
     goes(log, [0, 1])
     with monkeypatch.context() as full:
@@ -139,7 +139,7 @@ def test_a_full_disk_costs_lines_and_not_the_job(path, monkeypatch, capsys):
     ],
     ids=["empty", "text", "bytes", "unformatted", "newer", "list", "half"],
 )
-def test_what_is_no_trail_is_refused_in_words(tmp_path, content, words):
+def test_a_file_that_is_not_a_digest_log_is_refused_in_words(tmp_path, content, words):
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(ConfigurationError, match=words):
         read_digest_log(tmp_path / "x")
