@@ -97,11 +97,18 @@ class Job:
         self._digest_log = digest_log
         self._undo = Undo(self._tracked)
         self._health = healing.Health(self.process_group, self._tracked)
-        self._updates = Updates(self.process_group, self._tracked, self._health, self._undo)
         self._replicas = Replicas(
             self.process_group, self._tracked, self._health, self._world.differed
         )
         self._saved = SavedJob(self._world, self._tracked, self._health)
+        self._updates = Updates(
+            self.process_group,
+            self._tracked,
+            self._health,
+            self._undo,
+            mode,
+            self._saved.settle,
+        )
         self._calls = Calls(self.process_group)
         self._scalars = ScalarLog()
         self._scalars.show_in_job()
@@ -450,7 +457,7 @@ class Job:
             shard_support.begin(self._world, self._health, self._undo, self._verify_every)
         if self._world.came_later:
             self._health.prepare()
-        self._updates.watch(self.mode, self._saved.settle)
+        self._updates.watch()
         self._world.begin()
         self._world.progress.at(Activity.ENTERING)
         if self._world.restarts:

@@ -120,26 +120,32 @@ class Updates:
     inside of the optimizer's step, so the check follows the closure. torch's own optimizers change
     nothing before that, except LBFGS. LBFGS and optimizers of other packages, such as SAM, may:
     their state is copied first, and each return of the closure is checked.
+
+    `settle` waits until registered objects may be changed. Updates are checked from `watch` on.
     """
 
     def __init__(
-        self, group: ElasticGroup, tracked: RegisteredObjects, health: Health, undo: Undo
+        self,
+        group: ElasticGroup,
+        tracked: RegisteredObjects,
+        health: Health,
+        undo: Undo,
+        mode: Mode,
+        settle: Callable[[], None],
     ) -> None:
         self._group = group
         self._tracked = tracked
         self._health = health
         self._undo = undo
-        self._mode = Mode()
-        self._settle: Callable[[], None] = lambda: None
+        self._mode = mode
+        self._settle = settle
         self._handles: list[Any] = []
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # The step whose body runs, or None; outside of bodies, optimizers are the script's own.
         self.step_number: int | None = None
 
-    def watch(self, mode: Mode, settle: Callable[[], None]) -> None:
-        """Check updates from here on; `settle` waits until registered objects may be changed."""
-        self._mode = mode
-        self._settle = settle
+    def watch(self) -> None:
+        """Hook into the registered optimizers, and into all steps of others."""
         for optimizer in self._tracked.optimizers:
             self._known.add(optimizer)
             self._handles.append(optimizer.register_step_pre_hook(self._before))

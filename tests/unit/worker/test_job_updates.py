@@ -87,8 +87,8 @@ class Member:
         tracked.add({**named, "net": self.net})
         self.undo = Undo(tracked)
         self.health = Health(self.group, tracked)
-        self.updates = Updates(self.group, tracked, self.health, self.undo)
-        self.updates.watch(Mode(), lambda: None)
+        self.updates = Updates(self.group, tracked, self.health, self.undo, Mode(), lambda: None)
+        self.updates.watch()
         self.passes = 0
         self.lost_at = None
 
