@@ -171,7 +171,7 @@ def test_what_needs_a_person_is_said_first():
         ([], {"now": 5}, "no step reported"),
         ([*begun(), event("waiting", "node-a", "2 nodes of 3", min_nodes=3, **at(405))], {},
          "○ waiting"),
-        (begun(), {"has_agents": False, "now": 4000}, "? silent, no word for 1 h 0 min"),
+        (begun(), {"has_agents": False, "now": 4000}, "? silent, no event for 1 h 0 min"),
         ([*begun(), event("job-ended", "node-a", "all succeeded", ok=True, **at(450))], {},
          "✓ done   12 workers on 3 nodes   7 min 30 s"),
         ([*begun(), *killed()[:1],

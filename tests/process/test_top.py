@@ -232,7 +232,7 @@ def test_a_job_is_watched_from_its_start_over_a_kill_and_a_resized_window_to_its
 def test_leaving_restores_the_terminal_and_keeps_the_last_frame(tmp_path, leave, code):
     write(tmp_path / "logs" / "silent", *STORY)
     with Person("silent") as person:
-        person.sees("? silent", "no word for", "q leaves")
+        person.sees("? silent", "no event for", "q leaves")
         assert person.screen.is_cursor_hidden
         assert termios.tcgetattr(person.slave) != person.mode, "keys are not echoed"
         leave(person)

@@ -259,7 +259,7 @@ class Show:
         if len(costs) < len(self._plan.acts):
             missing = self._plan.acts[len(costs)].act
             raise WorkerFailedError(
-                f"demo: the training ended before it came back from: {TITLES[missing]}",
+                f"demo: the training ended before it recovered from: {TITLES[missing]}",
                 slug="demo-failed",
                 where=str(self.cluster.folder),
                 expected="a step of a new attempt after each",
@@ -369,7 +369,7 @@ class Show:
                 where=f"node {agent.name}",
                 expected="no worker without an agent",
             )
-        self._log(agent.name, f"its {len(pids)} workers are gone with it")
+        self._log(agent.name, f"its {len(pids)} workers ended with it")
 
     def _pids(self, agent: Agent) -> list[int]:
         node = self.view.node(agent.name)

@@ -178,7 +178,7 @@ def _state(picture: Picture, width: int) -> Text:
     style = f"bold {STATE_STYLES.get(job.state, 'red')}"
     text = Text(f"{_SIGNS.get(job.state, '×')} {job.state}", style=style)
     if job.state == "silent":
-        text.append(f", no word for {duration(picture.now_s - (picture.view.last_s or 0.0))}")
+        text.append(f", no event for {duration(picture.now_s - (picture.view.last_s or 0.0))}")
     more = []
     if job.world_full:
         of = f" of {job.world_full}" if job.world_full != job.world_size else ""

@@ -23,7 +23,7 @@ _FAULTS: tuple[tuple[str, Kind, str], ...] = (
     ("--hang", "stop-worker", "SIGSTOP to a worker, for good"),
     ("--slow", "slow-worker", "a worker gets half of its time, for 2 s"),
     ("--kill-agent", "kill-agent", "SIGKILL to an agent alone"),
-    ("--kill-node", "kill-node", "the power of a node fails: agent and workers are gone at once"),
+    ("--kill-node", "kill-node", "a node loses power: its agent and workers are killed at once"),
     ("--stop-node", "stop-node", "SIGTERM to an agent, like a preemption"),
     ("--pause-node", "pause-node", "all processes of a node are stopped for 1 s"),
 )

@@ -56,7 +56,7 @@ def _while_it_runs(view: JobView) -> list[Need]:
         found.append(Need(severity="act", text="The job waits", hint=view.waiting))
     if view.events_lost:
         text = f"{view.events_lost:,} events could not be written"
-        hint = "The disk of the log folder was full or away: this page has gaps."
+        hint = "The disk of the log folder was full or unreachable: this page has gaps."
         found.append(Need(severity="watch", text=text, hint=hint))
     return found
 

@@ -289,7 +289,7 @@ class Executor:
         try:
             uid = await self._write("ReleaseLease", lambda: free_of(place, action.pods))
         except (ApiError, StoreError) as error:
-            _log.info("lease %s/%s: %s: it runs out by itself", namespace, action.lease, error.what)
+            _log.info("lease %s/%s: %s: it expires by itself", namespace, action.lease, error.what)
             return
         if uid:
             said = "pod %s is dead: the lease %s/%s is given back for it"
@@ -299,7 +299,7 @@ class Executor:
         async with self._in_flight:
             if not self._may_act():
                 raise LeaseLostError(
-                    "the lease of the operator is not held any more", slug="operator-lease-lost"
+                    "this operator no longer holds its lease", slug="operator-lease-lost"
                 )
             try:
                 done = await ask()

@@ -254,7 +254,7 @@ class Elector:
             left_s = max(0.0, self._lease.remaining_s())
             await self._try(self._lease.renew(), min(left_s, LEASE_REQUEST_S))
         raise LeaseLostError(
-            f"the lease {self._name} is not held any more",
+            f"this operator no longer holds the lease {self._name}",
             slug="operator-lease-lost",
             where=f"operator {self._identity}",
             expected="an API server that grants renewals, and no other operator that takes over",

@@ -128,7 +128,7 @@ class OperatorSession:
             await self.view.nodes.look(self._api, self.view.nodes_in_doubt(key))
             seen = self.view.observed(key)
             if seen is None:
-                raise StaleError("it went away")
+                raise StaleError("the job was deleted")
             job = seen.job
             decision = self._decide(seen, time.time())
             await self._executor.carry_out(key, job, decision)

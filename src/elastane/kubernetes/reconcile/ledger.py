@@ -59,7 +59,7 @@ def _count_success(context: DecisionContext, pod: Judged) -> None:
     if context.ended_well_time is None:
         context.ended_well_time = as_time(context.now_s)
         context.report(
-            "Normal", "WorkerSucceeded", f"{pod.name} succeeded: no pod is made any more"
+            "Normal", "WorkerSucceeded", f"{pod.name} succeeded: no further pod is created"
         )
 
 

@@ -225,7 +225,9 @@ def conditions_of(
     if count.restarting:
         shown = ", ".join(str(index) for index in count.restarting[:8])
         shown += ", ..." if len(count.restarting) > 8 else ""
-        text = f"{len(count.restarting)} pods are made again: worker {shown}"
+        number = len(count.restarting)
+        pods = "1 pod is" if number == 1 else f"{number} pods are"
+        text = f"{pods} being replaced: worker {shown}"
         made["Restarting"] = _true("Restarting", "ElasticJobRestarting", text)
     return made
 
