@@ -79,7 +79,7 @@ def test_an_ordinary_name_from_the_wire_is_welcome():
 
 
 @pytest.mark.parametrize("name", ODD.values(), ids=ODD)
-def test_whatever_a_job_is_called_its_files_and_keys_stay_below_their_folder(tmp_path, name):
+def test_files_and_keys_stay_below_their_folder_for_any_job_name(tmp_path, name):
     assert safe_name(name) not in ("", ".", "..") and "/" not in safe_name(name)
     registry = JobRegistry(tmp_path)
     entry = JobEntry(job=name, node=name, endpoint="h:1", token="t", pid=1, process="x")

@@ -199,7 +199,7 @@ def test_the_etcd_sidecar_listens_on_no_port(tmp_path):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_what_a_file_store_holds_is_private_even_where_the_mask_is_open(tmp_path):
+def test_files_of_a_file_store_are_private_even_with_an_open_umask(tmp_path):
     words = ["--nnodes", "1", "--rdzv-backend", "file", "--rdzv-endpoint", str(tmp_path / "store")]
     words += ["--rdzv-id", "filed", "--no-zygote", "--log-dir", "logs"]
     with words_agent(tmp_path, *words, write_script(tmp_path, BODY), lead=UMASK_NONE) as one:

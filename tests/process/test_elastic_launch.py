@@ -173,7 +173,7 @@ def test_the_root_cause_is_the_coordinators_verdict_also_of_another_node():
 TELLING = "import os, sys; print([os.environ[n] for n in {!r}], sys.argv[1:]); sys.exit({})"
 
 
-def test_a_command_runs_with_its_places_and_leaves_its_output_where_it_is_asked(tmp_path):
+def test_a_command_gets_its_ranks_and_its_output_goes_to_the_given_folder(tmp_path):
     logs = DefaultLogsSpecs(log_dir=str(tmp_path), redirects=Std.ALL)
     wanted = config(logs_specs=logs, max_restarts=4, run_id="named")
     script = TELLING.format(WORDS, 0)

@@ -202,7 +202,7 @@ FLAKY = """
 """
 
 
-def test_explain_tells_every_attempt_and_its_failures_after_the_job(tmp_path: Path) -> None:
+def test_explain_shows_every_attempt_and_its_failures_after_the_job(tmp_path: Path) -> None:
     options = ("--nproc-per-node", "2", "--max-restarts", "2", *LIGHT)
     with agent(tmp_path, *options, body=FLAKY) as one:
         (tmp_path / "end").touch()
@@ -236,7 +236,7 @@ def test_explain_works_for_a_job_whose_agents_were_all_killed(tmp_path: Path) ->
     assert "no end is on file" in told.stdout and "the first attempt is bad" in told.stdout
 
 
-def test_explain_without_a_job_names_those_that_there_are(tmp_path: Path) -> None:
+def test_explain_without_a_job_names_the_existing_jobs(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "elastane", "explain", "nothing", "--log-dir", str(tmp_path)],
         capture_output=True,

@@ -52,7 +52,7 @@ def test_a_health_check_that_cannot_be_run_is_named_with_what_is_expected(tmp_pa
 
 
 @pytest.mark.parametrize("text", ["exec sleep 1000", "trap '' TERM INT; sleep 1000 & wait"])
-def test_a_health_check_that_hangs_has_failed_and_nothing_of_it_is_left(tmp_path, text):
+def test_a_hanging_health_check_has_failed_and_leaves_no_process(tmp_path, text):
     words = check(tmp_path, text)
     options = ("--health-check", words, "--health-check-timeout", "0.5")
     with agent(tmp_path, *options, body=NEVER) as one:

@@ -81,7 +81,7 @@ def test_a_process_that_ends_without_returning_has_no_result(call):
     assert caught.value.slug == "no-result"
 
 
-def test_what_cannot_be_pickled_is_named_before_anything_starts(call, monkeypatch):
+def test_an_argument_that_cannot_be_pickled_is_named_before_the_start(call, monkeypatch):
     monkeypatch.setattr("elastane.functions.launch.run_function", None)
     with pytest.raises(ConfigurationError, match="argument lock of arguments"):
         call(arguments, kwargs={"lock": threading.Lock()})

@@ -85,7 +85,7 @@ def test_a_paused_node_continues_and_a_stopped_node_ends(tmp_path, script):
         assert "--- events" in caught.value.story and "drain-started" in caught.value.story
 
 
-def test_nothing_outlives_the_context_whatever_its_processes_do(tmp_path, script):
+def test_no_process_outlives_the_context(tmp_path, script):
     with pytest.raises(RuntimeError) as caught, LocalCluster(script, **LIGHT) as cluster:
         cluster.start("a")
         pids = cluster.wait_world(nodes=1).pids["a"]

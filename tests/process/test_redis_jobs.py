@@ -45,7 +45,7 @@ def test_a_redis_that_is_stopped_or_restarted_for_10_s_stops_no_training(
         a_store_that_is_away_stops_no_training(job, 10.0, faults)
 
 
-def test_an_ended_job_leaves_its_outcome_alone_and_a_late_agent_reads_it(tmp_path: Path) -> None:
+def test_an_ended_job_leaves_only_its_outcome_and_a_late_agent_reads_it(tmp_path: Path) -> None:
     server = shared_redis()
     with Job(tmp_path, backend="redis", endpoint=server.endpoint, steps=3) as job:
         assert [agent.wait() for agent in [job.start("a"), job.start("b")]] == [0, 0]

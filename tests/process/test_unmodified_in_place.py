@@ -145,7 +145,7 @@ def test_collectives_without_a_meaning_for_fewer_workers_restart_all(
         ("by hand", 1, "the script sums floats without DistributedDataParallel"),
     ],
 )
-def test_what_a_script_may_have_kept_in_a_variable_restarts_all(tmp_path, mode, lost, reason):
+def test_values_that_a_script_may_have_kept_restart_all(tmp_path, mode, lost, reason):
     job = Unmodified(tmp_path, mode, nproc_per_node=3, max_restarts=1)
     with job.cluster as cluster:
         node = cluster.start("a")

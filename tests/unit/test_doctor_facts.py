@@ -51,7 +51,7 @@ def test_a_torch_that_cannot_be_imported_is_an_error(monkeypatch, text, error):
     assert facts.read_torch(dict(os.environ), text).error == error
 
 
-def test_a_folder_is_tried_where_it_would_be_made_and_left_as_it_was(tmp_path):
+def test_a_missing_folder_is_tested_at_its_parent_without_changes(tmp_path):
     found = facts.read_folder("logs", str(tmp_path / "not" / "yet"))
     assert found.error == "" and found.free > 0 and found.locks
     assert list(tmp_path.iterdir()) == []

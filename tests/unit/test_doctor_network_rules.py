@@ -103,7 +103,7 @@ def test_closed_connections_of_one_node_are_one_finding():
     assert subjects == [("connections", "fault")] and "a to b, c (10.0.0.2:40001): refused" in text
 
 
-def test_another_host_at_the_address_of_a_node_is_told_from_a_closed_port():
+def test_another_host_at_the_address_of_a_node_is_distinguished_from_a_closed_port():
     _, text = bad(met(b=reached(1, 0, outcome=STRANGER)))
     assert "b to a (10.0.0.1:40000): another host answers" in text and "--local-addr" in text
 
@@ -125,7 +125,7 @@ def test_each_version_that_differs_is_a_fault():
     ],
     ids=["address", "card"],
 )  # fmt: skip
-def test_where_gloo_is_not_reached_the_right_card_is_named(gloo, says):
+def test_if_gloo_is_unreachable_the_right_card_is_named(gloo, says):
     lost = {"gloo": REFUSED} if "error" not in gloo else {}
     subjects, text = bad(
         met(
@@ -172,7 +172,7 @@ def test_a_long_way_and_a_slow_link_are_named_beside_the_usual_ones():
     assert "200 MB/s from c to b; 1.00 GB/s in the median" in text and "less than 500 MB/s" in text
 
 
-def test_results_of_nodes_that_there_are_not_are_left_out():
+def test_results_of_unknown_nodes_are_left_out():
     strange = page(0).reaches[0]
     more = (*page(0).reaches, replace(strange, to=9, outcome=TIMEOUT), replace(strange, to=-1))
     assert bad(met(a={"reaches": more, "speeds": (Speed(to=7, sent=1.0, received=1.0),)})) == (

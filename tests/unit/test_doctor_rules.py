@@ -118,6 +118,6 @@ def test_unknown_or_later_facts_are_not_findings(changes):
     assert found(**changes) == ([], "")
 
 
-def test_a_host_without_an_interface_is_told_to_name_its_address():
+def test_a_host_without_an_interface_gets_the_advice_to_name_its_address():
     _, texts = found(host_addresses=("127.0.1.1",), interface="")
     assert "give n1 its address in /etc/hosts" in texts

@@ -42,7 +42,7 @@ VALUES = {
         ("a {{- /* why */ -}} b", "ab"),
     ],
 )
-def test_what_the_charts_use_is_rendered(template, text):
+def test_all_syntax_of_the_charts_is_rendered(template, text):
     assert render_text(template, Values=VALUES) == text
 
 
@@ -66,7 +66,7 @@ def test_what_the_charts_use_is_rendered(template, text):
         "{{ }}",
     ],
 )
-def test_what_it_does_not_know_it_refuses(template):
+def test_unknown_template_syntax_is_refused(template):
     with pytest.raises(UnknownTemplateError):
         render_text(template, Values=VALUES)
 

@@ -56,7 +56,7 @@ def checked(chart, values):
 
 
 @pytest.mark.parametrize(("path", "text"), list(generated().items()), ids=lambda one: str(one)[:60])
-def test_what_is_made_of_the_code_is_up_to_date(path, text):
+def test_generated_files_are_up_to_date(path, text):
     assert (DEPLOY / path).read_text() == text, "python deploy/generate.py"
 
 

@@ -84,7 +84,7 @@ def record(server, *told):
     asyncio.run(tell(Watched(server), *told))
 
 
-def test_what_lasts_is_one_event_with_count_one_however_often_it_is_decided_upon(server):
+def test_a_lasting_condition_is_one_event_with_count_one(server):
     record(server, *[LASTS] * 52)
     assert (server.counts, server.writes) == ([1], 1)
 
@@ -96,7 +96,7 @@ def test_another_operator_does_not_add_to_what_lasts(server):
     assert server.writes == 2, "the second operator's only found that it is there"
 
 
-def test_what_happens_again_is_counted_also_by_another_operator(server):
+def test_repeated_events_are_counted_also_by_another_operator(server):
     record(server, HAPPENS, HAPPENS)
     record(server, HAPPENS)
     assert server.counts == [3]

@@ -110,14 +110,14 @@ def test_torchs_own_launcher_takes_the_arguments_of_its_samples(name, job):
 
 
 @pytest.mark.parametrize(("name", "one"), OTHERS, ids=[f"{n}-{o['kind']}" for n, o in OTHERS])
-def test_what_stands_beside_a_job_is_whole(name, one):
+def test_objects_beside_the_job_in_a_sample_are_complete(name, one):
     assert {"apiVersion", "kind", "metadata"} <= set(one)
     for key, text in one.get("data", {}).items():
         if key.endswith(".py"):
             ast.parse(text, f"{name}: {key}")
 
 
-def test_what_a_sample_mounts_is_one_of_its_volumes():
+def test_mounts_of_a_sample_are_among_its_volumes():
     for name, job in JOBS:
         pod = job["spec"]["replicaSpecs"]["Worker"]["template"]["spec"]
         volumes = {one["name"] for one in pod.get("volumes", [])}

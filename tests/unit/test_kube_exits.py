@@ -91,7 +91,7 @@ def test_under_never_any_failure_ends_the_job(code):
 
 @pytest.mark.parametrize("policy", ["ExitCode", "OnFailure", "Never", "Always"])
 @pytest.mark.parametrize("reason", ["Evicted", "Preempting", "NodeShutdown", "Terminated"])
-def test_what_the_cluster_takes_away_is_no_failure_under_any_policy(policy, reason):
+def test_pods_that_the_cluster_takes_away_are_no_failure_under_any_policy(policy, reason):
     cluster = ran(policy, backoffLimit=0)
     decision = end(cluster, 137, reason)
     status = cluster.status
@@ -335,7 +335,7 @@ def test_the_worker_speaks_for_the_pod_and_sidecars_do_not():
     assert judged({"phase": "Running", "containerStatuses": done_sidecar}).state == "running"
 
 
-def test_an_init_container_that_failed_tells_the_exit_code():
+def test_the_exit_code_of_a_failed_init_container_is_reported():
     init = [{"name": "fetch", "state": {"terminated": {"exitCode": 6, "message": "no data"}}}]
     ending = judged({"phase": "Failed", "initContainerStatuses": init}).ending
     assert (ending.cause, ending.code, ending.text) == ("App", 6, "exit code 6: no data")

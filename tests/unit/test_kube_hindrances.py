@@ -45,7 +45,7 @@ TERMINAL = [
 
 
 @pytest.mark.parametrize("reason", [*TERMINAL, "Unschedulable"])
-def test_what_keeps_a_pod_from_running_is_in_a_condition_and_an_event(reason):
+def test_the_reason_why_a_pod_does_not_run_is_in_a_condition_and_an_event(reason):
     cluster = Pending(reason, "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
     cluster.decide()
     decision = cluster.decide()

@@ -60,7 +60,7 @@ def test_every_step_is_one_and_begins_with_a_named_base(path):
 
 
 @pytest.mark.parametrize("path", ALL)
-def test_what_is_copied_is_there_and_reaches_the_build(path):
+def test_copied_files_exist_and_are_in_the_build_context(path):
     allowed = path.with_name(path.name + ".dockerignore").read_text().splitlines()
     assert allowed[0] == "*"
     for rest in of(path, "COPY"):

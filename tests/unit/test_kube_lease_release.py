@@ -32,7 +32,7 @@ def test_a_pod_whose_container_was_seen_to_end_holds_nothing_any_more(policy, re
     assert freed(cluster) == [once]
 
 
-def test_of_many_that_end_at_once_one_look_finds_the_holder():
+def test_the_holder_is_found_among_many_pods_that_end_at_once():
     cluster = ran()
     for name in ("j-worker-0", "j-worker-1"):
         cluster.exit(cluster.by_name(name), 137)
@@ -105,7 +105,7 @@ def dead(cluster):
     return cluster.objects["ConfigMap", "j-directive"]["data"]["dead"].split()
 
 
-def test_the_directive_says_who_is_dead_also_when_the_pod_is_gone():
+def test_the_directive_names_dead_pods_also_after_their_deletion():
     cluster = ran()
     assert dead(cluster) == []
     pod = cluster.by_name("j-worker-1")

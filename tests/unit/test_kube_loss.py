@@ -142,7 +142,7 @@ def test_a_pod_that_the_job_still_has_is_not_lost_because_the_control_plane_is_c
     assert cluster.fenced == {pod.uid}, "the coordinator is silent"
 
 
-def test_where_all_nodes_are_away_at_once_it_is_the_control_plane_that_is_cut_off():
+def test_if_all_nodes_are_unreachable_the_control_plane_counts_as_cut_off():
     cluster = running(3)
     for name in list(cluster.nodes):
         cluster.lose(name)

@@ -93,7 +93,7 @@ def test_an_operator_logs_at_info_unless_set_otherwise(project_logger, monkeypat
     assert project_logger.level == logging.ERROR
 
 
-def test_a_level_that_is_none_is_refused(project_logger, monkeypatch):
+def test_an_invalid_level_is_refused(project_logger, monkeypatch):
     monkeypatch.setenv("LOGLEVEL", "chatty")
     with pytest.raises(UsageError, match="chatty"):
         set_up_logs(as_json=True)

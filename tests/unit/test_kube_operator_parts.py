@@ -226,7 +226,7 @@ def test_a_lease_is_given_back_for_a_dead_pod_unless_another_pod_has_taken_it(ta
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 2]), st.floats(0.1, 12.0)), max_size=60))
-def test_no_two_hold_it_at_any_time_whatever_their_looks(steps):
+def test_no_two_candidates_hold_the_lease_at_any_time(steps):
     """Three candidates with clocks of equal rate; writes are conditional on the version."""
     now_s, shared = 0.0, {}
     all_of_them = [
@@ -264,7 +264,7 @@ def test_metrics_are_as_prometheus_reads_them():
     assert "c 2" in lines and 'c{x="y"} 0.5' in lines
 
 
-def test_what_is_counted_is_declared():
+def test_all_counted_metrics_are_declared():
     with pytest.raises(KeyError):
         make_metrics().count("elastane_no_such_total")
 

@@ -30,7 +30,7 @@ def cache():
     return Cache(lambda before, after: changes.append((before, after))), changes
 
 
-def test_what_was_written_stays_until_the_watch_is_as_far():
+def test_written_objects_stay_cached_until_the_watch_catches_up():
     held, changes = cache()
     held.wrote(pod(version=5))
     held.saw(pod(version=3))
@@ -86,7 +86,7 @@ def test_indexes_hold_what_the_cache_holds(steps):
 
 
 @given(st.permutations(range(6)))
-def test_in_whatever_order_answers_and_the_watch_come_the_newest_stays(order):
+def test_the_newest_version_stays_for_any_order_of_answers_and_watch_events(order):
     """The watch reports a pod's life in order; answers to writes come in any order."""
     held, _ = cache()
     watched = iter(range(1, 7))
@@ -135,7 +135,7 @@ def test_a_deleted_pod_is_kept_as_its_watch_saw_it_last_until_the_directive_name
     assert view.observed("n/x").gone == ()
 
 
-def test_of_the_deleted_pods_of_a_job_so_many_are_kept_as_it_may_have(monkeypatch):
+def test_kept_deleted_pods_of_a_job_are_bounded_by_its_size(monkeypatch):
     monkeypatch.setattr(view_module, "GONE_MAX", 3)
     view, _, _ = view_with_job()
     for number in range(5):
@@ -198,7 +198,7 @@ def test_a_refusal_is_kept_until_the_object_is_there_or_the_spec_is_another():
     assert view.observed("n/x").refused == ()
 
 
-def test_a_node_counts_as_gone_only_once_it_was_looked_at():
+def test_a_node_counts_as_deleted_only_after_a_fresh_read():
     view, _, _ = view_with_job()
     on_node = msgspec.structs.replace(pod(**job_labels("x")), spec=PodSpec(node_name="new"))
     view.pods.saw(on_node)

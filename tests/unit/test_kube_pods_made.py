@@ -125,7 +125,7 @@ def test_spares_become_an_argument():
     assert args_of(spares=2)[4] == "--spares-per-node=2"
 
 
-def test_what_a_stock_torchrun_needs_is_in_its_environment():
+def test_a_stock_torchrun_gets_its_variables():
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     assert variables_of(launcher="torchrun")[name] == "1"
     assert variables_of(rdzvEndpoint="etcd:2379")[name] == "1"
@@ -328,7 +328,7 @@ def test_an_object_that_another_client_changed_or_removed_is_mended():
     assert cluster.objects["RoleBinding", "j"]["roleRef"]["kind"] == "ClusterRole"
 
 
-def test_what_the_coordinator_reported_is_left_alone():
+def test_the_coordinators_report_is_not_overwritten():
     cluster, _ = begun()
     cluster.objects["ConfigMap", "j-report"]["data"] = {"report": "{}"}
     cluster.relist()

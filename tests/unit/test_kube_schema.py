@@ -139,7 +139,7 @@ def at(node, path):
     return node
 
 
-def test_the_subresources_and_columns_point_at_fields_that_there_are():
+def test_subresources_and_columns_point_at_existing_fields():
     scale = version()["subresources"]["scale"]
     paths = [*scale.values(), *(one["jsonPath"] for one in version()["additionalPrinterColumns"])]
     for path in paths:

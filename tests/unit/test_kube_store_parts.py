@@ -77,7 +77,7 @@ def test_only_a_pod_of_an_elastic_job_belongs_to_one():
     assert read_settings("", {}, {"ELASTANE_ELASTICJOB": "run-7"}).elastic_job == ""
 
 
-def test_what_a_person_made_of_a_lease_is_read_as_far_as_it_makes_sense():
+def test_a_lease_that_a_person_edited_is_read_as_far_as_it_is_valid():
     def lease(spec=None, **annotations):
         found = {"metadata": {"annotations": annotations}, "spec": spec or {}}
         return msgspec.convert(found, LeaseObject)
@@ -131,7 +131,7 @@ def test_a_refusal_is_for_good_only_after_a_moment(monkeypatch):
     asyncio.run(check())
 
 
-def test_what_was_allowed_once_is_never_forbidden_for_good(monkeypatch):
+def test_a_request_that_was_allowed_once_is_never_refused_for_good(monkeypatch):
     monkeypatch.setattr(store, "REFUSED_S", 0.0)
 
     async def fine():

@@ -52,7 +52,7 @@ def rolled(**states):
     ]
 
 
-def test_a_report_says_round_world_step_and_who_is_in_it():
+def test_a_report_has_round_world_step_and_members():
     found = Summary(None).update(known(), rolled(a="joined", b="joined"), 1000.0)
     assert (found.round, found.world_size, found.nodes, found.step) == (1, 2, 2, 3)
     assert (found.phase, found.restarts, found.incident) == ("running", 1, "")
@@ -200,7 +200,7 @@ def test_a_coordinator_begins_without_a_directive_too():
     assert coordinator.orders == []
 
 
-def test_an_api_server_that_is_away_holds_the_seat_up_for_a_moment_only(monkeypatch):
+def test_an_unreachable_api_server_delays_the_coordinator_only_for_a_moment(monkeypatch):
     monkeypatch.setattr(bridge, "FIRST_LOOK_S", 0.2)
     monkeypatch.setattr(bridge, "RETRY_S", 0.3)
     away = unreachable("get configmaps/x", "refused", where="here", sent=False)
@@ -208,7 +208,7 @@ def test_an_api_server_that_is_away_holds_the_seat_up_for_a_moment_only(monkeypa
     assert coordinator.orders == [(), (1, 2)], "and it hears of it once that is back"
 
 
-def test_a_seat_that_may_not_read_the_directive_does_not_wait_for_it(monkeypatch):
+def test_a_coordinator_without_the_right_to_the_directive_does_not_wait_for_it(monkeypatch):
     monkeypatch.setattr(bridge, "FIRST_LOOK_S", 60.0)
     coordinator, _ = bridged(StoreError("forbidden", slug="store-refused"))
     assert coordinator.orders == []

@@ -172,7 +172,7 @@ def test_nothing_changes_outside_a_step():
     assert find(options, batch).note == ""
 
 
-def test_a_batch_script_without_srun_is_told_that_it_uses_one_node():
+def test_a_batch_script_without_srun_gets_a_note_that_it_uses_one_node():
     batch = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0"}
     options = parse([__file__], {})
     result = find(options, batch)
@@ -270,7 +270,7 @@ def test_without_a_home_there_is_no_token(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "mode"), [("ab" * 32, 0o640), ("short", 0o600)])
-def test_a_key_that_others_read_or_that_is_none_is_refused(tmp_path, text, mode):
+def test_a_key_that_is_readable_by_others_or_missing_is_refused(tmp_path, text, mode):
     key = tmp_path / ".config" / "elastane" / "slurm-key"
     key.parent.mkdir(parents=True)
     key.touch(mode=mode)

@@ -121,7 +121,7 @@ def test_an_agent_names_the_program_that_answers_instead_of_a_coordinator():
     assert error.slug == "not-a-coordinator" and "web server" in error.what and error.next_step
 
 
-def test_what_an_unproven_peer_may_send_is_bounded():
+def test_bytes_of_an_unproven_peer_are_bounded():
     coordinator = server()
     hello = client().start()[:-1]
     coordinator.feed(hello)

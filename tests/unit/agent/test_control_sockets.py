@@ -149,7 +149,7 @@ def test_sole_shards_are_known_until_a_worker_reports_otherwise_or_closes():
     asyncio.run(scenario())
 
 
-def test_a_worker_without_a_place_is_told_how_large_its_world_may_be():
+def test_a_worker_without_a_place_gets_the_possible_size_of_its_world():
     standby = Assignment(
         fence=Fence(3, 0), node_rank=1, nodes=2, rank_base=6, world_size=4, role_rank_base=6,
         role_world_size=4, master_addr="", master_port=0, agent_store=False, restarts_used=0,

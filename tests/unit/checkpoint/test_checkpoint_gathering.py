@@ -104,7 +104,7 @@ def test_every_rank_gets_the_pieces_that_it_lacks(seed):
     assert torch.equal(torch.cat([each.tensor for each in wanted]), state.whole)
 
 
-def test_what_a_rank_reads_and_receives_adds_up_to_what_it_wants():
+def test_read_and_received_pieces_of_a_rank_add_up_to_its_part():
     state, room = State(8, 2), Room(2)
     spans = [[(0, state.layout.bounds[1])], [(state.layout.bounds[1], state.layout.image_bytes)]]
     wanted = [state.wants(0, 8), state.wants(4, 8)]

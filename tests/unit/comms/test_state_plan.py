@@ -83,7 +83,7 @@ def on(machine, holds):
         ([H(3), J, J], [[Handover(1, (0,), False)], [Handover(2, (0, 1), False)]]),
     ],
 )
-def test_a_machine_gets_the_state_once_and_shares_it(standings, waves):
+def test_each_machine_receives_the_state_once_and_shares_it(standings, waves):
     assert [list(wave) for wave in decide(standings).waves] == waves
 
 

@@ -385,7 +385,7 @@ def test_a_node_that_stops_its_workers_has_finished_none_of_them():
     assert regrouped(after, "a") == (Fence(2, 0), 0, (0, 1), 4)
 
 
-def test_where_all_nodes_stop_their_workers_no_worker_gets_another_place():
+def test_if_all_nodes_stop_their_workers_no_worker_gets_another_place():
     """The workers were able when they began to stop, and are so no longer."""
     job = in_place(nodes="ab", low=2, high=2)
     after = successor(job)

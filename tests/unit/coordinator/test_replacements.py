@@ -106,7 +106,7 @@ def test_the_request_is_repeated_once_the_world_is_known_to_recover_in_place():
     assert kinds(job, "c").count(Prepare) == 1
 
 
-def test_a_standby_is_told_the_size_of_the_world_with_the_workers_of_its_node():
+def test_a_standby_gets_the_size_of_the_world_with_the_workers_of_its_node():
     job = in_place(min_workers=1, nodes="ab", high=3)
     job.join("c")
     job.passes(0.1, alive="abc")

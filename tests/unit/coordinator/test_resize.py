@@ -83,7 +83,7 @@ def test_a_higher_minimum_stops_no_worker(three):
     assert three.ranks() == ["a", "b", "c", "d", "e"]
 
 
-def test_a_range_is_durable_told_once_and_goes_with_the_record(three, driver):
+def test_a_range_is_durable_logged_once_and_part_of_the_record(three, driver):
     resize(three, 2, 5)
     resize(three, 2, 5)
     (note,) = told(three, EventKind.RESIZED)

@@ -468,7 +468,7 @@ def test_crashes_that_differ_or_came_after_work_use_the_budget(driver, how):
     assert job.phase == "running"
 
 
-def test_the_same_crash_on_other_nodes_counts_anew():
+def test_the_same_crash_on_other_nodes_starts_a_new_count():
     budget = RestartBudget(allowed=100)
     for nodes in (("a", "b"), ("a", "b"), ("a", "c"), ("a", "c")):
         assert budget.charge(1.0, Timing(), Crash("ValueError: x", nodes)).restart

@@ -318,7 +318,7 @@ def test_a_failure_while_the_world_is_gathered_again_is_not_lost(pair, driver):
     assert new.machine.report().restarts_used == 1
 
 
-def test_an_ended_job_tells_its_agents_under_a_new_coordinator(pair, driver):
+def test_an_ended_job_informs_its_agents_under_a_new_coordinator(pair, driver):
     pair.succeeds("a", "b")
     new = driver(record=record_of(pair), store_backed=True)
     new.passes(4.9)

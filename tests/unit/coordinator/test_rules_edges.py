@@ -160,7 +160,7 @@ def test_the_next_step_after_out_of_memory_is_more_memory():
     assert "more memory" in one.persisted[-1].outcome.next_step
 
 
-def test_authority_that_did_not_change_is_not_told_again(pair):
+def test_unchanged_authority_is_not_reported_again(pair):
     pair.authority(True)
     pair.authority(False)
     pair.authority(False)
@@ -239,7 +239,7 @@ def test_many_failures_of_one_node_are_kept_with_less_text():
 # The wire
 
 
-def test_a_reader_that_found_a_fault_is_ready_to_tell_it():
+def test_a_codec_that_found_a_fault_is_ready():
     codec = codec_for_agent(SessionKeys(b"k" * 32, b"l" * 32))
     codec.feed(b"\\xff" * 64)
     with pytest.raises(WireError):

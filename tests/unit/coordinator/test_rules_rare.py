@@ -58,7 +58,7 @@ def test_a_drain_with_survivors_needs_no_checkpoint():
     assert aims(job, "a") == aims(job, "b") == [(5, False)]
 
 
-def test_where_the_others_leave_too_all_checkpoint_where_they_wait():
+def test_if_the_others_leave_too_all_checkpoint_where_they_wait():
     job = in_place(nodes="ab")
     job.leaves("b"), job.marks("a", 4), job.marks("b", 4)
     job.drains("b"), job.leaves("a"), job.drains("a")

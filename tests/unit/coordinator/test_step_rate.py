@@ -29,7 +29,7 @@ def test_a_restarted_count_forgets_the_old_rate():
     assert pace.steps_per_s(4.0) is None
 
 
-def test_a_node_that_stands_still_slows_down():
+def test_the_rate_of_a_node_without_steps_falls():
     pace = StepPace()
     for second in range(3):
         pace.note(float(second), second)

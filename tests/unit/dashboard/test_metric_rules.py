@@ -111,7 +111,7 @@ def test_stragglers_are_counted_by_reason():
     assert counts == {"loader": 1, "cpu-share": 0, "compute": 0, "other": 0}
 
 
-def test_what_is_not_known_has_no_sample():
+def test_unknown_values_have_no_sample():
     names = {name[0] for name in samples(measured(LOST[:3]))}
     unknown = {
         "training_step", "training_checkpoint_step", "training_checkpoint_time_seconds",

@@ -80,7 +80,7 @@ def test_a_rank_for_which_the_others_wait_is_marked_and_needs_a_look_until_it_is
     assert not training(slow, event("job-ended", ok=True)).stragglers
 
 
-def test_what_only_the_coordinator_knows_is_shown_if_it_answers():
+def test_facts_of_the_coordinator_are_shown_if_it_answers():
     known = NodeStatus(node_id="b", host="h", state="away", node_rank=1, local_world_size=2,
                        heard_s=2.5, progress=7, steps_per_s=3.0)  # fmt: skip
     report = msgspec.structs.replace(report_of("j"), nodes=(known,), max_restarts=9)
@@ -206,7 +206,7 @@ def test_a_node_that_fails_again_and_again_is_named():
     assert ("watch", "b failed 3 times in the last 3 failures") in texts(view)
 
 
-def test_after_a_failure_the_cause_is_to_be_found_and_the_job_can_go_on():
+def test_after_a_failure_the_needs_are_the_cause_and_a_new_run():
     saved = event("checkpoint-saved", step=1200, location="/c")
     end = event("job-ended", ok=False, round=1, attempt=0, time_s=120.0)
     view = training(saved, failure(), end)

@@ -172,7 +172,7 @@ def test_a_copy_of_a_sampler_is_one_of_its_own():
         assert sampler.next_step == 0
 
 
-def test_without_numpy_it_is_refused_by_name():
+def test_without_numpy_the_sampler_is_refused_by_name():
     code = "import sys; sys.modules['numpy'] = None; import elastane; elastane.ElasticBatchSampler"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

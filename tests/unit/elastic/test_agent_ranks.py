@@ -60,7 +60,7 @@ def test_identical_workers_ask_no_store(monkeypatch):
     assert [(w.global_rank, w.world_size, w.role_rank) for w in workers] == [(4, 6, 4), (5, 6, 5)]
 
 
-def test_all_agents_of_a_world_tell_one_restart_count():
+def test_all_agents_of_a_world_have_one_restart_count():
     agents = [agent_of(ours), agent_of(ours), agent_of(ours)]
     for agent, used in zip(agents, (0, 2, 1), strict=True):
         agent._remaining_restarts -= used
@@ -104,7 +104,7 @@ def test_the_fields_of_the_values_are_those_of_torch(name):
     assert shape(ours) == shape(theirs)
 
 
-def test_workers_groups_and_states_are_told_as_torch_tells_them():
+def test_worker_groups_and_states_have_torchs_text():
     texts = [(str(api.Worker(1)), repr(api.Worker(1, 2, 3, 4, 5))) for api in APIS.values()]
     assert texts[0] == texts[1]
     assert ours.WorkerState("FAILED") == theirs.WorkerState.FAILED

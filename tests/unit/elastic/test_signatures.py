@@ -161,7 +161,7 @@ def _same_class(mine, theirs):
         assert list(dict.fromkeys(found)) == bases, "a subclass of torch's has the name twice"
 
 
-def test_the_modules_compared_are_all_that_there_are():
+def test_all_modules_are_compared():
     import pkgutil
 
     import torch.distributed.elastic as reference

@@ -143,7 +143,7 @@ def test_box_names_cause_evidence_place_consequences_next_step_and_logs():
         assert part in box, part
 
 
-def test_box_tells_an_error_from_output_and_names_no_rank_that_a_worker_did_not_have():
+def test_box_distinguishes_an_error_from_output_and_names_no_missing_rank():
     said = " ".join(render_box(outcome()).split())
     assert "it said" in said and "failed by the same error" not in said
     quiet = outcome("UserWarning: slow", rank=NO_RANK, output=True, alike=1)

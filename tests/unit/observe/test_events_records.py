@@ -117,7 +117,7 @@ def told_fields():
             yield EventKind[kind.attr].value, fields
 
 
-def test_every_data_field_that_the_sources_tell_is_documented():
+def test_every_data_field_of_an_event_in_the_sources_is_documented():
     told = list(told_fields())
     assert {"job-ended", "worker-exited", "events-lost"} <= {kind for kind, _ in told}
     for kind, fields in told:

@@ -149,7 +149,7 @@ def test_a_workers_text_cannot_steer_the_terminal(folder, capsys):
     assert not {"\x1b", "\x07"} & set(out)
 
 
-def test_a_failed_job_is_told_with_its_exit_code():
+def test_a_failed_job_is_shown_with_its_exit_code():
     lines = told(settled(0), event(9, EventKind.JOB_ENDED, "no restart left", exit_code=3))
     assert lines[0] == f"job training: failed with exit code 3 at {at(9)}: no restart left"
 
@@ -307,7 +307,7 @@ def test_a_time_beyond_the_calendar_is_the_calendars_end():
     assert attempt.failures[0].time.startswith("1970-01-01T00:00:00")
 
 
-def test_a_straggler_is_told_with_its_reason_and_its_end():
+def test_a_straggler_is_shown_with_its_reason_and_its_end():
     text = "rank 1 on node a makes the others wait in each step"
     data = {"rank": 1, "why": "loader", "own_s": 0.04, "others_s": 0.03}
     slow = event(5, EventKind.STRAGGLER, text, **data)
@@ -324,7 +324,7 @@ def test_a_straggler_is_told_with_its_reason_and_its_end():
     )
 
 
-def test_a_culprit_is_told_with_its_class_and_its_facts():
+def test_a_culprit_is_shown_with_its_class_and_its_facts():
     text = "rank 1 on node a has not entered all_reduce #7 (train.py:8, main); rank 0 waits in it"
     data = {"class": "busy", "ranks": "1", "outlook": "unknown", "certain": False, "still_s": 21.5}
     found = event(5, EventKind.CULPRIT, text, **data, group="0", sequence=7)

@@ -157,7 +157,7 @@ def test_incidents_are_listed_by_when_they_began_not_by_when_they_were_found():
     ]  # fmt: skip
 
 
-def test_what_is_still_open_beside_the_fatal_failure_ends_with_the_job():
+def test_incidents_open_at_the_fatal_failure_end_with_the_job():
     view = play(
         settled(1, "a", 4),
         exited(1, round=1, time_s=50.0),

@@ -94,7 +94,7 @@ def test_at_the_end_of_a_job_only_the_node_whose_worker_failed_is_shown_as_faile
     assert [node.state for node in view.nodes.values()] == ["failed", "stopped"]
 
 
-def test_a_node_that_said_it_leaves_has_left_and_is_not_lost():
+def test_a_node_that_announced_its_departure_has_left_and_is_not_lost():
     leaving = event(EventKind.NODE_LEAVING, "node-b", "SIGTERM")
     view = play(started("node-b", 20), leaving, event(EventKind.NODE_DEPARTED, "node-b"))
     assert view.node("node-b").state == "left"

@@ -325,7 +325,7 @@ def test_the_first_collectives_may_take_any_time():
     assert looks.rules.is_due(looks.wait(20.0))
 
 
-def test_a_worker_that_is_replaced_begins_anew():
+def test_a_replaced_worker_starts_with_no_history():
     looks = Looks().steps(20, 1.0)
     assert looks.rules.is_due(looks.wait(40.0))
     assert not looks.rules.is_due(looks.rules.look({3: (19,)}, looks.now_s + 0.5))

@@ -85,7 +85,7 @@ def test_a_slot_that_was_not_granted_is_not_kept(slot):
         desk.table.keep(1, slot, SnapshotPiece(name(1), 0, 1, persist=False))
 
 
-def test_one_is_written_at_a_time_and_one_waits():
+def test_one_snapshot_is_written_at_a_time_and_one_waits():
     desk = Desk(1)
     assert desk.keep(1, name(1), persist=True) == [Whole(name(1)), Write(name(1), final=False)]
     assert desk.keep(1, name(2), persist=True) == [Whole(name(2))]

@@ -82,7 +82,7 @@ def test_regions_of_other_elements_are_their_bytes(storage):
     assert held(storage) == b"abcdabcdxy"
 
 
-def test_a_disk_that_takes_less_than_it_is_given_gets_all_of_it(storage):
+def test_after_short_writes_the_file_is_complete(storage):
     real = os.pwrite
     with pwrite(lambda fd, data, at: real(fd, data[: max(1, len(data) // 3)], at)):
         record = storage.write(PATH, [memoryview(MEMORY)[: CHUNK_BYTES + 77]])

@@ -114,7 +114,7 @@ def test_a_file_that_cannot_be_created_leaves_nothing(storage, monkeypatch):
     assert all_files(storage._root) == [PLACE]
 
 
-def test_all_who_read_a_folder_agree_on_which_it_is(tmp_path):
+def test_all_readers_of_a_folder_get_the_same_id(tmp_path):
     ids = at_once(8, lambda _: FolderStorage(tmp_path / "shared").place())
     assert len(set(ids)) == 1
     assert FolderStorage(tmp_path / "shared").place() == ids[0]

@@ -60,7 +60,7 @@ def test_a_writer_that_does_not_come_is_named(repository):
     assert ": part 0, 2, 3" in str(told.value)
 
 
-def test_writers_of_a_large_save_ask_little_before_it_is_whole(tmp_path, monkeypatch):
+def test_writers_of_a_large_save_read_few_records_before_it_is_complete(tmp_path, monkeypatch):
     """Otherwise each of 1,024 writers would read each of 1,024 records."""
     reads, count, repository = [], 40, opened(tmp_path)
     read = type(repository.storage).read
@@ -318,7 +318,7 @@ class Recorder:
         return max(at for at, one in enumerate(self.done) if one == (name, str(path)))
 
 
-def test_nothing_is_vouched_for_before_it_is_durable_nor_published_before_that(
+def test_records_come_after_durable_files_and_the_manifest_after_records(
     repository, tmp_path, monkeypatch
 ):
     """No test can cut the power, but a test can check the order of writes and fsyncs."""

@@ -299,7 +299,7 @@ def test_verifying_can_be_stopped(repository):
         repository.verify(found, stop=lambda: True)
 
 
-def test_a_checkpoint_that_goes_while_it_is_looked_at_is_named(repository):
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_named(repository):
     save(repository, 1)
     (found,) = repository.published()
     repository.storage.remove(found.folder)

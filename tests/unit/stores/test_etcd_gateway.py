@@ -87,7 +87,7 @@ def test_a_server_that_answers_is_kept():
 @pytest.mark.parametrize(
     "there", [REFUSED, httpx.ConnectTimeout(""), httpx.PoolTimeout(""), NO_LEADER]
 )
-def test_what_no_server_has_taken_up_is_asked_of_the_next(there, write):
+def test_a_request_that_no_server_accepted_goes_to_the_next(there, write):
     servers = Servers(a=there, b=there)
     assert servers.ask(write=write).status == 200
     assert servers.asked == ["a", "b", "c"]
@@ -192,7 +192,7 @@ def test_a_login_that_does_not_last_is_refused_as_the_users():
     assert server.logins == ["job", "job"]
 
 
-def test_a_user_who_may_not_is_told_so_without_another_login():
+def test_a_user_without_the_right_gets_an_error_without_another_login():
     server = LoggingIn({"t1"}, "etcdserver: permission denied")
     with pytest.raises(ConfigurationError, match="permission denied"):
         server.call()
@@ -219,7 +219,7 @@ def test_a_server_of_3_3_is_asked_under_its_own_paths():
         (trouble(400, "etcdserver: duplicate key"), StoreError, "store-refused"),
     ],
 )
-def test_a_server_that_is_no_etcd_is_told_from_one_that_refuses(answer, kind, slug):
+def test_a_server_that_is_no_etcd_is_distinguished_from_one_that_refuses(answer, kind, slug):
     async def call():
         await GatewaySession(Servers(a=answer).gateway()).call("/kv/range", {}, Token)
 

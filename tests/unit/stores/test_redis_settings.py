@@ -37,7 +37,7 @@ def test_an_endpoint_is_a_host_or_a_url(endpoint, conf, url, database) -> None:
         ("h", {"redis_prefix": "a b"}, "store-key"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(endpoint, conf, slug) -> None:
+def test_impossible_settings_are_refused(endpoint, conf, slug) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read_settings(endpoint, conf)
     assert caught.value.slug == slug

@@ -45,7 +45,7 @@ def run(coroutine):
     return asyncio.run(coroutine)
 
 
-def test_a_write_that_was_done_and_not_told_counts_once():
+def test_a_write_with_a_lost_answer_counts_once():
     register = Register()
     register.losing = 1
     store = RegisterStore(register, "r")
@@ -103,7 +103,7 @@ def test_nothing_is_written_where_nothing_changes():
     ],
     ids=["nothing", "garbage", "pickle", "a later form", "huge", "no bytes", "None"],
 )
-def test_what_is_not_ours_is_refused(state):
+def test_foreign_contents_of_the_register_are_refused(state):
     store = RegisterStore(Register((state, 1)), "r")
     with pytest.raises(ConfigurationError, match="store-record"):
         run(store.get("k"))
@@ -143,7 +143,7 @@ def test_a_register_that_hangs_costs_the_bound_and_no_call_passes_another():
     assert max(most) == 1
 
 
-def test_whatever_a_register_raises_is_a_store_out_of_reach():
+def test_any_exception_of_a_register_is_a_store_error():
     class Broken(Register):
         def get_state(self):
             raise KeyError("no such table")

@@ -40,7 +40,7 @@ class State:
         raise AssertionError("nobody has met")
 
 
-def test_a_newcomer_bears_worlds_that_end_as_they_are_built():
+def test_a_joining_worker_continues_after_worlds_that_end_while_built():
     host = Host(worlds=2)
     first, second = host.broken
     group = OrderedGroup(host, keeps_ranks=False)

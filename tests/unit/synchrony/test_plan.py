@@ -29,7 +29,7 @@ def table(identity, delivered, issued, *signatures, view=FIRST, **more):
     return Table(identity, view, 0, delivered, issued, kept=kept, signatures=numbered, **more)
 
 
-def test_what_one_has_delivered_is_handed_to_the_other():
+def test_a_result_that_one_member_delivered_is_given_to_the_other():
     decided = plan([table(A, 2, 2, MAX, MAX), table(B, 1, 2, MAX, MAX)])
     assert [(g.number, g.giver, g.takers) for g in decided.gifts] == [(1, A, (B,))]
     assert decided.cut == 2 and decided.switches == (Switch(2, (A, B)),)

@@ -38,7 +38,7 @@ def test_each_step_is_written_once_by_rank_0(path):
     assert not (path.parent / "other").exists()
 
 
-def test_of_every_third_step_the_third_is_written(path):
+def test_with_digest_every_3_each_third_step_is_written(path):
     goes(DigestLog(path, every=3), range(10))
     assert steps_in(path) == [2, 5, 8]
 

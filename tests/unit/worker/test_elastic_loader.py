@@ -131,7 +131,7 @@ def test_objects_can_be_named_later_but_not_within_the_loop():
             loader.track(late=torch.nn.Linear(1, 1))
 
 
-def test_a_change_of_the_world_is_told_with_a_process_group_alone(tmp_path):
+def test_a_change_of_the_world_is_reported_only_with_a_process_group(tmp_path):
     with pytest.raises(ConfigurationError, match="without a process group") as caught:
         elastane.on_world_change(lambda rank, world_size: None)
     assert caught.value.slug == "world-change"

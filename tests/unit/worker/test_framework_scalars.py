@@ -54,7 +54,7 @@ def test_a_training_that_was_resumed_continues_and_another_one_begins_again(path
     assert steps(path) == [4, 8, 12, 16, 4, 8]
 
 
-def test_what_is_logged_after_the_end_is_added(path):
+def test_values_logged_after_the_end_are_added(path):
     scalars = FrameworkScalars((path,))
     logged(scalars, 4, is_writer=True)
     scalars.end()

@@ -73,7 +73,7 @@ def test_a_call_completed_by_one_survivor_is_completed_for_all(monkeypatch):
         assert second.is_over and second.value == 7
 
 
-def test_one_that_joins_takes_part_between_loops_has_the_values_of_before_and_no_part_behind(
+def test_a_joining_worker_takes_part_between_loops_and_has_the_earlier_values(
     monkeypatch,
 ):
     old, new = member(loops=2), member(loops=0)

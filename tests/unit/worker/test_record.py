@@ -56,7 +56,7 @@ def test_the_exception_is_on_file_with_its_traceback_and_nanoseconds(error_file)
     assert error.monotonic_ns > 0 and error.time_ns % 10**9
 
 
-def test_it_works_bare_and_called_and_keeps_the_functions_name_and_arguments(error_file):
+def test_record_works_bare_and_called_and_keeps_name_and_arguments(error_file):
     @elastane.record
     def bare(a, b=2):
         """Its words."""

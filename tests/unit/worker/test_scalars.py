@@ -171,7 +171,7 @@ def test_a_line_that_a_full_disk_took_in_part_is_written_again(
     assert steps(path) == [1, 2]
 
 
-def test_what_was_written_before_a_failure_is_not_read_again(tmp_path, monkeypatch, clock):
+def test_lines_written_before_a_failure_are_not_read_again(tmp_path, monkeypatch, clock):
     sink = JsonLines(tmp_path / "a.jsonl")
     log, opened = writer(sink), []
     for number in range(1, 50):
@@ -207,9 +207,7 @@ def fill(path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("kind", ["lines", "tensorboard"])
-def test_a_full_disk_costs_no_value_is_told_once_and_leaves_no_file_for_each_try(
-    small_disk, capfd, kind
-):
+def test_a_full_disk_loses_no_value_and_is_reported_once(small_disk, capfd, kind):
     tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     target = TensorBoard(small_disk / "t") if kind == "tensorboard" else small_disk / "t"
     log, values = writer(target), {f"v{n}": 0.5 for n in range(20)}
