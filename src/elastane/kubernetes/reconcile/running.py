@@ -78,7 +78,7 @@ def _tell_bounds(context: DecisionContext) -> None:
         text += "; spec.suspend stops a job" if asked == 0 else ""
         context.report("Warning", "ReplicasOutOfRange", text, count=1)
     if context.before.is_("Suspended"):
-        context.report("Normal", "ElasticJobResumed", "spec.suspend is false: pods are created again")
+        context.report("Normal", "ElasticJobResumed", "spec.suspend is false: new pods are created")
     was = context.before.desired_replicas
     if was and was != used:
         context.report("Normal", "Scaled", f"from {was} to {used} pods")
