@@ -20,11 +20,11 @@ _REDUCTIONS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
 _IN_PLACE = frozenset(("allreduce", "allreduce_coalesced", "broadcast", "reduce"))
 _ROOTED = frozenset(("broadcast", "reduce", "gather", "scatter"))
 _ALL_GATHERS = frozenset(("allgather", "_allgather_base", "allgather_coalesced"))
-# Up to so many integers, summed in an evaluation, are counts that a script reads beside its sums of
-# floats: correct answers, samples, tokens. More are counts of each class or pixel, which it reads
-# beside each other: rounding would distort the small ones.
+# Up to so many integers are counts or votes that a script reads beside its sums of floats or its
+# world size: correct answers, samples, tokens. More of them in an evaluation are counts of each
+# class or pixel, read beside each other: rounding would distort the small ones.
 _FEW_COUNTS_MAX = 8
-# Integers of one byte are no counts: their sum would overflow.
+# More integers of one byte are no counts, which would overflow, but an encoded object.
 _COUNT_BYTES_MIN = 2
 
 
@@ -84,7 +84,7 @@ def call_of(
 def _is_tally(tensors: Sequence[torch.Tensor], *, trains: bool) -> bool:
     """Whether integers are counts that a script reads beside a world size or sums of floats."""
     is_few = sum(each.numel() for each in tensors) <= _FEW_COUNTS_MAX
-    return (trains or is_few) and all(t.element_size() >= _COUNT_BYTES_MIN for t in tensors)
+    return is_few or (trains and all(t.element_size() >= _COUNT_BYTES_MIN for t in tensors))
 
 
 def _is_options(arg: object) -> bool:

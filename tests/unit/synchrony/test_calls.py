@@ -27,6 +27,7 @@ def signature_of(tensor, *, trains, site=Site.FIRST_SIZE):
         (torch.ones(1000, dtype=torch.int64), True),
         (torch.tensor(3), False),
         (torch.tensor([2, 3]), False),
+        (torch.ones(1, dtype=torch.uint8), True),
     ],
 )
 def test_counts_that_a_script_sums_are_scaled_to_the_size_that_it_sees(tensor, trains):
@@ -38,7 +39,7 @@ def test_counts_that_a_script_sums_are_scaled_to_the_size_that_it_sees(tensor, t
     ("tensor", "trains", "site"),
     [
         (torch.ones(3, 3, dtype=torch.int64), False, Site.FIRST_SIZE),
-        (torch.ones(2, dtype=torch.uint8), True, Site.FIRST_SIZE),
+        (torch.ones(100, dtype=torch.uint8), True, Site.FIRST_SIZE),
         (torch.tensor(3), True, Site.SCRIPT),
     ],
 )
