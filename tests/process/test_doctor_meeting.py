@@ -12,10 +12,11 @@ import pytest
 from jobs import until
 
 from elastane.doctor import meeting, probes
-from elastane.doctor.meeting import Ask, Board, Place, meet, phase_limit_s
+from elastane.doctor.meeting import Answer, Ask, Board, Place, meet, phase_limit_s
 from elastane.doctor.network_rules import (
     CONNECTED,
     FULL,
+    LOST,
     REFUSED,
     STRANGER,
     GlooPlace,
@@ -142,6 +143,18 @@ def test_another_program_at_the_endpoint_is_reported():
 
         threading.Thread(target=speak, daemon=True).start()
         assert meet(place(other.getsockname()[1]), silent).error == STRANGER
+
+
+def test_a_meeting_whose_host_is_lost_is_told_from_another_program():
+    with socket.create_server(("127.0.0.1", 0)) as host:
+
+        def answer_once():
+            with host.accept()[0] as sock:
+                meeting._receive(sock)
+                meeting._send(sock, Answer(came=1))
+
+        threading.Thread(target=answer_once, daemon=True).start()
+        assert meet(place(host.getsockname()[1]), silent).error == LOST
 
 
 def test_garbage_at_the_ports_of_a_node_ends_its_own_connection_alone():

@@ -8,6 +8,7 @@ import pytest
 from elastane.doctor.network_rules import (
     CONNECTED,
     FULL,
+    LOST,
     REFUSED,
     STRANGER,
     TIMEOUT,
@@ -188,8 +189,9 @@ def test_results_of_unknown_nodes_are_left_out():
         ({"error": TIMEOUT}, "nc -vz a 29400"),
         ({"error": STRANGER}, "another program answers there"),
         ({"error": FULL}, "with the same --nodes"),
+        ({"error": LOST}, "a:29400 is 10.0.0.1: was lost after this node had joined"),
         ({"error": "Name or service not known", "resolved": ()}, "DNS or /etc/hosts"),
-        ({"error": "No route to host"}, "No route to host for 120 s"),
+        ({"error": "No route to host"}, "is 10.0.0.1: No route to host a firewall"),
         ({"wanted": 4}, "3 of 4 nodes met at a:29400 within 120 s: a, b, c"),
         ({"pages": (*FACTS.pages[:2], None)}, "and c did not finish"),
         ({"names": ("a",), "pages": FACTS.pages[:1], "resolved": ("127.0.1.1",)},

@@ -27,6 +27,7 @@ from elastane.doctor.facts import connection_outcome, resolved
 from elastane.doctor.network_rules import (
     CONNECTED,
     FULL,
+    LOST,
     REFUSED,
     STRANGER,
     TIMEOUT,
@@ -243,6 +244,7 @@ class _Visit:
 
     def __init__(self, place: Place, facts: MeetingFacts, probes: ProbeServer) -> None:
         self._place, self._facts, self._probes = place, facts, probes
+        self._has_joined = False
 
     def run(self, tell: Callable[[str], None]) -> MeetingFacts:
         """Meet, measure, and return what all have posted."""
@@ -253,7 +255,8 @@ class _Visit:
             try:
                 return self._measured(sock, tell)
             except (OSError, *UNREADABLE):
-                return msgspec.structs.replace(self._facts, error=STRANGER)
+                error = LOST if self._has_joined else STRANGER
+                return msgspec.structs.replace(self._facts, error=error)
 
     def _connected(self) -> socket.socket | str:
         """Return a connection to the board, or why there is none."""
@@ -279,8 +282,9 @@ class _Visit:
         first = _posted(
             sock,
             Ask(key=key, phase=0, page=page),
-            lambda came: tell(f"{came} of {place.wanted} nodes are here"),
+            lambda came: self._wait(came, tell),
         )
+        self._has_joined = True
         if first.is_full:
             return msgspec.structs.replace(self._facts, error=FULL)
         here = first.keys.index(key)
@@ -300,6 +304,11 @@ class _Visit:
         if not len(first.names) == len(first.keys) == len(pages_of_all):
             raise ValueError("an answer of another program")
         return msgspec.structs.replace(self._facts, names=first.names, pages=pages_of_all)
+
+    def _wait(self, came: int, tell: Callable[[str], None]) -> None:
+        """Note that the board answers, and tell what is waited for."""
+        self._has_joined = True
+        tell(f"{came} of {self._place.wanted} nodes are here")
 
     def _reaches(self, pages: Sequence[NodePage], keys: Sequence[bytes], here: int) -> list[Reach]:
         others = [number for number in range(len(pages)) if number != here]

@@ -20,8 +20,8 @@ from elastane.protocol.model import Versions
 
 # What a node could do at an address of another one; any other text is the error of the system.
 CONNECTED, REFUSED, TIMEOUT, STRANGER = "connected", "refused", "timeout", "stranger"
-# The meeting has all its nodes.
-FULL = "full"
+# The meeting has all its nodes, or its host was lost after this node had joined.
+FULL, LOST = "full", "lost"
 # Clocks that are kept by NTP differ by milliseconds; the events of a job follow each other by less.
 CLOCK_WARNING_S = 0.5
 # A link of 1 Gbit/s carries 119 MB/s of data.
@@ -197,6 +197,10 @@ def _not_met(facts: MeetingFacts) -> Finding:
             " --nodes is another number there",
             "start it again on all nodes, with the same --nodes",
         ),
+        LOST: (
+            "the process on the endpoint's host ended, or the connection to it broke",
+            "run it again on all nodes; read what it printed on the endpoint's host",
+        ),
         "": (
             "this node cannot find the host at which the nodes meet",
             "a name that DNS or /etc/hosts of every node knows, or an address",
@@ -208,8 +212,10 @@ def _not_met(facts: MeetingFacts) -> Finding:
         TIMEOUT: "no answer",
         STRANGER: "another program answers",
     }
-    said[FULL] = "has all its nodes"
-    text = f"{where}: {said.get(facts.error, facts.error)} for {facts.waited_s:.0f} s"
+    said |= {FULL: "has all its nodes", LOST: "was lost after this node had joined"}
+    text = f"{where}: {said.get(facts.error, facts.error)}"
+    if facts.error in (REFUSED, TIMEOUT):  # the others are known at once
+        text += f" for {facts.waited_s:.0f} s"
     return Finding("meeting", Level.FAULT, text, why, next_step)
 
 
