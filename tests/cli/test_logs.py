@@ -114,6 +114,11 @@ def test_unknown_job_is_refused_with_the_ones_that_are_there(base, capsys):
     said = refused(capsys, "nope", "--log-dir", base)
     assert "no job 'nope'" in said
     assert "one of job" in said
+    for number in range(11):
+        (base / f"job-{number}").mkdir()
+        os.utime(base / f"job-{number}", (number, number))
+    assert "job-10, job-9, job-8" in (said := refused(capsys, "nope", "--log-dir", base))
+    assert "job-1," not in said and "and 2 older ones" in said
 
 
 def test_folder_of_several_jobs_is_refused_with_their_names(base, capsys):

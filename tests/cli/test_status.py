@@ -133,7 +133,8 @@ def test_no_running_job_is_reported_without_an_error(capsys):
 
 def test_an_unknown_job_is_an_error(capsys):
     assert main(["status", "nobody"]) == ExitCode.USAGE
-    assert "[no-such-job]" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "[no-such-job]" in said and "next: elastane status --log-dir" in said
 
 
 def test_an_endpoint_needs_the_jobs_name_and_two_names_are_one_too_many(capsys):

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     from elastane.observe.events import read_events
     from elastane.observe.story import story_of
 
-    folder = find_job(args.job, args.log_dir)
+    folder = find_job(args.job, args.log_dir, "explain")
     accounting = LogAccount()
     events = accounting.through(read_events(folder, all_counts=False))
     story = story_of(folder.name, str(folder), events)

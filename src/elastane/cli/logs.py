@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     from elastane.observe.merge import Follower, LogCursor, find_streams, merged
 
     selection = _selection(args)
-    folder = find_job(args.job, args.log_dir)
+    folder = find_job(args.job, args.log_dir, "logs")
     if args.follow:
         return _follow(
             Follower(folder, selection, by_time=args.merge_by_time), timed=args.merge_by_time
@@ -68,7 +68,7 @@ def find_named_job(args: argparse.Namespace, registry: JobRegistry, verb: str) -
     return find_job(args.job, args.log_dir or (running[-1] if running else ""), verb).resolve()
 
 
-def find_job(job: str, log_dir: str, verb: str = "logs") -> Path:
+def find_job(job: str, log_dir: str, verb: str) -> Path:
     """Return the folder of a job given by name or path; `verb` is the command, for errors."""
     from elastane.process import environment
     from elastane.process.files import safe_name
@@ -87,13 +87,22 @@ def find_job(job: str, log_dir: str, verb: str = "logs") -> Path:
     folder = base / safe_name(job)
     if folder.is_dir():
         return folder
-    known = [path.name for path in sorted(base.iterdir())] if base.is_dir() else []
     raise UsageError(
         f"no job {job!r} in {base}",
         slug="no-such-job",
-        expected=f"one of {', '.join(known[:_JOBS_NAMED_MAX])}" if known else "a folder of logs",
+        expected=_jobs_of(base),
         next_step=f"elastane {verb} --log-dir DIR JOB, with the DIR of elastane run",
     )
+
+
+def _jobs_of(base: Path) -> str:
+    """Return the jobs of a folder in words, the newest first."""
+    jobs = [path for path in base.iterdir() if path.is_dir()] if base.is_dir() else []
+    if not jobs:
+        return "a folder of logs"
+    newest = sorted(jobs, key=lambda path: path.stat().st_mtime, reverse=True)
+    more = f" and {len(jobs) - _JOBS_NAMED_MAX} older ones" if len(jobs) > _JOBS_NAMED_MAX else ""
+    return f"one of {', '.join(path.name for path in newest[:_JOBS_NAMED_MAX])}{more}"
 
 
 def _is_job_dir(path: Path) -> bool:

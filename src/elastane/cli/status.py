@@ -201,7 +201,7 @@ def _add_events(view: _View, log_dir: str, *, all_counts: bool, must_exist: bool
     from elastane.observe.events import read_events
 
     try:
-        folder = find_job(view.job, log_dir)
+        folder = find_job(view.job, log_dir, "status")
     except UsageError:
         if must_exist:
             raise
@@ -235,7 +235,7 @@ def _add_account(view: _View) -> None:
     if view.log_dir is None:
         return
     try:
-        folder = find_job(view.job, view.log_dir)
+        folder = find_job(view.job, view.log_dir, "status")
     except UsageError:
         return
     view.account = account_of(read_events(folder, all_counts=False), time.time())
