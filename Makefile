@@ -29,7 +29,7 @@ LANE_1 := tests/conformance tests/gpu tests/hostile tests/hosts tests/numerics \
 	$(wildcard tests/process/test_[a-c]*.py tests/process/test_w*.py)
 LANE_2 := tests/frameworks $(wildcard tests/process/test_[d-f]*.py tests/process/test_ru*.py)
 LANE_3 := $(filter-out $(TRAINED), $(wildcard tests/process/test_[g-p]*.py))
-LANE_4 := $(wildcard tests/process/test_r[eop]*.py tests/process/test_[s-v]*.py \
+LANE_4 := $(wildcard tests/process/test_r[aeop]*.py tests/process/test_[s-v]*.py \
 	tests/process/test_[x-z]*.py)
 # What runs in workers mostly, and takes long: `make coverage` is of the control plane.
 UNCOVERED := tests/frameworks tests/gpu tests/hosts tests/numerics tests/style \
@@ -104,6 +104,7 @@ bench: env ## elastane and its peers side by side; prints the tables, writes JSO
 	$(BIN)/python -m bench $(ARGS)
 
 soak: env ## new examples for the properties, the long tests, and second proofs of what `make test` proves once
+	$(BIN)/python -m pip install --quiet -e '.[ray]'
 	$(BIN)/python -m pytest --hypothesis-profile search -m 'soak or not soak' tests/properties $(ARGS)
 	$(BIN)/python -m pytest -m soak --ignore tests/properties --timeout 3600 $(ARGS)
 

@@ -35,6 +35,7 @@ VERBS = {
     "checkpoint": "list, verify, show and prune the checkpoints of a job",
     "kubernetes": "run jobs on Kubernetes: the operator, its manifests, the status of a job",
     "doctor": "say what on this node would keep a job from running, and what to do",
+    "ray": "run a job on a Ray cluster, one agent on each node",
     "slurm": "print a batch script for Slurm that runs, requeues and continues a job",
     "verify-run": "compare the digest logs of two runs and find the first step that differs",
     "chaos": "inject faults into a job that runs on this machine",

@@ -8,7 +8,7 @@ import sys
 from pathlib import PurePath
 
 from elastane.errors import UsageError
-from elastane.options.parser import Names, Options, RunParser, add_options, read
+from elastane.options.parser import Names, RunParser, add_options, read, words_of
 from elastane.options.table import TABLE, Kind, Option
 
 SLURM = "Slurm: what sbatch is asked for"
@@ -93,7 +93,7 @@ def script_of(args: argparse.Namespace, program: tuple[str, ...]) -> str:
     options = read(args, {})
     shutdown_s = options.seconds("shutdown_timeout")
     notice_s = _whole(args, "notice")
-    words = _run_options(options)
+    words = words_of(options)
     room_s = drain_s(notice_s, _SHUTDOWN_S if shutdown_s is None else shutdown_s)
     if "drain_timeout" not in options.given:
         words += ["--drain-timeout", str(room_s)]
@@ -137,18 +137,3 @@ def _whole(args: argparse.Namespace, dest: str) -> int:
             next_step=f"see elastane slurm --help for --{dest}",
         )
     return int(text)
-
-
-def _run_options(options: Options) -> list[str]:
-    """Return the given options of `elastane run` as words for the script."""
-    words: list[str] = []
-    for option in TABLE:
-        if option.dest not in options.given:
-            continue
-        value = options.text(option.dest)
-        if option.kind == "flag":
-            words.append(f"--{option.name}")
-        else:
-            name = f"--{option.name}"
-            words += [f"{name}={value}"] if value[:1] in ("-", "") else [name, value]
-    return words

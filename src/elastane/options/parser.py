@@ -405,6 +405,21 @@ def read(
     return options
 
 
+def words_of(options: Options) -> list[str]:
+    """Return the given options of `elastane run` as words of its command line."""
+    words: list[str] = []
+    for option in TABLE:
+        if option.dest not in options.given:
+            continue
+        value = options.text(option.dest)
+        if option.kind == "flag":
+            words.append(f"--{option.name}")
+        else:
+            name = f"--{option.name}"
+            words += [f"{name}={value}"] if value[:1] in ("-", "") else [name, value]
+    return words
+
+
 def parse(
     argv: Sequence[str],
     environ: Mapping[str, str],
