@@ -33,6 +33,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "process"))
 
 
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 PROGRAMS = Path(__file__).parent / "programs"
 _HOST = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 # Python without site packages: these programs need none, and start at once.
@@ -55,6 +56,21 @@ def unavailable() -> str:
     except (OSError, AssertionError) as error:
         return f"a host cannot be made: {error}"
     return ""
+
+
+def clock(shift: str) -> dict[str, str]:
+    """Return the environment of agents and workers whose clocks are wrong by this offset.
+
+    The monotonic clock is changed too, since this libfaketime otherwise breaks time.sleep.
+    """
+    return {"LD_PRELOAD": str(FAKETIME), "FAKETIME": shift}
+
+
+def need_faketime() -> None:
+    """Skip where clocks cannot differ; but where everything is to be tested, that is a failure."""
+    if FAKETIME is None:
+        reason = "NOT RUN: clocks that differ: libfaketime is missing: apt-get install faketime"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
 def need_hosts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 import host_jobs
 import pytest
 from host_jobs import HostJob, job_on, let_pass, wait_world
+from hosts import clock, need_faketime
 from jobs import SCRIPT, Step, newest
 
 from elastane.protocol.log_events import EventKind
@@ -48,13 +50,19 @@ class InPlaceJob(HostJob):
 
 
 @contextmanager
-def in_place_on(folder: Path, backend: str, patch: pytest.MonkeyPatch) -> Iterator[InPlaceJob]:
-    """Yield three hosts that train together, with the coordinator and rank 0 on `a`."""
+def in_place_on(
+    folder: Path, backend: str, patch: pytest.MonkeyPatch, shifts: tuple[str, ...] = ()
+) -> Iterator[InPlaceJob]:
+    """Yield three hosts that train together, with the coordinator and rank 0 on `a`.
+
+    `shifts`: by how much the clocks of the three hosts are off.
+    """
+    clocks = {name: clock(shift) for name, shift in zip("abc", shifts, strict=False)}
     patch.setattr(host_jobs, "HostJob", InPlaceJob)
     with job_on(folder, "abc", backend=backend, options=("--min-workers", "2")) as job:
-        job.start("a")
+        job.start("a", env=clocks.get("a"))
         job.wait_event(EventKind.COORDINATOR_STARTED)
-        job.start_all("bc")
+        job.start("b", env=clocks.get("b")), job.start("c", env=clocks.get("c"))
         wait_world(job, "abc")
         assert job.coordinator().name == "a"
         assert newest(job.seen())[0].world == 3
@@ -79,6 +87,23 @@ def test_after_a_cut_the_others_recover_in_place_and_the_host_returns_as_an_arri
         assert job.wait_event(EventKind.DRAIN_STARTED, "adding workers of b")
         numbers = [s.step for s in job.seen() if s.node == "a"]
         assert numbers == sorted(set(numbers)), "no step was done twice"
+
+
+@pytest.mark.soak
+def test_clocks_an_hour_apart_change_nothing_in_a_recovery_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_faketime()
+    with in_place_on(tmp_path, "elastane", monkeypatch, ("-1h", "+1h", "+0")) as job:
+        survivors = job.pids("ac")
+        job.lan.cut_off("b")
+        began_s = time.monotonic()
+        first = wait_world(job, "ac", (1, 0))
+        assert time.monotonic() - began_s < 15.0
+        assert job.pids("ac") == survivors, "nobody restarted"
+        job.lan.heal()
+        wait_world(job, "abc", (first.round, first.attempt))
+        assert job.pids("ac") == survivors, "an arrival restarts nobody"
 
 
 def test_after_a_power_loss_of_rank_0_and_coordinator_the_others_recover_in_place(

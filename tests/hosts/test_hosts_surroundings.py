@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 from host_jobs import HostJob, job_on, judge, let_pass, wait_world
-from hosts import Host, Lan, need_hosts
+from hosts import Host, Lan, clock, need_faketime, need_hosts
 from jobs import newest, until
 
 from elastane.protocol.log_events import EventKind
-
-FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
-
-
-def clock(shift: str) -> dict[str, str]:
-    """Return the environment of agents and workers whose clocks are wrong by this offset.
-
-    The monotonic clock is changed too, since this libfaketime otherwise breaks time.sleep.
-    """
-    return {"LD_PRELOAD": str(FAKETIME), "FAKETIME": shift}
-
-
-def need_faketime() -> None:
-    if FAKETIME is None:
-        reason = "NOT RUN: clocks that differ: libfaketime is missing: apt-get install faketime"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
 @pytest.mark.soak
