@@ -63,6 +63,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _OWN_ERRORS = "elastane.errors."
 _STATE_LOST = "[job-state-lost]"
 _OTHER_MESH = "[job-mesh-size]"
+_ASKS_RESTART = "[in-place-restart]"
 
 
 class Sighting(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +90,11 @@ def is_state_lost(failure: Failure) -> bool:
 def has_other_mesh(failure: Failure) -> bool:
     """Whether the worker ended because workers that joined have a mesh of another size."""
     return failure.exit_code > 0 and _OTHER_MESH in headline(failure.message)
+
+
+def asks_restart(failure: Failure) -> bool:
+    """Whether the worker ended because all have to restart after a loss."""
+    return failure.exit_code > 0 and _ASKS_RESTART in headline(failure.message)
 
 
 def _is_unexplained(failure: Failure) -> bool:

@@ -17,6 +17,7 @@ from elastane.protocol.messages import (
     Checkpointed,
     Drain,
     DrainTarget,
+    Failed,
     Heartbeat,
     Interrupt,
     Prepare,
@@ -357,3 +358,44 @@ def test_a_node_leaves_at_once_if_no_worker_has_reached_a_boundary():
     job.marks("a", None), job.marks("b", None)
     assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 2)
     assert not job.got("a", DrainTarget), "it would send SIGTERM to workers that catch it"
+
+
+def asks_restart(job, node_id, local_rank):
+    """A survivor ends, since the world cannot continue without the lost worker."""
+    said = "elastane: all workers restart: the worker of rank 0 is lost [in-place-restart]"
+    failure = Failure(local_rank=local_rank, rank=1, pid=5, exit_code=75, message=said)
+    job.says(node_id, Failed(fence=job.assigned[node_id].fence, failures=(failure,)))
+
+
+def used_by_loss_and_restart(job, *survivors):
+    """Let the survivors of a loss end, so that all restart; return the restarts used."""
+    for node_id, local_rank in survivors:
+        asks_restart(job, node_id, local_rank)
+    job.passes(20.0, alive="ab")
+    job.stops("a", "b")
+    job.passes(20.0, alive="ab")
+    assert job.phase == "running" and not job.assigned["a"].in_place
+    return job.assigned["a"].restarts_used
+
+
+def test_a_restart_of_all_that_a_lost_worker_makes_necessary_is_charged_once():
+    job = planned(min_workers=1)
+    dies(job, "a", local_rank=0)
+    assert job.persisted[-1].restarts_used == 1, "its replacement"
+    assert used_by_loss_and_restart(job, ("a", 1), ("b", 0), ("b", 1)) == 1
+
+
+def test_a_restart_of_all_is_charged_if_the_loss_was_not():
+    job = planned(min_workers=1)
+    able_in_place(job, "a", "b", joining=Joining.NEVER)
+    dies(job, "a", local_rank=0)
+    assert job.persisted[-1].restarts_used == 0, "the world shrinks"
+    assert used_by_loss_and_restart(job, ("a", 1), ("b", 0), ("b", 1)) == 1
+
+
+def test_a_restart_of_all_that_a_lost_node_makes_necessary_costs_nothing():
+    job = planned(nodes="abc", restarts=0)
+    job.breaks("c")
+    job.passes(0.2, alive="ab")
+    survivors = [(node_id, local_rank) for node_id in "ab" for local_rank in (0, 1)]
+    assert used_by_loss_and_restart(job, *survivors) == 0

@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from elastane.protocol.culprits import Reports
-from elastane.protocol.diagnosis import Sighting, has_other_mesh, is_lost_peer, is_state_lost
+from elastane.protocol.diagnosis import (
+    Sighting,
+    asks_restart,
+    has_other_mesh,
+    is_lost_peer,
+    is_state_lost,
+)
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, Timing
 from elastane.protocol.model import Failure
 
@@ -32,8 +38,10 @@ class Incident:
     charged: bool = False  # the budget was charged for it
     lost_state: bool = False  # a worker reported that its world has lost the state
     other_mesh: bool = False  # workers that joined have a mesh of another size
-    own_causes: int = 0  # failures that no lost peer, lost state or other mesh explains
+    asked_restart: bool = False  # a worker ended because all have to restart after a loss
+    own_causes: int = 0  # failures that none of these explains, nor a lost peer
     follows_loss: bool = False  # a worker or a node was lost since all workers started
+    follows_settled: bool = False  # the last such loss was charged, or cost nothing
 
     def record(self, node_id: str, failures: tuple[Failure, ...], now_s: float) -> None:
         """Put `failures` of a node on the time line, each once, at its earliest reported time.
@@ -78,22 +86,29 @@ class Incident:
         """Whether it is charged to the restart budget, as only failures of workers are.
 
         A lost state is not, if the loss of the workers that held it was an incident of its own. A
-        mesh of another size is not, because the job has grown.
+        mesh of another size is not, because the job has grown. A restart that a loss makes
+        necessary is not, if that loss is settled.
         """
         if self.planned or self.departed or not self.seen:
             return False
-        explained = self.other_mesh or (self.lost_state and self.follows_loss)
-        return self.own_causes > 0 or not explained
+        explained = self.lost_state and self.follows_loss
+        explained = explained or (self.asked_restart and self.follows_settled)
+        return self.own_causes > 0 or not (explained or self.other_mesh)
 
-    def follow_loss(self) -> None:
-        """Record that an earlier incident lost a worker or a node, and its state with it."""
-        self.follows_loss = True
+    def follow_loss(self, *, settled: bool) -> None:
+        """Record that an earlier incident lost a worker or a node, and its state with it.
+
+        `settled`: the last one was charged, or cost nothing.
+        """
+        self.follows_loss, self.follows_settled = True, settled
 
     def _count_cause(self, failure: Failure) -> None:
         if is_state_lost(failure):
             self.lost_state = True
         elif has_other_mesh(failure):
             self.other_mesh = True
+        elif asks_restart(failure):
+            self.asked_restart = True
         elif not is_lost_peer(failure):
             self.own_causes += 1
 
@@ -222,6 +237,7 @@ class Incidents:
     current: Incident | None = None
     last: str = ""  # the last unplanned one, in words
     has_lost: bool = False  # one since all workers started lost a worker or a node
+    is_settled: bool = False  # the last such loss was charged, or cost nothing
     unpaid: Incident | None = None  # the one whose replacements exceed the budget
     # when a worker reported a lost peer that no other report explains
     peer_lost_s: float | None = None
@@ -254,7 +270,7 @@ class Incidents:
         """Record why the current world ends."""
         self.current = incident
         if self.has_lost:
-            incident.follow_loss()
+            incident.follow_loss(settled=self.is_settled)
         return incident
 
     def drop(self) -> None:
@@ -265,7 +281,9 @@ class Incidents:
         """Close the incident, since another world follows; only an unplanned one is remembered."""
         if self.current is not None and not self.current.planned:
             self.last = why
-            self.has_lost = self.has_lost or bool(self.current.own_causes or self.current.departed)
+            if self.current.own_causes or self.current.departed:
+                self.has_lost = True
+                self.is_settled = self.current.charged or bool(self.current.departed)
         self.current = None
 
     def start_afresh(self) -> None:

@@ -12,6 +12,7 @@ from elastane.coordinator.rules import ending, growth, liveness, recovery, strag
 from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.diagnosis import (
+    asks_restart,
     end_text,
     exit_text,
     is_lost_peer,
@@ -204,7 +205,8 @@ def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]
         state,
         f"{worker_text(first.rank)} on node {node.id} {end_text(first)}"
         + (" after it lost a peer" if is_lost_peer(first) else "")
-        + (" after the state of the job was lost" if is_state_lost(first) else ""),
+        + (" after the state of the job was lost" if is_state_lost(first) else "")
+        + (" to restart all workers" if asks_restart(first) else ""),
     )
     incident.record(node.id, failures, state.now_s)
     state.holders.record_ended_workers(node, {f.local_rank for f in failures}, state.world)
