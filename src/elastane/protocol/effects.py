@@ -46,7 +46,7 @@ class Hangup(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The job has ended, and every agent was informed or has not asked within its time."""
+    """The job has ended, and every agent has left or had CLOSE_S to learn of the end."""
 
     outcome: Outcome
 

@@ -46,7 +46,8 @@ HANG_BETWEEN_S = 3600.0
 # long. A network may pause for seconds. Where bytes cannot be counted (NCCL), the limit is learned
 # from earlier waits, and is at least this.
 HANG_STALL_S = 10.0
-# Members that all wait in the rendezvous for this long cannot reach one another.
+# Members that all wait to enter their world, or for its state, for this long cannot reach one
+# another.
 HANG_ENTER_S = 120.0
 
 assert HANG_LOOK_S < HANG_ASK_S < HANG_ANSWER_S < Timing().hang_floor_s < HANG_CEILING_S

@@ -71,7 +71,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int
     # All workers of all nodes are alike (TORCH_ELASTIC_WORKER_IDENTICAL=1 in torchrun).
     identical_workers: bool = False
-    # Each node's rank is given by a flag, and a node without one is refused (the static backend).
+    # Each node has the rank of its flags, 0 by default, and no other (the static backend).
     static: bool = False
     # The least number of workers that continues after a fault, if they recover in place; 0: the
     # number that `min_nodes` whole nodes have.

@@ -233,7 +233,7 @@ class PluginIdentity:
         return True
 
     async def _make(self) -> ClientProof:
-        with spawning():  # the orphan reaper must not collect the exit code that is read here
+        with spawning():  # this process must not reap the plugin as an orphan: its exit is awaited
             proof, until_s = await self._offload.run(self._run, PLUGIN_TIMEOUT_S + 5.0)
         self._until_s = until_s
         self._proof = proof
