@@ -299,6 +299,11 @@ def _watch_backwards() -> None:
     torch, state, after = sys.modules["torch"], _state, kind._post_forward
 
     def post_forward(self: Any, output: Any) -> Any:
+        if self._use_python_reducer:  # Compiled code without breaks makes its sums; none waits.
+            return after(self, output)
+        return watch(self, output)
+
+    def watch(self: Any, output: Any) -> Any:
         made = after(self, output)
         if state.recorder is None or not self.require_backward_grad_sync:
             return made
@@ -309,7 +314,7 @@ def _watch_backwards() -> None:
                 _time_waits(torch.autograd.Variable._execution_engine, node, id(self))
         return made
 
-    post_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    watch._torchdynamo_disable = True  # type: ignore[attr-defined]
     kind._post_forward = post_forward
 
 

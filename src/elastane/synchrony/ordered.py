@@ -845,8 +845,13 @@ def watch_forwards() -> None:
     ours: Any = DistributedDataParallel
     before: Callable[..., Any] = ours._pre_forward
 
-    @untraced
     def pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if self._use_python_reducer:  # Compiled code without breaks makes its sums, in no buckets.
+            return before(self, *inputs, **kwargs)
+        return wait(self, *inputs, **kwargs)
+
+    @untraced
+    def wait(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         prepared = before(self, *inputs, **kwargs)
         group = self.__dict__.get("process_group")
         if isinstance(group, OrderedGroup) and torch.is_grad_enabled():

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from elastane.comms.elastic import ElasticGroup
+from elastane.process import collectives
 from elastane.synchrony.ordered import OrderedGroup, watch_forwards
 
 
@@ -16,7 +17,7 @@ def test_a_compiled_module_waits_for_its_buckets_before_each_forward(monkeypatch
     watch_forwards()
     group, waited = OrderedGroup(host=None, keeps_ranks=True), []
     group.before_forward = waited.append
-    module = SimpleNamespace(process_group=group)
+    module = SimpleNamespace(process_group=group, _use_python_reducer=False)
 
     def forward(inputs):
         return 2 * DistributedDataParallel._pre_forward(module, inputs)
@@ -24,6 +25,22 @@ def test_a_compiled_module_waits_for_its_buckets_before_each_forward(monkeypatch
     compiled = torch.compile(forward, backend="eager")
     assert [compiled(torch.ones(1)).item() for _ in range(2)] == [4, 4]
     assert waited == [module] * 2
+
+
+def test_a_module_that_reduces_in_compiled_code_is_compiled_without_a_break(monkeypatch):
+    for name in ("_pre_forward", "_post_forward"):
+        monkeypatch.setattr(DistributedDataParallel, name, lambda self, tensor: tensor + 1)
+    monkeypatch.setattr(DistributedDataParallel, "_elastane_records", False, raising=False)
+    watch_forwards()
+    collectives._watch_backwards()
+    module = SimpleNamespace(_use_python_reducer=True)
+
+    def forward(inputs):
+        prepared = DistributedDataParallel._pre_forward(module, inputs)
+        return DistributedDataParallel._post_forward(module, 2 * prepared)
+
+    whole = torch.compile(forward, backend="eager", fullgraph=True)
+    assert whole(torch.ones(1)).item() == 5
 
 
 def part(total):
