@@ -20,7 +20,7 @@ from typing import Annotated
 
 import msgspec
 
-from elastane.protocol.hangs import HANG_CEILING_S
+from elastane.protocol.hangs import HANG_CEILING_S, ranks_text
 from elastane.protocol.limits import REASON_CHARS_MAX
 from elastane.protocol.model import Count, Name
 from elastane.protocol.ring import GROUPS_MAX, GroupBoard, Number, Ring, Short, ranks_of
@@ -618,15 +618,3 @@ def _places(workers: Iterable[StandstillEvidence]) -> str:
     for each in sorted(workers, key=lambda each: each.rank):
         places.setdefault(each.where or "an unknown place", []).append(each.rank)
     return ", ".join(f"{ranks_text(ranks)} in {where}" for where, ranks in places.items())
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return sorted ranks in words, as "ranks 0-2, 7"."""
-    spans: list[tuple[int, int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1] = (spans[-1][0], rank)
-        else:
-            spans.append((rank, rank))
-    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

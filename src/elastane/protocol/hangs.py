@@ -16,7 +16,7 @@ the end of a world interrupted. A hang is left out too, or it would raise the li
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -314,11 +314,11 @@ def waiting_text(waiting: Iterable[WaitPoint]) -> str:
     places: dict[str, list[int]] = {}
     for each in sorted(waiting, key=lambda each: each.rank):
         places.setdefault(each.where, []).append(each.rank)
-    text = ", ".join(f"{_ranks(ranks)} in {where}" for where, ranks in places.items())
+    text = ", ".join(f"{ranks_text(ranks)} in {where}" for where, ranks in places.items())
     return text[:REASON_CHARS_MAX] or "at places that no worker named"
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """Return sorted ranks in words, as "ranks 0-2, 7"."""
     spans: list[tuple[int, int]] = []
     for rank in ranks:

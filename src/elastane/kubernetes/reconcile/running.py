@@ -97,7 +97,7 @@ def _tell_hindrances(context: DecisionContext) -> None:
         if pod.hindrance is not None and not pod.is_leaving and pod.index in slots:
             key = (pod.hindrance.reason, pod.hindrance.message)
             first.setdefault(key, []).append(pod.name)
-        elif pod.lives and pod.is_leaving and pod.index in slots and _is_overdue(context, pod):
+        elif pod.lives and pod.is_leaving and pod.index in slots and _is_held(context, pod):
             text = f"on {pod.node}, should have ended by {pod.meta.deletion_timestamp}"
             first.setdefault(("Terminating", text), []).append(pod.name)
     for (reason, message), names in first.items():
@@ -105,14 +105,6 @@ def _tell_hindrances(context: DecisionContext) -> None:
         text = f"{names[0]}{more}: {reason}" + (f": {message}" if message else "")
         context.wants.append((reason, text[:TEXT_CHARS_MAX]))
         context.report("Warning", reason, text[:TEXT_CHARS_MAX], count=1)
-
-
-def _is_overdue(context: DecisionContext, pod: Judged) -> bool:
-    due_s = since_epoch(pod.meta.deletion_timestamp)
-    if due_s is None:
-        return False
-    context.wake(due_s + HELD_S)
-    return context.now_s >= due_s + HELD_S
 
 
 def _tell_nodes(context: DecisionContext) -> None:
@@ -269,6 +261,7 @@ def _free_name(context: DecisionContext, index: int, there: list[Judged]) -> str
 
 
 def _is_held(context: DecisionContext, pod: Judged) -> bool:
+    """Whether a pod is deleted and should have ended long ago; otherwise look again then."""
     due_s = since_epoch(pod.meta.deletion_timestamp)
     if due_s is None:
         return False
