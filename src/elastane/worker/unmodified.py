@@ -221,7 +221,7 @@ def restart(reason: str, slug: str = RESTART_SLUG) -> NoReturn:
     """End this worker, so that all workers of the job restart from the script's checkpoint."""
     _end(
         f"all workers restart: {reason}. Next step: nothing; they continue from the script's last"
-        f" checkpoint [{slug}]"
+        f" checkpoint, or from the start if it loads none [{slug}]"
     )
 
 
