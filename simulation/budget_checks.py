@@ -47,6 +47,9 @@ class BudgetCheck:
     def lost_state(self, fence: Fence) -> None:
         """Record that workers of this world ended because no member holds the state."""
 
+    def asked_restart(self, fence: Fence) -> None:
+        """Record that workers of this world ended because all have to restart after a loss."""
+
     def noted(self, event: LogEvent) -> str:
         """Check an event: a node departs only after a death, a hang or a loss of the network."""
         node = self._cluster.nodes.get(event.node_id)
@@ -107,6 +110,7 @@ class PerDeathBudgetCheck(BudgetCheck):
         # Worlds that lost the state with workers of earlier ones, and worlds that lost workers.
         self._stateless: set[Fence] = set()
         self._lost: set[Fence] = set()
+        self._asked: set[Fence] = set()  # worlds whose workers ended so that all restart
         # How many coordinators had started when the record of each world was written first.
         self._began: dict[Fence, int] = {}
         # The world of the last growth, and what was used and known then.
@@ -120,6 +124,10 @@ class PerDeathBudgetCheck(BudgetCheck):
     def lost_state(self, fence: Fence) -> None:
         """Record that workers of this world ended because no member holds the state."""
         self._stateless.add(fence)
+
+    def asked_restart(self, fence: Fence) -> None:
+        """Record that workers of this world ended because all have to restart after a loss."""
+        self._asked.add(fence)
 
     def _charged_twice(self, record: JobRecord) -> bool:
         """Whether a world is charged for a state that it lost with workers of earlier worlds."""
@@ -165,6 +173,8 @@ class PerDeathBudgetCheck(BudgetCheck):
             return f"restarts used went from {before} to {used} at once"
         # A coordinator that is new, or forgot a node, may charge a death again.
         again = self._dead if self._cluster.upset else self._cluster.coordinators_started - 1
-        if used > self._dead + min(self._dead, again):
+        # A new coordinator does not know that the loss was charged, or cost nothing.
+        asked = len(self._asked) if self._cluster.coordinators_started > 1 else 0
+        if used > self._dead + min(self._dead, again) + asked:
             return f"{used} restarts were used, and {self._dead} workers died"
         return ""

@@ -52,6 +52,7 @@ _NO_HOLDER = (
     "elastane: all workers restart: no worker is left that holds the state of the job"
     " [job-state-lost]"
 )
+_RANK_0_LOST = "elastane: all workers restart: the worker of rank 0 is lost [in-place-restart]"
 _CLOSED = "Connection closed by peer [10.0.0.1]"
 # The longest that an unmodified script takes to write a checkpoint.
 _SAVE_S = 1.0
@@ -357,14 +358,8 @@ class InPlaceTraining:
                 self._lose(worker, world, "no whole replicas")
             return
         base = self._agreed_step(world, members)
-        if base is None:
-            self._checks.ledger.lost_state(world.fence)
-            for worker in members:
-                if self.script.planned:
-                    self._die(worker, 75, _NO_HOLDER, by_itself=False)
-                else:
-                    # Without whole replicas a shard may be lost though no worker was.
-                    self._die(worker, 1, _STATE_LOST, by_itself=self.script.span > 0)
+        if base is None or self._lacks_rank_0(world, members):
+            self._end_all(world, members, is_lost=base is None)
             return
         world.base, world.began_s = base, self._clock.now_s
         world.from_state = any(w.committed is not None for w in members)
@@ -383,6 +378,28 @@ class InPlaceTraining:
                 delay_s,
                 lambda w=worker: self._healed(w, world),  # type: ignore[misc]
             )
+
+    def _end_all(
+        self, world: Gathering, members: Sequence[SimulatedWorker], *, is_lost: bool
+    ) -> None:
+        """End members that cannot continue: their state `is_lost`, or rank 0 is."""
+        ledger = self._checks.ledger
+        (ledger.lost_state if is_lost else ledger.asked_restart)(world.fence)
+        for worker in members:
+            if not is_lost:
+                self._die(worker, 75, _RANK_0_LOST, by_itself=False)
+            elif self.script.planned:
+                self._die(worker, 75, _NO_HOLDER, by_itself=False)
+            else:
+                # Without whole replicas a shard may be lost though no worker was.
+                self._die(worker, 1, _STATE_LOST, by_itself=self.script.span > 0)
+
+    def _lacks_rank_0(self, world: Gathering, members: Sequence[SimulatedWorker]) -> bool:
+        """Whether the worker was lost without which the script would no longer save and log."""
+        if not world.in_place:
+            members[0].is_first = True
+        is_new = all(worker.joined for worker in members)
+        return self.script.keeps_rank and not is_new and not any(w.is_first for w in members)
 
     def _overwrite(self, worker: SimulatedWorker, world: Gathering) -> None:
         """Let a member begin to receive the state of another, which overwrites its own."""

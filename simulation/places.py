@@ -34,6 +34,7 @@ class SimulatedWorker:
     committed: int | None = None
     restored: int = 0  # the step of the checkpoint that it loaded as it started; 0: of none
     joined: bool = False  # it came to a running job, and so it loaded no checkpoint
+    is_first: bool = False  # it was rank 0 of the world in which all workers started
     begins_apart: bool = False  # it lost its first world, so no other loads a checkpoint with it
     torn: bool = False  # it was receiving a state, and holds half of it
     world: Gathering | None = None

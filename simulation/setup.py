@@ -171,6 +171,7 @@ def setup_of(
         planned=planned,
         resumes=not shrinks or random.Random(f"resumes {seed}").random() >= 0.2,
         loads_after=random.Random(f"loads after {seed}").choice((0, 0, 1, 3)),
+        keeps_rank=(shrinks or planned) and random.Random(f"keeps rank {seed}").random() < 0.1,
         evaluates=(shrinks or planned) and random.Random(f"evaluates {seed}").random() < 0.3,
     )
     sizes = tuple(rng.choice((1, 2)) if unequal else 2 for _ in range(nodes))

@@ -51,6 +51,7 @@ class Script:
     planned: bool = False  # it is unmodified, and workers join at its boundaries
     resumes: bool = True  # it reads a checkpoint when it starts
     loads_after: int = 0  # of these: how many steps a process makes before there are boundaries
+    keeps_rank: bool = False  # of these: only the worker that began as rank 0 saves and logs
     evaluates: bool = False  # its main thread is busy for a while after some of its checkpoints
 
     @property

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from elastane.agent.rules import Group, LocalWorkers
-from elastane.coordinator.rules import admission, drain, machine, next_world, recovery
+from elastane.coordinator.rules import admission, drain, incident, machine, next_world, recovery
 from elastane.coordinator.rules.changes import OwnerOrders
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import HeldWorkers, Place
@@ -265,3 +265,11 @@ def test_a_lost_state_that_is_charged_again_is_found(monkeypatch):
     charged = property(lambda self: bool(self.seen) and not self.planned and not self.departed)
     monkeypatch.setattr(Incident, "is_chargeable", charged)
     assert "a state that an earlier world had lost" in first_failure(60, first=99)
+
+
+@pytest.mark.parametrize("seed", [132, 141])
+def test_a_restart_that_a_leave_or_a_charged_loss_makes_necessary_and_that_is_charged_is_found(
+    monkeypatch, seed
+):
+    monkeypatch.setattr(incident, "asks_restart", lambda failure: False)
+    assert "workers died" in first_failure(1, first=seed, planned=True)

@@ -399,3 +399,12 @@ def test_a_restart_of_all_that_a_lost_node_makes_necessary_costs_nothing():
     job.passes(0.2, alive="ab")
     survivors = [(node_id, local_rank) for node_id in "ab" for local_rank in (0, 1)]
     assert used_by_loss_and_restart(job, *survivors) == 0
+
+
+def test_a_restart_of_all_that_a_leave_makes_necessary_costs_nothing():
+    job = planned(nodes="abc", restarts=0)
+    job.leaves("c")
+    reaches_boundary(job, "a", "b", "c")
+    assert job.assigned["a"].fence == Fence(2, 0)
+    survivors = [(node_id, local_rank) for node_id in "ab" for local_rank in (0, 1)]
+    assert used_by_loss_and_restart(job, *survivors) == 0

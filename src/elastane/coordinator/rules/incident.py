@@ -41,7 +41,7 @@ class Incident:
     asked_restart: bool = False  # a worker ended because all have to restart after a loss
     own_causes: int = 0  # failures that none of these explains, nor a lost peer
     follows_loss: bool = False  # a worker or a node was lost since all workers started
-    follows_settled: bool = False  # the last such loss was charged, or cost nothing
+    follows_settled: bool = False  # the last change of the world was charged, or cost nothing
 
     def record(self, node_id: str, failures: tuple[Failure, ...], now_s: float) -> None:
         """Put `failures` of a node on the time line, each once, at its earliest reported time.
@@ -87,7 +87,7 @@ class Incident:
 
         A lost state is not, if the loss of the workers that held it was an incident of its own. A
         mesh of another size is not, because the job has grown. A restart that a loss makes
-        necessary is not, if that loss is settled.
+        necessary is not, if that loss is settled; nor one after a planned change.
         """
         if self.planned or self.departed or not self.seen:
             return False
@@ -95,12 +95,12 @@ class Incident:
         explained = explained or (self.asked_restart and self.follows_settled)
         return self.own_causes > 0 or not (explained or self.other_mesh)
 
-    def follow_loss(self, *, settled: bool) -> None:
-        """Record that an earlier incident lost a worker or a node, and its state with it.
+    def follow(self, *, loss: bool, settled: bool) -> None:
+        """Record whether an earlier incident lost a worker or a node, and its state with it.
 
-        `settled`: the last one was charged, or cost nothing.
+        `settled`: the last change of the world was charged, or cost nothing.
         """
-        self.follows_loss, self.follows_settled = True, settled
+        self.follows_loss, self.follows_settled = loss, settled
 
     def _count_cause(self, failure: Failure) -> None:
         if is_state_lost(failure):
@@ -237,7 +237,7 @@ class Incidents:
     current: Incident | None = None
     last: str = ""  # the last unplanned one, in words
     has_lost: bool = False  # one since all workers started lost a worker or a node
-    is_settled: bool = False  # the last such loss was charged, or cost nothing
+    is_settled: bool = False  # the last change of the world was charged, or cost nothing
     unpaid: Incident | None = None  # the one whose replacements exceed the budget
     # when a worker reported a lost peer that no other report explains
     peer_lost_s: float | None = None
@@ -269,8 +269,7 @@ class Incidents:
     def open(self, incident: Incident) -> Incident:
         """Record why the current world ends."""
         self.current = incident
-        if self.has_lost:
-            incident.follow_loss(settled=self.is_settled)
+        incident.follow(loss=self.has_lost, settled=self.is_settled)
         return incident
 
     def drop(self) -> None:
@@ -279,7 +278,9 @@ class Incidents:
 
     def finish(self, why: str) -> None:
         """Close the incident, since another world follows; only an unplanned one is remembered."""
-        if self.current is not None and not self.current.planned:
+        if self.current is not None and self.current.planned:
+            self.is_settled = True
+        elif self.current is not None:
             self.last = why
             if self.current.own_causes or self.current.departed:
                 self.has_lost = True
@@ -288,7 +289,7 @@ class Incidents:
 
     def start_afresh(self) -> None:
         """Record that all workers start again, from the checkpoint."""
-        self.has_lost = False
+        self.has_lost = self.is_settled = False
 
     def commit_world(self) -> None:
         """Forget the evidence against the world before."""
