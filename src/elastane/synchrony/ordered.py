@@ -17,6 +17,7 @@ for another member.
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import sys
 import threading
@@ -32,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastane.comms import ddp
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import WorldGroup
-from elastane.comms.untraced import refuse_to_keep, untraced
+from elastane.comms.untraced import refuse_to_keep, skipped, untraced
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import ConfigurationError, PeerLostError
 from elastane.synchrony import callsites, newcomers
@@ -287,6 +288,7 @@ class OrderedGroup(ElasticGroup):
         self.leave()
         self.close()
 
+    @skipped
     def rank(self) -> int:
         """This worker's rank, as the program sees it."""
         if not self.sees_first:
@@ -295,6 +297,7 @@ class OrderedGroup(ElasticGroup):
             return self._outside[0]
         return self._shown.index(self._member.identity) if self._shown else 0
 
+    @skipped
     def size(self) -> int:
         """The world size, as the program sees it."""
         if not self.sees_first:
@@ -331,6 +334,7 @@ class OrderedGroup(ElasticGroup):
 
     getRank = rank  # noqa: N815
 
+    @skipped
     def getSize(self) -> int:  # noqa: N802
         """Return how many members are left: what a reducer divides gradients by.
 
@@ -513,8 +517,9 @@ class OrderedGroup(ElasticGroup):
         if task != self._open_task:
             self._open_task = task
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._close_unit(task))
+            engine.queue_callback(functools.partial(self._close_unit, task))
 
+    @skipped
     def _close_unit(self, task: int) -> None:
         """At the end of a backward pass, before the reducer waits for its buckets."""
         with self._changed:

@@ -13,6 +13,7 @@ from torch.distributed import Work
 
 from elastane.comms.elastic import SLICED
 from elastane.comms.group import WorldGroup
+from elastane.comms.untraced import skipped
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import PeerLostError
 from elastane.synchrony.calls import Call
@@ -119,6 +120,7 @@ class OrderedFuture(torch.futures.Future[list[torch.Tensor]]):
         super().__init__()
         self._has_waited = has_waited
 
+    @skipped
     def wait(self) -> list[torch.Tensor]:
         """Wait until the operation is delivered, over any number of faults; return its tensors."""
         tensors = super().wait()
@@ -140,21 +142,25 @@ class OrderedWork(Work):
         self._lock = lock
         self._has_waited = has_waited
 
+    @skipped
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is delivered, over any number of faults."""
         self._pending.over.wait()
         self._has_waited(self._pending.number)
         return True
 
+    @skipped
     def is_completed(self) -> bool:
         """Whether the operation is delivered."""
         return self._pending.over.is_set()
 
+    @skipped
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of its tensors."""
         with self._lock:
             return self._pending.future(self._has_waited)
 
+    @skipped
     def result(self) -> list[torch.Tensor]:
         """Return the output tensors."""
         return list(self._pending.call.outputs)

@@ -8,8 +8,23 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from elastane.comms.elastic import ElasticGroup
+from elastane.comms.untraced import skipped
 from elastane.process import collectives
 from elastane.synchrony.ordered import OrderedGroup, watch_forwards
+
+
+@pytest.fixture
+def shown():
+    """Make a group the default one, with a world of so many members."""
+
+    def show(group, size):
+        dist.GroupMember.WORLD = group
+        group._outside = 0, size
+        group._world = SimpleNamespace(rank=0, size=size)
+
+    torch._dynamo.reset()  # Code that an earlier test has compiled counts for all tests.
+    yield show
+    dist.GroupMember.WORLD = None
 
 
 def test_a_compiled_module_waits_for_its_buckets_before_each_forward(monkeypatch):
@@ -43,23 +58,24 @@ def test_a_module_that_reduces_in_compiled_code_is_compiled_without_a_break(monk
     assert whole(torch.ones(1)).item() == 5
 
 
+def test_a_backward_pass_in_compiled_code_asks_for_its_divisor(shown):
+    group = OrderedGroup(host=SimpleNamespace(follows=False), keeps_ranks=True)
+    shown(group, 3)
+    engine = torch.autograd.Variable._execution_engine
+
+    @skipped
+    def ask(_gradient):  # from C++, as a reducer does
+        engine.queue_callback(group.getSize)
+
+    loss = torch.ones(1, requires_grad=True).sum()
+    loss.register_hook(ask)
+    torch.compile(torch.Tensor.backward, backend="eager")(loss)
+    assert [*group._divisors.values()] == [3]
+
+
 def part(total):
     """Divide a sum by the world size, as a script does."""
     return total / dist.get_world_size() + 0 * dist.get_rank()
-
-
-@pytest.fixture
-def shown():
-    """Make a group the default one, with a world of so many members."""
-
-    def show(group, size):
-        dist.GroupMember.WORLD = group
-        group._outside = 0, size
-        group._world = SimpleNamespace(rank=0, size=size)
-
-    torch._dynamo.reset()  # Code that an earlier test has compiled counts for all tests.
-    yield show
-    dist.GroupMember.WORLD = None
 
 
 @pytest.mark.parametrize(
