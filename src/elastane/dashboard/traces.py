@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elastane.errors import ConfigurationError
 from elastane.observe.account import Accountant
@@ -77,7 +77,7 @@ class SpanSender:
         from opentelemetry.sdk.resources import Resource
 
         at = f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None
-        self._exporter = OTLPSpanExporter(endpoint=at)
+        self._exporter: Any = OTLPSpanExporter(endpoint=at)
         self._resource = Resource.create(
             {"service.name": "elastane", "service.version": __version__}
         )
