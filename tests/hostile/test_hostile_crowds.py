@@ -21,6 +21,8 @@ from snapshot_server_support import Node, Worker
 
 import elastane
 from elastane.dashboard import connections
+from elastane.doctor import probes
+from elastane.doctor.network_rules import CONNECTED
 from elastane.process import health
 from elastane.process.endpoint import Unproven
 from elastane.process.rpc.listener import UNPROVEN_MAX
@@ -38,6 +40,8 @@ LISTENERS = {
     "agent/process_group_store.py": "process-group store",
     "snapshots/replication.py": "snapshot server",
     "elastic/rendezvous/static_tcp_rendezvous.py": "store of an agent without a handler",
+    # For the two minutes of `elastane doctor --nodes`; no job uses its ports.
+    "doctor/probes.py": "probes between nodes",
     # Other users and hosts do not get to these.
     "agent/snapshot_server.py": "a socket of mode 0600 in a folder of mode 0700",
     "elastic/rendezvous/etcd_server.py": "finds a free port, and serves nothing",
@@ -73,6 +77,19 @@ def crowd(port, count=_CROWD, said=b"ELASTANE\r"):
             with contextlib.suppress(OSError):
                 sock.send(said[: len(said) * (number % 9) // 8])
         yield
+
+
+def test_probes_between_nodes_answer_again_after_a_crowd():
+    key = b"one node"
+    server = probes.ProbeServer(key, ("127.0.0.1",))
+    server.start()
+    with contextlib.closing(server):
+        with crowd(server.ports[0], said=b"p\x00\x00"):
+            pass
+        until(
+            lambda: probes._outcome("127.0.0.1", server.ports[0], key, 1) == CONNECTED,
+            "a probe is answered",
+        )
 
 
 @pytest.fixture(scope="module")
