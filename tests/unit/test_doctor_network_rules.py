@@ -182,11 +182,21 @@ def test_results_of_unknown_nodes_are_left_out():
     )
 
 
+@pytest.mark.parametrize("changes", [{"probe_port": 70000}, {"gloo": {"port": -1}}])
+def test_a_page_with_a_port_that_there_cannot_be_is_refused(changes):
+    raw = msgspec.to_builtins(page(0))
+    assert msgspec.convert(raw, NodePage) == page(0)
+    raw["gloo"] |= changes.pop("gloo", {})
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(raw | changes, NodePage)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"error": REFUSED}, "a:29400 is 10.0.0.1: connections are refused for 120 s"),
         ({"error": TIMEOUT}, "nc -vz a 29400"),
+        ({"error": TIMEOUT, "endpoint": "[fd00::1]:29400"}, "nc -vz fd00::1 29400"),
         ({"error": STRANGER}, "another program answers there"),
         ({"error": FULL}, "with the same --nodes"),
         ({"error": LOST}, "a:29400 is 10.0.0.1: was lost after this node had joined"),

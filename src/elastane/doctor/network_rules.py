@@ -32,6 +32,8 @@ LATENCY_WARNING_S = 0.002
 LISTED_MAX = 8
 # Of a host, as DNS has it.
 NAME_MAX = 255
+# Other hosts write it, and a connection to a larger number raises no OSError.
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class GlooPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +44,7 @@ class GlooPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     chosen_by: str
     address: str = ""
-    port: int = 0
+    port: Port = 0
     error: str = ""
 
 
@@ -78,7 +80,7 @@ class NodePage(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, msgspec.Meta(max_length=NAME_MAX)]
     versions: Versions
     address: str
-    probe_port: int
+    probe_port: Port
     gloo: GlooPlace
     interfaces: tuple[tuple[str, tuple[str, ...]], ...]
     ports: tuple[int, int]
@@ -176,6 +178,7 @@ class _Named:
 
 
 def _not_met(facts: MeetingFacts) -> Finding:
+    host, _, port = facts.endpoint.rpartition(":")
     where = f"{facts.endpoint} is {', '.join(facts.resolved)}" if facts.resolved else facts.endpoint
     whys = {
         REFUSED: (
@@ -186,7 +189,7 @@ def _not_met(facts: MeetingFacts) -> Finding:
         TIMEOUT: (
             "a firewall drops what is sent there, the host is off, or the address is another"
             " network's",
-            f"open the port for this node; try nc -vz {facts.endpoint.replace(':', ' ')}",
+            f"open the port for this node; try nc -vz {host.strip('[]')} {port}",
         ),
         STRANGER: (
             "another program answers there, such as the coordinator of a job that runs",

@@ -108,7 +108,7 @@ def measure_reach(page: NodePage, key: bytes, here: int, to: int) -> Reach:
         try:
             latency_s, offset_s = _ping(page.address, page.probe_port, here)
         except OSError as error:
-            outcome = str(error)
+            outcome = connection_outcome(error)
         if page.gloo.port:
             gloo = _outcome(page.gloo.address, page.gloo.port, key, here)
     return Reach(
