@@ -36,8 +36,9 @@ from elastane.observe.box import printable
 from elastane.observe.incidents import IncidentView
 from elastane.observe.rates import series_of
 from elastane.observe.screen import STATE_STYLES, bars
-from elastane.observe.step_times import NodeStep, milliseconds, spans
+from elastane.observe.step_times import NodeStep, milliseconds
 from elastane.observe.view import CheckpointView, JobView
+from elastane.protocol.ring import spans
 
 # Widths from which two panels, or two columns of panels, are drawn side by side.
 PAIR_WIDTH = 72

@@ -12,6 +12,7 @@ from statistics import median_low
 import msgspec
 
 from elastane.observe.view import JobView, OwnParts, WorkerName
+from elastane.protocol.ring import spans
 from elastane.protocol.stragglers import EXCESS_MIN_S, NAMED_RATIO
 
 _MS = 1000.0
@@ -79,17 +80,6 @@ def step_times_of(view: JobView) -> StepTimesNow | None:
         ],
         waits=_waits([one for one in workers if one.is_slow], usual, point),
     )
-
-
-def spans(ranks: Sequence[int]) -> str:
-    """Return ranks as in 0-3,5."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)
 
 
 def milliseconds(value_ms: float) -> str:

@@ -479,7 +479,7 @@ def _members() -> dict[str, str]:
         return {}
     names, default = world.pg_names, world.default_pg
     return {
-        str(names.get(group, "")): spans(sorted(ranks))
+        str(names.get(group, "")): spans(ranks)
         for group, ranks in world.pg_group_ranks.items()
         if group is not default
     }

@@ -22,6 +22,7 @@ from enum import IntEnum
 
 from elastane.protocol.limits import REASON_CHARS_MAX, Timing
 from elastane.protocol.model import WaitPoint
+from elastane.protocol.ring import spans
 
 # Workers that recover in place are observed this often ...
 HANG_LOOK_S = 0.25
@@ -319,12 +320,5 @@ def waiting_text(waiting: Iterable[WaitPoint]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return sorted ranks in words, as "ranks 0-2, 7"."""
-    spans: list[tuple[int, int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1] = (spans[-1][0], rank)
-        else:
-            spans.append((rank, rank))
-    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    """Return ranks in words, as "ranks 0-2, 7"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks).replace(',', ', ')}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -166,10 +167,10 @@ def _board(memory: bytes) -> Board:
         return Board()
 
 
-def spans(ranks: list[int]) -> str:
-    """Return sorted ranks as "0-3,6"."""
+def spans(ranks: Iterable[int]) -> str:
+    """Return ranks, in any order, as "0-3,6"."""
     found: list[list[int]] = []
-    for rank in ranks:
+    for rank in sorted(ranks):
         if found and rank == found[-1][1] + 1:
             found[-1][1] = rank
         else:

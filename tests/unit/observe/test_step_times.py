@@ -3,7 +3,7 @@
 import pytest
 from view_events import event, play, settled, started
 
-from elastane.observe.step_times import milliseconds, spans, step_times_of
+from elastane.observe.step_times import milliseconds, step_times_of
 
 WORLD = (settled(1, "a b", 4, time_s=1.0), started("a", 1, 2), started("b", 3, 4))
 
@@ -74,6 +74,5 @@ def test_workers_whose_nodes_are_not_known_are_named_by_rank():
     assert found.waits == "2 workers wait 150 ms in each step for rank 2"
 
 
-def test_ranks_and_durations_in_words():
-    assert spans([5, 0, 1, 2]) == "0-2,5" and spans([]) == ""
+def test_durations_in_words():
     assert (milliseconds(0.4567), milliseconds(1234.0)) == ("0.457 ms", "1.23 s")

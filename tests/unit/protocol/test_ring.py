@@ -117,5 +117,6 @@ def test_more_lines_than_the_table_has_rows_have_no_site():
 def test_spans_name_ranks_both_ways():
     for ranks in ([], [3], [0, 1, 2], [0, 2, 3, 9]):
         assert ranks_of(spans(ranks), 10) == (frozenset(ranks) or frozenset(range(10)))
+    assert spans([5, 0, 2, 1]) == "0-2,5"
     assert ranks_of("0-99999999999", 4) == {0, 1, 2, 3}
     assert ranks_of("a-b", 4) == frozenset()
