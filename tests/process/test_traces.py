@@ -12,8 +12,8 @@ from view_events import event, exited, settled, started
 
 from elastane.cli import traces
 from elastane.cli.main import main
-from elastane.dashboard.traces import JobTrace
-from elastane.errors import ExitCode
+from elastane.dashboard.traces import JobTrace, SpanSender
+from elastane.errors import ConfigurationError, ExitCode
 from elastane.observe.events import encode_line
 
 STORY = [
@@ -97,6 +97,12 @@ def test_runs_that_follow_each_other_are_whole(tmp_path):
     assert not any(one.is_over for _, some in trace.take(all_=True) for one in some)
 
 
+def test_an_endpoint_without_a_scheme_is_refused_with_the_right_one(tmp_path, capsys):
+    words = ["traces", "--endpoint", "tempo:4318", str(write(tmp_path / "demo", *STORY))]
+    assert main(words) == ExitCode.USAGE
+    assert "--endpoint http://tempo:4318" in capsys.readouterr().err
+
+
 def test_a_missing_package_is_named(tmp_path, capsys):
     code = (
         "import sys; sys.modules['opentelemetry'] = None\n"
@@ -149,6 +155,20 @@ def test_a_collector_that_refuses_is_an_error(tmp_path, capsys):
     with Collector(refused=100) as collector:
         assert main(["traces", "--endpoint", collector.url, str(job)]) == ExitCode.CONFIGURATION
     assert "took no spans" in capsys.readouterr().err
+
+
+def test_an_error_of_the_exporters_client_is_a_collector_that_took_nothing(tmp_path):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    sender = SpanSender("http://127.0.0.1:9")
+
+    def export(spans):
+        raise ConnectionResetError("closed by the other side")
+
+    sender._exporter.export = export
+    trace = JobTrace(write(tmp_path / "demo", *STORY, ENDED))
+    trace.read()
+    with pytest.raises(ConfigurationError, match="closed by the other side"):
+        sender.send(*trace.take()[0])
 
 
 def test_a_job_that_is_followed_sends_each_span_once_until_its_end(tmp_path, monkeypatch):

@@ -47,6 +47,13 @@ def main(args: argparse.Namespace) -> int:
             expected="one of them: --json prints all spans and sends none",
             next_step=f"elastane traces --json {args.job}",
         )
+    if args.endpoint and not args.endpoint.startswith(("http://", "https://")):
+        raise UsageError(
+            f"--endpoint {args.endpoint}",
+            slug="usage",
+            expected="the URL of a collector that takes OTLP over HTTP",
+            next_step=f"--endpoint http://{args.endpoint}",
+        )
     if not args.json:
         _check_package()
     folder = find_named_job(args, JobRegistry(runtime_folder(environment.snapshot())), "traces")

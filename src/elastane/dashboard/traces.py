@@ -89,13 +89,17 @@ class SpanSender:
 
         for at in range(0, len(spans), BATCH_SPANS):
             made = [self._made(trace, one) for one in spans[at : at + BATCH_SPANS]]
-            if self._exporter.export(made) is not SpanExportResult.SUCCESS:
+            try:
+                is_taken = self._exporter.export(made) is SpanExportResult.SUCCESS
+                said = "the lines above say what it answered"
+            except OSError as error:  # Early exporters raise the errors of their HTTP client.
+                is_taken, said = False, str(error)
+            if not is_taken:
                 raise ConfigurationError(
                     f"the collector at {self.endpoint} took no spans",
                     slug="traces-unsent",
                     expected="a collector of OpenTelemetry that takes OTLP over HTTP",
-                    next_step="elastane traces --endpoint http://HOST:4318 JOB; the lines above say"
-                    " what it answered",
+                    next_step=f"elastane traces --endpoint http://HOST:4318 JOB; {said}",
                 )
 
     def close(self) -> None:
