@@ -9,8 +9,9 @@ from elastane.ray.rules import Placement, RayNode, is_final, nodes_of
 LARGE = {"CPU": 8.0, "GPU": 2.0}
 
 
-def node(name, **resources):
-    return RayNode(name, f"10.0.0.{name}", resources or LARGE)
+def node(name, *, free=None, **resources):
+    resources = resources or LARGE
+    return RayNode(name, f"10.0.0.{name}", resources, resources if free is None else free)
 
 
 def placed(placement, nodes, now_s=0.0):
@@ -22,7 +23,22 @@ def test_each_node_that_is_large_enough_gets_one_agent_up_to_the_most():
     nodes = [node("1", CPU=2.0, GPU=2.0), node("2"), node("3", CPU=8.0), node("4"), node("5")]
     assert placed(placement, nodes) == ["2", "4"]
     assert placed(placement, nodes) == []
-    assert placement.running == 2
+
+
+def test_a_node_whose_resources_are_in_use_keeps_no_other_from_its_place():
+    placement = Placement(1, {"CPU": 4.0, "GPU": 1.0})
+    busy = node("1", free={"CPU": 8.0})
+    assert placement.is_large_enough(busy)
+    assert placed(placement, [busy]) == []
+    assert placed(placement, [busy, node("2")]) == ["2"]
+
+
+def test_nodes_that_are_gone_are_forgotten():
+    placement = Placement(1, {})
+    for name in map(str, range(9)):
+        assert placed(placement, [node(name)]) == [name]
+        placement.ended(name, None, 0.0)
+    assert len(placement._trials) == 1
 
 
 def test_a_lost_agent_is_replaced_elsewhere_at_once_and_on_its_node_after_a_while():
@@ -82,7 +98,8 @@ def test_dead_nodes_are_not_listed():
         {"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Resources": LARGE, "Alive": True},
         {"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Resources": {}, "Alive": False},
     ]
-    assert nodes_of(listed) == [RayNode("a", "10.0.0.1", LARGE)]
+    free = {"a": {"CPU": 1.0}}
+    assert nodes_of(listed, free) == [RayNode("a", "10.0.0.1", LARGE, {"CPU": 1.0})]
 
 
 @pytest.fixture
@@ -124,6 +141,24 @@ def test_the_secret_of_the_job_goes_to_the_agents_by_their_environment(asked, mo
     request = asked("train.py")
     assert request.environ["ELASTANE_TOKEN"] == request.config.rendezvous.token == "a" * 32
     assert "a" * 32 not in " ".join(request.words)
+
+
+def test_agents_get_the_values_of_the_settings_file_and_flags_that_are_off_have_no_word(
+    asked, monkeypatch, tmp_path
+):
+    settings = tmp_path / "conf" / "of_the_job.toml"
+    settings.parent.mkdir()
+    settings.write_text('[run]\nnnodes = "2:4"\nin-place = true\n')
+    monkeypatch.setenv("ELASTANE_CONFIG", str(settings))
+    monkeypatch.setenv("PET_STANDALONE", "0")
+    request = asked("train.py")
+    words = request.words
+    assert words[words.index("--nnodes") + 1] == "2:4" and "--in-place" in words
+    assert request.config.spec.max_nodes == 4
+    assert not {"--config", "--standalone"} & {*words}
+    assert "ELASTANE_CONFIG" not in request.environ
+    monkeypatch.setenv("ELASTANE_IN_PLACE", "0")
+    assert "--in-place" not in asked("train.py").words
 
 
 @pytest.mark.parametrize(

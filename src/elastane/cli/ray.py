@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from elastane.errors import UsageError
-from elastane.options.parser import Names, Options, RunParser, add_options, read, words_of
-from elastane.options.table import TABLE, Kind, Option
+from elastane.options.parser import Names, Options, RunParser, add_options, words_of
+from elastane.options.table import BY_DEST, TABLE, Kind, Option
 
 RAY = "Ray: what is reserved on each node"
 
@@ -27,10 +27,12 @@ OPTIONS = (
 )
 # What this verb chooses itself, and options that concern one node or another way to meet.
 _CHOSEN = ("rdzv_endpoint", "node_id", "node_rank", "local_addr", "master_addr", "master_port")
-_NOT_HERE = ("standalone", "show_config", "serve")
+_NOT_HERE = ("standalone", "show_config", "json", "serve")
 _BACKENDS = ("elastane", "c10d")
 # Variables of the program that its agents get: options that no flag has, and the secret.
 _PASSED = ("ELASTANE_", "TORCH_ELASTIC_", "LOGLEVEL")
+# The settings file, which is read here: its values are among the words of the agents.
+_READ_HERE, _READ_HERE_VARIABLE = "config", "ELASTANE_CONFIG"
 _EPILOG = """\
 examples:
   ray job submit --working-dir . -- {prog} --nnodes 4 --gpus-per-node 8 train.py --lr 0.1
@@ -59,12 +61,14 @@ def configure(parser: RayParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the job to its end."""
+    from elastane.cli.run import read_options
     from elastane.options.build import build
     from elastane.process import environment
     from elastane.ray.job import RayRequest, run_job
 
     environ = environment.snapshot()
-    options = _checked(args, read(args, environ))
+    options = _checked(args, read_options(args, environ))
+    environ.pop(_READ_HERE_VARIABLE, None)
     need = _need(args, options)
     # The coordinator's configuration. Its endpoint is known once the program is connected.
     here = replace(
@@ -85,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
 def _checked(args: argparse.Namespace, options: Options) -> Options:
     """Return the options with the number of workers and the job's name; refuse unfit ones."""
     for dest in (*_CHOSEN, *_NOT_HERE):
-        if dest in options.given:
+        if dest in options.given and not _is_off(options, dest):
             raise UsageError(
                 f"--{dest.replace('_', '-')} is for elastane run",
                 slug="usage",
@@ -104,12 +108,14 @@ def _checked(args: argparse.Namespace, options: Options) -> Options:
     values = {"nproc_per_node": _workers(args, options), "rdzv_backend": _BACKENDS[0]}
     if "rdzv_id" not in options.given:
         values["rdzv_id"] = f"{PurePath(options.script).stem or 'job'}-{secrets.token_hex(4)}"
-    origins = {name: options.origin(name) for name in values}
-    return replace(
-        options,
-        values={**options.values, **values},
-        origins={**options.origins, **origins},
-    )
+    origins = {**options.origins, **{name: options.origin(name) for name in values}}
+    origins.pop(_READ_HERE, None)
+    return replace(options, values={**options.values, **values}, origins=origins)
+
+
+def _is_off(options: Options, dest: str) -> bool:
+    """Whether it is a flag that a variable or the settings file turns off."""
+    return BY_DEST[dest].kind == "flag" and not options.flag(dest)
 
 
 def _workers(args: argparse.Namespace, options: Options) -> str:

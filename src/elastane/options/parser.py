@@ -406,14 +406,17 @@ def read(
 
 
 def words_of(options: Options) -> list[str]:
-    """Return the given options of `elastane run` as words of its command line."""
+    """Return the given options of `elastane run` as words of its command line.
+
+    A flag that is turned off has no word.
+    """
     words: list[str] = []
     for option in TABLE:
         if option.dest not in options.given:
             continue
         value = options.text(option.dest)
         if option.kind == "flag":
-            words.append(f"--{option.name}")
+            words += [f"--{option.name}"] * options.flag(option.dest)
         else:
             name = f"--{option.name}"
             words += [f"{name}={value}"] if value[:1] in ("-", "") else [name, value]

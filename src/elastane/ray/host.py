@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ class AgentHost:
 
     def __init__(self) -> None:
         self._agent: subprocess.Popen[bytes] | None = None
-        self._is_asked = False
+        self._asked = threading.Event()
 
     def run(self, words: Sequence[str], environ: Mapping[str, str], cwd: str) -> int:
         """Run an agent with these words of `elastane run`; return its exit code.
@@ -35,7 +36,7 @@ class AgentHost:
         `environ` is added to the environment of the actor. `cwd`: where the script is if Ray has
         brought no working folder; ignored if this node does not have it.
         """
-        if self._is_asked:
+        if self._asked.is_set():
             return 128 + signal.SIGTERM
         env = {
             name: value
@@ -49,10 +50,12 @@ class AgentHost:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+        if self._asked.is_set():  # `stop` came meanwhile, and may have found no process.
+            self.stop()
         return self._agent.wait()
 
-    def stop(self, signum: int = signal.SIGTERM) -> None:
+    def stop(self) -> None:
         """Ask the agent to leave its job, now or as it starts."""
-        self._is_asked = True
+        self._asked.set()
         if self._agent is not None and self._agent.poll() is None:
-            self._agent.send_signal(signum)
+            self._agent.send_signal(signal.SIGTERM)

@@ -25,17 +25,25 @@ GOOD_S = 120.0
 
 @dataclass(frozen=True)
 class RayNode:
-    """One node of the cluster. `resources`: what it has in total, busy or free."""
+    """One node of the cluster, with its resources: all of them, and those that are not in use."""
 
     node_id: str
     address: str
     resources: Mapping[str, float]
+    free: Mapping[str, float]
 
 
-def nodes_of(listed: Iterable[Mapping[str, Any]]) -> list[RayNode]:
-    """Return the living nodes among those that `ray.nodes()` lists."""
+def nodes_of(
+    listed: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
+) -> list[RayNode]:
+    """Return the living nodes among those that `ray.nodes()` lists; `free` resources by node."""
     return [
-        RayNode(str(one["NodeID"]), str(one["NodeManagerAddress"]), dict(one["Resources"]))
+        RayNode(
+            node_id=str(one["NodeID"]),
+            address=str(one["NodeManagerAddress"]),
+            resources=dict(one["Resources"]),
+            free=dict(free.get(str(one["NodeID"]), {})),
+        )
         for one in listed
         if one["Alive"]
     ]
@@ -64,17 +72,24 @@ class Placement:
     _trials: dict[str, _Trials] = field(default_factory=dict)
 
     def due(self, nodes: Iterable[RayNode], now_s: float) -> list[RayNode]:
-        """Return the nodes on which an agent starts now; each counts as running from here on."""
+        """Return the nodes on which an agent starts now; each counts as running from here on.
+
+        `nodes`: all that live. An actor on a node without room would wait, and keep another node
+        from its place.
+        """
         found: list[RayNode] = []
         if self.code is not None:
             return found
+        nodes = [*nodes]
+        kept = {node.node_id for node in nodes} | self._running
+        self._trials = {name: one for name, one in self._trials.items() if name in kept}
         for node in nodes:
             if len(self._running) >= self.most:
                 break
             trials = self._trials.setdefault(node.node_id, _Trials())
             if node.node_id in self._running or now_s < trials.not_before_s:
                 continue
-            if self.is_large_enough(node):
+            if self._covers(node.free):
                 self._running.add(node.node_id)
                 trials.begun_s = now_s
                 found.append(node)
@@ -82,7 +97,7 @@ class Placement:
 
     def is_large_enough(self, node: RayNode) -> bool:
         """Whether the node could hold an agent if it held nothing else."""
-        return all(node.resources.get(name, 0.0) >= count for name, count in self.need.items())
+        return self._covers(node.resources)
 
     def ended(self, node_id: str, code: int | None, now_s: float) -> None:
         """Record the end of a node's agent; `code`: its exit code, None if it was lost."""
@@ -96,10 +111,8 @@ class Placement:
         wait_s = min(RETRY_S * 2.0 ** (trials.failures - 1), RETRY_MAX_S)
         trials.not_before_s = now_s + (UNFIT_S if code == ExitCode.NODE_UNFIT else wait_s)
 
-    @property
-    def running(self) -> int:
-        """How many agents run."""
-        return len(self._running)
+    def _covers(self, resources: Mapping[str, float]) -> bool:
+        return all(resources.get(name, 0.0) >= count for name, count in self.need.items())
 
 
 def is_final(code: int | None) -> bool:
