@@ -18,7 +18,9 @@ from supervise import alive
 
 pytest.importorskip("ray", reason="pip install 'elastane[ray]'")
 
+import ray
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastane.process import environment
 
@@ -99,3 +101,21 @@ def test_a_failed_script_and_a_signal_end_the_job_with_their_codes(cluster, tmp_
         job.send_signal(signal.SIGTERM)
         assert job.wait(120) == 128 + signal.SIGTERM, (tmp_path / "said").read_text()
     assert not any(alive(int(pid)) for pid in growing.lines())
+
+
+@pytest.mark.soak
+def test_an_agent_starts_on_the_node_that_no_other_job_uses(cluster, tmp_path):
+    class OtherJob:  # Ray sends a class in a function to its node; it has no module of tests.
+        pass
+
+    (tmp_path / "script.py").touch()
+    ray.init(address=cluster.address)
+    try:
+        first = next(one for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU"))
+        there = NodeAffinitySchedulingStrategy(first["NodeID"], soft=False)
+        other = ray.remote(OtherJob).options(num_cpus=1, scheduling_strategy=there).remote()
+        ray.get(other.__ray_ready__.remote())
+        with program(cluster, tmp_path, "--nnodes", "1", "script.py") as job:
+            assert job.wait(60) == 0, (tmp_path / "said").read_text()
+    finally:
+        ray.shutdown()
