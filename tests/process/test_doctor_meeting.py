@@ -230,6 +230,13 @@ def test_the_host_of_the_endpoint_has_the_address_at_which_others_reach_it():
         assert {one.name: one.address for one in found} == {"a": "10.0.0.1", "b": "10.0.0.2"}
 
 
+@pytest.mark.parametrize("phase", [-1, meeting.LAST_PHASE + 1])
+def test_a_page_of_an_unknown_phase_is_refused(phase):
+    raw = msgspec.json.encode(Ask(key=b"a", phase=phase, page=page()))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(raw, type=Ask)
+
+
 def test_a_surplus_node_is_refused_with_the_reason():
     port = free_port()
     board = Board(1, WAIT_S, time.monotonic)

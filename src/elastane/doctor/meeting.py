@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 
@@ -55,6 +56,8 @@ NODES_MAX = 64
 # A page of 64 nodes has 20 kB.
 FRAME_BYTES_MAX = 4 << 20
 KEY_BYTES = 8
+# Facts, connections, transfers: a member has one page of each.
+LAST_PHASE = 2
 # Nodes that came, those that were too many, and probes of the port.
 CONNECTIONS_MAX = 256
 POLL_S = 0.1
@@ -69,7 +72,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """A node's question: are the pages of `phase` there? It posts its own `page` if it has one."""
 
     key: bytes
-    phase: int
+    phase: Annotated[int, msgspec.Meta(ge=0, le=LAST_PHASE)]
     page: NodePage | None = None
 
 
@@ -224,7 +227,7 @@ def meet(place: Place, tell: Callable[[str], None]) -> MeetingFacts:
         return _Visit(place, facts, probes).run(tell)
     finally:
         if server is not None:
-            server.board.wait_read(2, CONNECT_LIMIT_S)
+            server.board.wait_read(LAST_PHASE, CONNECT_LIMIT_S)
             server.close()
         probes.close()
 
@@ -298,7 +301,9 @@ class _Visit:
         speeds = self._speeds(second.pages or (), here)
         page = msgspec.structs.replace(page, speeds=tuple(speeds))
         last = _posted(
-            sock, Ask(key=key, phase=2, page=page), lambda _: tell("other pairs still measure")
+            sock,
+            Ask(key=key, phase=LAST_PHASE, page=page),
+            lambda _: tell("other pairs still measure"),
         )
         pages_of_all = last.pages or ()
         if not len(first.names) == len(first.keys) == len(pages_of_all):
