@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -73,10 +74,9 @@ class RayCluster:
 
     def nodes(self) -> list[RayNode] | None:
         """Return the living nodes; None if Ray does not answer. Blocks."""
-        from ray._private.state import available_resources_per_node
-
+        state: Any = importlib.import_module("ray._private.state")
         try:
-            return nodes_of(self._ray.nodes(), available_resources_per_node())
+            return nodes_of(self._ray.nodes(), state.available_resources_per_node())
         except (self._ray.exceptions.RayError, OSError, RuntimeError) as error:
             _log.debug("Ray lists no nodes: %s", error)
             return None
