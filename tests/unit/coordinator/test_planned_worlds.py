@@ -408,3 +408,12 @@ def test_a_restart_of_all_that_a_leave_makes_necessary_costs_nothing():
     assert job.assigned["a"].fence == Fence(2, 0)
     survivors = [(node_id, local_rank) for node_id in "ab" for local_rank in (0, 1)]
     assert used_by_loss_and_restart(job, *survivors) == 0
+
+
+def test_a_restart_of_all_after_a_leave_that_not_all_reached_in_time_costs_nothing():
+    job = planned(nodes="abc", restarts=0, timing=SOON)
+    job.leaves("c")
+    job.passes(6.0, alive="abc")
+    assert job.assigned["a"].fence == Fence(2, 0)
+    survivors = [(node_id, local_rank) for node_id in "ab" for local_rank in (0, 1)]
+    assert used_by_loss_and_restart(job, *survivors) == 0

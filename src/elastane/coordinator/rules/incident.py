@@ -33,6 +33,7 @@ class Incident:
     at_s: float
     reason: str
     planned: bool
+    is_missed: bool = False  # it was planned, and not all members reached its step in time
     seen: dict[tuple[str, int], Sighting] = field(default_factory=dict)  # by node id and local rank
     departed: list[str] = field(default_factory=list)
     charged: bool = False  # the budget was charged for it
@@ -79,7 +80,7 @@ class Incident:
 
     def become_unplanned(self) -> None:
         """Record that the planned change was not reached at one step of all members."""
-        self.planned = False
+        self.planned, self.is_missed = False, True
 
     @property
     def is_chargeable(self) -> bool:
@@ -285,6 +286,8 @@ class Incidents:
             if self.current.own_causes or self.current.departed:
                 self.has_lost = True
                 self.is_settled = self.current.charged or bool(self.current.departed)
+            elif self.current.is_missed:
+                self.is_settled = True
         self.current = None
 
     def start_afresh(self) -> None:
