@@ -110,7 +110,7 @@ def command_line(pid: int) -> str:
 def started_at(pid: int) -> int:
     """Return when a process began, in ticks since the boot; -1 if it has ended.
 
-    Pids do not tell which process began first, because they begin anew at 300 after the largest.
+    The order of pids is not the order of starts: after the largest pid the kernel continues at 300.
     """
     try:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])

@@ -29,7 +29,7 @@ def test_only_differing_tensors_are_sent(how):
 @pytest.mark.parametrize("what", ["giver", "taker"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_an_interrupted_transfer_gives_no_state(how, what, number):
-    """With two givers. Living workers are told that the world has ended, as by their agents."""
+    """Two workers give. The test ends the world of the living workers, as their agents would."""
     with Crew(3, "transfer_cut", 3, how, what) as crew:
         assert crew.hear_all() == ["in"] * 3
         victim = 2 if what == "giver" else 0

@@ -12,7 +12,14 @@ import pytest
 from jobs import until
 
 from elastane.doctor import meeting, probes
-from elastane.doctor.meeting import Answer, Ask, Board, Place, meet, phase_limit_s
+from elastane.doctor.meeting import (
+    MeetingBoard,
+    MeetingRequest,
+    PageAnswer,
+    PageRequest,
+    meet,
+    phase_limit_s,
+)
 from elastane.doctor.network_rules import (
     CONNECTED,
     FULL,
@@ -58,7 +65,7 @@ def free_port():
 
 def place(port, name="n", wanted=3, wait_s=WAIT_S, **changes):
     at = Endpoint("127.0.0.1", port)
-    return Place(
+    return MeetingRequest(
         endpoint=at, wanted=wanted, wait_s=wait_s, local_addr="", page=page(name, **changes)
     )
 
@@ -151,7 +158,7 @@ def test_a_meeting_whose_host_is_lost_is_told_from_another_program():
         def answer_once():
             with host.accept()[0] as sock:
                 meeting._receive(sock)
-                meeting._send(sock, Answer(came=1))
+                meeting._send(sock, PageAnswer(came=1))
 
         threading.Thread(target=answer_once, daemon=True).start()
         assert meet(place(host.getsockname()[1]), silent).error == LOST
@@ -160,7 +167,7 @@ def test_a_meeting_whose_host_is_lost_is_told_from_another_program():
 def test_garbage_at_the_ports_of_a_node_ends_its_own_connection_alone():
     port = free_port()
     server = meeting.BoardServer(
-        meeting.listen("127.0.0.1", port), Board(1, WAIT_S, time.monotonic)
+        meeting.listen("127.0.0.1", port), MeetingBoard(1, WAIT_S, time.monotonic)
     )
     server.start()
     probe = probes.ProbeServer(b"k" * 8, ("127.0.0.1",))
@@ -191,11 +198,11 @@ class Clock:
 
 def asked(board, key, phase, *, posts=True, reached_at="127.0.0.1", **changes):
     posted = page(key.decode(), **changes) if posts else None
-    return board.answer(Ask(key=key, phase=phase, page=posted), reached_at)
+    return board.answer(PageRequest(key=key, phase=phase, page=posted), reached_at)
 
 
 def test_a_phase_is_complete_when_all_have_posted():
-    board = Board(2, 100.0, Clock())
+    board = MeetingBoard(2, 100.0, Clock())
     assert asked(board, b"a", 0).pages is None
     assert asked(board, b"a", 0, posts=False).came == 1
     assert asked(board, b"b", 0).names == ("a", "b")
@@ -207,7 +214,7 @@ def test_a_phase_is_complete_when_all_have_posted():
 
 def test_the_meeting_starts_without_late_nodes_and_continues_without_silent_ones():
     clock = Clock()
-    board = Board(3, 100.0, clock)
+    board = MeetingBoard(3, 100.0, clock)
     asked(board, b"a", 0)
     asked(board, b"b", 0)
     clock.now_s = 101.0
@@ -221,7 +228,7 @@ def test_the_meeting_starts_without_late_nodes_and_continues_without_silent_ones
 
 def test_the_host_of_the_endpoint_has_the_address_at_which_others_reach_it():
     for order in ("ab", "ba"):
-        board = Board(2, 100.0, Clock())
+        board = MeetingBoard(2, 100.0, Clock())
         for name in order:
             here = name == "a"
             asked(board, name.encode(), 0, address="127.0.0.1" if here else "10.0.0.2",
@@ -232,14 +239,14 @@ def test_the_host_of_the_endpoint_has_the_address_at_which_others_reach_it():
 
 @pytest.mark.parametrize("phase", [-1, meeting.LAST_PHASE + 1])
 def test_a_page_of_an_unknown_phase_is_refused(phase):
-    raw = msgspec.json.encode(Ask(key=b"a", phase=phase, page=page()))
+    raw = msgspec.json.encode(PageRequest(key=b"a", phase=phase, page=page()))
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(raw, type=Ask)
+        msgspec.json.decode(raw, type=PageRequest)
 
 
 def test_a_surplus_node_is_refused_with_the_reason():
     port = free_port()
-    board = Board(1, WAIT_S, time.monotonic)
+    board = MeetingBoard(1, WAIT_S, time.monotonic)
     server = meeting.BoardServer(meeting.listen("127.0.0.1", port), board)
     server.start()
     try:

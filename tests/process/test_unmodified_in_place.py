@@ -35,7 +35,7 @@ class Unmodified:
         return {int(pid): lines for pid, lines in self._growing.lines().items()}
 
     def wait_steps(self, pids: set[int], world: int, count: int = 3) -> None:
-        """Wait until each of these processes has made so many steps in a world of this size."""
+        """Wait until each of these processes has made `count` steps in a world of this size."""
         begun = {pid: len(self.said().get(pid, ())) for pid in pids}
 
         def there() -> bool:

@@ -33,6 +33,16 @@ def test_a_function_has_at_most_6_parameters_all_annotated():
     assert not offenders(package_files(), lambda path: [*wrong(path)])
 
 
+def test_no_class_name_stands_for_two_things():
+    names = Counter(
+        node.name
+        for path in package_files()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def _is_sleep(node):
     """A call of some sleep(), but for sleep(0), which only lets others run."""
     is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)

@@ -134,17 +134,17 @@ def _between(
 ) -> list[Finding]:
     """Meet the other nodes, and return the findings about all."""
     from elastane.doctor.facts import read_page
-    from elastane.doctor.meeting import Place, meet
+    from elastane.doctor.meeting import MeetingRequest, meet
     from elastane.doctor.network_rules import judge_nodes
 
-    place = Place(
+    request = MeetingRequest(
         endpoint=endpoint,
         wanted=args.nodes,
         wait_s=args.timeout,
         local_addr=args.local_addr,
         page=read_page(endpoint, environ),
     )
-    return judge_nodes(meet(place, lambda text: _tell(f"{endpoint}: {text} ...")))
+    return judge_nodes(meet(request, lambda text: _tell(f"{endpoint}: {text} ...")))
 
 
 def _tell(text: str) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import secrets
 from dataclasses import replace
 from pathlib import PurePath
 
+from elastane.cli._scheduler_options import own_option, value_of
 from elastane.errors import UsageError
 from elastane.options.parser import Names, Options, RunParser, add_options, words_of
-from elastane.options.table import BY_DEST, TABLE, Kind, Option
+from elastane.options.table import BY_DEST, TABLE
 
 RAY = "Ray: what is reserved on each node"
-
-
-def _option(name: str, default: str, text: str, metavar: str, kind: Kind = "text") -> Option:
-    # As elastane's own options, they are written in full.
-    return Option(name, default, text, RAY, kind, metavar=metavar, ours=True)
+_option = functools.partial(own_option, RAY)
 
 
 OPTIONS = (
@@ -81,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
         words=(*words_of(options), options.script, *options.script_args),
         environ={name: text for name, text in environ.items() if name.startswith(_PASSED)},
         need=need,
-        address=_text(args, "ray_address"),
+        address=value_of(args, OPTIONS, "ray_address"),
     )
     return run_job(request)
 
@@ -121,7 +119,7 @@ def _is_off(options: Options, dest: str) -> bool:
 def _workers(args: argparse.Namespace, options: Options) -> str:
     """Return the workers of each node as a number: this machine may have other devices."""
     text = options.text("nproc_per_node")
-    gpus, cpus = _text(args, "gpus_per_node"), _text(args, "cpus_per_node")
+    gpus, cpus = value_of(args, OPTIONS, "gpus_per_node"), value_of(args, OPTIONS, "cpus_per_node")
     if "nproc_per_node" not in options.given:
         return gpus if gpus != "0" else text
     if text == "gpu" or (text == "auto" and gpus != "0"):
@@ -141,12 +139,12 @@ def _workers(args: argparse.Namespace, options: Options) -> str:
 
 def _need(args: argparse.Namespace, options: Options) -> dict[str, float]:
     """Return what Ray reserves on each node."""
-    gpus = _number("gpus-per-node", _text(args, "gpus_per_node"))
-    cpus = _text(args, "cpus_per_node") or options.text("nproc_per_node")
+    gpus = _number("gpus-per-node", value_of(args, OPTIONS, "gpus_per_node"))
+    cpus = value_of(args, OPTIONS, "cpus_per_node") or options.text("nproc_per_node")
     need = {"CPU": _number("cpus-per-node", cpus)}
     if gpus:
         need["GPU"] = gpus
-    for pair in filter(None, _text(args, "resources").split(",")):
+    for pair in filter(None, value_of(args, OPTIONS, "resources").split(",")):
         name, _, count = pair.partition("=")
         if not name or name in ("CPU", "GPU"):
             raise _bad_number("resources", pair)
@@ -172,8 +170,3 @@ def _bad_number(name: str, text: str) -> UsageError:
         expected=expected,
         next_step=f"see elastane ray --help for --{name}",
     )
-
-
-def _text(args: argparse.Namespace, dest: str) -> str:
-    default = next(option.default for option in OPTIONS if option.dest == dest)
-    return str(getattr(args, dest, default))

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import sys
 from pathlib import PurePath
 
+from elastane.cli._scheduler_options import own_option, value_of
 from elastane.errors import UsageError
 from elastane.options.parser import Names, RunParser, add_options, read, words_of
-from elastane.options.table import TABLE, Kind, Option
+from elastane.options.table import TABLE, Option
 
 SLURM = "Slurm: what sbatch is asked for"
+_option = functools.partial(own_option, SLURM)
 # Options about the output of a command, which do not belong into a batch script.
 _NOT_FOR_JOBS = ("show_config", "json")
 _SHUTDOWN_S = 30.0  # the default of --shutdown-timeout
-
-
-def _option(name: str, default: str, text: str, metavar: str = "X", kind: Kind = "text") -> Option:
-    # Slurm's options are written in full, like elastane's own.
-    return Option(name, default, text, SLURM, kind, metavar=metavar, ours=True)
 
 
 # Options that sbatch gets under the same names.
@@ -98,13 +96,13 @@ def script_of(args: argparse.Namespace, program: tuple[str, ...]) -> str:
     if "drain_timeout" not in options.given:
         words += ["--drain-timeout", str(room_s)]
     request = ScriptRequest(
-        nodes=read_nnodes(_text(args, "nodes")),
+        nodes=read_nnodes(value_of(args, OPTIONS, "nodes")),
         program=program,
         run_options=tuple(words),
         command=(options.script, *options.script_args),
-        name=_text(args, "job_name") or PurePath(options.script).stem or "job",
+        name=value_of(args, OPTIONS, "job_name") or PurePath(options.script).stem or "job",
         sbatch={option.name: _sbatch_value(args, option) for option in _given(args)},
-        more=tuple(shlex.split(_text(args, "sbatch"))),
+        more=tuple(shlex.split(value_of(args, OPTIONS, "sbatch"))),
         notice_s=notice_s,
         requeues=_whole(args, "requeues"),
         report_file=options.text("report_file"),
@@ -122,13 +120,8 @@ def _sbatch_value(args: argparse.Namespace, option: Option) -> str:
     return "" if option.kind == "flag" else str(getattr(args, option.dest))
 
 
-def _text(args: argparse.Namespace, dest: str) -> str:
-    default = next(option.default for option in OPTIONS if option.dest == dest)
-    return str(getattr(args, dest, default))
-
-
 def _whole(args: argparse.Namespace, dest: str) -> int:
-    text = _text(args, dest)
+    text = value_of(args, OPTIONS, dest)
     if not text.isascii() or not text.isdigit():
         raise UsageError(
             f"--{dest} = {text!r}",

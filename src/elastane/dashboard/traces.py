@@ -132,6 +132,6 @@ class SpanSender:
 
 
 def _number(text: str, size: int) -> int:
-    """Return a number of so many bytes for a text, the same each time, and never 0."""
+    """Return an integer of `size` bytes that only depends on the text; never 0."""
     digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()[:size]
     return int.from_bytes(digest, "big") or 1

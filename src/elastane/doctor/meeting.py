@@ -1,9 +1,9 @@
 """The meeting of the nodes that `elastane doctor --nodes` checks, at the rendezvous endpoint.
 
-The process on the endpoint's host serves a board there: `Board` keeps one page of each node. A node
-joins with its first page. The board closes the set when all have come, or when the waiting time is
-over. Then each node posts two more pages: whether its connections to the others open, and their
-bandwidth. A node that is silent for the phase's limit is left out of the results.
+The process on the endpoint's host serves a `MeetingBoard` there, which keeps one page of each node
+for each phase. A node joins with its first page. The board closes the set when all have come, or
+when the waiting time is over. Then each node posts two more pages: whether its connections to the
+others open, and their bandwidth. A node that is silent for the phase's limit is left out.
 
 The coordinator of a job listens at the same endpoint, so this also tries that. The board answers
 any host without a secret: it has names, addresses and versions, for as long as the check takes.
@@ -48,6 +48,7 @@ from elastane.doctor.probes import (
     measure_reach,
     measure_speed,
 )
+from elastane.doctor.serving import ConnectionServer, receive_exactly
 from elastane.process.endpoint import Endpoint, is_mine, listen
 from elastane.protocol.unreadable import UNREADABLE
 
@@ -58,8 +59,6 @@ FRAME_BYTES_MAX = 4 << 20
 KEY_BYTES = 8
 # Facts, connections, transfers: a member has one page of each.
 LAST_PHASE = 2
-# Nodes that came, those that were too many, and probes of the port.
-CONNECTIONS_MAX = 256
 POLL_S = 0.1
 # Connections to all others are made at once, and names are resolved meanwhile.
 REACH_LIMIT_S = 60.0
@@ -68,16 +67,16 @@ SILENT_MAX_S = 900.0
 _SIZE = struct.Struct("!I")
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's question: are the pages of `phase` there? It posts its own `page` if it has one."""
+class PageRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's request for the pages of `phase`. It posts its own `page` with the first one."""
 
     key: bytes
     phase: Annotated[int, msgspec.Meta(ge=0, le=LAST_PHASE)]
     page: NodePage | None = None
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer: `keys` of the set once it is closed, `pages` once the phase is complete."""
+class PageAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes that `came`; their `keys`, `names` and `pages` once the phase is complete."""
 
     came: int
     keys: tuple[bytes, ...] = ()
@@ -92,7 +91,7 @@ class _Member:
     has_read: int = 0
 
 
-class Board:
+class MeetingBoard:
     """One page of each node for each phase; its methods may be called from any thread."""
 
     def __init__(self, wanted: int, wait_s: float, now_s: Callable[[], float]) -> None:
@@ -103,12 +102,12 @@ class Board:
         self._reached_at = ""
         self._lock = threading.Condition()
 
-    def answer(self, ask: Ask, reached_at: str) -> Answer:
+    def answer(self, ask: PageRequest, reached_at: str) -> PageAnswer:
         """Take the page of a node, which reached this host at `reached_at`."""
         with self._lock:
             self._advance()
             if ask.key not in self._members and (self._phase or len(self._members) >= self._wanted):
-                return Answer(came=len(self._members), is_full=True)
+                return PageAnswer(came=len(self._members), is_full=True)
             member = self._members.setdefault(ask.key, _Member())
             if ask.page is not None:
                 member.pages.setdefault(ask.phase, ask.page)
@@ -123,16 +122,16 @@ class Board:
                 lambda: all(one.has_read >= phase for one in self._members.values()), limit_s
             )
 
-    def _answered(self, ask: Ask, member: _Member) -> Answer:
+    def _answered(self, ask: PageRequest, member: _Member) -> PageAnswer:
         if self._phase <= ask.phase:
-            return Answer(came=len(self._members))
+            return PageAnswer(came=len(self._members))
         if ask.phase:
             member.has_read = max(member.has_read, ask.phase)
             self._lock.notify_all()
         pages = [one.pages.get(ask.phase) for one in self._members.values()]
         names = [one.pages[0].name for one in self._members.values()]
         keys = tuple(self._members)
-        return Answer(came=len(keys), keys=keys, names=tuple(names), pages=tuple(pages))
+        return PageAnswer(came=len(keys), keys=keys, names=tuple(names), pages=tuple(pages))
 
     def _advance(self) -> None:
         """Complete the phase when all have posted, or its time is over."""
@@ -163,47 +162,30 @@ def phase_limit_s(phase: int, nodes: int) -> float:
 class BoardServer:
     """Serves a board at a listening socket until closed."""
 
-    def __init__(self, listener: socket.socket, board: Board) -> None:
-        self._listener, self.board = listener, board
-        self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
+    def __init__(self, listener: socket.socket, board: MeetingBoard) -> None:
+        self.board = board
+        self._server = ConnectionServer([listener], self._serve)
 
     def start(self) -> None:
         """Begin to answer."""
-        self._listener.setblocking(True)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._server.start()
 
     def close(self) -> None:
         """Stop accepting."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            if not self._room.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+        self._server.close()
 
     def _serve(self, sock: socket.socket) -> None:
-        try:
-            with sock, contextlib.suppress(OSError, *UNREADABLE):
-                sock.settimeout(ANSWER_LIMIT_S)
-                while True:
-                    ask = msgspec.json.decode(_receive(sock), type=Ask)
-                    _send(sock, self.board.answer(ask, _address_of(sock.getsockname())))
-                    sock.settimeout(SILENT_MAX_S)  # a node asks nothing while it measures
-        finally:
-            self._room.release()
+        with contextlib.suppress(OSError, *UNREADABLE):
+            sock.settimeout(ANSWER_LIMIT_S)
+            while True:
+                ask = msgspec.json.decode(_receive(sock), type=PageRequest)
+                _send(sock, self.board.answer(ask, _address_of(sock.getsockname())))
+                sock.settimeout(SILENT_MAX_S)  # a node asks nothing while it measures
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """What a node brings to the meeting; the ports of its page are not known yet."""
+class MeetingRequest:
+    """One node's request to meet the others; the ports of its page are not known yet."""
 
     endpoint: Endpoint
     wanted: int
@@ -212,19 +194,22 @@ class Place:
     page: NodePage
 
 
-def meet(place: Place, tell: Callable[[str], None]) -> MeetingFacts:
+def meet(request: MeetingRequest, tell: Callable[[str], None]) -> MeetingFacts:
     """Meet the other nodes and measure; `tell` gets a line on what is waited for."""
-    found = resolved(place.endpoint.host)
+    found = resolved(request.endpoint.host)
     facts = MeetingFacts(
-        endpoint=str(place.endpoint), wanted=place.wanted, waited_s=place.wait_s, resolved=found
+        endpoint=str(request.endpoint),
+        wanted=request.wanted,
+        waited_s=request.wait_s,
+        resolved=found,
     )
-    server = _board(place) if found and is_mine(found) else None
+    server = _board(request) if found and is_mine(found) else None
     key = os.urandom(KEY_BYTES)
-    gloo = place.page.gloo.address
+    gloo = request.page.gloo.address
     probes = ProbeServer(key, ("", gloo) if gloo else ("",))
     probes.start()
     try:
-        return _Visit(place, facts, probes).run(tell)
+        return _Visit(request, facts, probes).run(tell)
     finally:
         if server is not None:
             server.board.wait_read(LAST_PHASE, CONNECT_LIMIT_S)
@@ -232,12 +217,12 @@ def meet(place: Place, tell: Callable[[str], None]) -> MeetingFacts:
         probes.close()
 
 
-def _board(place: Place) -> BoardServer | None:
+def _board(request: MeetingRequest) -> BoardServer | None:
     """Serve the board if no other process does."""
-    listener = listen(place.endpoint.host, place.endpoint.port)
+    listener = listen(request.endpoint.host, request.endpoint.port)
     if listener is None:
         return None
-    server = BoardServer(listener, Board(place.wanted, place.wait_s, time.monotonic))
+    server = BoardServer(listener, MeetingBoard(request.wanted, request.wait_s, time.monotonic))
     server.start()
     return server
 
@@ -245,8 +230,8 @@ def _board(place: Place) -> BoardServer | None:
 class _Visit:
     """One node at the meeting."""
 
-    def __init__(self, place: Place, facts: MeetingFacts, probes: ProbeServer) -> None:
-        self._place, self._facts, self._probes = place, facts, probes
+    def __init__(self, request: MeetingRequest, facts: MeetingFacts, probes: ProbeServer) -> None:
+        self._request, self._facts, self._probes = request, facts, probes
         self._has_joined = False
 
     def run(self, tell: Callable[[str], None]) -> MeetingFacts:
@@ -263,7 +248,7 @@ class _Visit:
 
     def _connected(self) -> socket.socket | str:
         """Return a connection to the board, or why there is none."""
-        at, until_s = self._place.endpoint, time.monotonic() + self._place.wait_s
+        at, until_s = self._request.endpoint, time.monotonic() + self._request.wait_s
         while True:
             try:
                 return socket.create_connection((at.host, at.port), CONNECT_LIMIT_S)
@@ -274,17 +259,17 @@ class _Visit:
             time.sleep(POLL_S)
 
     def _measured(self, sock: socket.socket, tell: Callable[[str], None]) -> MeetingFacts:
-        place, key = self._place, self._probes.key
+        request, key = self._request, self._probes.key
         port, *gloo_port = self._probes.ports
         page = msgspec.structs.replace(
-            place.page,
-            address=place.local_addr or _address_of(sock.getsockname()),
+            request.page,
+            address=request.local_addr or _address_of(sock.getsockname()),
             probe_port=port,
-            gloo=msgspec.structs.replace(place.page.gloo, port=gloo_port[0] if gloo_port else 0),
+            gloo=msgspec.structs.replace(request.page.gloo, port=gloo_port[0] if gloo_port else 0),
         )
         first = _posted(
             sock,
-            Ask(key=key, phase=0, page=page),
+            PageRequest(key=key, phase=0, page=page),
             lambda came: self._wait(came, tell),
         )
         self._has_joined = True
@@ -295,14 +280,16 @@ class _Visit:
         reaches = self._reaches(pages, first.keys, here)
         page = msgspec.structs.replace(pages[here], reaches=tuple(reaches))
         second = _posted(
-            sock, Ask(key=key, phase=1, page=page), lambda _: tell("nodes connect to each other")
+            sock,
+            PageRequest(key=key, phase=1, page=page),
+            lambda _: tell("nodes connect to each other"),
         )
         tell("each pair of nodes measures its bandwidth")
         speeds = self._speeds(second.pages or (), here)
         page = msgspec.structs.replace(page, speeds=tuple(speeds))
         last = _posted(
             sock,
-            Ask(key=key, phase=LAST_PHASE, page=page),
+            PageRequest(key=key, phase=LAST_PHASE, page=page),
             lambda _: tell("other pairs still measure"),
         )
         pages_of_all = last.pages or ()
@@ -313,7 +300,7 @@ class _Visit:
     def _wait(self, came: int, tell: Callable[[str], None]) -> None:
         """Note that the board answers, and tell what is waited for."""
         self._has_joined = True
-        tell(f"{came} of {self._place.wanted} nodes are here")
+        tell(f"{came} of {self._request.wanted} nodes are here")
 
     def _reaches(self, pages: Sequence[NodePage], keys: Sequence[bytes], here: int) -> list[Reach]:
         others = [number for number in range(len(pages)) if number != here]
@@ -340,12 +327,12 @@ def _reaches_to(page: NodePage, to: int) -> bool:
     return any(reach.to == to and reach.outcome == CONNECTED for reach in page.reaches)
 
 
-def _posted(sock: socket.socket, ask: Ask, tell: Callable[[int], None]) -> Answer:
+def _posted(sock: socket.socket, ask: PageRequest, tell: Callable[[int], None]) -> PageAnswer:
     """Post a page and wait until the phase is complete; the board ends each phase in time."""
     sock.settimeout(ANSWER_LIMIT_S)
     while True:
         _send(sock, ask)
-        answer = msgspec.json.decode(_receive(sock), type=Answer)
+        answer = msgspec.json.decode(_receive(sock), type=PageAnswer)
         if answer.is_full or answer.pages is not None:
             return answer
         tell(answer.came)
@@ -353,26 +340,16 @@ def _posted(sock: socket.socket, ask: Ask, tell: Callable[[int], None]) -> Answe
         time.sleep(POLL_S)
 
 
-def _send(sock: socket.socket, message: Ask | Answer) -> None:
+def _send(sock: socket.socket, message: PageRequest | PageAnswer) -> None:
     raw = msgspec.json.encode(message)
     sock.sendall(_SIZE.pack(len(raw)) + raw)
 
 
 def _receive(sock: socket.socket) -> bytes:
-    (size,) = _SIZE.unpack(_exactly(sock, _SIZE.size))
+    (size,) = _SIZE.unpack(receive_exactly(sock, _SIZE.size))
     if size > FRAME_BYTES_MAX:
         raise OSError(f"a frame of {size} bytes")
-    return _exactly(sock, size)
-
-
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        more = sock.recv(min(1 << 16, size - len(found)))
-        if not more:
-            raise ConnectionResetError("the other side closed the connection")
-        found += more
-    return bytes(found)
+    return receive_exactly(sock, size)
 
 
 def _address_of(name: tuple[object, ...]) -> str:

@@ -116,7 +116,7 @@ def judge_nodes(facts: MeetingFacts) -> list[Finding]:
     }
     if len(pages) < 2:
         return [_meeting(facts)]
-    named = _Named(facts.names, pages)
+    named = _NamedPages(facts.names, pages)
     return [_meeting(facts), *(one for rule in _RULES for one in rule(named))]
 
 
@@ -157,8 +157,8 @@ def _within(page: NodePage, count: int) -> NodePage:
     )
 
 
-class _Named:
-    """The pages by number, and the names of their nodes, which are told apart."""
+class _NamedPages:
+    """The pages by number, and the names of their nodes; equal names get the number too."""
 
     def __init__(self, names: Sequence[str], pages: dict[int, NodePage]) -> None:
         self.pages = pages
@@ -255,7 +255,7 @@ def _meeting(facts: MeetingFacts) -> Finding:
     )
 
 
-def _versions(nodes: _Named) -> Iterator[Finding]:
+def _versions(nodes: _NamedPages) -> Iterator[Finding]:
     sides: dict[Versions, list[int]] = {}
     for number, page in nodes.pages.items():
         sides.setdefault(page.versions, []).append(number)
@@ -284,7 +284,7 @@ def _said(versions: Versions) -> str:
     return ", ".join(f"{name} {value}" for name, value in fields.items() if value)
 
 
-def _connections(nodes: _Named) -> Iterator[Finding]:
+def _connections(nodes: _NamedPages) -> Iterator[Finding]:
     """Judge the connections to ports that the kernel selects, in both directions."""
     count = 0
     for number, page in nodes.pages.items():
@@ -299,13 +299,13 @@ def _connections(nodes: _Named) -> Iterator[Finding]:
         )
 
 
-def _addresses(nodes: _Named) -> str:
+def _addresses(nodes: _NamedPages) -> str:
     shown = [f"{nodes[number]} {page.address}" for number, page in nodes.pages.items()]
     more = len(shown) - LISTED_MAX
     return ", ".join(shown[:LISTED_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
-def _closed(nodes: _Named, number: int, to: Sequence[int], outcome: str) -> Finding:
+def _closed(nodes: _NamedPages, number: int, to: Sequence[int], outcome: str) -> Finding:
     first = nodes.pages.get(to[0])
     where = f" ({first.address}:{first.probe_port})" if first is not None else ""
     said = {TIMEOUT: "no answer", STRANGER: "another host answers"}.get(outcome, outcome)
@@ -332,13 +332,13 @@ def _closed(nodes: _Named, number: int, to: Sequence[int], outcome: str) -> Find
     )
 
 
-def _is_open(nodes: _Named, number: int, to: int) -> bool:
+def _is_open(nodes: _NamedPages, number: int, to: int) -> bool:
     page = nodes.pages.get(number)
     reaches = () if page is None else page.reaches
     return any(reach.to == to and reach.outcome == CONNECTED for reach in reaches)
 
 
-def _gloo(nodes: _Named) -> Iterator[Finding]:
+def _gloo(nodes: _NamedPages) -> Iterator[Finding]:
     """Judge where gloo would listen on each node, by what the others could do there."""
     good = 0
     for number, page in nodes.pages.items():
@@ -382,7 +382,7 @@ def _card(page: NodePage) -> str:
     return f"export GLOO_SOCKET_IFNAME={next(fit, 'CARD')} on {page.name}, before elastane run"
 
 
-def _names(nodes: _Named) -> Iterator[Finding]:
+def _names(nodes: _NamedPages) -> Iterator[Finding]:
     """Judge what the nodes' names resolve to on the others; a name that does not is not used."""
     wrong: dict[tuple[int, tuple[str, ...]], list[int]] = {}
     for number, page in nodes.pages.items():
@@ -420,7 +420,7 @@ def _names(nodes: _Named) -> Iterator[Finding]:
         )
 
 
-def _clocks(nodes: _Named) -> Iterator[Finding]:
+def _clocks(nodes: _NamedPages) -> Iterator[Finding]:
     offsets = [
         (abs(reach.offset_s), reach.offset_s, number, reach.to)
         for number, page in nodes.pages.items()
@@ -444,7 +444,7 @@ def _clocks(nodes: _Named) -> Iterator[Finding]:
     )
 
 
-def _latency(nodes: _Named) -> Iterator[Finding]:
+def _latency(nodes: _NamedPages) -> Iterator[Finding]:
     found = sorted(
         (reach.latency_s, number, reach.to)
         for number, page in nodes.pages.items()
@@ -470,7 +470,7 @@ def _latency(nodes: _Named) -> Iterator[Finding]:
         yield Finding("latency", Level.GOOD, text)
 
 
-def _bandwidth(nodes: _Named) -> Iterator[Finding]:
+def _bandwidth(nodes: _NamedPages) -> Iterator[Finding]:
     found: list[tuple[float, int, int]] = []
     for number, page in nodes.pages.items():
         for speed in page.speeds:
@@ -493,7 +493,7 @@ def _bandwidth(nodes: _Named) -> Iterator[Finding]:
     )
 
 
-_RULES: tuple[Callable[[_Named], Iterator[Finding]], ...] = (
+_RULES: tuple[Callable[[_NamedPages], Iterator[Finding]], ...] = (
     _versions, _connections, _gloo, _names, _clocks, _latency, _bandwidth,
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from elastane.doctor.facts import connection_outcome, resolved
 from elastane.doctor.network_rules import CONNECTED, STRANGER, NodePage, Reach, Speed
+from elastane.doctor.serving import ConnectionServer, receive_exactly
 from elastane.process.endpoint import bound
 
 CONNECT_LIMIT_S = 3.0
@@ -25,8 +26,6 @@ PINGS = 20
 # A transfer ends after this time or this size: enough for a TCP connection to reach its speed.
 TRANSFER_S = 0.5
 TRANSFER_BYTES_MAX = 256 << 20
-# One other node asks at a time for each task; more connections than this are of something else.
-CONNECTIONS_MAX = 256
 _PIECE = bytes(1 << 20)
 _BACKLOG = 128
 # A request is a letter and the number of the node that asks.
@@ -39,50 +38,32 @@ class ProbeServer:
 
     def __init__(self, key: bytes, addresses: tuple[str, ...]) -> None:
         self.key = key
-        self._listeners = [_listening(address) for address in addresses]
-        self.ports = [sock.getsockname()[1] for sock in self._listeners]
-        self._room = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        listeners = [_listening(address) for address in addresses]
+        self.ports = [sock.getsockname()[1] for sock in listeners]
+        self._server = ConnectionServer(listeners, self._serve)
         self._served = threading.Condition()
         self._given_to: set[int] = set()
 
     def start(self) -> None:
         """Begin to answer."""
-        for sock in self._listeners:
-            threading.Thread(target=self._accept, args=(sock,), daemon=True).start()
+        self._server.start()
 
     def close(self) -> None:
         """Stop accepting; connections end with their transfers."""
-        for sock in self._listeners:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
-            sock.close()
+        self._server.close()
 
     def wait_given(self, number: int, limit_s: float) -> None:
         """Wait until the node of this number has made its transfers, or the limit."""
         with self._served:
             self._served.wait_for(lambda: number in self._given_to, limit_s)
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return
-            if not self._room.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
-
     def _serve(self, sock: socket.socket) -> None:
-        try:
-            with sock, contextlib.suppress(OSError, struct.error):
-                sock.settimeout(ANSWER_LIMIT_S)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                while True:
-                    letter, number = _REQUEST.unpack(_read(sock, _REQUEST.size))
-                    self._answer(sock, letter, number)
-        finally:
-            self._room.release()
+        with contextlib.suppress(OSError, struct.error):
+            sock.settimeout(ANSWER_LIMIT_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                letter, number = _REQUEST.unpack(receive_exactly(sock, _REQUEST.size))
+                self._answer(sock, letter, number)
 
     def _answer(self, sock: socket.socket, letter: bytes, number: int) -> None:
         if letter == _IDENTIFY:
@@ -127,7 +108,7 @@ def measure_speed(page: NodePage, here: int, to: int) -> Speed | None:
         sock.sendall(_REQUEST.pack(_TAKE, here))
         begun_s = time.monotonic()
         _give(sock)
-        (taken,) = _COUNT.unpack(_read(sock, _COUNT.size))
+        (taken,) = _COUNT.unpack(receive_exactly(sock, _COUNT.size))
         sent = taken / (time.monotonic() - begun_s)
         sock.sendall(_REQUEST.pack(_GIVE, here))
         begun_s = time.monotonic()
@@ -146,7 +127,7 @@ def _outcome(address: str, port: int, key: bytes, here: int) -> str:
     try:
         with _asked(address, port) as sock:
             sock.sendall(_REQUEST.pack(_IDENTIFY, here))
-            return CONNECTED if _read(sock, len(key)) == key else STRANGER
+            return CONNECTED if receive_exactly(sock, len(key)) == key else STRANGER
     except OSError as error:
         return connection_outcome(error)
 
@@ -166,7 +147,7 @@ def _ping(address: str, port: int, here: int) -> tuple[float, float]:
         for _ in range(PINGS):
             begun_s, clock_s = time.monotonic(), time.time()
             sock.sendall(_REQUEST.pack(_PING, here))
-            (theirs_s,) = _CLOCK.unpack(_read(sock, _CLOCK.size))
+            (theirs_s,) = _CLOCK.unpack(receive_exactly(sock, _CLOCK.size))
             took_s = time.monotonic() - begun_s
             found = (took_s, theirs_s - clock_s - took_s / 2)
             best = found if best is None else min(best, found)
@@ -188,7 +169,7 @@ def _take(sock: socket.socket) -> int:
     """Receive what `_give` sends; return the number of its bytes."""
     taken, buffer = 0, bytearray(len(_PIECE))
     while taken <= TRANSFER_BYTES_MAX:
-        (size,) = _COUNT.unpack(_read(sock, _COUNT.size))
+        (size,) = _COUNT.unpack(receive_exactly(sock, _COUNT.size))
         if size == 0:
             return taken
         if size > len(_PIECE):
@@ -201,13 +182,3 @@ def _take(sock: socket.socket) -> int:
             left = left[got:]
         taken += size
     raise OSError("more bytes than a transfer has")
-
-
-def _read(sock: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        more = sock.recv(size - len(found))
-        if not more:
-            raise ConnectionResetError("the other side closed the connection")
-        found += more
-    return found

@@ -44,7 +44,7 @@ class StepTimesNow(msgspec.Struct, frozen=True, kw_only=True):
     waits: str
 
 
-class _Worker(msgspec.Struct, frozen=True):
+class _WorkerStep(msgspec.Struct, frozen=True):
     node: str
     rank: int
     ratio: float
@@ -61,7 +61,7 @@ def step_times_of(view: JobView) -> StepTimesNow | None:
         _worker(at, name, ratio, usual, point)
         for at, (name, ratio) in enumerate(zip(point.workers, point.ratios, strict=True))
     ]
-    slowest: dict[str, _Worker] = {}
+    slowest: dict[str, _WorkerStep] = {}
     for one in workers:
         if one.node and (one.node not in slowest or one.ratio > slowest[one.node].ratio):
             slowest[one.node] = one
@@ -92,9 +92,9 @@ def _usual(point: OwnParts) -> float:
     return median_low(point.ratios) if point.is_whole else 1.0
 
 
-def _worker(at: int, name: WorkerName, ratio: float, usual: float, point: OwnParts) -> _Worker:
+def _worker(at: int, name: WorkerName, ratio: float, usual: float, point: OwnParts) -> _WorkerStep:
     excess_ms = (ratio - usual) * point.median_ms
-    return _Worker(
+    return _WorkerStep(
         node=name.node,
         rank=at if name.rank is None else name.rank,
         ratio=ratio,
@@ -102,7 +102,7 @@ def _worker(at: int, name: WorkerName, ratio: float, usual: float, point: OwnPar
     )
 
 
-def _waits(slow: Sequence[_Worker], usual: float, point: OwnParts) -> str:
+def _waits(slow: Sequence[_WorkerStep], usual: float, point: OwnParts) -> str:
     if not slow:
         return ""
     wait_ms = (max(one.ratio for one in slow) - usual) * point.median_ms

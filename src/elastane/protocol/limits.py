@@ -113,7 +113,7 @@ def look_s(nodes: int, longest_s: float) -> float:
     """Return the interval at which each of `nodes` polls a store that all of them poll.
 
     A thousand nodes that polled as often as eight would keep the store busy, which serves other
-    jobs too. With so many nodes, one of them still polls within milliseconds.
+    jobs too. One of a thousand nodes still polls within milliseconds.
     """
     return max(STORE_POLL_S, min(STORE_POLL_S * nodes / STORE_CROWD, longest_s))
 

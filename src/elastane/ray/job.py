@@ -62,7 +62,7 @@ def run_job(request: RayRequest) -> int:
 
 
 @dataclass(frozen=True)
-class _Running:
+class _PlacedAgent:
     """An agent on a node, from its start on."""
 
     node: RayNode
@@ -79,7 +79,7 @@ class RayJob:
         self._spec = request.config.spec
         self._placement = Placement(self._spec.max_nodes, request.need)
         self._token = request.config.rendezvous.token or new_token()
-        self._agents: dict[str, _Running] = {}
+        self._agents: dict[str, _PlacedAgent] = {}
         self._asked = asyncio.Event()
         self._signal = 0
         # Why a node could not start elastane, until any node has.
@@ -192,7 +192,7 @@ class RayJob:
         where = ["--rdzv-endpoint", str(endpoint), "--node-id", node.node_id[:12]]
         environ = {**self._request.environ, "ELASTANE_TOKEN": self._token}
         run = agent.run([*where, *self._request.words], environ, self._cwd)
-        self._agents[node.node_id] = _Running(node, agent, asyncio.create_task(run))
+        self._agents[node.node_id] = _PlacedAgent(node, agent, asyncio.create_task(run))
 
     def _collect(self) -> None:
         """Note which agents have ended, and which nodes cannot start one."""
@@ -222,7 +222,7 @@ class RayJob:
             _log.error("%s\n  the node is left out for %g s", error, UNFIT_S)
 
     async def _wait_for_agents(self) -> None:
-        """Wait for the agents that still run, which the coordinator has told of the end."""
+        """Wait for the agents that still run; the coordinator has sent them the end of the job."""
         if self._agents:
             limit_s = self._spec.timing.shutdown_timeout_s + _END_S
             await asyncio.wait({one.end for one in self._agents.values()}, timeout=limit_s)

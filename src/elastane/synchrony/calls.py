@@ -20,11 +20,11 @@ _REDUCTIONS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
 _IN_PLACE = frozenset(("allreduce", "allreduce_coalesced", "broadcast", "reduce"))
 _ROOTED = frozenset(("broadcast", "reduce", "gather", "scatter"))
 _ALL_GATHERS = frozenset(("allgather", "_allgather_base", "allgather_coalesced"))
-# Up to so many integers are counts or votes that a script reads beside its sums of floats or its
-# world size: correct answers, samples, tokens. More of them in an evaluation are counts of each
-# class or pixel, read beside each other: rounding would distort the small ones.
+# A sum of at most this many integers has counts or votes that a script reads beside its sums of
+# floats or its world size: correct answers, samples, tokens. A larger one in an evaluation has
+# counts of each class or pixel, read beside each other: rounding would distort the small ones.
 _FEW_COUNTS_MAX = 8
-# More integers of one byte are no counts, which would overflow, but an encoded object.
+# A larger sum of integers of one byte has no counts, which would overflow, but an encoded object.
 _COUNT_BYTES_MIN = 2
 
 

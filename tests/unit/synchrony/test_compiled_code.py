@@ -15,7 +15,7 @@ from elastane.synchrony.ordered import OrderedGroup, watch_forwards
 
 @pytest.fixture
 def shown():
-    """Make a group the default one, with a world of so many members."""
+    """Make a group the default one, with a world of `size` members."""
 
     def show(group, size):
         dist.GroupMember.WORLD = group

@@ -43,8 +43,8 @@ LEASE_REQUEST_S = 4.0
 END_S = 5.0
 # ... and events that are not written yet may take this long.
 EVENTS_FLUSH_S = 1.0
-# Events of one job: how many at once, and after that one in so many seconds. Kubernetes' clients
-# have 25 and 300 s.
+# Events of one job: EVENTS_BURST at once, and after that one each EVENTS_REFILL_S. The clients of
+# Kubernetes have 25 and 300 s.
 EVENTS_BURST = 25
 EVENTS_REFILL_S = 30.0
 # A repeated event is counted; the count is written this often at most.
