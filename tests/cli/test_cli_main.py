@@ -54,7 +54,7 @@ def test_every_verb_has_a_help_that_says_how_it_is_called(verb, capsys):
 
 
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
-def test_a_closed_standard_stream_is_as_one_to_dev_null(closed, tmp_path):
+def test_a_closed_standard_stream_is_dev_null_for_workers(closed, tmp_path):
     words = """import os
 from pathlib import Path
 Path("streams").write_text(" ".join(os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)))

@@ -165,7 +165,7 @@ def test_a_clock_that_is_off_is_named(offset_s, word):
     assert f"that of c is 2.5 s {word} that of a" in text
 
 
-def test_a_long_way_and_a_slow_link_are_named_beside_the_usual_ones():
+def test_high_latency_and_low_bandwidth_are_named_beside_the_median():
     slow = {"speeds": (replace(page(1).speeds[0], received=2e8),)}
     subjects, text = bad(met(a=reached(0, 2, latency_s=0.02), b=slow))
     assert subjects == [("latency", "warning"), ("bandwidth", "warning")]
@@ -183,7 +183,7 @@ def test_results_of_unknown_nodes_are_left_out():
 
 
 @pytest.mark.parametrize("changes", [{"probe_port": 70000}, {"gloo": {"port": -1}}])
-def test_a_page_with_a_port_that_there_cannot_be_is_refused(changes):
+def test_a_page_with_an_impossible_port_is_refused(changes):
     raw = msgspec.to_builtins(page(0))
     assert msgspec.convert(raw, NodePage) == page(0)
     raw["gloo"] |= changes.pop("gloo", {})

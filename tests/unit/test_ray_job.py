@@ -264,7 +264,7 @@ def end_of(actor):
     return asyncio.run(agent.run([], {}, "")), agent.is_started
 
 
-def test_what_ray_says_of_an_actor_is_the_end_of_its_agent(monkeypatch):
+def test_each_error_of_ray_about_an_actor_gives_the_end_of_its_agent(monkeypatch):
     assert end_of(Actor(run=75)) == (AgentEnd(75), True)
     died = ERRORS["ActorDiedError"]("the actor died\nits node was lost")
     assert end_of(Actor(run=died)) == (AgentEnd(None, "its node was lost"), True)
@@ -279,7 +279,7 @@ def test_what_ray_says_of_an_actor_is_the_end_of_its_agent(monkeypatch):
     assert end.code is None and "did not start" in end.reason and not is_started
 
 
-def test_a_ray_that_does_not_answer_lists_no_nodes(monkeypatch):
+def test_no_nodes_are_listed_while_ray_does_not_answer(monkeypatch):
     state = ModuleType("ray._private.state")
     state.available_resources_per_node = lambda: {"a": ONE}
     for name in ("ray", "ray._private"):

@@ -77,7 +77,7 @@ def test_a_failed_job_and_a_failed_save_are_errors():
     assert found["save/a/50/150.0"].error == "disk-full"
 
 
-def test_what_may_still_change_is_not_over():
+def test_a_span_that_late_step_counts_may_change_is_open():
     found = spans(*BEGUN, *FAULT)
     open_ = {key for key, one in found.items() if not one.is_over}
     assert {"job", "world/101.0"} <= open_ and "world/2.0" not in open_
