@@ -83,10 +83,13 @@ class RayCluster:
 
     def hold(self, bundles: Sequence[Mapping[str, float]]) -> None:
         """Ask the autoscaler for room for these, also while none of them is used."""
-        with contextlib.suppress(Exception):  # A cluster without an autoscaler needs no request.
-            from ray.autoscaler.sdk import request_resources
+        from ray.autoscaler.sdk import request_resources
 
+        try:
             request_resources(bundles=[dict(one) for one in bundles])
+        except (self._ray.exceptions.RayError, OSError, RuntimeError) as error:
+            # Agents start on the nodes that are there.
+            _log.warning("the autoscaler of Ray was not asked for nodes: %s", error)
 
     def agent_on(self, node: RayNode, need: Mapping[str, float]) -> RayAgent:
         """Reserve `need` on a node for an actor, which runs an agent there."""
