@@ -9,20 +9,17 @@ after all of its state is gone. `history` has that no worker waits for ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import Fence, World, WorldMember
+from simulation.observed import ObservedCluster
 from simulation.places import Gathering, SimulatedWorker
-
-if TYPE_CHECKING:
-    from simulation.cluster import SimulatedCluster
 
 
 class BoundaryCheck:
     """Which worlds ended by a fault, and who joined where."""
 
-    def __init__(self, cluster: SimulatedCluster, require: Callable[[bool, str], None]) -> None:
+    def __init__(self, cluster: ObservedCluster, require: Callable[[bool, str], None]) -> None:
         self._cluster, self._require = cluster, require
         self._faulty: set[Fence] = set()  # worlds that an incident has ended
         self.joined = 0
@@ -30,7 +27,7 @@ class BoundaryCheck:
 
     @property
     def _is_on(self) -> bool:
-        return self._cluster.residents.script.planned
+        return self._cluster.script.planned
 
     def noted(self, event: LogEvent) -> None:
         """Record that the coordinator saw a fault of the current world, or that it continues."""

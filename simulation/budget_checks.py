@@ -7,20 +7,16 @@ every world that lost a worker is charged, so the budget is exact.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from elastane.coordinator.rules import MembershipPhase
 from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import Fence, JobRecord
-
-if TYPE_CHECKING:
-    from simulation.cluster import SimulatedCluster
+from simulation.observed import ObservedCluster
 
 
 class BudgetCheck:
     """Deaths of workers by world, and what was charged; each method returns what is broken."""
 
-    def __init__(self, cluster: SimulatedCluster) -> None:
+    def __init__(self, cluster: ObservedCluster) -> None:
         self._cluster = cluster
         self._deaths: set[Fence] = set()
         self._due: set[Fence] = set()  # worlds that must be charged
@@ -104,7 +100,7 @@ class PerDeathBudgetCheck(BudgetCheck):
     more; one that dies before it has a place is charged by itself.
     """
 
-    def __init__(self, cluster: SimulatedCluster) -> None:
+    def __init__(self, cluster: ObservedCluster) -> None:
         super().__init__(cluster)
         self._dead = 0
         # Worlds that lost the state with workers of earlier ones, and worlds that lost workers.

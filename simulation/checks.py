@@ -7,7 +7,6 @@ A `Violation` says in one sentence what was broken. Invariants that production a
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from elastane.coordinator.rules import invariants
 from elastane.errors import ExitCode
@@ -18,15 +17,16 @@ from elastane.protocol.model import Assignment, Fence, JobRecord, Outcome, World
 from simulation.boundary_checks import BoundaryCheck
 from simulation.budget_checks import BudgetCheck, PerDeathBudgetCheck
 from simulation.growth_checks import GrowthCheck
+from simulation.observed import (
+    ObservedCluster,
+    ObservedCoordinator,
+    ObservedNode,
+    RecordedJob,
+)
+from simulation.places import InPlaceGroup
 from simulation.state_checks import StateChecks
 from simulation.store import SimulatedRecord
-
-if TYPE_CHECKING:
-    from simulation.cluster import SimulatedCluster
-    from simulation.coordinator import SimulatedCoordinator
-    from simulation.node import SimulatedNode
-    from simulation.places import InPlaceGroup
-    from simulation.workers import LocalGroup, SimulatedRun
+from simulation.workers import LocalGroup, SimulatedRun
 
 
 class Violation(AssertionError):
@@ -36,9 +36,9 @@ class Violation(AssertionError):
 class Checks:
     """Observations of one history, and the invariants over them."""
 
-    def __init__(self, cluster: SimulatedCluster) -> None:
+    def __init__(self, cluster: ObservedCluster) -> None:
         self._cluster = cluster
-        self._durable: dict[Fence, tuple[WorldMember, ...]] = {}
+        self._recorded = RecordedJob()
         self._worlds: dict[Fence, list[tuple[WorldMember, ...]]] = {}
         self._rounds: dict[int, tuple[WorldMember, ...]] = {}
         self._bases: list[int] = []
@@ -47,16 +47,22 @@ class Checks:
         self._started: dict[str, Fence] = {}
         self._targets: dict[tuple[Fence, str, int], int | None] = {}
         self._stepped: Fence | None = None
-        self.outcome: Outcome | None = None
         # When, and how many workers the connected nodes had.
         self.ended_s, self.here = 0.0, list[int]()
         self.ledger = (PerDeathBudgetCheck if cluster.in_place else BudgetCheck)(cluster)
-        self.line = StateChecks(cluster, self._require, self.stepped)
-        self.growth = GrowthCheck(cluster, self._require)
         self.boundaries = BoundaryCheck(cluster, self._require)
+        self.states = StateChecks(
+            cluster, self._recorded, self.boundaries, self._require, self.stepped
+        )
+        self.growth = GrowthCheck(cluster, self._require, self.states)
         self.settled = 0
         self.steps = 0
         self.step_s = 0.0
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The end of the job, once it is recorded."""
+        return self._recorded.outcome
 
     def filed(self, before: SimulatedRecord, after: SimulatedRecord) -> None:
         """Check a new record in the store: terms only grow, and a new term changes nothing else."""
@@ -84,8 +90,8 @@ class Checks:
         if after.world is not None:
             self.boundaries.commits(before.world if before is not None else None, after.world)
         if self.outcome is not None and durable:
-            self._require(after.outcome == self.outcome, "the job went on after its end")
-        self.outcome = after.outcome
+            self._require(after.outcome == self.outcome, "the job continued after its end")
+        self._recorded.outcome = after.outcome
         self._require(not (fault := self.ledger.wrote(after, durable=durable)), fault)
         if after.world is not None:
             self._settled(after.world.fence, after.world.members, durable=durable)
@@ -93,7 +99,7 @@ class Checks:
             self._ended(after, after.outcome)
 
     def _placed(self, before: World, after: World) -> None:
-        """Who arrives without a wish for a rank comes after all who were there."""
+        """Check that a node that arrives without a requested rank comes after all others."""
         if self._cluster.in_place:
             return  # The order is that of processes: see `state_checks`.
         known = {member.node_id for member in before.members}
@@ -116,18 +122,16 @@ class Checks:
                 del self._given[forgotten]
         if durable:
             self._require(known == members, f"two memberships in round {fence.round}")
-        self.settled += fence not in self._durable
+        self.settled += self._recorded.commit(fence, members)
         if members not in (worlds := self._worlds.setdefault(fence, [])):
             worlds.append(members)
-        self._durable.pop(fence, None)
-        self._durable[fence] = members
 
     def _ended(self, record: JobRecord, outcome: Outcome) -> None:
         self.ended_s = self._cluster.clock.now_s
         self.here = [
             node.size
             for node in self._cluster.nodes.values()
-            if node.session is not None
+            if node.is_linked
             and not node.signalled
             and node.incarnation not in self._cluster.given_up
         ]
@@ -138,7 +142,7 @@ class Checks:
                 " restarts used",
             )
         if outcome.ok:
-            saved, steps = self._cluster.saved_step, self._cluster.training.script.steps
+            saved, steps = self._cluster.saved_step, self._cluster.script.steps
             self._require(
                 saved >= steps,
                 f"the job ended well at step {saved} of {steps}",
@@ -147,25 +151,14 @@ class Checks:
     @property
     def nodes_stepped(self) -> int:
         """Return the number of nodes of the world that made the last step."""
-        return len(self._durable[self._stepped]) if self._stepped is not None else 0
-
-    def members_before(self, fence: Fence) -> tuple[WorldMember, ...]:
-        """Return the members of the last world that was committed before the one of `fence`."""
-        # By time: an endpoint without memory commits a round again.
-        known = [*self._durable]
-        before = known[: known.index(fence)] if fence in self._durable else known
-        return self._durable[before[-1]] if before else ()
-
-    def settled_between(self, first: Fence, last: Fence) -> list[tuple[WorldMember, ...]]:
-        """Return the members of all worlds that were committed between two others."""
-        return [members for fence, members in self._durable.items() if first < fence < last]
+        return len(self._recorded.members(self._stepped)) if self._stepped is not None else 0
 
     @property
     def restarts_used(self) -> int:
         """Return how many restarts were charged."""
         return self.ledger.used
 
-    def sends(self, coordinator: SimulatedCoordinator, session: int, message: ToAgent) -> None:
+    def sends(self, coordinator: ObservedCoordinator, session: int, message: ToAgent) -> None:
         """Check a message of a coordinator."""
         if isinstance(message, Assign):
             given = message.assignment
@@ -174,12 +167,13 @@ class Checks:
                 f"{given.fence} was given to a node that is to leave",
             )
             self._require(
-                given.fence in self._durable, f"{given.fence} was assigned before it was durable"
+                given.fence in self._recorded, f"{given.fence} was assigned before it was durable"
             )
             self._ranked(given)
-            out = coordinator.fenced.intersection(m.incarnation for m in self._durable[given.fence])
+            members = self._recorded.members(given.fence)
+            out = coordinator.fenced.intersection(m.incarnation for m in members)
             self._require(not out, f"{given.fence} has a place for {out}, whom the owner gave up")
-        if isinstance(message, Close) and coordinator.election is not None:
+        if isinstance(message, Close) and coordinator.is_elected:
             self._require(
                 self.outcome == message.outcome, "agents were told of an end that is not durable"
             )
@@ -190,7 +184,7 @@ class Checks:
             coordinators.setdefault(given.node_rank, given).rank_base == given.rank_base,
             f"{given.fence}: two assignments of node rank {given.node_rank}",
         )
-        members = self._durable[given.fence]
+        members = self._recorded.members(given.fence)
         if self._bases_of is not members:
             self._bases_of = members
             self._bases = [0, *accumulate(member.size for member in members)]
@@ -200,7 +194,7 @@ class Checks:
         right = (len(members), bases[-1], bases[given.node_rank], members[0].node_id)
         self._require(found == right, f"{given.fence}: assigned {found}, not {right}")
 
-    def starts(self, node: SimulatedNode, assignment: Assignment) -> None:
+    def starts(self, node: ObservedNode, assignment: Assignment) -> None:
         """Check the start of an agent's workers."""
         fence = assignment.fence
         if assignment.waiting:
@@ -215,7 +209,7 @@ class Checks:
         self.growth.starts(assignment)
         self.placed(node, assignment)
 
-    def placed(self, node: SimulatedNode, assignment: Assignment) -> None:
+    def placed(self, node: ObservedNode, assignment: Assignment) -> None:
         """Check a place in a world that an agent gives to its workers."""
         assert node.core is not None
         fence = assignment.fence
@@ -255,9 +249,7 @@ class Checks:
             self._require(self.outcome is None, f"{fence} made a step after the job's end")
         self._stepped = fence
 
-    def aims(
-        self, node: SimulatedNode, group: LocalGroup | InPlaceGroup, calls: int | None
-    ) -> None:
+    def aims(self, node: ObservedNode, group: LocalGroup | InPlaceGroup, calls: int | None) -> None:
         """Check the call at which the workers of a node are asked to checkpoint."""
         at = group.assignment  # An endpoint without memory may commit a fence once more.
         met = (group.fence, at.master_addr, at.master_port)
@@ -275,7 +267,7 @@ class Checks:
         at = group.assignment
         self._targets.pop((group.fence, at.master_addr, at.master_port), None)
 
-    def exits(self, node: SimulatedNode, exit_: Exit) -> None:
+    def exits(self, node: ObservedNode, exit_: Exit) -> None:
         """Check an agent that ends by its own decision."""
         allowed = {int(ExitCode.DRAINED)} if node.signalled else set[int]()
         if exit_.outcome is not None and exit_.outcome.slug == "no-coordinator":

@@ -22,6 +22,7 @@ from simulation.election import SimulatedElection
 from simulation.in_place_workers import InPlaceTraining
 from simulation.network import Network, SimulatedSession
 from simulation.node import SimulatedNode
+from simulation.places import InPlaceGroup
 from simulation.store import Published, SimulatedStore
 from simulation.story import Story
 from simulation.workers import HasHosts, Script, StoppedProcesses, Training
@@ -38,7 +39,7 @@ class SimulatedCluster:
         self, spec: JobSpec, script: Script, rng: random.Random, *, store_backed: bool
     ) -> None:
         self.spec, self.rng, self.store_backed = spec, rng, store_backed
-        self.in_place = script.in_place
+        self.script, self.in_place = script, script.in_place
         # The range of nodes that the owner requested, delivered to each coordinator.
         self.wanted: Resized | None = None
         # The incarnations that the owner has given up, delivered to each coordinator.
@@ -77,6 +78,11 @@ class SimulatedCluster:
         return next(iter(self.nodes))
 
     @property
+    def groups(self) -> list[InPlaceGroup]:
+        """The workers that recover in place, by node."""
+        return self.residents.groups
+
+    @property
     def fewest(self) -> int:
         """The least number of nodes with which the job trains, and starts."""
         return max(self._bounds[0], (self.wanted or self.spec).min_nodes)
@@ -89,7 +95,7 @@ class SimulatedCluster:
     @property
     def _bounds(self) -> tuple[int, int]:
         wanted = self.wanted or self.spec
-        return world_bounds(wanted.min_nodes, wanted.max_nodes, max(1, self.residents.script.span))
+        return world_bounds(wanted.min_nodes, wanted.max_nodes, max(1, self.script.span))
 
     def resize(self, min_nodes: int, max_nodes: int) -> None:
         """Change the range of nodes, as the job's owner."""
@@ -125,7 +131,7 @@ class SimulatedCluster:
             and node.name == self.endpoint
             and node.name not in self.coordinators
         ):
-            self.coordinators[node.name] = SimulatedCoordinator(self, node.name, None)
+            self.coordinators[node.name] = self._coordinator(node, None)
         elif self.store_backed and node.name in self.coordinators:
             self.coordinators[node.name].end("its process has ended", clean=False)
         node.boot(warm_s)
@@ -165,41 +171,48 @@ class SimulatedCluster:
             return
         life = node.life
 
-        def found(seated: tuple[Published | None] | None) -> None:
+        def found(published: tuple[Published | None] | None) -> None:
             if not node.alive or node.life != life or node.session is not None:
                 return
-            if seated is None:
+            if published is None:
                 node.not_found("the store does not answer")
                 return
             self.stand(node)
-            if seated[0] is None:
+            if published[0] is None:
                 node.not_found("no coordinator has been elected yet")
             else:
-                self._connect(node, seated[0].host)
+                self._connect(node, published[0].host)
 
-        self.store.ask(node.name, self.store.seated, found)
+        self.store.ask(node.name, self.store.published, found)
 
-    def ask_seated(self, node: SimulatedNode, answer: Callable[[str], None]) -> None:
+    def ask_leader(self, node: SimulatedNode, answer: Callable[[str], None]) -> None:
         """Ask the store where the coordinator is."""
         self.store.ask(
             node.name,
-            self.store.seated,
-            lambda seated: answer(seated[0].host if seated and seated[0] else ""),
+            self.store.published,
+            lambda published: answer(published[0].host if published and published[0] else ""),
         )
 
     def stand(self, node: SimulatedNode) -> None:
         """Try once to become the coordinator, unless a try is under way."""
         if node.election is not None or node.name in self.coordinators:
             return
-        election = node.election = SimulatedElection(self, node.name)
+        election = node.election = SimulatedElection(
+            node, self.store, self.spec.timing, self.on_host
+        )
 
         def answer(won: bool | None) -> None:
             node.election = None
             if won:
                 self.story.tell(f"{node.name} is elected in term {election.term}")
-                self.coordinators[node.name] = SimulatedCoordinator(self, node.name, election)
+                self.coordinators[node.name] = self._coordinator(node, election)
 
         election.campaign(answer, node.job_is_over)
+
+    def _coordinator(
+        self, node: SimulatedNode, election: SimulatedElection | None
+    ) -> SimulatedCoordinator:
+        return SimulatedCoordinator(self, node.name, node.clock, election)
 
     def _connect(self, node: SimulatedNode, host: str) -> None:
         life = node.life
@@ -238,7 +251,7 @@ class SimulatedCluster:
         coordinator = self._by_session[session.number]
         self.network.carry(session, session.up, lambda: coordinator.lose(session, reason, clean))
 
-    def close_from_seat(self, session: SimulatedSession, reason: str) -> None:
+    def close_from_coordinator(self, session: SimulatedSession, reason: str) -> None:
         """End a session from the coordinator's side."""
         node = self.nodes[session.up.source]
         self.network.carry(session, session.down, lambda: node.unlinked(session, reason))
@@ -364,7 +377,7 @@ class SimulatedCluster:
         session = self.nodes[name].session
         if session is not None:
             self.story.tell(f"FAULT session of {name} breaks: {reason}")
-            self.close_from_seat(session, reason)
+            self.close_from_coordinator(session, reason)
             self._by_session[session.number].lose(session, reason, False)
 
     def deaden_session(self, name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from elastane.coordinator.rules import MembershipPhase, Rendezvous
 from elastane.protocol.effects import Finished, Hangup, Persist, RendezvousEffect, Send, WriteEvent
@@ -19,32 +19,68 @@ from elastane.protocol.events import (
     Fenced,
     Received,
     RendezvousEvent,
+    Resized,
     Tick,
 )
-from elastane.protocol.messages import Leave, ToCoordinator
-from elastane.protocol.model import JobRecord
-from simulation.clock import Timer
-from simulation.crash_points import coordinator_step
+from elastane.protocol.log_events import LogEvent
+from elastane.protocol.messages import Leave, ToAgent, ToCoordinator
+from elastane.protocol.model import JobRecord, JobSpec
+from simulation.checks import Checks
+from simulation.clock import HostClock, Timer, VirtualClock
+from simulation.crash_points import EffectGap, coordinator_step
 from simulation.election import SimulatedElection
 from simulation.network import SimulatedSession
-
-if TYPE_CHECKING:
-    from simulation.cluster import SimulatedCluster
+from simulation.story import Story
 
 # Time between two readings of the clock counts for no more than this (coordinator.clock).
 _STEP_MAX_S = 0.75
+
+
+class CoordinatorSurroundings(Protocol):
+    """What a coordinator reads of its cluster and asks it to do: see `cluster.SimulatedCluster`."""
+
+    spec: JobSpec
+    clock: VirtualClock
+    story: Story
+    checks: Checks
+    coordinators_started: int
+    wanted: Resized | None
+    given_up: tuple[str, ...]
+    dead: tuple[str, ...]
+
+    def on_host(self, host: str, act: Callable[[], None]) -> None:
+        """Do `act` on a host: later, while it is paused."""
+
+    def dies_at(self, host: str, step: EffectGap) -> bool:
+        """Whether a planned death at this crash point kills the process on `host`."""
+
+    def send_down(self, session: SimulatedSession, message: ToAgent) -> None:
+        """Carry a message of a coordinator."""
+
+    def close_from_coordinator(self, session: SimulatedSession, reason: str) -> None:
+        """End a session from the coordinator's side."""
+
+    def coordinator_ended(self, coordinator: SimulatedCoordinator) -> None:
+        """Forget a coordinator."""
+
+    def note(self, host: str, event: LogEvent) -> None:
+        """Add an event to the story."""
 
 
 class SimulatedCoordinator:
     """One coordinator on the host of one node; `election` is its own, in a job with a store."""
 
     def __init__(
-        self, cluster: SimulatedCluster, host: str, election: SimulatedElection | None
+        self,
+        cluster: CoordinatorSurroundings,
+        host: str,
+        clock: HostClock,
+        election: SimulatedElection | None,
     ) -> None:
         self.cluster, self.host, self.election = cluster, host, election
         self.alive = True
         self.finished = False
-        self._clock = cluster.nodes[host].clock
+        self._clock = clock
         self._lost_s = 0.0
         self.machine = Rendezvous(
             cluster.spec,
@@ -79,6 +115,11 @@ class SimulatedCoordinator:
     def now_s(self) -> float:
         """The coordinator's time, by its host's clock less what it stood still."""
         return self._clock.now_s - self._lost_s
+
+    @property
+    def is_elected(self) -> bool:
+        """Whether the job has a store, in which this coordinator took the lease."""
+        return self.election is not None
 
     @property
     def is_ending(self) -> bool:
@@ -127,7 +168,7 @@ class SimulatedCoordinator:
         sessions, self.sessions = self.sessions, {}
         if tells:
             for session in sessions.values():
-                self.cluster.close_from_seat(session, why)
+                self.cluster.close_from_coordinator(session, why)
         if clean and self.election is not None:
             self.election.resign()
         self.cluster.coordinator_ended(self)
@@ -178,7 +219,7 @@ class SimulatedCoordinator:
             case Hangup(session=number, reason=reason):
                 session = self.sessions.pop(number, None)
                 if session is not None:
-                    self.cluster.close_from_seat(session, reason)
+                    self.cluster.close_from_coordinator(session, reason)
             case WriteEvent(event=event):
                 self.cluster.note(self.host, event)
             case Finished():

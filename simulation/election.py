@@ -8,29 +8,48 @@ for tasks and sockets; `tests/unit` and `tests/conformance` test that one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
-from elastane.protocol.limits import LEASE_MARGIN, SAVE_TIMEOUT_S, STORE_POLL_S
+from elastane.protocol.limits import LEASE_MARGIN, SAVE_TIMEOUT_S, STORE_POLL_S, Timing
 from elastane.protocol.model import JobRecord, Outcome
-from simulation.clock import Timer
-from simulation.store import Published, SimulatedRecord
-
-if TYPE_CHECKING:
-    from simulation.cluster import SimulatedCluster
+from simulation.clock import HostClock, Timer
+from simulation.store import Published, SimulatedRecord, SimulatedStore
 
 T = TypeVar("T")
 # True: done. False: another node may decide. None: the store did not answer.
 Answer = Callable[[bool | None], None]
 
 
-class SimulatedElection:
-    """One candidacy of one agent; it ends with the life of the agent, or by `resign`."""
+class Candidate(Protocol):
+    """The node that stands: see `node.SimulatedNode`."""
 
-    def __init__(self, cluster: SimulatedCluster, host: str) -> None:
-        self._cluster, self.host = cluster, host
-        self._node = cluster.nodes[host]
-        self._life = self._node.life
-        self._ttl_s = cluster.spec.timing.lease_ttl_s
+    name: str
+    clock: HostClock
+    alive: bool
+    life: int
+    refused_at: str
+
+    def take_refusal(self) -> str:
+        """Return the coordinator's host whose lease is to be ended, the first time."""
+
+
+class SimulatedElection:
+    """One candidacy of one agent; it ends with the life of the agent, or by `resign`.
+
+    `on_host` performs an action on a host: later, while the host is paused.
+    """
+
+    def __init__(
+        self,
+        node: Candidate,
+        store: SimulatedStore,
+        timing: Timing,
+        on_host: Callable[[str, Callable[[], None]], None],
+    ) -> None:
+        self._node, self._store, self._timing = node, store, timing
+        self._perform, self.host = on_host, node.name
+        self._life = node.life
+        self._ttl_s = timing.lease_ttl_s
         self.over = False
         self.term = 0
         self.fenced_term = 0
@@ -61,7 +80,7 @@ class SimulatedElection:
                 self._give_up(answer)
                 return
             self.term, self._until_s = term, self._end_of(begun_s)
-            self._ask(self._cluster.store.read, opened)
+            self._ask(self._store.read, opened)
 
         def opened(filed: SimulatedRecord | None) -> None:
             if filed is None:
@@ -74,15 +93,15 @@ class SimulatedElection:
 
         def fenced(done: bool | None) -> None:
             if done:
-                self._ask(self._cluster.store.seated, followed)
+                self._ask(self._store.published, followed)
             else:
                 self._give_up(answer)
 
-        def followed(seated: tuple[Published | None] | None) -> None:
-            if seated is None:
+        def followed(published: tuple[Published | None] | None) -> None:
+            if published is None:
                 self._give_up(answer)
                 return
-            self.previous_holder = seated[0].host if seated[0] else ""
+            self.previous_holder = published[0].host if published[0] else ""
             self.previous_refuses = self.previous_holder == self._node.refused_at != ""
             answer(True)
 
@@ -103,7 +122,7 @@ class SimulatedElection:
             elif not done:
                 self._lose("another coordinator is published")
 
-        self._ask(lambda: self._cluster.store.publish(leader), told)
+        self._ask(lambda: self._store.publish(leader), told)
 
     def save(self, record: JobRecord, done: Callable[[str], None]) -> None:
         """Make `record` durable under the own term; `done` gets why it may not be, or nothing."""
@@ -128,14 +147,14 @@ class SimulatedElection:
         """Give the lease up, if the store hears of it."""
         self.over, term = True, self.term
         if term:
-            store = self._cluster.store
+            store = self._store
             store.ask(self.host, lambda: store.release(term), lambda _: None)
 
     # Private.
 
     def _take(self, answer: Callable[[int | None], None]) -> None:
         """Take the lease if it is free, or once that of a coordinator that refuses is ended."""
-        store, host, ttl_s = self._cluster.store, self.host, self._ttl_s
+        store, host, ttl_s = self._store, self.host, self._ttl_s
 
         def tried(term: int | None) -> None:
             refused = self._node.take_refusal() if term == 0 else ""
@@ -166,7 +185,7 @@ class SimulatedElection:
             else:
                 answer(False)
 
-        self._ask(lambda: self._cluster.store.write(after), written)
+        self._ask(lambda: self._store.write(after), written)
 
     def _fence(self, answer: Answer) -> None:
         """Rewrite the record under this term: no predecessor's write succeeds after it."""
@@ -180,7 +199,7 @@ class SimulatedElection:
                 answer(False)
                 return
             after = SimulatedRecord(self.term, filed.record, filed.version)
-            self._ask(lambda: self._cluster.store.write(after), written)
+            self._ask(lambda: self._store.write(after), written)
 
         def written(result: tuple[bool, SimulatedRecord] | None) -> None:
             if result is None:
@@ -191,7 +210,7 @@ class SimulatedElection:
                 self.filed, self.fenced_term = result[1], self.term
                 answer(True)
 
-        self._ask(self._cluster.store.read, read)
+        self._ask(self._store.read, read)
 
     def _assure(self, answer: Answer) -> None:
         if self.held():
@@ -221,14 +240,14 @@ class SimulatedElection:
             for one in waiting:
                 one(done)
 
-        self._ask(lambda: self._cluster.store.renew(host, term, self._ttl_s), renewed)
+        self._ask(lambda: self._store.renew(host, term, self._ttl_s), renewed)
 
     def _kept(self, done: bool | None) -> None:
         if done is False:
             self._lose("its lease was taken")
             return
         self._mind_end()
-        pause_s = self._cluster.spec.timing.lease_renew_s if done else STORE_POLL_S
+        pause_s = self._timing.lease_renew_s if done else STORE_POLL_S
         self._later(pause_s, lambda: self._renew(self._kept))
 
     def _mind_end(self) -> None:
@@ -257,7 +276,7 @@ class SimulatedElection:
         def back(result: T | None) -> None:
             self._on_host(lambda: answer(result))
 
-        self._cluster.store.ask(self.host, deed, back)
+        self._store.ask(self.host, deed, back)
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> Timer:
         return self._node.clock.after(delay_s, lambda: self._on_host(act))
@@ -267,4 +286,4 @@ class SimulatedElection:
             if not self.over and self._node.alive and self._node.life == self._life:
                 act()
 
-        self._cluster.on_host(self.host, if_it_lives)
+        self._perform(self.host, if_it_lives)

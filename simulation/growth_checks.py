@@ -10,14 +10,12 @@ has that no capacity waits for ever while checkpoints are written.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import Assignment, Fence
+from simulation.observed import ObservedCluster
 from simulation.places import InPlaceGroup
-
-if TYPE_CHECKING:
-    from simulation.cluster import SimulatedCluster
+from simulation.state_checks import StateChecks
 
 # The worker that saved reports it after one more step; the boundary of the drain is one or two
 # steps further, as messages take no step's time in a history that is strict.
@@ -31,8 +29,13 @@ _RELEASE_S = 0.5
 class GrowthCheck:
     """What was saved and started, and each growth against it."""
 
-    def __init__(self, cluster: SimulatedCluster, require: Callable[[bool, str], None]) -> None:
-        self._cluster, self._require = cluster, require
+    def __init__(
+        self,
+        cluster: ObservedCluster,
+        require: Callable[[bool, str], None],
+        states: StateChecks,
+    ) -> None:
+        self._cluster, self._require, self._states = cluster, require, states
         self._whole: set[int] = set()  # the steps of checkpoints on storage
         self._drains = 0
         self._started: dict[Fence, float] = {}
@@ -54,7 +57,7 @@ class GrowthCheck:
         if event.kind is EventKind.DRAIN_ENDED and "all workers continue" in event.reason:
             self._is_called_off(event)
         self._require(
-            event.kind is not EventKind.REPLACEMENT or not self._cluster.residents.script.shrinks,
+            event.kind is not EventKind.REPLACEMENT or not self._cluster.script.shrinks,
             f"a worker of {event.fence} is replaced, though no other can join",
         )
         if event.kind is not EventKind.GROWTH:
@@ -64,14 +67,14 @@ class GrowthCheck:
         self._require(
             step in self._whole, f"{event.fence} is to restart at step {step}, which is not saved"
         )
-        if self._cluster.checks.line.is_strict and not self._cluster.residents.script.resumes:
+        if self._states.is_strict and not self._cluster.script.resumes:
             coordinator = self._cluster.coordinators_started
             self._require(
                 coordinator not in self._regrown,
                 f"{event.fence} is to restart again, and its script does not resume",
             )
             self._regrown.add(coordinator)
-        if self._cluster.checks.line.is_strict and event.fence is not None:
+        if self._states.is_strict and event.fence is not None:
             self._is_timely(event.fence, step)
             for group in self._groups(event.fence):
                 self.stops(group)
@@ -92,7 +95,7 @@ class GrowthCheck:
     def _is_called_off(self, event: LogEvent) -> None:
         self.called_off += 1
         cluster, fence = self._cluster, event.fence
-        if not cluster.checks.line.is_strict or fence is None:
+        if not self._states.is_strict or fence is None:
             return
         before = cluster.coordinators_started, self._drains
 
@@ -100,7 +103,7 @@ class GrowthCheck:
             # A node that leaves begins another drain at once, for which workers stay parked.
             if (cluster.coordinators_started, self._drains) != before:
                 return
-            if not cluster.checks.line.is_strict:
+            if not self._states.is_strict:
                 return
             parked = [
                 w.name for g in self._groups(fence) for w in g.inside() if w.stage == "parked"
@@ -112,7 +115,7 @@ class GrowthCheck:
         cluster.clock.after(_RELEASE_S, released)
 
     def _groups(self, fence: Fence) -> list[InPlaceGroup]:
-        return [group for group in self._cluster.residents.groups if group.fence == fence]
+        return [group for group in self._cluster.groups if group.fence == fence]
 
     def stops(self, group: InPlaceGroup) -> None:
         """Check workers that are killed at the boundary of a drain."""

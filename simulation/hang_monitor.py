@@ -7,14 +7,19 @@ history, and find nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from elastane.protocol.hangs import Activity, HangRules, Observation
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import WaitPoint
 
-if TYPE_CHECKING:
-    from simulation.places import SimulatedWorker
+
+class Watched(Protocol):
+    """A worker as the hang monitor observes it: see `places.SimulatedWorker`."""
+
+    pid: int
+    rank: int
+    made: int  # how many steps this process has made
 
 
 class SimulatedHangMonitor:
@@ -25,7 +30,7 @@ class SimulatedHangMonitor:
         self.waiting: tuple[WaitPoint, ...] = ()
         self.all_wait = False
 
-    def look(self, workers: Iterable[SimulatedWorker], now_s: float) -> None:
+    def look(self, workers: Iterable[Watched], now_s: float) -> None:
         """Look at the workers that have a place, all of them in a collective that does not end."""
         by_pid = {worker.pid: worker for worker in workers}
         sights = {pid: Observation(1, Activity.BODY, worker.made) for pid, worker in by_pid.items()}

@@ -178,17 +178,17 @@ def trains(cluster: SimulatedCluster) -> bool:
     """Return whether the newest world makes steps, and its coordinator plans no change."""
     phases = [coordinator.machine.phase for coordinator in cluster.coordinators.values()]
     recent_s = cluster.clock.now_s - cluster.checks.step_s
-    steps = recent_s < 2 * cluster.training.script.step_s + 1.0
+    steps = recent_s < 2 * cluster.script.step_s + 1.0
     fits = cluster.checks.nodes_stepped <= cluster.most
     return phases == [MembershipPhase.RUNNING] and steps and fits and not left_out(cluster)
 
 
 def left_out(cluster: SimulatedCluster) -> str:
     """Return which workers should have a place in the newest world, and have none."""
-    if cluster.residents.script.shrinks:
+    if cluster.script.shrinks:
         if not (cluster.spec.is_elastic or cluster.spec.max_restarts):
             return ""  # The script need not expect to start again.
-        if not cluster.residents.script.resumes:
+        if not cluster.script.resumes:
             return ""  # It is not to lose its work at each growth.
         able = {
             node.name: node.size
@@ -199,7 +199,7 @@ def left_out(cluster: SimulatedCluster) -> str:
         return cluster.residents.short_of(able, cluster.most)
     paid = cluster.checks.restarts_used < cluster.spec.max_restarts
     out = cluster.residents.left_out(paid=paid)
-    return out or (_absent(cluster) if cluster.residents.script.planned else "")
+    return out or (_absent(cluster) if cluster.script.planned else "")
 
 
 def _absent(cluster: SimulatedCluster) -> str:

@@ -107,7 +107,7 @@ class InPlaceTraining:
             if group.phase != "running":
                 return
             for local_rank in ranks:
-                self._checks.line.forks(group.workers[local_rank])
+                self._checks.states.forks(group.workers[local_rank])
                 self._fork(group, local_rank, None)
 
         self._clock.after(delay_s, fork)
@@ -133,7 +133,7 @@ class InPlaceTraining:
         group.stops = group.drained = False
         for place, local_rank in enumerate(assignment.workers or range(group.size)):
             worker, rank = group.workers[local_rank], assignment.rank_base + place
-            self._checks.line.given(worker)
+            self._checks.states.given(worker)
             if not worker.able or local_rank not in able:
                 continue
             worker.places += 1
@@ -172,7 +172,7 @@ class InPlaceTraining:
         is_parked = is_parked and group.target is not None
         if is_parked:
             self._checks.growth.stops(group)
-        self._checks.line.stops(group)
+        self._checks.states.stops(group)
         group.phase = "stopping"
         lives_s = min(grace_s, self.script.trap_s) if any(group.inside()) else 0.0
         lives_s = 0.0 if is_parked else lives_s
@@ -261,7 +261,7 @@ class InPlaceTraining:
 
     def _end(self, worker: SimulatedWorker, stage: str) -> None:
         """End the process; some of those that wait for it notice."""
-        self._checks.line.ends(worker)
+        self._checks.states.ends(worker)
         world, worker.world, worker.stage = worker.world, None, stage
         worker.committed, worker.able = None, False
         if not any(each.alive for each in worker.group.workers.values()):
@@ -294,7 +294,7 @@ class InPlaceTraining:
             worker.ready = self._rng.random() >= 0.5
             if not worker.ready:
                 self._apply(worker, world)
-        self._checks.line.breaks_off(worker)
+        self._checks.states.breaks_off(worker)
         worker.left = worker.stage if world is not None else worker.left
         worker.world, worker.stage = None, "waiting" if worker.alive else worker.stage
         self.drains.mind(worker.group)
@@ -321,7 +321,7 @@ class InPlaceTraining:
         if world is None or world.is_abandoned:
             world = Gathering(assignment.fence, assignment.world_size, assignment.in_place)
             self._worlds[place] = world
-        self._checks.line.enters(worker, world, rank)
+        self._checks.states.enters(worker, world, rank)
         worker.world, worker.rank, worker.stage = world, rank, "meeting"
         worker.moved_s = self._clock.now_s
         worker.calls = worker.committed or 0  # It does not reach that boundary again.
@@ -363,7 +363,7 @@ class InPlaceTraining:
             return
         world.base, world.began_s = base, self._clock.now_s
         world.from_state = any(w.committed is not None for w in members)
-        self._checks.line.begins(world, members)
+        self._checks.states.begins(world, members)
         self._call_watcher(members)
         for worker in members:
             worker.moved_s = self._clock.now_s
@@ -467,7 +467,7 @@ class InPlaceTraining:
             world.mismatched = True
             self._mind(world)
             return
-        self._checks.line.steps(world)
+        self._checks.states.steps(world)
         for worker in world.workers.values():
             worker.stage = "applying"
             self._clock.after(
@@ -509,7 +509,7 @@ class InPlaceTraining:
         worker.committed, worker.stage = worker.committed + 1, "boundary"
         worker.made += 1
         worker.moved_s = self._clock.now_s
-        self._checks.line.commits(worker, world)
+        self._checks.states.commits(worker, world)
         is_due = worker.committed % self.script.checkpoint_every == 0
         if self.script.is_unmodified:
             worker.owes_save = worker.rank == 0 and is_due
@@ -616,7 +616,7 @@ class InPlaceTraining:
     def _exit(self, worker: SimulatedWorker, world: Gathering) -> None:
         if worker.world is world and worker.stage in TAKES_PART:
             worker.world, worker.stage, worker.able = None, "done", False
-            self._checks.line.exits()
+            self._checks.states.exits()
             self._tell_able(worker.group)
             worker.group.feed(WorkerSucceeded(worker.group.start_fence, worker.local_rank))
             self.drains.mind(worker.group)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
@@ -36,19 +37,65 @@ from elastane.protocol.events import (
     Warm,
     WorkerFailed,
 )
-from elastane.protocol.messages import Alive, ToAgent, Welcome
-from elastane.protocol.model import Assignment, Failure, NodeSpec, Outcome, PortOffer, Versions
+from elastane.protocol.log_events import LogEvent
+from elastane.protocol.messages import Alive, ToAgent, ToCoordinator, Welcome
+from elastane.protocol.model import (
+    Assignment,
+    Failure,
+    JobSpec,
+    NodeSpec,
+    Outcome,
+    PortOffer,
+    Versions,
+)
+from simulation.checks import Checks
 from simulation.clock import HostClock, Timer
-from simulation.crash_points import agent_step
+from simulation.crash_points import EffectGap, agent_step
 from simulation.election import SimulatedElection
+from simulation.in_place_workers import InPlaceTraining
 from simulation.network import SimulatedSession
 from simulation.places import InPlaceGroup
-from simulation.workers import LocalGroup
-
-if TYPE_CHECKING:
-    from simulation.cluster import SimulatedCluster
+from simulation.story import Story
+from simulation.workers import LocalGroup, Training
 
 VERSIONS = Versions(elastane="0.1", python="3.11", torch="2.13")
+
+
+class NodeSurroundings(Protocol):
+    """What a node reads of its cluster and asks it to do: see `cluster.SimulatedCluster`."""
+
+    spec: JobSpec
+    store_backed: bool
+    in_place: bool
+    rng: random.Random
+    story: Story
+    checks: Checks
+    training: Training
+    residents: InPlaceTraining
+
+    def dies_at(self, host: str, step: EffectGap) -> bool:
+        """Whether a planned death at this crash point kills the process on `host`."""
+
+    def note(self, host: str, event: LogEvent) -> None:
+        """Add an event to the story."""
+
+    def find(self, node: SimulatedNode) -> None:
+        """Look for the coordinator on behalf of `node`, and campaign meanwhile."""
+
+    def ask_leader(self, node: SimulatedNode, answer: Callable[[str], None]) -> None:
+        """Ask the store where the coordinator is."""
+
+    def stand(self, node: SimulatedNode) -> None:
+        """Try once to become the coordinator, unless a try is under way."""
+
+    def send_up(self, session: SimulatedSession, message: ToCoordinator) -> None:
+        """Carry a message of an agent."""
+
+    def close_from_agent(self, session: SimulatedSession, reason: str, *, clean: bool) -> None:
+        """End a session; `clean`: the agent's process is gone."""
+
+    def agent_exits(self, node: SimulatedNode, exit_: Exit) -> None:
+        """End an agent by its own decision."""
 
 
 class SimulatedNode:
@@ -56,7 +103,7 @@ class SimulatedNode:
 
     def __init__(
         self,
-        cluster: SimulatedCluster,
+        cluster: NodeSurroundings,
         name: str,
         size: int,
         node_rank: int | None,
@@ -121,6 +168,11 @@ class SimulatedNode:
     def stands_still(self) -> bool:
         """Whether any of its processes is stopped."""
         return self.paused or self.workers_paused or self.reaper_paused
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether its agent has a session with a coordinator."""
+        return self.session is not None
 
     @property
     def is_overdue(self) -> bool:
@@ -249,7 +301,7 @@ class SimulatedNode:
         self.welcomed = self.welcomed or isinstance(message, Welcome)
         self.feed(MessageReceived(message))
         if isinstance(message, Alive) and not message.authority:
-            self.cluster.ask_seated(self, lambda host: self._doubt(session, host))
+            self.cluster.ask_leader(self, lambda host: self._doubt(session, host))
 
     def unlinked(self, session: SimulatedSession, reason: str) -> None:
         """Record that the coordinator's side ended the session."""

@@ -10,14 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from elastane.protocol.model import Fence, WorldMember
 from simulation import mesh
+from simulation.boundary_checks import BoundaryCheck
+from simulation.observed import ObservedCluster, RecordedJob
 from simulation.places import Gathering, InPlaceGroup, SimulatedWorker
-
-if TYPE_CHECKING:
-    from simulation.cluster import SimulatedCluster
 
 Require = Callable[[bool, str], None]
 
@@ -50,9 +48,15 @@ class StateChecks:
     """Which world made which step, checked against what each worker holds."""
 
     def __init__(
-        self, cluster: SimulatedCluster, require: Require, stepped: Callable[[Fence], None]
+        self,
+        cluster: ObservedCluster,
+        recorded: RecordedJob,
+        boundaries: BoundaryCheck,
+        require: Require,
+        stepped: Callable[[Fence], None],
     ) -> None:
-        self._cluster, self._require, self._stepped = cluster, require, stepped
+        self._cluster, self._recorded, self._boundaries = cluster, recorded, boundaries
+        self._require, self._stepped = require, stepped
         self._made: dict[int, Gathering] = {}  # by step: the world that made it
         self._entered: dict[int, Fence] = {}  # by process: the last world assigned to it
         self._stopped = StoppedState()
@@ -99,7 +103,7 @@ class StateChecks:
         self._whole(world, members)
         self._give_way(world)
         had_place = [self._had_place(w, world.fence) for w in members]
-        self._cluster.checks.boundaries.begins(world, members, had_place)
+        self._boundaries.begins(world, members, had_place)
         ahead = [f"{w.name} (step {w.committed})" for w in members if w.held > world.base]
         self._require(
             not ahead, f"{world.fence} has {', '.join(ahead)}, and continues from step {world.base}"
@@ -109,7 +113,7 @@ class StateChecks:
             return
         elsewhere = [
             w
-            for group in self._cluster.residents.groups
+            for group in self._cluster.groups
             for w in group.workers.values()
             if w.held > world.base and self._must_be_in(w)
         ]
@@ -127,7 +131,7 @@ class StateChecks:
 
     def _whole(self, world: Gathering, members: Sequence[SimulatedWorker]) -> None:
         """Check that no worker is left out on nodes that take part whole or not at all."""
-        if not self._cluster.residents.script.span:
+        if not self._cluster.script.span:
             return
         here = Counter(w.group.host for w in members)
         parts = [w.group.host for w in members if here[w.group.host] < w.group.size]
@@ -138,10 +142,10 @@ class StateChecks:
 
         One that is further than the world is no such: it may not be left behind.
         """
-        before = self._cluster.checks.members_before(world.fence)
+        before = self._recorded.members_before(world.fence)
         if len(world.hosts) > self._cluster.most or len(before) <= len(world.hosts):
             return
-        for group in self._cluster.residents.groups:
+        for group in self._cluster.groups:
             for worker in group.workers.values():
                 out = group.host not in world.hosts and worker.held <= world.base
                 worker.gave_way = worker.gave_way or out
@@ -158,7 +162,7 @@ class StateChecks:
             if self._entered[w.pid] != world.fence or w.committed is None
         ]
         self._require(not late, f"{', '.join(late)} step in {world.fence}, and are not of it")
-        self._cluster.checks.boundaries.steps(world)
+        self._boundaries.steps(world)
 
     def commits(self, worker: SimulatedWorker, world: Gathering) -> None:
         """Check a worker that has applied a step."""
@@ -206,14 +210,14 @@ class StateChecks:
         ]
         if group.phase != "running" or not held or not self.is_strict or self._ended:
             return
-        if self._cluster.residents.script.is_unmodified:
+        if self._cluster.script.is_unmodified:
             return  # All restart from the checkpoint, where too few are left and where they grow.
         furthest = max(held, key=lambda w: w.committed or 0)
         if self._is_incomplete():
             if self._stopped.step <= furthest.held:  # Then that state is lost too, and rightly.
                 self._stopped = StoppedState()
             return
-        if node.signalled or self._cluster.checks.outcome is not None:
+        if node.signalled or self._recorded.outcome is not None:
             self._is_kept(furthest)
             return
         shards = frozenset(mesh.shard(w) for w in held if w.committed == furthest.committed)
@@ -226,12 +230,16 @@ class StateChecks:
         Nodes that complete no replica are stopped and healed in another slice. The only holder of a
         shard may end before that is done.
         """
-        residents, stopped = self._cluster.residents, self._stopped
-        if residents.script.span < 2 or not stopped.step or not _can_reach(worker, stopped.step):
+        stopped = self._stopped
+        if (
+            self._cluster.script.span < 2
+            or not stopped.step
+            or not _can_reach(worker, stopped.step)
+        ):
             return
         left = {
             mesh.shard(other)
-            for group in residents.groups
+            for group in self._cluster.groups
             for other in group.workers.values()
             if other is not worker and other.alive and _can_reach(other, stopped.step)
         }
@@ -239,9 +247,8 @@ class StateChecks:
 
     def _is_incomplete(self) -> bool:
         """Whether some shard of the furthest state is lost, so that its rest is of no use."""
-        residents = self._cluster.residents
-        span = residents.script.span
-        left = [w for group in residents.groups for w in group.workers.values()]
+        span = self._cluster.script.span
+        left = [w for group in self._cluster.groups for w in group.workers.values()]
         whole = [w for w in left if w.committed is not None and self._must_be_in(w)]
         furthest = max((w.held for w in whole), default=0)
         held = {mesh.shard(w) for w in whole if _can_reach(w, furthest)}
@@ -306,12 +313,12 @@ class StateChecks:
 
         A coordinator may not know of a worker's end yet as it decides, and so place its successor.
         """
-        return _is_among(worker, self._cluster.checks.members_before(fence))
+        return _is_among(worker, self._recorded.members_before(fence))
 
     def _gave_up(self, worker: SimulatedWorker, fence: Fence) -> bool:
         """Whether a world between the last that it began in and `fence` had no place for it."""
         assert worker.last is not None
-        between = self._cluster.checks.settled_between(worker.last[0], fence)
+        between = self._recorded.between(worker.last[0], fence)
         return not all(_is_among(worker, members) for members in between)
 
     def _forget(self, base: int) -> None:

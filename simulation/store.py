@@ -131,7 +131,7 @@ class SimulatedStore:
         self.on_write(before, self.filed)
         return True, self.filed
 
-    def seated(self) -> tuple[Published | None]:
+    def published(self) -> tuple[Published | None]:
         """Return where the latest coordinator listens."""
         return (self.leader,)
 

@@ -100,7 +100,7 @@ def test_the_first_histories_hold_and_meet_what_they_are_meant_to_meet():
     kinds = set()
     for seed in range(HISTORIES):
         history, result = _held(setup_of(seed, store_backed=True, in_place=True))
-        line = history.cluster.checks.line
+        line = history.cluster.checks.states
         regrouped, healed = regrouped + line.regrouped, healed + line.healed
         restarts, ended = restarts + result.restarts_used, ended + ("succeeded" in result.ended)
         kinds |= {planned.kind for planned in history.setting.plan}
@@ -218,7 +218,7 @@ def test_a_death_at_any_step_of_a_job_that_is_made_smaller_loses_no_step():
 def test_an_undisturbed_job_of_it_loses_no_step_and_restarts_no_worker():
     cluster, _ = one_job("store")
     told = cluster.story.text()
-    assert "workers-regrouped" in told and cluster.checks.line.healed >= 4
+    assert "workers-regrouped" in told and cluster.checks.states.healed >= 4
     assert "round 1 attempt 1" not in told
     assert cluster.checks.outcome.ok and cluster.checks.restarts_used == 3
 

@@ -155,7 +155,7 @@ def test_a_successor_that_does_not_fence_its_predecessor_is_found(monkeypatch):
             self.filed, self.fenced_term = filed, self.term
             answer(True)
 
-        self._ask(self._cluster.store.read, read)
+        self._ask(self._store.read, read)
 
     monkeypatch.setattr(SimulatedElection, "_fence", only_reads)
     first_failure(1000)
@@ -220,7 +220,7 @@ def test_a_lease_that_is_judged_by_another_hosts_clock_is_found(monkeypatch):
     monkeypatch.setattr(
         SimulatedElection,
         "_end_of",
-        lambda self, begun_s: self._cluster.nodes["n0"].clock.boot_s + 1.8,
+        lambda self, begun_s: self._node.cluster.nodes["n0"].clock.boot_s + 1.8,
     )
     first_failure(400)
 
