@@ -21,13 +21,13 @@ class Drains:
     def __init__(self, clock: VirtualClock, save: Callable[[int], None] | None) -> None:
         self._clock, self._save = clock, save
 
-    def mark(self, group: InPlaceGroup) -> None:
+    def mark(self, group: InPlaceGroup, drain: int) -> None:
         """Gate the workers, and tell the boundary to which the furthest has come."""
-        group.gated, fence = True, group.fence
+        group.gated, group.drain, fence = True, drain, group.fence
         calls = group.furthest
         if calls is not None:
             calls += 1  # As pages have it: the boundary before the first step is number 1.
-        self._clock.after(0.003, lambda: group.feed(GroupMarked(fence, calls)))
+        self._clock.after(0.003, lambda: group.feed(GroupMarked(fence, drain, calls)))
 
     def aim(self, group: InPlaceGroup, calls: int | None, *, stops: bool) -> None:
         """Let all workers park at boundary `calls`, counted from 1; and save, where it `stops`."""
@@ -55,8 +55,9 @@ class Drains:
             saves = group.stops and self._save is not None
             if saves and not all(map(self._is_saved, _worlds_of(group))):
                 return
-        group.drained, fence, stops = True, group.fence, group.stops
-        self._clock.after(0.002, lambda: group.feed(GroupDrained(fence, stops)))
+        group.drained = True
+        done = GroupDrained(group.fence, group.drain, group.stops)
+        self._clock.after(0.002, lambda: group.feed(done))
 
     def release(self, group: InPlaceGroup) -> list[SimulatedWorker]:
         """Open the gates of a drain that was called off; return the workers that were parked."""

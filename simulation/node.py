@@ -421,8 +421,8 @@ class SimulatedNode:
         match effect:
             case StopGroup(grace_s=grace_s):
                 training.stop(group, grace_s, self.new_offer)
-            case MarkGroup():
-                training.mark(group)
+            case MarkGroup(drain=drain):
+                training.mark(group, drain)
             case AimGroup(calls=calls):
                 self.cluster.checks.aims(self, group, calls)
                 training.aim(group, calls)
@@ -434,8 +434,8 @@ class SimulatedNode:
         match effect:
             case StopGroup(grace_s=grace_s):
                 residents.stop(group, grace_s)
-            case MarkGroup():
-                residents.drains.mark(group)
+            case MarkGroup(drain=drain):
+                residents.drains.mark(group, drain)
             case AimGroup(calls=calls, stops=stops):
                 checks.aims(self, group, calls)
                 residents.drains.aim(group, calls, stops=stops)

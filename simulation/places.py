@@ -88,6 +88,7 @@ class InPlaceGroup:
     workers: dict[int, SimulatedWorker] = field(default_factory=dict)
     phase: str = "running"  # stopping, gone
     gated: bool = False
+    drain: int = 0  # the number of its last drain
     target: int | None = None
     aimed_s: float | None = None
     stops: bool = False  # all its workers stop at the target

@@ -89,6 +89,7 @@ class LocalGroup:
     phase: str = "starting"  # computing, broken, done, gone
     calls: int = 0
     gated: bool = False
+    drain: int = 0  # the number of its last drain
     target: int | None = None
     saved: bool = False
     end: Timer | None = None
@@ -217,11 +218,11 @@ class Training:
         group.failed.update(ended)
         return ended
 
-    def mark(self, group: LocalGroup) -> None:
+    def mark(self, group: LocalGroup, drain: int) -> None:
         """Gate the workers and count their calls."""
-        group.gated = True
+        group.gated, group.drain = True, drain
         calls = group.calls if self.script.asks and group.calls else None
-        self._clock.after(0.003, lambda: group.feed(GroupMarked(group.fence, calls)))
+        self._clock.after(0.003, lambda: group.feed(GroupMarked(group.fence, drain, calls)))
 
     def aim(self, group: LocalGroup, calls: int | None) -> None:
         """Let should_checkpoint() be true at call `calls`."""
@@ -230,9 +231,8 @@ class Training:
         if group.saved or group.phase in ("done", "broken", "gone") or calls is None:
             if calls is None and self.script.leaves_on_sigterm and group.computes:
                 self._clock.after(_CHECKPOINT_S, lambda: self._leave(run, group))
-            self._clock.after(
-                _CHECKPOINT_S, lambda: group.feed(GroupDrained(group.fence, stops=True))
-            )
+            done = GroupDrained(group.fence, group.drain, stops=True)
+            self._clock.after(_CHECKPOINT_S, lambda: group.feed(done))
             return
         group.target = run.target = calls
         self._go_on(run)
@@ -314,7 +314,7 @@ class Training:
         group.saved = True
         if all(g.saved for g in run.groups.values()) and group.target is not None:
             self.saved_step = max(self.saved_step, run.base + group.target)
-        group.feed(GroupDrained(group.fence, stops=True))
+        group.feed(GroupDrained(group.fence, group.drain, stops=True))
 
     def _finish(self, run: SimulatedRun) -> None:
         self.saved_step = max(self.saved_step, self.script.steps)

@@ -338,8 +338,8 @@ class Insiders:
             m.Heartbeat(fence=fence, progress=1 << 52),
             m.Failed(fence=fence, failures=(failure,)),
             m.Succeeded(fence),
-            m.Marked(fence=fence, calls=(1 << 53) - 1),
-            m.Drained(fence),
+            m.Marked(fence=fence, drain=1, calls=(1 << 53) - 1),
+            m.Drained(fence=fence, drain=1),
             m.Stopped(fence, PortOffer(0, True)),
         ]
 

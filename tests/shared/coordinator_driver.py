@@ -8,7 +8,9 @@ from elastane.protocol.events import AuthorityChanged, Broken, Received, Tick
 from elastane.protocol.limits import Timing
 from elastane.protocol.messages import (
     Assign,
+    Drain,
     Drained,
+    DrainTarget,
     Failed,
     Heartbeat,
     Holding,
@@ -138,10 +140,18 @@ class Driver:
         self.says(node_id, Ready())
 
     def marks(self, node_id, calls):
-        self.says(node_id, Marked(fence=self.assigned[node_id].fence, calls=calls))
+        self.says(
+            node_id,
+            Marked(fence=self.assigned[node_id].fence, drain=self.drain_of(node_id), calls=calls),
+        )
 
     def drains(self, node_id):
-        self.says(node_id, Drained(self.assigned[node_id].fence))
+        fence = self.assigned[node_id].fence
+        self.says(node_id, Drained(fence=fence, drain=self.drain_of(node_id)))
+
+    def drain_of(self, node_id):
+        """The number of the last drain of which the node was informed; 0: of none."""
+        return max((m.drain for m in self.got(node_id, Drain | DrainTarget)), default=0)
 
     def got(self, node_id, kind):
         """Messages of this kind that the node was sent, oldest first."""

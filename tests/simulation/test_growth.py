@@ -100,7 +100,7 @@ def test_a_restart_before_the_interval_has_passed_is_found(monkeypatch):
 
 
 def test_workers_that_stay_parked_after_a_drain_was_called_off_are_found(monkeypatch):
-    monkeypatch.setattr(drain, "send_call_off", lambda state, node: None)
+    monkeypatch.setattr(drain, "send_call_off", lambda state, node, number: None)
     found = first_failure(100, first=40)
     assert "stay parked" in found or "nothing was trained" in found
 

@@ -2,10 +2,19 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from elastane.agent.rules import Group, LocalWorkers
-from elastane.coordinator.rules import admission, drain, incident, machine, next_world, recovery
+from elastane.coordinator.rules import (
+    admission,
+    drain,
+    incident,
+    machine,
+    next_world,
+    recovery,
+    reports,
+)
 from elastane.coordinator.rules.changes import OwnerOrders
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import HeldWorkers, Place
@@ -141,6 +150,17 @@ def test_a_drained_boundary_that_regroups_before_all_are_parked_is_found(monkeyp
 
     monkeypatch.setitem(machine.RULES, MembershipPhase.DRAINING, impatient)
     assert "parks for a planned change" in first_failure(500)
+
+
+def test_a_report_of_a_drain_that_was_called_off_is_found_to_count_for_the_next(monkeypatch):
+    original = reports._drained
+
+    def any_drain(state, node, message):
+        original(state, node, msgspec.structs.replace(message, drain=state.drain.number))
+
+    monkeypatch.setattr(reports, "_drained", any_drain)
+    found = first_failure(1, first=29122960, planned=True)
+    assert "not parked" in found
 
 
 def test_survivors_that_are_stopped_by_a_new_coordinator_are_found(monkeypatch):

@@ -392,10 +392,10 @@ class MembershipAgent:
                 self._stop(fence, reason)
             case Decline(fence=fence):
                 self._gone(fence)
-            case MarkGroup(fence=fence):
-                self.post(GroupMarked(fence, None))  # The caller cannot be asked to checkpoint.
-            case AimGroup(fence=fence, stops=stops):
-                self.post(GroupDrained(fence, stops))
+            case MarkGroup(fence=fence, drain=drain):
+                self.post(GroupMarked(fence, drain, None))  # The caller cannot be asked to save.
+            case AimGroup(fence=fence, drain=drain, stops=stops):
+                self.post(GroupDrained(fence, drain, stops))
             case WriteEvent(event=event):
                 console.log_event(event)
             case Exit():

@@ -584,10 +584,10 @@ class LocalWorkers:
                 self._interrupt(fence, reason)
             case Stop():
                 self._stop(message)
-            case Drain(fence=fence):
-                self._drain(fence)
-            case CallOff(fence=fence):
-                self._call_off(fence)
+            case Drain():
+                self._drain(message)
+            case CallOff():
+                self._call_off(message)
             case EndWorker(fence=fence) if self.group and fence == self.group.fence:
                 self._outbox.add(EndGroupWorker(fence, message.rank, message.reason))
             case EndWorker():
@@ -618,7 +618,7 @@ class LocalWorkers:
                 group and event.fence == group.start_fence
             ):
                 self._found(group, event)
-            case GroupMarked() | GroupDrained() if group and self._is_draining(event.fence):
+            case GroupMarked() | GroupDrained() if group and self._is_current_drain(event):
                 self._drained(group, event)
             case GroupGone(fence=fence, offer=offer) if group is None or fence == group.start_fence:
                 self._gone(fence, offer)
@@ -736,37 +736,42 @@ class LocalWorkers:
             group.move(message.fence)
             self.stop(group, message.grace_s, message.reason, asked=True)
 
-    def _drain(self, fence: Fence) -> None:
-        group = self.group
+    def _drain(self, message: Drain) -> None:
+        group, fence, drain = self.group, message.fence, message.drain
         if group is None or group.fence != fence:
             return
         if group.phase != "running":
-            self._outbox.send(Marked(fence=fence, calls=None))
-            self._outbox.send(Drained(fence))
+            self._outbox.send(Marked(fence=fence, drain=drain, calls=None))
+            self._outbox.send(Drained(fence=fence, drain=drain))
             return
+        if group.draining and group.drain.number != drain:
+            self._end_drain(group)  # Its CallOff was lost with a connection.
         if group.drain.has_target:
             # A new coordinator continues the drain of the previous one: the target stays.
             calls = group.drain.calls - 1 if group.drain.calls is not None else None
-            self._outbox.send(Marked(fence=fence, calls=calls))
+            self._outbox.send(Marked(fence=fence, drain=drain, calls=calls))
             return
-        group.begin_drain()
+        group.begin_drain(drain)
         self._log(EventKind.WORKERS_DRAINING, "asked to checkpoint before a planned change")
-        self._outbox.add(MarkGroup(fence))
+        self._outbox.add(MarkGroup(fence, drain))
 
     def _aim(self, message: DrainTarget) -> None:
         group = self.group
-        if group is None or not self._is_draining(message.fence):
+        if group is None or not self._is_current_drain(message):
             return
+        drain = message.drain
         if group.aim(message.calls, stops=message.stops):
-            self._outbox.add(AimGroup(group.fence, message.calls, group.drain.stops))
+            self._outbox.add(AimGroup(group.fence, drain, message.calls, group.drain.stops))
         elif group.drain.stage is DrainStage.REACHED:
-            self._outbox.send(Drained(group.fence))
+            self._outbox.send(Drained(fence=group.fence, drain=drain))
 
-    def _call_off(self, fence: Fence) -> None:
-        group = self.group
-        if group is not None and self._is_draining(fence):
-            group.end_drain()
-            self._outbox.add(ReleaseGroup(fence))
+    def _call_off(self, message: CallOff) -> None:
+        if self.group is not None and self._is_current_drain(message):
+            self._end_drain(self.group)
+
+    def _end_drain(self, group: Group) -> None:
+        group.end_drain()
+        self._outbox.add(ReleaseGroup(group.fence))
 
     def _able(self, group: Group, event: GroupAble) -> None:
         self.offer = event.offer
@@ -783,13 +788,19 @@ class LocalWorkers:
 
     def _drained(self, group: Group, event: GroupMarked | GroupDrained) -> None:
         if isinstance(event, GroupMarked):
-            self._outbox.send(Marked(fence=group.fence, calls=event.calls))
+            self._outbox.send(Marked(fence=group.fence, drain=event.drain, calls=event.calls))
         elif group.reach_target(stops=event.stops):
-            self._outbox.send(Drained(group.fence))
+            self._outbox.send(Drained(fence=group.fence, drain=event.drain))
 
-    def _is_draining(self, fence: Fence) -> bool:
+    def _is_current_drain(self, what: DrainTarget | CallOff | GroupMarked | GroupDrained) -> bool:
+        """Whether a message or an event belongs to the drain that the workers are in now.
+
+        One of a drain that was called off may come late, when the next drain has begun.
+        """
         group = self.group
-        return group is not None and group.fence == fence and group.draining
+        if group is None or group.fence != what.fence or not group.draining:
+            return False
+        return group.drain.number == what.drain
 
     def _began(self, group: Group, event: GroupStarted | GroupTraining) -> None:
         if isinstance(event, GroupStarted):
@@ -894,10 +905,12 @@ class DrainStage(Enum):
 class DrainState:
     """A drain of a group in its current world.
 
-    `calls`: the call at which the workers checkpoint; None: they end by SIGTERM. `stops`: the drain
-    ends by stopping all workers of the job.
+    `number`: that of the last drain, also after its end; 0 before the first one. `calls`: the call
+    at which the workers checkpoint; None: they end by SIGTERM. `stops`: the drain ends by stopping
+    all workers of the job.
     """
 
+    number: int = 0
     stage: DrainStage = DrainStage.NONE
     calls: int | None = None
     stops: bool = False
@@ -955,6 +968,7 @@ class Group:
             state=self.phase,
             failures=self.aged_failures(now_s),
             draining=self.draining,
+            last_drain=self.drain.number,
             able=self.recoverable,
             in_place=self.in_place,
             joining=self.joining,
@@ -988,14 +1002,14 @@ class Group:
             self.stopping = replace(before, by_s=by_s)
         return True
 
-    def begin_drain(self) -> None:
-        """Record that the workers are asked to checkpoint."""
+    def begin_drain(self, number: int) -> None:
+        """Record that the workers are asked to checkpoint, for the drain of this number."""
         if not self.draining:
-            self.drain = replace(self.drain, stage=DrainStage.COUNTED)
+            self.drain = DrainState(number, DrainStage.COUNTED)
 
     def end_drain(self) -> None:
         """Record that the drain was called off."""
-        self.drain = DrainState()
+        self.drain = DrainState(self.drain.number)
 
     def aim(self, calls: int | None, *, stops: bool) -> bool:
         """Set the target of the drain; False if it stays as it is.
@@ -1003,10 +1017,10 @@ class Group:
         A target that is set stays, but a drain may be ordered later to stop the workers there.
         """
         if not self.drain.has_target:
-            self.drain = DrainState(DrainStage.AIMED, calls, stops)
+            self.drain = DrainState(self.drain.number, DrainStage.AIMED, calls, stops)
             return True
         if stops and not self.drain.stops and self.drain.calls == calls is not None:
-            self.drain = DrainState(DrainStage.AIMED, calls, stops=True)
+            self.drain = replace(self.drain, stage=DrainStage.AIMED, stops=True)
             return True
         return False
 

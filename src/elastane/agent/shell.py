@@ -226,10 +226,10 @@ class AgentShell:
         match effect:
             case StopGroup(grace_s=grace_s):
                 group.stop(grace_s)
-            case MarkGroup(fence=fence):
-                group.drain.mark(fence)
-            case AimGroup(fence=fence, calls=calls, stops=stops):
-                group.drain.aim(fence, calls, stops=stops)
+            case MarkGroup():
+                group.drain.mark(effect)
+            case AimGroup():
+                group.drain.aim(effect)
             case ReleaseGroup():
                 group.drain.release()
             case EndGroupWorker(rank=rank, reason=reason):

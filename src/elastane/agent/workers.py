@@ -39,6 +39,7 @@ from elastane.process.streams.group import GroupStreams
 from elastane.process.timers import WorkerTimer
 from elastane.process.worker_environment import WorkerFacts, worker_environment
 from elastane.protocol.culprits import StandstillEvidence, Verdict
+from elastane.protocol.effects import AimGroup, MarkGroup
 from elastane.protocol.events import (
     AgentEvent,
     CulpritFound,
@@ -503,21 +504,21 @@ class GroupDrain:
         self._spawn = spawn
         self._task: asyncio.Task[None] | None = None
 
-    def mark(self, world: Fence) -> None:
+    def mark(self, order: MarkGroup) -> None:
         """Gate the workers that ask should_checkpoint(), and report the furthest call."""
         members = self._members()
         for worker in members:
             worker.page.gate()
         calls = max((w.page.calls for w in members if w.is_alive), default=0)
-        self._post(GroupMarked(world, calls or None))
+        self._post(GroupMarked(order.fence, order.drain, calls or None))
 
-    def aim(self, world: Fence, calls: int | None, *, stops: bool) -> None:
-        """Have all workers checkpoint: at call number `calls`, or on SIGTERM if they catch it.
+    def aim(self, order: AimGroup) -> None:
+        """Have all workers checkpoint: at the call of the order, or on SIGTERM if they catch it.
 
-        Workers that recover in place checkpoint only if the drain `stops` them all.
+        Workers that recover in place checkpoint only if the order `stops` them all.
         """
         self.cancel()
-        self._task = self._spawn(self._drain(world, calls, self._members(), stops=stops))
+        self._task = self._spawn(self._drain(order, self._members()))
 
     def cancel(self) -> None:
         """Report nothing more: the workers are stopped, or in another world."""
@@ -539,9 +540,8 @@ class GroupDrain:
         """Return the smallest round in which a worker last met all others of its world."""
         return min((w.page.round for w in self._members() if w.is_alive), default=0)
 
-    async def _drain(
-        self, world: Fence, calls: int | None, members: Sequence[LocalWorker], *, stops: bool
-    ) -> None:
+    async def _drain(self, order: AimGroup, members: Sequence[LocalWorker]) -> None:
+        calls, stops = order.calls, order.stops
         for worker in members:
             if calls is not None:
                 worker.page.aim(calls, stops=stops)
@@ -552,7 +552,7 @@ class GroupDrain:
         # A page of shared memory has no event to wait for.
         while any(self._is_busy(w, calls, stops=stops) for w in members):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
-        self._post(GroupDrained(world, stops))
+        self._post(GroupDrained(order.fence, order.drain, stops))
 
     def _is_busy(self, worker: LocalWorker, calls: int | None, *, stops: bool) -> bool:
         if not worker.is_alive or worker.local_rank in self._sockets.finished:

@@ -121,6 +121,7 @@ class MarkGroup(msgspec.Struct, frozen=True):
     """
 
     fence: Fence
+    drain: int
 
 
 class AimGroup(msgspec.Struct, frozen=True):
@@ -132,6 +133,7 @@ class AimGroup(msgspec.Struct, frozen=True):
     """
 
     fence: Fence
+    drain: int
     calls: int | None
     stops: bool = False
 

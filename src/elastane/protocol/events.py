@@ -203,16 +203,18 @@ class GroupStandstill(msgspec.Struct, frozen=True):
 
 
 class GroupMarked(msgspec.Struct, frozen=True):
-    """Answer to MarkGroup."""
+    """Answer to MarkGroup, with its `drain`."""
 
     fence: Fence
+    drain: int
     calls: int | None
 
 
 class GroupDrained(msgspec.Struct, frozen=True):
-    """Answer to AimGroup, with its `stops`."""
+    """Answer to AimGroup, with its `drain` and `stops`."""
 
     fence: Fence
+    drain: int
     stops: bool = False
 
 

@@ -33,6 +33,8 @@ from elastane.protocol.stragglers import PACES_MAX, Pace
 GroupState = Literal["running", "succeeded", "failed", "stopping"]
 # A drain's target is one more than the furthest count, and has to fit the wire too.
 Calls = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_MAX)]
+# The number of a drain in its world, from 1; the next one has to fit the wire too.
+DrainNumber = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_MAX)]
 
 
 def _check_count(failures: tuple[Failure, ...]) -> None:
@@ -48,6 +50,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[Failure, ...] = ()
     # The workers were asked to checkpoint and wait for the end of the drain.
     draining: bool = False
+    last_drain: DrainNumber = 0  # the last drain of this world, also if it was called off
     able: tuple[LocalRank, ...] = ()
     in_place: bool = False  # the workers recover in place, also those that finished their steps
     joining: Joining = Joining.ANYTIME  # when new workers can join the world of these workers
@@ -156,13 +159,15 @@ class Marked(msgspec.Struct, frozen=True, tag="marked", kw_only=True):
     """
 
     fence: Fence
+    drain: DrainNumber
     calls: Calls | None
 
 
-class Drained(msgspec.Struct, frozen=True, tag="drained"):
+class Drained(msgspec.Struct, frozen=True, tag="drained", kw_only=True):
     """All local workers have checkpointed, or cannot be asked to checkpoint."""
 
     fence: Fence
+    drain: DrainNumber
 
 
 class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
@@ -307,9 +312,14 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
-    """A planned change comes: let the workers of `fence` checkpoint before it."""
+    """A planned change comes: let the workers of `fence` checkpoint before it.
+
+    `drain`: the number of this drain in the world of `fence`, from 1. A newer drain replaces an
+    older one, which is called off.
+    """
 
     fence: Fence
+    drain: Count
     timeout_s: float
     reason: str
 
@@ -322,14 +332,16 @@ class DrainTarget(msgspec.Struct, frozen=True, tag="drain-target", kw_only=True)
     """
 
     fence: Fence
+    drain: Count
     calls: Count | None
     stops: bool = False
 
 
-class CallOff(msgspec.Struct, frozen=True, tag="call-off"):
-    """The drain of `fence` is called off: its workers continue from where they wait."""
+class CallOff(msgspec.Struct, frozen=True, tag="call-off", kw_only=True):
+    """This drain of `fence` is called off: its workers continue from where they wait."""
 
     fence: Fence
+    drain: Count
 
 
 class EndWorker(msgspec.Struct, frozen=True, tag="end-worker", kw_only=True):

@@ -3,7 +3,14 @@
 from test_agent_rules import FENCE, Agent
 
 from elastane.protocol.culprits import Kind, ProcessFacts, StandstillEvidence, Verdict
-from elastane.protocol.effects import EndGroupWorker, Exit, MarkGroup, ReleaseGroup, Transmit
+from elastane.protocol.effects import (
+    AimGroup,
+    EndGroupWorker,
+    Exit,
+    MarkGroup,
+    ReleaseGroup,
+    Transmit,
+)
 from elastane.protocol.events import (
     CulpritFound,
     GroupAble,
@@ -26,6 +33,7 @@ from elastane.protocol.messages import (
     DrainTarget,
     EndWorker,
     Join,
+    Marked,
     Ready,
     Report,
     StandstillReport,
@@ -105,13 +113,48 @@ def test_an_agent_updates_whether_its_workers_are_sole_holders():
 
 def test_a_drain_that_is_called_off_opens_the_gates_and_another_may_follow():
     agent = Agent().running()
-    agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="growth"))
-    agent.does(GroupMarked(FENCE, 7))
-    agent.told(DrainTarget(fence=FENCE, calls=8, stops=True))
-    assert agent.told(CallOff(FENCE)) == [ReleaseGroup(FENCE)]
-    agent.does(GroupDrained(FENCE, True))  # crossed with it
+    agent.told(Drain(fence=FENCE, drain=1, timeout_s=30.0, reason="growth"))
+    agent.does(GroupMarked(FENCE, 1, 7))
+    agent.told(DrainTarget(fence=FENCE, drain=1, calls=8, stops=True))
+    assert agent.told(CallOff(fence=FENCE, drain=1)) == [ReleaseGroup(FENCE)]
+    agent.does(GroupDrained(FENCE, 1, True))  # crossed with it
     assert not agent.sent(Drained)
-    assert MarkGroup(FENCE) in agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="again"))
+    assert MarkGroup(FENCE, 2) in agent.told(
+        Drain(fence=FENCE, drain=2, timeout_s=30.0, reason="again")
+    )
+
+
+def test_a_late_report_of_a_drain_that_was_called_off_is_not_one_of_the_next_drain():
+    agent = Agent().running()
+    agent.told(Drain(fence=FENCE, drain=1, timeout_s=30.0, reason="growth"))
+    agent.told(CallOff(fence=FENCE, drain=1))
+    agent.told(Drain(fence=FENCE, drain=2, timeout_s=30.0, reason="b to leave"))
+    agent.does(GroupMarked(FENCE, 1, 7))
+    assert not agent.sent(Marked)
+    agent.told(DrainTarget(fence=FENCE, drain=2, calls=9))
+    agent.does(GroupDrained(FENCE, 1))
+    assert not agent.sent(Drained)
+    assert agent.told(CallOff(fence=FENCE, drain=1)) == []
+    agent.does(GroupDrained(FENCE, 2))
+    assert agent.sent(Drained) == [Drained(fence=FENCE, drain=2)]
+
+
+def test_a_newer_drain_ends_one_whose_end_was_not_heard_of():
+    agent = Agent().running()
+    agent.told(Drain(fence=FENCE, drain=1, timeout_s=30.0, reason="growth"))
+    agent.told(DrainTarget(fence=FENCE, drain=1, calls=8))
+    agent.does(Unlinked("EOF"))
+    agent.does(GroupDrained(FENCE, 1))
+    agent.does(Linked())
+    holding = agent.sent(Join)[0].holding
+    assert holding.draining and holding.last_drain == 1
+    request = Drain(fence=FENCE, drain=2, timeout_s=30.0, reason="b to leave")
+    assert [e for e in agent.told(request) if isinstance(e, ReleaseGroup | MarkGroup)] == [
+        ReleaseGroup(FENCE),
+        MarkGroup(FENCE, 2),
+    ]
+    agent.told(DrainTarget(fence=FENCE, drain=2, calls=12))
+    assert agent.effect(AimGroup).calls == 12
 
 
 def test_workers_that_stand_still_are_reported_in_their_own_world_only():

@@ -341,51 +341,51 @@ def test_a_repeated_assignment_starts_the_workers_once():
 
 def test_a_drain_goes_through_the_workers():
     agent = Agent().running()
-    agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="an arrival"))
+    agent.told(Drain(fence=FENCE, drain=1, timeout_s=30.0, reason="an arrival"))
     assert agent.effect(MarkGroup)
-    agent.does(GroupMarked(FENCE, 4))
+    agent.does(GroupMarked(FENCE, 1, 4))
     assert agent.sent(Marked)[0].calls == 4
-    agent.told(DrainTarget(fence=FENCE, calls=6))
+    agent.told(DrainTarget(fence=FENCE, drain=1, calls=6))
     assert agent.effect(AimGroup).calls == 6
-    agent.does(GroupDrained(FENCE))
+    agent.does(GroupDrained(FENCE, 1))
     assert agent.sent(Drained)
 
 
 def test_a_repeated_drain_keeps_its_target():
     agent = Agent().running()
-    agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="an arrival"))
-    agent.told(DrainTarget(fence=FENCE, calls=6))
+    agent.told(Drain(fence=FENCE, drain=1, timeout_s=30.0, reason="an arrival"))
+    agent.told(DrainTarget(fence=FENCE, drain=1, calls=6))
     agent.does(Unlinked("EOF"))
-    agent.does(GroupDrained(FENCE))
+    agent.does(GroupDrained(FENCE, 1))
     agent.does(Linked())
     assert agent.sent(Join)[0].holding.draining
-    agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="going on"))
+    agent.told(Drain(fence=FENCE, drain=1, timeout_s=30.0, reason="going on"))
     assert agent.sent(Marked)[0].calls == 5
-    agent.told(DrainTarget(fence=FENCE, calls=6))
+    agent.told(DrainTarget(fence=FENCE, drain=1, calls=6))
     assert agent.effect(AimGroup) is None and agent.sent(Drained)
 
 
 def test_a_drain_that_later_stops_all_workers_asks_them_again():
     agent = Agent().running()
-    agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="b to leave"))
-    agent.told(DrainTarget(fence=FENCE, calls=6))
-    agent.told(DrainTarget(fence=FENCE, calls=6, stops=True))
+    agent.told(Drain(fence=FENCE, drain=1, timeout_s=30.0, reason="b to leave"))
+    agent.told(DrainTarget(fence=FENCE, drain=1, calls=6))
+    agent.told(DrainTarget(fence=FENCE, drain=1, calls=6, stops=True))
     assert agent.effect(AimGroup).stops
-    agent.does(GroupDrained(FENCE))  # They wait; they have not saved.
+    agent.does(GroupDrained(FENCE, 1))  # They wait; they have not saved.
     assert not agent.sent(Drained)
-    agent.told(DrainTarget(fence=FENCE, calls=6, stops=True))
+    agent.told(DrainTarget(fence=FENCE, drain=1, calls=6, stops=True))
     assert agent.effect(AimGroup) is None and not agent.sent(Drained)
-    agent.does(GroupDrained(FENCE, stops=True))
+    agent.does(GroupDrained(FENCE, 1, stops=True))
     assert agent.sent(Drained)
 
 
 @pytest.mark.parametrize("calls", [None, 7])
 def test_only_workers_that_wait_at_the_target_are_asked_again(calls):
     agent = Agent().running()
-    agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="b to leave"))
-    agent.told(DrainTarget(fence=FENCE, calls=None if calls is None else 6))
-    agent.does(GroupDrained(FENCE))
-    agent.told(DrainTarget(fence=FENCE, calls=calls, stops=True))
+    agent.told(Drain(fence=FENCE, drain=1, timeout_s=30.0, reason="b to leave"))
+    agent.told(DrainTarget(fence=FENCE, drain=1, calls=None if calls is None else 6))
+    agent.does(GroupDrained(FENCE, 1))
+    agent.told(DrainTarget(fence=FENCE, drain=1, calls=calls, stops=True))
     assert agent.effect(AimGroup) is None and agent.sent(Drained)
 
 

@@ -16,10 +16,12 @@ from elastane.protocol.messages import (
     CallOff,
     Checkpointed,
     Drain,
+    Drained,
     DrainTarget,
     Failed,
     Heartbeat,
     Interrupt,
+    Marked,
     Prepare,
     Release,
     Stop,
@@ -103,7 +105,7 @@ def test_ready_replacements_join_at_a_boundary_after_the_survivors():
     job.passes(1.2, alive="ab")
     assert kinds(job, "a") == kinds(job, "b") == [Drain]
     reaches_boundary(job, "a", "b")
-    assert job.got("b", DrainTarget) == [DrainTarget(fence=Fence(2, 0), calls=8)]
+    assert job.got("b", DrainTarget) == [DrainTarget(fence=Fence(2, 0), drain=1, calls=8)]
     assert regrouped(job, "a") == (Fence(3, 0), 0, (1, 0), 4)
     assert regrouped(job, "b") == (Fence(3, 0), 2, (0, 1), 4)
     assert Stop not in kinds(job, "a") + kinds(job, "b")
@@ -180,6 +182,73 @@ def test_a_drain_for_joining_workers_that_times_out_is_called_off():
     assert kinds(job, "b")[-1] is CallOff
     assert "others join at a later boundary" in reasons(job, EventKind.DRAIN_ENDED)[-1]
     assert job.persisted[-1].world.world_size == 3
+
+
+def test_late_reports_of_a_drain_that_was_called_off_do_not_count_for_the_next():
+    """A worker that is released would count as one that waits at the boundary."""
+    job = shrunk()
+    able(job, "a")
+    job.passes(1.2, alive="ab")
+    job.marks("a", 7), job.marks("b", 7), job.drains("a")
+    job.passes(5.0, alive="ab")
+    fence = job.assigned["b"].fence
+    job.leaves("b")
+    assert job.phase == "draining" and job.got("b", Drain)[-1].drain == 2
+    job.marks("a", 12)
+    job.says("b", Marked(fence=fence, drain=1, calls=7))
+    assert job.got("a", DrainTarget)[-1].drain == 1, "b has not answered"
+    job.marks("b", 12), job.drains("a")
+    job.says("b", Drained(fence=fence, drain=1))
+    assert job.phase == "draining"
+    job.drains("b")
+    assert job.phase != "draining"
+
+
+def resumed_by_another(job, *, draining):
+    """A new coordinator; by node, the last drain that it reports, and whether that lasts."""
+    after = Driver(job.spec, job.persisted[-1], store_backed=True)
+    after.assigned = dict(job.assigned)
+    for node_id, (number, lasts) in draining.items():
+        holding = job.holding(
+            node_id,
+            able=(0, 1),
+            in_place=True,
+            joining=Joining.PLANNED,
+            draining=lasts,
+            last_drain=number,
+        )
+        after.join(node_id, holding=holding, incarnation="1")
+    return after
+
+
+def test_a_new_coordinator_resumes_a_drain_of_which_not_all_have_heard():
+    after = resumed_by_another(planned(), draining={"a": (3, True), "b": (2, False)})
+    assert after.phase == "draining"
+    assert [after.got(n, Drain)[-1].drain for n in "ab"] == [3, 3]
+
+
+@pytest.mark.parametrize("other", [(3, False), (4, False)])
+def test_a_new_coordinator_calls_off_a_drain_that_the_last_one_called_off(other):
+    after = resumed_by_another(planned(), draining={"a": (3, True), "b": other})
+    assert after.phase == "running" and not after.got("b", CallOff)
+    assert after.got("a", CallOff) == [CallOff(fence=Fence(1, 0), drain=3)]
+    after.leaves("b")
+    assert after.got("a", Drain)[-1].drain == other[0] + 1
+
+
+def test_a_node_that_missed_the_end_of_a_drain_is_asked_for_the_next_one():
+    job = shrunk()
+    able(job, "a")
+    job.passes(1.2, alive="ab")
+    job.marks("a", 7), job.marks("b", 7), job.drains("b")
+    job.passes(5.0, alive="ab")
+    assert job.phase == "running", "the end of the drain is lost on the way to b"
+    job.leaves("a")
+    holding = job.holding(
+        "b", able=(0, 1), in_place=True, joining=Joining.PLANNED, draining=True, last_drain=1
+    )
+    job.join("b", holding=holding, incarnation="1")
+    assert job.got("b", Drain)[-1].drain == 2
 
 
 def test_the_next_try_waits_twice_as_long_as_the_one_before():
@@ -322,7 +391,7 @@ def test_a_new_coordinator_calls_off_a_drain_of_the_last_one_that_times_out():
     job.passes(1.2, alive="ab")
     after = Driver(job.spec, job.persisted[-1], store_backed=True)
     after.assigned = dict(job.assigned)
-    holds = {"in_place": True, "joining": Joining.PLANNED, "draining": True}
+    holds = {"in_place": True, "joining": Joining.PLANNED, "draining": True, "last_drain": 1}
     after.join("a", holding=job.holding("a", able=(0, 1), **holds), incarnation="1")
     after.join("b", holding=job.holding("b", able=(0, 1), **holds), incarnation="1")
     after.marks("a", 7), after.marks("b", 7), after.drains("a")

@@ -252,17 +252,17 @@ def test_a_drain_request_lost_with_a_session_is_repeated(elastic):
     assert elastic.got("b", Drain)
     elastic.marks("a", 4)
     elastic.breaks("b")
-    elastic.join("b", holding=elastic.holding("b", draining=True))
+    elastic.join("b", holding=elastic.holding("b", draining=True, last_drain=1))
     elastic.marks("b", 5)
     elastic.breaks("b")
-    elastic.join("b", holding=elastic.holding("b", draining=True))
+    elastic.join("b", holding=elastic.holding("b", draining=True, last_drain=1))
     assert [m.calls for m in elastic.got("b", DrainTarget)] == [6, 6]
 
 
 def test_a_new_coordinator_continues_a_drain(elastic, driver):
     new = driver(elastic.spec, record=elastic.persisted[-1], store_backed=True)
     new.assigned = elastic.assigned
-    new.join("a", holding=elastic.holding("a", draining=True))
+    new.join("a", holding=elastic.holding("a", draining=True, last_drain=1))
     new.join("b", holding=elastic.holding("b"))
     assert new.phase == "draining" and new.got("a", Drain) and new.got("b", Drain)
 

@@ -179,7 +179,7 @@ def test_messages_of_an_old_fence_change_nothing(pair):
     before = pair.machine.report()
     for message in (
         Succeeded(Fence(0, 9)),
-        Drained(Fence(0, 9)),
+        Drained(fence=Fence(0, 9), drain=0),
         Failed(fence=Fence(0, 9), failures=()),
     ):
         pair.says("a", message)

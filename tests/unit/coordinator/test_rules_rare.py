@@ -107,14 +107,14 @@ def test_an_agent_that_ends_starts_nothing_and_declines_nothing():
 
 def test_a_drain_of_workers_that_are_gone_or_of_another_world_is_not_answered():
     for agent, fence in ((gone(), FIRST.fence), (Agent(), Fence(9, 0))):
-        agent.does(MessageReceived(Drain(fence=fence, timeout_s=1.0, reason="x")))
+        agent.does(MessageReceived(Drain(fence=fence, drain=1, timeout_s=1.0, reason="x")))
         assert not agent.sent(Marked)
 
 
 def test_a_drain_of_workers_of_whom_one_has_failed_is_answered_at_once():
     agent = Agent()
     agent.fails(0)
-    agent.does(MessageReceived(Drain(fence=FIRST.fence, timeout_s=1.0, reason="x")))
+    agent.does(MessageReceived(Drain(fence=FIRST.fence, drain=1, timeout_s=1.0, reason="x")))
     assert [m.calls for m in agent.sent(Marked)] == [None] and agent.sent(Drained)
 
 

@@ -110,7 +110,9 @@ def test_a_checkpoint_lets_all_workers_restart_with_those_that_wait():
     job.passes(3.0, alive="ab")
     checkpoints(job)
     reaches_boundary(job, "a", "b")
-    assert job.got("a", DrainTarget) == [DrainTarget(fence=Fence(2, 0), calls=8, stops=True)]
+    assert job.got("a", DrainTarget) == [
+        DrainTarget(fence=Fence(2, 0), drain=1, calls=8, stops=True)
+    ]
     assert Stop in kinds(job, "a") and Stop in kinds(job, "b")
     job.stops("a", "b")
     assert job.phase == "running" and job.persisted[-1].world.world_size == 4
@@ -291,7 +293,7 @@ def test_a_node_leaves_at_a_boundary_and_no_other_node_restarts():
     job = shrinking(min_workers=1)
     job.leaves("b")
     reaches_boundary(job, "a", "b")
-    assert job.got("a", DrainTarget) == [DrainTarget(fence=Fence(1, 0), calls=8)]
+    assert job.got("a", DrainTarget) == [DrainTarget(fence=Fence(1, 0), drain=1, calls=8)]
     assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 2) and Stop not in kinds(job, "a")
 
 
@@ -299,7 +301,9 @@ def test_workers_that_all_leave_get_sigterm_since_they_know_no_step_to_save_at()
     job = shrinking(min_workers=1)
     job.leaves("a"), job.leaves("b")
     job.marks("a", 7), job.marks("b", 7)
-    assert job.got("a", DrainTarget)[-1] == DrainTarget(fence=Fence(1, 0), calls=None, stops=True)
+    assert job.got("a", DrainTarget)[-1] == DrainTarget(
+        fence=Fence(1, 0), drain=1, calls=None, stops=True
+    )
 
 
 def taken_over(job, **holdings):
@@ -443,5 +447,7 @@ def test_a_drain_before_all_workers_have_joined_aims_at_the_step_of_those_who_ha
     able(job, "a", joining=Joining.NEVER)
     job.leaves("b")
     job.marks("a", 1), job.marks("b", None)
-    assert job.got("a", DrainTarget) == [DrainTarget(fence=Fence(1, 0), calls=2, stops=True)]
+    assert job.got("a", DrainTarget) == [
+        DrainTarget(fence=Fence(1, 0), drain=1, calls=2, stops=True)
+    ]
     assert job.got("b", DrainTarget) == job.got("a", DrainTarget)

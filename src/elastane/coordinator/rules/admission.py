@@ -328,7 +328,8 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
         and join.holding is not None
         and join.holding.draining
     ):
-        drain.send_call_off(state, node)  # The node had no session when the drain was called off.
+        # The node had no session when the drain was called off.
+        drain.send_call_off(state, node, join.holding.last_drain)
     state.log(EventKind.NODE_REGISTERED_AGAIN, "over a new connection", node.id)
 
 
@@ -395,7 +396,8 @@ def _find_place_in_world(state: State, node: KnownNode, holding: Holding) -> Non
     """Keep workers of the current world, or of one that may turn out to be it; stop others."""
     assignment, fence = holding.assignment, holding.assignment.fence
     state.worlds.note_fence(fence)
-    node.drain.note_earlier(was_draining=holding.draining)
+    state.drain.note_number(holding.last_drain)
+    node.drain.note_earlier(holding.last_drain, was_draining=holding.draining)
     if state.world is None and state.phase in (MembershipPhase.FORMING, MembershipPhase.RECOVERING):
         _record_reported_world(state, node, holding)
     current = state.worlds.fence

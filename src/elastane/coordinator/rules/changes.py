@@ -20,8 +20,13 @@ class PlannedGrowth:
 
 @dataclass(slots=True)
 class CurrentDrain:
-    """How far the drain of the current world is; `drain` has its rules."""
+    """How far the drain of the current world is; `drain` has its rules.
 
+    `number` tells this drain from those of the same world that were called off. It continues from
+    that of the last coordinator.
+    """
+
+    number: int = 0
     target_sent: bool = False
     target: int | None = None  # the call at which all workers checkpoint; None: where they are
     stops_all: bool = False  # all workers stop at the target
@@ -36,13 +41,19 @@ class CurrentDrain:
 
     def begin(self, growth: PlannedGrowth | None, *, admits: bool) -> None:
         """Begin a drain that has no target yet; with `growth`, all workers restart at its end."""
+        self.number += 1
         self.growth, self.admits = growth, admits
         self.target_sent, self.target = False, None
         self.stops_all, self.began_earlier = False, False
 
-    def note_earlier(self) -> None:
-        """Record that this drain continues one of the previous coordinator."""
-        self.began_earlier = True
+    def note_number(self, number: int) -> None:
+        """Record the number of a drain that an agent reports of the current world."""
+        self.number = max(self.number, number)
+
+    def resume(self, number: int, *, admits: bool) -> None:
+        """Continue a drain of the previous coordinator, under its number."""
+        self.begin(None, admits=admits)
+        self.number, self.began_earlier = number, True
 
     def aim(self, furthest: int, *, stops_all: bool) -> None:
         """Set the target one call after the furthest; without any call there is none."""

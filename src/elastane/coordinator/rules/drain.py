@@ -34,27 +34,52 @@ def begin_drain(
     With `growth`, all workers restart at its end. `admits`: it only lets workers join at a
     boundary.
     """
-    state.incidents.open(Incident(at_s=state.now_s, reason=reason, planned=True))
     state.drain.begin(growth, admits=admits)
+    _request(state, reason)
+    return True
+
+
+def resume_drain(state: State) -> None:
+    """Continue the drain in which the last coordinator left the workers, if there is one.
+
+    Where some workers are no longer in the last drain, it was called off. Those that do not know
+    it yet are informed, and also those of an older drain.
+    """
+    members = state.roster.members()
+    number = max((node.drain.last_number for node in members), default=0)
+    draining = [node for node in members if node.drain.was_draining]
+    if draining and all(n.drain.was_draining for n in members if n.drain.last_number == number):
+        state.drain.resume(number, admits=next_world.joining(state) is Joining.PLANNED)
+        _request(state, "continuing the drain that the last coordinator began")
+        return
+    for node in draining:
+        send_call_off(state, node, node.drain.last_number)
+
+
+def _request(state: State, reason: str) -> None:
+    state.incidents.open(Incident(at_s=state.now_s, reason=reason, planned=True))
     state.enter(MembershipPhase.DRAINING, reason)
     state.log(EventKind.DRAIN_STARTED, reason)
     for node in state.roster.members():
         node.drain.restart()
         state.roster.reindex(node)
         send_drain_request(state, node)
-    return True
 
 
 def send_drain_request(state: State, node: KnownNode) -> None:
     """Send `node` the current drain, or its target; also if the node comes back meanwhile."""
     assert state.world is not None
-    fence, timeout_s = state.world.fence, limit_s(state)
-    if state.drain.target_sent and not node.drain.saved:
-        state.queue.send(
-            node, DrainTarget(fence=fence, calls=state.drain.target, stops=state.drain.stops_all)
+    fence, drain = state.world.fence, state.drain
+    if drain.target_sent and not node.drain.saved:
+        target = DrainTarget(
+            fence=fence, drain=drain.number, calls=drain.target, stops=drain.stops_all
         )
+        state.queue.send(node, target)
     elif not node.drain.gated:
-        state.queue.send(node, Drain(fence=fence, timeout_s=timeout_s, reason=state.stage.reason))
+        request = Drain(
+            fence=fence, drain=drain.number, timeout_s=limit_s(state), reason=state.stage.reason
+        )
+        state.queue.send(node, request)
 
 
 def set_target(state: State) -> None:
@@ -157,14 +182,14 @@ def call_off(state: State) -> bool:
     for node in state.roster.members():
         node.drain.restart()
         state.roster.reindex(node)
-        send_call_off(state, node)
+        send_call_off(state, node, state.drain.number)
     return True
 
 
-def send_call_off(state: State, node: KnownNode) -> None:
-    """Inform `node` that the current world has no drain."""
+def send_call_off(state: State, node: KnownNode, number: int) -> None:
+    """Inform `node` that this drain of the current world is called off."""
     assert state.world is not None
-    state.queue.send(node, CallOff(state.world.fence))
+    state.queue.send(node, CallOff(fence=state.world.fence, drain=number))
 
 
 def drained_late(state: State) -> None:

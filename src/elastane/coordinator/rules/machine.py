@@ -390,12 +390,7 @@ def _resume(state: State, present: list[KnownNode]) -> bool:
     state.enter(MembershipPhase.RUNNING, "all nodes of the world are back; nothing restarts")
     state.log(EventKind.ROUND_RESUMED, state.stage.reason, nodes=len(present))
     state.persist()
-    if any(node.drain.was_draining for node in present):
-        # Before failures are counted: those may follow from the drain.
-        admits = next_world.joining(state) is Joining.PLANNED
-        reason = "continuing the drain that the last coordinator began"
-        drain.begin_drain(state, reason, admits=admits)
-        state.drain.note_earlier()
+    drain.resume_drain(state)  # Before failures are counted: those may follow from the drain.
     _apply_reported_failures(state)
     return True
 

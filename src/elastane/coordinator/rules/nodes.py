@@ -238,15 +238,17 @@ class NodeDrain:
     gated: bool = False  # they are gated, and their calls were counted
     calls: int | None = None  # the furthest worker's count of should_checkpoint() calls
     saved: bool = False  # they have checkpointed
-    was_draining: bool = False  # said at registration: they wait for the end of a drain
+    # As registered: the last drain of their world, and whether they wait for its end.
+    last_number: int = 0
+    was_draining: bool = False
 
     def restart(self) -> None:
         """Begin a drain, or end one."""
         self.gated = self.saved = self.was_draining = False
 
-    def note_earlier(self, *, was_draining: bool) -> None:
-        """Record whether the workers wait for the end of a drain of an earlier coordinator."""
-        self.was_draining = was_draining
+    def note_earlier(self, last_number: int, *, was_draining: bool) -> None:
+        """Record the last drain that an agent had, and whether its workers wait for its end."""
+        self.last_number, self.was_draining = last_number, was_draining
 
     def save(self) -> None:
         """Record that the workers have checkpointed."""

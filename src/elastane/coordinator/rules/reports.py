@@ -63,7 +63,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
         case Succeeded(fence=fence) if fence == node.fence and node.workers.state == "running":
             node.workers.succeed()
         case Marked() | Drained() if message.fence == node.fence:
-            _drained(node, message)
+            _drained(state, node, message)
         case Able() | Lost() | Checkpointed() | StandstillReport():
             _record_workers(state, node, message)
         case Stopped():
@@ -117,7 +117,9 @@ def _log_pace(state: State, world: World, counts: dict[int, int]) -> None:
         )
 
 
-def _drained(node: KnownNode, message: Marked | Drained) -> None:
+def _drained(state: State, node: KnownNode, message: Marked | Drained) -> None:
+    if message.drain != state.drain.number:
+        return  # of a drain that was called off; its report came late
     if isinstance(message, Marked):
         node.drain.count(message.calls)
     else:
