@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from elastane.cli.main import main
-from elastane.cli.slurm import SlurmParser, configure, script_of
+from elastane.cli.slurm import Parser, configure, script_of
 from elastane.errors import UsageError
 
 GOLDEN = """\
@@ -60,7 +60,7 @@ WORDS = ["--nodes", "1:4", "--time", "12:00:00", "--gpus-per-node", "8", "--excl
 
 
 def script(*words):
-    parser = SlurmParser(prog="elastane slurm", allow_abbrev=False)
+    parser = Parser(prog="elastane slurm", allow_abbrev=False)
     configure(parser)
     return script_of(parser.parse_args(list(words)), ("elastane",))
 
@@ -180,4 +180,4 @@ def test_help_names_the_options(capsys):
 
 
 def test_the_namespace_of_the_parser_is_plain():
-    assert isinstance(SlurmParser(prog="x").parse_args(["t.py"]), argparse.Namespace)
+    assert isinstance(Parser(prog="x").parse_args(["t.py"]), argparse.Namespace)

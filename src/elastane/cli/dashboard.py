@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastane.cli.parser import add_job_options
 from elastane.cli.status import add_tls_options
 from elastane.errors import ConfigurationError, UsageError
 
@@ -24,15 +25,9 @@ _PORT_MAX = 65535
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
+    about = "name of the job to show first, or its log folder (default: the newest)"
+    add_job_options(parser, about, nargs="?", default="")
     add = parser.add_argument
-    add(
-        "job",
-        metavar="JOB_OR_DIR",
-        nargs="?",
-        default="",
-        help="name of the job to show first, or its log folder (default: the newest)",
-    )
-    add("--log-dir", metavar="DIR", default="", help="the --log-dir of elastane run")
     add("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen on (%(default)s)")
     add(
         "--port", metavar="N", type=int, default=PORT, help="port; 0 takes a free one (%(default)s)"

@@ -87,10 +87,10 @@ def main(args: argparse.Namespace) -> int:
         # First, since the others wait. It tries the endpoint itself.
         findings = _between(args, _meeting_place(args, endpoint), environ)
         endpoint = None
-    _tell("importing torch in a fresh interpreter ...")
+    _show_wait("importing torch in a fresh interpreter ...")
     folders = _folders(args, environ)
     findings = judge(read_facts(folders, args.nproc_per_node, endpoint, environ)) + findings
-    _tell("")
+    _show_wait("")
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -144,10 +144,10 @@ def _between(
         local_addr=args.local_addr,
         page=read_page(endpoint, environ),
     )
-    return judge_nodes(meet(request, lambda text: _tell(f"{endpoint}: {text} ...")))
+    return judge_nodes(meet(request, lambda text: _show_wait(f"{endpoint}: {text} ...")))
 
 
-def _tell(text: str) -> None:
+def _show_wait(text: str) -> None:
     """Say on a terminal what is waited for."""
     if sys.stderr.isatty():
         print(f"{text}\x1b[K", end="\r", file=sys.stderr, flush=True)

@@ -10,6 +10,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from elastane.cli.parser import add_job_options
+
 if TYPE_CHECKING:
     from elastane.observe.account import Account
     from elastane.observe.story import AttemptStory, JobStory, SeenFailure
@@ -26,9 +28,8 @@ _STRAGGLERS_SHOWN_MAX = 8
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
+    add_job_options(parser)
     add = parser.add_argument
-    add("job", metavar="JOB_OR_DIR", help="name of the job, or its log folder")
-    add("--log-dir", metavar="DIR", default="", help="the --log-dir of elastane run")
     add("--round", metavar="N", type=int, default=None, help="only this round")
     add("--attempt", metavar="N", type=int, default=None, help="only this attempt")
     add("--json", action="store_true", help="print everything as JSON")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastane.cli.parser import add_job_options
 from elastane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,9 +26,8 @@ _JOBS_NAMED_MAX = 10
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
+    add_job_options(parser)
     add = parser.add_argument
-    add("job", metavar="JOB_OR_DIR", help="name of the job, or its log folder")
-    add("--log-dir", metavar="DIR", default="", help="the --log-dir of elastane run")
     add("--rank", metavar="LIST", default="", help="only these ranks: 0,2 or 0-3")
     add("--node", metavar="NAMES", default="", help="only these nodes or hosts")
     add("--round", metavar="LIST", default="", help="only these rounds")

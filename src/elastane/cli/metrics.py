@@ -10,6 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from elastane.cli.parser import add_job_options
 from elastane.cli.status import add_tls_options, tls_of
 from elastane.errors import ConfigurationError, UsageError
 
@@ -24,15 +25,9 @@ _PORT_MAX = 65535
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
+    about = "a job that is served whether it runs here or not, or its log folder"
+    add_job_options(parser, about, nargs="?", default="")
     add = parser.add_argument
-    add(
-        "job",
-        metavar="JOB_OR_DIR",
-        nargs="?",
-        default="",
-        help="a job that is served whether it runs here or not, or its log folder",
-    )
-    add("--log-dir", metavar="DIR", default="", help="the --log-dir of elastane run")
     add(
         "--host",
         metavar="ADDRESS",

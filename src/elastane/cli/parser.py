@@ -31,3 +31,15 @@ class VerbParser(argparse.ArgumentParser):
                 if near and near[0] != name:
                     return f"did you mean {near[0]}?"
         return ""
+
+
+def add_job_options(
+    parser: argparse.ArgumentParser, about: str = "name of the job, or its log folder", **more: Any
+) -> None:
+    """Add the job that a verb is about, by name or log folder, and where its logs are.
+
+    `about` is the help of the job, `more` are arguments of `add_argument` for it.
+    """
+    parser.add_argument("job", metavar="JOB_OR_DIR", help=about, **more)
+    text = "the --log-dir of elastane run"
+    parser.add_argument("--log-dir", metavar="DIR", default="", help=text)

@@ -8,10 +8,10 @@ import secrets
 from dataclasses import replace
 from pathlib import PurePath
 
-from elastane.cli._scheduler_options import own_option, value_of
+from elastane.cli._scheduler_options import add_run_options, own_option, parser_with, value_of
 from elastane.errors import UsageError
-from elastane.options.parser import Names, Options, RunParser, add_options, words_of
-from elastane.options.table import BY_DEST, TABLE
+from elastane.options.parser import Options, RunParser, words_of
+from elastane.options.table import BY_DEST
 
 RAY = "Ray: what is reserved on each node"
 _option = functools.partial(own_option, RAY)
@@ -42,19 +42,12 @@ Write the options of Ray and of elastane run before the script, in any order; se
 docs/schedulers.md."""
 
 
-class RayParser(RunParser):
-    """The parser of `elastane run`, with the options of Ray."""
-
-    names = Names((*OPTIONS, *TABLE))
+Parser = parser_with(OPTIONS)
 
 
-Parser = RayParser  # The name that cli.main looks up.
-
-
-def configure(parser: RayParser) -> None:
+def configure(parser: RunParser) -> None:
     """Add Ray's options, then those of `elastane run`."""
-    add_options(parser)
-    parser.epilog = _EPILOG.format(prog=parser.prog)
+    add_run_options(parser, _EPILOG)
 
 
 def main(args: argparse.Namespace) -> int:

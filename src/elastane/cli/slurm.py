@@ -8,10 +8,10 @@ import shlex
 import sys
 from pathlib import PurePath
 
-from elastane.cli._scheduler_options import own_option, value_of
+from elastane.cli._scheduler_options import add_run_options, own_option, parser_with, value_of
 from elastane.errors import UsageError
-from elastane.options.parser import Names, RunParser, add_options, read, words_of
-from elastane.options.table import TABLE, Option
+from elastane.options.parser import RunParser, read, words_of
+from elastane.options.table import Option
 
 SLURM = "Slurm: what sbatch is asked for"
 _option = functools.partial(own_option, SLURM)
@@ -53,19 +53,12 @@ Write the options of Slurm and of elastane run before the script, in any order. 
 --notice seconds before its time limit, and is requeued; see docs/slurm.md."""
 
 
-class SlurmParser(RunParser):
-    """The parser of `elastane run`, with Slurm's options."""
-
-    names = Names((*OPTIONS, *TABLE))
+Parser = parser_with(OPTIONS)
 
 
-Parser = SlurmParser  # The name that cli.main looks up.
-
-
-def configure(parser: SlurmParser) -> None:
+def configure(parser: RunParser) -> None:
     """Add Slurm's options, then those of `elastane run`."""
-    add_options(parser)
-    parser.epilog = _EPILOG.format(prog=parser.prog)
+    add_run_options(parser, _EPILOG)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastane.cli.parser import add_job_options
 from elastane.cli.status import add_tls_options, tls_of
 from elastane.errors import UsageError
 
@@ -19,15 +20,9 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
+    about = "name of the job, or its log folder (default: the one that runs on this machine)"
+    add_job_options(parser, about, nargs="?", default="")
     add = parser.add_argument
-    add(
-        "job",
-        metavar="JOB_OR_DIR",
-        nargs="?",
-        default="",
-        help="name of the job, or its log folder (default: the one that runs on this machine)",
-    )
-    add("--log-dir", metavar="DIR", default="", help="the --log-dir of elastane run")
     add("--once", action="store_true", help="print one frame, as without a terminal")
     add_tls_options(parser)
 

@@ -10,6 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from elastane.cli.parser import add_job_options
 from elastane.errors import ConfigurationError, ElastaneError, UsageError
 
 if TYPE_CHECKING:
@@ -20,9 +21,8 @@ POLL_S = 2.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
+    add_job_options(parser)
     add = parser.add_argument
-    add("job", metavar="JOB_OR_DIR", help="name of the job, or its log folder")
-    add("--log-dir", metavar="DIR", default="", help="the --log-dir of elastane run")
     add(
         "--endpoint",
         metavar="URL",

@@ -20,6 +20,7 @@ from elastane.stores.protocol import (
     check_ttl,
     check_value,
     watch_by_polling,
+    write_expecting,
 )
 from elastane.stores.registry import GROUP, ConfKey, StoreBackend, StorePlace, make_store
 
@@ -46,4 +47,5 @@ __all__ = [
     "make_store",
     "new_token",
     "watch_by_polling",
+    "write_expecting",
 ]

@@ -58,6 +58,9 @@ from elastane.protocol.limits import LEASE_MARGIN
 # A store's value: the record of 1,024 nodes is some 120 KB; etcd refuses more than 1.5 MiB.
 STORE_VALUE_BYTES_MAX = 1 << 20
 STORE_KEY_CHARS_MAX = 512
+# Attempts of a creation that is refused for a key that is absent when it is read. Each lost
+# attempt takes a creation and a deletion by other clients within one round trip.
+WRITE_ATTEMPTS_MAX = 20
 
 _PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
@@ -289,6 +292,32 @@ class HeldLease:
             slug="lease-lost",
             where=where,
         )
+
+
+async def write_expecting(
+    expected_version: int,
+    write: Callable[[], Awaitable[Entry | None]],
+    get: Callable[[], Awaitable[Entry | None]],
+    key: str,
+    service: str,
+) -> Entry:
+    """Return the entry that `write` made, for a store whose refusals do not hold the current one.
+
+    `write` returns None if the key was not at `expected_version`. Then `get` reads the current
+    entry, and ConflictError has it. The write is retried if it was to create the key (version 0)
+    and the key is absent: another client deleted it in between. Raises StoreError after
+    WRITE_ATTEMPTS_MAX of these; `service` is the name of the store in it.
+    """
+    for _ in range(WRITE_ATTEMPTS_MAX):
+        written = await write()
+        if written is not None:
+            return written
+        current = await get()
+        if current is not None or expected_version:
+            raise ConflictError(key, expected_version, current)
+    raise StoreError(
+        f"{service}: another client creates and deletes {key} again and again", slug="store-busy"
+    )
 
 
 async def watch_by_polling(

@@ -56,14 +56,13 @@ from elastane.stores import (
     check_key,
     check_ttl,
     check_value,
+    write_expecting,
 )
 
 T = TypeVar("T")
 
 # An API server learns of a new Role within a second.
 REFUSED_S = 3.0
-# Attempts of a creation that conflicts with an object that does not exist when it is read.
-_TURNS_MAX = 20
 _VERBS = "get,list,watch,create,update,delete"
 
 
@@ -197,20 +196,18 @@ class KubernetesStore:
         await self.find_owner()
         manifest = manifest_of(key, value, expected_version, self._owner)
         self._touched.add((resource_of(key), key))
-        for _ in range(_TURNS_MAX):
+
+        async def write() -> Entry | None:
             try:
                 written = await self._write(key, manifest, expected_version)
             except (ApiConflictError, ApiNotFoundError) as error:
                 if isinstance(error, ApiNotFoundError) and not expected_version:
                     raise self._no_namespace(error) from error
-                current = await self.get(key)
-                if current is not None or expected_version:
-                    raise ConflictError(key, expected_version, current) from error
-                continue  # The object was deleted by now, as this write expects.
+                return None
             return Entry(value, written.metadata.version)
-        raise StoreError(
-            f"kubernetes: another client creates and deletes {key} again and again",
-            slug="store-busy",
+
+        return await write_expecting(
+            expected_version, write, lambda: self.get(key), key, "kubernetes"
         )
 
     async def delete(self, key: str, expected_version: int) -> None:

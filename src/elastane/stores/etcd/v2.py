@@ -35,14 +35,13 @@ from elastane.stores.protocol import (
     check_key,
     check_ttl,
     check_value,
+    write_expecting,
 )
 
 _NOT_FOUND = 100
 # Compare failed; not a file; already exists.
 _CONFLICTS = (101, 102, 105)
 _WATCH_PAUSE_S = 0.1
-# Attempts of a write that was refused for a key that is gone when it is read.
-_TURNS_MAX = 20
 
 
 class EtcdNode(msgspec.Struct):
@@ -98,17 +97,12 @@ class EtcdV2Store:
         form = _guard(expected_version) | {"value": base64.b64encode(value).decode()}
         # An empty TTL removes that of the key.
         form["ttl"] = "" if ttl_s is None else str(math.ceil(check_ttl(key, ttl_s)))
-        for _ in range(_TURNS_MAX):
+
+        async def write() -> Entry | None:
             reply, _ = await self.ask("PUT", key, data=form)
-            if reply.node is not None:
-                return Entry(value, reply.node.modifiedIndex)
-            current = await self.get(key)
-            if current is not None or expected_version:
-                raise ConflictError(key, expected_version, current)
-            # It was there, and is gone by now, as expected: the write is tried again.
-        raise StoreError(
-            f"etcd: another client creates and deletes {key} again and again", slug="store-busy"
-        )
+            return Entry(value, reply.node.modifiedIndex) if reply.node is not None else None
+
+        return await write_expecting(expected_version, write, lambda: self.get(key), key, "etcd")
 
     async def delete(self, key: str, expected_version: int) -> None:
         """See Store.delete."""
