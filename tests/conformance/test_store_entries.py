@@ -211,12 +211,12 @@ async def test_purge_removes_all_below_the_prefix_and_nothing_else(harness: Harn
     store = harness.client()
     for key in ("job/a", "job/b/c", "job2/a"):
         await store.compare_and_set(key, b"x", 0)
-    assert await store.lease("job/seat", b"n", 5.0)
+    assert await store.lease("job/leadership", b"n", 5.0)
     await store.purge("job")
     await store.purge("job")
     assert await store.get("job/a") is None
     assert await store.get("job/b/c") is None
-    assert await store.holder("job/seat") is None
+    assert await store.holder("job/leadership") is None
     assert await store.get("job2/a") is not None
 
 

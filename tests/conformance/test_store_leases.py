@@ -19,7 +19,7 @@ TTL_S = 0.4
 async def test_a_free_lease_is_taken_at_once_and_by_one(harness: Harness) -> None:
     clients = [harness.client() for _ in range(6)]
     leases = await asyncio.gather(
-        *(client.lease("seat", str(i).encode(), 5.0) for i, client in enumerate(clients))
+        *(client.lease("leadership", str(i).encode(), 5.0) for i, client in enumerate(clients))
     )
     held = [(i, lease) for i, lease in enumerate(leases) if lease]
     assert len(held) == 1
@@ -27,23 +27,23 @@ async def test_a_free_lease_is_taken_at_once_and_by_one(harness: Harness) -> Non
     assert lease.held()
     assert 0 < lease.remaining_s() < 5.0
     expected = Holder(str(index).encode(), lease.term)
-    assert [await client.holder("seat") for client in clients] == [expected] * 6
+    assert [await client.holder("leadership") for client in clients] == [expected] * 6
 
 
 @asynchronous
 async def test_a_lease_that_was_never_taken_has_no_holder(harness: Harness) -> None:
-    assert await harness.client().holder("seat") is None
+    assert await harness.client().holder("leadership") is None
 
 
 @asynchronous
 async def test_a_holder_that_renews_keeps_the_lease_from_others(harness: Harness) -> None:
     holder, other = harness.client(), harness.client()
-    lease = await holder.lease("seat", b"holder", TTL_S)
+    lease = await holder.lease("leadership", b"holder", TTL_S)
     assert lease is not None
     term, end = lease.term, time.monotonic() + 4 * TTL_S
     while time.monotonic() < end:
         await lease.renew()
-        assert await other.lease("seat", b"other", TTL_S) is None
+        assert await other.lease("leadership", b"other", TTL_S) is None
         await asyncio.sleep(TTL_S / 10)
     assert lease.held()
     assert lease.term == term
@@ -52,7 +52,7 @@ async def test_a_holder_that_renews_keeps_the_lease_from_others(harness: Harness
 @asynchronous
 async def test_a_silent_holder_stops_before_another_takes_the_lease(harness: Harness) -> None:
     holder, other = harness.client(), harness.client()
-    lease = await holder.lease("seat", b"holder", TTL_S)
+    lease = await holder.lease("leadership", b"holder", TTL_S)
     assert lease is not None
     begun = time.monotonic()
     # Clocks of two hosts may differ by that much; here, all go by one.
@@ -60,7 +60,7 @@ async def test_a_silent_holder_stops_before_another_takes_the_lease(harness: Har
 
     async def take():
         was_held = lease.held()
-        found = await other.lease("seat", b"other", TTL_S)
+        found = await other.lease("leadership", b"other", TTL_S)
         assert not (found and was_held), "two hold the lease"
         return found
 
@@ -69,7 +69,7 @@ async def test_a_silent_holder_stops_before_another_takes_the_lease(harness: Har
     assert not lease.held()
     assert lease.remaining_s() <= 0
     assert second.term > lease.term
-    assert await harness.client().holder("seat") == Holder(b"other", second.term)
+    assert await harness.client().holder("leadership") == Holder(b"other", second.term)
     with pytest.raises(LeaseLostError):
         await lease.renew()
     assert not lease.held()
@@ -78,7 +78,7 @@ async def test_a_silent_holder_stops_before_another_takes_the_lease(harness: Har
 
 @asynchronous
 async def test_a_late_renewal_succeeds_while_no_other_took_the_lease(harness: Harness) -> None:
-    lease = await harness.client().lease("seat", b"holder", TTL_S)
+    lease = await harness.client().lease("leadership", b"holder", TTL_S)
     assert lease is not None
     term = lease.term
 
@@ -89,7 +89,7 @@ async def test_a_late_renewal_succeeds_while_no_other_took_the_lease(harness: Ha
     await lease.renew()
     assert lease.held()
     assert lease.term >= term
-    assert await harness.client().lease("seat", b"other", TTL_S) is None
+    assert await harness.client().lease("leadership", b"other", TTL_S) is None
 
 
 @asynchronous
@@ -97,33 +97,33 @@ async def test_released_is_free_at_once_and_terms_go_on(harness: Harness) -> Non
     one, other = harness.client(), harness.client()
     terms = []
     for turn in range(12):
-        lease = await (one if turn % 2 else other).lease("seat", b"x", 60.0)
+        lease = await (one if turn % 2 else other).lease("leadership", b"x", 60.0)
         assert lease is not None, "a released lease was not free"
         terms.append(lease.term)
         await lease.release()
         assert not lease.held()
-        assert await other.holder("seat") is None
+        assert await other.holder("leadership") is None
     assert terms == sorted(set(terms))
 
 
 @asynchronous
 async def test_release_by_a_deposed_holder_leaves_the_next_one(harness: Harness) -> None:
     one, other = harness.client(), harness.client()
-    first = await one.lease("seat", b"1", TTL_S)
+    first = await one.lease("leadership", b"1", TTL_S)
     assert first is not None
-    second = await until(lambda: other.lease("seat", b"2", 60.0), "the lease runs out")
+    second = await until(lambda: other.lease("leadership", b"2", 60.0), "the lease runs out")
     await first.release()
-    assert await one.holder("seat") == Holder(b"2", second.term)
+    assert await one.holder("leadership") == Holder(b"2", second.term)
     await second.renew()
 
 
 @asynchronous
 async def test_a_lease_that_is_ended_for_its_holder_is_free_at_once(harness: Harness) -> None:
     one, other = harness.client(), harness.client()
-    first = await one.lease("seat", b"1", 60.0)
-    await other.end_lease("seat", first.term)
-    assert await other.holder("seat") is None
-    second = await other.lease("seat", b"2", 60.0)
+    first = await one.lease("leadership", b"1", 60.0)
+    await other.end_lease("leadership", first.term)
+    assert await other.holder("leadership") is None
+    second = await other.lease("leadership", b"2", 60.0)
     assert second is not None and second.term > first.term
     with pytest.raises(LeaseLostError):
         await first.renew()
@@ -132,28 +132,28 @@ async def test_a_lease_that_is_ended_for_its_holder_is_free_at_once(harness: Har
 @asynchronous
 async def test_ending_another_term_or_none_changes_no_lease(harness: Harness) -> None:
     one, other = harness.client(), harness.client()
-    await other.end_lease("seat", 1)
-    first = await one.lease("seat", b"1", 60.0)
+    await other.end_lease("leadership", 1)
+    first = await one.lease("leadership", b"1", 60.0)
     await first.release()
-    await other.end_lease("seat", first.term)
-    second = await one.lease("seat", b"2", 60.0)
+    await other.end_lease("leadership", first.term)
+    second = await one.lease("leadership", b"2", 60.0)
     for term in (first.term, second.term + 1):
-        await other.end_lease("seat", term)
-    assert await other.holder("seat") == Holder(b"2", second.term)
+        await other.end_lease("leadership", term)
+    assert await other.holder("leadership") == Holder(b"2", second.term)
     await second.renew()
-    assert await other.lease("seat", b"3", 60.0) is None
+    assert await other.lease("leadership", b"3", 60.0) is None
 
 
 @asynchronous
 async def test_leases_of_two_keys_are_two(harness: Harness) -> None:
     store = harness.client()
-    assert await store.lease("a/seat", b"x", 60.0)
-    assert await store.lease("b/seat", b"x", 60.0)
-    assert await store.lease("a/seat", b"x", 60.0) is None
+    assert await store.lease("a/leadership", b"x", 60.0)
+    assert await store.lease("b/leadership", b"x", 60.0)
+    assert await store.lease("a/leadership", b"x", 60.0) is None
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf")])
 @asynchronous
 async def test_a_ttl_that_is_no_duration_is_refused(harness: Harness, ttl_s: float) -> None:
     with pytest.raises(ConfigurationError, match="store-ttl"):
-        await harness.client().lease("seat", b"x", ttl_s)
+        await harness.client().lease("leadership", b"x", ttl_s)

@@ -157,10 +157,10 @@ def test_the_snapshot_server_takes_copies(tmp_path):
             node = stack.enter_context(Node(tmp_path / name, TEST_NEIGHBOURS="s" * 32))
             workers.append(Worker(slots=4, group="g"))
         a, b = workers
-        port = int(b.client.door.rpartition(":")[2])
+        port = int(b.client.replica_address.rpartition(":")[2])
         for step in range(1, 4):
             stack.enter_context(crowd(port, PEERS_UNPROVEN_MAX + 16))
-            a.save(step, replica=Replica(b.client.door, "g", ""), replicated=False)
+            a.save(step, replica=Replica(b.client.replica_address, "g", ""), replicated=False)
             until(lambda nonce=f"{step:08x}": nonce in a.client.progress().copied, "it is copied")
         assert len(os.listdir(f"/proc/{node.server_pid}/task")) < PEERS_UNPROVEN_MAX + 32
 

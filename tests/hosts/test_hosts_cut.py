@@ -166,7 +166,7 @@ def test_an_unreachable_store_stops_no_training_and_is_found_again(tmp_path: Pat
         job.wait_event(EventKind.AUTHORITY_LOST)
         job.wait_step(world=2, count=len(newest(job.seen())) // 2 + 100)
         job.lan.heal()
-        # Either of the two has the seat then.
+        # Either of the two leads then.
         found = {EventKind.AUTHORITY_REGAINED, EventKind.ROUND_RESUMED}
         until(lambda: {e.kind for e in job.events()} & found, "there is a coordinator again")
         job.wait_step(world=2, count=len(newest(job.seen())) // 2 + 50)

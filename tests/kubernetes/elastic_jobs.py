@@ -234,7 +234,7 @@ def _stock_step(line: str) -> Step:
     return Step(rank, step, world, restarts, restarts, 0, words[4], int(words[5]), float(words[6]))
 
 
-def seat_of(job: ElasticJob) -> tuple[str, str]:
+def leadership_of(job: ElasticJob) -> tuple[str, str]:
     """The path of the Lease of the job's coordinator, and the name of the pod that holds it."""
     path = f"/apis/coordination.k8s.io/v1/namespaces/{job.space}/leases"
     found = job.plane.ask("GET", path)["items"]

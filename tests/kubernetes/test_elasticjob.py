@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from elastic_jobs import STOCK, seat_of, steps_of, workers
+from elastic_jobs import STOCK, leadership_of, steps_of, workers
 from jobs import newest, until
 
 
@@ -46,7 +46,7 @@ def test_a_coordinator_whose_pod_is_killed_is_followed_before_its_lease_has_run_
     job = make_job()
     job.apply(replicas=2, low=1, high=2)
     before = job.wait_step(world=2)
-    path, holder = seat_of(job)
+    path, holder = leadership_of(job)
     (other,) = set(workers(job)) - {holder}
     # The survivor stands still until the operator has acted: it would end the lease itself.
     for pod in (other, holder):

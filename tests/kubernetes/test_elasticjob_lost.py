@@ -6,7 +6,7 @@ import time
 import pytest
 from bed.network import SERVICE
 from bed_pods import wait_log
-from elastic_jobs import ONE_GPU, seat_of, workers
+from elastic_jobs import ONE_GPU, leadership_of, workers
 from jobs import newest, until
 
 
@@ -28,7 +28,7 @@ def test_a_pod_behind_a_partition_is_replaced_and_does_no_step_more(
     container = job.container(*lasting(job), resources={"limits": ONE_GPU})
     job.apply(replicas=2, low=1, high=2, container=container)
     job.wait_step(world=2)
-    (_, holder), names = seat_of(job), sorted(job.pods())
+    (_, holder), names = leadership_of(job), sorted(job.pods())
     name = holder if who == "the coordinator" else next(one for one in names if one != holder)
     lost = job.pods()[name]
     zombie = workers(job)[name]
@@ -42,7 +42,7 @@ def test_a_pod_behind_a_partition_is_replaced_and_does_no_step_more(
     assert all(
         each.time_s < taken for each in job.seen() if each.pid == zombie and each.node == name
     )
-    # It may live: nobody gives a seat back for it.
+    # It may live, so the operator does not release its lease.
     assert "is dead: the lease" not in operator.report()
     # Its agent reaches the others again, before its kubelet hears that the pod is gone.
     node.heal(pods_alone=True)

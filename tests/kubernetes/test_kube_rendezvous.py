@@ -59,13 +59,13 @@ def test_pods_elect_a_coordinator_and_lose_it_and_train_on(
     allow(plane, namespace)
     create(plane, namespace, trainer("one", job), trainer("two", job))
     job.wait_step(world=2)
-    seat = job.events(EventKind.COORDINATOR_STARTED)[-1].node
+    leader = job.events(EventKind.COORDINATOR_STARTED)[-1].node
     listens = plane.kubectl(
         *("get", "secret", f"elastane-{job.name}.coordinator", "-o", "json"), namespace=namespace
     )
     assert "value" in json.loads(listens)["data"]
-    cluster.tell(namespace, seat, "signal", number=9)
+    cluster.tell(namespace, leader, "signal", number=9)
     job.wait_step(world=1)
-    assert {step.node for step in newest(job.seen())} == {"one", "two"} - {seat}
+    assert {step.node for step in newest(job.seen())} == {"one", "two"} - {leader}
     taken = job.events(EventKind.COORDINATOR_STARTED)[-1].node
-    until(lambda: taken in {"one", "two"} - {seat}, "the other has the seat")
+    until(lambda: taken in {"one", "two"} - {leader}, "the other has the leader")

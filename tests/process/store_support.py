@@ -37,7 +37,7 @@ def poll(condition: Callable[[], object], what: str) -> None:
 
 async def take(store: FileStore, ttl_s: float = 60.0):
     while True:
-        lease = await store.lease("seat", b"parent", ttl_s)
+        lease = await store.lease("leadership", b"parent", ttl_s)
         if lease:
             return lease
         await asyncio.sleep(0.02)

@@ -153,7 +153,7 @@ async def test_a_late_renewal_and_a_candidate_that_had_judged_before_it_never_bo
             judged.set()
             go_on.wait(10)
 
-    holder = await FileStore(tmp_path).lease("seat", b"holder", 0.3)
+    holder = await FileStore(tmp_path).lease("leadership", b"holder", 0.3)
     assert holder
     candidate = asyncio.ensure_future(take(FileStore(tmp_path, on_step=on_step)))
     await asyncio.to_thread(judged.wait, 10)
@@ -176,7 +176,7 @@ async def test_a_heartbeat_that_was_written_too_late_is_no_renewal(tmp_path) -> 
             poll(lambda: not leases[0].held(), "the lease runs out during the write")
             leases.clear()
 
-    lease = await FileStore(tmp_path, on_step=on_step).lease("seat", b"holder", 0.3)
+    lease = await FileStore(tmp_path, on_step=on_step).lease("leadership", b"holder", 0.3)
     assert lease
     term = lease.term
     leases.append(lease)

@@ -53,7 +53,7 @@ async def test_a_vanished_folder_is_named_and_not_created_again(tmp_path) -> Non
     folder = tmp_path / "shared"
     store = FileStore(folder)
     entry = await store.compare_and_set("k", b"1", 0)
-    lease = await store.lease("seat", b"x", 5.0)
+    lease = await store.lease("leadership", b"x", 5.0)
     assert lease
     aside = folder.rename(tmp_path / "aside")
     calls = [
@@ -104,7 +104,7 @@ def remount_read_only(path: Path) -> None:
 async def test_a_full_disk_is_named_and_the_holder_keeps_its_lease(small) -> None:
     store = FileStore(small)
     entry = await store.compare_and_set("k", b"1", 0)
-    lease = await store.lease("seat", b"x", 5.0)
+    lease = await store.lease("leadership", b"x", 5.0)
     assert lease
     term = lease.term
     ballast = small / "ballast"
@@ -186,7 +186,7 @@ def test_a_process_ends_while_a_call_hangs() -> None:
 @asynchronous
 async def test_a_holder_that_was_purged_is_deposed(tmp_path) -> None:
     store = FileStore(tmp_path)
-    lease = await store.lease("job/seat", b"x", 5.0)
+    lease = await store.lease("job/leadership", b"x", 5.0)
     assert lease
     await store.purge("job")
     with pytest.raises(LeaseLostError):

@@ -101,7 +101,7 @@ def test_a_lease_that_cannot_be_released_delays_no_other_action(fault):
             await kube.wait(lambda: running.operator.session)
             await with_a_holder(kube, running, lambda kube: uid_of(kube, "x-worker-1"))
             for method in ("GET", "PATCH"):
-                kube.inject(method, r"/leases/.*seat", times=10**6, **fault)
+                kube.inject(method, r"/leases/.*leadership", times=10**6, **fault)
             await killed(kube)
 
     play(scenario)

@@ -79,7 +79,7 @@ def test_the_host_of_the_coordinator_dies_and_the_other_takes_over(
         job.wait_event(EventKind.ROUND_RESUMED)
         trains_on(job)
         holder = plane.kubectl(
-            *("get", "lease", f"elastane-{job.name}.seat"),
+            *("get", "lease", f"elastane-{job.name}.leadership"),
             *("-o", "jsonpath={.spec.holderIdentity} {.spec.leaseTransitions}"),
             namespace=job.endpoint,
         )
@@ -176,7 +176,7 @@ def test_a_pod_that_the_operator_fences_is_cut_and_stays_out_and_the_report_says
     with Job(
         tmp_path, nnodes="1:2", backend="kubernetes", endpoint=space, conf=conf, name=name
     ) as job:
-        seat = job.start("a", env=pod("uid-a"))
+        leader = job.start("a", env=pod("uid-a"))
         job.wait_event(EventKind.COORDINATOR_STARTED)
         zombie = job.start("b", env=pod("uid-b"))
         job.wait_step(world=2)
@@ -195,11 +195,11 @@ def test_a_pod_that_the_operator_fences_is_cut_and_stays_out_and_the_report_says
         assert again.wait() == 75 and "[node-fenced]" in again.words
         job.start("b", env=pod("uid-c"))
         job.wait_step(world=2)
-        # The seat itself: its agent goes, and the other takes over, and knows who is fenced.
+        # The agent of the leader ends; the other takes over, and knows who is fenced.
         owned.direct(fenced="uid-b uid-a")
-        assert seat.wait() == 75 and "[node-fenced]" in seat.words
+        assert leader.wait() == 75 and "[node-fenced]" in leader.words
         job.wait_step(world=1)
-        until(lambda: owned.members().get("uid-c") == "joined", "the new seat reports")
+        until(lambda: owned.members().get("uid-c") == "joined", "the new leader reports")
         late = job.start("a", "--no-zygote", env=pod("uid-a"))
         assert late.wait() == 75 and "[node-fenced]" in late.words
 

@@ -30,7 +30,7 @@ class Place:
         return KubernetesStore(settings, **more)
 
     def lease(self, method: str = "GET", body: object = None) -> dict:
-        path = f"{LEASES}/{self.space}/leases/elastane-j.seat"
+        path = f"{LEASES}/{self.space}/leases/elastane-j.leadership"
         return self.plane.ask(method, path, body, kind="merge-patch+json" if body else "json")
 
 
@@ -49,7 +49,7 @@ def placed(test: Callable[[Place], Awaitable[None]]) -> Callable[[], None]:
 @placed
 async def test_a_lease_looks_as_kubernetes_users_expect(place):
     store = place.store()
-    lease = await store.lease("j/seat", b"node-a", 4.0)
+    lease = await store.lease("j/leadership", b"node-a", 4.0)
     first = place.lease()["spec"]
     await lease.renew()
     spec = place.lease()["spec"]
@@ -58,7 +58,7 @@ async def test_a_lease_looks_as_kubernetes_users_expect(place):
     assert spec["acquireTime"] == first["acquireTime"] and spec["renewTime"] > first["renewTime"]
     await lease.release()
     assert "holderIdentity" not in place.lease()["spec"]
-    assert await store.lease("j/seat", b"node-a", 4.0)
+    assert await store.lease("j/leadership", b"node-a", 4.0)
     assert place.lease()["spec"]["leaseTransitions"] == 2
     await store.close()
 
@@ -66,23 +66,23 @@ async def test_a_lease_looks_as_kubernetes_users_expect(place):
 @placed
 async def test_a_deleted_lease_is_created_again_by_its_holder_with_its_term(place):
     store, other = place.store(), place.store()
-    lease = await store.lease("j/seat", b"a", 30.0)
+    lease = await store.lease("j/leadership", b"a", 30.0)
     term = lease.term
     place.lease("DELETE")
     await lease.renew()
     assert lease.held() and lease.term == term
-    assert (await other.holder("j/seat")).term == term
-    assert await other.lease("j/seat", b"b", 30.0) is None
+    assert (await other.holder("j/leadership")).term == term
+    assert await other.lease("j/leadership", b"b", 30.0) is None
     await store.close(), await other.close()
 
 
 @placed
 async def test_terms_grow_over_the_deletion_of_a_lease_and_the_old_holder_is_deposed(place):
     store, other = place.store(), place.store()
-    lease = await store.lease("j/seat", b"a", 30.0)
+    lease = await store.lease("j/leadership", b"a", 30.0)
     await lease.renew()
     place.lease("DELETE")
-    second = await other.lease("j/seat", b"b", 30.0)
+    second = await other.lease("j/leadership", b"b", 30.0)
     assert second is not None and second.term > lease.term
     with pytest.raises(LeaseLostError):
         await lease.renew()
@@ -92,7 +92,7 @@ async def test_terms_grow_over_the_deletion_of_a_lease_and_the_old_holder_is_dep
 @placed
 async def test_an_edit_of_a_lease_by_another_client_does_not_depose_its_holder(place):
     store = place.store()
-    lease = await store.lease("j/seat", b"a", 30.0)
+    lease = await store.lease("j/leadership", b"a", 30.0)
     place.lease("PATCH", {"metadata": {"labels": {"mine": "too"}}})
     await lease.renew()
     assert lease.held()
@@ -106,15 +106,15 @@ async def test_an_edit_of_a_lease_by_another_client_does_not_depose_its_holder(p
 async def test_a_silent_holder_is_judged_only_by_the_candidates_clock(place):
     now_s = [1000.0]
     store, other = place.store(), place.store(clock=lambda: now_s[0])
-    lease = await store.lease("j/seat", b"a", 4.0)
-    assert await other.lease("j/seat", b"b", 4.0) is None
+    lease = await store.lease("j/leadership", b"a", 4.0)
+    assert await other.lease("j/leadership", b"b", 4.0) is None
     now_s[0] += 3.9
-    assert await other.lease("j/seat", b"b", 4.0) is None
+    assert await other.lease("j/leadership", b"b", 4.0) is None
     await lease.renew()
     now_s[0] += 3.9
-    assert await other.lease("j/seat", b"b", 4.0) is None, "it was renewed since"
+    assert await other.lease("j/leadership", b"b", 4.0) is None, "it was renewed since"
     now_s[0] += 4.0
-    second = await other.lease("j/seat", b"b", 4.0)
+    second = await other.lease("j/leadership", b"b", 4.0)
     assert second is not None and second.term > lease.term
     await store.close(), await other.close()
 
@@ -135,11 +135,11 @@ async def test_a_purge_goes_by_the_job_and_leaves_its_namesakes(place):
     store, other = place.store(), place.store()
     for key in ("j/record", "j/token", "jj/record", "j", "J/record"):
         await store.compare_and_set(key, b"x", 0)
-    await store.lease("j/seat", b"a", 30.0)
+    await store.lease("j/leadership", b"a", 30.0)
     await other.purge("j")
     left = [
         key for key in ("j/record", "j/token", "jj/record", "j", "J/record") if await other.get(key)
     ]
     assert left == ["jj/record", "J/record"]
-    assert await other.holder("j/seat") is None
+    assert await other.holder("j/leadership") is None
     await store.close(), await other.close()

@@ -119,14 +119,14 @@ OWN = sorted(a for a in local_addresses() if "." in a and not a.startswith("127.
 def test_a_node_binds_its_listeners_to_the_named_address(address):
     port = OfferedPort(listening=True, host=address)
     port.open()
-    door = SnapshotListener(
+    replicas = SnapshotListener(
         ReplicationSettings("job", (b"x" * 32,), host=address), lambda offer, line: None
     )
-    where = door.open()
+    where = replicas.open()
     with listen(address, 0) as listener:
         assert listener.getsockname()[0] == address
         assert port.socket.getsockname()[0] == address
-        assert where.startswith(f"{address}:") and door._listener.getsockname()[0] == address
+        assert where.startswith(f"{address}:") and replicas._listener.getsockname()[0] == address
         taken = port.hand_over()
         taken.close()
         port.open()

@@ -103,7 +103,7 @@ def test_a_user_with_rights_to_the_prefix_only_is_enough(tmp_path: Path) -> None
             conf = {"user": "job", "password": "secret"}
             store = store_at(server, **conf, redis_prefix="mine")
             await store.compare_and_set("j/k", b"1", 0)
-            assert await store.lease("j/seat", b"n", 1.0) is not None
+            assert await store.lease("j/leadership", b"n", 1.0) is not None
             await store.purge("j")
             assert await store.get("j/k") is None
             with pytest.raises((ConfigurationError, StoreError), match=r"permission|NOPERM|access"):
@@ -192,7 +192,7 @@ def test_a_lease_that_ran_out_while_the_server_was_away_is_renewed_under_its_ter
     async def body() -> None:
         with redis(tmp_path) as server:
             holder, other = store_at(server), store_at(server)
-            lease = await holder.lease("seat", b"holder", 0.2)
+            lease = await holder.lease("leadership", b"holder", 0.2)
             assert lease is not None
             term = lease.term
             await restarted(server)
@@ -200,12 +200,12 @@ def test_a_lease_that_ran_out_while_the_server_was_away_is_renewed_under_its_ter
             await lease.renew()
             assert (lease.term, lease.held()) == (term, True)
             await asyncio.sleep(0.3)  # the ttl itself
-            taken = await other.lease("seat", b"other", 5.0)
+            taken = await other.lease("leadership", b"other", 5.0)
             assert taken is not None and taken.term > term
             with pytest.raises(LeaseLostError):
                 await lease.renew()
             await lease.release()
-            assert await other.holder("seat") is not None, "a deposed holder frees nothing"
+            assert await other.holder("leadership") is not None, "a deposed holder frees nothing"
 
     run(body)
 
@@ -219,7 +219,7 @@ def test_an_operation_that_is_cancelled_leaves_no_answer_for_the_next() -> None:
             await asyncio.sleep(0)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            assert await store.holder("seat") is None
+            assert await store.holder("leadership") is None
 
     run(body)
 
@@ -230,7 +230,7 @@ def test_nothing_is_left_of_a_purged_job_but_the_clock() -> None:
         store = store_at(server, redis_prefix="purged")
         for key in ("job/record", "job/token", "job.x/record"):
             await store.compare_and_set(key, b"1", 0)
-        assert await store.lease("job/seat", b"n", 5.0) is not None
+        assert await store.lease("job/leadership", b"n", 5.0) is not None
         await store.purge("job")
         assert await store.get("job.x/record") is not None
         await store.purge("job.x")

@@ -40,8 +40,8 @@ class Between:
 
     def __init__(self, folder):
         self.replicas = ReplicaStore()
-        self.door = SnapshotListener(ABOUT, self.replicas.accept)
-        self.at = self.door.open()
+        self.listener = SnapshotListener(ABOUT, self.replicas.accept)
+        self.at = self.listener.open()
         self.ended = threading.Semaphore(0)
         self.arrived = None
         self.replicator = Replicator("me", lambda: ABOUT, self._ended)
@@ -194,22 +194,22 @@ def test_a_replica_stays_though_its_acknowledgement_is_lost(between):
         way.send = unheard
         take(offer, way)
 
-    take, between.door._offered = between.door._offered, deaf
+    take, between.listener._offered = between.listener._offered, deaf
     data = os.urandom(70_000)
     assert not between.bring(1, data)
     assert between.held() == {1: data}
-    between.door._offered = take
+    between.listener._offered = take
     assert between.bring(2, data, safe="00000001")
     assert between.held() == {1: data, 2: data}
 
 
 def test_the_secret_may_change_while_both_count(between, monkeypatch):
     new = ReplicationSettings("job", (b"new" * 11, *ABOUT.secrets), "127.0.0.1")
-    between.door.settings = new
+    between.listener.settings = new
     assert between.bring(1, b"1" * 100), "by the old one"
     monkeypatch.setattr(between.replicator, "_settings", lambda: new)
     assert between.bring(2, b"2" * 100)
-    between.door.settings = ABOUT
+    between.listener.settings = ABOUT
     assert not between.bring(3, b"3" * 100)
 
 
@@ -222,7 +222,7 @@ def test_with_tls_both_servers_verify_each_other(between, tmp_path):
             "job", ABOUT.secrets, "", tuple(str(papers / name) for name in names)
         )
 
-    between.door.settings = good = about("node", "ca")
+    between.listener.settings = good = about("node", "ca")
     for stranger in (ABOUT, about("other", "ca"), about("node", "other")):
         between.replicator._settings = lambda about=stranger: about
         assert not between.bring(1, b"1" * 100)
@@ -230,7 +230,7 @@ def test_with_tls_both_servers_verify_each_other(between, tmp_path):
     data = os.urandom(20_000_000)
     assert between.bring(2, data)
     assert between.held() == {2: data}
-    between.door.settings = ABOUT
+    between.listener.settings = ABOUT
     assert not between.bring(3, b"3" * 100)
 
 
@@ -245,7 +245,7 @@ def test_silent_connections_make_room_for_a_replica_and_leave_nothing_behind(
     if is_tls:
         papers = make_papers(tmp_path)
         names = tuple(str(papers / name) for name in ("node.pem", "node.key", "ca.pem"))
-        one.door.settings = about = ReplicationSettings("job", ABOUT.secrets, "", names)
+        one.listener.settings = about = ReplicationSettings("job", ABOUT.secrets, "", names)
         one.replicator._settings = lambda: about
     host, _, port = one.at.rpartition(":")
     with contextlib.ExitStack() as stack:
@@ -253,8 +253,8 @@ def test_silent_connections_make_room_for_a_replica_and_leave_nothing_behind(
             end = stack.enter_context(socket.create_connection((host, int(port)), DEADLINE_S))
             end.send(b"\x16\x03\x01" if is_tls else b"EL")
         assert one.bring(1, b"1" * 100)
-        assert len(one.door._unproven) <= 2
-    until(lambda: not len(one.door._unproven), "all are forgotten")
+        assert len(one.listener._unproven) <= 2
+    until(lambda: not len(one.listener._unproven), "all are forgotten")
     assert one.bring(2, b"2" * 100)
 
 

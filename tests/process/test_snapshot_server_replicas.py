@@ -52,8 +52,8 @@ def pair(tmp_path):
 
 def save(worker, step, peer, safe="", local=0, nodes=2, **more):
     """Save this node's part, with a copy to `peer`; return its nonce."""
-    door = peer.client.door if peer else ""
-    replica = Replica(door, "g", safe)
+    replica_address = peer.client.replica_address if peer else ""
+    replica = Replica(replica_address, "g", safe)
     at = {"first": local * SLOT_BYTES, "end": (local + 1) * SLOT_BYTES}
     at["image_bytes"] = nodes * SLOT_BYTES
     worker.save(step, replica=replica, replicated=False, **at, **more)
@@ -165,14 +165,14 @@ def test_a_part_begun_by_its_owner_is_not_written_from_a_replica(pair, tmp_path)
 def test_a_killed_peer_costs_replicas_but_no_save_and_its_replacement_gets_them(pair):
     (_, a), (other, b) = pair
     copied(a, save(a, 1, b))
-    old = b.client.door
+    old = b.client.replica_address
     os.kill(other.server_pid, signal.SIGKILL)
     save(a, 2, b, "00000001")
     until(lambda: not a.client.progress().copying, "it is given up")
     assert a.client.progress().copied == ("00000001",)
     os.environ["ELASTANE_SNAPSHOT_SERVER"] = str(other.path)
     b = Worker(slots=4, group="g")
-    assert b.client.door != old
+    assert b.client.replica_address != old
     copied(a, save(a, 3, b))
     assert held(b) == [(3, [(0, SLOT_BYTES)])]
     assert next(step for step, _ in held(a)) == 3
@@ -196,14 +196,14 @@ def test_a_hanging_peer_blocks_nothing(pair):
 def test_without_replication_a_snapshot_server_listens_on_no_port(tmp_path):
     with Node(tmp_path):
         worker = Worker()
-        assert worker.client.door == ""
+        assert worker.client.replica_address == ""
         worker.save(1, replica=Replica("127.0.0.1:9", "g", ""))
         assert not worker.client.progress().copying
 
 
 def test_a_caller_without_the_secret_is_refused(pair):
     (_, a), (other, b) = pair
-    host, _, port = b.client.door.rpartition(":")
+    host, _, port = b.client.replica_address.rpartition(":")
     for said in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000)):
         with socket.create_connection((host, int(port)), DEADLINE_S) as end:
             end.settimeout(DEADLINE_S)
@@ -214,9 +214,11 @@ def test_a_caller_without_the_secret_is_refused(pair):
                 assert end.recv(1) == b""
     of_other_job = ReplicationSettings("job", (b"guessed" * 5,), "")
     with pytest.raises(ConnectionError, match="another secret"):
-        connection.dial(b.client.door, of_other_job, TO_SENDER)
+        connection.dial(b.client.replica_address, of_other_job, TO_SENDER)
     with pytest.raises(ConnectionError, match="another job"):
-        connection.dial(b.client.door, ReplicationSettings("other", (b"s" * 32,), ""), TO_SENDER)
+        connection.dial(
+            b.client.replica_address, ReplicationSettings("other", (b"s" * 32,), ""), TO_SENDER
+        )
     copied(a, save(a, 1, b))
     assert held(b) == [(1, [(0, SLOT_BYTES)])]
     assert "snapshot-replicas" in other.words
@@ -227,7 +229,7 @@ def test_an_inconsistent_replica_is_not_stored(pair):
     known = ReplicationSettings("job", (b"s" * 32,), "")
     offer = ReplicaOffer("other", "g", Key(0, 1, 0, 9), "00000009", "", 3, (5,))
     for proof in (PeerProof(("x", "y")), PeerProof(()), offer):
-        with contextlib.closing(connection.dial(b.client.door, known, TO_SENDER)) as one:
+        with contextlib.closing(connection.dial(b.client.replica_address, known, TO_SENDER)) as one:
             one.send(offer)
             one.receive()
             one.send_bytes(memoryview(b"abc"))
@@ -235,7 +237,7 @@ def test_an_inconsistent_replica_is_not_stored(pair):
             one.send(proof)
             with pytest.raises(ConnectionError):
                 one.receive()
-    with contextlib.closing(connection.dial(b.client.door, known, TO_SENDER)) as one:
+    with contextlib.closing(connection.dial(b.client.replica_address, known, TO_SENDER)) as one:
         one.send(offer)
         one.receive()
         digests = one.send_bytes(memoryview(b"abc")), one.send_bytes(memoryview(b"abcde"))

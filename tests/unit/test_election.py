@@ -183,7 +183,7 @@ async def test_a_silent_store_is_reported_the_moment_the_lease_ends() -> None:
     away = await node.told.get()
     assert not away.held
     assert "silent" in away.reason
-    assert backend.clock() < backend.leases["j/seat"].until, "told after others could take it"
+    assert backend.clock() < backend.leases["j/leadership"].until, "told after others could take it"
     hanging.set()
     assert (await node.told.get()).held
     keeping.cancel()
@@ -258,7 +258,7 @@ async def test_a_record_of_another_term_deposes_whatever_the_lease_says() -> Non
     _, version = await node.keys.filed()
     between = msgspec.json.encode(Filed(term=2, record=record(7)))
     await node.keys.store.compare_and_set(node.keys.record, between, version)
-    node.election._lease._term = backend.leases["j/seat"].term = 3
+    node.election._lease._term = backend.leases["j/leadership"].term = 3
     with pytest.raises(LeaseLostError, match="term 2"):
         await node.election.save(record(9))
     assert await node.keys.load() == record(7)

@@ -357,4 +357,4 @@ def test_the_last_line_of_the_termination_message_is_reported():
     ],
 )
 def test_to_whom_a_pod_belongs(owners, whose):
-    assert judged({"phase": "Running"}, ownerReferences=owners).whose == whose
+    assert judged({"phase": "Running"}, ownerReferences=owners).ownership == whose

@@ -97,7 +97,7 @@ def test_the_lease_is_that_of_the_rendezvous_which_the_users_arguments_name():
     cluster = Cluster(spec=spec)
     cluster.settle()
     cluster.exit(cluster.by_name("j-worker-1"), 137)
-    assert [one.lease for one in freed(cluster)] == ["elastane-mine.seat"]
+    assert [one.lease for one in freed(cluster)] == ["elastane-mine.leadership"]
 
 
 def dead(cluster):

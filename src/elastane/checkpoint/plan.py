@@ -71,13 +71,14 @@ class SaveDetails(msgspec.Struct, frozen=True):
 class RankStatus(msgspec.Struct, frozen=True, array_like=True):
     """The situation of one rank. `survives`: its snapshot server outlives it.
 
-    `door` is where that server accepts replicas for the workers of `group`; "" if it does not.
+    `replica_address` is where that server accepts replicas for the workers of `group`, as
+    HOST:PORT; "" if it does not.
     """
 
     server: str
     survives: bool
     place: str
-    door: str = ""
+    replica_address: str = ""
     group: str = ""
 
 
@@ -86,7 +87,7 @@ class SaveShare(msgspec.Struct, frozen=True):
 
     `local` of `locals` ranks fill the slots of their node. `part` of `parts` servers write the
     checkpoint, which consists of `all_ranges`; `places` is the number of checkpoints of one save.
-    A sharded part is replicated to the server at `door`; "" without replication.
+    A sharded part is replicated to the server at `replica_address`; "" without replication.
     """
 
     local: int
@@ -98,7 +99,7 @@ class SaveShare(msgspec.Struct, frozen=True):
     ranges: tuple[ByteRange, ...]
     all_ranges: tuple[ByteRange, ...]
     places: int = 1
-    door: str = ""
+    replica_address: str = ""
     group: str = ""
 
 
@@ -116,7 +117,7 @@ def shares(layout: Layout, members: Sequence[RankStatus]) -> list[SaveShare]:
         msgspec.structs.replace(
             found[rank],
             places=count,
-            door=peers[member.server].door if member.server in peers else "",
+            replica_address=peers[member.server].replica_address if member.server in peers else "",
             group=peers[member.server].group if member.server in peers else "",
         )
         for rank, member in enumerate(members)
@@ -125,10 +126,11 @@ def shares(layout: Layout, members: Sequence[RankStatus]) -> list[SaveShare]:
 
 def ring(members: Sequence[RankStatus]) -> dict[str, RankStatus]:
     """Return the peer of each server: the next one that accepts replicas, in a ring."""
-    doors = list({member.server: member for member in members if member.door}.values())
-    if len(doors) < 2:
+    by_server = {member.server: member for member in members if member.replica_address}
+    listeners = [*by_server.values()]
+    if len(listeners) < 2:
         return {}
-    nexts = zip(doors, [*doors[1:], doors[0]], strict=True)
+    nexts = zip(listeners, [*listeners[1:], listeners[0]], strict=True)
     return {own.server: peer for own, peer in nexts}
 
 
@@ -203,7 +205,7 @@ class SavePlan:
         pieces = layout.within(share.first, share.end)
         self.sources = CopySources(pieces, captured, world.optimizers())
         self._world = world.members().size
-        slots = SLOTS_WITH_COPIES if share.door else SLOTS
+        slots = SLOTS_WITH_COPIES if share.replica_address else SLOTS
         fds = server.slots(slots, max(1, share.end - share.first))
         self._slots = [PreparedSlot(fd, layout, share.first, share.end) for fd in fds]
         self._plain = PlainLeaves()
@@ -245,9 +247,9 @@ class SavePlan:
 
     def _replica(self, details: SaveDetails) -> Replica | None:
         share = self.share
-        if not share.door:
+        if not share.replica_address:
             return None
-        return Replica(share.door if details.copied else "", share.group, details.safe)
+        return Replica(share.replica_address if details.copied else "", share.group, details.safe)
 
     def _small_files(
         self, small: SmallState, step: int, order: SaveOrder

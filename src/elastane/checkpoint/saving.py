@@ -114,7 +114,7 @@ class Saver:
             planned=self._planned_for,
             busy=int(busy),
             copying=int(self.progress.copying),
-            copies=int(bool(self.server.door)),
+            copies=int(bool(self.server.replica_address)),
             copied=copied[0],
             copied_before=copied[1],
             kept=self._kept,
@@ -186,9 +186,9 @@ class Saver:
 
     @property
     def _standing(self) -> RankStatus:
-        door = door_of(self.server)
+        replica_address = replica_address_of(self.server)
         return RankStatus(
-            self.server.id, self.server.survives, self._place.known, door, self._where
+            self.server.id, self.server.survives, self._place.known, replica_address, self._where
         )
 
     def save(
@@ -400,9 +400,9 @@ def _hash(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data) >> 1
 
 
-def door_of(server: SnapshotClient) -> str:
+def replica_address_of(server: SnapshotClient) -> str:
     """Return where a snapshot server accepts replicas, as HOST:PORT; "" if it does not."""
-    host, _, port = server.door.rpartition(":")
+    host, _, port = server.replica_address.rpartition(":")
     if not port:
         return ""
     host = host or _own_host(environment.get("MASTER_ADDR"), environment.get("GROUP_RANK"))
@@ -430,19 +430,19 @@ def _bracketed(host: str) -> str:
 
 def without_copies(members: Sequence[RankStatus]) -> str:
     """Return a warning about nodes whose part of the state is on no other node, or ""."""
-    doors = {member.server: bool(member.door) for member in members}
-    if not any(doors.values()):
+    accepts = {member.server: bool(member.replica_address) for member in members}
+    if not any(accepts.values()):
         return ""  # Replication is off.
     slug = "snapshot-replicas"
-    if len(doors) == 1:
+    if len(accepts) == 1:
         return (
             "--snapshot-replicas: all workers are on one node, and there is no other to hold copies"
             f" of snapshots [{slug}]"
         )
-    if not all(doors.values()):
-        count = sum(not there for there in doors.values())
+    if not all(accepts.values()):
+        count = sum(not there for there in accepts.values())
         return (
-            f"--snapshot-replicas: {count} of {len(doors)} nodes have none, and what only they hold"
-            f" is lost with them; give all nodes the same options [{slug}]"
+            f"--snapshot-replicas: {count} of {len(accepts)} nodes have none, and what only they"
+            f" hold is lost with them; give all nodes the same options [{slug}]"
         )
     return ""

@@ -125,7 +125,7 @@ def take(
     tensors, known = _destinations(catalogues[0], mine, room)
     memory = TensorMemory(tensors)
     equal = _equal(channels[0], catalogues[0], memory, known)
-    wants = _wants(catalogues, memory, equal)
+    wants = _pieces_to_ask(catalogues, memory, equal)
     if any(wants):
         when_writing()
     for channel, pieces in zip(channels, wants, strict=True):
@@ -215,7 +215,7 @@ def _equal(channel: Channel, theirs: _Catalogue, memory: TensorMemory, known: se
     }
 
 
-def _wants(
+def _pieces_to_ask(
     catalogues: Sequence[_Catalogue], memory: TensorMemory, equal: set[int]
 ) -> list[list[Piece]]:
     first = catalogues[0]

@@ -261,7 +261,7 @@ def _versions(nodes: _NamedPages) -> Iterator[Finding]:
         sides.setdefault(page.versions, []).append(number)
     if len(sides) <= 1:
         for versions in sides:
-            yield Finding("versions", Level.GOOD, f"{_said(versions)} on all nodes")
+            yield Finding("versions", Level.GOOD, f"{_versions_text(versions)} on all nodes")
         return
     for field in Versions.__struct_fields__:
         values: dict[str, list[int]] = {}
@@ -279,7 +279,7 @@ def _versions(nodes: _NamedPages) -> Iterator[Finding]:
             )
 
 
-def _said(versions: Versions) -> str:
+def _versions_text(versions: Versions) -> str:
     fields = {name: getattr(versions, name) for name in Versions.__struct_fields__}
     return ", ".join(f"{name} {value}" for name, value in fields.items() if value)
 

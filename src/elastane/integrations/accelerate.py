@@ -50,7 +50,7 @@ def adopt(name: str, world: VisibleWorld) -> None:
             if "num_processes" in shared:
                 shared.update(num_processes=world.size, process_index=world.rank)
 
-    world.tell(follow)
+    world.on_change(follow)
     operations: Any = importlib.import_module(f"{name}.utils.operations")
     for gather in ("_gpu_gather", "_gpu_gather_object"):
         world.make_whole(operations, gather)

@@ -64,7 +64,7 @@ def _follow_rank(world: VisibleWorld) -> None:
     def follow() -> None:
         rank_zero_only.rank = world.rank
 
-    world.tell(follow)
+    world.on_change(follow)
 
 
 def _accept_other_sizes(name: str, world: VisibleWorld) -> None:

@@ -106,7 +106,7 @@ class NoticeWatch:
                     found = await reader.read()
                 except Exception as error:
                     failures += 1
-                    _tell_failure(name, failures, error)
+                    _log_failure(name, failures, error)
                 else:
                     if failures >= FAILURES_TOLD:
                         _log.warning("notices of %s are read again", name)
@@ -142,7 +142,7 @@ def _pause_s(usual_s: float, failures: int) -> float:
     return max(usual_s, min(math.ldexp(usual_s, min(failures, 10)), PAUSE_MAX_S))
 
 
-def _tell_failure(name: str, failures: int, error: Exception) -> None:
+def _log_failure(name: str, failures: int, error: Exception) -> None:
     if failures == FAILURES_TOLD:
         text = "notices of %s cannot be read and are tried again: %s [%s]"
         _log.warning(text, name, _reason_of(error), SLUG)

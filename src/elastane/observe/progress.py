@@ -60,9 +60,9 @@ class ShownProgress:
             if sys.stderr.isatty():
                 self._bar = _bar(self._what, self._total_bytes, done_bytes)
             else:
-                self._tell(took_s)
+                self._print(took_s)
 
-    def _tell(self, took_s: float) -> None:
+    def _print(self, took_s: float) -> None:
         done, total = self._done_bytes, self._total_bytes
         left = f", about {took_s * (total - done) / done:.0f} s left" if 0 < done <= total else ""
         with contextlib.suppress(OSError, ValueError):

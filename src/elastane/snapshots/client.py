@@ -70,8 +70,8 @@ class SnapshotClient:
     """A connection to the snapshot server of this node, or to one that this process started.
 
     `id` names the server: workers with the same id share its memory. `survives` is true if the
-    server outlives this process for as long as an agent does. `door` is the address at which it
-    accepts replicas from other nodes, as in `SnapshotWelcome`. A request waits `timeout_s` for its
+    server outlives this process for as long as an agent does. `replica_address` is where it accepts
+    replicas from other nodes, as in `SnapshotWelcome`. A request waits `timeout_s` for its
     answer and then raises SnapshotServerSilentError. Until that answer has arrived, further
     requests raise it at once. After ANSWER_S of silence the connection is closed.
     """
@@ -85,7 +85,7 @@ class SnapshotClient:
     ) -> None:
         self.id = welcome.id
         self.survives = welcome.survives
-        self.door = welcome.door
+        self.replica_address = welcome.replica_address
         self._channel = channel
         self._page = page
         self._timeout_s = timeout_s

@@ -110,10 +110,10 @@ class PeerConnection(Generic[T]):
 
 
 def dial(
-    door: str, settings: ReplicationSettings, decoder: msgspec.msgpack.Decoder[T]
+    address: str, settings: ReplicationSettings, decoder: msgspec.msgpack.Decoder[T]
 ) -> PeerConnection[T]:
-    """Connect to the snapshot server at `door`."""
-    host, _, port = door.rpartition(":")
+    """Connect to the snapshot server at `address`, HOST:PORT."""
+    host, _, port = address.rpartition(":")
     end = socket.create_connection((host.strip("[]"), int(port)), CONNECT_S)
     handshake = ClientHandshake(settings.job, settings.secrets[0], os.urandom(NONCE_BYTES))
     try:

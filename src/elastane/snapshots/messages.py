@@ -30,7 +30,7 @@ from elastane.snapshots.rules.copy_times import CopyTime
 from elastane.snapshots.rules.replicas import COPIES_MAX
 
 # Both sides refuse another version: they may come from two installations.
-VERSION = 6
+VERSION = 7
 FINAL_FLUSH = "final flush"
 # Each part's file with the streams of its workers: a list of them, in msgpack.
 STREAMS_FILE = "streams-{:05d}.msgpack"
@@ -46,7 +46,7 @@ Label = Annotated[str, msgspec.Meta(max_length=200)]
 Where = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 Range = tuple[FileName, Size, Size]
 Files = dict[FileName, bytes]
-Door = Annotated[str, msgspec.Meta(max_length=300)]
+Address = Annotated[str, msgspec.Meta(max_length=300)]
 Group = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
@@ -75,12 +75,12 @@ class PersistRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request to copy this node's part of a snapshot to the snapshot server of another node.
 
-    `door` is that server's HOST:PORT; "" does not copy this save, since one is in transit. `group`
-    is the group of its workers. `safe` is the nonce of the last save that every node has
-    replicated: it is kept until there is a later one. "" means that it has not changed.
+    `replica_address` is that server's HOST:PORT; "" does not copy this save, since one is in
+    transit. `group` is the group of its workers. `safe` is the nonce of the last save that every
+    node has replicated: it is kept until there is a later one. "" means that it has not changed.
     """
 
-    door: Door
+    replica_address: Address
     group: Group
     safe: Annotated[str, msgspec.Meta(max_length=32)]
 
@@ -251,15 +251,15 @@ class RestoreReport(msgspec.Struct, frozen=True, tag="went-on"):
 class SnapshotWelcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Answers `Hello`. `id` names the server; `survives`: it outlives the worker.
 
-    Its descriptor is the status page (`snapshots.channel`). `door` is where the server accepts
-    replicas from other nodes: without a host if only the workers know this node's address, "" if it
-    accepts none.
+    Its descriptor is the status page (`snapshots.channel`). `replica_address` is where the server
+    accepts replicas from other nodes: without a host if only the workers know this node's address,
+    "" if it accepts none.
     """
 
     version: int
     id: str
     survives: bool
-    door: Door = ""
+    replica_address: Address = ""
 
 
 class SlotNumbers(msgspec.Struct, frozen=True, tag="slots"):
@@ -418,7 +418,7 @@ class Declined(msgspec.Struct, frozen=True, tag="declined"):
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
-class ReplicationSettings(msgspec.Struct, frozen=True, tag="neighbours"):
+class ReplicationSettings(msgspec.Struct, frozen=True, tag="replication"):
     """Tells a snapshot server to replicate to other nodes and to accept their replicas.
 
     `secrets` are derived from the job's secret, which the server does not know. This node uses the
@@ -428,11 +428,11 @@ class ReplicationSettings(msgspec.Struct, frozen=True, tag="neighbours"):
 
     job: Text
     secrets: Annotated[tuple[bytes, ...], msgspec.Meta(min_length=1, max_length=_SECRETS_MAX)]
-    host: Door = ""
+    host: Address = ""
     tls: tuple[str, str, str] = ("", "", "")
 
     def __repr__(self) -> str:
-        return f"Neighbours({self.job!r}, ...)"
+        return f"ReplicationSettings({self.job!r}, ...)"
 
 
 class AgentLeave(msgspec.Struct, frozen=True, tag="leave"):

@@ -113,7 +113,11 @@ class Replicator:
         """
         settings, sources = self._settings(), tuple[Source, ...]()
         self.table.set_safe(replica.safe)
-        if settings is None or not replica.door or not self.table.begin(name, held, replica.door):
+        if (
+            settings is None
+            or not replica.replica_address
+            or not self.table.begin(name, held, replica.replica_address)
+        ):
             return
         try:
             made = make(name, replica)
@@ -131,7 +135,7 @@ class Replicator:
         lower_priority()
         reason = ""
         try:
-            connection = dial(transfer.replica.door, settings, TO_SENDER)
+            connection = dial(transfer.replica.replica_address, settings, TO_SENDER)
             try:
                 self._send(transfer, connection)
             finally:
@@ -174,7 +178,9 @@ class Replicator:
                 "the snapshot of step %d was not replicated to the snapshot server at %s: %s [%s]"
             )
             slug = "snapshot-replicas"
-            _log.warning(text, transfer.name.key.step, transfer.replica.door, reason, slug)
+            _log.warning(
+                text, transfer.name.key.step, transfer.replica.replica_address, reason, slug
+            )
         self._logged = reason
 
 

@@ -102,7 +102,7 @@ class SnapshotServer:
         self._connected: set[int] = set()
         self._numbered = 0
         self._listener: SnapshotListener | None = None
-        self._door = ""  # The listener's address.
+        self._replica_address = ""  # The listener's address.
 
     def replicate(self, settings: ReplicationSettings) -> None:
         """Start to replicate: listen for other nodes' replicas, and send this node's."""
@@ -111,7 +111,7 @@ class SnapshotServer:
             return
         listener = SnapshotListener(settings, self._accept_replica)
         try:
-            self._door = listener.open()
+            self._replica_address = listener.open()
         except OSError as error:
             text = "snapshots are not replicated to other nodes: no port: %s [%s]"
             _log.error(text, error, "snapshot-replicas")
@@ -199,7 +199,9 @@ class SnapshotServer:
         store = self._store(hello.group)
         store.joined(number)
         try:
-            answer = messages.SnapshotWelcome(messages.VERSION, self.id, self._survives, self._door)
+            answer = messages.SnapshotWelcome(
+                messages.VERSION, self.id, self._survives, self._replica_address
+            )
             page = store.status.page.descriptor()
             try:
                 channel.send(messages.encode(answer), [page])

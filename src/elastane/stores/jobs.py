@@ -1,8 +1,8 @@
 """The keys of one job in a store, and the encoding of their values.
 
 Owns the keys below `<job>/`: `coordinator` (its address and term), `token` (the job's secret),
-`record` (the durable state, under the term of its writer), and the lease of the
-leadership, whose key ends in `seat`. It knows nothing of elections.
+`record` (the durable state, under the term of its writer), and `leadership` (the lease of the
+coordinator). It knows nothing of elections.
 
 A finished job leaves its record, which holds the outcome, so that a late agent learns how the job
 ended. A store with a server removes the record after OUTCOME_KEPT_S.
@@ -70,7 +70,7 @@ class JobNames:
         self.coordinator = f"{self.prefix}/coordinator"
         self.token_key = f"{self.prefix}/{TOKEN_PART}"
         self.record = f"{self.prefix}/record"
-        self.leadership = f"{self.prefix}/seat"
+        self.leadership = f"{self.prefix}/leadership"
 
 
 class JobKeys(JobNames):

@@ -159,7 +159,7 @@ class OrderedGroup(ElasticGroup):
         self._stands_at: tuple[int, tuple[Identity, ...]] = (-1, ())
         self._vain_worlds = 0
         # The functions to call when the visible rank or world size changes.
-        self._told: list[Callable[[int, int], None]] = []
+        self._followers: list[Callable[[int, int], None]] = []
         self._thread = threading.Thread(target=self._run, name="elastane-deliver", daemon=True)
 
     def begin(self, world: WorldGroup, local_rank: int) -> None:
@@ -181,10 +181,10 @@ class OrderedGroup(ElasticGroup):
         self.build_apart(True)
         self._host.show(rank, size)
 
-    def tell(self, call: Callable[[int, int], None]) -> None:
+    def on_change(self, call: Callable[[int, int], None]) -> None:
         """Call `call(rank, world_size)` whenever the program sees another one of these."""
         with self._changed:
-            self._told.append(call)
+            self._followers.append(call)
 
     def watch_optimizers(self) -> None:
         """Follow the steps of the program's optimizers, from here on."""
@@ -664,7 +664,7 @@ class OrderedGroup(ElasticGroup):
         self._shown = members
         self.show_members(range(self.size()))
         self._host.show(self.rank(), self.size())
-        for call in self._told:
+        for call in self._followers:
             call(self.rank(), self.size())
 
     # A fault.

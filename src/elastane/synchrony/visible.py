@@ -37,20 +37,20 @@ class VisibleWorld:
         self.first_rank: int | None = None
         self.first_size: int | None = None
         self._changes = 0
-        self._told: list[Callable[[], None]] = []
+        self._followers: list[Callable[[], None]] = []
 
     def show(self, rank: int, size: int) -> None:
-        """Change rank and size, and call the functions registered by `tell`."""
+        """Change rank and size, and call the functions registered by `on_change`."""
         self.rank, self.size = rank, size
         if self.first_rank is None:
             self.first_rank, self.first_size = rank, size
         self._changes += 1
-        for tell in self._told:
-            tell()
+        for call in self._followers:
+            call()
 
-    def tell(self, told: Callable[[], None]) -> None:
-        """Call `told` at each change, also at the first."""
-        self._told.append(told)
+    def on_change(self, call: Callable[[], None]) -> None:
+        """Call `call` at each change, also at the first."""
+        self._followers.append(call)
 
     def whole(
         self,

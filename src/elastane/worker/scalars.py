@@ -74,13 +74,13 @@ class JsonLines:
             if not line.endswith(b"\n"):
                 os.ftruncate(self._file, at)
                 continue
-            said = _said(line)
-            step = said.get("step", 0)
+            entry = _entry_of(line)
+            step = entry.get("step", 0)
             # Steps that grow backwards are of an older run.
             if after_step is None or not after_step < step <= later:
                 break
             later = step
-            for name in said:
+            for name in entry:
                 found.setdefault(name, step)
         return found
 
@@ -357,13 +357,13 @@ def _require_room(folder: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _said(line: bytes) -> dict[str, Any]:
+def _entry_of(line: bytes) -> dict[str, Any]:
     """Return a line's object; empty for a line of another program."""
     try:
-        said = json.loads(line)
+        entry = json.loads(line)
     except ValueError:
         return {}
-    return said if isinstance(said, dict) and isinstance(said.get("step"), int) else {}
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else {}
 
 
 def _spelled(value: float) -> float | str:

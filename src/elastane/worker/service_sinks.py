@@ -90,7 +90,7 @@ class ServiceSink:
                     self._process.wait(min(_LOOK_S, left_s))
                 self._advance()
             if self._left():
-                self._tell("the worker ends", "are lost")
+                self._report("the worker ends", "are lost")
         leaving, self._leaving = self._leaving, []
         if self._process is not None:
             self._process.leave(is_end=True)
@@ -155,9 +155,9 @@ class ServiceSink:
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
         if not self._is_told:
             self._is_told = True
-            self._tell(reason, "are kept, and it is tried again")
+            self._report(reason, "are kept, and it is tried again")
 
-    def _tell(self, reason: str, then: str) -> None:
+    def _report(self, reason: str, then: str) -> None:
         sys.stderr.write(
             f"elastane: job.log: {self.path} cannot be written: {reason};"
             f" {self._left()} entries (at most {KEPT_MAX}) {then} [job-log]\n"

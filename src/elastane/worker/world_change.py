@@ -24,7 +24,7 @@ def on_world_change(call: Callable[[int, int], None]) -> None:
     """
     group = c10d._get_default_group() if dist.is_initialized() else None
     if isinstance(group, OrderedGroup):
-        group.tell(call)
+        group.on_change(call)
     elif group is None:
         raise ConfigurationError(
             "on_world_change() without a process group",

@@ -41,7 +41,7 @@ async def main() -> None:
     token = meeting.token or (await keys.token() if keys else "")
     secret = derive_secret(spec.job, token or None)
     hosting = CoordinatorHost(spec, Access(spec.job, secret, None), tell)
-    seat = (
+    leadership = (
         StoreLeadership(keys, "lone", config.node.local_addr or "127.0.0.1", hosting)
         if keys is not None
         else EndpointLeadership(Endpoint(meeting.host, meeting.port), True, hosting)
@@ -49,10 +49,10 @@ async def main() -> None:
     asked = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
     with contextlib.suppress(ElastaneError):  # Nobody is elected yet.
-        await seat.locate()
-    running = asyncio.create_task(seat.run())
+        await leadership.locate()
+    running = asyncio.create_task(leadership.run())
     await asked.wait()
-    await seat.close(ended=False)
+    await leadership.close(ended=False)
     running.cancel()
     events.close()
 

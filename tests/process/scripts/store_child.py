@@ -1,7 +1,7 @@
 """A process that uses a file store, for tests that kill or stop it at a chosen step.
 
 store_child.py write FOLDER STEP SIGNAL    writes the second version of `k`, signals itself at STEP
-store_child.py lease FOLDER STEP SIGNAL    takes the lease `seat` of 0.5 s, likewise
+store_child.py lease FOLDER STEP SIGNAL    takes the lease `leadership` of 0.5 s, likewise
 store_child.py hold FOLDER JOB             is elected, says so, and keeps the lease
 store_child.py save FOLDER JOB STEP        is elected, stops itself at STEP of a save, says how
 """
@@ -52,7 +52,7 @@ async def lease(folder: Path, step: str, number: str) -> None:
     store = FileStore(folder, on_step=at(step, int(number)))
     await store.get("k")
     armed.set()
-    await store.lease("seat", b"child", 0.5)
+    await store.lease("leadership", b"child", 0.5)
     say("done")
 
 

@@ -22,7 +22,7 @@ class Known:
 
 
 class Idle:
-    id, survives, door = "server", True, ""
+    id, survives, replica_address = "server", True, ""
     writing = None
 
     def progress(self, fence):

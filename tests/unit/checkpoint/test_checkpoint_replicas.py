@@ -6,11 +6,13 @@ import pytest
 
 from elastane.checkpoint.layout import Chunk, Tensor, lay_out
 from elastane.checkpoint.plan import RankStatus, ring, shares
-from elastane.checkpoint.saving import SaveProposal, Saver, door_of, without_copies
+from elastane.checkpoint.saving import SaveProposal, Saver, replica_address_of, without_copies
 
 
-def standing(server, door=True):
-    return RankStatus(server, True, "p", f"{server}:1" if door else "", f"group of {server}")
+def standing(server, replica_address=True):
+    return RankStatus(
+        server, True, "p", f"{server}:1" if replica_address else "", f"group of {server}"
+    )
 
 
 def sharded(ranks):
@@ -21,29 +23,33 @@ def sharded(ranks):
 def test_snapshot_servers_form_a_ring():
     members = [standing(server) for server in ("a", "a", "b", "c", "c")]
     found = shares(sharded(5), members)
-    assert [share.door for share in found] == ["b:1", "b:1", "c:1", "a:1", "a:1"]
+    assert [share.replica_address for share in found] == ["b:1", "b:1", "c:1", "a:1", "a:1"]
     assert [share.group for share in found][::2] == ["group of b", "group of c", "group of a"]
 
 
 def test_replicated_state_is_not_replicated_again():
     replicated = lay_out([Tensor("x", "float32", (2, 2))], [[Chunk(0, (0, 0), (2, 2))]] * 2)
-    assert {share.door for share in shares(replicated, [standing("a"), standing("b")])} == {""}
-    assert {share.door for share in shares(sharded(2), [standing("a"), standing("a")])} == {""}
-    assert ring([standing("a"), standing("b", door=False)]) == {}
+    assert {
+        share.replica_address for share in shares(replicated, [standing("a"), standing("b")])
+    } == {""}
+    assert {
+        share.replica_address for share in shares(sharded(2), [standing("a"), standing("a")])
+    } == {""}
+    assert ring([standing("a"), standing("b", replica_address=False)]) == {}
 
 
 def test_nodes_without_the_option_are_left_out_of_the_ring():
-    members = [standing("a"), standing("b", door=False), standing("c")]
-    assert [share.door for share in shares(sharded(3), members)] == ["c:1", "", "a:1"]
+    members = [standing("a"), standing("b", replica_address=False), standing("c")]
+    assert [share.replica_address for share in shares(sharded(3), members)] == ["c:1", "", "a:1"]
 
 
 @pytest.mark.parametrize(
     ("members", "words"),
     [
-        ([standing("a", door=False), standing("b", door=False)], None),
+        ([standing("a", replica_address=False), standing("b", replica_address=False)], None),
         ([standing("a"), standing("b")], None),
         ([standing("a"), standing("a")], "all workers are on one node"),
-        ([standing("a"), standing("b", door=False)], "1 of 2 nodes have none"),
+        ([standing("a"), standing("b", replica_address=False)], "1 of 2 nodes have none"),
     ],
 )
 def test_impossible_replication_is_a_warning(members, words):
@@ -52,12 +58,12 @@ def test_impossible_replication_is_a_warning(members, words):
 
 
 class Kept:
-    def __init__(self, door):
-        self.door = door
+    def __init__(self, replica_address):
+        self.replica_address = replica_address
 
 
 @pytest.mark.parametrize(
-    ("door", "master", "node_rank", "found"),
+    ("replica_address", "master", "node_rank", "found"),
     [
         ("", "127.0.0.1", "0", ""),
         (":7", "10.9.8.7", "0", "10.9.8.7:7"),
@@ -70,11 +76,11 @@ class Kept:
     ],
 )
 def test_a_nodes_address_is_the_one_from_which_it_reaches_the_first_node(
-    door, master, node_rank, found, monkeypatch
+    replica_address, master, node_rank, found, monkeypatch
 ):
     monkeypatch.setenv("MASTER_ADDR", master)
     monkeypatch.setenv("GROUP_RANK", node_rank)
-    assert door_of(Kept(door)) == found
+    assert replica_address_of(Kept(replica_address)) == found
 
 
 def heard(*rows):

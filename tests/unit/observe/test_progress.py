@@ -75,7 +75,7 @@ def test_the_progress_of_a_file_that_another_program_writes_is_shown(tmp_path, m
     monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
     monkeypatch.setattr(progress, "_LOOK_S", 0.001)
     told = threading.Event()
-    monkeypatch.setattr(progress.ShownProgress, "_tell", lambda self, took_s: told.set())
+    monkeypatch.setattr(progress.ShownProgress, "_print", lambda self, took_s: told.set())
     path = tmp_path / "all.pt"
     with writing_progress("writing all.pt", 100, path):
         path.write_bytes(bytes(10))

@@ -81,12 +81,12 @@ def test_nothing_is_written_where_nothing_changes():
     register = Register()
     store = RegisterStore(register, "r")
     run(store.compare_and_set("k", b"1", 0))
-    lease = run(store.lease("seat", b"me", 5.0))
+    lease = run(store.lease("leadership", b"me", 5.0))
     run(lease.release())
     writes = register.writes
     run(lease.release())
     run(store.purge("nothing"))
-    assert run(store.holder("seat")) is None
+    assert run(store.holder("leadership")) is None
     assert register.writes == writes
 
 

@@ -102,7 +102,7 @@ def _active_since(context: DecisionContext) -> str:
 
 
 def _decision(context: DecisionContext, status: JobStatus) -> Decision:
-    if context.wants:
+    if context.shortfalls:
         context.wake(context.now_s + LOOK_AGAIN_S)
     wakes_s = [at_s - context.now_s for at_s in context.wakes_s]
     return Decision(

@@ -73,11 +73,11 @@ class DecisionContext:
         self.settings = settings
         self.now_s = now_s
         judged = judge_all(seen.pods, seen.job.metadata, settings)
-        own = (pod for pod in judged if pod.whose in ("ours", "orphan"))
+        own = (pod for pod in judged if pod.ownership in ("ours", "orphan"))
         self.pods = sorted(own, key=lambda pod: (pod.index, pod.name))
-        self.others = [pod for pod in judged if pod.whose not in ("ours", "orphan")]
+        self.others = [pod for pod in judged if pod.ownership not in ("ours", "orphan")]
         gone = judge_all(seen.gone, seen.job.metadata, settings, are_gone=True)
-        self.gone = [pod for pod in gone if pod.whose == "ours"]
+        self.gone = [pod for pod in gone if pod.ownership == "ours"]
         self.actions: list[Action] = []
         self.events: list[ReportedEvent] = []
         self.wakes_s: list[float] = []
@@ -99,7 +99,7 @@ class DecisionContext:
         self.completion_time = before.completion_time
         self.slots: list[int] = []
         # Why fewer pods run than are wanted, worst first: (reason, message).
-        self.wants: list[tuple[str, str]] = []
+        self.shortfalls: list[tuple[str, str]] = []
 
     @property
     def job(self) -> Meta:
@@ -171,7 +171,7 @@ def waits_for_refusal(context: DecisionContext, kind: str, name: str) -> bool:
     if refusal is None:
         return False
     reason = _reason(refusal)
-    context.wants.append((reason, f"{kind} {name} was refused: {refusal_text(refusal)}"))
+    context.shortfalls.append((reason, f"{kind} {name} was refused: {refusal_text(refusal)}"))
     context.report(
         "Warning", f"FailedCreate{kind}", f"{name}: {refusal_text(refusal)}", refusal.times
     )
@@ -192,7 +192,7 @@ def hold_refused(context: DecisionContext) -> None:
         text = (
             f"to {refusal.verb} {refusal.kind} {refusal.name} was refused: {refusal_text(refusal)}"
         )
-        context.wants.append((_reason(refusal), text))
+        context.shortfalls.append((_reason(refusal), text))
         context.report("Warning", _reason(refusal), text, refusal.times)
         if not _is_too_soon(context, refusal):
             kept.append(action)

@@ -101,7 +101,7 @@ def _check_template(context: DecisionContext) -> None:
         return
     text = f"{_TEMPLATE}: the API server refused pod {refusal.name}: {refusal_text(refusal)}"
     if any(pod.lives for pod in context.own):
-        context.wants.insert(0, ("InvalidTemplate", text))
+        context.shortfalls.insert(0, ("InvalidTemplate", text))
         context.report("Warning", "InvalidTemplate", text, count=1)
     else:
         context.end("Failed", "InvalidTemplate", text)
@@ -178,8 +178,10 @@ def refuse(seen: Observed, before: JobStatus, wrong: tuple[Wrong, ...], now_s: f
     )
     kind = "Degraded" if has_begun else "Failed"
     made = {one.type: one for one in before.conditions if one.type != kind}
-    made["Created"] = _said("Created", "ElasticJobCreated", f"ElasticJob {meta.name} is created.")
-    made[kind] = _said(kind, wrong[0].reason, text)
+    made["Created"] = _true_condition(
+        "Created", "ElasticJobCreated", f"ElasticJob {meta.name} is created."
+    )
+    made[kind] = _true_condition(kind, wrong[0].reason, text)
     conditions = merged(before.conditions, made, meta.edition, now_s)
     status = msgspec.structs.replace(
         before,
@@ -195,5 +197,5 @@ def refuse(seen: Observed, before: JobStatus, wrong: tuple[Wrong, ...], now_s: f
     return Decision(status=status, events=(event,))
 
 
-def _said(kind: str, reason: str, message: str) -> Condition:
+def _true_condition(kind: str, reason: str, message: str) -> Condition:
     return Condition(type=kind, status="True", reason=reason, message=message)

@@ -46,7 +46,7 @@ def count(context: DecisionContext) -> None:
             continue
         if pod.ending is not None and pod.by_itself:
             _count_failure(context, pod, pod.ending)
-        elif pod.is_leaving and pod.whose == "ours":
+        elif pod.is_leaving and pod.ownership == "ours":
             _count_departure(context, pod)
     _release_lease(context, known)
     _heal(context)

@@ -61,7 +61,7 @@ def _is_lost(context: DecisionContext, pod: Judged, patience_s: float) -> bool:
     since_s = node.unreachable_since_s
     if since_s is None:
         return False
-    state = _said_of(context.seen.report, pod.uid, since_s, context.now_s)
+    state = _reported_state(context.seen.report, pod.uid, since_s, context.now_s)
     if state == "departed":
         return True
     lost_at_s = since_s + patience_s
@@ -81,7 +81,7 @@ def _patience_s(context: DecisionContext) -> float:
     return patience_s
 
 
-def _said_of(report: JobReport | None, uid: str, since_s: float, now_s: float) -> str:
+def _reported_state(report: JobReport | None, uid: str, since_s: float, now_s: float) -> str:
     """Return the pod's state in a report since its node became unreachable; "" without one."""
     if report is None or report.at_s < since_s or report.at_s < now_s - REPORT_FRESH_S:
         return ""

@@ -126,7 +126,7 @@ def _replace(context: DecisionContext, kind: str, found: Meta) -> bool:
         context.act(DeleteObject(kind=kind, name=found.name, uid=found.uid))
     if not is_leftover:
         text = f"{kind} {found.name} belongs to another controller; next: delete or rename it"
-        context.wants.append(("NameTaken", text))
+        context.shortfalls.append(("NameTaken", text))
         context.report("Warning", "NameTaken", text, count=1)
     return False
 

@@ -21,7 +21,7 @@ from elastane.kubernetes.reconcile.settings import JobSettings
 # the job: Evicted (drained or out of resources), Preempted, Shutdown (of the node), Rejected (by a
 # kubelet, before any container ran).
 Cause = Literal["App", "OOM", "Evicted", "Preempted", "Shutdown", "Rejected"]
-Whose = Literal["ours", "orphan", "leftover", "foreign"]
+Ownership = Literal["ours", "orphan", "leftover", "foreign"]
 State = Literal["pending", "running", "succeeded", "failed"]
 
 # status.reason of a failed pod. A kubelet that cannot admit a pod says OutOfcpu, NodeAffinity,
@@ -84,17 +84,18 @@ class Hindrance(msgspec.Struct, frozen=True, kw_only=True):
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """A pod with its classification.
 
-    `whose`: ours; orphan (our labels, no controller); leftover (of a deleted ElasticJob of the same
-    name); foreign. `restarts` counts restarts of the container in place. `is_over`: all containers
-    have ended, sidecars too. `by_itself`: the worker container ended, and not by the deletion of
-    the pod. `is_dead`: a kubelet reported the end of the worker container, and will not restart it.
+    `ownership`: ours; orphan (our labels, no controller); leftover (of a deleted ElasticJob of the
+    same name); foreign. `restarts` counts restarts of the container in place. `is_over`: all
+    containers have ended, sidecars too. `by_itself`: the worker container ended, and not by the
+    deletion of the pod. `is_dead`: a kubelet reported the end of the worker container, and will not
+    restart it.
 
     `has_started`: the worker container has started. `has_begun`: any container has started, also
     an init container. `is_outdated`: the pod was made from an older template.
     """
 
     meta: Meta
-    whose: Whose
+    ownership: Ownership
     index: int
     state: State
     node: str = ""
@@ -160,7 +161,7 @@ def judge(pod: Pod, job: Meta, settings: JobSettings, *, is_gone: bool = False) 
     has_ended = state in ("succeeded", "failed") or (is_gone and not by_itself)
     return Judged(
         meta=pod.metadata,
-        whose=_whose(pod.metadata, job),
+        ownership=_ownership(pod.metadata, job),
         index=index,
         state=state,
         node=pod.spec.node_name,
@@ -189,7 +190,7 @@ def _index(meta: Meta) -> int | None:
     return index_in(meta.name)
 
 
-def _whose(meta: Meta, job: Meta) -> Whose:
+def _ownership(meta: Meta, job: Meta) -> Ownership:
     owner = next((one for one in meta.owner_references if one.controller), None)
     if owner is None:
         return "orphan"

@@ -34,15 +34,15 @@ from elastane.kubernetes.reconcile.pods import Judged
 
 def live(context: DecisionContext) -> None:
     """Keep the objects and pods of a job that runs."""
-    _tell_bounds(context)
+    _report_bounds(context)
     _clear_others(context)
     adopt(context)
     may_create = keep_objects(context) and refused_template(context) is None
     if may_create:
         update(context)
     keep_pods(context, may_create=may_create)
-    _tell_hindrances(context)
-    _tell_nodes(context)
+    _report_hindrances(context)
+    _report_nodes(context)
 
 
 def pause(context: DecisionContext) -> None:
@@ -64,12 +64,12 @@ def finish(context: DecisionContext) -> None:
 def _clear_others(context: DecisionContext) -> None:
     """Delete pods of an earlier job of this name; the garbage collector may take a minute."""
     for pod in context.others:
-        if pod.whose == "leftover" and not pod.is_leaving:
+        if pod.ownership == "leftover" and not pod.is_leaving:
             text = "it belongs to a deleted job of this name"
             context.act(DeletePod(name=pod.name, uid=pod.uid, grace_s=None, why=text))
 
 
-def _tell_bounds(context: DecisionContext) -> None:
+def _report_bounds(context: DecisionContext) -> None:
     settings = context.settings
     asked, used = settings.asked, settings.desired
     if asked != used:
@@ -89,7 +89,7 @@ def _tell_bounds(context: DecisionContext) -> None:
         context.report("Warning", "SettedPodTemplateRestartPolicy", text, count=1)
 
 
-def _tell_hindrances(context: DecisionContext) -> None:
+def _report_hindrances(context: DecisionContext) -> None:
     """Report why pods do not run: each reason once, with the number of its pods."""
     first: dict[tuple[str, str], list[str]] = {}
     slots = set(context.slots)
@@ -103,11 +103,11 @@ def _tell_hindrances(context: DecisionContext) -> None:
     for (reason, message), names in first.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = f"{names[0]}{more}: {reason}" + (f": {message}" if message else "")
-        context.wants.append((reason, text[:TEXT_CHARS_MAX]))
+        context.shortfalls.append((reason, text[:TEXT_CHARS_MAX]))
         context.report("Warning", reason, text[:TEXT_CHARS_MAX], count=1)
 
 
-def _tell_nodes(context: DecisionContext) -> None:
+def _report_nodes(context: DecisionContext) -> None:
     known = {one.name: one for one in context.before.nodes}
     rule = context.settings.spec.node_quarantine
     for name in avoided(context):
@@ -179,7 +179,7 @@ def _is_complete(context: DecisionContext, staying: list[Judged]) -> bool:
 def adopt(context: DecisionContext) -> None:
     """Adopt pods with the job's labels and without a controller."""
     for pod in context.pods:
-        if pod.whose == "orphan" and not pod.is_leaving:
+        if pod.ownership == "orphan" and not pod.is_leaving:
             meta = {"uid": pod.uid, "ownerReferences": [owner(context.job)]}
             context.act(PatchObject(kind="Pod", name=pod.name, patch={"metadata": meta}))
             context.report("Normal", "Adopted", f"{pod.name} belongs to the job now")
@@ -223,7 +223,7 @@ def _create(context: DecisionContext, index: int, there: list[Judged]) -> None:
         context.wake(pause_s)
         text = f"{pod_name(context.job.name, index)} ended early {early.quick} times in a row"
         again = f"created again at {early.not_before}"
-        context.wants.append(("BackOff", f"{text} ({early.why}): {again}"))
+        context.shortfalls.append(("BackOff", f"{text} ({early.why}): {again}"))
         context.report("Warning", "BackOff", text, count=1)
     elif name is not None and not waits_for_refusal(context, "Pod", name):
         manifest = pod_manifest(
@@ -247,7 +247,7 @@ def _free_name(context: DecisionContext, index: int, there: list[Judged]) -> str
     name = pod_name(context.job.name, index)
     if name in taken:
         text = f"pod {name} exists and does not belong to the job; next: delete or rename it"
-        context.wants.append(("NameTaken", text))
+        context.shortfalls.append(("NameTaken", text))
         context.report("Warning", "NameTaken", text, count=1)
         return None
     for pod in there:
@@ -278,7 +278,7 @@ def wanted_slots(context: DecisionContext) -> list[int]:
         (index for index, early in context.early_ends.items() if early.waiting), 1
     )
     for pod in context.own:
-        if not pod.is_leaving and pod.whose in ("ours", "orphan"):
+        if not pod.is_leaving and pod.ownership in ("ours", "orphan"):
             place = 1 if pod.state == "pending" else 0
             places[pod.index] = min(place, places.get(pod.index, 1))
     if backend(context.job, settings) == "c10d" and 0 in places:

@@ -48,7 +48,7 @@ def status_of(context: DecisionContext, verdict: JobVerdict | None) -> JobStatus
     phase = phase_of(made, has_run=context.first_start_time is not None)
     report_changes(context, conditions)
     slots = set(context.slots)
-    said = _said(context)
+    reported = _report_fields(context)
     return JobStatus(
         phase=phase,
         observed_generation=edition,
@@ -68,13 +68,13 @@ def status_of(context: DecisionContext, verdict: JobVerdict | None) -> JobStatus
         worker_restarts=progress.worker_restarts,
         failures=context.failures,
         disruptions=context.disruptions,
-        round=said.round,
-        world_size=said.world_size,
-        step=said.step,
-        steps_per_second=said.steps_per_second,
+        round=reported.round,
+        world_size=reported.world_size,
+        step=reported.step,
+        steps_per_second=reported.steps_per_second,
         last_progress_time=progress.last_time,
         crashes=progress.crashes if progress.crashes != Crashes() else None,
-        last_incident=said.last_incident,
+        last_incident=reported.last_incident,
         last_failure=context.last_failure,
         workers=_workers(context),
         workers_omitted=max(0, len(context.own) - WORKERS_TOLD_MAX),
@@ -95,7 +95,7 @@ def _replicas(context: DecisionContext) -> ReplicaStatus:
     )
 
 
-def _said(context: DecisionContext) -> JobStatus:
+def _report_fields(context: DecisionContext) -> JobStatus:
     """Return the fields of the status that come from the coordinator's last report.
 
     Without a report, or before the coordinator knows any pod, the status stays as it is. A report
@@ -258,8 +258,8 @@ def _running(context: DecisionContext, count: PodTally) -> Condition:
     if not count.is_short(least):
         return _true("Running", "ElasticJobRunning", f"ElasticJob {context.job.name} is running.")
     text = f"{count.running} of {wanted} pods run, at least {least} are needed"
-    if context.wants:
-        return _false("Running", context.wants[0][0], f"{text}: {_wants(context)}")
+    if context.shortfalls:
+        return _false("Running", context.shortfalls[0][0], f"{text}: {_shortfall_text(context)}")
     return _false("Running", "PodsPending", text)
 
 
@@ -267,22 +267,22 @@ def _degraded(context: DecisionContext, count: PodTally) -> Condition | None:
     least, wanted = context.settings.min, context.settings.desired
     has_run = context.first_start_time is not None
     is_short = count.is_short(least) and has_run
-    if not is_short and not context.wants:
+    if not is_short and not context.shortfalls:
         return None
     text = f"{count.running} of {wanted} pods run"
     if count.is_short(least):
         text += f", at least {least} are needed"
-    if context.wants:
-        text += f": {_wants(context)}"
-    reason = context.wants[0][0] if context.wants else "PodsLost"
+    if context.shortfalls:
+        text += f": {_shortfall_text(context)}"
+    reason = context.shortfalls[0][0] if context.shortfalls else "PodsLost"
     if is_short and reason not in ("InvalidSpec", "InvalidTemplate"):
         reason = "BelowMinimum"
     return _true("Degraded", reason, text)
 
 
-def _wants(context: DecisionContext) -> str:
-    more = len(context.wants) - 1
-    return context.wants[0][1] + (f" (and {more} more)" if more else "")
+def _shortfall_text(context: DecisionContext) -> str:
+    more = len(context.shortfalls) - 1
+    return context.shortfalls[0][1] + (f" (and {more} more)" if more else "")
 
 
 def _true(kind: str, reason: str, message: str) -> Condition:

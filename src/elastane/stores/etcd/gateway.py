@@ -107,7 +107,7 @@ class Gateway:
                         if write and error.sent:
                             raise self.unsure(trouble) from error
                         continue
-                    if answer.status in (500, *_BROKE) and self._goes_on(answer, write):
+                    if answer.status in (500, *_BROKE) and self._may_ask_another(answer, write):
                         trouble = f"{url}: {trouble_of(answer.content)}"
                         self._next()
                         continue
@@ -203,7 +203,7 @@ class Gateway:
         except TimeoutError:
             raise _Unanswered(f"no answer within {ATTEMPT_TIMEOUT_S:g} s", sent=True) from None
 
-    def _goes_on(self, answer: EtcdAnswer, write: bool) -> bool:
+    def _may_ask_another(self, answer: EtcdAnswer, write: bool) -> bool:
         """Whether another member is asked after an error of this one."""
         text = trouble_of(answer.content)
         if any(sign in text for sign in _NOT_TAKEN):
