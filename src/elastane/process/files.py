@@ -103,6 +103,23 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folders(path: Path, mode: int = 0o777) -> None:
+    """Make a folder with this mode, and its parents, durably.
+
+    A folder that exists may be new, too: its maker may have been killed before it called fsync.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode if folder == path else 0o777)
+    device = path.stat().st_dev
+    with contextlib.suppress(PermissionError):  # From here on others have made them.
+        for folder in path.parents:
+            if folder.stat().st_dev != device:  # The folder below it is a mount point.
+                return
+            sync_folder(folder)
+
+
 def process_start(pid: int) -> str:
     """Return an identity that no later process with the same pid shares; "" if there is none.
 

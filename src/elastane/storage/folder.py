@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from elastane.process.files import sync_folder, write_all
+from elastane.process.files import make_folders, write_all
 from elastane.protocol.checkpoints import MANIFEST, FileRecord, is_file_name, parse_folder
 from elastane.storage.aligned import AlignedFile
 from elastane.storage.digest import View, digest_of
@@ -55,6 +55,7 @@ class FolderStorage:
         self.where = str(folder)
         self._root = folder
         self._place = ""  # The digest of the marker file.
+        self._has_links = True  # Until one could not be made.
 
     def folders(self) -> list[str]:
         """See Storage.folders."""
@@ -137,6 +138,16 @@ class FolderStorage:
         self._ready()
         return self._create(path, content)
 
+    def make_durable(self, folder: str) -> None:
+        """See Storage.make_durable."""
+        with self._opened() as root:
+            # Retention may have removed the folder, since newer ones are there.
+            with contextlib.suppress(FileNotFoundError), self._opened(folder) as at:
+                if not self._has_links:
+                    _sync_records(at)
+                os.fsync(at)
+            os.fsync(root)
+
     def remove(self, folder: str) -> None:
         """See Storage.remove."""
         with self._opened() as root:
@@ -189,7 +200,7 @@ class FolderStorage:
         """
         if not self._place:
             try:
-                _make_folders(self._root)
+                make_folders(self._root)
                 self._create(PLACE, secrets.token_hex(_PLACE_CHARS // 2).encode())
             except OSError as error:
                 names = sorted(self.folders())
@@ -260,13 +271,31 @@ class FolderStorage:
             try:
                 write_all(descriptor, content)
                 os.fsync(descriptor)
-                made = _link(at, temporary, name, descriptor) or _create_file(at, name, content)
+                made = self._link(at, temporary, name, descriptor)
+                made = made or _create_file(at, name, content)
             finally:
                 os.close(descriptor)
                 with contextlib.suppress(OSError):  # Otherwise it is litter that is never read.
                     os.unlink(temporary, dir_fd=at)
             os.fsync(at)
             return made
+
+    def _link(self, at: int, temporary: str, name: str, descriptor: int) -> bool:
+        """Link a file to its name; returns False if the name is taken or links are unsupported."""
+        try:
+            os.link(temporary, name, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
+        except FileExistsError:
+            # NFS may have linked it, lost the reply, and refused the repeated request.
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(name, dir_fd=at, follow_symlinks=False)
+                return os.path.samestat(found, os.fstat(descriptor))
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self._has_links = False
+            return False
+        return True
 
 
 def _place_in(at: int) -> bytes:
@@ -285,23 +314,6 @@ def _names(at: int) -> list[str]:
         return [entry.name for entry in found]
 
 
-def _link(at: int, temporary: str, name: str, descriptor: int) -> bool:
-    """Link a file to its name; returns False if the name is taken or links are unsupported."""
-    try:
-        os.link(temporary, name, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
-    except FileExistsError:
-        # NFS may have linked it, lost the reply, and refused the repeated request.
-        with contextlib.suppress(FileNotFoundError):
-            found = os.stat(name, dir_fd=at, follow_symlinks=False)
-            return os.path.samestat(found, os.fstat(descriptor))
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        return False
-    return True
-
-
 def _create_file(at: int, name: str, content: bytes) -> bool:
     """Create a file under its name unless it exists; its digest detects a partial one."""
     try:
@@ -317,6 +329,17 @@ def _create_file(at: int, name: str, content: bytes) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def _sync_records(at: int) -> None:
+    """Make records durable that were written under their own names."""
+    for name in _names(at):
+        if name.endswith(".json"):
+            descriptor = os.open(name, _OLD, dir_fd=at)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -342,14 +365,3 @@ def _unlink(at: int, name: str) -> None:
     # Folders are not made by elastane: one stays, and with it its parent.
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(name, dir_fd=at)
-
-
-def _make_folders(path: Path) -> None:
-    """Create a folder and its parents, durably."""
-    if path.is_dir():
-        return
-    if path.parent != path:
-        _make_folders(path.parent)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir()
-        sync_folder(path.parent)

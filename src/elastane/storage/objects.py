@@ -145,6 +145,9 @@ class ObjectStorage:
                 return self.read(path) == content
             raise error
 
+    def make_durable(self, folder: str) -> None:
+        """See Storage.make_durable: an object is durable once it can be read."""
+
     def remove(self, folder: str) -> None:
         """See Storage.remove."""
         with contextlib.suppress(FileNotFoundError), self._faults(folder):

@@ -72,6 +72,13 @@ class Storage(Protocol):
         """
         ...
 
+    def make_durable(self, folder: str) -> None:
+        """Make the files of a folder durable that other writers have finished, and its name.
+
+        A writer that was killed may have left them behind without the last fsync.
+        """
+        ...
+
     def remove(self, folder: str) -> None:
         """Remove a folder, its manifest first: an interrupted removal leaves an unfinished save."""
         ...

@@ -180,6 +180,7 @@ class Publication:
         while True:
             self._look(records, past_gaps=over)
             if (made := self._published()) is not None:
+                self._storage.make_durable(self._folder)
                 return made
             if not self._missing:
                 return self._publish()
@@ -234,6 +235,8 @@ class Publication:
     def _publish(self) -> Manifest:
         manifest = self._manifest()
         check_fence(self._storage, manifest.key)
+        # No manifest may outlive the records that it names.
+        self._storage.make_durable(self._folder)
         content, path = encode(manifest), f"{self._folder}/{MANIFEST}"
         if not self._storage.create(path, content):
             found = read_bounded(self._storage, path)

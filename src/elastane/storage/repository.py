@@ -202,7 +202,13 @@ class Repository:
         while retention.surplus(seen, keep, protect) and (doubtful := self._doubtful(seen, keep)):
             seen = self._checked(seen, doubtful)
         going = retention.to_remove(seen, keep, protect, litter_s=litter_s)
-        return going if dry_run else [one for one in going if self._remove(one)]
+        if dry_run:
+            return going
+        if going:
+            # A writer that was killed may have published one without its last fsync.
+            for one in retention.kept(seen, keep):
+                self.storage.make_durable(one.folder)
+        return [one for one in going if self._remove(one)]
 
     def _look(
         self,

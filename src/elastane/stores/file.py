@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from elastane.errors import ConfigurationError, LeaseLostError, StoreError
+from elastane.process.files import make_folders
 from elastane.process.offload import Offload
 from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S
 from elastane.stores.pages import (
@@ -267,8 +268,7 @@ class FileStore:
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise _folder_changed(self.folder) from error
             raise _folder_changed(self.folder)
-        if not self.folder.is_dir():
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(self.folder, 0o700)
         self._root.check()
         reading = pages.latest()
         if reading.page is None:

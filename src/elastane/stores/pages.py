@@ -50,6 +50,8 @@ _IN_DOUBT = {errno.EIO, errno.ETIMEDOUT}
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ROOT_UID = 0
+# Folders of which one process remembers that they are durable: some for each key of a job.
+_DURABLE_MAX = 4096
 
 
 class FolderPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +101,7 @@ class Root:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._mapped: int | None = None
+        self._durable: dict[Path, str] = {}
 
     def check(self) -> None:
         """ConfigurationError for a folder in which other users may replace what is written."""
@@ -133,14 +136,32 @@ class Root:
             if make:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, 0o700, dir_fd=at)
-                    os.fsync(at)
             try:
-                return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+                inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
             except NotADirectoryError:
                 found = os.stat(part, dir_fd=at, follow_symlinks=False)
                 if stat.S_ISLNK(found.st_mode):
                     raise _foreign(where / part, found.st_uid, self.path) from None
                 raise
+            try:
+                self.make_durable(at, where / part, str(os.fstat(inner).st_ino))
+            except BaseException:
+                os.close(inner)
+                raise
+            return inner
+
+    def make_durable(self, at: int, path: Path, mark: str) -> None:
+        """Make `path` durable, which is in the open folder, once for each mark of it.
+
+        What this process found may not be durable: its writer may have been killed before its last
+        fsync, or be about to call it.
+        """
+        if self._durable.get(path) == mark:
+            return
+        os.fsync(at)
+        if len(self._durable) >= _DURABLE_MAX:
+            self._durable.clear()
+        self._durable[path] = mark
 
     def check_file(self, found: os.stat_result, at: int) -> None:
         """ValueError for a file of another user; `at` is a checked folder of the store."""
@@ -186,18 +207,21 @@ class Pages:
 
     def __init__(self, below: Path, root: Root, hooks: Hooks, *, whole: bool = False) -> None:
         self.path = root.path / below
+        self._newest = self.path / "newest"
         self._below = below
         self._root = root
         self._hooks = hooks
         self._whole = whole
 
     def latest(self) -> PageReading:
-        """Return the page that counts."""
+        """Return the page that counts, once it is durable."""
         for _ in range(_RESCANS_MAX):
             numbers = sorted(self._numbers(), reverse=True)
             with contextlib.suppress(FileNotFoundError):  # pruned since the listing: list again
                 for number in numbers:
                     if (page := self.read(number)) is not None:
+                        with self._opened() as at:
+                            self._root.make_durable(at, self._newest, page.nonce)
                         return PageReading(page, numbers[0])
                 return PageReading(None, numbers[0] if numbers else 0)
         raise StoreError(
@@ -255,7 +279,7 @@ class Pages:
                 # Immediately: during the flush, others may write more pages than are kept.
                 if not self._took_effect(page):
                     return None
-                os.fsync(at)
+                self._root.make_durable(at, self._newest, page.nonce)
             except OSError as error:
                 raise self._unsure(
                     page, f"may not be durable: {error.strerror or error}"
