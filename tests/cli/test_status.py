@@ -58,7 +58,7 @@ def test_a_running_job_is_shown_and_after_its_end_its_log(job, capsys):
 
     assert main(["status"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"{found['job']}: running, round 1 attempt 0, 1 workers")
+    assert text.startswith(f"{found['job']}: running, round 1 attempt 0, 1 worker\n")
     assert found["endpoint"] in text
 
     job.send_signal(signal.SIGTERM)

@@ -7,10 +7,12 @@ from elastane.cli.status import (
     duration,
     ended_lines,
     report_lines,
+    trouble_lines,
     unreachable_lines,
 )
 from elastane.errors import MembershipError
 from elastane.observe.events import LoggedEvent, encode_line
+from elastane.observe.needs import Need
 from elastane.protocol.messages import NodeStatus, Report, SafeCopies, StateCopy
 from elastane.protocol.model import Fence
 
@@ -169,3 +171,18 @@ def test_durations_have_the_two_units_that_matter():
         "1 h 0 min",
         "25 h 1 min",
     ]
+
+
+def test_a_standstill_and_a_slow_rank_are_said_while_the_job_runs():
+    title = "Rank 1 on node b has not entered all_reduce #57"
+    found = f"r{title[1:]} (train.py:22); ranks 0, 2 wait in it; rank 1 computes"
+    needs = [
+        Need(severity="act", text=title, hint=found),
+        Need(severity="watch", text="Rank 3 is slow", hint="it waits longer for its data loader"),
+    ]
+    assert trouble_lines([]) == []
+    _, *lines = trouble_lines(needs)
+    assert max(map(len, lines)) <= 100
+    assert " ".join(" ".join(lines).split()) == (
+        f"needs you {found} needs you Rank 3 is slow: it waits longer for its data loader"
+    )

@@ -153,6 +153,7 @@ from elastane.protocol.model import (
     WaitPoint,
 )
 from elastane.protocol.stragglers import Pace
+from elastane.protocol.words import counted
 
 # All failures of a report must fit into one frame, in any alphabet. The first ones say the most.
 FULL_TEXTS_MAX = 32
@@ -805,7 +806,7 @@ class LocalWorkers:
     def _began(self, group: Group, event: GroupStarted | GroupTraining) -> None:
         if isinstance(event, GroupStarted):
             pids = event.pids
-            self._log(EventKind.WORKERS_STARTED, f"{len(pids)} workers", pids=str(pids))
+            self._log(EventKind.WORKERS_STARTED, counted(len(pids), "worker"), pids=str(pids))
         elif event.world == group.fence:
             self._log_first_step(event)
 

@@ -39,6 +39,7 @@ from elastane.observe.screen import STATE_STYLES, bars
 from elastane.observe.step_times import NodeStep, milliseconds
 from elastane.observe.view import CheckpointView, JobView
 from elastane.protocol.ring import spans
+from elastane.protocol.words import counted
 
 # Widths from which two panels, or two columns of panels, are drawn side by side.
 PAIR_WIDTH = 72
@@ -52,6 +53,7 @@ _DAY_S = 86400.0
 _SCALE = 7
 INCIDENTS_LISTED = 50
 _CAUSE_LINES = 2
+_REASON_LINES = 3
 _SIGNS = {
     "training": "●",
     "done": "✓",
@@ -64,6 +66,7 @@ _SIGNS = {
     "left": "↓",
     "stopped": "■",
     "silent": "?",
+    "stalled": "!",
     "away": "?",
 }
 _FAULTS = ("worker", "node", "failure", "end")
@@ -126,7 +129,10 @@ def _head(picture: Picture, width: int) -> list[Text]:
     title.stylize("bold reverse")
     lines = [title, _state(picture, width)]
     if job.reason and job.state != "training":
-        lines.append(Text(f"  {printable(job.reason)}"))
+        said = textwrap.wrap(
+            printable(job.reason), width - 2, max_lines=_REASON_LINES, placeholder=" …"
+        )
+        lines += [Text(f"  {line}") for line in said]
     lines += [_speed(picture, width), *_waits(picture, width), _budget(picture, width)]
     return [*lines, _scalars(picture.sections, width)] if picture.sections.scalars else lines
 
@@ -182,9 +188,10 @@ def _state(picture: Picture, width: int) -> Text:
         text.append(f", no event for {duration(picture.now_s - (picture.view.last_s or 0.0))}")
     more = []
     if job.world_full:
-        of = f" of {job.world_full}" if job.world_full != job.world_size else ""
-        where = f" on {_count(job.nodes, 'node')}" if job.nodes else ""
-        more.append(_count(job.world_size, "worker", of) + where)
+        here = counted(job.world_size, "worker")
+        if job.world_full != job.world_size:
+            here = f"{job.world_size} of {counted(job.world_full, 'worker')}"
+        more.append(here + (f" on {counted(job.nodes, 'node')}" if job.nodes else ""))
     if job.exit_code:
         more.append(f"exit code {job.exit_code}")
     if job.started_s is not None:
@@ -223,7 +230,9 @@ def _needs(sections: Sections) -> list[Text]:
         sign, style = ("→", "bold") if need.severity == "next" else ("!", "bold yellow")
         number = f" (#{need.incident})" if need.incident else ""
         text = Text(f"{sign} {printable(need.text)}{number}", style=style)
-        text.append(f": {printable(need.hint)}" if need.hint else "", style="not bold default")
+        # The reason of the state has been said above.
+        hint = "" if need.hint in sections.job.reason else f": {printable(need.hint)}"
+        text.append(hint, style="not bold default")
         lines.append(text)
     return lines
 
@@ -327,7 +336,7 @@ def _nodes(sections: Sections) -> Panel:
         ]
         gone = ", ".join(f"{printable(row.name)} ({row.state})" for row in sections.nodes.gone)
         if gone:
-            text = f"no longer here: {_count(sections.nodes.gone_count, 'node')}: {gone}"
+            text = f"no longer here: {counted(sections.nodes.gone_count, 'node')}: {gone}"
             rows.append(entry(Text(text, style="dim")))
         return rows
 
@@ -374,12 +383,12 @@ def _own_part(one: NodeStep | None) -> Text:
 def _workers(row: NodeRow) -> Text:
     """Return the ranks of a node's workers, and the states that differ from the node's."""
     if not row.workers:
-        return Text(_count(row.worker_count, "worker") if row.worker_count else "")
+        return Text(counted(row.worker_count, "worker") if row.worker_count else "")
     parts = []
     for state, same in groupby(sorted(row.workers, key=_worker_order), lambda one: one.state):
         members = list(same)
         said = spans([worker.rank for worker in members if worker.rank is not None])
-        part = Text(said or _count(len(members), "worker"))
+        part = Text(said or counted(len(members), "worker"))
         if state != row.state:
             part.append(f" {state}", style=STATE_STYLES.get(state, "bold red"))
         parts.append(part)
@@ -391,14 +400,16 @@ def _workers(row: NodeRow) -> Text:
 
 
 def _worker_order(worker: WorkerRow) -> tuple[bool, str, int]:
-    return worker.state not in ("failed", "away"), worker.state, worker.local_rank
+    return worker.state not in ("failed", "away", "awaited"), worker.state, worker.local_rank
 
 
 def _incidents(picture: Picture) -> Panel:
     """Return the incidents, newest first, each with its cause."""
     history = picture.view.incidents
     count = Counter(one.kind == "change" for one in history.listed)
-    title = f"INCIDENTS   {_count(count[False], 'fault')}, {_count(count[True], 'planned change')}"
+    title = (
+        f"INCIDENTS   {counted(count[False], 'fault')}, {counted(count[True], 'planned change')}"
+    )
 
     def entries(width: int) -> list[ListEntry]:
         found = history.by_time(INCIDENTS_LISTED)
@@ -513,8 +524,3 @@ def _bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-def _count(number: int, noun: str, of: str = "") -> str:
-    many = number != 1 or bool(of)
-    return f"{number}{of} {noun}{'s' if many else ''}"

@@ -178,7 +178,8 @@ def _lines(finding: Finding) -> Iterator[str]:
 
 
 def _summary(findings: list[Finding], *, are_several: bool) -> str:
-    from elastane.doctor.rules import Level, counted
+    from elastane.doctor.rules import Level
+    from elastane.protocol.words import counted
 
     faults, warnings = (
         sum(finding.level is level for finding in findings)

@@ -7,10 +7,12 @@ running job, on one that ended long ago, and on one whose agents were all killed
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from typing import TYPE_CHECKING
 
 from elastane.cli.parser import add_job_options
+from elastane.protocol.words import counted
 
 if TYPE_CHECKING:
     from elastane.observe.account import Account
@@ -24,6 +26,8 @@ _INJECTED_SHOWN_MAX = 20
 _NOTICES_SHOWN_MAX = 20
 _CULPRITS_SHOWN_MAX = 8
 _STRAGGLERS_SHOWN_MAX = 8
+# What follows the milliseconds in a time of the event log.
+_BEYOND_MILLISECONDS = re.compile(r"(?<=:\d\d\.\d{3})\d{6}Z")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +88,7 @@ def story_lines(story: JobStory, account: Account | None = None) -> list[str]:
     if account is not None:
         lines += ["", *account_lines(account)]
     lines += ["", f"logs: {story.log_dir}", f"output: elastane logs {story.log_dir}"]
-    return lines
+    return [_BEYOND_MILLISECONDS.sub("Z", line) for line in lines]
 
 
 def _budget_line(story: JobStory) -> str:
@@ -113,12 +117,8 @@ def _verdict(story: JobStory) -> str:
     return f"{word} at {story.ended}: {story.reason}"
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
-
-
 def _attempt_lines(attempt: AttemptStory) -> list[str]:
-    nodes, workers = _counted(attempt.nodes, "node"), _counted(attempt.world_size, "worker")
+    nodes, workers = counted(attempt.nodes, "node"), counted(attempt.world_size, "worker")
     world = f", {nodes}, {workers}" if attempt.nodes else ""
     lines = [f"round {attempt.round} attempt {attempt.attempt}{world}"]
     if attempt.began:
@@ -140,8 +140,11 @@ def _attempt_lines(attempt: AttemptStory) -> list[str]:
     if attempt.alike:
         lines.append(f"  also       {attempt.alike} more failed by the same error")
     own = [one for one in attempt.failures if not one.stopped]
-    for one in sorted(own, key=lambda one: not _is_root(attempt, one))[:_FAILURES_SHOWN_MAX]:
-        lines += _failure_lines(one, root=_is_root(attempt, one))
+    own.sort(key=lambda one: not _is_root(attempt, one))
+    for number, one in enumerate(own[:_FAILURES_SHOWN_MAX]):
+        # The first one is the cause, if that is known. The others mostly lost their connections.
+        said_max = _MESSAGE_LINES_MAX if number == 0 or _is_root(attempt, one) else 1
+        lines += _failure_lines(one, said_max, root=_is_root(attempt, one))
     return lines + _counts(attempt, len(own))
 
 
@@ -155,16 +158,17 @@ def _rank_text(one: SeenFailure) -> str:
     return "a worker without a rank" if one.rank is None else f"rank {one.rank}"
 
 
-def _failure_lines(one: SeenFailure, *, root: bool) -> list[str]:
+def _failure_lines(one: SeenFailure, said_max: int, *, root: bool) -> list[str]:
+    from elastane.observe.box import without_carets
+
     mark = "cause" if root else "failure"
     lines = [
         f"  {mark:<10} {_rank_text(one)} on node {one.node} (local rank {one.local_rank},"
         f" pid {one.pid}) at {one.time}: {one.exit}"
     ]
     lines += ["    its last output:"] if one.output and one.message.strip() else []
-    lines += [
-        f"    | {line}" for line in one.message.strip("\n").splitlines()[-_MESSAGE_LINES_MAX:]
-    ]
+    said = without_carets(one.message.strip("\n").splitlines())
+    lines += [f"    | {line}" for line in said[-said_max:]]
     for label, path in (("error file", one.error_file), ("its log", one.log_file)):
         lines += [f"    {label}: {path}"] if path else []
     return lines
@@ -176,7 +180,9 @@ def _counts(attempt: AttemptStory, own: int) -> list[str]:
         f"{own - _FAILURES_SHOWN_MAX} more failures (--json has all)"
         if own > _FAILURES_SHOWN_MAX
         else "",
-        f"{stopped} workers were stopped" if stopped else "",
+        f"{counted(stopped, 'worker')} {'was' if stopped == 1 else 'were'} stopped"
+        if stopped
+        else "",
         f"{attempt.succeeded} succeeded" if attempt.succeeded else "",
     ]
     found = [text for text in texts if text]

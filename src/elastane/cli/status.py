@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -15,10 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from elastane.errors import ElastaneError, ExitCode, UsageError
+from elastane.protocol.words import counted
 
 if TYPE_CHECKING:
     from elastane.observe.account import Account
     from elastane.observe.events import LoggedEvent
+    from elastane.observe.needs import Need
     from elastane.process.files import JobEntry
     from elastane.process.tls import TlsConfig
     from elastane.protocol.messages import NodeStatus, Report, StateCopy
@@ -42,6 +45,9 @@ _COLUMNS: dict[str, Callable[[NodeStatus], str]] = {
 # The most nodes that are listed; others are counted. Nodes without a rank come first.
 NODES_SHOWN_MAX = 40
 EVENTS_SHOWN_MAX = 10
+# Columns of wrapped lines, and those before their text.
+WIDTH = 100
+_INDENT = 16
 
 
 @dataclass
@@ -57,6 +63,7 @@ class _View:
     folder: str = ""
     events: list[LoggedEvent] = field(default_factory=list)
     account: Account | None = None
+    troubles: list[Need] = field(default_factory=list)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +130,7 @@ def main(args: argparse.Namespace) -> int:
         for number, view in enumerate(views):
             _print(["", *_story(view)] if number else _story(view))
             _add_account(view)  # Reading the log of thousands of nodes takes seconds.
-            _print(_account_lines(view.account))
+            _print([*trouble_lines(view.troubles), *_account_lines(view.account)])
     troubled = [view for view in views if view.error is not None]
     return int(ExitCode.TRY_AGAIN) if troubled else 0
 
@@ -227,9 +234,9 @@ def _shown(events: Iterable[LoggedEvent]) -> list[LoggedEvent]:
 
 
 def _add_account(view: _View) -> None:
-    """Add the account of a job whose coordinator has answered, if its log is on this machine."""
+    """Add the account and the troubles of a job whose coordinator has answered, from its log."""
     from elastane.cli.logs import find_job
-    from elastane.observe.account import account_of
+    from elastane.observe.account import LogAccount
     from elastane.observe.events import read_events
 
     if view.log_dir is None:
@@ -238,7 +245,10 @@ def _add_account(view: _View) -> None:
         folder = find_job(view.job, view.log_dir, "status")
     except UsageError:
         return
-    view.account = account_of(read_events(folder, all_counts=False), time.time())
+    accounting = LogAccount()
+    for event in read_events(folder, all_counts=False):
+        accounting.add(event)
+    view.account, view.troubles = accounting.account(time.time()), accounting.troubles()
 
 
 def _ask(endpoint: str, job: str, token: str, tls: TlsConfig | None) -> Report:
@@ -324,8 +334,27 @@ def ended_lines(job: str, events: Sequence[LoggedEvent], folder: str) -> list[st
     from elastane.protocol.log_events import EventKind
 
     outcome = [event for event in events if event.kind == EventKind.JOB_ENDED]
-    state = f"ended: {outcome[-1].reason}" if outcome else "no longer runs on this machine"
+    state = _ended(outcome[-1]) if outcome else "no longer runs on this machine"
     return [f"{job}: {state}", f"  event log     {folder}", "", *_last_events(events)]
+
+
+def _ended(event: LoggedEvent) -> str:
+    code = event.number("exit_code")
+    word = "succeeded" if event.data.get("ok") else "failed" if "ok" in event.data else "ended"
+    return f"{word}{f' with exit code {code}' if code else ''}: {event.reason}"
+
+
+def trouble_lines(troubles: Sequence[Need]) -> list[str]:
+    """Return what a person should know while the job runs, worst first."""
+    lines: list[str] = []
+    for need in troubles:
+        # The hint of most incidents is the cause, which begins with their title.
+        known = need.hint.casefold().startswith(need.text.casefold())
+        said = need.hint if known else ": ".join(filter(None, (need.text, need.hint)))
+        wrapped = textwrap.wrap(said, WIDTH - _INDENT) or [""]
+        lines.append(f"  {'needs you':<{_INDENT - 2}}{wrapped[0]}")
+        lines += [" " * _INDENT + line for line in wrapped[1:]]
+    return ["", *lines] if lines else []
 
 
 def unreachable_lines(
@@ -339,8 +368,10 @@ def unreachable_lines(
 
 
 def _last_events(events: Sequence[LoggedEvent]) -> list[str]:
+    from elastane.observe.events import described
+
     return [
-        f"  {event.time[:19]}Z {event.kind:<22} {event.reason}"
+        f"  {event.time[:19]}Z {event.kind:<22} {described(event)}"
         for event in events[-EVENTS_SHOWN_MAX:]
     ]
 
@@ -359,7 +390,7 @@ def duration(seconds: float) -> str:
 def _world(report: Report) -> str:
     if report.fence is None:
         return "no round settled yet"
-    return f"{report.fence}, {report.world_size} workers"
+    return f"{report.fence}, {counted(report.world_size, 'worker')}"
 
 
 def _wanted(report: Report) -> str:
@@ -404,6 +435,7 @@ def _print_json(views: list[_View]) -> None:
             "log_dir": view.folder,
             "events": view.events,
             "account": view.account,
+            "needs": view.troubles,
         }
         for view in views
     ]

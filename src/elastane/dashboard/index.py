@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastane.observe.events import LoggedEvent, PlacedEvent, read_placed
+from elastane.observe.events import LoggedEvent, PlacedEvent, described, read_placed
 from elastane.protocol.log_events import MEASURED
 
 PAGE_EVENTS_MAX = 200
@@ -152,7 +152,7 @@ def _event_row(number: int, event: LoggedEvent, tone: str, incident: int) -> Eve
         time_s=event.time_s,
         kind=event.kind,
         node=event.node,
-        reason=event.reason,
+        reason=described(event),
         tone=tone,
         incident=incident,
         round=event.round,

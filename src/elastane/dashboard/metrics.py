@@ -40,7 +40,8 @@ KINDS = ("worker", "node", "failure", "change", *sorted(BESIDE))
 _WORLDS_MAX = 64
 _Fence = tuple[int | None, int | None]
 STATES = (
-    "starting", "training", "recovering", "waiting", "done", "failed", "stopped", "silent",
+    "starting", "training", "stalled", "recovering", "waiting", "done", "failed", "stopped",
+    "silent",
 )  # fmt: skip
 
 

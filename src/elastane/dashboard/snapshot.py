@@ -67,7 +67,8 @@ class JobSection(msgspec.Struct, kw_only=True):
 class WorkerRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One worker; `rank` is missing where the log does not say it.
 
-    `slow`: why the others wait for it in each step, in a word.
+    `state`: `awaited` is that of one for which the others wait in a standstill. `slow`: why the
+    others wait for it in each step, in a word.
     """
 
     local_rank: int
@@ -91,6 +92,17 @@ class NodeRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     heard_s: float | None = None
     step: int | None = None
     rate: float | None = None
+
+
+class _Marks(msgspec.Struct, frozen=True):
+    """What differs from the usual: why slow ranks are slow, and the rank that all others wait for.
+
+    `stands_still`: no worker makes steps.
+    """
+
+    slow: Mapping[int, str] = {}
+    awaited: int | None = None
+    stands_still: bool = False
 
 
 class NodesSection(msgspec.Struct, kw_only=True):
@@ -215,8 +227,9 @@ def sections_of(view: JobView, source: SourceFacts, account: Account | None = No
 def state_of(view: JobView, source: SourceFacts) -> str:
     """Return the state of a job in a word.
 
-    starting, training, recovering, waiting, done, failed; stopped: all its nodes left before its
-    end; silent: its log has no end and no recent event, and no agent runs on this machine.
+    starting, training, stalled, recovering, waiting, done, failed; stopped: all its nodes left
+    before its end; silent: its log has no end and no recent event, and no agent runs on this
+    machine.
     """
     if view.end is not None:
         return "done" if view.end.ok else "failed"
@@ -229,6 +242,8 @@ def state_of(view: JobView, source: SourceFacts) -> str:
         return "recovering"
     if view.waiting:
         return "waiting"
+    if view.incidents.beside("stall") is not None:
+        return "stalled"
     is_training = any(node.state == "training" for node in view.nodes.values())
     return "training" if is_training and view.world_size else "starting"
 
@@ -236,6 +251,8 @@ def state_of(view: JobView, source: SourceFacts) -> str:
 def _rate(view: JobView, report: Report | None, end_s: float) -> StepRates:
     """Return the rates, that of now from the coordinator if it answers."""
     rates = rates_of(view, end_s)
+    if view.end is None and view.incidents.beside("stall") is not None:
+        return StepRates(now=0.0, usual=rates.usual)
     told = (
         [node.steps_per_s for node in report.nodes if node.steps_per_s is not None]
         if report
@@ -272,6 +289,9 @@ def _ended_s(view: JobView) -> float | None:
 def _reason(view: JobView, source: SourceFacts) -> str:
     if view.end is not None:
         return view.end.reason
+    stall = view.incidents.beside("stall")
+    if stall is not None and state_of(view, source) == "stalled":
+        return stall.cause
     if source.report is not None:
         return source.report.reason
     if _is_stopped(view):
@@ -316,15 +336,20 @@ def _nodes(view: JobView, report: Report | None) -> NodesSection:
     here = [node for node in view.nodes.values() if over or node.state not in ("gone", "left")]
     gone = [node for node in view.nodes.values() if not over and node.state in ("gone", "left")]
     detailed = len(here) <= DETAILED_NODES_MAX
-    slow = {rank: one.why for rank, one in view.stragglers.items()}
+    stall = None if over else view.incidents.beside("stall")
+    marks = _Marks(
+        slow={rank: one.why for rank, one in view.stragglers.items()},
+        awaited=None if stall is None else stall.rank,
+        stands_still=stall is not None,
+    )
     here.sort(key=lambda node: _order(node, ranks, known))
     gone.sort(key=lambda node: -node.since_s)
     return NodesSection(
         here=[
-            _row(node, ranks.get(node.name), known.get(node.name), slow, detailed=detailed)
+            _row(node, ranks.get(node.name), known.get(node.name), marks, detailed=detailed)
             for node in here
         ],
-        gone=[_row(node, None, None, {}, detailed=False) for node in gone[:GONE_LISTED]],
+        gone=[_row(node, None, None, _Marks(), detailed=False) for node in gone[:GONE_LISTED]],
         gone_count=len(gone),
         has_all_workers=detailed,
     )
@@ -341,15 +366,15 @@ def _row(
     node: NodeView,
     first_rank: int | None,
     status: NodeStatus | None,
-    slow: Mapping[int, str],
+    marks: _Marks,
     *,
     detailed: bool,
 ) -> NodeRow:
     """Return one node; one that is well in a large job is only counted, not described."""
     first = NO_RANK if first_rank is None else first_rank
-    own_slow = {at: slow.get(first + at, "") for at in range(len(node.workers)) if first >= 0}
+    ranks = range(first, first + len(node.workers)) if first >= 0 else range(0)
     well = node.state in _WELL and all(worker.state in _WELL for worker in node.workers)
-    well = well and not any(own_slow.values())
+    well = well and marks.awaited not in ranks and not any(rank in marks.slow for rank in ranks)
     row = NodeRow(
         name=node.name,
         state=_node_state(node, status),
@@ -363,16 +388,17 @@ def _row(
         WorkerRow(
             local_rank=index,
             pid=worker.pid,
-            state=_worker_state(node, worker.state),
+            state=_worker_state(node, worker.state, first + index if ranks else None, marks),
             rank=None if first_rank is None else first_rank + index,
-            slow=own_slow.get(index, ""),
+            slow=marks.slow.get(first + index, "") if ranks else "",
         )
         for index, worker in enumerate(node.workers)
     ]
     if status is not None:
         row.heard_s = round(status.heard_s, 1)
         row.step = status.progress
-        row.rate = None if status.steps_per_s is None else round(status.steps_per_s, 3)
+        if status.steps_per_s is not None:
+            row.rate = 0.0 if marks.stands_still else round(status.steps_per_s, 3)
     return row
 
 
@@ -384,7 +410,9 @@ def _node_state(node: NodeView, status: NodeStatus | None) -> str:
     return node.state
 
 
-def _worker_state(node: NodeView, state: str) -> str:
+def _worker_state(node: NodeView, state: str, rank: int | None, marks: _Marks) -> str:
+    if state == "training" and rank is not None and rank == marks.awaited:
+        return "awaited"
     return node.state if state == "training" else state
 
 

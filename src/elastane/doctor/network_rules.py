@@ -15,8 +15,9 @@ from typing import Annotated
 
 import msgspec
 
-from elastane.doctor.rules import Finding, Level, counted
+from elastane.doctor.rules import Finding, Level
 from elastane.protocol.model import Versions
+from elastane.protocol.words import counted
 
 # What a node could do at an address of another one; any other text is the error of the system.
 CONNECTED, REFUSED, TIMEOUT, STRANGER = "connected", "refused", "timeout", "stranger"

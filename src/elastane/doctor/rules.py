@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elastane.protocol.words import counted
+
 # The versions of torch that the tests have run on.
 TESTED_TORCH = ("2.11", "2.13")
 OLDEST_TORCH = (2, 4)
@@ -438,8 +440,3 @@ def _size(count: float) -> str:
             break
         count /= 1024
     return f"{count:.0f} {unit}" if count >= 10 or unit == "bytes" else f"{count:.1f} {unit}"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return the number with its noun, in the plural unless it is one."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -12,7 +12,8 @@ The account treats the job as one machine, whose state is the cause of the secon
     productive    drain-started, growth              draining
     productive    incident                           rebuilding
     productive    stall                              stalled, for the 10 s before it too
-    stalled       progress                           productive
+    any           culprit                            stalled, since the workers stand still
+    stalled       progress, pace                     productive
     any           round-settled of another world     starting (the first) or rebuilding
     any           waiting (for nodes or workers)     waiting for nodes
     any           all agents have stopped            waiting for nodes
@@ -43,6 +44,7 @@ import msgspec
 
 from elastane.observe.events import LoggedEvent
 from elastane.observe.incidents import IncidentView
+from elastane.observe.needs import Need, troubles_of
 from elastane.observe.view import IncidentTrack, JobView
 from elastane.protocol.hangs import HANG_STALL_S
 from elastane.protocol.log_events import EventKind
@@ -174,6 +176,10 @@ class LogAccount:
     def account(self, now_s: float | None = None) -> Account | None:
         """Return the account until now, as `account_of` does."""
         return self._accountant.account(self._track, now_s)
+
+    def troubles(self) -> list[Need]:
+        """Return what a person should know of the newest run while it lasts, worst first."""
+        return troubles_of(self._track.incidents, self._track.stragglers)
 
 
 _COUNTS = frozenset({EventKind.PROGRESS, EventKind.PACE})
@@ -409,6 +415,19 @@ class _Machine:
         self._ledger.replace(from_s, self._ledger.until_s, TimeCause.STALLED, incident)
         self._become(TimeCause.STALLED, incident)
 
+    def standstill(self, event: LoggedEvent, incident: int) -> None:
+        """Change to stalled, since the last move of the workers that wait for one of them.
+
+        A script that reports no steps is not known as productive before its world has ended, so
+        the time counts from the start of its workers.
+        """
+        since_s = self._ledger.since(_WORKING)
+        if not self._has_steps and self._world.started_s is not None:
+            since_s = min(since_s, self._world.started_s)
+        from_s = max(self._ledger.until_s - event.measure("still_s"), since_s)
+        self._ledger.replace(from_s, self._ledger.until_s, TimeCause.STALLED, incident)
+        self._become(TimeCause.STALLED, incident)
+
     def workers_started(self, event: LoggedEvent, _incident: int) -> None:
         if self._is_of_world(event):
             self._world.started_s = self._ledger.until_s
@@ -459,6 +478,10 @@ class _Machine:
             self._enter_repeated(event.time_s, steps, before)
         world.counts = event.time_s, steps
         self._highest = max(before, steps)
+
+    def pace(self, event: LoggedEvent, _incident: int) -> None:
+        if self._cause is TimeCause.STALLED and self._is_of_world(event):
+            self._become(TimeCause.PRODUCTIVE, 0)
 
     def agent_started(self, event: LoggedEvent, _incident: int) -> None:
         self._agents.add((event.host, event.pid))
@@ -547,11 +570,13 @@ _RULES: dict[str, Callable[[_Machine, LoggedEvent, int], None]] = {
     EventKind.DRAIN_ENDED: _Machine.drain_ended,
     EventKind.WAITING: _Machine.waiting,
     EventKind.STALL: _Machine.stalled,
+    EventKind.CULPRIT: _Machine.standstill,
     EventKind.WORKERS_STARTED: _Machine.workers_started,
     EventKind.WORKERS_REGROUPED: _Machine.workers_regrouped,
     EventKind.WORKERS_TRAINING: _Machine.workers_training,
     EventKind.RESTORED: _Machine.restored,
     EventKind.PROGRESS: _Machine.progress,
+    EventKind.PACE: _Machine.pace,
     EventKind.AGENT_STARTED: _Machine.agent_started,
     EventKind.AGENT_STOPPED: _Machine.agent_stopped,
     EventKind.EVENTS_LOST: _Machine.events_lost,

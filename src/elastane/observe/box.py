@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 import unicodedata
+from collections.abc import Sequence
 
 from elastane.protocol.diagnosis import failure_text
 from elastane.protocol.model import NO_RANK, Cause, Failure, Outcome
@@ -67,7 +68,7 @@ def _cause_lines(cause: Cause) -> list[str]:
 def _failure_lines(failure: Failure) -> list[str]:
     lines = _wrapped("evidence", failure_text(failure))
     label = "last output" if failure.output else "it said"
-    said = failure.message.strip("\n").splitlines()
+    said = without_carets(failure.message.strip("\n").splitlines())
     for number, line in enumerate(said[-MESSAGE_LINES_MAX:]):
         lines += _wrapped(label if number == 0 else " ", line.rstrip(), lines_max=3)
     for label, path in (("its log", failure.log_file), ("error file", failure.error_file)):
@@ -90,6 +91,11 @@ def _wrapped(label: str, text: str, *, lines_max: int = 8) -> list[str]:
         break_on_hyphens=False,
         drop_whitespace=True,
     ) or [lead]
+
+
+def without_carets(lines: Sequence[str]) -> list[str]:
+    """Return a traceback's lines without those that only mark a part of the line before."""
+    return [line for line in lines if not line.strip() or line.strip(" ^~")]
 
 
 def printable(text: str) -> str:

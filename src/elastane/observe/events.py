@@ -33,6 +33,7 @@ from elastane.process.streams.console import BackgroundWriter
 from elastane.process.streams.files import ensure_base_dir, open_append
 from elastane.process.streams.plan import NO_FILES
 from elastane.protocol.log_events import EventKind, LogEvent
+from elastane.protocol.model import NO_RANK
 from elastane.protocol.unreadable import UNREADABLE
 
 _log = logging.getLogger("elastane.events")
@@ -144,6 +145,16 @@ def make_event(
         data={_text(key, NAME_CHARS_MAX): _bounded(value) for key, value in event.data.items()},
         source=source,
     )
+
+
+def described(event: LoggedEvent) -> str:
+    """Return an event's reason; of a worker that ended, after its rank."""
+    if event.kind != EventKind.WORKER_EXITED:
+        return event.reason
+    rank, local_rank = event.number("rank"), event.number("local_rank")
+    if rank not in (None, NO_RANK):
+        return f"rank {rank}: {event.reason}"
+    return event.reason if local_rank is None else f"local rank {local_rank}: {event.reason}"
 
 
 def encode_line(event: LoggedEvent) -> bytes:

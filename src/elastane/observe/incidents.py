@@ -14,6 +14,7 @@ import msgspec
 from elastane.observe.events import LoggedEvent
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_RANK
+from elastane.protocol.words import counted
 
 # Incidents of a history, since a page lists some hundred, and lines of evidence of one incident.
 INCIDENTS_MAX = 4096
@@ -47,7 +48,8 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     """One incident. `state`: open, recovered or fatal; times are wall clock seconds.
 
     `to_s`: when the next world's workers had started. `whole_s`: when as many workers as before
-    trained again. `detected_s`: the age of the failure when its agent logged it.
+    trained again. `detected_s`: the age of the failure when its agent logged it. `standstill`: the
+    class of the finding at a standstill, such as `busy`; empty for all other incidents.
     """
 
     id: int
@@ -70,6 +72,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     log_file: str = ""
     consequences: int = 0
+    standstill: str = ""
     world_before: int = 0
     world_after: int = 0
     # The world that follows it, and the one whose start ended it.
@@ -220,6 +223,9 @@ def _worker_exited(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
     incident = _of_world(history, event)
     if incident is not None:
         return _changed(history, incident, evidence=(*incident.evidence, text)[:EVIDENCE_MAX])
+    standstill = _standstill(history, event)
+    if standstill is not None:
+        return _ends_world(history, standstill, event, text)
     age_s = event.measure("age_s")
     return _opened(
         history,
@@ -236,6 +242,30 @@ def _worker_exited(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
         log_file=event.text("log_file"),
         evidence=(text,),
     )
+
+
+def _standstill(history: IncidentHistory, event: LoggedEvent) -> IncidentView | None:
+    """Return the open standstill of the event's world whose culprit was named."""
+    stall = history.beside("stall")
+    if stall is None or not stall.standstill or stall.rank is None:
+        return None
+    return stall if stall.fence == (event.round, event.attempt) else None
+
+
+def _ends_world(
+    history: IncidentHistory, stall: IncidentView, event: LoggedEvent, text: str
+) -> IncidentHistory:
+    """Let a standstill be the incident that ends its world, since a worker of it has failed.
+
+    The failure follows from the standstill: its agent ended the worker, or a worker that waited
+    gave up. So the cause remains what was found at the standstill.
+    """
+    changes: dict[str, object] = {"evidence": (*stall.evidence, text)[:EVIDENCE_MAX]}
+    if event.number("rank") == stall.rank:
+        changes["local_rank"], changes["pid"] = event.number("local_rank"), event.number("pid")
+        changes["message"], changes["log_file"] = event.text("message"), event.text("log_file")
+    history = _changed(history, stall, kind="worker", **changes)
+    return msgspec.structs.replace(history, newest={**history.newest, "": stall.id})
 
 
 def _node_departed(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
@@ -259,16 +289,25 @@ def _charged(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     if incident is None:
         history = _opened(history, event, "worker", _sentence(event.text("cause") or event.reason))
         incident = history.listed[-1]
-    rank = event.number("cause_rank")
     return _changed(
         history,
         incident,
-        cause=event.text("cause") or incident.cause,
-        node=event.text("cause_node") or incident.node,
-        rank=incident.rank if rank is None else rank,
         consequences=event.number("consequences") or 0,
         did=_with_did(incident, event.reason),
+        **_finding(incident, event),
     )
+
+
+def _finding(incident: IncidentView, event: LoggedEvent) -> dict[str, object]:
+    """Return the cause as the coordinator found it; that of a standstill is known before."""
+    if incident.standstill:
+        return {}
+    rank = event.number("cause_rank")
+    return {
+        "cause": event.text("cause") or incident.cause,
+        "node": event.text("cause_node") or incident.node,
+        "rank": incident.rank if rank is None else rank,
+    }
 
 
 def _round_settled(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
@@ -280,7 +319,7 @@ def _round_settled(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
         if first or size == before:
             return history
         sign = "joined" if size > before else "left"
-        title = f"{abs(size - before)} workers {sign}"
+        title = f"{counted(abs(size - before), 'worker')} {sign}"
         history = _opened(history, event, "change", title, world_before=before, cause=event.reason)
         incident = history.listed[-1]
     is_whole = incident.kind == "change" or size >= incident.world_before
@@ -290,7 +329,7 @@ def _round_settled(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
         world_after=size,
         next_fence=(event.round, event.attempt),
         whole_s=event.time_s if is_whole else None,
-        did=_with_did(incident, f"world of {size} workers (round {event.round})"),
+        did=_with_did(incident, f"world of {counted(size, 'worker')} (round {event.round})"),
     )
 
 
@@ -314,6 +353,25 @@ def _drain_started(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
 
 def _stall(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     return _opened(history, event, "stall", "All workers wait for one another", cause=event.reason)
+
+
+def _culprit(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    """Open an incident for a standstill, or replace what an open one says of it."""
+    still_s, ranks = event.measure("still_s"), event.text("ranks")
+    first = ranks.partition(",")[0]
+    found: dict[str, object] = {
+        "cause": event.reason,
+        "title": _sentence(event.reason)[:TITLE_CHARS_MAX],
+        "node": event.text("culprit_node") or event.node,
+        "rank": int(first) if first.isdecimal() else None,
+        "standstill": event.text("class") or "unknown",
+    }
+    stall = history.beside("stall")
+    if stall is not None and stall.fence == (event.round, event.attempt):
+        return _changed(history, stall, **found)
+    history = _opened(history, event, "stall", str(found["title"]))
+    from_s = event.time_s - still_s
+    return _changed(history, history.listed[-1], from_s=from_s, detected_s=still_s, **found)
 
 
 def _progress(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
@@ -368,16 +426,13 @@ def _job_ended(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     if current is None or current.state == "recovered":
         history = _opened(history, event, "end", _sentence(event.reason), cause=event.reason)
         current = history.listed[-1]
-    rank = event.number("cause_rank")
     return _changed(
         history,
         current,
         state="fatal",
         to_s=event.time_s,
-        cause=event.text("cause") or current.cause,
-        node=event.text("cause_node") or current.node,
-        rank=current.rank if rank is None else rank,
         did=_with_did(current, f"the job ended: {_without_cause(event)}"),
+        **_finding(current, event),
     )
 
 
@@ -414,6 +469,7 @@ _RULES: dict[str, Callable[[IncidentHistory, LoggedEvent], IncidentHistory]] = {
     EventKind.DRAIN_STARTED: _drain_started,
     EventKind.GROWTH: _drain_started,
     EventKind.STALL: _stall,
+    EventKind.CULPRIT: _culprit,
     EventKind.PROGRESS: _progress,
     EventKind.PACE: _progress,
     EventKind.AUTHORITY_LOST: _authority_lost,

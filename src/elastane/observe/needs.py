@@ -6,10 +6,12 @@ Pure. A need is something that a person can act on, or has to know before it bec
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 
-from elastane.observe.view import JobView
+from elastane.observe.incidents import IncidentHistory
+from elastane.observe.view import JobView, StragglerView
 
 NEEDS_MAX = 3
 # Two failures of one node may be chance; the third is a reason to look at the node.
@@ -50,8 +52,8 @@ def _after_the_end(view: JobView) -> list[Need]:
 
 
 def _while_it_runs(view: JobView) -> list[Need]:
-    found = [*_open_incidents(view), *_budget(view), *_repeated(view), *_checkpoints(view)]
-    found += _stragglers(view)
+    found = [*_open_incidents(view.incidents), *_budget(view), *_repeated(view)]
+    found += [*_checkpoints(view), *_stragglers(view.stragglers)]
     if view.waiting:
         found.append(Need(severity="act", text="The job waits", hint=view.waiting))
     if view.events_lost:
@@ -61,10 +63,15 @@ def _while_it_runs(view: JobView) -> list[Need]:
     return found
 
 
-def _open_incidents(view: JobView) -> list[Need]:
+def troubles_of(incidents: IncidentHistory, stragglers: Mapping[int, StragglerView]) -> list[Need]:
+    """Return the needs that follow from open incidents and slow ranks, worst first."""
+    return [*_open_incidents(incidents), *_stragglers(stragglers)][:NEEDS_MAX]
+
+
+def _open_incidents(incidents: IncidentHistory) -> list[Need]:
     return [
         Need(severity="act", text=one.title, hint=one.cause, incident=one.id)
-        for one in view.incidents.listed[-_RECENT:]
+        for one in incidents.listed[-_RECENT:]
         if one.state == "open" and one.kind != "change"
     ]
 
@@ -92,13 +99,13 @@ def _repeated(view: JobView) -> list[Need]:
     return [Need(severity="watch", text=text, hint=last.cause, incident=last.id)]
 
 
-def _stragglers(view: JobView) -> list[Need]:
-    found = list(view.stragglers.values())
+def _stragglers(stragglers: Mapping[int, StragglerView]) -> list[Need]:
+    found = list(stragglers.values())
     if not found:
         return []
     if len(found) == 1:
         return [Need(severity="watch", text=f"Rank {found[0].rank} is slow", hint=found[0].text)]
-    ranks = ", ".join(str(rank) for rank in sorted(view.stragglers))
+    ranks = ", ".join(str(rank) for rank in sorted(stragglers))
     return [Need(severity="watch", text=f"Ranks {ranks} are slow", hint=found[0].text)]
 
 

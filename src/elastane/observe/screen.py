@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from elastane.observe.view import JobView, NodeView, ViewLine
+from elastane.protocol.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -186,7 +187,7 @@ def render(view: JobView, title: str, width: int) -> RenderableType:
 
 def world_text(view: JobView) -> str:
     """Return round, attempt and world size in words."""
-    return f"round {view.round} attempt {view.attempt} · {view.world_size} workers"
+    return f"round {view.round} attempt {view.attempt} · {counted(view.world_size, 'worker')}"
 
 
 def progress_text(view: JobView) -> str:

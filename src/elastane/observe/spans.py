@@ -14,6 +14,7 @@ import msgspec
 from elastane.observe.account import Account, Interval, TimeCause
 from elastane.observe.incidents import IncidentView
 from elastane.observe.view import CheckpointView, JobView
+from elastane.protocol.words import counted
 
 # The account of the last seconds may change: step counts, which say what was retried, are logged
 # every ten seconds.
@@ -86,7 +87,7 @@ def _worlds(view: JobView) -> Iterator[Span]:
         yield Span(
             key=f"world/{world.time_s}",
             parent=_JOB,
-            name=f"world of {world.size} workers",
+            name=f"world of {counted(world.size, 'worker')}",
             from_s=world.time_s,
             to_s=max(world.time_s, to_s),
             attributes={"world_size": world.size, "steps": made},

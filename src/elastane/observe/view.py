@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from elastane.observe.events import TIME_MAX_S, LoggedEvent
+from elastane.observe.events import TIME_MAX_S, LoggedEvent, described
 from elastane.observe.incidents import IncidentHistory, after_incident_event
 from elastane.protocol.log_events import MEASURED, EventKind
 from elastane.protocol.unreadable import UNREADABLE
@@ -73,6 +73,7 @@ TONES = {
     EventKind.COORDINATOR_AWAY: "bad",
     EventKind.CHECKPOINT_FAILED: "bad",
     EventKind.ZYGOTE_DIED: "bad",
+    EventKind.CULPRIT: "bad",
     EventKind.STRAGGLER: "bad",
     EventKind.STRAGGLER_ENDED: "good",
     EventKind.ROUND_SETTLED: "good",
@@ -292,7 +293,7 @@ def after_event(view: JobView, event: LoggedEvent) -> JobView:
 
 
 class IncidentTrack:
-    """Follows only the runs and incidents of a job, as `after_event` would find them.
+    """Follows only the runs, incidents and stragglers of a job, as `after_event` would find them.
 
     It serves readers of a whole log that show no nodes, and needs the same time for a thousand
     nodes as for one.
@@ -301,6 +302,7 @@ class IncidentTrack:
     def __init__(self) -> None:
         self.run = 1
         self.incidents = IncidentHistory()
+        self.stragglers: dict[int, StragglerView] = {}
         self._states: dict[str, str] = {}  # of each node, the one that changed last at the end
         self._is_over = False
 
@@ -321,6 +323,7 @@ class IncidentTrack:
         if kind in NODE_STATES:
             self._set(event.node, _next_state(state or "starting", kind, event))
         self._is_over = self._is_over or kind is EventKind.JOB_ENDED
+        self.stragglers = {} if self._is_over else after_straggler_event(self.stragglers, event)
 
     def _begin_run(self) -> None:
         """Begin another job under the same name, if the one before has ended."""
@@ -338,6 +341,27 @@ class IncidentTrack:
             self._states.pop(next(gone, ""), None)
 
 
+def after_straggler_event(
+    stragglers: dict[int, StragglerView], event: LoggedEvent
+) -> dict[int, StragglerView]:
+    """Return the ranks for which the others wait, by rank; a new world has none."""
+    if event.kind == EventKind.ROUND_SETTLED:
+        return {}
+    rank = event.number("rank")
+    if rank is None or event.kind not in (EventKind.STRAGGLER, EventKind.STRAGGLER_ENDED):
+        return stragglers
+    found = {key: one for key, one in stragglers.items() if key != rank}
+    if event.kind == EventKind.STRAGGLER and len(found) < STRAGGLERS_MAX:
+        found[rank] = StragglerView(
+            rank=rank,
+            node=event.node,
+            why=event.text("why"),
+            text=event.reason,
+            since_s=event.time_s,
+        )
+    return found
+
+
 def line_of(event: LoggedEvent, node: NodeView | None, incident: int = 0) -> ViewLine:
     """Return one event in words; `node` is its node before it."""
     kind = _KINDS.get(event.kind)
@@ -345,7 +369,7 @@ def line_of(event: LoggedEvent, node: NodeView | None, incident: int = 0) -> Vie
         time_s=event.time_s,
         node=event.node,
         kind=event.kind,
-        text=event.reason,
+        text=described(event),
         tone=_tone(node, kind, event),
         incident=incident,
     )
@@ -556,19 +580,7 @@ def _with_world(view: JobView, event: LoggedEvent) -> JobView:
 
 
 def _with_straggler(view: JobView, event: LoggedEvent) -> JobView:
-    """Add a rank for which the others wait, or remove it."""
-    rank = event.number("rank")
-    if rank is None:
-        return view
-    stragglers = {key: one for key, one in view.stragglers.items() if key != rank}
-    if event.kind == EventKind.STRAGGLER and len(stragglers) < STRAGGLERS_MAX:
-        stragglers[rank] = StragglerView(
-            rank=rank,
-            node=event.node,
-            why=event.text("why"),
-            text=event.reason,
-            since_s=event.time_s,
-        )
+    stragglers = after_straggler_event(view.stragglers, event)
     return msgspec.structs.replace(view, stragglers=stragglers)
 
 

@@ -64,6 +64,21 @@ def test_workers_have_ranks_by_the_order_of_the_world_and_their_own_states():
     assert [node.state for node in found] == ["failed", "training"]
 
 
+def test_a_worker_that_all_others_wait_for_is_awaited_and_the_job_stalled():
+    text = "rank 2 on node b has not entered all_reduce #7 (train.py:8); ranks 0-1, 3 wait in it"
+    found = {"ranks": "2", "class": "busy", "still_s": 20.0, "round": 1, "attempt": 0}
+    slower = NodeStatus(node_id="a", host="h", state="running", node_rank=0, local_world_size=2,
+                        heard_s=0.5, steps_per_s=0.3)  # fmt: skip
+    report = msgspec.structs.replace(report_of("j"), nodes=(slower,))
+    shown = sections_of(training(event("culprit", "b", text, **found)), source(report=report))
+    assert (shown.job.state, shown.job.reason, shown.rate.now) == ("stalled", text, 0.0)
+    ranks = [(w.rank, w.state) for node in shown.nodes.here for w in node.workers]
+    assert ranks == [(0, "training"), (1, "training"), (2, "awaited"), (3, "training")]
+    assert shown.nodes.here[0].rate == 0.0
+    [need] = shown.needs
+    assert (need.severity, need.incident) == ("act", 1)
+
+
 def test_a_rank_for_which_the_others_wait_is_marked_and_needs_a_look_until_it_is_over():
     slow = event("straggler", "b", "rank 2 on node b makes the others wait", rank=2, why="loader")
     view = training(slow)

@@ -219,6 +219,26 @@ def test_a_stall_counts_from_when_the_workers_stood_until_the_next_step():
     ]
 
 
+@pytest.mark.parametrize("kind", ["progress", "pace"])
+def test_the_time_in_which_all_wait_for_a_named_worker_is_not_productive(kind):
+    of = {"round": 1, "attempt": 0}
+    began_s = 13.0 if kind == "progress" else 12.0  # a script without steps trains once it runs
+    counted = [event("progress", steps=5, time_s=at, **of) for at in (20.0, 30.0)]
+    events = [
+        settled(1, "a", 2, time_s=10.0, nodes=1),
+        started("a", 1, 2, time_s=12.0, **of),
+        *([training(round=1, time_s=13.0), *counted] if kind == "progress" else []),
+        event("culprit", "a", time_s=60.0, still_s=25.0, ranks="1", **of),
+        event(kind, steps=9, made=4, time_s=80.0, **of),
+    ]
+    assert told(account_of(events, 90.0)) == [
+        (10.0, began_s, "starting", 0),
+        (began_s, 35.0, "productive", 0),
+        (35.0, 80.0, "stalled", 1),
+        (80.0, 90.0, "productive", 0),
+    ]
+
+
 def test_time_in_which_events_were_lost_is_unknown():
     lost = event("events-lost", "a", time_s=140.0, events=3)
     assert told(account_of([*in_place(), lost], 150.0))[-2:] == [

@@ -13,13 +13,18 @@ from elastane.protocol.log_events import EventKind
 START_S = 1_700_000_000
 
 
-def at(seconds):
+def logged(seconds):
     return iso_time(int((START_S + seconds) * 1e9))
+
+
+def at(seconds):
+    """Return a time as people read it: in milliseconds."""
+    return f"{logged(seconds)[:23]}Z"
 
 
 def event(seconds, kind, reason="", *, node="a", fence=(0, 0), **data):
     return LoggedEvent(
-        time=at(seconds),
+        time=logged(seconds),
         time_s=START_S + seconds,
         mono_s=seconds,
         seq=int(seconds * 1000),
@@ -101,7 +106,7 @@ def test_each_attempt_shows_its_root_cause_first(folder, capsys):
         "    its log: /l/stderr.log",
         f"  failure    rank 0 on node a (local rank 0, pid 100) at {at(5.5)}: SIGABRT",
         "    error file: /l/error.json",
-        "  others     1 workers were stopped",
+        "  others     1 worker was stopped",
         "",
         "round 0 attempt 1, 2 nodes, 4 workers",
         f"  began      {at(8)}: 2 of 2 nodes joined",
@@ -297,7 +302,7 @@ def test_invalid_figures_are_left_out():
     [attempt] = story_of("folder", "/logs", events).attempts
     [failure] = attempt.failures
     assert (attempt.world_size, failure.rank, failure.pid) == (0, None, 0)
-    assert failure.time == at(1)
+    assert failure.time == logged(1)
 
 
 def test_a_time_beyond_the_calendar_is_the_calendars_end():
@@ -320,7 +325,7 @@ def test_a_straggler_is_shown_with_its_reason_and_its_end():
         "loader",
         0.04,
         0.03,
-        at(9),
+        logged(9),
     )
 
 
@@ -334,3 +339,19 @@ def test_a_culprit_is_shown_with_its_class_and_its_facts():
     assert (culprit.kind, culprit.ranks, culprit.outlook) == ("busy", [1], "unknown")
     assert (culprit.still_s, culprit.group, culprit.sequence) == (21.5, "0", 7)
     assert not culprit.certain
+
+
+def test_only_the_cause_shows_its_traceback_and_no_line_that_only_marks_another():
+    long = "Traceback\n  total = loss / count\n          ~~~~~^~~~~~~\nZeroDivisionError: by zero"
+    victim = "Traceback\n  loss.backward()\nRuntimeError: Connection closed by peer"
+    lines = told(
+        settled(0),
+        exited(3, 2, message=long),
+        exited(4, 0, message=victim),
+        restarted(5, "b", 2),
+    )
+    said = [line.removeprefix("    | ") for line in lines if line.startswith("    | ")]
+    assert said == [
+        "Traceback", "  total = loss / count", "ZeroDivisionError: by zero",
+        "RuntimeError: Connection closed by peer",
+    ]  # fmt: skip

@@ -145,6 +145,57 @@ def test_a_stall_that_a_failure_follows_is_over_at_the_next_step():
     ]  # fmt: skip
 
 
+NAMED = {"class": "busy", "ranks": "1", "still_s": 20.0, "reason": (
+    "rank 1 on node b has not entered all_reduce #57 (train.py:22); rank 0 waits in it"
+)}  # fmt: skip
+
+
+def named(**more):
+    return event("culprit", "a", round=1, attempt=0, **{"time_s": 50.0, **NAMED, **more})
+
+
+def test_a_standstill_with_a_named_culprit_is_an_incident_until_the_next_steps():
+    view = play(settled(1, "a b", 2), named(culprit_node="b"))
+    [one] = view.incidents.listed
+    assert (one.kind, one.state, one.from_s, one.detected_s) == ("stall", "open", 30.0, 20.0)
+    assert (one.title, one.node, one.rank) == (
+        "Rank 1 on node b has not entered all_reduce #57", "b", 1,
+    )  # fmt: skip
+    assert [need.incident for need in needs_of(view)] == [1]
+    [one] = play(settled(1, "a b", 2), named(), event("pace", time_s=60.0)).incidents.listed
+    assert (one.state, one.to_s) == ("recovered", 60.0)
+
+
+def test_a_second_finding_of_one_standstill_is_no_second_incident():
+    view = play(
+        settled(1, "a b", 2),
+        event("stall", round=1, attempt=0, time_s=40.0),
+        named(),
+        named(reason="rank 1 on node b waits for its disk", time_s=90.0, **{"class": "disk"}),
+    )
+    [one] = view.incidents.listed
+    assert (one.from_s, one.standstill, one.cause) == (
+        40.0, "disk", "rank 1 on node b waits for its disk",
+    )  # fmt: skip
+
+
+def test_a_failure_during_a_standstill_keeps_its_culprit_as_the_cause():
+    """Those that wait give up in the end, and would be blamed in its stead."""
+    view = play(
+        settled(1, "a b", 2),
+        named(),
+        exited(0, round=1, time_s=51.0, reason="exit code 1"),
+        event("restart", round=1, attempt=0, used=1, allowed=2, cause="rank 0 on node a timed out",
+              cause_node="a", cause_rank=0, time_s=51.1),
+        settled(2, "a b", 2, time_s=52.0),
+        started("a", 1, round=2, attempt=0, time_s=53.0),
+    )  # fmt: skip
+    [one] = view.incidents.listed
+    assert (one.kind, one.rank, one.cause) == ("worker", 1, NAMED["reason"])
+    assert (one.from_s, one.state, one.to_s) == (30.0, "recovered", 53.0)
+    assert one.evidence == ("rank 0 on a: exit code 1",)
+
+
 def test_incidents_are_listed_by_when_they_began_not_by_when_they_were_found():
     view = play(
         settled(1, "a", 4),

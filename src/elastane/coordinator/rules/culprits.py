@@ -26,11 +26,13 @@ def find_culprit(state: State) -> None:
         return
     still_s = min(node.progress.still_s for node in members)
     standstill.compared(state.now_s - still_s)
-    evidence = (each for node in members for each in node.progress.evidence)
+    evidence = [each for node in members for each in node.progress.evidence]
     verdict = judge(evidence, state.world.world_size)
     if verdict is None or not standstill.reports.is_new(verdict, still_s):
         return
-    state.log(EventKind.CULPRIT, verdict.sentence, **culprit_data(verdict, still_s))
+    culprits = (each.node_id for each in evidence if each.rank in verdict.ranks[:1])
+    data = {**culprit_data(verdict, still_s), "culprit_node": next(culprits, "")}
+    state.log(EventKind.CULPRIT, verdict.sentence, **data)
     for node in members:
         for rank in verdict.ends:
             end = EndWorker(fence=state.world.fence, rank=rank, reason=verdict.sentence)

@@ -23,9 +23,8 @@ def success(state: State) -> bool:
     """End the job: all workers of the current world exited with 0."""
     assert state.world is not None
     count, fence = state.world.world_size, state.world.fence
-    return _close(
-        state, Outcome(ok=True, reason=f"all {count} workers of {fence} succeeded", fence=fence)
-    )
+    who = f"all {count} workers" if count > 1 else "the worker"
+    return _close(state, Outcome(ok=True, reason=f"{who} of {fence} succeeded", fence=fence))
 
 
 def failure(state: State, incident: Incident, why: str) -> bool:

@@ -23,6 +23,7 @@ from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Assign
 from elastane.protocol.model import Joining, World
+from elastane.protocol.words import counted
 
 
 def next_world(state: State) -> list[NodeWorkers]:
@@ -182,7 +183,8 @@ def _commit(state: State, world: World, displaced: set[str], why: str) -> None:
     )
     assert not fault, fault
     members = [state.roster.nodes[member.node_id] for member in world.members]
-    reason = f"{len(members)} nodes, {world.world_size} workers: {why}"
+    size = f"{counted(len(members), 'node')}, {counted(world.world_size, 'worker')}"
+    reason = f"{size}: {why}"
     place = WorldAssignment(
         master_addr=master_addr(state, members[0]),
         offer=members[0].offer,

@@ -53,6 +53,7 @@ export const STATES = {
   waiting: ["ring", "over"], draining: ["change", "plan"], stopping: ["square", "over"],
   stopped: ["square", "over"], leaving: ["change", "plan"], left: ["change", "plan"],
   recovering: ["triangle", "warn"], away: ["triangle", "warn"], silent: ["ring", "warn"],
+  stalled: ["bars", "lost"], awaited: ["bars", "lost"],
   gone: ["cross", "lost"], failed: ["cross", "lost"],
 };
 export const stateMark = (state, label) => mark(...(STATES[state] ?? ["ring", "over"]), label);

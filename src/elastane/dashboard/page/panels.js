@@ -4,7 +4,7 @@ import { drawMap } from "/charts.js";
 import { STATES, byId, clock, count, duration, element, incidentLook, mark, plural, rate, size, stateMark } from "/dom.js";
 
 const WORDS = {
-  starting: "Starting", training: "Training", recovering: "Recovering", waiting: "Waiting",
+  starting: "Starting", training: "Training", stalled: "Stalled", recovering: "Recovering", waiting: "Waiting",
   done: "Done", failed: "Failed", stopped: "Stopped", silent: "No word",
 };
 
@@ -25,7 +25,7 @@ export function drawAnswers(page) {
 }
 
 function drawState(job, nowS) {
-  byId("answer-state").classList.toggle("bad", job.state === "failed");
+  byId("answer-state").classList.toggle("bad", ["failed", "stalled"].includes(job.state));
   const workers = job.world_size ? `${count(job.world_size)} of ${plural(job.world_full, "worker")}` : "no world yet";
   const since = job.started_s === null ? "" : duration((job.ended_s ?? nowS) - job.started_s);
   fill(
@@ -63,7 +63,7 @@ function drawInterruptions(job, incidents, page) {
   const allowed = job.restarts_allowed === null ? "" : ` of ${count(job.restarts_allowed)}`;
   fill(
     "answer-lost",
-    element("p", { class: "big" }, faults.length ? count(faults.length) : "Nothing", faults.length ? element("small", { text: `${faults.length === 1 ? "incident" : "incidents"}, ${duration(stood)} until training went on` }) : null),
+    element("p", { class: "big" }, faults.length ? count(faults.length) : "Nothing", faults.length ? element("small", { text: `${faults.length === 1 ? "incident" : "incidents"}, ${duration(stood)} ${lost.some((one) => one.state === "open") ? "so far" : "until training went on"}` }) : null),
     account?.causes.length ? element("p", {}, "Goodput ", element("b", { text: share(account.goodput) }), kinds.length ? ` · ${kinds.join(" · ")}` : "") : null,
     element("p", { class: "quiet", text: `${count(job.restarts_used)}${allowed} restarts of the budget used${changes ? ` · ${plural(changes, "planned change")}` : ""}` }),
   );
