@@ -188,16 +188,41 @@ def test_the_loss_of_rank_0_in_its_last_save_restarts_all_though_ranks_may_chang
         assert (job.folder / "model.pt").exists()
 
 
-def test_a_worker_that_dies_after_its_program_has_ended_well_restarts_no_other(tmp_path):
-    job = Unmodified(tmp_path, "end", nproc_per_node=2, max_restarts=0)
+def test_after_the_end_of_the_group_only_the_loss_of_a_worker_that_may_save_restarts_all(tmp_path):
+    job = Unmodified(tmp_path, "end", nproc_per_node=2, max_restarts=1)
     with job.cluster as cluster:
         cluster.start("a")
         cluster.wait_world(nodes=1)
         pids = {*cluster.world().pids["a"]}
         job.wait_steps(pids, 2)
         job.ends_alike(pids)
+        assert len(cluster.events("restart")) == 1, cluster.story()
         ends = [event.reason for event in cluster.events("worker-exited")]
-        assert [end for end in ends if "SIGSEGV, after its program had ended well" in end], ends
+        for lost in ("SIGKILL", "SIGSEGV"):
+            assert [end for end in ends if f"{lost}, after its program had ended well" in end], ends
+        assert (job.folder / "model.pt").exists()
+
+
+def test_a_script_that_fails_and_destroys_its_group_does_not_wait_for_the_others(tmp_path):
+    job = Unmodified(tmp_path, "fails", nproc_per_node=2, max_restarts=0)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        cluster.wait(lambda: cluster.events("worker-exited"), "the worker of rank 1 fails")
+        left = {*job.said()} - {cluster.events("worker-exited")[0].data["pid"]}
+        job.wait_steps(left, 2)
+        job.ends_alike(left)
+        assert "ValueError: a fault of the script" in node.output
+
+
+@pytest.mark.soak
+def test_a_program_that_ends_before_the_others_restarts_all_with_what_they_wait_in(tmp_path):
+    job = Unmodified(tmp_path, "returns", nproc_per_node=2, max_restarts=1)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        cluster.wait(lambda: len(job.said()) == 4, "two workers, and two more after the restart")
+        job.ends_alike({*cluster.world().pids["a"]})
+        assert "has called destroy_process_group(), after" in node.output
+        assert "and another waits in allreduce (max)" in node.output
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,15 @@ for comparison. No other module uses private names of DDP (2.13).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +34,29 @@ _STATEFUL_HOOKS = frozenset(("PowerSGDState", "PostLocalSGDState"))
 # Modules of torch's communication hooks that call further collectives in callbacks of futures.
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _CHAINED = tuple(_HOOKS + name for name in ("powerSGD_hook", "ddp_zero_hook", "quantization_hooks"))
+
+
+def accept_builtin_hooks(kind: type[ProcessGroup]) -> None:
+    """Let modules over a group of class `kind` take torch's communication hooks of C++.
+
+    That of fp16 fails on the results of a group in Python, so the hook of torch in Python takes its
+    place. Idempotent.
+    """
+    ours: Any = DistributedDataParallel
+    kinds: Any = dist
+    torchs: Callable[..., None] = ours._register_builtin_comm_hook
+    if hasattr(torchs, "__wrapped__"):
+        return
+
+    @functools.wraps(torchs)
+    def register(self: Any, comm_hook_type: Any) -> None:
+        is_fp16 = comm_hook_type == kinds.BuiltinCommHookType.FP16_COMPRESS
+        if is_fp16 and isinstance(self.process_group, kind):
+            self.register_comm_hook(self.process_group, fp16_compress_hook)
+        else:
+            torchs(self, comm_hook_type)
+
+    ours._register_builtin_comm_hook = register
 
 
 def constructed(frame: FrameType, group: ProcessGroup) -> DistributedDataParallel | None:

@@ -119,6 +119,7 @@ class ElasticGroup(ProcessGroup):
         backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
         _register(self, self._label, backends)
         _set_members(self, _members(self._world))
+        ddp.accept_builtin_hooks(ElasticGroup)
         self._registered = True
 
     def show_members(self, members: Iterable[int]) -> None:

@@ -110,6 +110,9 @@ class GroupHost(Protocol):
         pass of that number is done.
         """
 
+    def destroyed(self) -> None:
+        """Note that the program has ended its group, as those of all members."""
+
     def shared(self) -> None:
         """Note that newcomers may join this worker's world, or that this newcomer is ready."""
 
@@ -154,7 +157,7 @@ class OrderedGroup(ElasticGroup):
         self._shared: SharedState | None = None
         # Rank and world size that a newcomer's program sees before it joins.
         self._outside: tuple[int, int] | None = None
-        self._is_leaving = self._has_left = False
+        self._has_left = False
         # Deliveries and members when worlds began to end without progress, and how many have since.
         self._stands_at: tuple[int, tuple[Identity, ...]] = (-1, ())
         self._vain_worlds = 0
@@ -278,14 +281,24 @@ class OrderedGroup(ElasticGroup):
         Called when the program ends well: a member that left before could take a result with it.
         """
         with self._changed:
-            self._is_leaving = True
+            self._member.leaves = True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
 
     def shutdown(self) -> None:
-        """Leave and close: destroy_process_group() uses this name."""
-        self.leave()
+        """Leave and close: destroy_process_group() uses this name.
+
+        Without waiting for the others if the program fails, such as in a `finally`. They may wait
+        for a collective that this worker does not reach, and its exit shows the failure.
+        """
+        if _fails():
+            with self._changed:
+                self._has_left = True
+                self._changed.notify_all()
+        else:
+            self.leave()
+            self._host.destroyed()
         self.close()
 
     @skipped
@@ -354,8 +367,9 @@ class OrderedGroup(ElasticGroup):
 
     @property
     def in_flight(self) -> bool:
-        """Whether an operation waits for other members."""
-        return self._member.delivered < self._member.issued
+        """Whether an operation, or the end of this member, waits for other members."""
+        member = self._member
+        return member.delivered < member.issued or (member.leaves and not self._has_left)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -546,9 +560,11 @@ class OrderedGroup(ElasticGroup):
             self._host.restart(f"the delivery of collectives failed: {error!r}")
 
     def _deliver_all(self) -> None:
-        while not self._has_left:
+        while True:
             with self._changed:
                 self._changed.wait_for(self._is_due)
+                if self._has_left:
+                    return
                 world, number = self.world_in_use, self._member.next_incomplete()
                 pending = self._pending.get(number) if number is not None else None
                 vote = self._member.vote
@@ -567,8 +583,8 @@ class OrderedGroup(ElasticGroup):
     def _is_due(self) -> bool:
         member = self._member
         has_work = member.vote is not None or member.next_incomplete() is not None
-        may_leave = self._is_leaving and member.delivered == member.issued
-        return has_work or may_leave or self.world_in_use.aborted
+        may_leave = member.leaves and member.delivered == member.issued
+        return self._has_left or has_work or may_leave or self.world_in_use.aborted
 
     @property
     def world_in_use(self) -> WorldGroup:
@@ -671,6 +687,8 @@ class OrderedGroup(ElasticGroup):
 
     def _recover(self, world: WorldGroup, error: Exception) -> None:
         with self._changed:
+            if self._has_left:  # The program fails, and has closed the world.
+                return
             self._member.seal()
             self._handed.clear()
         world.abort()
@@ -817,6 +835,13 @@ class OrderedGroup(ElasticGroup):
         if former is not None:
             former.close()
         return log
+
+
+def _fails() -> bool:
+    """Whether this thread handles an exception, other than the end of a program that ends well."""
+    error = sys.exc_info()[1]
+    is_good_end = isinstance(error, SystemExit) and error.code in (0, None)
+    return error is not None and not is_good_end
 
 
 def _number(world: WorldGroup) -> tuple[int, int]:

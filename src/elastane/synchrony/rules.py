@@ -126,8 +126,9 @@ class Table:
     number. `refused`: why the job can only restart; or "". `first`: the member of rank 0 in the
     first view. `node_first`: that of local rank 0 on this member's node; None if another takes its
     place. `keeps_ranks`: the program may have kept its rank. `all_ended`: the programs of all
-    members have ended. `is_new`: the member has no state; the other fields are void. `boundary`:
-    the number of the boundary at which the program waits; None elsewhere.
+    members have ended. `leaves`: this member's program has ended, or ended its group, and issues no
+    more. `is_new`: the member has no state; the other fields are void. `boundary`: the number of
+    the boundary at which the program waits; None elsewhere.
     """
 
     identity: Identity
@@ -144,6 +145,7 @@ class Table:
     node_first: Identity | None = None
     keeps_ranks: bool = False
     all_ended: bool = False
+    leaves: bool = False
     is_new: bool = False
     boundary: int | None = None
 
@@ -274,14 +276,8 @@ def _why_not(survivors: Sequence[Table], cut: int) -> str:
             f" {counts[0]} and {counts[-1]} collectives"
         )
     signatures: dict[int, Signature] = {}
-    for table in survivors:
-        for number, signature in sorted(table.signatures.items()):
-            other = signatures.setdefault(number, signature)
-            if other != signature:
-                return (
-                    f"workers do not run the same program: operation {number} is"
-                    f" {other.described()} on one and {signature.described()} on another"
-                )
+    if why := _why_programs_differ(survivors, signatures):
+        return why
     for number in range(min(table.delivered for table in survivors), cut):
         reason = _why_not_given(survivors, number, signatures)
         if reason:
@@ -292,6 +288,35 @@ def _why_not(survivors: Sequence[Table], cut: int) -> str:
         if number >= cut and not is_rooted and (why := why_not_repeated(signature, alive)):
             return why
     return ""
+
+
+def _why_programs_differ(survivors: Sequence[Table], signatures: dict[int, Signature]) -> str:
+    """Return why the survivors do not run the same program; "" if they may.
+
+    Collects the operations that they know in `signatures`, by number.
+    """
+    for table in survivors:
+        for number, signature in sorted(table.signatures.items()):
+            other = signatures.setdefault(number, signature)
+            if other != signature:
+                return (
+                    f"workers do not run the same program: operation {number} is"
+                    f" {other.described()} on one and {signature.described()} on another"
+                )
+    return _why_one_is_missed(survivors, signatures)
+
+
+def _why_one_is_missed(survivors: Sequence[Table], signatures: Mapping[int, Signature]) -> str:
+    """Return why an operation would wait for ever for a member whose program has ended; or ""."""
+    last = min((table.issued for table in survivors if table.leaves), default=None)
+    if last is None or all(table.issued <= last for table in survivors):
+        return ""
+    signature = signatures.get(last)
+    what = "a collective" if signature is None else signature.described()
+    return (
+        f"workers do not run the same program: one has ended, or has called"
+        f" destroy_process_group(), after {last} collectives, and another waits in {what}"
+    )
 
 
 def _why_a_first_is_missed(survivors: Sequence[Table]) -> str:
@@ -468,6 +493,8 @@ class ViewMember:
         self.keeps_ranks = keeps_ranks
         # Whether the programs of all members have ended.
         self.all_ended = False
+        # Whether this member's program has ended, or ended its group: it issues no more.
+        self.leaves = False
         self._first: Identity | None = None
         self._node_first: Identity | None = None
         self.phase = ViewPhase.NEW
@@ -685,6 +712,7 @@ class ViewMember:
             node_first=self._node_first,
             keeps_ranks=self.keeps_ranks,
             all_ended=self.all_ended,
+            leaves=self.leaves,
             boundary=self.boundaries if self.at_boundary else None,
         )
 

@@ -124,6 +124,23 @@ class UnmodifiedWorker:
         """End this worker, which has not joined; its agent may start another."""
         _end("this worker ends: the others went on before it had joined")
 
+    def destroyed(self) -> None:
+        """Report that the script has destroyed its group, as it has on all workers.
+
+        It may still save what no other worker does if its rank is 0, or its local rank: then its
+        loss restarts all. Other workers are needed no more.
+        """
+        self._progress.at(Activity.APART)
+        if self.group.has_joined:
+            self._line.finished(program_ended=not self._may_save)
+
+    @property
+    def _may_save(self) -> bool:
+        """Whether scripts let this worker save."""
+        place = self._place
+        local_rank = 0 if place is None else place.local_rank
+        return 0 in (local_rank, self.group.rank_now, self._visible.first_rank)
+
     def shared(self) -> None:
         """Report that workers join this worker's world at boundaries, or that this one can."""
         if self._place is None:

@@ -1,15 +1,17 @@
 """An ordinary DDP script without elastane; it writes its state after each step.
 
 Usage: unmodified_ddp.py FOLDER [MODE]: static, sum, gather, muon, by hand, group, spawn, rpc, join,
-async save, end or last save. It ends once a file "enough" is there. With `sum` it takes the mean of
-floats of its own in each step, on all workers and on rank 0, over the world size that it keeps, and
-saves once; with `gather` it gathers from as many. Before one of these, rank 1 of the first attempt
-dies. With `muon` it dies there, too, and each worker has the momentum of a part of the parameters.
-With `by hand` it averages gradients itself. With `group` it asks for a group of one worker, with
-`spawn` it starts a process, with `rpc` it starts torch's RPC, with `join` workers may end early.
-With `async save` all workers save together while they train. With `end` rank 1 dies as its
-interpreter exits. With `last save` rank 0 of the first attempt dies as it saves its model at the
-end, and the others wait.
+async save, end, last save, fails or returns. It ends once a file "enough" is there. With `sum` it
+takes the mean of floats of its own in each step, on all workers and on rank 0, over the world size
+that it keeps, and saves once; with `gather` it gathers from as many. Before one of these, rank 1 of
+the first attempt dies. With `muon` it dies there, too, and each worker has the momentum of a part
+of the parameters. With `by hand` it averages gradients itself. With `group` it asks for a group of
+one worker, with `spawn` it starts a process, with `rpc` it starts torch's RPC, with `join` workers
+may end early. With `async save` all workers save together while they train. With `end` rank 1 of
+the first attempt dies after it has destroyed the group, then rank 0 before it saves its model; rank
+1 of the second one dies as its interpreter exits. With `fails` rank 1 of the first attempt raises
+an exception, and destroys the group in a `finally`; with `returns` it ends its program. With `last
+save` rank 0 of the first attempt dies as it saves its model at the end, and the others wait.
 """
 
 import atexit
@@ -90,7 +92,9 @@ def mean_of_ones(step, size, optimizer):
 
 
 def start_beside():
-    """Start a process or torch's RPC, in the modes that do so."""
+    """Start a process or torch's RPC, or prepare to die at the end, in the modes that do so."""
+    if MODE == "end" and os.environ["RANK"] == "1":  # called after what is registered later
+        atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
     if MODE == "spawn":
         torch.multiprocessing.spawn(print, nprocs=1)
     if MODE == "rpc":
@@ -114,10 +118,39 @@ def save_last(model):
     dist.barrier()
 
 
+def save_after_the_end(rank):
+    """Save on rank 0 without a group; both workers of the first attempt die before that."""
+    if rank == 1 and is_first_attempt():
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        if is_first_attempt():
+            (other,) = {int(file.stem) for file in FOLDER.glob("*.jsonl")} - {os.getpid()}
+            while Path(f"/proc/{other}").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        (FOLDER / "model.pt").touch()
+
+
+def end(model):
+    """End in the way of the modes that have one."""
+    if MODE == "last save":
+        save_last(model)
+    if MODE == "end":
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        save_after_the_end(rank)
+
+
+def fail_or_return(step, rank):
+    """Return whether this program ends here; raise ValueError in the mode that does so."""
+    is_place = (step, rank) == (DIES_AT, 1) and is_first_attempt()
+    if is_place and MODE == "fails":
+        raise ValueError("a fault of the script")
+    return is_place and MODE == "returns"
+
+
 def main():
     """Train until the test has seen enough."""
-    if MODE == "end" and os.environ["RANK"] == "1":  # called after what is registered later
-        atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
     start_beside()
     dist.init_process_group("gloo")
     ask_for_some()
@@ -152,11 +185,15 @@ def main():
             what.update(mean=mean, rank=dist.get_rank())
             file.write(json.dumps(what) + "\n")
             file.flush()
+            if fail_or_return(step, dist.get_rank()):
+                return
             if is_enough():
                 break
-    if MODE == "last save":
-        save_last(model)
-    dist.destroy_process_group()
+    end(model)
 
 
-main()
+try:
+    main()
+finally:
+    if dist.is_initialized():
+        dist.destroy_process_group()

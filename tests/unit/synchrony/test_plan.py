@@ -82,6 +82,15 @@ def test_other_operations_of_the_same_number_restart():
     assert "do not run the same program" in plan([table(A, 0, 1, MAX), table(B, 0, 1, SUM)]).restart
 
 
+def test_an_operation_that_waits_for_a_program_that_has_ended_restarts_with_its_name():
+    waits, ended = table(A, 1, 2, MAX, BUCKET), table(B, 1, 1, MAX, leaves=True)
+    assert (
+        "after 1 collectives, and another waits in allreduce (sum)" in plan([waits, ended]).restart
+    )
+    assert not plan([table(A, 1, 1, MAX), ended]).restart, "it may end next"
+    assert not plan([waits, table(B, 1, 1, MAX)]).restart
+
+
 @pytest.mark.parametrize(
     ("site", "received", "goes_on"),
     [(Site.SCRIPT, (), False), (Site.SCRIPT, (0,), True), (Site.AUTHORITY, (), True)],

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import elastane
@@ -328,6 +328,13 @@ def test_a_ddp_with_a_stateful_hook_is_refused(job):
     job.track(net=net)
     with pytest.raises(JobError, match=r"PowerSGDState.*\[job-ddp\]"):
         next(job.steps(loader_of(), until_step=1))
+
+
+def test_torchs_fp16_hook_of_cpp_is_replaced_by_that_of_python(job):
+    net = torch.nn.Linear(4, 1)
+    model = torch.nn.parallel.DistributedDataParallel(net, process_group=job.process_group)
+    model._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
+    assert model._comm_hooks == [(default_hooks.fp16_compress_hook, job.process_group)]
 
 
 def test_every_attribute_of_a_job_and_of_a_step_is_documented(job):
