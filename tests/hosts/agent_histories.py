@@ -7,6 +7,7 @@ ends the job and checks it by tests/shared/job_promises.py.
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
@@ -20,10 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from agent_plans import WORKER_FAULTS, AgentHistory, Fault
+from agent_plans import JUMPS_S, WORKER_FAULTS, AgentHistory, Fault
 from etcd_server import need_etcd
 from host_jobs import EtcdHosts, HostJob
-from hosts import Lan, need_hosts
+from hosts import PROGRAMS, PYTHON, Lan, need_hosts
 from job_promises import (
     Body,
     BrokenJobError,
@@ -39,6 +40,7 @@ from timed_faults import End, carry_out
 
 from elastane.observe.events import LoggedEvent
 from elastane.protocol.log_events import EventKind
+from elastane.protocol.wire import MAGIC
 
 sys.path.append(str(SCRIPT.parent))
 from noted_steps import undisturbed
@@ -74,6 +76,21 @@ class NotedJob(HostJob):
         super().__enter__()
         self.notes.mkdir()
         return self
+
+    def start(self, node: str, *options: str, **how: Any) -> Agent:
+        """Start an agent whose clock, and that of its workers, `set_clock` sets."""
+        folders = [str(PROGRAMS / "jumping_clock"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {"PYTHONPATH": os.pathsep.join(folders), "JUMPING_CLOCK": str(self._clock(node))}
+        return super().start(node, *options, env=env, **how)
+
+    def set_clock(self, node: str, shift_s: float) -> None:
+        """Let the time of day of a host differ from the right one by `shift_s`."""
+        new = self._clock(node).with_suffix(".new")
+        new.write_text(f"{shift_s}")
+        new.replace(self._clock(node))
+
+    def _clock(self, node: str) -> Path:
+        return self.folder / f"{node}.clock"
 
     @property
     def notes(self) -> Path:
@@ -160,6 +177,8 @@ class HistoryRun:
             "store-killed": self._kill_store,
             "store-stopped": self._stop_store,
             "disk-full": self._fill_disk,
+            "clock": self._set_clock,
+            "garbage": self._send_garbage,
         }
         return acts.get(fault.kind, self._cut)(fault)
 
@@ -267,6 +286,18 @@ class HistoryRun:
     def _fill_disk(self, fault: Fault) -> End:
         self.disk.fill()
         return self.disk.free
+
+    def _set_clock(self, fault: Fault) -> End:
+        self.job.set_clock(fault.host, JUMPS_S[fault.draw % len(JUMPS_S)])
+        return lambda: self.job.set_clock(fault.host, 0.0)
+
+    def _send_garbage(self, fault: Fault) -> End:
+        host = self.job.lan.hosts.get(fault.host)
+        if host is None:
+            return lambda: None
+        words = [*PYTHON, str(PROGRAMS / "garbage.py"), str(fault.draw), MAGIC.hex()]
+        sender = host.start(words, {}, self.job.folder / f"{fault.host}.garbage.log")
+        return sender.kill
 
     # Agents.
 

@@ -14,7 +14,8 @@ from snapshot_server_support import SLOT_BYTES, persist_to, snapshot
 from elastane.errors import CheckpointError
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots import store, writer
-from elastane.snapshots.messages import LayoutFiles, Replica, Slots
+from elastane.snapshots.client import SnapshotClient
+from elastane.snapshots.messages import LayoutFiles, Replica, SaveFailed, Slots, WriteProgress
 from elastane.snapshots.rules.slot_table import Name
 from elastane.snapshots.store import SnapshotStore
 from elastane.snapshots.writer import WriteFailure, Written
@@ -278,6 +279,42 @@ def test_if_others_lack_the_newest_an_older_snapshot_is_flushed(one):
     one.storage.go.release(2)
     until(lambda: one.store.is_idle, "it is over")
     assert [order.name.key.step for order in one.storage.flushes] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("round_", "parts", "follows"), [(2, 1, True), (2, 2, False), (1, 1, False)]
+)
+def test_a_save_that_lacks_a_lost_nodes_part_is_followed_by_the_newest_snapshot(
+    one, round_, parts, follows
+):
+    """Of a later round, and if this server holds the whole state: no worker may save again."""
+    one.store.add_layout(LayoutFiles("L", {}, persist_to("/nowhere", parts=parts)))
+    one.save(1, persist=True, layout="L")
+    one.save(2, key=Key(0, round_, 0, 2), layout="L")
+    one.storage.failure = WriteFailure("1 of 2 writers", "checkpoint-incomplete")
+    one.storage.go.release()
+    until(lambda: one.store.progress().failures, "the first one fails")
+    one.storage.failure = None
+    one.let_go()
+    assert [order.name.key.step for order in one.storage.flushes] == [2] * follows
+    failure = one.store.progress().failure_of(Key(0, 1, 0, 1))
+    assert (failure is None) == follows
+
+
+def test_a_wait_for_a_failed_save_ends_with_the_newer_one_that_is_written_instead(monkeypatch):
+    old, new = Key(0, 1, 0, 1), Key(0, 2, 0, 2)
+    failures = (SaveFailed(old, "1 of 2 writers", "checkpoint-incomplete"),)
+    news = [
+        WriteProgress(writing=old),
+        WriteProgress(writing=old, failures=failures),
+        WriteProgress(writing=new, failures=failures),
+        WriteProgress(published=new, failures=failures),
+    ]
+    client = SnapshotClient.__new__(SnapshotClient)
+    monkeypatch.setattr(client, "progress", lambda: news.pop(0), raising=False)
+    assert client.wait(old, DEADLINE_S).failure_of(old) is None
+    news = [WriteProgress(writing=old, failures=failures), WriteProgress(failures=failures)]
+    assert client.wait(old, DEADLINE_S).failure_of(old) is not None
 
 
 def test_other_writers_are_waited_for_no_longer_once_a_later_round_saves(one, monkeypatch):

@@ -16,6 +16,10 @@ CUTS = ("cut", "mute", "deafen", "part")
 DEATHS = ("kill-agent", "power", "leave")
 # `suspend`: every process of a host is stopped, as where a virtual machine is moved.
 HOST_FAULTS = (*CUTS, *DEATHS, "stop-agent", "suspend")
+# `clock`: a host's time of day jumps, and back at the end. `garbage`: to all ports of a host.
+STRANGE_FAULTS = ("clock", "garbage")
+# By which a clock jumps.
+JUMPS_S = (-86400.0, -3.0, 3.0, 3600.0)
 # `store-part`: between the store and one host.
 STORE_FAULTS = ("store-killed", "store-stopped", "store-cut", "store-part")
 # The disk of the checkpoints, which all hosts share, is full.
@@ -106,7 +110,7 @@ class AgentHistory:
         most = len(hosts) // 2 + 1
         has_store = backend != "elastane"
         stores = draw.choice(STORES) if has_store else ""
-        kinds = HOST_FAULTS + DISK_FAULTS + (STORE_FAULTS if has_store else ())
+        kinds = HOST_FAULTS + DISK_FAULTS + STRANGE_FAULTS + (STORE_FAULTS if has_store else ())
         if seed % 3:
             kinds += 3 * WORKER_FAULTS
         faults: list[Fault] = []

@@ -23,7 +23,7 @@ def test_a_seed_is_one_history_and_another_seed_another():
 def test_fifty_seeds_have_every_fault_several_at_a_time_and_late_hosts():
     histories = [drawn(seed) for seed in range(50)]
     kinds = {fault.kind for history in histories for fault in history.faults}
-    assert len(kinds) == 16
+    assert len(kinds) == 18
     assert {history.hosts for history in histories} == {"abc", "abcd"}
     assert {bool(history.late_s) for history in histories} == {True, False}
     assert any(

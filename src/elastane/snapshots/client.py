@@ -209,7 +209,8 @@ class SnapshotClient:
     def wait(self, key: Key, timeout_s: float) -> WriteProgress:
         """Wait until `key` or a newer checkpoint is durable, or its write has failed.
 
-        `WriteProgress.failure_of(key)` says which. Raises TimeoutError after `timeout_s`.
+        `WriteProgress.failure_of(key)` says which. After a failure it waits for a newer one that is
+        written in its place. Raises TimeoutError after `timeout_s`.
         """
         until_s = time.monotonic() + timeout_s
         pause_s = _PAUSE_S
@@ -217,7 +218,8 @@ class SnapshotClient:
             with contextlib.suppress(SnapshotServerSilentError):
                 progress = self.progress()
                 durable = progress.published is not None and progress.published >= key
-                if durable or progress.failure_of(key) is not None:
+                has_failed = progress.failure_of(key) is not None
+                if durable or (has_failed and not progress.may_follow(key)):
                     return progress
             if time.monotonic() >= until_s:
                 raise TimeoutError(f"step {key.step} was not written within {timeout_s:g} s")

@@ -149,6 +149,10 @@ class WriteProgress(msgspec.Struct, frozen=True, kw_only=True):
         """Return the last failure."""
         return self.failures[-1] if self.failures else None
 
+    def may_follow(self, key: Key) -> bool:
+        """Whether a newer one than `key` is written or waits for that, or `key` just ended."""
+        return any(other is not None and other >= key for other in (self.writing, self.waiting))
+
     def failure_of(self, key: Key) -> SaveFailed | None:
         """Return the failure of writing `key`, unless it or a newer one is durable."""
         if self.published is not None and self.published >= key:

@@ -364,9 +364,22 @@ class SnapshotStore:
             self._spoil(order.name)
         with self._lock:
             alone = lacks_other_parts(failure)
-            self._carry_out(self._table.written(order.name, alone=alone))
+            instead = self._instead_of(order.name) if alone else None
+            self._carry_out(self._table.written(order.name, alone=alone, instead=instead))
         self._free_dropped()
         self._wake()
+
+    def _instead_of(self, lost: Name) -> Name | None:
+        """Return the newest snapshot of a later world, if this server holds all of its state.
+
+        A node that was lost with its part of a save does not write it, and the workers may not save
+        again, as at the end of training.
+        """
+        newest = next(iter(self._table.whole()), None)
+        if newest is None or newest.key.fence <= lost.key.fence:
+            return None
+        request = self._contents[newest].flush_request(self._layouts)
+        return newest if request is not None and request.parts == 1 else None
 
     def _slots(self, name: Name) -> list[int]:
         """Return the slots of a snapshot in the order of local ranks."""

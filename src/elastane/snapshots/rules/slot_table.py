@@ -41,7 +41,8 @@ class Whole(NamedTuple):
 class Write(NamedTuple):
     """Begin to write this snapshot; call `written` when the write has ended, also if it failed.
 
-    `final` marks the final flush: this node writes what it holds because its workers are gone.
+    `final` marks the final flush: this node writes what it holds because its workers are gone, or
+    because an older snapshot lacks the part of a node that is gone.
     """
 
     name: Name
@@ -275,17 +276,25 @@ class SlotTable:
         """Record that a checkpoint of this key is published."""
         self.published = max(self.published or key, key)
 
-    def written(self, name: Name, *, alone: bool = False) -> list[Effect]:
+    def written(
+        self, name: Name, *, alone: bool = False, instead: Name | None = None
+    ) -> list[Effect]:
         """Record that the write of a snapshot has ended, durable or not.
 
         `alone`: only the other nodes' parts are missing. An older snapshot may be whole on all
-        nodes, so the final flush still tries those.
+        nodes, so the final flush still tries those. `instead`: a whole snapshot to write in its
+        place, unless a newer one waits.
         """
         assert name == self.writing, (name, self.writing)
         self.writing = None
         if name in self._flushed and not alone:
             self._flushed |= {older for older in self.whole() if older < name}
-        self._write_next()
+        if instead is not None and self.waiting is None and self._needs_flush(instead):
+            self._flushed |= {instead}
+            self.writing = instead
+            self._effects.append(Write(instead, final=True))
+        else:
+            self._write_next()
         self._trim()
         return self._take_effects()
 
