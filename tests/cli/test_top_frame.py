@@ -80,7 +80,13 @@ def picture(*events, now=500, report=None, **facts):
     for one in sorted(events, key=lambda one: one.time_s):
         view = after_event(view, one)
         accountant.add(one, view)
-    known = {"key": "j", "folder": "/f", "events": 1, "has_agents": True, "is_read": True, **facts}
+    known = {
+        "key": "j",
+        "folder": "/f",
+        "events": 1,
+        "has_agents": True,
+        **facts,
+    }
     source = SourceFacts(now_s=BEGUN_S + now, report=report, **known)
     account = accountant.account(view, shown_until_s(view, source))
     return Picture(sections_of(view, source, account), view, BEGUN_S + now)

@@ -66,6 +66,7 @@ _SIGNS = {
     "left": "↓",
     "stopped": "■",
     "silent": "?",
+    "reading": "○",
     "stalled": "!",
     "away": "?",
 }
@@ -130,7 +131,7 @@ def _head(picture: Picture, width: int) -> list[Text]:
     lines = [title, _state(picture, width)]
     if job.reason and job.state != "training":
         said = textwrap.wrap(
-            printable(job.reason), width - 2, max_lines=_REASON_LINES, placeholder=" …"
+            printable(job.reason), max(2, width - 2), max_lines=_REASON_LINES, placeholder=" …"
         )
         lines += [Text(f"  {line}") for line in said]
     lines += [_speed(picture, width), *_waits(picture, width), _budget(picture, width)]

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from rich.text import Text
 from elastane.cli._terminal import Terminal
 from elastane.cli._top_frame import Picture, frame, plain
 from elastane.dashboard.following import OVER, JobFollower
+from elastane.observe.progress import SHOWN_AFTER_S
 
 # The seconds between two frames: ages are shown in seconds, and a person does not read faster.
 REDRAW_S = 0.5
@@ -31,9 +33,15 @@ _LEAVE = (b"q", b"Q", b"\x03", b"\x04")
 async def print_once(follower: JobFollower) -> int:
     """Print one frame after the coordinator's answer; return the exit code."""
     ready = asyncio.create_task(follower.ready())
+    begun_s, said = time.monotonic(), False
     while not ready.done():
         await asyncio.wait([ready], timeout=REDRAW_S)
         follower.check()
+        if time.monotonic() - begun_s >= SHOWN_AFTER_S and sys.stderr.isatty():
+            sys.stderr.write(f"\rreading the log: {follower.share_read:.0%} ")
+            said = True
+    if said:
+        sys.stderr.write("\r\x1b[K")
     console = Console(highlight=False)
     print("\n".join(_drawn(_picture(follower), console, PRINTED_ROWS_MAX)))
     return 0

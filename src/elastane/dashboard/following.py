@@ -48,8 +48,12 @@ AGENTS_S = 2.0
 REPORT_TIMEOUT_S = 3.0
 # A question that runs when no page is open any more is answered in milliseconds, or not at all.
 CLOSE_S = 1.0
+# While a long log is read, a publication takes time from the reading.
+PUBLISH_READING_S = 2.0
 # Events between two looks at the other tasks: some tens of milliseconds.
 PIECE_EVENTS = 1000
+# Events of one look at all files: of a thousand files it takes as long as 10,000 events.
+READ_EVENTS = 16 * PIECE_EVENTS
 # Jobs whose views are kept in memory.
 FOLLOWED_MAX = 8
 # States in which nothing of a job runs any more.
@@ -97,6 +101,7 @@ class JobFollower:
         self.watchers = 0
         self._tls = tls
         self._events = 0
+        self._share_read = 0.0
         self._accountant = Accountant()
         self._reader = EventReader(folder)
         self._scalars = ScalarReader(folder)
@@ -139,6 +144,11 @@ class JobFollower:
         return self._report
 
     @property
+    def share_read(self) -> float:
+        """Which share of the log was read, from 0 to 1."""
+        return 1.0 if self._has_read.is_set() else min(self._share_read, 0.99)
+
+    @property
     def is_ready(self) -> bool:
         """Whether the log was read, and the coordinator asked if an agent runs here."""
         return self._has_asked.is_set()
@@ -157,7 +167,7 @@ class JobFollower:
             folder=str(self.folder),
             events=self._events,
             has_agents=bool(self._agents),
-            is_read=self._has_read.is_set(),
+            share_read=self.share_read,
             report=self._report,
             scalars=self._scalars.curves,
         )
@@ -176,18 +186,26 @@ class JobFollower:
 
     async def _follow_log(self) -> None:
         while True:
-            placed = await asyncio.to_thread(self._reader.read, PIECE_EVENTS)
-            for one in placed:
-                before = self.view
-                self.view = after_event(before, one.event)
-                self._events = self._events + 1 if self.view.run == before.run else 1
-                self._accountant.add(one.event, self.view)
-                self._note(one, before)
+            placed = await asyncio.to_thread(self._reader.read, READ_EVENTS)
+            for begin in range(0, len(placed), PIECE_EVENTS):
+                for one in placed[begin : begin + PIECE_EVENTS]:
+                    self._add(one)
+                await self._publish()
+                await asyncio.sleep(0)
             await asyncio.to_thread(self._scalars.read)
-            if len(placed) < PIECE_EVENTS:
+            if len(placed) < READ_EVENTS:
                 self._has_read.set()
+            self._share_read = await asyncio.to_thread(self._reader.share)
             await self._publish()
-            await asyncio.sleep(0 if len(placed) == PIECE_EVENTS else PUBLISH_S)
+            await asyncio.sleep(0 if len(placed) == READ_EVENTS else PUBLISH_S)
+
+    def _add(self, placed: PlacedEvent) -> None:
+        """Add one event to the view and the account."""
+        before = self.view
+        self.view = after_event(before, placed.event)
+        self._events = self._events + 1 if self.view.run == before.run else 1
+        self._accountant.add(placed.event, self.view)
+        self._note(placed, before)
 
     async def _follow_agents(self) -> None:
         while True:
@@ -272,7 +290,8 @@ class FollowedJob(JobFollower):
 
     async def _publish(self) -> None:
         now_s = time.time()
-        if self.publication.number and now_s - self.publication.now_s < PUBLISH_S:
+        pause_s = PUBLISH_S if self._has_read.is_set() else PUBLISH_READING_S
+        if self.publication.number and now_s - self.publication.now_s < pause_s:
             return
         sections = self.sections()
         number, old = self.publication.number + 1, self.publication.sections

@@ -192,7 +192,7 @@ class SourceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The source of a view as of `now_s`, by the clock of the machine that reads the log.
 
     `has_agents`: whether agents of the job run on this machine. `scalars`: the values that its
-    workers log.
+    workers log. `share_read`: how much of the log was read, from 0 to 1.
     """
 
     now_s: float
@@ -200,7 +200,7 @@ class SourceFacts(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     events: int
     has_agents: bool
-    is_read: bool
+    share_read: float = 1.0
     report: Report | None = None
     scalars: list[ScalarCurve] = []
 
@@ -212,7 +212,7 @@ def sections_of(view: JobView, source: SourceFacts, account: Account | None = No
     return Sections(
         job=_job(view, source),
         rate=_rate(view, source.report, end_s),
-        needs=needs_of(view),
+        needs=needs_of(view) if source.share_read >= 1.0 else [],
         nodes=_nodes(view, source.report),
         step_times=step_times_of(view),
         series=series_of(view, begin_s, max(end_s, begin_s + 60.0), BUCKETS),
@@ -227,10 +227,12 @@ def sections_of(view: JobView, source: SourceFacts, account: Account | None = No
 def state_of(view: JobView, source: SourceFacts) -> str:
     """Return the state of a job in a word.
 
-    starting, training, stalled, recovering, waiting, done, failed; stopped: all its nodes left
-    before its end; silent: its log has no end and no recent event, and no agent runs on this
-    machine.
+    reading: not all of its log was read, so that no other state is known; starting, training,
+    stalled, recovering, waiting, done, failed; stopped: all its nodes left before its end; silent:
+    its log has no end and no recent event, and no agent runs on this machine.
     """
+    if source.share_read < 1.0:
+        return "reading"
     if view.end is not None:
         return "done" if view.end.ok else "failed"
     if _is_stopped(view):
@@ -287,6 +289,8 @@ def _ended_s(view: JobView) -> float | None:
 
 
 def _reason(view: JobView, source: SourceFacts) -> str:
+    if source.share_read < 1.0:
+        return f"{source.share_read:.0%} of its log was read"
     if view.end is not None:
         return view.end.reason
     stall = view.incidents.beside("stall")
@@ -325,7 +329,7 @@ def _job(view: JobView, source: SourceFacts) -> JobSection:
         max_nodes=report.max_nodes if report else None,
         events=source.events,
         is_live=report is not None,
-        is_read=source.is_read,
+        is_read=source.share_read >= 1.0,
     )
 
 

@@ -484,7 +484,7 @@ class _LogTail:
     def __init__(self, path: Path, offset: int) -> None:
         self.path = path
         self.ready: deque[PlacedEvent] = deque()
-        self._offset = offset
+        self.offset = offset
 
     def fill(self, piece_bytes: int) -> bool:
         """Read on until an event is ready; return whether one is. Only whole lines are read."""
@@ -495,24 +495,24 @@ class _LogTail:
                 end = len(data)  # no valid line is that long
             if not end:
                 return False
-            at = self._offset
+            at = self.offset
             for line in data[:end].split(b"\n"):
                 event = decode_line(line) if line else None
                 if event is not None:
                     self.ready.append(PlacedEvent(event, self.path, at))
                 at += len(line) + 1
-            self._offset += end
+            self.offset += end
         return True
 
     def _piece(self, piece_bytes: int) -> bytes:
         size_bytes = _size_bytes(self.path)
-        if 0 < size_bytes < self._offset:
-            self._offset = 0  # the file was replaced by another
-        if size_bytes <= self._offset:
+        if 0 < size_bytes < self.offset:
+            self.offset = 0  # the file was replaced by another
+        if size_bytes <= self.offset:
             return b""
         try:
             with self.path.open("rb") as file:
-                file.seek(self._offset)
+                file.seek(self.offset)
                 return file.read(piece_bytes)
         except OSError:
             return b""  # The file may come back: on NFS a file can be missing for a moment.
@@ -552,6 +552,12 @@ class EventReader:
             else:
                 heapq.heappop(waiting)
         return found
+
+    def share(self) -> float:
+        """Return which share of the files' bytes was read, from 0 to 1."""
+        sizes = {path: _size_bytes(path) for path in self._tails}
+        done = sum(min(tail.offset, sizes[path]) for path, tail in self._tails.items())
+        return done / total if (total := sum(sizes.values())) else 1.0
 
     def _tail(self, path: Path) -> _LogTail:
         if path not in self._tails:

@@ -35,6 +35,7 @@ STATE_STYLES = {
     "training": "green",
     "done": "green",
     "starting": "cyan",
+    "reading": "cyan",
     "waiting": "cyan",
     "draining": "yellow",
     "stopping": "yellow",

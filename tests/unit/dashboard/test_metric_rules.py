@@ -53,7 +53,7 @@ def measured(events, now_s=200.0, report=None):
         totals.note(one)
     totals.add(view.incidents, now_s)
     source = SourceFacts(
-        now_s=now_s, key="j", folder="/f", events=len(events), has_agents=True, is_read=True,
+        now_s=now_s, key="j", folder="/f", events=len(events), has_agents=True,
         report=report,
     )  # fmt: skip
     sections = sections_of(view, source, account_of(events, now_s))

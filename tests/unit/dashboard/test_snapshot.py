@@ -22,7 +22,7 @@ from elastane.protocol.messages import NodeStatus
 
 def source(**more):
     facts = {"now_s": 200.0, "key": "j", "folder": "/f", "events": 1, "has_agents": True}
-    return SourceFacts(**{**facts, "is_read": True, **more})
+    return SourceFacts(**{**facts, **more})
 
 
 def training(*more):
@@ -51,6 +51,12 @@ def failure(at_s=110.0, rank=1, node="a", round_=1):
 )
 def test_the_state_of_a_job_is_one_word(events, facts, state):
     assert state_of(training(*events), source(**facts)) == state
+
+
+def test_no_state_is_said_before_the_whole_log_was_read():
+    shown = sections_of(training(failure()), source(share_read=0.41, has_agents=False))
+    assert (shown.job.state, shown.job.reason) == ("reading", "41% of its log was read")
+    assert shown.needs == [] and not shown.job.is_read
 
 
 def test_a_job_without_a_world_is_starting():

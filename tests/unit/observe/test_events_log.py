@@ -182,6 +182,20 @@ def test_reader_gives_each_event_once_as_the_files_grow(log, tmp_path):
     assert reader.poll() == []
 
 
+def test_reader_says_which_share_of_the_files_it_has_read(log, tmp_path):
+    one = log()
+    for number in range(20_000):
+        one.log(note(str(number)), "agent")
+    assert one.flush()
+    reader = EventReader(tmp_path / "job")
+    assert reader.share() == 1.0, "no file was found yet"
+    reader.read(100)
+    assert 0.0 < reader.share() < 1.0
+    while reader.read(5000):
+        pass
+    assert reader.share() == 1.0
+
+
 def test_reader_from_now_skips_older_events(log, tmp_path):
     one = log()
     one.log(note("old"), "agent")

@@ -49,7 +49,7 @@ export function mark(shape, tone, label) {
 
 // State of a node, worker or job: its shape and its tone.
 export const STATES = {
-  training: ["circle", "use"], done: ["check", "use"], starting: ["half", "over"],
+  training: ["circle", "use"], reading: ["half", "over"], done: ["check", "use"], starting: ["half", "over"],
   waiting: ["ring", "over"], draining: ["change", "plan"], stopping: ["square", "over"],
   stopped: ["square", "over"], leaving: ["change", "plan"], left: ["change", "plan"],
   recovering: ["triangle", "warn"], away: ["triangle", "warn"], silent: ["ring", "warn"],

@@ -75,12 +75,12 @@ function connect() {
 }
 
 function watch() {
-  const { job } = page.sections ?? {}, pill = byId("connection"), silentMs = performance.now() - heardMs;
+  const job = page.sections?.job, pill = byId("connection"), silentMs = performance.now() - heardMs;
   isLate = silentMs > LATE_MS;
   document.body.classList.toggle("stale", isLate && Boolean(job) && job.ended_s === null);
   pill.classList.toggle("late", isLate);
   if (isLate) pill.textContent = heardMs ? `no answer for ${duration(silentMs / 1000)}; as of ${clock(page.now_s)}` : "connecting";
-  else if (!job.is_read) pill.textContent = "reading the log …";
+  else if (!job?.is_read) pill.textContent = "reading the log …";
   else pill.textContent = job.ended_s !== null || job.state === "silent" ? "from its folder of logs" : job.is_live ? "● live" : "● live, from the log";
 }
 

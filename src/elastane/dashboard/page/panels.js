@@ -4,6 +4,7 @@ import { drawMap } from "/charts.js";
 import { STATES, byId, clock, count, duration, element, incidentLook, mark, plural, rate, size, stateMark } from "/dom.js";
 
 const WORDS = {
+  reading: "Reading",
   starting: "Starting", training: "Training", stalled: "Stalled", recovering: "Recovering", waiting: "Waiting",
   done: "Done", failed: "Failed", stopped: "Stopped", silent: "No word",
 };
