@@ -30,6 +30,7 @@ TABLES = (
     BenchTable("data", "bench.permutation", "The order of elastic data"),
     BenchTable("ring", "bench.collective_ring", "The record of a collective"),
     BenchTable("reduction", "bench.reduction", "The sum that does not depend on the world"),
+    BenchTable("slow-worker", "bench.slow_worker", "Virtual shards beside a slow worker"),
     BenchTable("checkpoints", "bench.checkpoints", "Saving, and getting back, beside torch's ways"),
     BenchTable("storage", "bench.checkpoint_storage", "A checkpoint's file, written and verified"),
     BenchTable("joining", "bench.joining", "Nodes that join one rendezvous, and the next round"),

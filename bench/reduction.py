@@ -34,7 +34,7 @@ def worker(rank: int, size: int, port: int, floats: int) -> None:
 
     from elastane.comms.elastic import ElasticGroup
     from elastane.comms.group import Wiring, WorldGroup
-    from elastane.comms.mean import Mean, shards_of
+    from elastane.comms.mean import Mean, dealt_evenly
 
     torch.set_num_threads(1)
     group = ElasticGroup()
@@ -48,8 +48,9 @@ def worker(rank: int, size: int, port: int, floats: int) -> None:
         return timed(lambda: group.allreduce([vector]).wait())
 
     def tree() -> tuple[float, float]:
-        total = mean.begin(rank, size)
-        for _ in shards_of(rank, size, SHARDS):
+        dealt = dealt_evenly(SHARDS, size)
+        total = mean.begin(rank, dealt)
+        for _ in dealt[rank]:
             total.add(lambda into, adds: into.add_(1.0) if adds else into.fill_(1.0))
         return timed(lambda: mean.finish(group))
 

@@ -13,7 +13,7 @@ from elastane.comms import near, transfer
 from elastane.comms.channel import GroupChannel
 from elastane.comms.digest import probe, raw_bytes, state_digest
 from elastane.comms.elastic import ElasticGroup
-from elastane.comms.mean import Mean, shards_of
+from elastane.comms.mean import Mean, dealt_evenly
 from elastane.errors import PeerLostError, StateError
 
 
@@ -205,7 +205,13 @@ def transfer_wanted(worker, pieces):
         worker.say(error.slug)
 
 
-def tree_means(worker, size, shards, count, by_collectives):
+def unevenly(shards, world_size):
+    """As few shards to each rank as there can be, and the rest to the last but one."""
+    ends = [*range(max(world_size - 1, 1)), *([shards - 1] if world_size > 1 else []), shards]
+    return tuple(map(range, ends, ends[1:]))
+
+
+def tree_means(worker, size, shards, count, by_collectives, uneven=False):
     """Report the bits of the tree's mean over gloo, twice in each world of up to `size`."""
     digests = []
     elastic = ElasticGroup()
@@ -217,8 +223,9 @@ def tree_means(worker, size, shards, count, by_collectives):
             break
         elastic.replace(build(worker, f"tree-{world_size}", worker.number, world_size))
         for turn in range(2):
-            total = mean.begin(worker.number, world_size)
-            for shard in shards_of(worker.number, world_size, shards):
+            dealt = unevenly(shards, world_size) if uneven else dealt_evenly(shards, world_size)
+            total = mean.begin(worker.number, dealt)
+            for shard in dealt[worker.number]:
                 vector = torch.randn(count, generator=torch.Generator().manual_seed(shard))
                 total.add(lambda into, adds, v=vector: write(into[:count], adds, v))
             found = mean.finish(elastic)

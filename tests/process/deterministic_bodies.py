@@ -1,6 +1,7 @@
 """Bodies of comms_crew's workers with deterministic=True; the test makes the worlds."""
 
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -29,6 +30,30 @@ def trains_in_worlds(worker, sizes, steps):
         if worker.number < size:
             with job_in(worker, f"train-{size}", size) as job:
                 worker.say((size, *deterministic_train.train(job, steps)))
+    worker.hear()
+
+
+def trains_beside_a_slow_worker(worker, steps):
+    """Report a training alone, and one in a world of three whose rank 2 is slow.
+
+    Each report has the steps, the digest, and how many shards this rank had in each step.
+    """
+    import deterministic_train
+
+    torch.set_num_threads(1)
+    for size in (1, 3):
+        if worker.number >= size:
+            continue
+        had = dict.fromkeys(range(steps), 0)
+
+        def compute(step, had=had, size=size):
+            had[step.number] += 1
+            if size > 1:
+                time.sleep(0.03 if worker.number == 2 else 0.01)
+
+        with job_in(worker, f"slow-{size}", size) as job:
+            found = deterministic_train.train(job, steps, compute=compute)
+        worker.say((*found, [*had.values()]))
     worker.hear()
 
 

@@ -13,3 +13,11 @@ def test_worlds_of_one_to_five_have_the_same_mean(shards, count, by_collectives)
         digests = [digest for each in crew.hear_all() for digest in each]
         assert len(digests) == 2 * 15
         assert len(set(digests)) == 1
+
+
+def test_worlds_of_one_to_five_have_the_same_mean_if_one_rank_has_most_shards():
+    """One rank contributes several blocks, and the others one each."""
+    with Crew(5, "tree_means", 5, 13, 1009, False, True) as crew:
+        digests = [digest for each in crew.hear_all() for digest in each]
+        assert len(digests) == 2 * 15
+        assert len(set(digests)) == 1

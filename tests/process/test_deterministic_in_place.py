@@ -27,7 +27,7 @@ DEADLINE_S = 120.0
 class Changing:
     """A local cluster that trains with deterministic=True."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **env: str) -> None:
         self.folder = folder
         (folder / "said").mkdir()
         self.told = Growing(folder / "said")
@@ -35,7 +35,7 @@ class Changing:
         options = {"nnodes": "1:5", "nproc_per_node": 1, "max_restarts": 1000, "tee": "0"}
         options["preload"] = PRELOAD_COMPILER
         options["rdzv_conf"] = {"last_call": 0.3, "crash_loop": 0}
-        env = {"ELASTANE_DIGEST_LOG": str(folder / "a" / "digests.jsonl")}
+        env["ELASTANE_DIGEST_LOG"] = str(folder / "a" / "digests.jsonl")
         self.cluster = LocalCluster(script, folder=folder / "c", env=env, **options)
         self.names: list[str] = []
 
@@ -51,14 +51,16 @@ class Changing:
         self.names.remove(name)
         self.settle()
 
-    def settle(self) -> None:
-        """Wait until all expected workers have made three steps in one world."""
+    def settle(self, steps: int = 3) -> None:
+        """Wait until all expected workers have made some steps in one world."""
         begun = {path: len(lines) for path, lines in self.told.lines().items()}
         size = len(self.names)
 
         def there() -> bool:
             new = [
-                lines for p, lines in self.told.lines().items() if len(lines) >= begun.get(p, 0) + 3
+                lines
+                for path, lines in self.told.lines().items()
+                if len(lines) >= begun.get(path, 0) + steps
             ]
             return sum(lines[-1]["world"] == size for lines in new) == size
 
@@ -108,6 +110,27 @@ def test_kills_an_arrival_and_a_departure_change_no_bit(tmp_path):
         job.drop("b", "kill")
         job.start("b")
         job.drop("a", "stop")
+        job.same_as_undisturbed()
+
+
+@pytest.mark.soak
+def test_slow_workers_with_fewer_shards_change_no_bit_as_others_come_and_go(tmp_path):
+    job = Changing(tmp_path, SLOW_WORKERS="1")
+    with job.cluster:
+        job.start("a", "b", "c")
+        for name in ("d", "e"):
+            job.settle(50)
+            job.start(name)
+        job.settle(50)
+        job.cluster.node("c").kill_worker()
+        job.settle(50)
+        job.drop("a", "kill")
+        job.settle(50)
+        lines = [line for each in job.told.lines().values() for line in each]
+        worlds: dict[int, list[int]] = {}
+        for line in lines:
+            worlds.setdefault(line["step"], []).append(line["shards"])
+        assert any(max(each) > min(each) + 1 for each in worlds.values()), "all were alike"
         job.same_as_undisturbed()
 
 

@@ -15,6 +15,19 @@ def test_worlds_of_one_to_five_workers_are_bitwise_equal_after_60_steps():
     assert len({digest for _, _, digest in found}) == 1, found
 
 
+def test_a_slow_worker_has_fewer_shards_and_the_training_stays_bitwise_equal():
+    steps = 56
+    with Crew(3, "trains_beside_a_slow_worker", steps) as crew:
+        _, digest, alone = crew.hear(0)
+        world = crew.hear_all()
+    assert alone == [8] * steps
+    assert {(made, found) for made, found, _ in world} == {(steps, digest)}
+    dealt = [*zip(*(had for _, _, had in world), strict=True)]
+    assert all(sum(each) == 8 for each in dealt)
+    assert dealt[0] == (2, 3, 3)
+    assert dealt[-1][2] == 1, "the slow rank"
+
+
 @pytest.mark.parametrize("name", ["threads", "seed"])
 def test_a_member_with_another_setting_is_refused_by_the_settings_name(name):
     with Crew(2, "differs_in", name) as crew:

@@ -2,9 +2,9 @@
 
 V virtual shards are the leaves of one fixed binary tree, and every pair is added left to right. A
 rank holds a contiguous range of shards and sums the largest aligned blocks of it as they arrive (a
-binary counter: at most log2 V + 1 vectors are held). The blocks of all ranks are combined by the
-same tree. So the bits do not depend on which rank computes which part, in any world of 1 to V
-workers.
+binary counter: at most log2 V + 1 vectors are held, or 2 log2 V where a range begins anywhere). The
+blocks of all ranks are combined by the same tree. So the bits do not depend on which rank computes
+which part, in any world of 1 to V workers.
 
 Each rank combines the blocks of all ranks for its own part of the vector, and sends that part to
 the others. If the world divides V into powers of two, each rank has one block, and the bytes moved
@@ -18,7 +18,7 @@ may still write to it. It does not know gradients. Fails as the group does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -36,10 +36,11 @@ Node: TypeAlias = tuple[int, int]
 Write: TypeAlias = Callable[[torch.Tensor, bool], object]
 
 
-def shards_of(rank: int, world_size: int, shards: int) -> range:
-    """Return the shards that a rank holds: contiguous, and as even as possible."""
-    assert 0 <= rank < world_size <= shards, (rank, world_size, shards)
-    return range(rank * shards // world_size, (rank + 1) * shards // world_size)
+def dealt_evenly(shards: int, world_size: int) -> tuple[range, ...]:
+    """Return the shards of each rank: contiguous, and as even as possible."""
+    assert 0 < world_size <= shards, (world_size, shards)
+    ends = [rank * shards // world_size for rank in range(world_size + 1)]
+    return tuple(map(range, ends, ends[1:]))
 
 
 def raised(node: Node, shards: int) -> Node:
@@ -155,19 +156,22 @@ class Mean:
         self._scratch = torch.empty(0, dtype=dtype, device=device)
         self._in_use: list[torch.Tensor] = []
         self._tree: TreeSum | None = None
+        # The blocks that each rank of the world contributes.
+        self._nodes: list[list[Node]] = []
 
-    def begin(self, rank: int, world_size: int) -> TreeSum:
+    def begin(self, rank: int, dealt: Sequence[range]) -> TreeSum:
         """Return the tree to add this rank's shards to, in order; an unfinished mean is dropped.
 
-        The tensor that a shard's vector is written to is longer than `count`.
+        `dealt` has the shards of each rank of the world. The tensor that a shard's vector is
+        written to is longer than `count`.
         """
         if self._tree is not None:  # It was not finished, so messages may still arrive.
             self._buffers, self._in_use = Buffers(*self._kind), []
             self._scratch = torch.empty_like(self._scratch)
         while self._in_use:
             self._buffers.give(self._in_use.pop())
-        held = shards_of(rank, world_size, self._shards)
-        self._tree = TreeSum(held, self._shards, self._buffers)
+        self._nodes = [blocks_of(held, self._shards) for held in dealt]
+        self._tree = TreeSum(dealt[rank], self._shards, self._buffers)
         return self._tree
 
     def finish(self, group: ElasticGroup) -> torch.Tensor:
@@ -175,7 +179,7 @@ class Mean:
         assert self._tree is not None, "begin() comes first"
         blocks = self._tree.blocks()
         if group.size() == 1:
-            self._combine(_nodes(1, self._shards)[0], blocks, blocks[0])
+            self._combine(self._nodes[0], blocks, blocks[0])
         elif blocks[0].device.type == "cpu":
             self._by_messages(group, blocks)
         else:
@@ -202,7 +206,7 @@ class Mean:
         """Compute the mean into the first block, over gloo."""
         rank, size = group.rank(), group.size()
         peers = [(rank + step) % size for step in range(1, size)]
-        nodes = _nodes(size, self._shards)
+        nodes = self._nodes
         ours = [self._parts(block, size) for block in blocks]
         theirs = self._receive_parts(
             [0 if each == rank else len(nodes[each]) for each in range(size)], size
@@ -221,8 +225,7 @@ class Mean:
 
     def _by_collectives(self, group: ElasticGroup, blocks: list[torch.Tensor]) -> None:
         """Compute the mean into the first block, on a device."""
-        rank, size = group.rank(), group.size()
-        nodes = _nodes(size, self._shards)
+        rank, size, nodes = group.rank(), group.size(), self._nodes
         ours = [self._parts(block, size) for block in blocks]
         part = ours[0][0].numel()
         outgoing = torch.cat([parts[each] for each in range(size) for parts in ours])
@@ -245,8 +248,3 @@ class Mean:
             self._scratch = self._scratch.new_empty(part * sum(counts))
         parts = iter(torch.split(self._scratch, part))
         return [list(itertools.islice(parts, count)) for count in counts]
-
-
-def _nodes(size: int, shards: int) -> list[list[Node]]:
-    """Return the blocks that each rank of a world contributes."""
-    return [blocks_of(shards_of(rank, size, shards), shards) for rank in range(size)]

@@ -145,6 +145,20 @@ def owed_per_step(global_batch_size: int) -> int:
     return ceil_div(global_batch_size, _OWED_PART)
 
 
+class VirtualDeal(NamedTuple):
+    """The virtual shards of a step, of which one rank has [first, end). No shards: there are none.
+
+    Results depend on the number of shards, and not on which rank has which.
+    """
+
+    shards: int
+    first: int
+    end: int
+
+
+NO_VIRTUAL_SHARDS = VirtualDeal(0, 0, 0)
+
+
 def cut(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
     """Return contiguous part `part` of `parts` of [start, stop); sizes differ by at most one."""
     length = stop - start
@@ -241,18 +255,18 @@ class Ledger:
         rank: int,
         world_size: int,
         micro_batches: int = 1,
-        shards: int = 0,
+        virtual: VirtualDeal = NO_VIRTUAL_SHARDS,
         owing: Owing = NOTHING_OWED,
     ) -> Iterator[LedgerShare]:
         """Yield this rank's shares from a step to the end of its epoch.
 
-        With `shards`, the shares are those of `deal_shards`, and micro-batches are ignored.
+        With virtual shards, the shares are those of `deal_shards`, and micro-batches are ignored.
         """
         world, owed, is_further = (rank, world_size), owing.spans, owing.is_further
         end = (step // self.steps_per_epoch + 1) * self.steps_per_epoch
         for s in range(step, step if is_further else end):
-            if shards:
-                yield from self.deal_shards(s, rank, world_size, shards)
+            if virtual.shards:
+                yield from self.deal_shards(s, virtual)
                 continue
             now, owed = self.dealt_owed(owed, is_further=False)
             low, high = self.span(s)
@@ -298,16 +312,13 @@ class Ledger:
         epoch = step // self.steps_per_epoch
         return LedgerShare(step, epoch, 0, 1, first, end, high, high, world_size, owed=spans)
 
-    def deal_shards(
-        self, step: int, rank: int, world_size: int, shards: int
-    ) -> Iterator[LedgerShare]:
-        """Yield this rank's virtual shards of a step, each as one micro-batch.
+    def deal_shards(self, step: int, virtual: VirtualDeal) -> Iterator[LedgerShare]:
+        """Yield a rank's virtual shards of a step, each as one micro-batch.
 
-        The step is cut into `shards` parts in every world; each rank has consecutive ones, as
-        evenly as possible. In a world of more ranks than shards some ranks have none.
+        The step is cut into the same parts in every world.
         """
         epoch, (low, high) = step // self.steps_per_epoch, self.span(step)
-        first, end = cut(0, shards, rank, world_size)
+        shards, first, end = virtual
         for shard in range(first, end):
             start, stop = cut(low, high, shard, shards)
             place = shard - first, end - first

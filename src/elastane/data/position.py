@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Protocol, Self
 
 from elastane.data.checks import SEED_END, whole
 from elastane.data.ledger import (
+    NO_VIRTUAL_SHARDS,
     NOTHING_OWED,
     CommittedPosition,
     Ledger,
     LedgerShare,
     Owing,
     Spans,
+    VirtualDeal,
     cut,
 )
 from elastane.data.recall import Recall
@@ -115,6 +117,8 @@ class DataPosition:
         # If not 0, each step is dealt in this many virtual shards, with streams from this seed.
         self.virtual_shards = 0
         self.stream_seed = 0
+        # How many virtual shards each rank has; None: as evenly as possible.
+        self._counts: tuple[int, ...] | None = None
         # Set by the feed that deals from here.
         self.recall: Recall | None = None
         self._next = 0
@@ -134,6 +138,7 @@ class DataPosition:
         shard. Existing iterators keep theirs. Micro-batches are ignored then.
         """
         self.virtual_shards = whole("shards", shards, 1, self.ledger.global_batch_size)
+        self._counts = None
         self.stream_seed = whole("stream_seed", stream_seed, 0, SEED_END - 1)
         return self
 
@@ -142,14 +147,53 @@ class DataPosition:
         """The number of shares that this rank has of each step."""
         if not self.virtual_shards:
             return self.micro_batches
-        first, end = cut(0, self.virtual_shards, *self.world)
-        return end - first
+        return len(self.dealt[self.world[0]])
 
     def bind(self, rank: int, world_size: int) -> Self:
-        """Deal for this rank of this world from now on; existing iterators keep theirs."""
+        """Deal for this rank of this world from now on; existing iterators keep theirs.
+
+        Virtual shards are dealt as evenly as possible then, until `deal_by`.
+        """
         world_size = whole("world_size", world_size, 1)
         self._world = whole("rank", rank, 0, world_size - 1), world_size
+        self._counts = None
         return self
+
+    def deal_by(self, counts: Sequence[int]) -> Self:
+        """Deal this many consecutive virtual shards to each rank; existing iterators keep theirs.
+
+        All ranks must do so at the same step. There are `counts` for each rank, of at least 1.
+        """
+        size, shards = self.world[1], self.virtual_shards
+        if len(counts) != size or sum(counts) != shards or min(counts) < 1:
+            raise ConfigurationError(
+                f"counts are {', '.join(map(str, counts))}, for {shards} virtual shards",
+                expected=f"{size} counts of at least 1, whose sum is {shards}",
+                next_step="leave the virtual shards to job.steps()",
+                slug="data-step",
+            )
+        self._counts = tuple(counts)
+        return self
+
+    @property
+    def dealt(self) -> tuple[range, ...]:
+        """The virtual shards of each rank: consecutive ones.
+
+        In a world of more ranks than shards some ranks have none.
+        """
+        if self._counts is not None:
+            ends = [0, *accumulate(self._counts)]
+            return tuple(map(range, ends, ends[1:]))
+        size = self.world[1]
+        return tuple(range(*cut(0, self.virtual_shards, rank, size)) for rank in range(size))
+
+    @property
+    def virtual(self) -> VirtualDeal:
+        """The virtual shards of this rank."""
+        if not self.virtual_shards:
+            return NO_VIRTUAL_SHARDS
+        held = self.dealt[self.world[0]]
+        return VirtualDeal(self.virtual_shards, held.start, held.stop)
 
     @property
     def world(self) -> tuple[int, int]:
@@ -253,14 +297,14 @@ class DataPosition:
         Position and world are those at the call, and do not change with later calls.
         """
         return self.ledger.deal_epoch(
-            self._next, *self.world, self.micro_batches, self.virtual_shards, self._owing
+            self._next, *self.world, self.micro_batches, self.virtual, self._owing
         )
 
     def share(self, step: int | None = None, micro: int = 0) -> LedgerShare:
         """Return this rank's share of a step (None: the next) in its current world."""
         step = self._next if step is None else whole("step", step)
         micro = whole("micro", micro, 0, self.portions_per_step - 1)
-        dealt = self.ledger.deal_epoch(step, *self.world, self.micro_batches, self.virtual_shards)
+        dealt = self.ledger.deal_epoch(step, *self.world, self.micro_batches, self.virtual)
         return next(islice(dealt, micro, None))
 
     def words(self, share: LedgerShare) -> tuple[int, ...]:

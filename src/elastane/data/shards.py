@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from elastane.data.checks import whole
-from elastane.data.ledger import Ledger, LedgerShare
+from elastane.data.ledger import Ledger, LedgerShare, VirtualDeal
 from elastane.data.permutation import Permutation, mixed
 from elastane.data.position import DataPosition
 from elastane.data.recall import Recall
@@ -35,7 +35,7 @@ from elastane.errors import ConfigurationError
 __all__ = ["ElasticShards", "LaneRun", "Lanes"]
 Shard = TypeVar("Shard")
 # The parameters of an iteration: step, rank, world size, micro-batches, virtual shards.
-Begin: TypeAlias = tuple[int, int, int, int, int]
+Begin: TypeAlias = tuple[int, int, int, int, VirtualDeal]
 _END = object()
 # Enough lanes for 16 ranks to read shards of their own, and few enough for one rank to keep open.
 LANES = 16
@@ -180,13 +180,19 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
         self._publish()
         return self
 
+    def deal_by(self, counts: Sequence[int]) -> Self:
+        """Deal this many virtual shards to each rank; existing iterators keep theirs."""
+        super().deal_by(counts)
+        self._publish()
+        return self
+
     @property
     def deals_owed(self) -> bool:
         """False: shards are read forwards, so a later step cannot take lost samples."""
         return False
 
     def _here(self) -> Begin:
-        return self.next_step, *self.world, self.micro_batches, self.virtual_shards
+        return self.next_step, *self.world, self.micro_batches, self.virtual
 
     def _lanes(self, epoch: int) -> Lanes:
         count = len(self._shards)
@@ -218,7 +224,7 @@ class IterationBeginning:
     """
 
     def __init__(self) -> None:
-        cells: Any = torch.zeros(6, dtype=torch.int64)
+        cells: Any = torch.zeros(8, dtype=torch.int64)
         self._cells = cells.share_memory_()
         self._number = 0
         # In a worker: the last parameters it used, and whether it has reached the end since.
@@ -228,7 +234,8 @@ class IterationBeginning:
     def publish(self, begin: Begin) -> None:
         """Publish the next iteration's parameters to surviving workers."""
         self._number += 1
-        self._cells.copy_(torch.tensor([self._number, *begin]))
+        *plain, virtual = begin
+        self._cells.copy_(torch.tensor([self._number, *plain, *virtual]))
 
     def of_worker(self, own: Begin) -> Begin | None:
         """Return the parameters of a worker's next iteration; `own` has those of its copy.
@@ -238,11 +245,11 @@ class IterationBeginning:
         if self._last is None:
             self._last = self._number
             return own
-        number, step, rank, world_size, micro_batches, shards = self._cells.tolist()
+        number, step, rank, world_size, micro_batches, *virtual = self._cells.tolist()
         if number == self._last and self.ended:
             return None
         self._last, self.ended = number, False
-        return step, rank, world_size, micro_batches, shards
+        return step, rank, world_size, micro_batches, VirtualDeal(*virtual)
 
 
 def _stale() -> list[Any]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from elastane.comms.elastic import ElasticGroup
-from elastane.comms.mean import Mean
+from elastane.comms.mean import Mean, TreeSum
 from elastane.errors import JobError
 from elastane.worker.undo import BufferStatus
 
@@ -41,19 +41,22 @@ class Means:
 
 
 class Pass:
-    """One pass: `collect` after each of this rank's shards, in order, then `finish`."""
+    """One pass: `collect` after each of this rank's shards, in order, then `finish`.
+
+    `dealt` has the shards of each rank.
+    """
 
     def __init__(
         self,
         group: ElasticGroup,
         means: Means,
-        shards: int,
+        dealt: Sequence[range],
         parameters: Iterable[torch.nn.Parameter],
         buffers: Iterable[BufferStatus],
     ) -> None:
         self._group = group
         self._means = means
-        self._shards = shards
+        self._dealt = dealt
         self._parameters = [each for each in parameters if each.requires_grad]
         self._before = [each.grad for each in self._parameters]
         registered: dict[int, list[BufferStatus]] = {}
@@ -86,6 +89,11 @@ class Pass:
             self._drop_gradients()
             for buffer in self._buffers:
                 buffer.put_back()
+
+    def wait_for_device(self) -> None:
+        """Wait until a device has computed what this rank's shards left."""
+        if any(device.type == "cuda" for _, device in self._kinds):
+            torch.cuda.synchronize()
 
     @torch.no_grad()
     def finish(self) -> bool:
@@ -142,8 +150,8 @@ class Pass:
 
     def _vector(self, purpose: str, kind: Kind, tensors: Sequence[torch.Tensor]) -> _Vector:
         count = sum(each.numel() for each in tensors)
-        mean = self._means.of(purpose, count, kind, self._shards)
-        return _Vector(mean, self._group, tensors)
+        mean = self._means.of(purpose, count, kind, self._dealt[-1].stop)
+        return _Vector(mean.begin(self._group.rank(), self._dealt), mean, tensors)
 
     def _flags(self, kind: Kind, touched: Sequence[bool]) -> torch.Tensor:
         """Return one number per parameter and buffer, and a first one, so that none is empty."""
@@ -158,11 +166,11 @@ class Pass:
 class _Vector:
     """Tensors of one kind laid end to end, whose mean is computed as one tensor."""
 
-    def __init__(self, mean: Mean, group: ElasticGroup, like: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tree: TreeSum, mean: Mean, like: Sequence[torch.Tensor]) -> None:
+        self._tree = tree
         self._mean = mean
         self._shapes = [each.shape for each in like]
         self._lengths = [each.numel() for each in like]
-        self._tree = mean.begin(group.rank(), group.size())
 
     def collect(self, values: Sequence[torch.Tensor | None]) -> None:
         """Add the values of the next shard; None is zeros."""

@@ -11,6 +11,7 @@ import atexit
 import functools
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -362,6 +363,8 @@ class Job:
             self._health.forget()
             self._undo.committed()
             self._open_feed.commit(step.number)
+            if error is None and self.mode.redeal():
+                self._open_feed.rewind()
             self._scalars.commit(self.committed)
             self._world.progress.step_made()
         else:
@@ -484,10 +487,12 @@ class Job:
 
     def _next_portions(self, feed: Feed | StreamFeed) -> list[Portion]:
         """Return the portions of the next step; none at the end of an epoch or of the world."""
-        count = feed.cursor.portions_per_step
+        count, begun_s = feed.cursor.portions_per_step, time.perf_counter()
         try:
             with step_meter.Loading():
-                return [*itertools.islice(iter(functools.partial(next, feed, None), None), count)]
+                found = [*itertools.islice(iter(functools.partial(next, feed, None), None), count)]
+            self.mode.loaded(time.perf_counter() - begun_s)
+            return found
         except ReadingCutError:
             self._enter_next()
             return []
@@ -596,6 +601,7 @@ class Job:
         mesh = self._world.mesh
         rank = self.process_group.rank() if mesh is None else mesh.coordinate
         self._open_feed.rewind(rank, self.process_group.size())
+        self.mode.bound()
 
 
 def _not_begun(step: Step) -> JobError:

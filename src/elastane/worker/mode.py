@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,6 +34,7 @@ from elastane.data.streams import FOR_BUILD, FOR_SHARD, begin_streams
 from elastane.errors import JobError
 from elastane.worker.deterministic_pass import Means, Pass
 from elastane.worker.healing import gathered
+from elastane.worker.shard_speeds import ShardSpeeds
 from elastane.worker.undo import buffers_of
 
 # Without it cuBLAS may choose another algorithm for each stream. The value is NVIDIA's
@@ -73,6 +76,16 @@ class Mode:
     def leave(self) -> None:
         """Discard an unfinished micro-batch: the body has ended."""
 
+    def loaded(self, took_s: float) -> None:
+        """Record how long this rank has waited for the data of the next step."""
+
+    def bound(self) -> None:
+        """Note that the data is dealt anew, for this world or for another one."""
+
+    def redeal(self) -> bool:
+        """Change how later steps are dealt to ranks, once a step is made; return whether it did."""
+        return False
+
     def insist_on_all(self) -> None:
         """Refuse an optimizer step that comes too early."""
 
@@ -106,7 +119,14 @@ class Deterministic(Mode):
             self.shards
         )  # virtual shards of a step: `shards` times its micro-batches
         self._means = Means()
+        self._cursor: DataPosition | None = None
         self._compared_world: WorldGroup | None = None
+        self._speeds = ShardSpeeds()
+        self._loading_s = 0.0
+        # How many shards each rank has: from the next step on, if that was decided in this one,
+        # and what was decided last in a world.
+        self._next_counts: tuple[int, ...] | None = None
+        self._decided: tuple[WorldGroup | None, tuple[int, ...]] = None, ()
         self._step = 0
         self._passes = 0
         self._had_gradients = False
@@ -164,6 +184,7 @@ class Deterministic(Mode):
                 "leave out convert_sync_batchnorm(); BatchNorm's statistics are combined anyway",
             )
         self._virtual_shards = cut
+        self._cursor = cursor
         cursor.cut_into(cut, self.seed)
 
     def insist_on_world(self, size: int) -> None:
@@ -179,6 +200,7 @@ class Deterministic(Mode):
         """Begin a step, or retry it."""
         self._step = step
         self._passes = 0
+        self._next_counts = None
         self._had_gradients = False
         self._inside = None
         # Registered generators are part of the state, so all members have the same ones already.
@@ -186,12 +208,14 @@ class Deterministic(Mode):
 
     def portions(self, dealt: Sequence[Portion]) -> Iterator[Portion]:
         """Yield this rank's shards in one pass over the step, then reduce their gradients."""
+        assert self._cursor is not None, "open() comes first"
         self._compare_settings()
         self._passes += 1
         self.group.hush()
         parameters = self.tracked.parameters()
         buffers = buffers_of(self.tracked.modules)
-        made = Pass(self.group, self._means, self._virtual_shards, parameters, buffers)
+        made = Pass(self.group, self._means, self._cursor.dealt, parameters, buffers)
+        begun_s = time.perf_counter()
         for done, portion in enumerate(dealt):
             self._inside = done, len(dealt)
             self._begin_streams(1 + portion.share.shard)
@@ -199,8 +223,51 @@ class Deterministic(Mode):
             is_last = done == len(dealt) - 1
             made.collect(portion.weight, is_first=portion.share.shard == 0, is_last=is_last)
         self._inside = None
+        made.wait_for_device()
+        took_s = self._loading_s + time.perf_counter() - begun_s
         self._had_gradients = made.finish() or self._had_gradients
+        if self._passes == 1 and self._speeds.measure(took_s, len(dealt)):
+            self._decide_deal(self._cursor)
         self._begin_streams(0)
+
+    def _decide_deal(self, cursor: DataPosition) -> None:
+        """Exchange the ranks' speeds, and decide how many shards each has from the next step on."""
+        medians_us = [us for (us,) in gathered(self.group, [self._speeds.pop_median_us()])]
+        counts = tuple(map(len, cursor.dealt))
+        found = self._speeds.decide(counts, medians_us)
+        if found == counts:
+            return
+        self._next_counts = found
+        if self.group.rank() == 0:
+            slowest = max(range(len(medians_us)), key=medians_us.__getitem__)
+            ratio = medians_us[slowest] / min(medians_us)
+            sys.stderr.write(
+                f"elastane: step {self._step}: rank {slowest} takes {ratio:.1f} times as long for a"
+                f" virtual shard as the fastest rank. From the next step on, ranks 0 to"
+                f" {len(found) - 1} have {', '.join(map(str, found))} of {sum(found)} shards; they"
+                f" had {', '.join(map(str, counts))}. Results stay the same\n"
+            )
+
+    def loaded(self, took_s: float) -> None:
+        """Record how long this rank has waited for the data of the next step."""
+        self._loading_s = took_s
+
+    def redeal(self) -> bool:
+        """Change how later steps are dealt to ranks, once a step is made; return whether it did."""
+        counts, self._next_counts = self._next_counts, None
+        if counts is None or self._cursor is None:
+            return False
+        self._decided = self.group.world, counts
+        self._cursor.deal_by(counts)
+        return True
+
+    def bound(self) -> None:
+        """Deal by speed again in the world in which that was decided: another loop has begun."""
+        world, counts = self._decided
+        if self._cursor is None or world is None or world is not self.group.world:
+            return  # The members of another world know no speeds yet.
+        if sum(counts) == self._cursor.virtual_shards:
+            self._cursor.deal_by(counts)
 
     def leave(self) -> None:
         """Discard an unfinished pass: the body has ended."""
@@ -233,7 +300,8 @@ class Deterministic(Mode):
         group, world = self.group, self.group.world
         if self._compared_world is world:
             return
-        own = self.settings()
+        assert self._cursor is not None, "open() comes first"
+        own = {**self.settings(), "deal of shards": tuple(map(len, self._cursor.dealt))}
         received = gathered(group, [_number(value) for value in own.values()])
         for (name, value), *others in zip(own.items(), *received, strict=True):
             odd = [rank for rank, other in enumerate(others) if other != _number(value)]
@@ -244,7 +312,7 @@ class Deterministic(Mode):
                     _SAME.get(name, "use the same on all nodes"),
                     where=f"rank {group.rank()} of {group.size()}",
                 )
-        self._compared_world = world
+        self._compared_world, self._speeds = world, ShardSpeeds()
 
     def _refuse_collective(self, name: str) -> None:
         if self._inside is not None:

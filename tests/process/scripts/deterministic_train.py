@@ -1,7 +1,8 @@
 """Training whose end depends on seed and shards alone, if deterministic=True keeps its word.
 
 Dropout, noise from four kinds of random streams, BatchNorm, a schedule, clipping, GradScaler,
-AdamW, DDP. Each commit is a line in FOLDER/PID.jsonl. All stop after STEPS, or, where STEPS is 0,
+AdamW, DDP. With SLOW_WORKERS set, one in three processes is slow.
+Each commit is a line in FOLDER/PID.jsonl. All stop after STEPS, or, where STEPS is 0,
 after the step in which rank 0 finds FOLDER/enough.
 
     deterministic_train.py FOLDER STEPS STEP_S
@@ -79,8 +80,18 @@ def parts(job):
     return net, model, optimizer, scheduler, noise, scaler, loader
 
 
-def train(job, steps: int, enough=lambda: False, said=lambda step: None, accumulate=1):
-    """Train; returns the number of steps and the digest, at each of `steps`."""
+def train(
+    job,
+    steps: int,
+    enough=lambda: False,
+    said=lambda step: None,
+    accumulate=1,
+    compute=lambda step: None,
+):
+    """Train; returns the number of steps and the digest, at each of `steps`.
+
+    `compute` is called in each shard.
+    """
     import torch.distributed as dist
 
     net, model, optimizer, scheduler, noise, scaler, loader = parts(job)
@@ -89,6 +100,7 @@ def train(job, steps: int, enough=lambda: False, said=lambda step: None, accumul
             device = job.device
             last = torch.tensor(float(not steps and enough()), device=device)
             for clean in step.batches:
+                compute(step)
                 drawn = torch.rand(clean.shape, generator=noise, device=device)
                 batch = clean.to(device) + 0.01 * drawn
                 loss = (model(batch) - batch.flip(1)).square().mean()
@@ -115,14 +127,23 @@ def main() -> None:
 
     def said(step) -> None:
         place = {"rank": job.rank, "world": job.world_size, "round": job.fence.round}
+        place["shards"] = shards.pop(step.number)
         line = {"what": "committed", "step": step.number, **place, "at_s": time.monotonic()}
         log.write(json.dumps(line) + "\n")
         time.sleep(step_s)
 
     backend = os.environ.get("GPU_BACKEND", "")
+    shards: dict[int, int] = {}
+
+    def compute(step) -> None:
+        shards[step.number] = shards.get(step.number, 0) + 1
+        if "SLOW_WORKERS" in os.environ:
+            time.sleep(0.02 if os.getpid() % 3 == 0 else 0.005)
+
     with elastane.init(deterministic=True, shards=SHARDS, seed=7, backend=backend) as job:
         torch.set_num_threads(1)
-        found = train(job, steps, lambda: job.rank == 0 and (folder / "enough").exists(), said)
+        enough = lambda: job.rank == 0 and (folder / "enough").exists()  # noqa: E731
+        found = train(job, steps, enough, said, compute=compute)
         told = dict(zip(("steps", "digest"), found, strict=True))
         (folder / f"{os.getpid()}.final").write_text(json.dumps(told))
 
