@@ -164,7 +164,7 @@ class JobFollower:
         source = SourceFacts(
             now_s=time.time(),
             key=self.key,
-            folder=str(self.folder),
+            folder=str(self.folder.absolute()),
             events=self._events,
             has_agents=bool(self._agents),
             share_read=self.share_read,

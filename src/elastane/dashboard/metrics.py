@@ -37,6 +37,8 @@ RECOVERY_BUCKETS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 180
 SETTLE_S = 10.0
 # Kinds of incidents, as observe.incidents has them.
 KINDS = ("worker", "node", "failure", "change", *sorted(BESIDE))
+# A stall has a recovery if a worker fails in it.
+_NO_RECOVERY = BESIDE - {"stall"}
 _WORLDS_MAX = 64
 _Fence = tuple[int | None, int | None]
 STATES = (
@@ -79,7 +81,7 @@ class RunTotals:
 
     def __init__(self) -> None:
         self.found = Counter(dict.fromkeys(KINDS, 0))
-        self.recoveries = {kind: Durations() for kind in KINDS if kind not in BESIDE}
+        self.recoveries = {kind: Durations() for kind in KINDS if kind not in _NO_RECOVERY}
         self.checkpoints = Counter(saved=0, failed=0)
         self._last = 0
         self._open: set[int] = set()
@@ -112,7 +114,8 @@ class RunTotals:
         self._last = newest
         for number in sorted(self._open):
             one = history.by_number(number)
-            if one is None or one.state == "fatal" or one.kind in BESIDE:
+            is_stalled = one is not None and one.kind == "stall" and one.state == "open"
+            if one is None or one.state == "fatal" or (one.is_beside and not is_stalled):
                 self._open.discard(number)
             elif one.to_s is not None and now_s - one.to_s > SETTLE_S:
                 self._open.discard(number)

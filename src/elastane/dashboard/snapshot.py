@@ -240,7 +240,7 @@ def state_of(view: JobView, source: SourceFacts) -> str:
     if not _is_alive(view, source):
         return "silent"
     last = view.incidents.of_world()
-    if last is not None and last.state == "open" and last.kind in ("worker", "node", "failure"):
+    if last is not None and last.state == "open" and last.kind != "change":
         return "recovering"
     if view.waiting:
         return "waiting"
@@ -477,14 +477,13 @@ def _usual_s(times_s: Sequence[float]) -> float | None:
 
 
 def _checkpoints(view: JobView) -> CheckpointsSection:
-    failed = sum(bool(made.slug) for made in view.checkpoints)
     saved = [made for made in view.checkpoints if not made.slug]
     # A script may save to two places, each of which has an interval of its own.
     times_s = [made.time_s for made in saved if made.location == saved[-1].location]
     return CheckpointsSection(
         newest=list(reversed(view.checkpoints[-CHECKPOINTS_LISTED:])),
-        saved=len(view.checkpoints) - failed,
-        failed=failed,
+        saved=view.saved,
+        failed=view.not_saved,
         marks=[(made.time_s, made.step, bool(made.slug)) for made in view.checkpoints[-MARKS_MAX:]],
         interval_s=_usual_s(times_s),
     )

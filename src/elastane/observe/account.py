@@ -587,7 +587,7 @@ _RULES: dict[str, Callable[[_Machine, LoggedEvent, int], None]] = {
 def _helped(account: Account, incidents: Sequence[IncidentView]) -> tuple[str, ...]:
     """Return, in words, how the lost time could have been shorter."""
     causes = account.causes()
-    faults = {one.id for one in incidents if one.kind in ("worker", "node", "failure")}
+    faults = {one.id for one in incidents if one.kind in ("worker", "node", "failure", "stall")}
     waited_s = causes[TimeCause.WAITING].seconds if TimeCause.WAITING in causes else 0.0
     small_s = sum(
         max(0.0, one.whole_s - one.to_s)

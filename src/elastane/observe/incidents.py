@@ -24,7 +24,8 @@ DID_MAX = 32
 TITLE_CHARS_MAX = 120
 # States of a node that asked to leave, so that its departure is no incident.
 GOING = frozenset({"leaving", "left", "done", "stopping", "draining"})
-# Kinds that do not end a world. While one is open, incidents of other kinds may begin and end.
+# Kinds that do not end a world, unless a worker fails in a stall. While one is open, incidents of
+# other kinds may begin and end.
 BESIDE = frozenset({"authority", "stall", "difference"})
 # Events that belong to an incident if it is open when they are logged.
 _FOLLOWING = frozenset(
@@ -50,6 +51,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     `to_s`: when the next world's workers had started. `whole_s`: when as many workers as before
     trained again. `detected_s`: the age of the failure when its agent logged it. `standstill`: the
     class of the finding at a standstill, such as `busy`; empty for all other incidents.
+    `ended_world`: a worker failed during this stall.
     """
 
     id: int
@@ -73,6 +75,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     log_file: str = ""
     consequences: int = 0
     standstill: str = ""
+    ended_world: bool = False
     world_before: int = 0
     world_after: int = 0
     # The world that follows it, and the one whose start ended it.
@@ -83,6 +86,11 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     def fence(self) -> tuple[int | None, int | None]:
         """The world that it ended."""
         return self.round, self.attempt
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it ended no world, so that others may begin and end while it is open."""
+        return self.kind in BESIDE and not self.ended_world
 
     @property
     def is_over(self) -> bool:
@@ -129,7 +137,7 @@ class IncidentHistory(msgspec.Struct, frozen=True, kw_only=True):
     def beside(self, kind: str) -> IncidentView | None:
         """Return the newest incident of a kind in BESIDE, if it is not over."""
         newest = self.by_number(self.newest.get(kind, 0))
-        return newest if newest is not None and not newest.is_over else None
+        return newest if newest is not None and newest.is_beside and not newest.is_over else None
 
     def fatal(self) -> IncidentView | None:
         """Return the incident that ended the job."""
@@ -207,7 +215,7 @@ def _opened(
 def _of_world(history: IncidentHistory, event: LoggedEvent) -> IncidentView | None:
     """Return the current incident if it ended the world that the event is about."""
     current = history.current()
-    if current is None or current.kind in BESIDE:
+    if current is None or current.is_beside:
         return None
     return current if current.fence == (event.round, event.attempt) else None
 
@@ -264,7 +272,7 @@ def _ends_world(
     if event.number("rank") == stall.rank:
         changes["local_rank"], changes["pid"] = event.number("local_rank"), event.number("pid")
         changes["message"], changes["log_file"] = event.text("message"), event.text("log_file")
-    history = _changed(history, stall, kind="worker", **changes)
+    history = _changed(history, stall, ended_world=True, **changes)
     return msgspec.structs.replace(history, newest={**history.newest, "": stall.id})
 
 
@@ -315,7 +323,7 @@ def _round_settled(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
     before, first = history.world_size, not history.world_size
     history = msgspec.structs.replace(history, world_size=size)
     incident = history.current()
-    if incident is None or incident.kind in BESIDE:
+    if incident is None or incident.is_beside:
         if first or size == before:
             return history
         sign = "joined" if size > before else "left"
@@ -346,7 +354,7 @@ def _workers_started(history: IncidentHistory, event: LoggedEvent) -> IncidentHi
 
 def _drain_started(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     current = history.current()
-    if current is not None and current.kind not in BESIDE:
+    if current is not None and not current.is_beside:
         return _noted(history)
     return _opened(history, event, "change", _clause(event.reason), cause=event.reason)
 

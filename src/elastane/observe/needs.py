@@ -87,7 +87,11 @@ def _budget(view: JobView) -> list[Need]:
 
 
 def _repeated(view: JobView) -> list[Need]:
-    failures = [one for one in view.incidents.listed[-_RECENT:] if one.kind in ("worker", "node")]
+    failures = [
+        one
+        for one in view.incidents.listed[-_RECENT:]
+        if one.kind in ("worker", "node") or one.standstill
+    ]
     nodes = Counter(one.node for one in failures)
     if len(view.nodes) < 2 or not nodes:
         return []

@@ -218,7 +218,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is displayed. `run` counts the jobs that ran under this name so far.
 
     `restarts`: used and allowed ones; `waiting`: what the job waits for, in words. `stragglers`:
-    those of the current world by rank.
+    those of the current world by rank. `saved` and `not_saved` count all checkpoints of the run,
+    also those without an event of their own, and those that are no longer kept.
     """
 
     job: str = ""
@@ -241,6 +242,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     lines: tuple[ViewLine, ...] = ()
     incidents: IncidentHistory = IncidentHistory()
     checkpoints: tuple[CheckpointView, ...] = ()
+    saved: int = 0
+    not_saved: int = 0
     restarts: tuple[int, int | None] = (0, None)
     waiting: str = ""
     stragglers: dict[int, StragglerView] = {}
@@ -676,7 +679,12 @@ def _with_checkpoint(view: JobView, event: LoggedEvent) -> JobView:
         why=event.text("why"),
         slug=event.text("slug") if event.kind == EventKind.CHECKPOINT_FAILED else "",
     )
-    return msgspec.structs.replace(view, checkpoints=(*view.checkpoints, made)[-CHECKPOINTS_MAX:])
+    return msgspec.structs.replace(
+        view,
+        checkpoints=(*view.checkpoints, made)[-CHECKPOINTS_MAX:],
+        saved=view.saved + (0 if made.slug else max(1, event.number("saves") or 1)),
+        not_saved=view.not_saved + bool(made.slug),
+    )
 
 
 def _with_waiting(view: JobView, event: LoggedEvent) -> JobView:

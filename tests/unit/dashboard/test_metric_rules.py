@@ -204,6 +204,18 @@ def test_the_text_of_a_whole_job_is_read_by_prometheus_own_parser(tmp_path):
         assert (told.returncode, told.stdout + told.stderr) == (0, "")
 
 
+def test_a_stall_counts_once_and_has_a_recovery_if_a_worker_fails_in_it():
+    named = event("culprit", "a", round=1, attempt=0, time_s=109.0, still_s=4.0, ranks="3",
+                  **{"class": "busy"})  # fmt: skip
+    found = samples(measured([*LOST[:3], named, *LOST[3:]]))
+    assert found["training_incidents_total", "stall"] == 1
+    assert found["training_incidents_total", "worker"] == 0
+    assert found["training_recovery_seconds_count", "stall"] == 1
+    assert found["training_recovery_seconds_sum", "stall"] == pytest.approx(5.7)
+    alone = samples(measured([*LOST[:3], named]))
+    assert alone["training_recovery_seconds_count", "stall"] == 0
+
+
 def names_in(text):
     """Return the metrics that a text names, without the suffixes of histograms."""
     found = set(re.findall(rf"\b{PREFIX}(?:training|node)_\w+", text))

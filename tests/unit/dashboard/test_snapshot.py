@@ -53,6 +53,15 @@ def test_the_state_of_a_job_is_one_word(events, facts, state):
     assert state_of(training(*events), source(**facts)) == state
 
 
+def test_checkpoints_are_counted_also_those_without_an_event_of_their_own():
+    def saved(step, **more):
+        return event("checkpoint-saved", step=step, location="/c", time_s=100.0 + step, **more)
+
+    failed = event("checkpoint-failed", step=9, slug="storage-full", time_s=109.0)
+    found = sections_of(training(saved(1), saved(4, saves=3), failed), source()).checkpoints
+    assert (found.saved, found.failed, len(found.newest)) == (4, 1, 3)
+
+
 def test_no_state_is_said_before_the_whole_log_was_read():
     shown = sections_of(training(failure()), source(share_read=0.41, has_agents=False))
     assert (shown.job.state, shown.job.reason) == ("reading", "41% of its log was read")

@@ -191,7 +191,7 @@ def test_a_failure_during_a_standstill_keeps_its_culprit_as_the_cause():
         started("a", 1, round=2, attempt=0, time_s=53.0),
     )  # fmt: skip
     [one] = view.incidents.listed
-    assert (one.kind, one.rank, one.cause) == ("worker", 1, NAMED["reason"])
+    assert (one.kind, one.rank, one.cause) == ("stall", 1, NAMED["reason"])
     assert (one.from_s, one.state, one.to_s) == (30.0, "recovered", 53.0)
     assert one.evidence == ("rank 0 on a: exit code 1",)
 

@@ -205,7 +205,7 @@ function cost(one) {
 }
 
 function nextCommand(job, one) {
-  if (one.rank !== null && one.round !== null && one.kind === "worker") return `elastane logs ${job.log_dir} --rank ${one.rank}`;
+  if (one.rank !== null && one.round !== null && one.kind === "worker") return `elastane logs ${job.log_dir} --rank ${one.rank} --round ${one.round} --attempt ${one.attempt}`;
   return `elastane explain ${job.log_dir}${one.round !== null ? ` --round ${one.round}` : ""}`;
 }
 
