@@ -436,10 +436,12 @@ class _NoSubgroups(Store):
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> Any:
         raise ConfigurationError(
-            "torch.distributed.new_group: an elastic group has no subgroups",
+            "torch.distributed.new_group, or a use of the group's store: an elastic group has"
+            " neither subgroups nor a store",
             slug="subgroup",
             expected="collectives over the whole world; its ranks change when it does",
-            next_step="use collectives over the whole group",
+            next_step="use collectives over the whole group; instead of values in its store,"
+            " broadcast_object_list()",
         )
 
     set = get = add = wait = check = delete_key = compare_set = _refuse

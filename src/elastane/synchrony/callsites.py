@@ -25,17 +25,18 @@ _TORCHS = frozenset(("torch.distributed.distributed_c10d", "torch.distributed.c1
 _SHARDED = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 # Functions of frameworks by module and name: a broadcast of what each member knows, and sums that
 # the framework divides by the world size after they return. Without the packages' names: Lightning
-# has two. Accelerate's is called by a function of its integration. Ignite's are the sums of its
-# metrics.
+# has two. Accelerate's sum is called by a function of its integration; its broadcast is of a random
+# stream, as an iteration of a loader begins. Ignite's are the sums of its metrics.
 _KNOWN = {
     ("loops.training_epoch_loop", "_broadcast_sigterm_tensor"): Site.AUTHORITY,
+    ("utils.random", "synchronize_rng_state"): Site.AUTHORITY,
     ("utilities.distributed", "_sync_ddp"): Site.TRUE_SUM,
     ("accelerate", "mean_of_members"): Site.TRUE_SUM,
     ("metrics.metric", "another_wrapper"): Site.TRUE_SUM,
     ("metrics.running_average", "update"): Site.TRUE_SUM,
 }
 _LIGHTNING = ("lightning.pytorch.", "lightning.fabric.", "pytorch_lightning.", "lightning_fabric.")
-_PACKAGES = (*_LIGHTNING, "elastane.integrations.", "ignite.")
+_PACKAGES = (*_LIGHTNING, "accelerate.", "elastane.integrations.", "ignite.")
 _KNOWN_NAMES = frozenset(name for _, name in _KNOWN)
 # Between a framework's function and torch's: decorators, strategies, plugins.
 _FRAMES_MAX = 16

@@ -50,6 +50,7 @@ from elastane.synchrony.newcomers import SharedState
 from elastane.synchrony.operations import Identity, Rule, Signature, Site, why_parts_are_lost
 from elastane.synchrony.optimizer_steps import OptimizerSteps
 from elastane.synchrony.pending import OrderedWork, PendingOperation, RestartingWork
+from elastane.synchrony.rank_reads import RankReads, is_of_script
 from elastane.synchrony.rules import (
     Delivery,
     Plan,
@@ -97,8 +98,15 @@ class GroupHost(Protocol):
     def saves_together(self) -> bool:
         """Whether a framework saves for the program, and repeats a lost save on another worker."""
 
+    @property
+    def has_resumed(self) -> bool:
+        """Whether the program has read the state of an optimizer before its first step."""
+
     def show(self, rank: int, size: int) -> None:
         """Let the program see another rank or world size."""
+
+    def warn(self, text: str) -> None:
+        """Write a warning to the output of this worker."""
 
     def stepped(self, steps: int) -> None:
         """Note that a backward pass was delivered, or another world entered."""
@@ -150,6 +158,7 @@ class OrderedGroup(ElasticGroup):
         # lost after the last one: it may have been saving what no other worker saves.
         self._has_stepped = self._lacks_first = False
         self._steps = OptimizerSteps(self._made_step)
+        self._reads = RankReads()
         # How many contexts of `members_left` the program is in, and the members of the first world.
         self._contexts = 0
         self._first: tuple[Identity, ...] = ()
@@ -306,6 +315,12 @@ class OrderedGroup(ElasticGroup):
         """This worker's rank, as the program sees it."""
         if not self.sees_first:
             refuse_to_keep("the rank")
+        if is_of_script(sys._getframe(1)):
+            self._reads.asked(self._units)
+        return self._rank_seen
+
+    @property
+    def _rank_seen(self) -> int:
         if self._outside is not None:
             return self._outside[0]
         return self._shown.index(self._member.identity) if self._shown else 0
@@ -619,12 +634,20 @@ class OrderedGroup(ElasticGroup):
                 "the worker of rank 0 was lost after the last step, and no other worker would"
                 " repeat a save that it had begun"
             )
+        self._warn_of_kept_rank()
         mark = 2 * self._member.delivered + _ENDED
         self._agree(world, mark)
         with self._changed:
             self._member.all_ended = True
         self._agree(world, mark)
         self._has_left = True
+
+    def _warn_of_kept_rank(self) -> None:
+        """Warn on the new worker of rank 0 if the program may not know that it is."""
+        ends = self._member.leaves
+        warning = self._reads.warning(self._units, ends=ends) if self.rank_now == 0 else ""
+        if warning and not (self._member.keeps_ranks or self._host.follows):
+            self._host.warn(warning)
 
     def _agree(self, world: WorldGroup, mark: int) -> None:
         """Wait until all members have given the same mark; another mark means another program."""
@@ -661,6 +684,7 @@ class OrderedGroup(ElasticGroup):
         if any(pending.call.signature.site in (Site.REDUCER, Site.HOOK) for pending in done):
             self._units += 1
             self._host.stepped(self._units)
+            self._warn_of_kept_rank()
         for pending in done:
             pending.finish()
 
@@ -802,10 +826,16 @@ class OrderedGroup(ElasticGroup):
             self._changed.notify_all()
 
     def _note_lost_first(self, view: View, tables: Sequence[Table]) -> None:
-        """Record whether rank 0 of the former view is lost, unless all programs had ended."""
+        """Record whether rank 0 of the former view is lost, unless all programs had ended.
+
+        Without a step or a checkpoint there is nothing yet that it alone may have saved.
+        """
         is_lost = any(first not in view.members for first in self._member.view.members[:1])
-        if is_lost and self._has_stepped and not any(table.all_ended for table in tables):
-            self._lacks_first = True
+        if not is_lost or any(table.all_ended for table in tables):
+            return
+        self._reads.first_lost(self._units)
+        # A program that has read a checkpoint may have nothing to train, and save once more.
+        self._lacks_first = self._lacks_first or self._has_stepped or self._host.has_resumed
 
     def _held(self, number: int) -> Sequence[torch.Tensor]:
         """Return this member's result of an operation, if it has one."""

@@ -175,6 +175,15 @@ class UnmodifiedWorker:
         """Whether the script saves by a framework of which another worker saves again."""
         return self._frameworks.save_together
 
+    @property
+    def has_resumed(self) -> bool:
+        """Whether the script has read the state of an optimizer before its first step."""
+        return self._saves.has_loaded
+
+    def warn(self, text: str) -> None:
+        """Write a warning to standard error."""
+        _say(text)
+
     def show(self, rank: int, size: int) -> None:
         """Set the rank and world size where the script and its frameworks read them."""
         if self._place is not None:
@@ -242,11 +251,15 @@ def restart(reason: str, slug: str = RESTART_SLUG) -> NoReturn:
     )
 
 
-def _end(words: str) -> NoReturn:
+def _say(words: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
         sys.stderr.write(f"elastane: {words}\n")
         sys.stderr.flush()
+
+
+def _end(words: str) -> NoReturn:
+    _say(words)
     running_saves.of_process.finish()
     os._exit(ExitCode.TRY_AGAIN)
 

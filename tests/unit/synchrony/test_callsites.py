@@ -1,9 +1,14 @@
 """The call site of a collective tells which part of a training step issued it."""
 
+import sys
+from types import SimpleNamespace
+
 import torch
+from accelerate.utils import DistributedType, random
 from torch.utils.checkpoint import checkpoint
 
 from elastane.synchrony import callsites
+from elastane.synchrony.operations import Site
 
 
 def passes_of(use_reentrant: bool) -> list[bool]:
@@ -21,3 +26,14 @@ def test_a_backward_pass_within_another_one_is_known():
     assert passes_of(use_reentrant=True) == [False, True]
     assert passes_of(use_reentrant=False) == [False, False]
     assert not callsites.is_in_nested_backward()
+
+
+def test_the_random_stream_that_accelerate_broadcasts_may_come_from_any_worker(monkeypatch):
+    sites = []
+    state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
+    monkeypatch.setattr(random, "AcceleratorState", lambda: state)
+    monkeypatch.setattr(
+        torch.distributed, "broadcast", lambda *_: sites.append(callsites.site_of(sys._getframe(1)))
+    )
+    random.synchronize_rng_states(["generator"], torch.Generator())
+    assert sites == [Site.AUTHORITY]
