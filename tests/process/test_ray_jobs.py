@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,34 @@ def test_a_job_survives_the_loss_of_a_ray_node(cluster, tmp_path):
             states[line["step"]].add(line["digest"])
     assert all(len(digests) == 1 for digests in states.values())
     until(lambda: not any(alive(int(pid)) for pid in growing.lines()), "no worker is left", 60)
+
+
+@pytest.mark.soak
+def test_the_agent_of_a_node_that_ray_drains_leaves_by_its_deadline(cluster, tmp_path):
+    growing = Growing(tmp_path)
+    words = ("--nnodes", "1:2", "--in-place", "--ranks-may-change")
+    with program(cluster, tmp_path, *words, SCRIPT, tmp_path) as job:
+
+        def worlds() -> list[int]:
+            """The size of each process's last world."""
+            return [lines[-1]["world"] for lines in growing.lines().values() if lines]
+
+        wait(job, tmp_path, lambda: worlds() == [2, 2])
+        drained = cluster.nodes_for_agents.pop()
+        drain = ["--address", cluster.address, "--node-id", drained.node_id]
+        drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+        ray_program = Path(sys.executable).with_name("ray")
+        subprocess.run([ray_program, "drain-node", *drain, "--deadline-remaining-seconds", "60"],
+                       check=True, stdin=subprocess.DEVNULL, timeout=60)  # fmt: skip
+        left = "the agent on .* ended with exit code 143"
+        wait(job, tmp_path, lambda: re.search(left, (tmp_path / "said").read_text()))
+        wait(job, tmp_path, lambda: 1 in worlds())
+        (tmp_path / "enough").touch()
+        assert job.wait(120) == 0, (tmp_path / "said").read_text()
+    assert "Ray drains the node" in (tmp_path / "said").read_text()
+    assert "of the budget used" not in (tmp_path / "said").read_text()
+    cluster.remove_node(drained, allow_graceful=False)
+    cluster.nodes_for_agents.append(cluster.add_node(num_cpus=1))
 
 
 @pytest.mark.soak

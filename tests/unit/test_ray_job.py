@@ -1,13 +1,16 @@
 """The program of a job on Ray, with a cluster of the test's own: signals, lost nodes, bad nodes."""
 
 import asyncio
+import dataclasses
 import signal
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from elastane.errors import ConfigurationError
+from elastane.notices.rules import read_sources
 from elastane.options.build import build
 from elastane.options.parser import parse
 from elastane.process.endpoint import Endpoint
@@ -15,7 +18,7 @@ from elastane.ray import cluster as ray_cluster
 from elastane.ray import host, job
 from elastane.ray.cluster import AgentEnd, RayAgent, RayCluster
 from elastane.ray.job import RayJob, RayRequest
-from elastane.ray.rules import RayNode
+from elastane.ray.rules import RayDrain, RayNode
 
 DEADLINE_S = 30.0  # below the limits for which a job waits in vain
 ONE = {"CPU": 1.0}
@@ -35,6 +38,10 @@ class Agent:
     async def run(self, words, environ, cwd):
         self.words, self.environ = words, environ
         return await self.end
+
+    def leave(self, drain):
+        self.happened.append(f"leave {self.node} {drain.left_s}")
+        self._leave(0)
 
     def stop(self):
         self.happened.append(f"stop {self.node}")
@@ -184,6 +191,42 @@ def test_a_lost_agent_is_replaced_although_ray_does_not_answer_for_a_while(play)
     play("a", story)
 
 
+def test_the_agent_of_a_drained_node_leaves_once_and_another_node_gets_one(play):
+    async def story(cluster, job, ended):
+        first = await cluster.agents.get()
+        [node] = cluster.listed
+        other = RayNode("b", "10.0.0.2", ONE, ONE)
+        cluster.listed = [dataclasses.replace(node, drain=RayDrain(30.0)), other]
+        second = await cluster.agents.get()
+        assert (first.node, second.node) == ("a", "b")
+        assert cluster.happened.count("leave a 30.0") == 1
+        second.end.set_result(AgentEnd(0))
+        assert await ended == 0
+
+    play("a", story, "--nnodes", "1")
+
+
+@pytest.mark.parametrize(
+    ("left_s", "first"), [(30.0, "30.0 Ray drains this node"), (None, "Ray drains this node")]
+)
+def test_an_agent_reads_from_a_file_that_its_node_is_drained(monkeypatch, left_s, first):
+    started = []
+
+    class Process:
+        def __init__(self, words, env, **options):
+            started.append(env["ELASTANE_NOTICES"])
+
+        def wait(self):
+            return 143
+
+    monkeypatch.setattr(host.subprocess, "Popen", Process)
+    one = host.AgentHost()
+    one.leave(left_s)  # Also before its process starts.
+    assert one.run([], {"ELASTANE_NOTICES": "aws"}, "") == 143
+    [aws, file] = read_sources(started[0])
+    assert str(aws) == "aws" and Path(file.where).read_text() == f"{first}\n"
+
+
 def cannot_start():
     return ConfigurationError("no elastane there", slug="ray-agent")
 
@@ -292,6 +335,7 @@ def test_no_nodes_are_listed_while_ray_does_not_answer(monkeypatch):
             raise RayError("GCS is away")
         return answers.pop()
 
+    state.state = SimpleNamespace(get_draining_nodes=lambda: {"a": 0})
     ray = SimpleNamespace(nodes=nodes, exceptions=SimpleNamespace(RayError=RayError))
-    assert RayCluster(ray).nodes() == [RayNode("a", "h", ONE, ONE)]
+    assert RayCluster(ray).nodes() == [RayNode("a", "h", ONE, ONE, RayDrain(None))]
     assert RayCluster(ray).nodes() is None

@@ -4,7 +4,7 @@ import pytest
 
 from elastane.errors import UsageError
 from elastane.ray import rules
-from elastane.ray.rules import Placement, RayNode, is_final, nodes_of
+from elastane.ray.rules import Placement, RayDrain, RayNode, drains_of, is_final, nodes_of
 
 LARGE = {"CPU": 8.0, "GPU": 2.0}
 
@@ -99,7 +99,20 @@ def test_dead_nodes_are_not_listed():
         {"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Resources": {}, "Alive": False},
     ]
     free = {"a": {"CPU": 1.0}}
-    assert nodes_of(listed, free) == [RayNode("a", "10.0.0.1", LARGE, {"CPU": 1.0})]
+    assert nodes_of(listed, free, {}) == [RayNode("a", "10.0.0.1", LARGE, {"CPU": 1.0})]
+
+
+def test_a_node_that_ray_drains_gets_no_agent():
+    listed = [
+        {"NodeID": name, "NodeManagerAddress": "h", "Resources": LARGE, "Alive": True}
+        for name in "abc"
+    ]
+    free = dict.fromkeys("abc", LARGE)
+    drains = drains_of({"a": 5000, "b": 0, "gone": 7000}, now_s=2.0)
+    nodes = nodes_of(listed, free, drains)
+    assert [one.drain for one in nodes] == [RayDrain(3.0), RayDrain(None), None]
+    assert drains_of({"a": 5000}, now_s=9.0) == {"a": RayDrain(0.0)}
+    assert placed(Placement(3, {"CPU": 1.0}), nodes) == ["c"]
 
 
 @pytest.fixture
@@ -159,6 +172,16 @@ def test_agents_get_the_values_of_the_settings_file_and_flags_that_are_off_have_
     assert "ELASTANE_CONFIG" not in request.environ
     monkeypatch.setenv("ELASTANE_IN_PLACE", "0")
     assert "--in-place" not in asked("train.py").words
+
+
+def test_sources_of_notices_go_to_the_agents_by_their_environment(asked, monkeypatch):
+    """There the actor of an agent adds its own."""
+    request = asked("--notices", "file:/run/going", "train.py", "--notices", "the script's")
+    assert request.environ["ELASTANE_NOTICES"] == "file:/run/going"
+    assert request.words[-3:] == ("train.py", "--notices", "the script's")
+    assert "--notices" not in request.words[:-3]
+    monkeypatch.setenv("ELASTANE_NOTICES", "aws")
+    assert asked("train.py").environ["ELASTANE_NOTICES"] == "aws"
 
 
 @pytest.mark.parametrize(

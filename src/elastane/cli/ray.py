@@ -31,6 +31,7 @@ _BACKENDS = ("elastane", "c10d")
 _PASSED = ("ELASTANE_", "TORCH_ELASTIC_", "LOGLEVEL")
 # The settings file, which is read here: its values are among the words of the agents.
 _READ_HERE, _READ_HERE_VARIABLE = "config", "ELASTANE_CONFIG"
+_NOTICES = "ELASTANE_NOTICES"
 _EPILOG = """\
 examples:
   ray job submit --working-dir . -- {prog} --nnodes 4 --gpus-per-node 8 train.py --lr 0.1
@@ -67,9 +68,13 @@ def main(args: argparse.Namespace) -> int:
         values={**options.values, "rdzv_endpoint": "localhost:29400"},
         origins={**options.origins, "rdzv_endpoint": options.origin("nnodes")},
     )
+    config = build(here, environ)
+    # By the environment, where the actor of an agent adds a source of its own.
+    if "notices" in options.given:
+        environ[_NOTICES] = options.text("notices")
     request = RayRequest(
-        config=build(here, environ),
-        words=(*words_of(options), options.script, *options.script_args),
+        config=config,
+        words=(*words_of(_without(options, "notices")), options.script, *options.script_args),
         environ={name: text for name, text in environ.items() if name.startswith(_PASSED)},
         need=need,
         address=value_of(args, OPTIONS, "ray_address"),
@@ -102,6 +107,11 @@ def _checked(args: argparse.Namespace, options: Options) -> Options:
     origins = {**options.origins, **{name: options.origin(name) for name in values}}
     origins.pop(_READ_HERE, None)
     return replace(options, values={**options.values, **values}, origins=origins)
+
+
+def _without(options: Options, dest: str) -> Options:
+    origins = {name: origin for name, origin in options.origins.items() if name != dest}
+    return replace(options, origins=origins)
 
 
 def _is_off(options: Options, dest: str) -> bool:

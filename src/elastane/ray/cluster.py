@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from elastane.errors import ConfigurationError
 from elastane.process import environment
 from elastane.ray.host import AgentHost
-from elastane.ray.rules import RayNode, nodes_of
+from elastane.ray.rules import RayDrain, RayNode, drains_of, nodes_of
 
 _log = logging.getLogger("elastane.ray")
 # Ray itself gives up the runtime environment of an actor after 600 s.
@@ -76,7 +77,8 @@ class RayCluster:
         """Return the living nodes; None if Ray does not answer. Blocks."""
         state: Any = importlib.import_module("ray._private.state")
         try:
-            return nodes_of(self._ray.nodes(), state.available_resources_per_node())
+            free = state.available_resources_per_node()
+            return nodes_of(self._ray.nodes(), free, _drains(state))
         except (self._ray.exceptions.RayError, OSError, RuntimeError) as error:
             _log.debug("Ray lists no nodes: %s", error)
             return None
@@ -137,6 +139,11 @@ class RayAgent:
         except TimeoutError:
             return AgentEnd(None, f"Ray did not start it within {START_LIMIT_S:g} s")
 
+    def leave(self, drain: RayDrain) -> None:
+        """Tell the agent that its node is going, and until when it stays."""
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._actor.leave.remote(drain.left_s)
+
     def stop(self) -> None:
         """Ask the agent to leave its job; asked again, it does not wait for its workers."""
         with contextlib.suppress(self._ray.exceptions.RayError):
@@ -155,6 +162,12 @@ class RayAgent:
             next_step="install it there, or add it to the job's runtime environment:"
             ' --runtime-env-json \'{"pip": ["elastane"]}\'',
         )
+
+
+def _drains(state: Any) -> dict[str, RayDrain]:
+    """Return the nodes that Ray drains; versions without such a list have none."""
+    listed = getattr(getattr(state, "state", None), "get_draining_nodes", None)
+    return drains_of(listed(), time.time()) if listed is not None else {}
 
 
 def _last_line(error: Exception) -> str:

@@ -80,6 +80,8 @@ class RayJob:
         self._placement = Placement(self._spec.max_nodes, request.need)
         self._token = request.config.rendezvous.token or new_token()
         self._agents: dict[str, _PlacedAgent] = {}
+        # Nodes whose agents know that Ray drains them.
+        self._told: set[str] = set()
         self._asked = asyncio.Event()
         self._signal = 0
         # Why a node could not start elastane, until any node has.
@@ -181,11 +183,24 @@ class RayJob:
         self._is_silent = nodes is None
         if nodes is None:
             return
+        self._tell_drained(nodes)
         for node in self._placement.due(nodes, time.monotonic()):
             self._start(node, endpoint)
         if self._not_started is not None and not self._agents:
             raise self._not_started
         self._say_short(nodes)
+
+    def _tell_drained(self, nodes: Sequence[RayNode]) -> None:
+        """Let the agents of nodes that Ray drains leave, each once."""
+        for node in nodes:
+            one = self._agents.get(node.node_id)
+            if node.drain is None or one is None or node.node_id in self._told:
+                continue
+            self._told.add(node.node_id)
+            left_s = node.drain.left_s
+            until = "" if left_s is None else f", which ends in {left_s:.0f} s"
+            _log.warning("Ray drains the node %s%s: its agent leaves", node.address, until)
+            one.agent.leave(node.drain)
 
     def _start(self, node: RayNode, endpoint: Endpoint) -> None:
         agent = self._cluster.agent_on(node, self._request.need)
@@ -202,6 +217,7 @@ class RayJob:
             if not one.end.done():
                 continue
             del self._agents[node_id]
+            self._told.discard(node_id)
             one.agent.kill()
             try:
                 end = one.end.result()

@@ -24,6 +24,13 @@ GOOD_S = 120.0
 
 
 @dataclass(frozen=True)
+class RayDrain:
+    """Ray drains a node. `left_s`: for how long it stays; None: Ray has set no deadline."""
+
+    left_s: float | None = None
+
+
+@dataclass(frozen=True)
 class RayNode:
     """One node of the cluster, with its resources: all of them, and those that are not in use."""
 
@@ -31,18 +38,33 @@ class RayNode:
     address: str
     resources: Mapping[str, float]
     free: Mapping[str, float]
+    drain: RayDrain | None = None
+
+
+def drains_of(deadlines_ms: Mapping[str, int], now_s: float) -> dict[str, RayDrain]:
+    """Return the drains that Ray lists by node: their deadlines in ms of the epoch, 0 for none."""
+    return {
+        name: RayDrain(max(0.0, at_ms / 1000.0 - now_s) if at_ms else None)
+        for name, at_ms in deadlines_ms.items()
+    }
 
 
 def nodes_of(
-    listed: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
+    listed: Iterable[Mapping[str, Any]],
+    free: Mapping[str, Mapping[str, float]],
+    drains: Mapping[str, RayDrain],
 ) -> list[RayNode]:
-    """Return the living nodes among those that `ray.nodes()` lists; `free` resources by node."""
+    """Return the living nodes among those that `ray.nodes()` lists.
+
+    `free` resources and `drains` by node.
+    """
     return [
         RayNode(
             node_id=str(one["NodeID"]),
             address=str(one["NodeManagerAddress"]),
             resources=dict(one["Resources"]),
             free=dict(free.get(str(one["NodeID"]), {})),
+            drain=drains.get(str(one["NodeID"])),
         )
         for one in listed
         if one["Alive"]
@@ -74,6 +96,7 @@ class Placement:
     def due(self, nodes: Iterable[RayNode], now_s: float) -> list[RayNode]:
         """Return the nodes on which an agent starts now; each counts as running from here on.
 
+        None of them is one that Ray drains.
         `nodes`: all that live. An actor on a node without room would wait, and keep another node
         from its place.
         """
@@ -89,7 +112,7 @@ class Placement:
             trials = self._trials.setdefault(node.node_id, _Trials())
             if node.node_id in self._running or now_s < trials.not_before_s:
                 continue
-            if self._covers(node.free):
+            if node.drain is None and self._covers(node.free):
                 self._running.add(node.node_id)
                 trials.begun_s = now_s
                 found.append(node)
