@@ -24,9 +24,9 @@ from simulation.observed import (
     RecordedJob,
 )
 from simulation.places import InPlaceGroup
+from simulation.runs import LocalGroup, SimulatedRun
 from simulation.state_checks import StateChecks
 from simulation.store import SimulatedRecord
-from simulation.workers import LocalGroup, SimulatedRun
 
 
 class Violation(AssertionError):

@@ -23,9 +23,10 @@ from simulation.in_place_workers import InPlaceTraining
 from simulation.network import Network, SimulatedSession
 from simulation.node import SimulatedNode
 from simulation.places import InPlaceGroup
+from simulation.script import HasHosts, Script, StoppedProcesses
 from simulation.store import Published, SimulatedStore
 from simulation.story import Story
-from simulation.workers import HasHosts, Script, StoppedProcesses, Training
+from simulation.workers import Training
 
 # The job's owner learns of a host's end, and reports it, within this: later than the host's peers
 # do.

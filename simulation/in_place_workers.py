@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from elastane.comms.state_plan import MemberStatus, decide
 from elastane.protocol.events import (
@@ -26,6 +25,7 @@ from elastane.protocol.events import (
 )
 from elastane.protocol.hangs import HANG_LOOK_S
 from elastane.protocol.model import NO_SLICE, Assignment, Failure, Fence, Joining
+from simulation.checks import Checks
 from simulation.clock import VirtualClock
 from simulation.drains import Drains
 from simulation.mesh import Mesh
@@ -38,10 +38,8 @@ from simulation.places import (
     left_out,
     short_of,
 )
-from simulation.workers import STALL_S, HasHosts, Script, StoppedProcesses
-
-if TYPE_CHECKING:
-    from simulation.checks import Checks
+from simulation.script import HasHosts, Script, StoppedProcesses
+from simulation.workers import STALL_S
 
 # How long workers wait for all members of their world, and for one collective.
 MEETING_TIMEOUT_S = 15.0

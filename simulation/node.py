@@ -55,8 +55,9 @@ from simulation.election import SimulatedElection
 from simulation.in_place_workers import InPlaceTraining
 from simulation.network import SimulatedSession
 from simulation.places import InPlaceGroup
+from simulation.runs import LocalGroup
 from simulation.story import Story
-from simulation.workers import LocalGroup, Training
+from simulation.workers import Training
 
 VERSIONS = Versions(elastane="0.1", python="3.11", torch="2.13")
 

@@ -14,7 +14,8 @@ from elastane.protocol.effects import Exit
 from elastane.protocol.model import Fence, JobSpec, Outcome, WorldMember
 from simulation.clock import VirtualClock
 from simulation.places import InPlaceGroup
-from simulation.workers import LocalGroup, Script
+from simulation.runs import LocalGroup
+from simulation.script import Script
 
 
 class ObservedNode(Protocol):

@@ -12,7 +12,7 @@ import msgspec
 
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobSpec
-from simulation.workers import Script
+from simulation.script import Script
 
 TIMING = Timing(
     join_timeout_s=60.0,

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from elastane.protocol.model import JobSpec
 from simulation.cluster import SimulatedCluster
 from simulation.crash_points import EffectGap
+from simulation.script import Script
 from simulation.setup import TIMING
-from simulation.workers import Script
 
 _FENCE = "```transcript"
 

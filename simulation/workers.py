@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 from elastane.protocol.events import (
-    AgentEvent,
     GroupDrained,
     GroupGone,
     GroupMarked,
@@ -21,120 +18,17 @@ from elastane.protocol.events import (
     WorkerFailed,
     WorkerSucceeded,
 )
-from elastane.protocol.model import Assignment, Failure, Fence, PortOffer
-from simulation.clock import Timer, VirtualClock
-
-if TYPE_CHECKING:
-    from simulation.checks import Checks
+from elastane.protocol.model import Failure, PortOffer
+from simulation.checks import Checks
+from simulation.clock import VirtualClock
+from simulation.runs import LocalGroup, SimulatedRun
+from simulation.script import HasHosts, Script, StoppedProcesses
 
 # The process group's own timeout, from the last step.
 _COLLECTIVE_TIMEOUT_S = 60.0
 # How often an incomplete step checks whether it now can complete.
 STALL_S = 0.5
 _CHECKPOINT_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
-    """How the user's script behaves."""
-
-    steps: int
-    step_s: float
-    checkpoint_every: int
-    asks: bool  # calls should_checkpoint()
-    leaves_on_sigterm: bool  # checkpoints and exits with 0 when a drain sends it SIGTERM
-    trap_s: float  # otherwise, how long it continues after SIGTERM
-    in_place: bool = False  # it uses the library: see `in_place_workers`
-    heal_s: float = 0.5  # the longest transfer of one worker's state
-    span: int = 0  # nodes per replica of a sharded state; 0: each worker has the whole
-    shrinks: bool = False  # it is unmodified: its worlds recover in place, and only shrink
-    planned: bool = False  # it is unmodified, and workers join at its boundaries
-    resumes: bool = True  # it reads a checkpoint when it starts
-    loads_after: int = 0  # of these: how many steps a process makes before there are boundaries
-    keeps_rank: bool = False  # of these: only the worker that began as rank 0 saves and logs
-    evaluates: bool = False  # its main thread is busy for a while after some of its checkpoints
-
-    @property
-    def is_unmodified(self) -> bool:
-        """Whether it does not use the job's steps, and saves by itself."""
-        return self.shrinks or self.planned
-
-
-@dataclass(slots=True)
-class StoppedProcesses:
-    """Hosts on which a zygote, a store process or a snapshot server is stopped."""
-
-    zygotes: set[str] = field(default_factory=set)
-    stores: set[str] = field(default_factory=set)
-    snapshot_servers: set[str] = field(default_factory=set)
-    is_overdue: Callable[[str], bool] = lambda _host: False  # whether workers there begin no step
-
-
-class HasHosts(Protocol):
-    """A world, as far as the network is concerned."""
-
-    @property
-    def hosts(self) -> list[str]:
-        """Where its workers are."""
-
-
-@dataclass(slots=True, eq=False)
-class LocalGroup:
-    """One node's workers of one fence."""
-
-    host: str
-    assignment: Assignment
-    size: int
-    feed: Callable[[AgentEvent], None]
-    phase: str = "starting"  # computing, broken, done, gone
-    calls: int = 0
-    gated: bool = False
-    drain: int = 0  # the number of its last drain
-    target: int | None = None
-    saved: bool = False
-    end: Timer | None = None
-    failed: set[int] = field(default_factory=set)
-    run: SimulatedRun | None = None
-    moved_s: float = 0.0
-    killed: bool = False  # all of it, by the orphan reaper
-
-    @property
-    def fence(self) -> Fence:
-        """The fence of its assignment."""
-        return self.assignment.fence
-
-    @property
-    def passed(self) -> int:
-        """The last call that a worker of it has come back from."""
-        return self.calls
-
-    @property
-    def computes(self) -> bool:
-        """Whether all its workers still take part in training."""
-        return self.phase == "computing"
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedRun:
-    """The training of one world, from the checkpoint that it started at."""
-
-    fence: Fence
-    nodes: int
-    base: int
-    groups: dict[int, LocalGroup] = field(default_factory=dict)
-    steps: int = 0
-    busy: bool = False
-    target: int | None = None
-
-    @property
-    def hosts(self) -> list[str]:
-        """Where its workers are."""
-        return [group.host for group in self.groups.values()]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every member has workers that compute."""
-        return len(self.groups) == self.nodes and all(g.computes for g in self.groups.values())
 
 
 class Training:

@@ -3,15 +3,17 @@
 import ast
 from graphlib import CycleError, TopologicalSorter
 
-from style_sources import SRC, package_files, tree_of
+from style_sources import ROOT, SRC, package_files, tree_of
 
 
 def _name(path):
-    parts = path.relative_to(SRC.parent).with_suffix("").parts
+    root = SRC.parent if path.is_relative_to(SRC) else ROOT
+    parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {_name(path): path for path in package_files()}
+SIMULATION = sorted((ROOT / "simulation").glob("*.py"))
+MODULES = {_name(path): path for path in [*package_files(), *SIMULATION]}
 
 
 def _imported(module):
