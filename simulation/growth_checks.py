@@ -54,7 +54,7 @@ class GrowthCheck:
     def noted(self, event: LogEvent) -> None:
         """Check a growth, as the coordinator has decided it, and a drain that was called off."""
         self._drains += event.kind is EventKind.DRAIN_STARTED
-        if event.kind is EventKind.DRAIN_ENDED and "all workers continue" in event.reason:
+        if event.kind is EventKind.DRAIN_ENDED and event.data.get("called_off"):
             self._is_called_off(event)
         self._require(
             event.kind is not EventKind.REPLACEMENT or not self._cluster.script.shrinks,

@@ -178,7 +178,7 @@ def call_off(state: State) -> bool:
     )
     state.incidents.drop()
     state.enter(MembershipPhase.RUNNING, reason)
-    state.log(EventKind.DRAIN_ENDED, reason)
+    state.log(EventKind.DRAIN_ENDED, reason, called_off=True)
     for node in state.roster.members():
         node.drain.restart()
         state.roster.reindex(node)
