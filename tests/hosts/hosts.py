@@ -15,6 +15,7 @@ tests may run beside others, and nothing has to be removed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -32,6 +33,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "process"))
 
+import warm_start
 
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 PROGRAMS = Path(__file__).parent / "programs"
@@ -139,6 +141,30 @@ class HostProcess:
         return self.returncode
 
 
+class WarmAgent(HostProcess):
+    """An agent of a host that is a fork of a process of the test run: see warm_start."""
+
+    def __init__(self, host: Host, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        super().__init__(host, self._number())
+
+    def _number(self) -> int:
+        """Return the number of the agent on its host."""
+        outer = self._process.pid
+        deadline_s = time.monotonic() + 60.0
+        while time.monotonic() < deadline_s and self._process.poll() is None:
+            with contextlib.suppress(OSError, IndexError):
+                inner = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0]
+                status = Path(f"/proc/{inner}/status").read_text()
+                return int(status.partition("NSpid:")[2].splitlines()[0].split()[-1])
+            time.sleep(0.002)
+        raise OSError(f"the agent did not start: {self._process.returncode}")
+
+    def poll(self) -> int | None:
+        self.returncode = self._process.poll()
+        return self.returncode
+
+
 class Host:
     """One machine: its first process, and its names and addresses."""
 
@@ -165,6 +191,10 @@ class Host:
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
         env = {**env, "TMPDIR": str(temporary)}
+        with log.open("ab") as file:
+            warm = warm_start.start_on_host(argv, env, file.fileno(), self.pid)
+        if warm is not None:
+            return WarmAgent(self, warm)
         return HostProcess(self, self.ask("start", argv=argv, env=env, log=str(log)))  # type: ignore[arg-type]
 
     def put(self, path: str, text: str) -> None:

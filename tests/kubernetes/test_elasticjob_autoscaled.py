@@ -46,7 +46,7 @@ def test_an_autoscaler_finds_the_pods_of_a_job_and_scales_it_within_its_bounds(
         job.kubectl("apply", "-f", "-", given=json.dumps(autoscaler(most=5)))
         job.wait_step(world=3)
         # It asks for more than the job may have, which is told.
-        until(lambda: "ReplicasOutOfRange" in job.kubectl("get", "events"), "it is held")
+        until(lambda: "ReplicasOutOfRange" in job.reasons(), "it is held")
         assert len(job.pods()) == 3
         metrics.cpu = "1m"
         job.wait_step(world=1)

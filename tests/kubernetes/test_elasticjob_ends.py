@@ -8,6 +8,14 @@ import json
 import pytest
 from jobs import until
 
+# All kinds of objects that a job may have.
+CORE_KINDS = ("pods", "services", "configmaps", "secrets", "serviceaccounts")
+OTHER_KINDS = (
+    "coordination.k8s.io/v1/namespaces/{}/leases",
+    "rbac.authorization.k8s.io/v1/namespaces/{}/roles",
+    "rbac.authorization.k8s.io/v1/namespaces/{}/rolebindings",
+)
+
 
 def said(job, script, **more):
     """A container that runs a line of shell; what is injected are its arguments, unread."""
@@ -74,7 +82,7 @@ def test_limits_end_a_job_and_say_so(cluster, operator, make_job):
     assert end_of(clean) == "Succeeded"
     clean.wait_pods("all are deleted", lambda pods: not pods)
     assert len(kept.pods()) == 1
-    until(lambda: not brief.kubectl("get", "ej", "brief", "--ignore-not-found"), "it is deleted")
+    until(lambda: not brief.exists(), "it is deleted")
     brief.wait_pods("with its pods", lambda pods: not pods)
 
 
@@ -102,8 +110,14 @@ def test_a_job_that_is_deleted_leaves_nothing_behind(cluster, operator, make_job
     job = begin(make_job, "gone", "exec sleep 1000", replicas=3)
     job.wait_pods("all run", _running(3))
     job.kubectl("delete", "ej/gone", "--wait=true", "--timeout=90s")
-    kinds = "pods,services,configmaps,leases,secrets,serviceaccounts,roles,rolebindings"
-    until(lambda: "gone" not in job.kubectl("get", kinds, "-o", "name"), "all is gone", 90)
+    kinds = [f"/api/v1/namespaces/{job.space}/{kind}" for kind in CORE_KINDS]
+    kinds += [f"/apis/{kind.format(job.space)}" for kind in OTHER_KINDS]
+
+    def left():
+        made = (one for kind in kinds for one in control_plane.ask("GET", kind)["items"])
+        return [one for one in made if "gone" in one["metadata"]["name"]]
+
+    until(lambda: not left(), "all is gone", 90)
 
 
 def _running(count):

@@ -61,9 +61,9 @@ def test_pods_elect_a_coordinator_and_lose_it_and_train_on(
     job.wait_step(world=2)
     leader = job.events(EventKind.COORDINATOR_STARTED)[-1].node
     listens = plane.kubectl(
-        *("get", "secret", f"elastane-{job.name}.coordinator", "-o", "json"), namespace=namespace
+        *("get", "configmap", f"elastane-{job.name}.coordinator", "-o", "json"), namespace=namespace
     )
-    assert "value" in json.loads(listens)["data"]
+    assert "value" in json.loads(listens)["binaryData"]
     cluster.tell(namespace, leader, "signal", number=9)
     job.wait_step(world=1)
     assert {step.node for step in newest(job.seen())} == {"one", "two"} - {leader}

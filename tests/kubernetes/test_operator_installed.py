@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 from bed.parts import Part
-from elastic_jobs import install_definition, older_server
+from elastic_jobs import JOBS, install_definition, older_server
 from jobs import until
 
 VERB = [sys.executable, "-m", "elastane", "kubernetes"]
@@ -133,7 +133,7 @@ def test_a_template_that_the_server_refuses_ends_in_a_condition(control_plane, n
     plane.kubectl("apply", "-f", "-", given=wrong, namespace=namespace)
 
     def failed():
-        job = json.loads(plane.kubectl("get", "ej/train", "-o", "json", namespace=namespace))
+        job = plane.ask("GET", f"{JOBS.format(namespace)}/train")
         told = job.get("status", {}).get("conditions", [])
         return [one for one in told if one["type"] == "Failed" and one["status"] == "True"]
 

@@ -114,10 +114,13 @@ def rewound_to_another_world(persistent):
 
 
 def many_rewinds(persistent):
-    """Two epochs, the world changed at random: what was committed, and the workers at each time."""
-    rng, committed, pids = random.Random(5), [], set()
+    """The world changes at random: what was committed, and the workers at each time.
+
+    With persistent workers for two epochs. Otherwise for one, since each rewind starts two workers.
+    """
+    rng, committed, pids, epochs = random.Random(5), [], set(), 2 if persistent else 1
     with make(persistent_workers=persistent) as feed:
-        while feed.cursor.epoch < 2:
+        while feed.cursor.epoch < epochs:
             world = rng.randint(1, 3)
             of_step = []
             for rank in range(world):  # one process plays the ranks in turn
@@ -129,9 +132,9 @@ def many_rewinds(persistent):
                 committed.append((portion.share.epoch, of_step))
                 feed.commit(portion.step)
         at_end = only_current(feed)
-    epochs = [sorted(i for e, step in committed if e == epoch for i in step) for epoch in (0, 1)]
+    used = [sorted(i for e, step in committed if e == n for i in step) for n in range(epochs)]
     return {
-        "once": [epoch == list(range(N)) for epoch in epochs],
+        "once": [epoch == list(range(N)) for epoch in used],
         "pids": len(pids),
         "at_end": at_end,
         "left": workers(),
@@ -289,8 +292,8 @@ def open_slowly(shard, start):
 LENGTHS = [11, 0, 23, 5, 40, 1, 17]
 
 
-def shards(workers_, persistent=False, context=None):
-    """Two epochs with a world that changes, and a plain epoch without a feed."""
+def shards(workers_, epochs=2, persistent=False, context=None):
+    """Epochs with a world that changes."""
     rng, committed = random.Random(workers_), []
     data = ElasticShards(list(enumerate(LENGTHS)), open_numbers, BATCH, seed=2, lanes=4)
     data.accumulate(2)
@@ -299,7 +302,7 @@ def shards(workers_, persistent=False, context=None):
         data, batch_size=None, collate_fn=default_collate, persistent_workers=persistent, **options
     )
     with Feed(loader) as feed:
-        while data.epoch < (1 if context else 2):
+        while data.epoch < epochs:
             world, of_step = rng.randint(1, 3), []
             for rank in range(world):
                 feed.rewind(rank, world)
@@ -309,8 +312,8 @@ def shards(workers_, persistent=False, context=None):
                 committed.append((portions[0].share.epoch, of_step))
                 feed.commit(portions[0].step)
     every = sorted(s * 1_000 + i for s, long in enumerate(LENGTHS) for i in range(long))
-    once = [sorted(i for e, step in committed if e == n for i in step) == every for n in (0, 1)]
-    return {"once": once[:1] if context else once, "left": workers()}
+    used = [sorted(i for e, step in committed if e == n for i in step) for n in range(epochs)]
+    return {"once": [epoch == every for epoch in used], "left": workers()}
 
 
 def plain_persistent_shards():
@@ -356,9 +359,9 @@ SCENARIOS = {
     "hung": hung_worker,
     "random": random_streams,
     "shards-0": lambda: shards(0),
-    "shards-3": lambda: shards(3),
+    "shards-3": lambda: shards(3, epochs=1),
     "shards-2-persistent": lambda: shards(2, persistent=True),
-    "shards-2-spawned": lambda: shards(1, persistent=True, context="spawn"),
+    "shards-2-spawned": lambda: shards(1, epochs=1, persistent=True, context="spawn"),
     "shards-plain-persistent": plain_persistent_shards,
     "shards-plain-epochs": plain_named_epochs,
     "virtual-index": virtual_index,

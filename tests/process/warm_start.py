@@ -4,7 +4,8 @@
 time, and its zygote torch in two. The fork server has imported both. It clones the agent as a child
 of the test process, and the agent forks its zygote. The agent hands over what it would have given
 to a zygote by exec: arguments, environment, folder and descriptors. It has none of torch's modules,
-and the zygote none of the agent's.
+and the zygote none of the agent's. An agent of a host (`start_on_host`) or of a container
+(`serve_containers`) enters its namespaces first.
 
 An agent whose zygote has died starts the next one by exec. Tests whose subject is how an agent or a
 zygote starts use subprocess.Popen.
@@ -13,7 +14,9 @@ zygote starts use subprocess.Popen.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import itertools
@@ -22,17 +25,21 @@ import logging
 import os
 import platform
 import runpy
+import select
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from elastane.process.kernel import die_with_parent, place_descriptors, show_program
 from elastane.process.zygote import DEFAULT_PRELOAD, child, fitness, protocol
@@ -44,6 +51,10 @@ _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 _CLONE_PARENT = 0x8000
 _CLONE_CHILD_CLEARTID = 0x200000
 _CLONE_CHILD_SETTID = 0x1000000
+# Namespaces of setns(2): mounts and processes; mounts, names, System V objects and network.
+_MOUNTS_AND_PROCESSES = 0x20000 | 0x20000000
+_SANDBOX = 0x20000 | 0x4000000 | 0x8000000 | 0x40000000
+_CONTAINER_INIT = Path(__file__).parents[1] / "kubernetes/bed/programs/container_init.py"
 _PR_GET_TID_ADDRESS = 40
 _MESSAGE_BYTES_MAX = 128 << 10
 _ZYGOTE = ("-u", "-m", "elastane.process.zygote")
@@ -61,7 +72,10 @@ _MODULES_OF_SAVES = ("torch.distributed.checkpoint", "tabulate")
 _LARGE = ("torch._dynamo", "lightning", "transformers.trainer", "accelerate")
 # An environment in which torch would be imported otherwise needs a fork server of its own.
 _FORK_SERVERS_MAX = 6
-_fork_servers: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], _ForkServer] = {}
+# The environment of most jobs here, as far as it is read at an import.
+_USUAL = {"OMP_NUM_THREADS": "1"}
+_Kind = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
+_fork_servers: dict[_Kind, _ForkServer] = {}
 
 
 class Popen(subprocess.Popen[bytes]):
@@ -69,6 +83,8 @@ class Popen(subprocess.Popen[bytes]):
 
     # The process at whose end the kernel kills the agent.
     dies_with: int | None = None
+    # A process in whose namespaces the agent is to run; None: in those of this process.
+    host_pid: int | None = None
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
         close_fds, pass_fds, cwd, env, _, _, shell, *streams = rest
@@ -88,6 +104,7 @@ class Popen(subprocess.Popen[bytes]):
             "cwd": str(cwd or Path.cwd()),
             "session": start_new_session,
             "dies_with": self.dies_with,
+            "host_pid": self.host_pid,
         }
         try:
             self.pid = server.start(request, stdio)
@@ -113,11 +130,58 @@ def start(words: Sequence[str], env: dict[str, str], output: int) -> subprocess.
     )  # fmt: skip
 
 
+def run(words: Sequence[str], timeout_s: float) -> None:
+    """Run a job to its end, which has to be good; `words` are those behind `elastane run`."""
+    command = [sys.executable, "-m", "elastane", "run", *words]
+    env = {**os.environ, **_USUAL}
+    with Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
+        try:
+            output, _ = job.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            raise
+    assert job.returncode == 0, output.decode(errors="replace")
+
+
+def serve_containers() -> str:
+    """Return the path of a socket where containers get agents that are forks; "" for none."""
+    server = _fork_server_for([sys.executable, "-m", "elastane", "run"], _USUAL)
+    return server.listen() if server is not None else ""
+
+
+def start_on_host(
+    words: Sequence[str], env: dict[str, str], output: int, host_pid: int
+) -> subprocess.Popen[bytes] | None:
+    """Start an agent in the namespaces of a process; None if it has to start by exec.
+
+    The process returned is outside of them, has the agent as its only child, and ends as it does.
+    """
+    if "LD_PRELOAD" in env or _fork_server_for(words, env) is None:
+        return None
+
+    class HostPopen(Popen):
+        pass
+
+    HostPopen.host_pid = host_pid
+    return HostPopen(
+        list(words), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        start_new_session=True,
+    )  # fmt: skip
+
+
 def _fork_server_for(words: Sequence[str], env: Mapping[str, str]) -> _ForkServer | None:
     """Return the fork server of an environment; None if the agent has to start by exec.
 
     An environment that only one test uses gets no fork server.
     """
+    key = _kind(words, env)
+    if key is not None and key not in _fork_servers and len(_fork_servers) < _FORK_SERVERS_MAX:
+        _fork_servers[key] = _ForkServer(dict(key[1]), key[0])
+    return _fork_servers.get(key) if key is not None else None
+
+
+def _kind(words: Sequence[str], env: Mapping[str, str]) -> _Kind | None:
+    """Return what a fork server of this agent has imported, and in which environment."""
     frozen = {
         name: value
         for name, value in env.items()
@@ -137,10 +201,7 @@ def _fork_server_for(words: Sequence[str], env: Mapping[str, str]) -> _ForkServe
     ):
         return None
     large = tuple(name for name in _LARGE if name in preload)
-    key = large, tuple(sorted(frozen.items()))
-    if key not in _fork_servers and len(_fork_servers) < _FORK_SERVERS_MAX:
-        _fork_servers[key] = _ForkServer(frozen, large)
-    return _fork_servers.get(key)
+    return large, tuple(sorted(frozen.items()))
 
 
 def _preload(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
@@ -171,6 +232,18 @@ class _ForkServer:
         socket.send_fds(self._sock, [json.dumps(request).encode()], list(stdio))
         return int(self._sock.recv(64))
 
+    @functools.cache  # noqa: B019 - fork servers last as long as the test run
+    def listen(self) -> str:
+        """Return the path of a socket where containers get agents; see `container_init`."""
+        folder = tempfile.mkdtemp(prefix="fork-server-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        path = f"{folder}/agents"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(path)
+            listener.listen(64)
+            self.start({"listen": True}, [listener.fileno()])
+        return path
+
     def _end(self) -> None:
         self._sock.close()
         self._process.wait()
@@ -185,14 +258,28 @@ def _serve(fd: int, large: Sequence[str]) -> Any:
     gc.freeze()
     clone = _Clone()
     sock = socket.socket(fileno=fd)
+    listeners: list[socket.socket] = []
     while True:
+        ready = select.select([sock, *listeners], [], [])[0]
+        if sock not in ready:
+            connection, _ = ready[0].accept()
+            if _in_orphan():
+                for one in (sock, *listeners):
+                    one.detach()  # other descriptors get their numbers
+                return _NewContainer(connection, imported).run()
+            connection.close()
+            continue
         data, fds, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES_MAX, 3)
         if not data:
             return None
+        if "listen" in (request := json.loads(data)):
+            listeners.append(socket.socket(fileno=fds[0]))
+            sock.send(b"0")
+            continue
         pid = clone()
         if pid == 0:
             sock.detach()  # another descriptor gets its number
-            return _NewAgent(json.loads(data), fds, imported).run()
+            return _NewAgent(request, fds, imported).run()
         sock.send(str(pid).encode())
         for one in fds:
             os.close(one)
@@ -293,6 +380,8 @@ class _NewAgent:
         self.request, self.fds, self._imported = request, fds, imported
 
     def run(self) -> Any:
+        if self.request["host_pid"] is not None:
+            _enter_host(self.request["host_pid"])
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours, theirs = (one.detach() for one in pair)
         agent, note = os.getpid(), note_birth()
@@ -330,6 +419,88 @@ class _NewAgent:
         vars(main).clear()
         vars(main).update(note.main)
         return lambda: _run_agent(zygote, words[1:])
+
+
+def _in_orphan() -> bool:
+    """Fork twice; return whether this is the second fork, whose end this process does not await."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return False
+    if os.fork():
+        os._exit(0)
+    return True
+
+
+class _NewContainer:
+    """Makes an agent as process 1 of a container, in the namespaces of the program that asks.
+
+    That program, `container_init`, waits for the agent's end, and this process ends the agent if
+    that program is killed.
+    """
+
+    def __init__(self, connection: socket.socket, imported: _Imported) -> None:
+        self._asking, self._imported = connection, imported
+
+    def run(self) -> Any:
+        data, fds, _, _ = socket.recv_fds(self._asking, _MESSAGE_BYTES_MAX, 1)
+        told = json.loads(Path(data.decode()).read_text())
+        kind = _kind(told["argv"], {"PATH": "", **told["env"]})
+        if kind is None or dict(kind[1]) != _USUAL or kind[0]:
+            os._exit(0)  # It starts the agent by exec.
+        container = runpy.run_path(_CONTAINER_INIT, run_name="container_init")
+        pid, _, _ = struct.unpack(
+            "3i", self._asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )
+        _enter_namespaces(pid, _SANDBOX)
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.unshare(_MOUNTS_AND_PROCESSES):
+            sys.exit(f"unshare(2): {os.strerror(ctypes.get_errno())}")
+        agent = os.fork()
+        if agent:
+            self._wait(agent)
+        die_with_parent(0)  # which is outside of this namespace
+        self._asking.detach()
+        try:
+            container["enter"](told)
+        except OSError as error:
+            os.write(fds[0], f"the container cannot start: {error}\n".encode())
+            os._exit(128)
+        request = {"words": told["argv"], "env": told["env"], "cwd": told["cwd"], "session": True}
+        stdio = [os.open(os.devnull, os.O_RDONLY), fds[0], os.dup(fds[0])]
+        return _NewAgent(
+            {**request, "dies_with": None, "host_pid": None}, stdio, self._imported
+        ).run()
+
+    def _wait(self, agent: int) -> NoReturn:
+        self._asking.send(str(agent).encode())
+        ended = os.pidfd_open(agent)
+        if self._asking in select.select([self._asking, ended], [], [])[0]:
+            os.kill(agent, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+        with contextlib.suppress(OSError):
+            self._asking.send(str(code).encode())
+        os._exit(0)
+
+
+def _enter_namespaces(pid: int, kinds: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    process = os.pidfd_open(pid)
+    if libc.setns(process, kinds):
+        sys.exit(f"setns(2): {os.strerror(ctypes.get_errno())}")
+    os.close(process)
+
+
+def _enter_host(pid: int) -> None:
+    """Fork into the namespaces of a process; return in the fork, and end as it does."""
+    _enter_namespaces(pid, _SANDBOX | _MOUNTS_AND_PROCESSES)
+    child = os.fork()  # only a fork is in the namespace of processes
+    if child == 0:
+        return
+    place_descriptors({})
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(abs(code))
 
 
 def _zygote(descriptor: int, agent: int) -> Any:

@@ -73,7 +73,8 @@ class Container:
             return None
         self.starts += 1
         folder = self.pod.folder / f"{self.name}.{self.starts}"
-        self.process = ContainerProcess(start, self.pod.sandbox, folder)
+        fork_server = self.pod.setting.fork_server
+        self.process = ContainerProcess(start, self.pod.sandbox, folder, fork_server)
         self.why_killed = ""
         try:
             await self.process.start()

@@ -26,6 +26,10 @@ from bed.network import Network
 from bed.parts import die_with_parent
 from bed.setting import Image, Setting
 
+sys.path.append(str(Path(__file__).parents[2] / "process"))
+
+import warm_start
+
 _TESTS = Path(__file__).parents[1]
 _CHECKOUT = Path(__file__).parents[3]
 IMAGES = {
@@ -168,6 +172,7 @@ class Cluster:
             labels=labels or {},
             images={name: dataclasses.replace(image) for name, image in self.images.items()},
             visible=self.visible,
+            fork_server=warm_start.serve_containers() if self.apart else "",
         )
         node = Node(setting, self.folder / f"{name}.log")
         node.start()

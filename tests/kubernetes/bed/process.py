@@ -15,6 +15,7 @@ from bed.parts import die_with_parent
 from bed.sandbox import Sandbox
 
 INIT = Path(__file__).parent / "programs" / "container_init.py"
+AGENT = ["-m", "elastane", "run"]
 LOOK_S = 0.005
 NOT_STARTED = 128
 
@@ -34,10 +35,16 @@ class Start:
 
 
 class ContainerProcess:
-    """In namespaces of its own, as process 1, where its pod has a sandbox."""
+    """In namespaces of its own, as process 1, where its pod has a sandbox.
 
-    def __init__(self, start: Start, sandbox: Sandbox | None, folder: Path) -> None:
+    `fork_server` is the socket of a process that has imported torch, whose fork it may be, or "".
+    """
+
+    def __init__(
+        self, start: Start, sandbox: Sandbox | None, folder: Path, fork_server: str
+    ) -> None:
         self._start, self._sandbox, self._folder = start, sandbox, folder
+        self._fork_server = fork_server if start.argv[1:4] == AGENT and start.user is None else ""
         self._process: asyncio.subprocess.Process | None = None
         # As the machine sees it.
         self.pid = 0
@@ -75,13 +82,14 @@ class ContainerProcess:
                 }
             )
         )  # fmt: skip
-        return [*self._sandbox.enter(), sys.executable, "-S", "-E", str(INIT), str(spec)]
+        words = [str(INIT), str(spec), *([self._fork_server] if self._fork_server else [])]
+        return [*self._sandbox.enter(), sys.executable, "-S", "-E", *words]
 
     async def _wait_started(self) -> None:
         """Until the first process is the container's own program, or has ended."""
         assert self._process is not None
         while self._process.returncode is None:
-            if inner := _started_child(self._process.pid):
+            if inner := _started_child(self._process.pid) or _fork(self._folder / "start.pid"):
                 self.pid = inner
                 return
             await asyncio.sleep(LOOK_S)
@@ -111,4 +119,11 @@ def _started_child(outer: int) -> int:
         inner = int(Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0])
         if INIT.name.encode() not in Path(f"/proc/{inner}/cmdline").read_bytes():
             return inner
+    return 0
+
+
+def _fork(note: Path) -> int:
+    """The fork that is the container's program, once there is one; else 0."""
+    with contextlib.suppress(OSError):
+        return int(note.read_text())
     return 0

@@ -31,6 +31,8 @@ class Setting:
     images: dict[str, Image] = field(default_factory=dict)
     # Paths of the machine that pods see where they are, also in /tmp, which is else their own.
     visible: list[str] = field(default_factory=list)
+    # The socket of a process that has imported torch, whose forks are agents in pods; "" for none.
+    fork_server: str = ""
     # The first wait before a second restart of a container; real kubelets wait 10 s.
     backoff_s: float = 0.5
     pull_backoff_s: float = 0.5

@@ -4,7 +4,8 @@ It makes namespaces of mounts and processes. The machine's files are there as in
 for those of others: /tmp and /run are the container's own, /dev/shm has 64 MB as containers have
 it, and mount points are made without a trace on the machine. Argument: a file of JSON with `root`
 (an empty folder), `mounts` (source, target, read only), `visible`, `argv`, `env`, `cwd`, `user`,
-`read_only`.
+`read_only`. With a second argument, the socket of a process that has imported torch, a fork of that
+process becomes the program if it can (`warm_start.py`), and this one ends as it does.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -145,7 +147,11 @@ def apart():
         _libc.prctl(DEATH_SIGNAL, signal.SIGKILL)
         return
     _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
+    end_as(os.waitstatus_to_exitcode(status))
+
+
+def end_as(code):
+    """End as a process did: with its exit code, or by the signal that killed it."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):
@@ -154,27 +160,50 @@ def apart():
     os._exit(code if code >= 0 else NOT_STARTED - code)
 
 
+def enter(told):
+    """Make what the container sees, and go there as its user."""
+    mount("", "/", "", REC | PRIVATE)
+    root = Root(told["root"])
+    for path in told["visible"]:
+        if path.startswith(("/tmp/", "/run/", "/dev/")):
+            root.show(path, path)
+        elif told["user"]:
+            root.open_to_all(path)
+    for source, target, read_only in sorted(told["mounts"], key=lambda each: each[1]):
+        root.show(source, target, read_only)
+    if told["read_only"]:
+        root.close()
+    os.chroot(told["root"])
+    os.chdir(told["cwd"])
+    if (user := told["user"]) is not None:
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+
+
+def become_fork(spec, server):
+    """Let a fork of the server be the container's program, and end as it; return if it cannot.
+
+    Its number, as the machine sees it, is written beside `spec`.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+        asking.connect(server)
+        socket.send_fds(asking, [spec.encode()], [1])
+        if not (pid := asking.recv(64)):
+            return
+        written = Path(spec).with_suffix(".new")
+        written.write_bytes(pid)
+        written.rename(Path(spec).with_suffix(".pid"))
+        end_as(int(asking.recv(64) or -signal.SIGKILL))
+
+
 def main():
     told = json.loads(Path(sys.argv[1]).read_text())
     try:
+        if sys.argv[2:]:
+            become_fork(*sys.argv[1:])
         apart()
-        mount("", "/", "", REC | PRIVATE)
-        root = Root(told["root"])
-        for path in told["visible"]:
-            if path.startswith(("/tmp/", "/run/", "/dev/")):
-                root.show(path, path)
-            elif told["user"]:
-                root.open_to_all(path)
-        for source, target, read_only in sorted(told["mounts"], key=lambda each: each[1]):
-            root.show(source, target, read_only)
-        if told["read_only"]:
-            root.close()
-        os.chroot(told["root"])
-        os.chdir(told["cwd"])
-        if (user := told["user"]) is not None:
-            os.setgroups([])
-            os.setgid(user)
-            os.setuid(user)
+        enter(told)
         os.execvpe(told["argv"][0], told["argv"], told["env"])
     except OSError as error:
         with contextlib.suppress(OSError):
