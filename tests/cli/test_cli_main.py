@@ -53,6 +53,37 @@ def test_every_verb_has_a_help_that_says_how_it_is_called(verb, capsys):
     assert cli.VERBS[verb][:20] in out
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize(
+    ("full", "code", "says"),
+    [
+        ("2>/dev/full", 0, "line of 0"),
+        ("2>&1 >/dev/full", 0, "stdout could not be written"),
+        (">/dev/full 2>&1", 0, ""),
+    ],
+)
+def test_a_full_disk_under_the_output_of_a_job_does_not_end_it(full, code, says, tmp_path):
+    (tmp_path / "script.py").write_text("""import os; print("line of", os.environ["RANK"])""")
+    command = f"{sys.executable} -m elastane run --standalone --nproc-per-node 2 script.py {full}"
+    env = {**os.environ, **LIGHT, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", f"exec {command}"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code and says in done.stdout, done
+
+
+def test_an_error_on_a_full_disk_has_its_exit_code():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "elastane", "run", "--nope"]
+        assert subprocess.run(command, stderr=full, check=False).returncode == ExitCode.USAGE
+
+
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
 def test_a_closed_standard_stream_is_dev_null_for_workers(closed, tmp_path):
     words = """import os

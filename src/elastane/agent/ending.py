@@ -17,6 +17,7 @@ from elastane.observe import logging as say
 from elastane.observe.box import render_box
 from elastane.observe.report import report_of, write_launcher_error, write_report
 from elastane.options.config import AgentConfig
+from elastane.process.streams.console import process_console
 from elastane.protocol.effects import Exit
 from elastane.protocol.model import Outcome
 
@@ -32,6 +33,8 @@ _TERMINATION_CHARS_MAX = 1000
 def report_end(config: AgentConfig, exit_: Exit) -> None:
     """Write the requested files, then print the box of a failed job."""
     _write_files(config, exit_)
+    if loss := process_console(1).loss:
+        _log.warning("stdout could not be written, and its last output is lost: %s", loss)
     outcome = _outcome(exit_)
     _write_termination_log(config.environment.get(_TERMINATION_LOG, ""), outcome)
     if outcome.ok or (exit_.outcome is None and not outcome.slug):

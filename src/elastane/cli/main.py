@@ -8,13 +8,14 @@ fast.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elastane.errors import ElastaneError, ExitCode, UsageError
 from elastane.version import __version__
@@ -70,6 +71,9 @@ def main_of(verb: str, argv: Sequence[str], prog: str) -> int:
 
 def _with_exit_codes(action: Callable[[], int], prog: str) -> int:
     _open_closed_streams()
+    console = sys.__stderr__
+    if console is not None and sys.stderr is console and not console.isatty():
+        sys.stderr = io.TextIOWrapper(_Unfailing(2, "w", closefd=False), write_through=True)
     try:
         code = action()
         sys.stdout.flush()
@@ -98,6 +102,21 @@ def _open_closed_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
+
+
+class _Unfailing(io.FileIO):
+    """A descriptor on which a failed write is no error.
+
+    What cannot be written to a full disk must not end a job, nor change how a command ends.
+    """
+
+    def write(self, data: Any, /) -> int:
+        """Write; what the descriptor rejects is lost."""
+        try:
+            written = super().write(data)
+        except OSError:
+            written = None
+        return memoryview(data).nbytes if written is None else written
 
 
 def _dispatch(words: list[str], prog: str) -> int:

@@ -9,6 +9,7 @@ daemon: a write that never returns does not block the process's exit.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
@@ -141,6 +142,16 @@ class Console(BackgroundWriter):
         self.fd = fd
         self.written_bytes = 0
         self._lost_writes = 0
+        # The error of the last write that the descriptor rejected.
+        self._rejected: OSError | None = None
+
+    @property
+    def loss(self) -> str:
+        """Why the last output is lost; "" if it is not, or if nobody reads the descriptor."""
+        if not self._lost_writes or self._rejected is None:
+            return ""
+        gone = self._rejected.errno in (errno.EPIPE, errno.EIO)  # a closed pipe, a terminal
+        return "" if gone else str(self._rejected.strerror)
 
     def _write_lines(self, lines: bytes, dropped: int) -> None:
         lost = self._lost_writes + dropped
@@ -161,7 +172,8 @@ class Console(BackgroundWriter):
                 poller = select.poll()
                 poller.register(self.fd, select.POLLOUT)
                 poller.poll(RETRY_S * 1000)
-            except OSError:
+            except OSError as error:
+                self._rejected = error
                 return False
         return True
 
