@@ -72,6 +72,8 @@ def files() -> dict[Path, str]:
     rules = {"everywhere": everywhere, "jobs": in_one, "lease": own, "nodes": of_nodes}
     for name, role in rules.items():
         made[chart / f"files/rules-{name}.yaml"] = _NOTE + _bare(role["rules"])
+    # A chart can read no file outside of its folder.
+    made[chart / "files/alerts.yaml"] = _NOTE + (FOLDER / "alerts.yaml").read_text()
     made[chart / "files/cluster-roles.yaml"] = _NOTE + as_yaml(roles_for_jobs())
     schema = json.dumps(job_values_schema(), indent=2)
     made[Path("helm/elastic-job/values.schema.json")] = schema + "\n"

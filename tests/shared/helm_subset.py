@@ -208,20 +208,30 @@ def values_of(folder, over=None):
 
 def render_chart(folder, release, namespace, values=None):
     """Return the documents that a chart makes of values laid over its own, without its crds."""
-    folder = Path(folder)
+    root = _root(Path(folder), release, namespace, values)
+    documents = []
+    for path in sorted((Path(folder) / "templates").glob("*.yaml")):
+        text = _Template(path.name, path.read_text(), root).render()
+        documents += [one for one in yaml.safe_load_all(text) if one is not None]
+    return documents
+
+
+def render_notes(folder, release, namespace, values=None):
+    """Return what a chart says after its installation."""
+    path = Path(folder) / "templates" / "NOTES.txt"
+    root = _root(Path(folder), release, namespace, values)
+    return _Template(path.name, path.read_text(), root).render()
+
+
+def _root(folder, release, namespace, values):
     chart = yaml.safe_load((folder / "Chart.yaml").read_text())
     files = sorted((folder / "files").glob("*")) if (folder / "files").exists() else []
-    root = {
+    return {
         "Values": values_of(folder, values),
         "Release": {"Name": release, "Namespace": namespace},
         "Chart": {"Name": chart["name"], "AppVersion": chart["appVersion"]},
         "Files": {f"files/{one.name}": one.read_text() for one in files},
     }
-    documents = []
-    for path in sorted((folder / "templates").glob("*.yaml")):
-        text = _Template(path.name, path.read_text(), root).render()
-        documents += [one for one in yaml.safe_load_all(text) if one is not None]
-    return documents
 
 
 def render_text(text, **root):

@@ -17,7 +17,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from helm_subset import render_chart, values_of
+from helm_subset import render_chart, render_notes, values_of
 
 from elastane.cli.main import main
 from elastane.kubernetes.schema import definition
@@ -71,6 +71,8 @@ OPERATORS = [
 OTHER_VALUES = {
     "image": {"repository": "r/e", "pullPolicy": "Always"},
     "podMonitor": True,
+    "prometheusRule": True,
+    "monitorLabels": {"release": "stack"},
     "imagePullSecrets": [{"name": "key"}],
     "jsonLogs": True,
     "podAnnotations": {"a": "b"},
@@ -108,8 +110,20 @@ def test_the_operators_chart_follows_its_release_and_its_other_values():
         assert template["spec"][key] == values[key]
     (monitor,) = [one for one in made if one["kind"] == "PodMonitor"]
     assert monitor["spec"]["podMetricsEndpoints"] == [{"port": container["ports"][0]["name"]}]
+    (rule,) = [one for one in made if one["kind"] == "PrometheusRule"]
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "alerts.yaml").read_text())
+    assert [one["metadata"]["labels"]["release"] for one in (monitor, rule)] == ["stack"] * 2
     (binding,) = [one for one in made if one["kind"] == "ClusterRoleBinding"]
     assert binding["subjects"][0]["namespace"] == "ops"
+
+
+def test_the_operators_chart_says_how_to_look_and_to_upgrade():
+    chart = CHARTS / "elastane-operator"
+    notes = render_notes(chart, "mine", "ops", IMAGE | {"watchNamespace": "jobs"})
+    assert "runs in ops, for jobs of jobs." in notes and "podMonitor=true" in notes
+    assert (chart / re.search(r"apply -f (\S+)", notes)[1]).is_file()
+    notes = render_notes(chart, "mine", "ops", IMAGE | {"podMonitor": True})
+    assert "runs in ops." in notes and "podMonitor" not in notes
 
 
 def test_a_second_release_leaves_out_the_roles_of_the_cluster():

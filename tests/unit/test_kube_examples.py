@@ -55,7 +55,7 @@ def arguments(job):
 def test_all_that_the_guide_speaks_of_is_there():
     shown = set(re.findall(r"\(([\w-]+\.yaml)\)", (FOLDER / "README.md").read_text()))
     assert shown == {path.name for path in SAMPLES}
-    assert len(JOBS) == 8
+    assert len(JOBS) == 9
 
 
 @pytest.mark.parametrize(("name", "job"), JOBS, ids=[name for name, _ in JOBS])
@@ -129,3 +129,16 @@ def test_no_sample_can_be_pulled_by_accident():
     for name, job in JOBS:
         pod = job["spec"]["replicaSpecs"]["Worker"]["template"]["spec"]
         assert all(c["image"].startswith("registry.example/") for c in pod["containers"]), name
+
+
+def test_the_pods_of_the_gang_are_in_its_group_whose_minimum_is_that_of_the_job():
+    [group] = [one for name, one in OTHERS if name == "gang"]
+    [job] = [one for name, one in JOBS if name == "gang"]
+    actions = decided(job).actions
+    pods = [one.manifest for one in actions if isinstance(one, CreatePod)]
+    assert len(pods) == 8
+    for pod in pods:
+        named = pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"]
+        assert named == group["metadata"]["name"]
+        assert pod["spec"]["schedulerName"] == "volcano"
+    assert group["spec"]["minMember"] == job["spec"]["minReplicas"]
