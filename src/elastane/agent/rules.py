@@ -55,7 +55,7 @@ import msgspec
 
 from elastane.errors import ExitCode
 from elastane.protocol.culprits import culprit_data
-from elastane.protocol.diagnosis import exit_text, failure_text
+from elastane.protocol.diagnosis import exit_text, failure_text, is_lost_peer
 from elastane.protocol.effects import (
     AgentEffect,
     AimGroup,
@@ -95,6 +95,7 @@ from elastane.protocol.events import (
     WorkerLost,
     WorkerSucceeded,
 )
+from elastane.protocol.hangs import ranks_text
 from elastane.protocol.limits import (
     FAILURES_MAX,
     ISOLATION_GRACE_S,
@@ -826,12 +827,15 @@ class LocalWorkers:
             how = (
                 f"{how}, after its program had ended well on all workers: it counts as exit code 0"
             )
-        self._log(EventKind.WORKER_EXITED, how, local_rank=event.local_rank)
+        place = event.local_rank
+        rank = {"rank": group.rank_of(place)} if group.has_place(place) else {}
+        self._log(EventKind.WORKER_EXITED, how, local_rank=place, **rank)
         if group.phase == "running" and group.is_done(self.node.local_world_size):
             group.become("succeeded")
             self._outbox.send(Succeeded(group.fence))
 
     def _failed(self, group: Group, failure: Failure, ended_s: float) -> None:
+        failure = group.with_ended_peers(failure)
         stopped = group.was_stopped(ended_s)
         data = failure_data(aged(failure, ended_s, self.now_s), stopped=stopped)
         self._log(EventKind.WORKER_EXITED, failure_text(failure), **data)
@@ -1069,6 +1073,21 @@ class Group:
         """Record that a worker exited with code 0."""
         self.done.add(local_rank)
         self.recoverable = tuple(i for i in self.recoverable if i != local_rank)
+
+    def rank_of(self, local_rank: int) -> int:
+        """Return the rank of a worker with a place."""
+        return self.assignment.rank_base + self.assignment.index_of(local_rank)
+
+    def with_ended_peers(self, failure: Failure) -> Failure:
+        """Return a failure with the workers that had ended well, if it only says that one is gone.
+
+        A script that ends on one rank while the others still train makes the others fail so.
+        """
+        ended = sorted(self.rank_of(each) for each in self.done if self.has_place(each))
+        if not ended or not is_lost_peer(failure):
+            return failure
+        known = (failure.evidence, f"{ranks_text(ended)} had ended with exit code 0 before")
+        return msgspec.structs.replace(failure, evidence="; ".join(filter(None, known)))
 
     def is_done(self, local_world_size: int) -> bool:
         """Whether every worker with a place exited with code 0."""

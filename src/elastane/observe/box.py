@@ -5,6 +5,7 @@ Pure text. It owns the wording; the verdict comes from protocol.diagnosis.
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 import unicodedata
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ def render_box(outcome: Outcome, log_dir: str = "") -> str:
         body += _wrapped("next", outcome.next_step)
     if log_dir:
         body += _wrapped("logs", log_dir)
+        body += _wrapped("more", f"elastane explain {shlex.quote(log_dir)}")
     rule = "═" * (WIDTH - 2)
     lines = [f"║ {_padded(printable(line))} ║" for line in body]
     return "\n".join([f"╔{rule}╗", *lines, f"╚{rule}╝"])

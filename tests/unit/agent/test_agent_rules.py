@@ -127,6 +127,22 @@ def test_failures_keep_their_order_however_long_each_waits_to_be_handled():
     assert ages[1] - ages[0] == pytest.approx(0.001)
 
 
+@pytest.mark.parametrize(
+    ("message", "evidence"),
+    [
+        ("RuntimeError: Connection closed by peer", "rank 1 had ended with exit code 0 before"),
+        ("ValueError: loss is nan", ""),
+    ],
+)
+def test_a_worker_that_lost_a_peer_says_who_had_ended_before(message, evidence):
+    """A script that ends on one rank too early is the cause, not the ranks that miss it."""
+    agent = Agent().running()
+    agent.does(WorkerSucceeded(FENCE, 1))
+    one = Failure(local_rank=0, rank=0, pid=1, exit_code=1, message=message)
+    agent.does(WorkerFailed(FENCE, one, 0.0))
+    assert [failure.evidence for failure in agent.sent(Failed)[-1].failures] == [evidence]
+
+
 def test_an_agent_registers_with_its_workers_and_its_highest_fence():
     agent = Agent().running()
     agent.told(Welcome(phase="running", reason=""))
