@@ -51,7 +51,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    """Play; 1 where a history broke what must hold, and its story is told."""
+    """Play histories; return 1, after printing the story, if one breaks an invariant."""
     if args.transcript:
         return _transcript(args.transcript)
     if min(args.seeds, args.jobs) < 1 or min(args.nodes, args.seed, args.span) < 0:

@@ -17,7 +17,7 @@ _CHUNK = 200
 
 
 class BatchTally(msgspec.Struct, kw_only=True):
-    """What was played; `failed` is a seed and whether its job had a store."""
+    """Counts of the histories so far; `failed` is a seed and whether its job had a store."""
 
     histories: int = 0
     worlds: int = 0

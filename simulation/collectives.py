@@ -170,14 +170,14 @@ class CollectiveHistory:
         self.deaths = self.choose.randint(1, 3)
         self.exclusions = self.choose.randint(0, 1)
         self.keeps_ranks = keeps
-        # By view and number: who has started what; who votes; whose program has ended, who knows
-        # that all have; the tables of a meeting.
+        # By view and number: the operations that each member has started; the votes; the members
+        # whose program has ended, those that know that all have; the tables of a meeting.
         self.started: dict[tuple[int, int], dict[Identity, tuple[Signature, Start]]] = {}
         self.votes: dict[int, dict[Identity, list[int]]] = {0: {}}
         self.ended: dict[int, set[Identity]] = {}
         self.leaving: dict[int, set[Identity]] = {}
         self.tables: dict[int, dict[Identity, Table]] = {}
-        # By view with newcomers: who has what it needs to install it.
+        # By view with newcomers: the members that have all they need to install it.
         self.settled: dict[int, set[Identity]] = {}
         self.counts: Counter[str] = Counter()
         for process in self.processes:
@@ -640,7 +640,7 @@ class CollectiveHistory:
         process.complete = {n: r for n, r in process.complete.items() if n not in again}
         if process.member.phase is not ViewPhase.RUNNING:
             if self.tables[view][process.identity].is_new:
-                return  # A planned view whose members went on; it is told so, and ends.
+                return  # The members of a planned view continued without it: it ends.
             if self._leaves_newcomers_out(process.decided, view):
                 return  # It waits for the next view.
             raise CollectiveViolation(f"{process.identity} was never excluded, and is left out")

@@ -144,7 +144,7 @@ class SimulatedElection:
         once()
 
     def resign(self) -> None:
-        """Give the lease up, if the store hears of it."""
+        """Release the lease, if the request reaches the store."""
         self.over, term = True, self.term
         if term:
             store = self._store

@@ -96,7 +96,7 @@ class Faults:
         alive = [name for name, node in self._cluster.nodes.items() if node.alive]
         return self._rng.choice(alive or [*self._cluster.nodes])
 
-    def _seat(self) -> str:
+    def _leader(self) -> str:
         coordinators = [*self._cluster.coordinators]
         return self._rng.choice(coordinators) if coordinators else self._some()
 
@@ -150,7 +150,7 @@ class Faults:
         self._lose_holders(crash)
 
     def _lose_holders(self, lose: Callable[[SimulatedWorker], None]) -> None:
-        """Have a worker replaced, and call `lose` for each state holder as the next one joins."""
+        """Kill a worker, and call `lose` with all state holders as its replacement joins."""
         self._tell("all holders of the state are lost as the next worker joins")
 
         def lose_all(holders: list[SimulatedWorker]) -> None:
@@ -175,7 +175,7 @@ class Faults:
         self._back(name, 0.05)
 
     def _kill_coordinator(self) -> None:
-        name = self._seat()
+        name = self._leader()
         self._cluster.crash(name, "the coordinator is killed", silent=self._rng.random() < 0.3)
         if self._comes_back(name):
             self._back(name, self._rng.choice((0.1, 1.0, 5.0)))
@@ -229,7 +229,7 @@ class Faults:
     def _pause_coordinator(self) -> None:
         """Stop a coordinator for slightly longer than its lease lasts."""
         ttl_s = self._setting.spec.timing.lease_ttl_s
-        self._stand_still(self._seat(), ttl_s * self._rng.uniform(0.85, 2.0))
+        self._stand_still(self._leader(), ttl_s * self._rng.uniform(0.85, 2.0))
 
     def _stand_still(self, name: str, for_s: float) -> None:
         self._cluster.pause(name, for_s)
@@ -338,7 +338,7 @@ class Faults:
         """Cut some pairs of hosts, though both reach all others."""
         names = [*self._cluster.nodes]
         for _ in range(self._rng.choice((1, 1, 2, 3))):
-            one, other = self._rng.choice(names), self._rng.choice([*names, self._seat()])
+            one, other = self._rng.choice(names), self._rng.choice([*names, self._leader()])
             self._tell(f"{one} and {other} do not reach each other")
             self._cluster.network.cut(one, other)
             self._cluster.network.cut(other, one)
@@ -346,7 +346,7 @@ class Faults:
 
     def _one_way(self) -> None:
         names = [*self._cluster.nodes]
-        one, other = self._rng.choice(names), self._seat()
+        one, other = self._rng.choice(names), self._leader()
         self._tell(f"nothing passes from {one} to {other}")
         self._cluster.network.cut(one, other)
         if self._rng.random() < 0.3:
@@ -382,7 +382,7 @@ class Faults:
             self._cluster.break_session(self._some(), "connection reset")
 
     def _cut_off_coordinator(self) -> None:
-        name = self._seat()
+        name = self._leader()
         self._tell(f"{name} cannot reach the store")
         self._cluster.store.cut_off.add(name)
         self._later(self._rng.choice((1.0, 5.0, 30.0)), self._heal)

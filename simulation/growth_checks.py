@@ -27,7 +27,7 @@ _RELEASE_S = 0.5
 
 
 class GrowthCheck:
-    """What was saved and started, and each growth against it."""
+    """Records saved checkpoints and starts, and checks each growth against them."""
 
     def __init__(
         self,

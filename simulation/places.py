@@ -207,9 +207,9 @@ def _newest(worlds: Iterable[Gathering]) -> Gathering | None:
 
 
 def left_out(worlds: Iterable[Gathering], groups: Iterable[InPlaceGroup], *, paid: bool) -> str:
-    """Return who waits in the nodes of the newest world for a place in it; there is room.
+    """Return the workers that wait for a place in the newest world, on its nodes, which have room.
 
-    And who is dead and has no successor, where the budget would have `paid`.
+    With `paid`, the budget allows replacements, so dead workers without one count too.
     """
     newest = _newest(worlds)
     hosts = {*newest.hosts} if newest is not None else set[str]()

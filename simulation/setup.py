@@ -94,7 +94,7 @@ class PlannedFault(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left out of a history, to test whether it still fails."""
+    """The faults and nodes left out of a history, to test whether it still fails."""
 
     without: tuple[int, ...] = ()
     nodes: int = 0  # the first nodes that are kept; 0: all

@@ -15,7 +15,7 @@ from command_harness import LIGHT, PLAIN, TELL, end_of, free_port, running, unti
 from etcd_server import shared_cluster
 
 RUN = (sys.executable, "-m", "elastane.run")
-# What is typed in place of the documented program.
+# The words that replace the documented program.
 RENAMED = {
     "torchrun": (sys.executable, "-m", "elastane", "run"),
     "python -m torch.distributed.run": RUN,

@@ -1,4 +1,4 @@
-"""Adds 1 to a counter so many times through compare_and_set, and prints each success."""
+"""Adds 1 to a counter COUNT times through compare_and_set, and prints each success."""
 
 from __future__ import annotations
 

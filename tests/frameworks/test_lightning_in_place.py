@@ -32,7 +32,7 @@ def test_survivors_of_a_lightning_script_train_validate_log_and_save_as_one_worl
     )  # fmt: skip
 
     def wait_validations(count, pids):
-        """Wait until each has validated so many times more."""
+        """Wait until each worker has validated `count` more times."""
         before = {pid: len(lines) for pid, lines in lines_of(folder, "validation").items()}
 
         def there():

@@ -132,7 +132,7 @@ def test_all_workers_killed_continue_from_the_snapshot_of_the_last_step(tmp_path
         for line in lines:
             committed.setdefault((line["round"], line["step"]), set()).add(line["digest"])
     assert all(len(found) == 1 for found in committed.values())
-    # What was restored is what was committed at that step.
+    # The restored state is the one committed at that step.
     by_step = {(step, d) for (_, step), found in committed.items() for d in found}
     assert all((line["step"] - 1, line["digest"]) in by_step for line in again)
 

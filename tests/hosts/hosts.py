@@ -291,7 +291,7 @@ class Lan:
         self._switch.ask(
             "plug", device=device, peer=card, pid=host.pid, host=host.name, network=network
         )
-        # A card has its address of Ethernet from its place, so that nobody's notes of it are stale.
+        # A card has its address of Ethernet from its place, so that no ARP entry for it is stale.
         ethernet = f"02:00:00:00:{self.networks.index(network):02x}:{host.number:02x}"
         host.run("ip", "link", "set", card, "address", ethernet, "up")
         for family in families:

@@ -1,8 +1,8 @@
-"""Fixtures of tests against a real control plane; where there is none, it is said.
+"""Fixtures of tests against a real control plane; without one they skip and say so.
 
 `control_plane` is one for all tests of the process, `namespace` one of a test's own in it, and
-`cluster` its nodes, of which there are as many as the test adds. What they logged is shown where
-a test fails.
+`cluster` its nodes, of which there are as many as the test adds. If a test fails, its report shows
+their logs.
 """
 
 from __future__ import annotations

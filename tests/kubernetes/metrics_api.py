@@ -85,7 +85,7 @@ class MetricsApi:
         return False
 
     def answer(self, path: str) -> Json:
-        """What is said to one question of the API server's."""
+        """Return the answer to one request of the API server."""
         asked = urllib.parse.urlsplit(path)
         if not asked.path.endswith("/pods"):
             pods = {"name": "pods", "kind": "PodMetrics", "namespaced": True, "verbs": ["list"]}

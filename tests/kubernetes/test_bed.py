@@ -134,7 +134,7 @@ def test_pods_of_two_nodes_reach_each_other_by_name_until_one_is_cut_off(
     wait_log(plane, namespace, "calls", "hears one\ndeaf")
     node = "/api/v1/nodes/far"
     plane.wait("far is lost", lambda: _ready(plane.ask("GET", node)) == "Unknown")
-    # The zombies of a partition: they go on, and nobody hears them.
+    # Pods behind a partition continue, and no other node reaches them.
     assert cluster["far"].tell("pids", namespace=namespace, pod="serves") == before
     cluster["far"].heal()
     wait_log(plane, namespace, "calls", "deaf\nhears one")

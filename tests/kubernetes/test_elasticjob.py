@@ -24,9 +24,9 @@ def test_a_job_grows_and_shrinks_by_kubectl_and_is_there_when_its_operator_is_no
     assert len(job.pods()) == 2
     operator.start()
     job.wait_step(world=3)
-    # Nobody was started again for it: those who were there went on in their processes.
+    # No worker was restarted for it: the first two continued in their processes.
     assert before.items() <= workers(job).items()
-    # To more than maxReplicas: held at what the job may have, and told.
+    # Scaled above maxReplicas, the job keeps maxReplicas, and an Event says so.
     job.kubectl("scale", "ej/train", "--replicas=9")
     job.wait_condition("Running")
     operator.stop()
@@ -51,7 +51,7 @@ def test_a_coordinator_whose_pod_is_killed_is_followed_before_its_lease_has_run_
     # The survivor stands still until the operator has acted: it would end the lease itself.
     for pod in (other, holder):
         cluster.tell(job.space, pod, "signal", number=signal.SIGSTOP)
-    # From now on nobody lives to see it run out.
+    # From now on the lease does not run out within the test.
     forever = {"spec": {"leaseDurationSeconds": 86_400}}
     job.plane.ask("PATCH", path, forever, kind="merge-patch+json")
     cluster.tell(job.space, holder, "signal", number=signal.SIGKILL)

@@ -45,7 +45,7 @@ def test_an_autoscaler_finds_the_pods_of_a_job_and_scales_it_within_its_bounds(
         metrics.cpu = "200m"
         job.kubectl("apply", "-f", "-", given=json.dumps(autoscaler(most=5)))
         job.wait_step(world=3)
-        # It asks for more than the job may have, which is told.
+        # It asks for more than maxReplicas, which an Event says.
         until(lambda: "ReplicasOutOfRange" in job.reasons(), "it is held")
         assert len(job.pods()) == 3
         metrics.cpu = "1m"

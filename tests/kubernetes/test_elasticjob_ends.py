@@ -1,6 +1,6 @@
 """How ElasticJobs end on a real control plane: exit codes, policies, limits, what is left behind.
 
-Most of their pods do not train: each is a shell that does what it is told.
+Most of their pods do not train: each is a shell with a script of one line.
 """
 
 import json
@@ -24,7 +24,7 @@ def said(job, script, **more):
 
 def begin(make_job, name, script, replicas=1, **spec):
     job = make_job(name)
-    # A shell heeds no SIGTERM.
+    # A shell as process 1 ignores SIGTERM.
     pod = {"terminationGracePeriodSeconds": 1}
     job.apply(replicas, replicas, replicas, container=said(job, script), pod=pod, **spec)
     return job

@@ -1,4 +1,4 @@
-"""Minutes of faults on one ElasticJob: whatever befalls pods, nodes, operator and API server.
+"""Minutes of faults on one ElasticJob: of its pods, nodes, operator and API server.
 
 SOAK_S is how long, SEED which faults; a failure names both.
 """
@@ -87,7 +87,7 @@ class Faults:
         return (last[-1].round, last[-1].attempt, last[-1].step) if last else None
 
     def wait_settled(self):
-        """Until the wanted pods, and no others, do steps; an operator that ended begins anew."""
+        """Wait until exactly the wanted pods make steps; start an operator that has ended."""
         since_s = time.time()
 
         def is_so():
@@ -139,5 +139,5 @@ def judge(seen):
     fences = [(each.round, each.attempt) for each in sorted(seen, key=lambda each: each.time_s)]
     assert fences == sorted(fences), "a world that was followed by another did a step"
     twice = {step: worlds for step, worlds in steps_of(seen).items() if len(worlds) > 1}
-    # A job that lost all of its pods at once begins anew; one that kept a survivor does not.
+    # Only a job that lost all of its pods at once begins again at step 1.
     assert not twice or min(twice) == 1, twice

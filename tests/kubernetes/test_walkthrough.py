@@ -49,7 +49,7 @@ def clean_up(plane):
 
 
 def play(run, folder, *titles):
-    """Play sections of the page; what is other now is told, and stands in the folder as it is."""
+    """Play sections of the page; report lines that differ, and write the new page to the folder."""
     page, wrong = PAGE.read_text(), []
     for title in titles:
         text = section(page, title)

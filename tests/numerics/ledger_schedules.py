@@ -93,7 +93,7 @@ class Schedule:
         lost = [self.ranks[rank] for rank in victims]
         self.ranks = alive
         if done - victims:
-            # Whoever is ahead is right; what the dead alone had is gone with them.
+            # The furthest survivor is right; state that only lost members had is gone.
             self.commit(dealt, ())
         else:
             self.events["redealt"] += 1

@@ -90,7 +90,7 @@ class StreamSchedule:
                 return dealt
             self.events["rounds"] += 1
             if len(self.ranks) > 1 and self.rng.random() < 0.05:
-                # Some have the sums already, and go on.
+                # Some members have the sums already, and continue.
                 sums = [sum(numbers) for numbers in zip(*reports, strict=True)]
                 for step in steps[: self.rng.randrange(len(steps))]:
                     next_report(step, sums)

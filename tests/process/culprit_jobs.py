@@ -14,7 +14,7 @@ from elastane.testing import LocalCluster
 
 SCRIPT = Path(__file__).parent / "scripts" / "waits_for_a_culprit.py"
 FLOOR_S = 2.0
-# Class of the verdict by the fault that the script is told to show.
+# Class of the verdict, by the fault that the script shows.
 CLASSES = {
     "loop": "busy",
     "sleep": "sleeps",
@@ -59,7 +59,7 @@ class CulpritJob:
         return found
 
     def wait_steps(self, count: int = 40) -> None:
-        """Wait until all ranks have made so many more steps, in processes that live."""
+        """Wait until all ranks have made `count` more steps, in processes that live."""
         begun = self.steps()
 
         def there() -> bool:

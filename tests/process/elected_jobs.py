@@ -26,7 +26,7 @@ def elected_job(folder: Path, backend: str, endpoint: str, conf: str = "") -> Jo
 
 
 def the_coordinator_dies_and_another_takes_over(job: Job) -> None:
-    """Kill the host of the coordinator: a node takes the leadership, and training goes on."""
+    """Kill the host of the coordinator: a node takes the leadership, and training continues."""
     lone = job.start_coordinator()
     job.wait_event(EventKind.COORDINATOR_STARTED)
     job.start("a"), job.start("b")

@@ -76,7 +76,7 @@ def outcome(process):
 
 
 def test_in_a_split_job_only_the_half_of_the_later_round_can_publish(tmp_path):
-    old = half(tmp_path, 1, 100_000, 1_000_000)  # it has come further, and would go on for ever
+    old = half(tmp_path, 1, 100_000, 1_000_000)  # it has come further, and would never end
     new = half(tmp_path, 2, 100, 20)
     later, earlier = outcome(new), outcome(old)
     assert later == {"published": list(range(100, 120)), "fenced": False}

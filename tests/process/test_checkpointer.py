@@ -119,7 +119,7 @@ def test_a_save_has_the_state_of_its_step_although_training_continues(tmp_path):
     for number in range(1, 9):
         one.step()
         states[number] = copy.deepcopy(one.net.state_dict())
-        ck.save(number)  # its copy goes on behind the next step
+        ck.save(number)  # its copy continues behind the next step
     ck.wait()
     ck.close()
     for name in folders(tmp_path / "ck"):

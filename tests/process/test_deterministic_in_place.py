@@ -1,7 +1,7 @@
 """With deterministic=True a job ends bitwise equal after any departures and arrivals.
 
-Its digest log has each step once, whoever was rank 0, and `elastane verify-run` finds it equal to
-that of a job of one.
+Its digest log has each step once, although rank 0 changes, and `elastane verify-run` finds it equal
+to that of a job of one worker.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def test_arrivals_receive_only_missing_state_despite_deaths(tmp_path, how, chann
 
 
 def test_a_replica_with_one_wrong_bit_is_named_and_gets_the_majoritys_state(tmp_path):
-    # A world of fewer would begin anew for who comes, if that is before it recovers in place.
+    # A smaller world would restart for an arrival that comes before it can recover in place.
     job = Healed(tmp_path, verify_every=5, nnodes="3")
     with job.cluster:
         for name in "abc":

@@ -41,7 +41,7 @@ def test_a_job_gets_its_pods_and_a_status_and_then_nothing_is_written():
             await running.operator.session.queue.wait_returned(10, all_ready=True)
             assert status(kube)["phase"] == "Running"
             assert len(created(kube)) == 3
-            # A write of nobody's business changes nothing, and is answered by none.
+            # A change of a label that the operator does not read causes no write.
             kube.patch(
                 "elasticjobs", "x", {"metadata": {"labels": {"a": "b"}}}, group=GROUP_OF_JOBS
             )
@@ -140,7 +140,7 @@ def test_watches_that_break_continue_where_they_were():
             jobs = running.operator.session.view.jobs
             await kube.wait(lambda: jobs.get("default/x").metadata.resource_version == version)
             kube.cut_watches()
-            # From the last version that was seen, so that nothing is told again.
+            # From the last version that was seen, so that no event comes twice.
             await kube.wait(lambda: int(version) in watched(kube))
             await kube.wait(lambda: running.operator.session.faults == [])
 

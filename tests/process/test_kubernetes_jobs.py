@@ -195,7 +195,7 @@ def test_a_pod_that_the_operator_fences_is_cut_and_stays_out_and_the_report_says
         assert again.wait() == 75 and "[node-fenced]" in again.words
         job.start("b", env=pod("uid-c"))
         job.wait_step(world=2)
-        # The agent of the leader ends; the other takes over, and knows who is fenced.
+        # The agent of the leader ends; the other takes over, and knows the fenced agents.
         owned.direct(fenced="uid-b uid-a")
         assert leader.wait() == 75 and "[node-fenced]" in leader.words
         job.wait_step(world=1)

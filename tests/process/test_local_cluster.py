@@ -18,7 +18,7 @@ from elastane.testing.processes import marked
 
 pytest_plugins = ("pytester",)
 LIGHT = {"preload": "json", "shutdown_timeout": 5, "nproc_per_node": 2}
-# Each worker says who it is, and works until it is told to end well.
+# Each worker writes its rank, and runs until a file tells it to exit with 0.
 SCRIPT = """\
 import os, pathlib, subprocess, sys, time
 folder = pathlib.Path(sys.argv[1])

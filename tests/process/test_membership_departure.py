@@ -70,7 +70,7 @@ def test_a_node_that_is_killed_and_started_again_at_once_takes_its_own_place_in_
         job.start("a"), job.start("b"), job.start("c")
         job.wait_step(world=3)
         before, begun = ranks(newest(job.seen())), newest(job.seen())[-1]
-        # The first but the coordinator's: whoever arrives is behind it.
+        # The first rank that is not the coordinator's: arrivals get higher ranks.
         guests = {agent.name: agent for agent in job.agents if agent is not job.coordinator()}
         guest = next(guests[before[rank]] for rank in sorted(before) if before[rank] in guests)
         guest.send(signal.SIGSTOP)  # Its session lives: the newcomer meets its ghost.

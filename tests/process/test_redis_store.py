@@ -68,7 +68,7 @@ def test_a_stopped_server_ends_each_operation_within_its_bound(tmp_path: Path) -
             with pytest.raises(StoreError, match="store-timeout"):
                 await store.get("k")
             server.send(signal.SIGCONT)
-            # What was sent before the stop may be carried out now, once at most.
+            # A request sent before the stop may be carried out now, once at most.
             found = await store.get("k")
             assert found is not None and found.value in (b"1", b"2")
 

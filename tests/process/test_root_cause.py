@@ -141,7 +141,7 @@ def one_run(folder: Path, nodes: int, runs: int, gap_s: float) -> int:
         is_left = (folder / f"left.{first[1]}.{restart}").exists()
         seen_apart_s = seen[second[1]][restart] - seen[first[1]][restart]
         if is_left and seen_apart_s < gap_s * 0.5:
-            continue  # Of an exit alone nobody knows more than its agent: one stood still.
+            continue  # Only its agent knows of an exit, and one agent stood still.
         judged += 1
         if rank != first[1]:
             wrong.append((restart, first, second, rank))

@@ -73,7 +73,7 @@ def test_workers_have_the_variables_that_torchrun_gives_with_the_same_values(
         del env["OMP_NUM_THREADS"]
     if "--signals-to-handle=SIGTERM,SIGUSR2" not in options:
         options = (*options, "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-    # What torch's import sets in the process that forks the workers reaches none of them.
+    # Variables that torch's import sets in the zygote reach no worker.
     preload = "json" if given else "torch,torch.distributed"
     for module, folder in (("torch.distributed.run", theirs), ("elastane.run", ours)):
         more = ("--preload", preload) if folder == ours else ()

@@ -111,7 +111,7 @@ def test_a_restarted_worker_reads_its_predecessors_snapshot(node):
     slots = second.slots(2, SLOT_BYTES)
     assert len(slots) == 3
     with pytest.raises(OSError, match="Operation not permitted"):
-        os.ftruncate(slots[0], 1)  # Sealed: nobody's mapping is cut off.
+        os.ftruncate(slots[0], 1)  # Sealed, so that no mapping of it is cut off.
     second.grant(1.0)
     assert [held.key.step for held in second.held()] == [5, 4]
 
@@ -170,7 +170,9 @@ def test_a_worker_waits_once_for_a_stopped_snapshot_server(node, monkeypatch):
         with pytest.raises(SnapshotServerSilentError):
             ask()
     assert waited == [0.0] * 3
-    worker.client.report_restored(Key(0, 1, 0, 1), "memory")  # It hears that when it goes on.
+    worker.client.report_restored(
+        Key(0, 1, 0, 1), "memory"
+    )  # The server reads that once it continues.
     os.kill(pid, signal.SIGCONT)
     until(lambda: _saves(worker, 4), "what was owed has come, and the connection is as before")
     # A busy server may answer later than the 0.05 s of this worker once more.

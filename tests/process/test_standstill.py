@@ -37,7 +37,7 @@ def test_an_agent_that_is_stopped_alone_does_not_leave_two_worlds_training(tmp_p
         finally:
             os.kill(first.process.pid, signal.SIGCONT)
         assert "[agent-standstill]" in first.words
-        # It comes back as a spare, and nobody was charged for what was killed.
+        # It returns as an idle node, and its killed workers used no restart.
         kinds = EventKind.NODE_JOINED, EventKind.NODE_REGISTERED_AGAIN
         until(
             lambda: {(e.node, e.pid) for e in job.events(*kinds)} >= {("a", second.process.pid)},

@@ -58,7 +58,7 @@ def test_a_standby_ends_when_its_agent_asks(at: str) -> None:
         try:
             worker.close()
             agent.send(control_socket.encode(control_socket.End()))
-            # One that works goes on until it asks for a place; what was printed is not lost.
+            # A busy worker continues until it asks for a place; its output is not lost.
             said, _ = process.communicate(timeout=DEADLINE_S)
         finally:
             process.kill()

@@ -26,7 +26,7 @@ from elastane.process.zygote.client import ZygoteSpawner
 pytest.importorskip("lightning")
 pytest.importorskip("torchmetrics")
 
-# What stands for the default here: without torch's compiler, which takes as long again.
+# The preload in place of the default: without torch's compiler, which takes as long again.
 PRELOAD = ("torch", "torch.distributed")
 LEARNED = ("torchmetrics", "lightning", "lightning.pytorch")
 SCRIPT = """\

@@ -1,4 +1,4 @@
-"""Ranks: properties of who is chosen, in which order, and of what each is assigned."""
+"""Ranks: properties of the choice of nodes, of their order, and of their assignments."""
 
 import itertools
 

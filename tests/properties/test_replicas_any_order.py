@@ -155,7 +155,7 @@ class Cluster(RuleBasedStateMachine):
         return {c.name for c in copies if c.origin.split(".")[0] == f"server{node.number}"}
 
     def restorable(self):
-        """What is there of all nodes, on them or on their neighbours."""
+        """Return the snapshots of which every part is left, on its node or on a replica."""
         return set.intersection(*({*n.table.whole()} | self.copies_of(n) for n in self.nodes))
 
     def begin_from(self, common):

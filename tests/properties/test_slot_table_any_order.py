@@ -50,7 +50,7 @@ class Books(RuleBasedStateMachine):
 
     @rule(locals_=st.integers(1, 3))
     def a_round_begins(self, locals_):
-        """All workers are other ones, or go on at other places."""
+        """All workers are replaced, or continue with other ranks."""
         self.round, self.locals = self.round + 1, locals_
         for worker in [*self.local][locals_:]:
             self.end(worker)
@@ -225,7 +225,7 @@ class Books(RuleBasedStateMachine):
             name = Name(Key(0, self.round, 0, number), "z")
             self.memory[slot] = (name, 0)
             self.seen(self.table.keep(worker, slot, SnapshotPiece(name, 0, 1, persist=False)))
-            while self.writing:  # A final flush, where nobody is to come any more.
+            while self.writing:  # A final flush, after which no worker follows.
                 self.a_writing_ends(durable=False)
         assert {*self.memory} == {10**6, 10**6 + 1, 10**6 + 2}, "nothing of the others is left"
 

@@ -1,7 +1,7 @@
 """Local workers that snapshot back to back, die one after the other and are followed by others.
 
-What several have kept is whole, whatever the order in which their ends are seen, and nobody waits
-for ever for the piece of one that is dead. Each history follows from its seed.
+A snapshot that several workers have kept is whole in any order of their ends, and no worker waits
+for ever for the piece of a dead one. Each history follows from its seed.
 """
 
 from __future__ import annotations

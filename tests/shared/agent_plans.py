@@ -1,7 +1,7 @@
 """What happens to the hosts, agents and workers of a job in one history, drawn from a seed. Pure.
 
-`AgentHistory.drawn` returns the shape of the job and all faults with their times. Whom a fault of a
-worker hits is drawn too, among the workers that are there by then.
+`AgentHistory.drawn` returns the shape of the job and all faults with their times. The worker that a
+fault hits is drawn too, among those that run at that time.
 """
 
 from __future__ import annotations

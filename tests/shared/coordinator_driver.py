@@ -99,7 +99,7 @@ class Driver:
         return self.handle(Received(session=self.sessions[node_id][-1], message=message))
 
     def passes(self, seconds, *, alive=()):
-        """Let time pass, in which the agents `alive` go on with their heartbeats."""
+        """Let time pass, in which the agents `alive` send their heartbeats."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s = min(end_s, self.now_s + 0.1)

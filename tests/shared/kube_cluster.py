@@ -1,8 +1,8 @@
 """A cluster as small as can be, for `reconcile`: an API server, kubelets, nodes, a user, a shell.
 
-All of it is pure: time is a number, and whoever drives it says what happens next. What the
-operator sees is a copy that lags behind the truth, object by object; what it wrote itself it
-knows. It may be killed between any two of its writes; the next one begins with a fresh list.
+All of it is pure: time is a number, and the test says what happens next. The operator reads a copy
+that lags behind the truth, object by object, but for its own writes. It may be killed between any
+two writes; the next operator begins with a fresh list.
 """
 
 import copy
@@ -46,7 +46,9 @@ class Cluster:
     objects: dict = field(default_factory=dict)
     nodes: dict = field(default_factory=lambda: {f"n{i}": SeenNode(name=f"n{i}") for i in range(4)})
     report: object = None
-    reports: bool = False  # while it settles, the job's coordinator says who is in its world
+    reports: bool = (
+        False  # while it settles, the job's coordinator reports the members of its world
+    )
     refused: tuple = ()
 
     def __post_init__(self):
@@ -185,7 +187,7 @@ class Cluster:
         self.relist()
 
     def relist(self):
-        """Everything is read anew; what was deleted meanwhile is missing, and nothing says how."""
+        """List all objects again; those deleted meanwhile are missing, without their last state."""
         self.seen_job = copy.deepcopy(self.job)
         self.seen_pods = {uid: copy.deepcopy(pod) for uid, pod in self.pods.items()}
         self.seen_objects = copy.deepcopy(self.objects)
@@ -237,7 +239,7 @@ class Cluster:
     # The shell.
 
     def operate(self, writes_max=10_000, order=0):
-        """Decide once and do it, at most so many writes; then the operator is killed.
+        """Decide once and act, with at most `writes_max` writes; then the operator is killed.
 
         Returns the decision, and whether all of it was done.
         """

@@ -1,9 +1,8 @@
 """An API server for tests, in this process: real HTTP, objects in memory, and faults at will.
 
-`async with FakeKube() as kube`: lists in pages, watches with bookmarks, conflicts, 410 Gone. What
-is to go wrong is told by `kube.inject(...)`; `kube.banish(token)` is a client that was killed or
-cut off: none of its requests is carried out any more, none is answered. Every write is in
-`kube.writes`.
+`async with FakeKube() as kube`: lists in pages, watches with bookmarks, conflicts, 410 Gone.
+`kube.inject(...)` adds a fault. After `kube.banish(token)` no request of a client is carried out or
+answered, as if it was killed or cut off. Every write is in `kube.writes`.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class Objects:
         return [one for one in found if matches(one, labels, fields)]
 
     def compact(self):
-        """Forget the history: who watches from before must list anew."""
+        """Forget the history: a watch from an older version must list again."""
         self.compacted = self.version
         self.history.clear()
 
@@ -243,7 +243,7 @@ class Objects:
 
 
 def told_as(event, at, labels, fields):
-    """The change as a watch of these selectors tells it; None where it is none of its business."""
+    """Return the event that a watch with these selectors gets for a change; None for no event."""
     if (event.group, event.plural) != (at.group, at.plural):
         return None
     if at.namespace and event.after["metadata"].get("namespace") != at.namespace:

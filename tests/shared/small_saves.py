@@ -32,7 +32,7 @@ def save(repository, step, files=None, nonce=None, **fence):
     key = key_of(step, **fence)
     folder = folder_name(key, nonce or secrets.token_hex(4))
     write_part(repository, folder, key, files=files)
-    # One writer's parts are there from the first look on, where nobody removes them.
+    # The parts of one writer are there at the first look, unless another removes them.
     repository.publish_when_whole(folder, 1, wait_s=0)
     return folder
 

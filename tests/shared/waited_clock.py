@@ -21,5 +21,5 @@ class WaitedClock:
                 deed()
 
     def after(self, seconds, deed):
-        """Have `deed` called once the time has moved by `seconds`."""
+        """Call `deed` once the time has moved by `seconds`."""
         self.due.append((self.now_s + seconds, deed))

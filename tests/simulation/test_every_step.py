@@ -1,4 +1,4 @@
-"""Death at every step: whoever carries out effects is killed between any two of them.
+"""Death at every step: the process that performs effects is killed between any two of them.
 
 One script (a job forms, loses a worker, takes in a node, drains one, loses its coordinator's node
 and ends) is played once to count the places; then once for each of them, with a death there, and

@@ -76,7 +76,7 @@ def test_a_failure_of_the_last_world_dropped_at_a_commit_is_found(monkeypatch):
 
 
 def test_workers_that_do_not_look_at_their_deadline_are_found(monkeypatch):
-    """Agent and reaper stand still, and nobody is left to kill them."""
+    """Agent and reaper stand still, so that no process is left to kill the workers."""
     monkeypatch.setattr(SimulatedNode, "is_overdue", property(lambda self: False))
     assert "two sides train" in first_failure(10, first=2_060)
 

@@ -1,4 +1,4 @@
-"""What is public says what it promises, and every bound says why it is what it is."""
+"""Public names have a docstring with their contract, and every bound has its reason."""
 
 import ast
 

@@ -70,7 +70,7 @@ def test_only_the_torchrun_plug_in_meets_torchs_own_launcher():
     assert not offenders(others, meets)
 
 
-# The processes of workers: their environment is how they are told who they are. `elastic` and
+# The processes of workers, which get their rank by their environment. `elastic` and
 # `integrations` are imported there too.
 _WORKER_SIDE = ("process/zygote/", "worker/", "comms/", "examples/", "elastic/", "integrations/")
 

@@ -24,7 +24,7 @@ finally:
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-# Pages that are a list of their folder: who is led to the list is led to what it names.
+# Pages that list their folder: a link to the list counts as one to each of its pages.
 LISTS = {"decisions/README.md"}
 _LINK = re.compile(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)")
 _FENCED = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)

@@ -58,7 +58,7 @@ def test_a_refused_write_is_reported_by_name_and_waits_longer_each_time(change, 
         assert reason in [event.reason for event in decision.events]
         assert decision.again_in_s <= min(REFUSED_MAX_S, REFUSED_FIRST_S * 2 ** (times - 1))
         cluster.now_s += REFUSED_MAX_S
-    # It is due again, and still told; once it was done, it is told no more.
+    # It is due again and still reported; once it succeeds, it is reported no more.
     cluster.relist()
     decision, _ = cluster.operate()
     assert of(kind, decision.actions)

@@ -76,7 +76,7 @@ def test_two_dashes_end_the_options():
 def test_an_option_may_be_shortened_while_it_is_unique_among_torchruns():
     options = read("--nno", "2", "--nproc", "4", "--max_r=3", "--te", "1", "s.py")
     assert options.given == {"nnodes", "nproc_per_node", "max_restarts", "tee"}
-    # Ours stand in nobody's way: --t is --tee, not --token-file or --tls-cert.
+    # Our options leave torchrun's short forms unique: --t is --tee, not --token-file or --tls-cert.
     assert read("--t", "3", "s.py").text("tee") == "3"
     assert read("--no-p", "s.sh").flag("no_python")
 

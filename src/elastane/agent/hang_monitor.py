@@ -157,7 +157,7 @@ class HangMonitor:
                 )
 
     async def _end(self, worker: LocalWorker, process: WorkerProcess) -> None:
-        """Have the worker print its stacks, then kill it with its children; never wait for long."""
+        """Make the worker print its stacks, then kill it with its children; never wait for long."""
         process.abort()
         if not await _ended(process):
             process.kill_group(signal.SIGKILL)

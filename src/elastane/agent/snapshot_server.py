@@ -150,7 +150,7 @@ class SnapshotServerHandle:
         self._out_by_s = out_by_s
 
     async def close(self) -> None:
-        """Have the server write what is not durable, and wait a bounded time for its end."""
+        """Ask the server to write what is not durable, and wait a bounded time for its end."""
         left_s = None
         if self._out_by_s is not None:
             left_s = max(0.0, self._out_by_s - time.monotonic())

@@ -203,7 +203,7 @@ class LocalWorkerGroup:
             self._first_steps.await_them(self.world.fence)
 
     def _learn(self) -> None:
-        """Have the spawner preload what a worker of this group has imported by now."""
+        """Let the spawner preload the modules that a worker of this group has imported by now."""
         alive = [w for w in self._workers if w.is_alive]
         if alive and not self._stopping:
             self.setup.spawner.learn(alive[0].page.imports)

@@ -132,7 +132,7 @@ class CalledAgent:
                 signum = signal_of(error)
 
     def _drain_output(self) -> int:
-        """Return the exit code after forwarding the rest of the pipes, whoever else holds them."""
+        """Return the exit code after forwarding the rest of the pipes, which may still be open."""
         assert self._process is not None
         code = self._process.wait()
         for fd, relay in self._relays.items():

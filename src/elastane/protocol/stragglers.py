@@ -1,8 +1,8 @@
 """Finds the ranks that make the others wait in each step, the stragglers. Pure.
 
 All workers of a data-parallel world take equally long for a step, since each waits for the slowest.
-So the time of a step does not show who is slow. A worker's own part of the step shows it: the share
-of the step in which the worker did not wait in collectives. A straggler has a larger share than the
+So the time of a step does not show a slow worker. Its own part of the step shows it: the share of
+the step in which the worker did not wait in collectives. A straggler has a larger share than the
 other ranks.
 
 A `Pace` summarises the last WINDOW_STEPS steps of one worker. `StragglerRules` compares the paces

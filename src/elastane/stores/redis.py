@@ -48,7 +48,7 @@ PREFIX = "elastane"
 # Users with rights of their own (ACL) came with Redis 6.
 VERSION_MIN = 6
 # How long the server remembers the latest holder of a lease that ran out: within it, that holder
-# may renew the lease if nobody else took it.
+# may renew the lease unless another took it.
 TERM_KEPT_S = 86_400.0
 _log = logging.getLogger("elastane.redis")
 _TEXT_CHARS_MAX = 300
@@ -468,7 +468,7 @@ class RedisStore:
 
 
 class RedisLease(HeldLease):
-    """A lease of a RedisStore; the store makes it. The term stays while nobody else takes it."""
+    """A lease of a RedisStore; the store makes it. The term stays until another holder takes it."""
 
     def __init__(
         self, store: RedisStore, key: str, value: bytes, ttl_s: float, term: int, begun_s: float

@@ -77,7 +77,7 @@ from enum import Enum
 
 from elastane.synchrony.operations import Identity, Rule, Signature
 
-# A vote follows every so many operations, also without units. It bounds what is kept of operations
+# A vote follows this many operations, also without units. It bounds what is kept of operations
 # that prove nothing about others, such as broadcasts.
 VOTE_EVERY = 64
 

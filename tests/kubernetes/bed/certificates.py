@@ -57,7 +57,7 @@ class Certificates:
         return self.path("ca.crt")
 
     def pair(self, name: str, common: str = "", groups: tuple[str, ...] = ()) -> tuple[Path, Path]:
-        """The certificate and key of a server or a user, who is `common` of these groups."""
+        """Return certificate and key of a server or a user named `common`, in these groups."""
         crt, key = self.path(f"{name}.crt"), self.path(f"{name}.key")
         if not crt.exists():
             self._sign(name, _name(common or name, groups), ec.generate_private_key(ec.SECP256R1()))

@@ -24,7 +24,7 @@ def now() -> str:
 
 
 class Container:
-    """Its pod says when it is to run, and hears of every change by `report`."""
+    """One container, which its pod runs; it reports every change to the pod by `report`."""
 
     def __init__(self, pod: PodRun, spec: Json, restarts: int = 0) -> None:
         self.pod, self.spec, self.restarts = pod, spec, restarts
@@ -151,7 +151,7 @@ class Container:
         return {"terminated": ended | times | {"containerID": f"process://{self.pod.uid}"}}
 
     def was_killed(self) -> None:
-        """Its node died, and nobody saw how it ended."""
+        """Set the state of a container whose node died, so that no kubelet saw its end."""
         self.state = self._ended(KILLED, now())
 
     def kill(self, signum: int, why: str = "") -> None:

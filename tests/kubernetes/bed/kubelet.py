@@ -3,8 +3,8 @@
     python -m bed.kubelet SETTING      (JSON of bed.setting.Setting; started by bed.nodes)
 
 It registers its node, renews its Lease, runs the pods that the scheduler binds to it, reports
-true statuses and serves `kubectl logs`. It does what it is told by lines of JSON on its standard
-input, among them faults, and ends with all of its pods when that closes or it is killed.
+true statuses and serves `kubectl logs`. It obeys commands, among them faults, which are lines of
+JSON on its standard input. It ends with all of its pods when that closes or it is killed.
 """
 
 from __future__ import annotations

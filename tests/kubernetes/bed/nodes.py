@@ -1,4 +1,4 @@
-"""Nodes of a control plane: process kubelets, and what may befall them.
+"""Nodes of a control plane: process kubelets, and their faults.
 
 with ControlPlane() as plane, Cluster(plane, apart=True) as cluster:
     cluster.add("n0", capacity={"nvidia.com/gpu": "8"})
@@ -96,11 +96,11 @@ class Node:
         self.process = None
 
     def cut_off(self) -> None:
-        """Partition it: neither its pods nor its kubelet reach anybody; its processes go on."""
+        """Cut the network of its pods and its kubelet; its processes continue."""
         self.tell("cut", is_cut=True)
 
     def heal(self, *, pods_alone: bool = False) -> None:
-        """Mend it; `pods_alone`: the kubelet hears of nothing yet."""
+        """Restore the network; `pods_alone`: the kubelet stays cut off."""
         self.tell("cut", is_cut=False, pods_alone=pods_alone)
 
     def tail(self, lines_max: int = 30) -> str:
@@ -142,7 +142,7 @@ class Cluster:
         return self.nodes[name]
 
     def _forget(self, name: str) -> None:
-        """Remove a node, and the pods that nobody else would ever say are gone."""
+        """Remove a node, and its pods, which no kubelet would ever report as gone."""
         listed = self.plane.ask("GET", f"/api/v1/pods?fieldSelector=spec.nodeName%3D{name}")
         for pod in listed["items"]:
             meta = pod["metadata"]
@@ -184,7 +184,7 @@ class Cluster:
         return self.nodes[got["spec"]["nodeName"]]
 
     def tell(self, namespace: str, pod: str, what: str, **more: object) -> Any:
-        """Have a pod's node do something to it: signal, out_of_memory, evict, pids, rotate."""
+        """Send a command about a pod to its node: signal, out_of_memory, evict, pids, rotate."""
         return self.node_of(namespace, pod).tell(what, namespace=namespace, pod=pod, **more)
 
     def report(self) -> str:

@@ -182,7 +182,7 @@ class PodRun:
         return f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
 
     def report(self) -> None:
-        """Have the status written; a node that is cut off says later what there is then."""
+        """Write the status soon; a node that is cut off writes it once it is connected again."""
         self._is_news = True
         if self._reporter is None or self._reporter.done():
             self._reporter = asyncio.create_task(self._write())

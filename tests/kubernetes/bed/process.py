@@ -1,4 +1,4 @@
-"""One start of a container: a process, what it is told and how it ended."""
+"""One start of a container: a process, its arguments and its exit code."""
 
 from __future__ import annotations
 

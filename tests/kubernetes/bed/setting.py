@@ -1,4 +1,4 @@
-"""What one process kubelet is told when it is started, and what an image is here."""
+"""The settings that a process kubelet gets when it is started, and the form of an image."""
 
 from __future__ import annotations
 

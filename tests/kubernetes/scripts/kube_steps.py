@@ -1,7 +1,7 @@
 """A worker that recovers in place: a line for each committed step, as jobs.Step reads it.
 
 Arguments: file, steps. In the place of its process number, which is the same in each container,
-stands when it was born. What is trained is one number, which counts the steps.
+stands when it was born. The trained state is one number, which counts the steps.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""One half of a parted job: saves in its round until it is fenced off, or has saved so many.
+"""One half of a parted job: saves in its round until it is fenced off, or has made COUNT saves.
 
     checkpoint_half.py FOLDER ROUND FIRST COUNT
 
-Prints a line of JSON: the steps it was told are published, and whether it was fenced off.
+Prints a line of JSON: the steps whose saves returned as published, and whether it was fenced off.
 """
 
 import contextlib

@@ -3,8 +3,8 @@
     checkpoint_kills.py FOLDER KILLS SEED
 
 The saver is a fork of this process, which has one thread. After each kill the newest valid
-checkpoint must be the last that the saver was told is published, or a later one; and a saver that
-comes after must be able to go on. Prints a line of JSON: kills, and in what state saves were found.
+checkpoint must be the last that was published for the saver, or a later one; and the next saver
+must be able to continue. Prints a line of JSON: kills, and in what state saves were found.
 """
 
 import json

@@ -68,7 +68,7 @@ def validate(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor], folder: 
 
 
 def guarded(job: elastane.Job, function, *args: object) -> float:
-    """Call a function as the script is told to."""
+    """Call a function in the way that the arguments name."""
     if sys.argv[4:] == ["unguarded"]:
         return function(*args)
     return job.retry(function, *args)

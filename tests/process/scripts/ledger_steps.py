@@ -1,7 +1,7 @@
 """Training that counts its samples: how often each was in a committed step of each epoch.
 
-The counts are a buffer of the model, so they are of the state that the job ends with, whoever was
-there for which step. Each worker that ends leaves them in FOLDER/PID.counts.
+The counts are a buffer of the model, so they belong to the state with which the job ends, whichever
+workers made which step. Each worker that ends leaves them in FOLDER/PID.counts.
 
     ledger_steps.py FOLDER EPOCHS BATCH STEP_S
 """

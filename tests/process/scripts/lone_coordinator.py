@@ -48,7 +48,7 @@ async def main() -> None:
     )
     asked = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
-    with contextlib.suppress(ElastaneError):  # Nobody is elected yet.
+    with contextlib.suppress(ElastaneError):  # No coordinator is elected yet.
         await leadership.locate()
     running = asyncio.create_task(leadership.run())
     await asked.wait()

@@ -1,6 +1,6 @@
 """The loop of member_steps.py for a worker that recovers in place: a line for each committed step.
 
-Arguments: file, steps. What is trained is one number, which counts the steps.
+Arguments: file, steps. The trained state is one number, which counts the steps.
 """
 
 import os

@@ -25,7 +25,7 @@ POLL_S = 0.02
 
 
 def told():
-    """Return the fault that this rank is told to show, or an empty text."""
+    """Return the fault that this rank has to show, or an empty text."""
     with contextlib.suppress(OSError, ValueError):
         fault, rank = TOLD.read_text().split()
         if int(rank) == dist.get_rank():

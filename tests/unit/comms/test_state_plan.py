@@ -71,7 +71,7 @@ def on(machine, holds):
             [on(1, True), on(1, True), on(2, True), on(3, False), on(3, False)],
             [[Handover(3, (0, 2), False)], [Handover(4, (3,), True)]],
         ),
-        # Three on one machine from one: who has got it gives it on.
+        # Three on one machine from one: each that has received the state sends it on.
         (
             [on(1, True), *[on(1, False)] * 3],
             [

@@ -88,7 +88,7 @@ def test_without_a_store_unreachable_state_holders_are_not_awaited():
 
 def test_a_returning_state_holder_ends_the_wait():
     job = unheard()
-    from_before = job.assigned["a"]  # It was never told of round 2.
+    from_before = job.assigned["a"]  # Round 2 was never assigned to it.
     first = job.persisted[0].world.fence
     holding = holding_of(from_before, first)
     job.join("a", holding=holding)
@@ -185,7 +185,7 @@ def cut_off():
         job.marks(node_id, 10)
     for node_id in "abcd":
         job.drains(node_id)
-    trains_on(job, 8.0, "a", "b", "c", "d")  # Ports are told of meanwhile.
+    trains_on(job, 8.0, "a", "b", "c", "d")  # New port offers arrive meanwhile.
     assert settled(job)[-1] == job.assigned["b"].fence == Fence(2, 0)
     trains_on(job, 1.0, "b", "c", "d")
     while job.assigned["c"].fence == Fence(1, 0):  # Until a is counted out.
@@ -242,7 +242,7 @@ def test_an_exhausted_budget_ends_the_job_only_if_no_member_may_train_unseen(b_i
     steps(job, "a", "b")
     dies(job, "a")
     trains_on(job, 1.0, "a", "b")
-    dies(job, "a", pid=99)  # Its successor; nobody follows it.
+    dies(job, "a", pid=99)  # Its replacement, which is not replaced.
     trains_on(job, 1.0, "b")
     job.passes(2.5)
     assert "a" not in job.machine._state.roster.nodes and job.phase == "regrouping"
@@ -328,7 +328,7 @@ def test_displaced_nodes_continue_under_a_new_coordinator():
         after.assigned[node_id] = first
     after.passes(20.0, alive="bc")
     assert Stop not in kinds(after, "b") + kinds(after, "c")
-    after.passes(FENCE_WAIT_S, alive="bc")  # The node that they gave way to may go on till then.
+    after.passes(FENCE_WAIT_S, alive="bc")  # The node that displaced them may train until then.
     assert regrouped(after, "b") == (Fence(3, 0), 0, (0, 1), 2)
 
 

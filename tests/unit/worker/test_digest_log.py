@@ -45,7 +45,7 @@ def test_with_digest_every_3_each_third_step_is_written(path):
 
 def test_the_next_writer_cuts_off_uncommitted_lines_and_adds_missing_ones(path):
     goes(DigestLog(path), range(6))
-    # Step 4 was committed by nobody else: it is dealt again, and comes out otherwise.
+    # No other worker committed step 4: it is retried, with another result.
     goes(DigestLog(path), [4, 5, 6], said="again")
     assert steps_in(path) == [0, 1, 2, 3, 4, 5]
     assert read_digest_log(path).lines[4].digests == {"net": "again4"}

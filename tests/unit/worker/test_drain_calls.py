@@ -164,7 +164,9 @@ def test_a_worker_in_place_waits_at_the_target_and_saves_nothing(page, clock, wo
     clock.after(0.5, lambda: told.append((page.is_parked, page.has_saved)))
     clock.after(1.0, page.release)
     told = []
-    worlds.restarts = "no replica"  # Else it waits for news, which nobody brings here.
+    worlds.restarts = (
+        "no replica"  # Otherwise it waits for a message, which does not come in this test.
+    )
     worlds.reach(3, lambda: saved.append(3))
     assert told == [(True, False)] and not saved
 

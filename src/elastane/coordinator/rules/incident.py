@@ -216,7 +216,7 @@ class Stalls:
 
 @dataclass(slots=True)
 class Standstill:
-    """What was found about workers of several nodes that stand still."""
+    """The findings about workers of several nodes that stand still."""
 
     reports: Reports = field(default_factory=Reports)
     is_new: bool = False  # an agent has reported since the last comparison
