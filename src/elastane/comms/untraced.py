@@ -42,6 +42,20 @@ def untraced(function: T) -> T:
     return skipped(function)
 
 
+def is_traced(frame: FrameType | None) -> bool:
+    """Whether torch.compile makes a call to keep its result; `frame` is a part of that call."""
+    while frame is not None and _module(frame).startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and _module(frame).startswith(_TRACER)
+
+
+def forget_compiled_code() -> None:
+    """Let torch.compile compile all code again, as the values that it has kept will change."""
+    from torch import _dynamo
+
+    _dynamo.reset()
+
+
 def refuse_to_keep(what: str) -> None:
     """Break the graph of compiled code that would keep the result of the caller as a constant.
 
@@ -49,10 +63,7 @@ def refuse_to_keep(what: str) -> None:
     would still divide by the former size. Behind a break it asks each time. Compiled code that asks
     a process group itself fails: its methods break no graph.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _module(frame).startswith(_BETWEEN):
-        frame = frame.f_back
-    if frame is None or not _module(frame).startswith(_TRACER):
+    if not is_traced(sys._getframe(1)):
         return
     from torch._dynamo.exc import Unsupported
 

@@ -33,7 +33,13 @@ from torch.nn.parallel import DistributedDataParallel
 from elastane.comms import ddp
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import WorldGroup
-from elastane.comms.untraced import refuse_to_keep, skipped, untraced
+from elastane.comms.untraced import (
+    forget_compiled_code,
+    is_traced,
+    refuse_to_keep,
+    skipped,
+    untraced,
+)
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import ConfigurationError, PeerLostError
 from elastane.synchrony import callsites, newcomers
@@ -162,6 +168,8 @@ class OrderedGroup(ElasticGroup):
         # How many contexts of `members_left` the program is in, and the members of the first world.
         self._contexts = 0
         self._first: tuple[Identity, ...] = ()
+        # Whether compiled code has kept the rank or size of the first world.
+        self._is_compiled_in = False
         # The state that newcomers receive; None until the program has named it.
         self._shared: SharedState | None = None
         # Rank and world size that a newcomer's program sees before it joins.
@@ -240,6 +248,8 @@ class OrderedGroup(ElasticGroup):
         """
         assert self._shared is None, "a program has one shared state"
         self._shared = state
+        if self._is_compiled_in:
+            forget_compiled_code()
         with self._changed:
             self._member.expect_newcomers()
         if self.has_joined:
@@ -313,8 +323,7 @@ class OrderedGroup(ElasticGroup):
     @skipped
     def rank(self) -> int:
         """This worker's rank, as the program sees it."""
-        if not self.sees_first:
-            refuse_to_keep("the rank")
+        self._ask("the rank")
         if is_of_script(sys._getframe(1)):
             self._reads.asked(self._units)
         return self._rank_seen
@@ -328,11 +337,18 @@ class OrderedGroup(ElasticGroup):
     @skipped
     def size(self) -> int:
         """The world size, as the program sees it."""
-        if not self.sees_first:
-            refuse_to_keep("the world size")
+        self._ask("the world size")
         if self._outside is not None:
             return self._outside[1]
         return len(self._shown) or 1
+
+    @skipped
+    def _ask(self, what: str) -> None:
+        """Note that compiled code keeps the answer; refuse it where that may change."""
+        if not self.sees_first:
+            refuse_to_keep(what)
+        elif is_traced(sys._getframe(1)):
+            self._is_compiled_in = True
 
     @property
     def rank_now(self) -> int:

@@ -108,3 +108,19 @@ def test_compiled_code_may_keep_a_world_size_that_never_changes(shown):
     shown(OrderedGroup(host=SimpleNamespace(follows=False), keeps_ranks=True), 3)
     whole = torch.compile(part, backend="eager", fullgraph=True)
     assert whole(torch.full((1,), 6.0)).item() == 2
+
+
+@pytest.mark.parametrize("compiles_first", [True, False])
+def test_code_that_was_compiled_before_a_state_is_shared_asks_for_the_size_afterwards(
+    shown, compiles_first
+):
+    host = SimpleNamespace(follows=False, shared=lambda: None)
+    group = OrderedGroup(host=host, keeps_ranks=True)
+    compiled = torch.compile(part, backend="eager")
+    shown(group, 3)
+    if compiles_first:
+        assert compiled(torch.full((1,), 6.0)).item() == 2
+    group.share(SimpleNamespace())
+    for size in (3, 2):
+        shown(group, size)
+        assert compiled(torch.full((1,), 6.0)).item() == 6 / size
