@@ -24,6 +24,9 @@ _NS = 1e9
 # A fatal signal leaves on stderr the Python stacks of all threads and the native ones, those of the
 # faulting thread first. The whole is long; only a part of it is kept.
 _FATAL = "Fatal Python error: "
+# What the C++ runtime writes of an exception that nothing caught, and what gloo begins it with.
+_THROWN = "terminate called after throwing an instance of "
+_ENFORCED = re.compile(r"^\[enforce fail at [^\]]*\] ")
 _STACKS_LINES_MAX, _STACKS_BYTES_MAX = 5000, 512 << 10
 _NATIVE_FRAMES_MAX = 12
 _PYTHON_FRAMES_MAX = 20
@@ -71,7 +74,7 @@ def crash_text(text: str) -> str:
     The native frames of the faulting thread come first, then its Python frames, the innermost last.
     Empty if `text` shows no crash.
     """
-    _, fatal, rest = text.rpartition(_FATAL)
+    before, fatal, rest = text.rpartition(_FATAL)
     if not fatal:
         return ""
     name, *lines = rest.splitlines()
@@ -80,7 +83,15 @@ def crash_text(text: str) -> str:
         ["Native stack of the thread that faulted (innermost first):", *native] if native else []
     )
     stacks += ["Python stack (most recent call last):", *reversed(python)] if python else []
-    return "\n".join([*stacks, f"{_FATAL}{name}"])
+    return "\n".join([*stacks, f"{_FATAL}{name}{_exception_text(before)}"])
+
+
+def _exception_text(before: str) -> str:
+    """Return what the C++ exception said that ended the process, if one did; `before` the crash."""
+    _, thrown, said = before.rpartition(_THROWN)
+    _, what, text = said.partition("what():")
+    line = text.strip().partition("\n")[0]
+    return f": {_ENFORCED.sub('', line)}" if thrown and what and line else ""
 
 
 def _python_frames(lines: list[str]) -> list[str]:

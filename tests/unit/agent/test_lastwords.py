@@ -47,6 +47,16 @@ def test_a_crash_without_stacks_keeps_its_name():
     assert crash_text("Fatal Python error: Aborted\n") == "Fatal Python error: Aborted"
 
 
+def test_a_crash_by_a_cpp_exception_says_what_it_said():
+    said = "8 vs 4. Received data size doesn't match expected size."
+    text = (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+        f"  what():  [enforce fail at /gloo/transport/tcp/pair.cc:456] {said}\n"
+        "Fatal Python error: Aborted\n"
+    )
+    assert crash_text(text) == f"Fatal Python error: Aborted: {said}"
+
+
 def streams(error_file="", tail=""):
     return WorkerStreams(1, 2, "", "", error_file, tail)
 

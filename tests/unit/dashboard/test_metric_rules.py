@@ -242,6 +242,22 @@ def test_each_metric_in_a_query_exists(path):
     assert asked and asked <= known, asked - known
 
 
+VALUES = {"state": STATES, "kind": KINDS, "result": ("saved", "failed")}
+
+
+def test_rules_and_dashboard_ask_for_labels_and_values_that_exist():
+    labels = {PREFIX + rule.name: {*rule.labels, JOB_LABEL, "le"} for rule in METRICS}
+    for path in (RULES, GRAFANA):
+        text = path.read_text("utf-8").replace('\\"', '"')
+        for name, within in re.findall(rf"({PREFIX}\w+?)(?:_total|_bucket)?\{{([^}}]*)\}}", text):
+            for label, _, value in re.findall(r'(\w+)(=~|=)"([^"]*)"', within):
+                assert label in labels[name], (name, label)
+                if label in VALUES and name != f"{PREFIX}node_workers":
+                    assert {*value.split("|")} <= {*VALUES[label]}, (name, label, value)
+        for by in re.findall(r"by \(([^)]*)\)", text):
+            assert {*by.split(", ")} <= set.union(*labels.values()), by
+
+
 def test_prometheus_accepts_the_rules():
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("needs promtool, of Prometheus")
