@@ -31,6 +31,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "elastane.transformers": (),
     "elastane.accelerate": (),
     "elastane.testing": (),
+    "elastane.torchx": (),
     "elastane.storage": (),
     "elastane.stores": (),
     "elastane.stores.register": ("RegisterStore",),

@@ -15,7 +15,7 @@ from elastane.options.build import build
 from elastane.options.parser import parse
 from elastane.process.endpoint import Endpoint
 from elastane.ray import cluster as ray_cluster
-from elastane.ray import host, job
+from elastane.ray import host, job, rules
 from elastane.ray.cluster import AgentEnd, RayAgent, RayCluster
 from elastane.ray.job import RayJob, RayRequest
 from elastane.ray.rules import RayDrain, RayNode
@@ -122,6 +122,23 @@ def test_agents_meet_at_the_program_and_the_job_ends_with_their_code(play):
         assert await ended == 1
 
     play("ab", story, "--nnodes", "2")
+
+
+def test_an_agent_that_crashes_with_the_code_of_a_failed_job_is_replaced(play, monkeypatch):
+    """The job goes on, as its coordinator and the other agent show."""
+    monkeypatch.setattr(job, "_END_S", 0.05)
+    monkeypatch.setattr(rules, "RETRY_S", 0.01)
+
+    async def story(cluster, job, ended):
+        first, second = await cluster.agents.get(), await cluster.agents.get()
+        first.end.set_result(AgentEnd(1))
+        again = await cluster.agents.get()
+        assert again.node == first.node and not ended.done()
+        for one in (second, again):
+            one.end.set_result(AgentEnd(0))
+        assert await ended == 0
+
+    play("ab", story, "--nnodes", "2", "--shutdown-timeout", "0.05")
 
 
 def test_a_program_that_is_stopped_holds_no_nodes_while_its_agents_leave(play):

@@ -82,6 +82,8 @@ class RayJob:
         self._agents: dict[str, _PlacedAgent] = {}
         # Nodes whose agents know that Ray drains them.
         self._told: set[str] = set()
+        # When agents ended with exit code 1, by their nodes, until it is known what that means.
+        self._failed: dict[str, float] = {}
         self._asked = asyncio.Event()
         self._signal = 0
         # Why a node could not start elastane, until any node has.
@@ -158,6 +160,7 @@ class RayJob:
         try:
             while not (asked.done() or serving.done() or self._is_over()):
                 await self._place(endpoint)
+                self._judge_failed()
                 waited = {one.end for one in self._agents.values()} | {asked, serving}
                 await asyncio.wait(waited, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 self._collect()
@@ -224,11 +227,32 @@ class RayJob:
             except ConfigurationError as error:
                 self._leave_out(node_id, error)
                 continue
-            self._placement.ended(node_id, end.code, time.monotonic())
+            if end.code == ExitCode.WORKER_FAILED:
+                self._failed[node_id] = time.monotonic()
+            else:
+                self._placement.ended(node_id, end.code, time.monotonic())
             if not self._is_over():
                 how = f"ended with exit code {end.code}" if end.code is not None else "is lost"
                 why = f": {end.reason}" if end.reason else ""
                 _log.warning("the agent on %s %s%s", one.node.address, how, why)
+
+    def _judge_failed(self) -> None:
+        """Decide what the ends with exit code 1 mean.
+
+        It is the code of a job that failed, and of an agent that crashed. In the first case the
+        coordinator and all other agents end as well; in the second the agent is replaced.
+        """
+        now_s = time.monotonic()
+        limit_s = self._spec.timing.shutdown_timeout_s + _END_S
+        for node_id, at_s in [*self._failed.items()]:
+            if not self._agents:
+                self._placement.ended(node_id, ExitCode.WORKER_FAILED, now_s)
+            elif now_s - at_s > limit_s:
+                _log.error("an agent crashed, since the job goes on without it; it is replaced")
+                self._placement.ended(node_id, None, now_s)
+            else:
+                continue
+            del self._failed[node_id]
 
     def _leave_out(self, node_id: str, error: ConfigurationError) -> None:
         """Leave out a node that cannot start elastane, as one that is unfit."""
