@@ -50,8 +50,11 @@ def running(capsys):
     raise AssertionError("no job came to run")
 
 
-def test_a_running_job_is_shown_and_after_its_end_its_log(job, capsys):
+def test_a_running_job_is_shown_and_after_its_end_its_log(job, capsys, monkeypatch):
     found = running(capsys)
+    monkeypatch.setenv("PET_LOG_DIR", "/nowhere")  # where its log is follows from its name
+    assert main(["explain", found["job"]]) == 0
+    assert "round 1 attempt 0" in capsys.readouterr().out
     report = found["report"]
     assert (report["world_size"], report["max_restarts"], len(report["nodes"])) == (1, 2, 1)
     assert found["agents"][0]["pid"] == job.pid

@@ -24,6 +24,7 @@ from elastane.process.endpoint import (
     parse_endpoint,
 )
 from elastane.process.files import (
+    LOG_PLACES_MAX,
     JobEntry,
     JobRegistry,
     NodeSlot,
@@ -233,6 +234,21 @@ def test_the_registry_lists_running_agents_and_deletes_the_others(tmp_path: Path
     for one in (first, second, other):
         registry.remove(one)
     assert list((tmp_path / "jobs").iterdir()) == []
+
+
+def test_the_registry_remembers_where_the_newest_jobs_logged(tmp_path: Path) -> None:
+    registry = JobRegistry(tmp_path)
+    assert registry.logs_of("a/b") == ""
+    registry.note_logs("a/b", "/old")
+    registry.note_logs("a/b", "logs")
+    assert registry.logs_of("a/b") == str(Path.cwd() / "logs")
+    for number in range(LOG_PLACES_MAX):
+        registry.note_logs(f"job-{number}", "/new")
+        noted = tmp_path / "logs" / f"job-{number}"
+        os.utime(noted, (4e9 + number, 4e9 + number))
+    assert registry.logs_of("a/b") == "", "the oldest is forgotten"
+    assert registry.logs_of("job-0") == "/new"
+    assert noted.stat().st_mode & 0o777 == 0o600
 
 
 def test_agents_of_one_job_on_one_machine_get_numbers_and_successors_get_them_again(

@@ -30,6 +30,7 @@ from elastane.process import environment, rpc
 from elastane.process.endpoint import Endpoint, parse_endpoint
 from elastane.process.files import JobEntry, JobRegistry, process_start, runtime_folder
 from elastane.process.rpc import Session
+from elastane.process.streams.plan import NO_FILES
 from elastane.protocol.events import AgentEvent, Linked, MessageReceived, Unlinked
 from elastane.protocol.limits import look_s
 from elastane.protocol.messages import Alive, ToAgent, ToCoordinator
@@ -285,6 +286,8 @@ class Dialer:
         )
         try:
             self._registry.write(self._entry)
+            if self._log_dir not in NO_FILES:
+                self._registry.note_logs(self._entry.job, self._log_dir)
         except OSError as error:
             _registry_log.warning("elastane status will not find this job: %s", error)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastane.cli.parser import add_job_options
-from elastane.errors import UsageError
+from elastane.errors import ElastaneError, UsageError
 
 if TYPE_CHECKING:
     from elastane.observe.merge import Follower, LogLine, Selection, StreamFile
@@ -85,6 +85,9 @@ def find_job(job: str, log_dir: str, verb: str) -> Path:
             raise _which_job(job, [str(path) for path in inside], verb)
     base = Path(log_dir or environment.get("PET_LOG_DIR") or default_base_dir())
     folder = base / safe_name(job)
+    noted = "" if log_dir else _noted(job)
+    if noted and (Path(noted) / safe_name(job)).is_dir():
+        folder = Path(noted) / safe_name(job)
     if folder.is_dir():
         return folder
     raise UsageError(
@@ -93,6 +96,17 @@ def find_job(job: str, log_dir: str, verb: str) -> Path:
         expected=_jobs_of(base),
         next_step=f"elastane {verb} --log-dir DIR JOB, with the DIR of elastane run",
     )
+
+
+def _noted(job: str) -> str:
+    """Return where a job on this machine logs, or logged before its end; empty if not known."""
+    from elastane.process import environment
+    from elastane.process.files import JobRegistry, runtime_folder
+
+    try:
+        return JobRegistry(runtime_folder(environment.snapshot())).logs_of(job)
+    except (OSError, ElastaneError):
+        return ""
 
 
 def _jobs_of(base: Path) -> str:

@@ -27,6 +27,8 @@ from elastane.protocol.limits import NAME_CHARS_MAX
 from elastane.protocol.unreadable import UNREADABLE
 
 _SLOTS_MAX = 1024
+# Jobs whose folders of logs are remembered; some hundred bytes each.
+LOG_PLACES_MAX = 256
 _ENTRY_BYTES_MAX = 64 << 10
 
 
@@ -152,10 +154,14 @@ class JobEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobRegistry:
-    """This user's agents on this machine: `jobs/<job>/<node>.json`, mode 0600."""
+    """This user's agents on this machine: `jobs/<job>/<node>.json`, mode 0600.
+
+    `logs/<job>` names the folder of logs of the newest agent of a job, also after its end.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "jobs"
+        self._logs = folder / "logs"
 
     def write(self, entry: JobEntry) -> Path:
         """Add `entry`, or replace the entry of the same job and node."""
@@ -169,6 +175,21 @@ class JobRegistry:
                 write_atomic(path, content)
                 return path
         raise FileNotFoundError(path)
+
+    def note_logs(self, job: str, log_dir: str) -> None:
+        """Note where a job logs; of more than LOG_PLACES_MAX jobs the oldest are forgotten."""
+        self._logs.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(self._logs / safe_name(job), os.path.abspath(log_dir).encode())  # noqa: PTH100
+        noted = sorted(self._logs.iterdir(), key=_changed_s)
+        for path in noted[:-LOG_PLACES_MAX]:
+            path.unlink(missing_ok=True)
+
+    def logs_of(self, job: str) -> str:
+        """Return where the newest agent of a job logged; empty if none is known."""
+        try:
+            return (self._logs / safe_name(job)).read_text(errors="surrogateescape")
+        except (OSError, ValueError):
+            return ""
 
     def remove(self, entry: JobEntry) -> None:
         """Remove `entry`, unless another process has replaced it since."""
@@ -187,6 +208,13 @@ class JobRegistry:
             else:
                 _unlink(path)
         return sorted(entries, key=lambda entry: entry.started)
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0  # another agent has removed it
 
 
 def _read_entry(path: Path) -> JobEntry | None:
