@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from elastane.cli.main import main
 from elastane.testing import LocalCluster
 
 SCRIPT = Path(__file__).parent / "scripts" / "slow_rank.py"
 
 
-def test_the_step_rate_of_a_script_that_reports_no_steps_is_shown(tmp_path):
+def test_the_step_rate_of_a_script_that_reports_no_steps_is_shown(tmp_path, capsys):
     options = {"nproc_per_node": 2, "rdzv_conf": {"heartbeat": 0.2}}
     with LocalCluster([str(SCRIPT), "even"], folder=tmp_path, **options) as cluster:
         cluster.start("a")
         cluster.wait_event("workers-started")
 
         def shown():
-            command = [sys.executable, "-m", "elastane", "status", "--json", cluster.job]
-            said = subprocess.run(command, capture_output=True, check=True).stdout
-            [job] = json.loads(said)["jobs"]
+            assert main(["status", "--json", cluster.job]) == 0
+            [job] = json.loads(capsys.readouterr().out)["jobs"]
             nodes = job["report"]["nodes"] if job["report"] else []
             return next((node for node in nodes if node["steps_per_s"]), None)
 
