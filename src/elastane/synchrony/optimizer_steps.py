@@ -30,10 +30,14 @@ class _Running(threading.local):
 
 
 class OptimizerSteps:
-    """Follows the steps of all optimizers of this process; `made` is called after each."""
+    """Follows the steps of all optimizers of this process.
 
-    def __init__(self, made: Callable[[], None]) -> None:
+    `made` is called after each, and `begins` before each.
+    """
+
+    def __init__(self, made: Callable[[], None], begins: Callable[[], None] = lambda: None) -> None:
         self._made = made
+        self._begins = begins
         self._running = _Running()
 
     def watch(self) -> None:
@@ -52,6 +56,7 @@ class OptimizerSteps:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Begin a step; return other arguments for it if one is a closure, which runs outside."""
+        self._begins()
         self._drop(optimizer)
         self._running.optimizers.append(optimizer)
         own, *others = args

@@ -160,10 +160,14 @@ class OrderedGroup(ElasticGroup):
         self._shown: tuple[Identity, ...] = ()
         # Whether the script has summed floats by a call of its own.
         self._has_summed = False
+        # Whether the world that the program sees has changed, and how many such sums it has made
+        # since without a question for the world size.
+        self._has_changed = False
+        self._sums_unasked = 0
         # Whether the program has made a step of an optimizer, and whether the worker of rank 0 was
         # lost after the last one: it may have been saving what no other worker saves.
         self._has_stepped = self._lacks_first = False
-        self._steps = OptimizerSteps(self._made_step)
+        self._steps = OptimizerSteps(self._made_step, self._refuse_kept_size)
         self._reads = RankReads()
         # How many contexts of `members_left` the program is in, and the members of the first world.
         self._contexts = 0
@@ -290,6 +294,19 @@ class OrderedGroup(ElasticGroup):
         is_over = self._host.world_has_ended or self.world_in_use.aborted
         return not is_over and self._member.depart()
 
+    def _refuse_kept_size(self) -> None:
+        """Restart before the program updates with sums that it may have divided by an old size.
+
+        Under --ranks-may-change it asks for the size of each world, before or behind its sums.
+        """
+        is_plain = not (self._layouts or self._member.keeps_ranks or self._shared)
+        if self._sums_unasked and is_plain and not self._host.follows:
+            self._host.restart(
+                "the script sums floats without DistributedDataParallel, and has not asked"
+                " torch.distributed for the world size since the world shrank; it may divide them"
+                " by a size that it keeps in a variable: start it without --ranks-may-change"
+            )
+
     def _made_step(self) -> None:
         """Record that the program has made a step of an optimizer."""
         self._has_stepped, self._lacks_first = True, False
@@ -338,6 +355,8 @@ class OrderedGroup(ElasticGroup):
     def size(self) -> int:
         """The world size, as the program sees it."""
         self._ask("the world size")
+        if is_of_script(sys._getframe(1)):
+            self._sums_unasked = 0
         if self._outside is not None:
             return self._outside[1]
         return len(self._shown) or 1
@@ -460,6 +479,7 @@ class OrderedGroup(ElasticGroup):
             call = call_of(name, args, kwargs, self._shown, site, trains=trains)
             self._note_parts(call.signature)
             self._has_summed |= call.signature.may_be_divided
+            self._sums_unasked += self._has_changed and call.signature.may_be_divided
             if self._shown != self._member.visible and (
                 why := why_not_issued(call.signature, self._member.visible)
             ):
@@ -717,6 +737,7 @@ class OrderedGroup(ElasticGroup):
         members = self._first if self.sees_first else self._member.visible
         if members == self._shown:
             return
+        self._has_changed = bool(self._shown)
         self._shown = members
         self.show_members(range(self.size()))
         self._host.show(self.rank(), self.size())

@@ -1,0 +1,86 @@
+"""A script that averages by its own sums asks for the size of each world, or all restart."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import AllreduceOptions, ReduceOp
+
+from elastane.synchrony.operations import Identity
+from elastane.synchrony.ordered import OrderedGroup
+from elastane.synchrony.rules import View
+
+A, B, C = (Identity(number) for number in (1, 2, 3))
+
+
+class Restarted(Exception):
+    """All workers restart."""
+
+
+def restart(reason):
+    raise Restarted(reason)
+
+
+def group_that_has_shrunk(monkeypatch, *, keeps_ranks=False):
+    """Return a group whose program sees two members after three."""
+    host = SimpleNamespace(follows=False, restart=restart, show=lambda *_: None)
+    group = OrderedGroup(host, keeps_ranks=keeps_ranks)
+    monkeypatch.setattr(group, "_issue", lambda *_: None)
+    group._member.identity = A
+    group._member.begin(View((1, 0), (A, B, C)))
+    group._show_if_changed()
+    group._member.visible = (A, B)
+    group._show_if_changed()
+    return group
+
+
+def add_up(group, tensor, reduction=ReduceOp.SUM):
+    """Start a sum, or another reduction, as the script does."""
+    options = AllreduceOptions()
+    options.reduceOp = reduction
+    group._operate("allreduce", ([tensor], options), {})
+
+
+def step(group):
+    """Begin a step of an optimizer."""
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+    group._steps.begin(optimizer, (optimizer,), {})
+
+
+def ask(group, module="train"):
+    exec("group.size()", {"__name__": module, "group": group})
+
+
+def test_a_step_with_a_sum_whose_size_was_not_asked_for_restarts_all(monkeypatch):
+    group = group_that_has_shrunk(monkeypatch)
+    add_up(group, torch.ones(2))
+    ask(group, "torch.utils.data.distributed")
+    with pytest.raises(Restarted, match="has not asked"):
+        step(group)
+
+
+def test_a_script_that_asks_after_each_sum_continues(monkeypatch):
+    group = group_that_has_shrunk(monkeypatch)
+    add_up(group, torch.ones(2))
+    ask(group)
+    step(group)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reduction"),
+    [(torch.ones(2, dtype=torch.int64), ReduceOp.SUM), (torch.ones(2), ReduceOp.MAX)],
+    ids=["counts", "a maximum"],
+)
+def test_reductions_that_are_not_divided_restart_none(monkeypatch, tensor, reduction):
+    group = group_that_has_shrunk(monkeypatch)
+    add_up(group, tensor, reduction)
+    step(group)
+
+
+@pytest.mark.parametrize("exempt", ["sees its first world", "has a DDP module"])
+def test_sums_that_are_scaled_or_of_no_gradients_restart_none(monkeypatch, exempt):
+    group = group_that_has_shrunk(monkeypatch, keeps_ranks=exempt == "sees its first world")
+    if exempt == "has a DDP module":
+        group._layouts[1] = SimpleNamespace()
+    add_up(group, torch.ones(2))
+    step(group)
