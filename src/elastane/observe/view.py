@@ -318,11 +318,10 @@ class IncidentTrack:
             self._begin_run()
             self._states.setdefault(event.node, "starting")
         state = self._states.get(event.node)
+        if self.incidents.belongs_to:
+            self.incidents = msgspec.structs.replace(self.incidents, belongs_to=0)
         if not self._is_over:
-            history = self.incidents
-            if history.belongs_to:
-                history = msgspec.structs.replace(history, belongs_to=0)
-            self.incidents = after_incident_event(history, event, state or "")
+            self.incidents = after_incident_event(self.incidents, event, state or "")
         if kind in NODE_STATES:
             self._set(event.node, _next_state(state or "starting", kind, event))
         self._is_over = self._is_over or kind is EventKind.JOB_ENDED

@@ -7,7 +7,8 @@ from io import StringIO
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from view_events import event, play, settled, started
+from shown_job import write_job
+from view_events import event, exited, play, settled, started
 
 from elastane.cli._demo_story import (
     EXAMPLES,
@@ -23,10 +24,12 @@ from elastane.cli._demo_story import (
     is_to_slow_down,
     next_act,
 )
+from elastane.observe.events import read_events
 from elastane.observe.screen import LiveScreen, PlainLines, face_for, sparkline
 from elastane.observe.view import (
     HISTORY_MAX,
     LINES_MAX,
+    IncidentTrack,
     JobView,
     StepProgress,
     after_act,
@@ -290,3 +293,29 @@ def test_other_weights_than_the_undisturbed_runs_are_a_failure(here):
     assert not bad.ok and "NOT equal" in bad.as_text()
     good = result(comparison=Comparison(7, undisturbed * 3, undisturbed))
     assert good.ok and "--seed 7" in good.as_text()
+
+
+def test_the_account_of_a_log_follows_the_same_incidents_as_the_view(tmp_path):
+    """`explain` and `status` show no nodes, so their account follows less than a whole view."""
+    fence = {"round": 6, "attempt": 0}
+    story = [
+        *read_events(write_job(tmp_path, now_s=5000.0)),
+        event("straggler", "node-c", rank=9, why="loader", time_s=5001.0),
+        event("culprit", "node-c", ranks="9", still_s=9.0, time_s=5020.0, **fence),
+        exited(9, node="node-c", round=6, time_s=5030.0),
+        settled(7, "node-a node-b", 8, time_s=5031.0),
+        event("straggler", "node-a", rank=1, why="compute", time_s=5040.0),
+        event("node-leaving", "node-b", time_s=5041.0),
+        event("node-departed", "node-b", round=7, attempt=0, time_s=5042.0),
+        event("job-ended", "node-a", ok=False, exit_code=1, time_s=5050.0),
+        event("agent-started", "node-a", time_s=5060.0),
+        event("coordinator-started", "node-a", time_s=5061.0),
+        event("culprit", "node-a", ranks="", still_s=3.0, time_s=5070.0, round=1, attempt=0),
+    ]
+    view, track = JobView(), IncidentTrack()
+    for one in story:
+        view = after_event(view, one)
+        track.add(one)
+        assert (track.run, track.incidents) == (view.run, view.incidents), one
+        assert track.stragglers == view.stragglers, one
+    assert track.run == 2 and track.incidents.beside("stall") is not None
