@@ -160,8 +160,8 @@ class OrderedGroup(ElasticGroup):
         self._shown: tuple[Identity, ...] = ()
         # Whether the script has summed floats by a call of its own.
         self._has_summed = False
-        # Whether the world that the program sees has changed, and how many such sums it has made
-        # since without a question for the world size.
+        # Whether the world that the program sees has changed without a question for its size since,
+        # and how many sums of gradients by a call of its own the program has begun meanwhile.
         self._has_changed = False
         self._sums_unasked = 0
         # Whether the program has made a step of an optimizer, and whether the worker of rank 0 was
@@ -299,12 +299,12 @@ class OrderedGroup(ElasticGroup):
 
         Under --ranks-may-change it asks for the size of each world, before or behind its sums.
         """
-        is_plain = not (self._layouts or self._member.keeps_ranks or self._shared)
+        is_plain = not (self._member.keeps_ranks or self._shared)
         if self._sums_unasked and is_plain and not self._host.follows:
             self._host.restart(
-                "the script sums floats without DistributedDataParallel, and has not asked"
-                " torch.distributed for the world size since the world shrank; it may divide them"
-                " by a size that it keeps in a variable: start it without --ranks-may-change"
+                "the script sums gradients itself, and has not asked torch.distributed for the"
+                " world size since the world shrank; it may divide them by a size that it keeps in"
+                " a variable: start it without --ranks-may-change"
             )
 
     def _made_step(self) -> None:
@@ -356,7 +356,7 @@ class OrderedGroup(ElasticGroup):
         """The world size, as the program sees it."""
         self._ask("the world size")
         if is_of_script(sys._getframe(1)):
-            self._sums_unasked = 0
+            self._has_changed, self._sums_unasked = False, 0
         if self._outside is not None:
             return self._outside[1]
         return len(self._shown) or 1
@@ -479,7 +479,9 @@ class OrderedGroup(ElasticGroup):
             call = call_of(name, args, kwargs, self._shown, site, trains=trains)
             self._note_parts(call.signature)
             self._has_summed |= call.signature.may_be_divided
-            self._sums_unasked += self._has_changed and call.signature.may_be_divided
+            is_of_gradients = callsites.is_in_backward() or not self._layouts
+            if self._has_changed and call.signature.may_be_divided and is_of_gradients:
+                self._sums_unasked += 1
             if self._shown != self._member.visible and (
                 why := why_not_issued(call.signature, self._member.visible)
             ):

@@ -34,11 +34,11 @@ def group_that_has_shrunk(monkeypatch, *, keeps_ranks=False):
     return group
 
 
-def add_up(group, tensor, reduction=ReduceOp.SUM):
+def add_up(group, tensor=None, reduction=ReduceOp.SUM):
     """Start a sum, or another reduction, as the script does."""
     options = AllreduceOptions()
     options.reduceOp = reduction
-    group._operate("allreduce", ([tensor], options), {})
+    group._operate("allreduce", ([torch.ones(2) if tensor is None else tensor], options), {})
 
 
 def step(group):
@@ -53,17 +53,28 @@ def ask(group, module="train"):
 
 def test_a_step_with_a_sum_whose_size_was_not_asked_for_restarts_all(monkeypatch):
     group = group_that_has_shrunk(monkeypatch)
-    add_up(group, torch.ones(2))
+    add_up(group)
     ask(group, "torch.utils.data.distributed")
     with pytest.raises(Restarted, match="has not asked"):
         step(group)
 
 
-def test_a_script_that_asks_after_each_sum_continues(monkeypatch):
+@pytest.mark.parametrize("calls", [(add_up, ask), (ask, add_up)], ids=["after", "before"])
+def test_a_script_that_asks_before_or_after_each_sum_continues(monkeypatch, calls):
     group = group_that_has_shrunk(monkeypatch)
-    add_up(group, torch.ones(2))
-    ask(group)
+    for call in calls:
+        call(group)
     step(group)
+
+
+def test_a_hook_that_sums_gradients_of_ddp_has_to_ask_as_well(monkeypatch):
+    group = group_that_has_shrunk(monkeypatch)
+    group._layouts[1] = SimpleNamespace(is_known=True, has=lambda _: False)
+    gradient = torch.ones(1, requires_grad=True)
+    gradient.register_hook(lambda _: add_up(group))
+    gradient.sum().backward()
+    with pytest.raises(Restarted, match="has not asked"):
+        step(group)
 
 
 @pytest.mark.parametrize(
@@ -82,5 +93,5 @@ def test_sums_that_are_scaled_or_of_no_gradients_restart_none(monkeypatch, exemp
     group = group_that_has_shrunk(monkeypatch, keeps_ranks=exempt == "sees its first world")
     if exempt == "has a DDP module":
         group._layouts[1] = SimpleNamespace()
-    add_up(group, torch.ones(2))
+    add_up(group)
     step(group)
