@@ -78,7 +78,7 @@ function curves(plot) {
   if (data.rate.some((value) => value !== null)) {
     curve(plot, data.rate, yRate, MARKS + RATE, "rate", false);
   } else {
-    label(root, "", LEFT + 8, MARKS + RATE / 2, "No step was seen so far.");
+    label(root, "", LEFT + 8, MARKS + RATE / 2, "No steps were logged in this span.");
   }
   const worldTop = MARKS + RATE + GAP;
   const [low, most] = scale(data.world, false);

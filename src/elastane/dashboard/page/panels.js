@@ -64,7 +64,7 @@ function drawInterruptions(job, incidents, page) {
   const allowed = job.restarts_allowed === null ? "" : ` of ${count(job.restarts_allowed)}`;
   fill(
     "answer-lost",
-    element("p", { class: "big" }, faults.length ? count(faults.length) : "Nothing", faults.length ? element("small", { text: `${faults.length === 1 ? "incident" : "incidents"}, ${duration(stood)} ${lost.some((one) => one.state === "open") ? "so far" : "until training went on"}` }) : null),
+    element("p", { class: "big" }, faults.length ? count(faults.length) : "Nothing", faults.length ? element("small", { text: `${faults.length === 1 ? "incident" : "incidents"}, ${duration(stood)} ${lost.some((one) => one.state === "open") ? "so far" : lost.some((one) => one.state === "fatal") ? "in all" : "until training went on"}` }) : null),
     account?.causes.length ? element("p", {}, "Goodput ", element("b", { text: share(account.goodput) }), kinds.length ? ` · ${kinds.join(" · ")}` : "") : null,
     element("p", { class: "quiet", text: `${count(job.restarts_used)}${allowed} restarts of the budget used${changes ? ` · ${plural(changes, "planned change")}` : ""}` }),
   );
@@ -175,7 +175,7 @@ function incidentCard(page, job, one) {
   add("Cause", one.cause || "The log does not say.");
   const evidence = one.evidence.filter((text) => !one.cause.includes(text.slice(text.indexOf(": ") + 2)));
   if (evidence.length) add("Evidence", element("ul", {}, ...evidence.map((text) => element("li", { text }))));
-  if (one.message) add("It said", element("pre", { text: one.message }));
+  if (one.message) add("It said", element("pre", { text: one.message.split("\n").filter((line) => !/^[\s^~]*[\^~][\s^~]*$/.test(line)).join("\n") }));
   if (one.consequences) add("Then", `${plural(one.consequences, "more failure")} elsewhere, as a consequence`);
   if (one.did.length) add("Done", element("ul", {}, ...one.did.map((text) => element("li", { text }))));
   add("Cost", ...cost(one));
