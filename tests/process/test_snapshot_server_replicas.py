@@ -96,19 +96,19 @@ def test_the_agent_knows_how_old_the_copies_are_and_how_long_they_took(pair, tmp
     (node, a), (_, b) = pair
     assert node.copies() == NodeCopies()
     save(a, 1, b, persist=persist_to(tmp_path / "store"), took_s=30.0)
-    until(lambda: node.copies().storage and node.copies().neighbour, "all three copies")
+    until(lambda: node.copies().storage and node.copies().replica, "all three copies")
     found = node.copies()
     assert not found.replicated
-    assert [each.step for each in (found.memory, found.neighbour, found.storage)] == [1, 1, 1]
-    assert all(30 < each.age_s < 90 for each in (found.memory, found.neighbour, found.storage))
-    assert 30 <= found.memory.took_s <= found.neighbour.took_s < 90 and found.storage.took_s < 30
+    assert [each.step for each in (found.memory, found.replica, found.storage)] == [1, 1, 1]
+    assert all(30 < each.age_s < 90 for each in (found.memory, found.replica, found.storage))
+    assert 30 <= found.memory.took_s <= found.replica.took_s < 90 and found.storage.took_s < 30
     save(a, 2, None)
     until(lambda: node.copies().memory.step == 2, "the copy in memory is newer")
-    assert node.copies().neighbour.step == 1 and node.copies().memory.age_s < 30
-    assert node.copies().memory.every_s > 30 and node.copies().neighbour.every_s is None
+    assert node.copies().replica.step == 1 and node.copies().memory.age_s < 30
+    assert node.copies().memory.every_s > 30 and node.copies().replica.every_s is None
     os.kill(node.server_pid, signal.SIGKILL)
     until(lambda: node.copies().memory is None, "its memory is lost")
-    assert node.copies().neighbour is None and node.copies().storage.step == 1
+    assert node.copies().replica is None and node.copies().storage.step == 1
 
 
 def test_the_replica_of_a_lost_nodes_part_is_given_to_new_workers(pair):

@@ -135,7 +135,7 @@ class SnapshotServerHandle:
             return None
         return NodeCopies(
             memory=_copy_at(held.memory, now_s),
-            neighbour=_copy_at(held.neighbour, now_s),
+            replica=_copy_at(held.replica, now_s),
             storage=_copy_at(held.storage, now_s),
             replicated=held.replicated,
         )
@@ -205,7 +205,7 @@ class SnapshotServerHandle:
     def _forget_memory(self) -> None:
         """Forget the copies that the server held, which has ended."""
         if self._held is not None:
-            self._held = structs.replace(self._held, memory=None, neighbour=None)
+            self._held = structs.replace(self._held, memory=None, replica=None)
 
     async def _ended(self, process: WorkerProcess) -> int:
         """Wait for the end of a server; one stopped by a signal is killed after a while."""

@@ -102,12 +102,12 @@ class StateCopy(msgspec.Struct, frozen=True, kw_only=True):
 class NodeCopies(msgspec.Struct, frozen=True, kw_only=True):
     """The newest copies of the state of a node's workers; None if no copy is known.
 
-    `memory` is in the node's snapshot server, `neighbour` in that of another node, `storage` is
+    `memory` is in the node's snapshot server, `replica` in that of another node, `storage` is
     durable. `replicated`: each is the whole state, not this node's part of it.
     """
 
     memory: StateCopy | None = None
-    neighbour: StateCopy | None = None
+    replica: StateCopy | None = None
     storage: StateCopy | None = None
     replicated: bool = True
 

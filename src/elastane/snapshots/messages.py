@@ -355,12 +355,12 @@ class RestoredEvent(msgspec.Struct, frozen=True, tag="restored"):
 class CopiesHeld(msgspec.Struct, frozen=True, tag="held", kw_only=True):
     """The newest copies of the state of this node's workers, for the agent's heartbeats.
 
-    `memory` is in this server, `neighbour` in that of another node, `storage` is durable.
+    `memory` is in this server, `replica` in that of another node, `storage` is durable.
     `replicated`: each of them is the whole state, not this node's part of it.
     """
 
     memory: CopyTime | None = None
-    neighbour: CopyTime | None = None
+    replica: CopyTime | None = None
     storage: CopyTime | None = None
     replicated: bool = True
 

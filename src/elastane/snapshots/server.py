@@ -246,7 +246,7 @@ def newest_held(groups: Sequence[CopiesHeld]) -> CopiesHeld:
     """
     return CopiesHeld(
         memory=_newest(one.memory for one in groups),
-        neighbour=_newest(one.neighbour for one in groups),
+        replica=_newest(one.replica for one in groups),
         storage=_newest(one.storage for one in groups),
         replicated=all(one.replicated for one in groups),
     )

@@ -95,7 +95,7 @@ class SnapshotStore:
         self.replicas = ReplicaStore()
         self._replicator = Replicator(origin, settings, self._copied)
         self.status = ServerStatus(self._table, self._writer, self._replicator)
-        self._in_memory, self._at_neighbour, self._in_storage = (CopyTimes() for _ in range(3))
+        self._in_memory, self._in_replica, self._in_storage = (CopyTimes() for _ in range(3))
         self._stored: tuple[Name, ...] = ()  # the newest durable one, if any
         self._held = CopiesHeld()
         self._alone_since_s = time.monotonic()
@@ -288,7 +288,7 @@ class SnapshotStore:
         whole = self._table.whole()
         held = CopiesHeld(
             memory=self._in_memory.newest(whole),
-            neighbour=self._at_neighbour.newest(self._replicator.table.there),
+            replica=self._in_replica.newest(self._replicator.table.there),
             storage=self._in_storage.newest(self._stored),
             replicated=not whole or self._contents[whole[0]].first.replicated,
         )
@@ -418,7 +418,7 @@ class SnapshotStore:
         with self._lock:
             if arrived and name in self._contents:
                 began_s = self._contents[name].began_s
-                self._at_neighbour.add(name, began_s, time.monotonic() - began_s)
+                self._in_replica.add(name, began_s, time.monotonic() - began_s)
             self._replicator.table.ended(name, arrived=arrived)
             self._carry_out(self._table.pin(self._replicator.table.pinned))
         self._free_dropped()

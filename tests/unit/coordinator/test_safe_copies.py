@@ -33,8 +33,8 @@ def test_replicated_state_on_two_nodes_survives_the_loss_of_one():
 
 
 def test_the_oldest_part_of_sharded_state_counts_and_no_part_may_be_missing():
-    def part(step, age_s, neighbour=None):
-        return NodeCopies(memory=copy(step, age_s), neighbour=neighbour, replicated=False)
+    def part(step, age_s, replica=None):
+        return NodeCopies(memory=copy(step, age_s), replica=replica, replicated=False)
 
     whole = reported(part(9, 1.0, copy(7, 5.0)), part(8, 3.0, copy(6, 8.0)))
     assert steps(whole.machine.report().safe) == [8, 6, None]

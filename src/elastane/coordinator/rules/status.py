@@ -73,7 +73,7 @@ def _safe(state: State) -> SafeCopies:
     if all(copies.replicated for copies, _ in known):
         worker, node = (*memory[:2], None, None)[:2]
         return SafeCopies(worker=worker, node=node, job=job)
-    replicas = _by_age([_aged(copies.neighbour, by_s) for copies, by_s in known])
+    replicas = _by_age([_aged(copies.replica, by_s) for copies, by_s in known])
     return SafeCopies(
         worker=memory[-1] if len(memory) == len(members) else None,
         node=replicas[-1] if len(replicas) == len(members) else None,
