@@ -299,7 +299,7 @@ class OrderedGroup(ElasticGroup):
 
         Under --ranks-may-change it asks for the size of each world, before or behind its sums.
         """
-        is_plain = not (self._member.keeps_ranks or self._shared)
+        is_plain = not (self._member.keeps_ranks or self.is_shared)
         if self._sums_unasked and is_plain and not self._host.follows:
             self._host.restart(
                 "the script sums gradients itself, and has not asked torch.distributed for the"

@@ -88,10 +88,19 @@ def test_reductions_that_are_not_divided_restart_none(monkeypatch, tensor, reduc
     step(group)
 
 
-@pytest.mark.parametrize("exempt", ["sees its first world", "has a DDP module"])
+class Stream:
+    """A shared state without a length."""
+
+    def __len__(self):
+        raise TypeError
+
+
+@pytest.mark.parametrize("exempt", ["sees its first world", "has a DDP module", "shares its state"])
 def test_sums_that_are_scaled_or_of_no_gradients_restart_none(monkeypatch, exempt):
     group = group_that_has_shrunk(monkeypatch, keeps_ranks=exempt == "sees its first world")
     if exempt == "has a DDP module":
         group._layouts[1] = SimpleNamespace()
+    if exempt == "shares its state":
+        group._shared = Stream()
     add_up(group)
     step(group)
