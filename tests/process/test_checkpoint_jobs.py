@@ -316,8 +316,9 @@ def test_a_job_in_place_whose_nodes_all_leave_saves_the_step_that_it_leaves_at(
                 job.cluster.wait(lambda node=node: not node.is_alive, "its end")
         job.cluster.wait(lambda: not any(node.is_alive for node in nodes), "the end of both")
     made = max(line["step"] for line in job.said("step"))
-    (kept,) = published(tmp_path / "ck")
-    assert int(kept[5:17]) == made
+    # An earlier one may be kept, too: on a busy host the second leave may come after a save.
+    newest = max(published(tmp_path / "ck"))
+    assert int(newest[5:17]) == made
     again = Saving(tmp_path / "again", "job", str(tmp_path / "ck"), nproc_per_node=1)
     with again.cluster:
         again.cluster.start("a")
