@@ -75,6 +75,8 @@ class ControlSockets:
         # Could recover, and closed their socket. Most have ended, and their failure is reported
         # soon.
         self._unreported: set[int] = set()
+        # Runs `end_reported` for workers that closed their socket and may live on.
+        self._timers: dict[int, asyncio.TimerHandle] = {}
         self._changed = changed
         self._peer_lost = lost
         self._answered = answered
@@ -166,6 +168,9 @@ class ControlSockets:
 
     def end_reported(self, local_rank: int) -> None:
         """Forget a worker whose socket closed: its end was reported, or its training loop ended."""
+        timer = self._timers.pop(local_rank, None)
+        if timer is not None:
+            timer.cancel()  # The next worker of this rank has a time of its own.
         if local_rank in self._unreported:
             self._unreported.discard(local_rank)
             self._changed()
@@ -198,7 +203,8 @@ class ControlSockets:
             packet = b""
         if not packet:
             self.close_one(local_rank)
-            asyncio.get_running_loop().call_later(_END_S, self.end_reported, local_rank)
+            loop = asyncio.get_running_loop()
+            self._timers[local_rank] = loop.call_later(_END_S, self.end_reported, local_rank)
             return
         try:
             self._handle(local_rank, control_socket.from_worker(packet))

@@ -48,7 +48,9 @@ def main() -> None:
                 (folder / "step").write_text(str(step.number))
                 (folder / "world").write_text(str(job.world_size))
         found = {"missing": int((net.seen == 0).sum()), "doubled": int((net.seen > 1).sum())}
-        (folder / f"{os.getpid()}.counts").write_text(json.dumps(found))
+        new = folder / f"{os.getpid()}.new"
+        new.write_text(json.dumps(found))
+        new.rename(new.with_suffix(".counts"))  # the worker may be killed as it writes
 
 
 if __name__ == "__main__":

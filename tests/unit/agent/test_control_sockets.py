@@ -71,6 +71,30 @@ def test_a_living_worker_with_a_closed_socket_has_left_its_loop_after_a_while(mo
     asyncio.run(scenario())
 
 
+def test_the_time_of_a_lost_worker_does_not_end_that_of_its_lost_replacement(monkeypatch):
+    """The replacement died one second after the first worker, and counted as one that finished."""
+
+    async def scenario():
+        heard, begun = Heard(), []
+        loop = asyncio.get_running_loop()
+        later = loop.call_later
+        monkeypatch.setattr(
+            loop, "call_later", lambda *args: begun.append(later(60, *args[1:])) or begun[-1]
+        )
+        for turn in range(2):
+            with heard.lines.open(0) as worker:
+                worker.send(encode(CanRecoverInPlace()))
+                await heard.wait(2 * turn + 1)
+            await heard.wait_closed(0)
+            if not turn:
+                heard.lines.end_reported(0)
+        assert [handle.cancelled() for handle in begun] == [True, False]
+        assert heard.told == [{0}, set(), {0}]
+        begun[-1].cancel()
+
+    asyncio.run(scenario())
+
+
 def test_a_node_has_the_least_joining_of_the_latest_reports_of_its_workers():
     async def scenario():
         heard = Heard()
