@@ -14,33 +14,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+
+from bench.ranks import joined, output_of_rank_0
 
 SHARDS = 8
 REPEATS = 25
 FLOATS = (2_000_000, 20_000_000)
 WORLDS = (2, 3, 4, 5)
-DEADLINE_S = 300.0
 
 
-def worker(rank: int, size: int, port: int, floats: int) -> None:
+def worker(rank: int, port: int, size: int, floats: int) -> None:
     """Run one rank; rank 0 prints each turn's seconds, of wall time and of processor time."""
     import torch
 
     from elastane.comms.elastic import ElasticGroup
-    from elastane.comms.group import Wiring, WorldGroup
-    from elastane.comms.mean import Mean, dealt_evenly
+    from elastane.comms.mean import Mean
+    from elastane.data.ledger import dealt_evenly
 
     torch.set_num_threads(1)
     group = ElasticGroup()
-    group.replace(
-        WorldGroup(Wiring(rank, size, "127.0.0.1", port, "0.0", serves=rank == 0)).build()
-    )
+    group.replace(joined(rank, size, port))
     vector = torch.ones(floats)
     mean = Mean(floats, torch.float32, torch.device("cpu"), SHARDS)
 
@@ -71,18 +68,7 @@ def worker(rank: int, size: int, port: int, floats: int) -> None:
 
 def measured(size: int, floats: int) -> tuple[float, float, float, float]:
     """Return the median seconds of all-reduce and of the mean, and the medians of both ratios."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "bench.reduction", "--worker"]
-    words = [[str(word) for word in (rank, size, port, floats)] for rank in range(size)]
-    others = [subprocess.Popen([*command, *each]) for each in words[1:]]
-    try:
-        told = subprocess.check_output([*command, *words[0]], timeout=DEADLINE_S)
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-    turns = json.loads(told)
+    turns = json.loads(output_of_rank_0("bench.reduction", size, (size, floats)))
     plain_s, _, mean_s, _ = (statistics.median(each) for each in zip(*turns, strict=True))
     ratio = statistics.median(turn[2] / turn[0] for turn in turns)
     return plain_s, mean_s, ratio, statistics.median(turn[3] / turn[1] for turn in turns)

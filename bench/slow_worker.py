@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
-import subprocess
 import sys
 import time
+
+from bench.ranks import joined, output_of_rank_0
 
 WORKERS, SHARDS, SHARD_S = 4, 16, 0.01
 STEPS, MEASURED = 120, 60
 SLOWER = (1.3, 1.5, 2.0, 3.0)
-DEADLINE_S = 300.0
 
 
 def worker(rank: int, port: int, slower: float, by_speed: bool) -> None:
@@ -28,7 +27,6 @@ def worker(rank: int, port: int, slower: float, by_speed: bool) -> None:
     import torch
 
     import elastane
-    from elastane.comms.group import Wiring, WorldGroup
     from elastane.worker import shard_speeds
     from elastane.worker.job import Job
     from elastane.worker.mode import Deterministic
@@ -37,8 +35,7 @@ def worker(rank: int, port: int, slower: float, by_speed: bool) -> None:
     if not by_speed:
         shard_speeds.GAIN = 1.0  # no deal is that much faster
     job = Job(None, Deterministic(SHARDS, 0), None).join()
-    wiring = Wiring(rank, WORKERS, "127.0.0.1", port, "0.0", serves=rank == 0)
-    job.process_group.replace(WorldGroup(wiring).build())
+    job.process_group.replace(joined(rank, WORKERS, port))
     net = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     job.track(net=net, optimizer=optimizer)
@@ -64,19 +61,7 @@ def worker(rank: int, port: int, slower: float, by_speed: bool) -> None:
 
 def rate(slower: float, *, by_speed: bool) -> float:
     """Return the steps per second of a job whose last worker is slower by this factor."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "bench.slow_worker", "--worker"]
-    words = [[str(word) for word in (rank, port, slower, int(by_speed))] for rank in range(WORKERS)]
-    quiet = subprocess.DEVNULL
-    others = [subprocess.Popen([*command, *each], stderr=quiet) for each in words[1:]]
-    try:
-        told = subprocess.check_output([*command, *words[0]], stderr=quiet, timeout=DEADLINE_S)
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-    return float(told)
+    return float(output_of_rank_0("bench.slow_worker", WORKERS, (slower, int(by_speed))))
 
 
 def main() -> int:

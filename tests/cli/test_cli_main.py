@@ -78,6 +78,12 @@ def test_a_full_disk_under_the_output_of_a_job_does_not_end_it(full, code, says,
     assert done.returncode == code and says in done.stdout, done
 
 
+def test_an_error_is_escaped_where_stderr_has_fewer_characters():
+    done = run("run", "--n\u00f6pe", env={**os.environ, **LIGHT, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == ExitCode.USAGE
+    assert "no such option: --n\\xf6pe" in done.stderr
+
+
 def test_an_error_on_a_full_disk_has_its_exit_code():
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "elastane", "run", "--nope"]

@@ -13,7 +13,8 @@ from elastane.comms import near, transfer
 from elastane.comms.channel import GroupChannel
 from elastane.comms.digest import probe, raw_bytes, state_digest
 from elastane.comms.elastic import ElasticGroup
-from elastane.comms.mean import Mean, dealt_evenly
+from elastane.comms.mean import Mean
+from elastane.data.ledger import dealt_evenly
 from elastane.errors import PeerLostError, StateError
 
 

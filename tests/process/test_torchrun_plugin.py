@@ -197,7 +197,7 @@ def test_an_elastic_job_survives_a_killed_node_an_arrival_and_a_departure(
         killed_s = last_of(both, "b").time_s
         runs.kill_node("b")
         after = runs.wait_steps(1, pids(alone) | pids(both))
-        # torchrun's own c10d backend takes 47 s for this, of which 45 s until a worker is told.
+        # torchrun's own c10d backend takes 47 s for this; its workers get an error after 45 s.
         assert after[0].time_s - killed_s < 20.0
         assert runs.agents["a"].poll() is None
         runs.start("c")

@@ -8,6 +8,7 @@ fast.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -71,9 +72,14 @@ def main_of(verb: str, argv: Sequence[str], prog: str) -> int:
 
 def _with_exit_codes(action: Callable[[], int], prog: str) -> int:
     _open_closed_streams()
-    console = sys.__stderr__
-    if console is not None and sys.stderr is console and not console.isatty():
-        sys.stderr = io.TextIOWrapper(_Unfailing(2, "w", closefd=False), write_through=True)
+    own = sys.__stderr__
+    if own is not None and sys.stderr is own:
+        sys.stderr = io.TextIOWrapper(
+            _Unfailing(own.fileno(), "w", closefd=False),
+            encoding=own.encoding,
+            errors=own.errors,
+            write_through=True,
+        )
     try:
         code = action()
         sys.stdout.flush()
@@ -111,12 +117,13 @@ class _Unfailing(io.FileIO):
     """
 
     def write(self, data: Any, /) -> int:
-        """Write; what the descriptor rejects is lost."""
-        try:
-            written = super().write(data)
-        except OSError:
-            written = None
-        return memoryview(data).nbytes if written is None else written
+        """Write all of `data`; what the descriptor rejects is lost."""
+        left = memoryview(data).cast("B")
+        size = left.nbytes
+        with contextlib.suppress(OSError):
+            while left and (written := super().write(left)):
+                left = left[written:]
+        return size
 
 
 def _dispatch(words: list[str], prog: str) -> int:

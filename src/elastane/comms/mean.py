@@ -36,13 +36,6 @@ Node: TypeAlias = tuple[int, int]
 Write: TypeAlias = Callable[[torch.Tensor, bool], object]
 
 
-def dealt_evenly(shards: int, world_size: int) -> tuple[range, ...]:
-    """Return the shards of each rank: contiguous, and as even as possible."""
-    assert 0 < world_size <= shards, (world_size, shards)
-    ends = [rank * shards // world_size for rank in range(world_size + 1)]
-    return tuple(map(range, ends, ends[1:]))
-
-
 def raised(node: Node, shards: int) -> Node:
     """Return the highest node with the same sum: a right sibling without shards adds nothing."""
     level, place = node

@@ -165,6 +165,14 @@ def cut(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
     return start + length * part // parts, start + length * (part + 1) // parts
 
 
+def dealt_evenly(shards: int, world_size: int) -> tuple[range, ...]:
+    """Return the virtual shards of each rank: consecutive ones, and as evenly as possible.
+
+    In a world of more ranks than shards some ranks have none.
+    """
+    return tuple(range(*cut(0, shards, rank, world_size)) for rank in range(world_size))
+
+
 class Owing(NamedTuple):
     """The owed positions of an epoch. `is_further`: all its own steps are committed."""
 

@@ -26,7 +26,7 @@ from elastane.data.ledger import (
     Owing,
     Spans,
     VirtualDeal,
-    cut,
+    dealt_evenly,
 )
 from elastane.data.recall import Recall
 from elastane.data.streams import FOR_LOADER
@@ -177,15 +177,11 @@ class DataPosition:
 
     @property
     def dealt(self) -> tuple[range, ...]:
-        """The virtual shards of each rank: consecutive ones.
-
-        In a world of more ranks than shards some ranks have none.
-        """
-        if self._counts is not None:
-            ends = [0, *accumulate(self._counts)]
-            return tuple(map(range, ends, ends[1:]))
-        size = self.world[1]
-        return tuple(range(*cut(0, self.virtual_shards, rank, size)) for rank in range(size))
+        """The virtual shards of each rank: consecutive ones."""
+        if self._counts is None:
+            return dealt_evenly(self.virtual_shards, self.world[1])
+        ends = [0, *accumulate(self._counts)]
+        return tuple(map(range, ends, ends[1:]))
 
     @property
     def virtual(self) -> VirtualDeal:

@@ -140,7 +140,7 @@ class RayAgent:
             return AgentEnd(None, f"Ray did not start it within {START_LIMIT_S:g} s")
 
     def leave(self, drain: RayDrain) -> None:
-        """Tell the agent that its node is going, and until when it stays."""
+        """Give the agent a notice that Ray removes its node, with the deadline of the drain."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._actor.leave.remote(drain.left_s)
 

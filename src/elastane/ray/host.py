@@ -61,7 +61,7 @@ class AgentHost:
         return self._agent.wait()
 
     def leave(self, left_s: float | None) -> None:
-        """Tell the agent that this node is going, in so many seconds if that is known."""
+        """Give the agent a notice that Ray removes this node in `left_s`; None: no deadline."""
         deadline = "" if left_s is None else f"{left_s:.1f} "
         write_atomic(self._notice, f"{deadline}Ray drains this node\n".encode())
 

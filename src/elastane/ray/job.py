@@ -80,8 +80,8 @@ class RayJob:
         self._placement = Placement(self._spec.max_nodes, request.need)
         self._token = request.config.rendezvous.token or new_token()
         self._agents: dict[str, _PlacedAgent] = {}
-        # Nodes whose agents know that Ray drains them.
-        self._told: set[str] = set()
+        # Nodes whose agents have a notice that Ray drains them.
+        self._given_notice: set[str] = set()
         # When agents ended with exit code 1, by their nodes, until it is known what that means.
         self._failed: dict[str, float] = {}
         self._asked = asyncio.Event()
@@ -186,20 +186,20 @@ class RayJob:
         self._is_silent = nodes is None
         if nodes is None:
             return
-        self._tell_drained(nodes)
+        self._give_notices(nodes)
         for node in self._placement.due(nodes, time.monotonic()):
             self._start(node, endpoint)
         if self._not_started is not None and not self._agents:
             raise self._not_started
         self._say_short(nodes)
 
-    def _tell_drained(self, nodes: Sequence[RayNode]) -> None:
-        """Let the agents of nodes that Ray drains leave, each once."""
+    def _give_notices(self, nodes: Sequence[RayNode]) -> None:
+        """Give a notice to the agents of nodes that Ray drains, each once."""
         for node in nodes:
             one = self._agents.get(node.node_id)
-            if node.drain is None or one is None or node.node_id in self._told:
+            if node.drain is None or one is None or node.node_id in self._given_notice:
                 continue
-            self._told.add(node.node_id)
+            self._given_notice.add(node.node_id)
             left_s = node.drain.left_s
             until = "" if left_s is None else f", which ends in {left_s:.0f} s"
             _log.warning("Ray drains the node %s%s: its agent leaves", node.address, until)
@@ -220,7 +220,7 @@ class RayJob:
             if not one.end.done():
                 continue
             del self._agents[node_id]
-            self._told.discard(node_id)
+            self._given_notice.discard(node_id)
             one.agent.kill()
             try:
                 end = one.end.result()
@@ -248,7 +248,7 @@ class RayJob:
             if not self._agents:
                 self._placement.ended(node_id, ExitCode.WORKER_FAILED, now_s)
             elif now_s - at_s > limit_s:
-                _log.error("an agent crashed, since the job goes on without it; it is replaced")
+                _log.error("an agent crashed, since the job continues without it; it is replaced")
                 self._placement.ended(node_id, None, now_s)
             else:
                 continue

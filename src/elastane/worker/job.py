@@ -601,7 +601,7 @@ class Job:
         mesh = self._world.mesh
         rank = self.process_group.rank() if mesh is None else mesh.coordinate
         self._open_feed.rewind(rank, self.process_group.size())
-        self.mode.bound()
+        self.mode.restore_deal()
 
 
 def _not_begun(step: Step) -> JobError:

@@ -79,8 +79,8 @@ class Mode:
     def loaded(self, took_s: float) -> None:
         """Record how long this rank has waited for the data of the next step."""
 
-    def bound(self) -> None:
-        """Note that the data is dealt anew, for this world or for another one."""
+    def restore_deal(self) -> None:
+        """Deal as this mode decided in this world, after the data was dealt evenly again."""
 
     def redeal(self) -> bool:
         """Change how later steps are dealt to ranks, once a step is made; return whether it did."""
@@ -261,8 +261,8 @@ class Deterministic(Mode):
         self._cursor.deal_by(counts)
         return True
 
-    def bound(self) -> None:
-        """Deal by speed again in the world in which that was decided: another loop has begun."""
+    def restore_deal(self) -> None:
+        """Deal by speed as was decided in this world: another loop over the steps begins."""
         world, counts = self._decided
         if self._cursor is None or world is None or world is not self.group.world:
             return  # The members of another world know no speeds yet.

@@ -2,9 +2,10 @@
 
     garbage.py SEED MAGIC
 
-MAGIC, in hexadecimal digits, begins each handshake of elastane. What is sent is random bytes, cut
-and overlong handshakes, requests of other protocols, and nothing at all; connections are closed,
-reset, or left open for a while. It reads the ports from /proc, so it finds those of workers too.
+MAGIC is the first bytes of each handshake of elastane, in hexadecimal digits. The program sends
+random bytes, cut and overlong handshakes, requests of other protocols, and nothing at all. It
+closes or resets its connections, or leaves them open for a while. It reads the ports from /proc, so
+it finds those of workers too.
 """
 
 from __future__ import annotations

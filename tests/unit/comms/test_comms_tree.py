@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from elastane.comms.mean import Buffers, TreeSum, blocks_of, combine, dealt_evenly
+from elastane.comms.mean import Buffers, TreeSum, blocks_of, combine
+from elastane.data.ledger import dealt_evenly
 
 
 def _reference(vectors):

@@ -180,7 +180,7 @@ def test_a_second_finding_of_one_standstill_is_no_second_incident():
 
 
 def test_a_failure_during_a_standstill_keeps_its_culprit_as_the_cause():
-    """Those that wait give up in the end, and would be blamed in its stead."""
+    """The workers that wait for it fail in the end, and their failure is not the cause."""
     view = play(
         settled(1, "a b", 2),
         named(),

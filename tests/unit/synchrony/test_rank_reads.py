@@ -14,7 +14,7 @@ A, B = Identity(1), Identity(2)
 
 
 def reads_after(*asked, lost=10):
-    """Return the questions of a program that asked after so many steps, and then lost rank 0."""
+    """Return the reads of a program that read its rank in these steps, and then lost rank 0."""
     reads = RankReads()
     for steps in asked:
         reads.asked(steps)

@@ -21,7 +21,7 @@ def mode():
 
 def dealt_again(mode):
     mode._cursor.bind(0, 2)
-    mode.bound()
+    mode.restore_deal()
     return mode._cursor.dealt
 
 
