@@ -24,9 +24,12 @@ CLASSES = {
     "stop": "stopped",
     "other": "other-collective",
     "extra": "other-collective",
+    "large": "other-shape",
+    "small": "other-shape",
 }
-# After these the wait never ends, so the agent ends the culprit, and all workers restart.
-ENDED = ("stop", "other", "extra")
+# After these the wait never ends, so the agent ends the culprit, or gloo a worker that received too
+# much, and all workers restart.
+ENDED = ("stop", "other", "extra", "large", "small")
 
 
 class CulpritJob:

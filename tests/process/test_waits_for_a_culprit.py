@@ -12,7 +12,7 @@ from culprit_jobs import CLASSES, ENDED, CulpritJob
 
 SOAK_FAULTS = int(os.environ.get("SOAK_FAULTS", "400"))
 SOAK_IN_PLACE = int(os.environ.get("SOAK_IN_PLACE", "300"))
-IN_PLACE = ("loop", "sleep", "lock", "loader", "disk", "stop")
+IN_PLACE = ("loop", "sleep", "lock", "loader", "disk", "stop", "large", "small")
 
 
 def test_the_culprit_is_named_with_what_it_does_instead(tmp_path):
@@ -36,6 +36,12 @@ def test_the_culprit_is_named_with_what_it_does_instead(tmp_path):
         assert (found.data["class"], found.data["ranks"]) == ("other-collective", "2"), found.reason
         assert "rank 2 called broadcast (waits_for_a_culprit.py:" in found.reason
         assert "ranks 0-1 called all_reduce (reduce.py:" in found.reason
+        found, _ = job.fault("large", 1)
+        assert (found.data["class"], found.data["ranks"]) == ("other-shape", "1"), found.reason
+        assert "rank 1 called all_reduce of 4,000 bytes (waits_for_a_culprit.py:" in found.reason
+        assert "ranks 0, 2 called all_reduce of 28 bytes (reduce.py:" in found.reason
+        job.cluster.wait_event("restart", count=3)
+        assert job.cluster.events("restart")[-1].data["cause_rank"] == 1
 
 
 def test_the_culprit_of_several_nodes_is_named_and_ended_where_the_wait_never_ends(tmp_path):
@@ -96,7 +102,7 @@ def test_random_faults_name_the_right_rank_and_kind(tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_in_place_the_right_rank_and_kind_are_named_too(tmp_path):
-    """Faults of each kind except mismatched collectives, which the group itself reports."""
+    """Faults of each kind except another collective, which the group itself reports."""
     right, all_of = Counter(), Counter()
     for number in range(SOAK_IN_PLACE):
         fault = IN_PLACE[number % len(IN_PLACE)]

@@ -54,7 +54,6 @@ from enum import Enum, auto
 import msgspec
 
 from elastane.errors import ExitCode
-from elastane.protocol.culprits import culprit_data
 from elastane.protocol.diagnosis import exit_text, failure_text, is_lost_peer
 from elastane.protocol.effects import (
     AgentEffect,
@@ -154,6 +153,7 @@ from elastane.protocol.model import (
     WaitPoint,
 )
 from elastane.protocol.stragglers import Pace
+from elastane.protocol.verdicts import culprit_data
 from elastane.protocol.words import counted
 
 # All failures of a report must fit into one frame, in any alphabet. The first ones say the most.
@@ -1110,7 +1110,8 @@ class Group:
     def add_failure(self, failure: Failure, ended_s: float) -> None:
         """Store `failure` with its time on the own clock, from which its age is computed."""
         if len(self.failures) >= FULL_TEXTS_MAX:
-            failure = msgspec.structs.replace(failure, message=failure.message[-SHORT_TEXT_CHARS:])
+            short = failure.message[-SHORT_TEXT_CHARS:]
+            failure = msgspec.structs.replace(failure, message=short, calls=())
         self.replaced.discard(failure.local_rank)
         self.recoverable = tuple(i for i in self.recoverable if i != failure.local_rank)
         if len(self.failures) < FAILURES_MAX or failure.local_rank in self.failures:

@@ -21,7 +21,6 @@ from elastane.protocol.culprits import (
     Reports,
     StandstillEvidence,
     StandstillRules,
-    Verdict,
     evidence_of,
     hung_alone,
     is_shown,
@@ -29,6 +28,7 @@ from elastane.protocol.culprits import (
 )
 from elastane.protocol.limits import WHERE_CHARS_MAX
 from elastane.protocol.model import Assignment, Failure
+from elastane.protocol.verdicts import Verdict
 
 # After this long without progress, workers are sampled at each look.
 _CLOSE_S = 1.0

@@ -32,6 +32,7 @@ from elastane.process.worker_environment import (
 )
 from elastane.protocol.limits import FAILURE_TEXT_CHARS_MAX, Timing
 from elastane.protocol.model import NO_RANK, Assignment, Failure
+from elastane.protocol.ring import CALLS_SENT_MAX, WorkerCalls
 
 # The descriptors of the status page and the control socket in every worker, above those that
 # programs open themselves.
@@ -166,6 +167,10 @@ class LocalWorker:
             fds={PAGE_FD: self.page.fd, CONTROL_FD: control_fd},
             cpus=setup.cpus[self.local_rank] if setup.cpus else frozenset(),
         )
+
+    def last_calls(self) -> WorkerCalls:
+        """Return the last collectives that it called, as its page shows them."""
+        return WorkerCalls(rank=self.rank, calls=self.page.ring().calls[-CALLS_SENT_MAX:])
 
     async def last_words(self, setup: GroupSetup) -> LastWords:
         """Return what the worker left about its end; empty if the log folder does not answer."""

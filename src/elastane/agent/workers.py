@@ -21,6 +21,8 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from elastane.agent.control_sockets import ControlSockets, place_message
 from elastane.agent.failure_reports import OomCounters, kill_evidence, read_memory
 from elastane.agent.first_steps import Beginning, FirstSteps
@@ -38,7 +40,8 @@ from elastane.process.streams.console import process_console
 from elastane.process.streams.group import GroupStreams
 from elastane.process.timers import WorkerTimer
 from elastane.process.worker_environment import WorkerFacts, worker_environment
-from elastane.protocol.culprits import StandstillEvidence, Verdict
+from elastane.protocol.culprits import StandstillEvidence
+from elastane.protocol.diagnosis import is_lost_peer, says_mismatch
 from elastane.protocol.effects import AimGroup, MarkGroup
 from elastane.protocol.events import (
     AgentEvent,
@@ -58,6 +61,8 @@ from elastane.protocol.events import (
     WorkerSucceeded,
 )
 from elastane.protocol.model import Assignment, Failure, Fence, Joining
+from elastane.protocol.ring import CALLERS_MAX, WorkerCalls
+from elastane.protocol.verdicts import Verdict
 
 _log = logging.getLogger("elastane.workers")
 _streams_log = logging.getLogger("elastane.streams")
@@ -250,12 +255,23 @@ class LocalWorkerGroup:
     async def _watch(self, worker: LocalWorker, process: WorkerProcess) -> None:
         code = await process.wait()
         worker.keep_steps()
+        calls: tuple[WorkerCalls, ...] = ()
         if any(known is worker for known in self._workers):
+            calls = self._last_calls(worker, code)  # Survivors call others from here on.
             self._sockets.close_exited(worker.local_rank)
-        await self._report_end(worker, process, code)
+        await self._report_end(worker, process, code, calls)
         self._sockets.end_reported(worker.local_rank)
 
-    async def _report_end(self, worker: LocalWorker, process: WorkerProcess, code: int) -> None:
+    def _last_calls(self, worker: LocalWorker, code: int) -> tuple[WorkerCalls, ...]:
+        """Return the last collectives of a worker that failed; of all if gloo may have ended it."""
+        if code == 0:
+            return ()
+        shown = [each for each in self._members() if each is worker or code == -signal.SIGABRT]
+        return tuple(each.last_calls() for each in shown[:CALLERS_MAX])
+
+    async def _report_end(
+        self, worker: LocalWorker, process: WorkerProcess, code: int, calls: tuple[WorkerCalls, ...]
+    ) -> None:
         ended_s = time.monotonic()
         if self.setup.timers is not None:
             self.setup.timers.forget(process.pid)
@@ -275,6 +291,8 @@ class LocalWorkerGroup:
         # The error file has the time of the fault; the process ended some time later.
         failed_s = min(ended_s, words.failed_s or ended_s)
         failure = worker.failure(process.pid, code, words, evidence, stopped=stopped_in_its_end)
+        if is_lost_peer(failure) or says_mismatch(failure):
+            failure = msgspec.structs.replace(failure, calls=calls)
         self._post_failed(failure, failed_s)
 
     def _begin_more(self, local_ranks: tuple[int, ...], standby: Assignment) -> None:

@@ -421,6 +421,8 @@ class _Machine:
         A script that reports no steps is not known as productive before its world has ended, so
         the time counts from the start of its workers.
         """
+        if not event.measure("still_s"):
+            return  # It was found after a failure, which ended the world.
         since_s = self._ledger.since(_WORKING)
         if not self._has_steps and self._world.started_s is not None:
             since_s = min(since_s, self._world.started_s)

@@ -364,7 +364,10 @@ def _stall(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
 
 
 def _culprit(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
-    """Open an incident for a standstill, or replace what an open one says of it."""
+    """Open an incident for a standstill, or replace what an open one says of it.
+
+    A culprit that is found after a failure is the cause of the incident that this failure opened.
+    """
     still_s, ranks = event.measure("still_s"), event.text("ranks")
     first = ranks.partition(",")[0]
     found: dict[str, object] = {
@@ -377,6 +380,9 @@ def _culprit(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     stall = history.beside("stall")
     if stall is not None and stall.fence == (event.round, event.attempt):
         return _changed(history, stall, **found)
+    incident = _of_world(history, event)
+    if incident is not None:
+        return _changed(history, incident, **found)
     history = _opened(history, event, "stall", str(found["title"]))
     from_s = event.time_s - still_s
     return _changed(history, history.listed[-1], from_s=from_s, detected_s=still_s, **found)

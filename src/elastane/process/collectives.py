@@ -22,6 +22,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from elastane.process.status_page import WorkerPage
 from elastane.process.step_meter import Loading, StepMark, StepMeter
 from elastane.protocol.ring import (
     CALLS_MAX,
+    GROUP_MASK,
     GROUP_SHIFT,
     GROUPS_MAX,
     OPERATIONS,
@@ -110,7 +112,7 @@ class CollectiveRecorder:
         self.numbers = itertools.count(1)
         # Threads that are in a collective: those that it calls itself are not recorded.
         self.inside: set[int] = set()
-        # By the identity of the group: its number, shifted to its place, and its count of calls.
+        # By the identity of the group: a digest of its name, shifted to its place, and its calls.
         default = [0, 0]
         self.groups: dict[int, list[int]] = {id(None): default}
         self.default = default
@@ -124,9 +126,15 @@ class CollectiveRecorder:
         """Return the entry of a group that is used for the first time."""
         module: Any = sys.modules.get(_C10D)
         is_default = module is not None and group is module.GroupMember.WORLD
-        entry = self.default if is_default else [len(self.groups) << GROUP_SHIFT, 0]
+        entry = self.default if is_default else [_digest(group) << GROUP_SHIFT, 0]
         self.groups[id(group)] = entry
         return entry
+
+
+def _digest(group: Any) -> int:
+    """Return a number of 24 bits for a group, equal on all of its members; never 0."""
+    name = str(getattr(group, "group_name", ""))
+    return (zlib.crc32(name.encode()) & GROUP_MASK) or 1
 
 
 class _State:

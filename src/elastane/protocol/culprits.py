@@ -15,24 +15,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
 from typing import Annotated
 
 import msgspec
 
 from elastane.protocol.hangs import HANG_CEILING_S, ranks_text
 from elastane.protocol.limits import REASON_CHARS_MAX
+from elastane.protocol.mismatches import judge_boards, judge_calls
 from elastane.protocol.model import Count, Name
-from elastane.protocol.ring import GROUPS_MAX, GroupBoard, Number, Ring, Short, ranks_of
+from elastane.protocol.ring import (
+    CALLS_SENT_MAX,
+    GROUPS_MAX,
+    GroupBoard,
+    RecordedCall,
+    Ring,
+    Short,
+    WorkerCalls,
+    ranks_of,
+)
+from elastane.protocol.verdicts import Kind, Verdict
 
 # A worker computes if its main thread ran, or could have run, in this share of the samples.
 BUSY_SHARE = 0.7
-# Collectives that all members of a group call with tensors of one shape.
-_EQUAL_SHAPES = frozenset(
-    ("all_reduce", "allreduce", "broadcast", "reduce", "all_reduce_coalesced")
-)
-
-
 # A world is judged after this multiple of its longest recent time without a new collective. It is
 # not judged before it has made some: the first ones wait for compilers and downloads.
 STANDSTILL_FACTOR = 10.0
@@ -49,52 +53,6 @@ PASSED_MAX = 256
 # Workers of one node in one report: with full boards it still fits into a frame. A node with more
 # is not compared with others.
 EVIDENCE_MAX = 64
-
-
-class Kind(StrEnum):
-    """The activity of a culprit, or the kind of fault.
-
-    The values are stable: `explain --json` has them.
-    """
-
-    STOPPED = "stopped"
-    ENDED = "ended"
-    OTHER_COLLECTIVE = "other-collective"
-    OTHER_SHAPE = "other-shape"
-    LOCK_HELD = "lock-held"
-    DATA_LOADER = "data-loader"
-    DISK = "disk"
-    BUSY = "busy"
-    SLEEPS = "sleeps"
-    DEBUGGED = "debugged"
-    NETWORK = "network"
-    DEADLOCK = "deadlock"
-
-
-class Outlook(StrEnum):
-    """Whether another attempt may succeed."""
-
-    MAY_PASS = "may-pass"  # the fault was of a machine, or transient
-    SAME_AGAIN = "same-again"  # the script would repeat it
-    UNKNOWN = "unknown"
-
-
-# No collective of these workers ever completes, whatever the others wait for.
-CERTAIN = frozenset((Kind.STOPPED, Kind.ENDED, Kind.OTHER_COLLECTIVE, Kind.OTHER_SHAPE))
-OUTLOOKS: Mapping[Kind, Outlook] = {
-    Kind.STOPPED: Outlook.MAY_PASS,
-    Kind.ENDED: Outlook.SAME_AGAIN,
-    Kind.OTHER_COLLECTIVE: Outlook.SAME_AGAIN,
-    Kind.OTHER_SHAPE: Outlook.SAME_AGAIN,
-    Kind.LOCK_HELD: Outlook.UNKNOWN,
-    Kind.DATA_LOADER: Outlook.UNKNOWN,
-    Kind.DISK: Outlook.MAY_PASS,
-    Kind.BUSY: Outlook.UNKNOWN,
-    Kind.SLEEPS: Outlook.UNKNOWN,
-    Kind.DEBUGGED: Outlook.MAY_PASS,
-    Kind.NETWORK: Outlook.MAY_PASS,
-    Kind.DEADLOCK: Outlook.SAME_AGAIN,
-}
 
 
 # In place of a letter of /proc: a signal has stopped the worker, but not for long.
@@ -118,7 +76,7 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StandstillEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """The evidence of one worker at a standstill: its ring, its process, and its `last` call."""
+    """The evidence of one worker at a standstill: its process, its groups, and its last calls."""
 
     rank: Count
     node_id: Name
@@ -126,51 +84,12 @@ class StandstillEvidence(msgspec.Struct, frozen=True, kw_only=True):
     groups: Annotated[dict[Short, GroupBoard], msgspec.Meta(max_length=GROUPS_MAX)] = {}
     where: Short = ""
     debugged: bool = False
-    last: Short = ""
+    calls: Annotated[tuple[RecordedCall, ...], msgspec.Meta(max_length=CALLS_SENT_MAX)] = ()
 
     def waits_in(self) -> set[str]:
         """Return the groups in which this worker has begun a collective that is not complete."""
         at = {name: group.position for name, group in self.groups.items()}
         return {name for name, position in at.items() if position.begun > position.completed}
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The culprits by rank, and the cause in one sentence; no ranks if no worker is behind.
-
-    `place` is where the others wait. `ends`: the ranks that the coordinator ends if the wait would
-    last for ever. They are the culprits, or one of the waiting workers if no culprit is alive.
-    """
-
-    kind: Kind
-    ranks: tuple[Count, ...]
-    sentence: str
-    group: str = ""
-    sequence: int = 0
-    place: str = ""
-    ends: tuple[Count, ...] = ()
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether the wait never ends by itself."""
-        return self.kind in CERTAIN
-
-    @property
-    def outlook(self) -> Outlook:
-        """Whether another attempt may succeed."""
-        return OUTLOOKS[self.kind]
-
-
-def culprit_data(verdict: Verdict, still_s: float) -> dict[str, str | int | float | bool]:
-    """Return the fields of a verdict that the event log keeps."""
-    return {
-        "class": verdict.kind.value,
-        "ranks": ",".join(map(str, verdict.ranks)),
-        "outlook": verdict.outlook.value,
-        "certain": verdict.is_certain,
-        "group": verdict.group,
-        "sequence": verdict.sequence,
-        "still_s": round(still_s, 1),
-    }
 
 
 class Reports:
@@ -274,7 +193,6 @@ class StandstillRules:
 
 def evidence_of(rank: int, node_id: str, ring: Ring, facts: ProcessFacts) -> StandstillEvidence:
     """Return a worker's evidence, from its ring and the facts about its process."""
-    last = ring.calls[-1] if ring.calls else None
     return StandstillEvidence(
         rank=rank,
         node_id=node_id,
@@ -282,7 +200,7 @@ def evidence_of(rank: int, node_id: str, ring: Ring, facts: ProcessFacts) -> Sta
         groups=ring.board.groups,
         where=ring.board.where,
         debugged=ring.board.debugged,
-        last=f"{last.operation} ({last.site})" if last is not None else "",
+        calls=ring.calls[-CALLS_SENT_MAX:],
     )
 
 
@@ -369,11 +287,18 @@ class _Case:
 
     def of_mismatch(self) -> Verdict | None:
         """Blame workers that called another collective than most, or with another shape."""
+        nodes = {rank: each.node_id for rank, each in self._workers.items()}
+        places = {rank: place_of(each.where) for rank, each in self._workers.items()}
         for name in sorted(self._groups):
-            found = _mismatch(name, [self._workers[rank] for rank in sorted(self._groups[name])])
+            boards = {rank: self._workers[rank].groups[name] for rank in self._groups[name]}
+            found = judge_boards(name, boards, places, nodes)
             if found is not None:
                 return found
-        return None
+        groups = [each for worker in self._workers.values() for each in worker.groups.values()]
+        if any(each.backend not in ("", "gloo") for each in groups):
+            return None
+        calls = (WorkerCalls(rank=r, calls=each.calls) for r, each in self._workers.items())
+        return judge_calls(calls, nodes, only_open=True)
 
     def of_missing(self) -> Verdict | None:
         """Blame the workers for which others wait, and which wait for no other themselves."""
@@ -520,7 +445,8 @@ def _doing(worker: StandstillEvidence, kind: Kind) -> str:
     """Return what a culprit does instead of its next collective, as a clause with its place."""
     who, at = f"rank {worker.rank}", f" at {place_of(worker.where)}" if worker.where else ""
     file = f": {worker.facts.reads}" if worker.facts.reads else ""
-    last = f"; its last collective was {worker.last}" if worker.last else ""
+    call = worker.calls[-1] if worker.calls else None
+    last = f"; its last collective was {call.operation} ({call.site})" if call else ""
     return {
         Kind.STOPPED: f"{who} is stopped by a signal (SIGSTOP){last}",
         Kind.ENDED: f"{who} has ended with exit code {worker.facts.exit_code}{last}",
@@ -549,68 +475,6 @@ def place_of(where: str) -> str:
     """Return the line and the function of a description such as "barrier (train.py:8, main)"."""
     _, opened, place = where.partition(" (")
     return place.removesuffix(")") if opened else where
-
-
-def _mismatch(name: str, members: Sequence[StandstillEvidence]) -> Verdict | None:
-    """Return who called another collective, or with another shape, in a group at a standstill.
-
-    Only collectives that are not complete on all members count, and only gloo's: a mismatch ends a
-    worker, and other backends were not tried.
-    """
-    if any(each.groups[name].backend != "gloo" for each in members if each.groups[name].calls):
-        return None
-    done = min(each.groups[name].position.completed for each in members)
-    calls = {
-        each.rank: {c.sequence: c for c in each.groups[name].calls if c.sequence > done}
-        for each in members
-    }
-    open_calls = set[int]().union(*calls.values())
-    for sequence in sorted(open_calls):
-        seen = {rank: found[sequence] for rank, found in calls.items() if sequence in found}
-        by_operation = _sides({rank: call.operation for rank, call in seen.items()})
-        if len(by_operation) > 1:
-            return _of_sides(Kind.OTHER_COLLECTIVE, name, sequence, by_operation, members)
-        if all(call.operation in _EQUAL_SHAPES for call in seen.values()):
-            shapes = {rank: f"{call.elements} x {call.dtype}" for rank, call in seen.items()}
-            by_shape = _sides(shapes)
-            if len(by_shape) > 1:
-                return _of_sides(Kind.OTHER_SHAPE, name, sequence, by_shape, members)
-    return None
-
-
-def _sides(words: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Return the ranks by the collective that they called, the most of them first."""
-    found: dict[str, list[int]] = {}
-    for rank, word in sorted(words.items()):
-        found.setdefault(word, []).append(rank)
-    return sorted(found.items(), key=lambda side: -len(side[1]))
-
-
-def _of_sides(
-    kind: Kind,
-    name: str,
-    sequence: Number,
-    sides: Sequence[tuple[str, list[int]]],
-    members: Sequence[StandstillEvidence],
-) -> Verdict:
-    """Blame the smaller side; of two equal sides none."""
-    workers = {each.rank: each for each in members}
-    most = len(sides[0][1])
-    tied = sum(len(ranks) == most for _, ranks in sides) > 1
-    ranks = [] if tied else [rank for _, side in sides[1:] for rank in side]
-    texts = [f"{ranks_text(side)} called {word}{_place(workers[side[0]])}" for word, side in
-             reversed(sides)]  # fmt: skip
-    text = f"collective #{sequence} of group {name!r} differs: {'; '.join(texts)}"
-    if ranks:
-        who = f"{ranks_text(ranks)} on node {workers[ranks[0]].node_id}"
-        text = f"{who}: {text}"
-    return Verdict(
-        kind=kind,
-        ranks=tuple(sorted(ranks)),
-        sentence=text[:REASON_CHARS_MAX],
-        group=name,
-        sequence=sequence,
-    )
 
 
 def _places(workers: Iterable[StandstillEvidence]) -> str:

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from elastane.protocol.mismatches import judge_calls
 from elastane.protocol.model import NO_RANK, Cause, FailedWorker, Failure, Fence
+from elastane.protocol.ring import WorkerCalls
+from elastane.protocol.verdicts import Verdict
 
 # Failures in an outcome, and the text that each carries after the first ones: 64 KB to each agent
 # at most, once.
@@ -34,6 +37,8 @@ _LOST_PEER = (
     "read timeout",
     "timed out waiting",
 )
+# What gloo says as it ends a worker that received more than its tensor holds (torch 2.13).
+_TOO_MUCH = "received data size doesn't match expected size"
 # Signals that another process sends: the worker's last output is not about its end.
 _FROM_OUTSIDE = frozenset(
     {
@@ -80,6 +85,11 @@ def is_lost_peer(failure: Failure) -> bool:
         return False
     text = failure.message.lower()
     return any(sign in text for sign in _LOST_PEER)
+
+
+def says_mismatch(failure: Failure) -> bool:
+    """Whether the worker ended because another one sent more than it expected."""
+    return not _is_unexplained(failure) and _TOO_MUCH in failure.message.lower()
 
 
 def is_state_lost(failure: Failure) -> bool:
@@ -168,7 +178,7 @@ def failures_in_order(sightings: Sequence[Sighting], now_s: float) -> tuple[Fail
         if place >= OUTCOME_FAILURES_WHOLE:
             message = message[-OUTCOME_FAILURE_CHARS_MAX:]
         failure = msgspec.structs.replace(
-            one.failure, age_s=max(0.0, now_s - one.at_s), message=message
+            one.failure, age_s=max(0.0, now_s - one.at_s), message=message, calls=()
         )
         found.append(FailedWorker(node_id=one.node_id, failure=failure))
     return tuple(found)
@@ -182,18 +192,45 @@ def root_cause(sightings: Sequence[Sighting], fence: Fence) -> Cause:
     """Return the earliest failure that no lost peer explains; needs at least one sighting."""
     own = [s for s in sightings if not is_lost_peer(s.failure)] or list(sightings)
     first = min(own, key=_place)
-    failure, error = first.failure, _own_error(first.failure)
+    failure = msgspec.structs.replace(first.failure, calls=())
+    error, mismatch = _own_error(failure), find_mismatch(sightings)
     alike = sum(bool(error) and _own_error(s.failure) == error for s in sightings) - bool(error)
     who = f"{worker_text(failure.rank)} (local rank {failure.local_rank}, pid {failure.pid})"
+    what = f"{who} on node {first.node_id} {end_text(failure)}{_error_text(failure)}"
     return Cause(
         kind="worker",
-        what=f"{who} on node {first.node_id} {end_text(failure)}{_error_text(failure)}",
-        node_id=first.node_id,
+        what=what if mismatch is None else f"{mismatch.sentence}; so {what}",
+        node_id=culprit_node(sightings, mismatch) or first.node_id,
         fence=fence,
         failure=failure,
         consequences=len(sightings) - 1 - alike,
         alike=alike,
+        culprits=() if mismatch is None else mismatch.ranks,
+        is_mismatch=mismatch is not None,
     )
+
+
+def find_mismatch(sightings: Sequence[Sighting]) -> Verdict | None:
+    """Return which rank called another collective than most, if that ended a worker by gloo.
+
+    None if no worker says so, or if the collectives that the failures carry do not show it.
+    """
+    if not any(says_mismatch(one.failure) for one in sightings):
+        return None
+    calls: dict[int, WorkerCalls] = {}
+    nodes: dict[int, str] = {}
+    for one in sorted(sightings, key=_place):
+        for each in one.failure.calls:
+            calls.setdefault(each.rank, each)
+            nodes.setdefault(each.rank, one.node_id)
+    return judge_calls(calls.values(), nodes)
+
+
+def culprit_node(sightings: Sequence[Sighting], mismatch: Verdict | None) -> str:
+    """Return the node of the first rank that differs; "" if it is not known."""
+    ranks = () if mismatch is None else mismatch.ranks[:1]
+    carried = ((one.node_id, each.rank) for one in sightings for each in one.failure.calls)
+    return next((node_id for node_id, rank in carried if rank in ranks), "")
 
 
 def crash_site(failure: Failure) -> str:

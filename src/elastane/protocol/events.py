@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from elastane.protocol.culprits import StandstillEvidence, Verdict
+from elastane.protocol.culprits import StandstillEvidence
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.model import Failure, Fence, Joining, PortOffer, Sharding
+from elastane.protocol.verdicts import Verdict
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from elastane.protocol.limits import (
     WHERE_CHARS_MAX,
     Timing,
 )
+from elastane.protocol.ring import CALLERS_MAX, WorkerCalls
 
 # Bounds that the wire checks while decoding; a NaN is in no range. Names may be somewhat too long
 # here, so that admission can refuse them in words.
@@ -204,7 +205,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     `rank` is NO_RANK for a worker without a place in a world. `stopped`: the worker failed by an
     error of its own and was stopped while it was ending; `exit_code` is that of the stop. `steps`
-    counts the steps that the worker had reported; a script that reports none has 0.
+    counts the steps that the worker had reported; a script that reports none has 0. `calls`: its
+    last collectives if it lost a peer; those of all workers of the node if it received too much.
     """
 
     local_rank: int
@@ -219,6 +221,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     output: bool = False
     stopped: bool = False
     steps: Count = 0
+    calls: Annotated[tuple[WorkerCalls, ...], msgspec.Meta(max_length=CALLERS_MAX)] = ()
 
 
 class FailedWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,6 +235,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """The root cause of an incident, found over all nodes.
 
     `alike` counts the other failures by the same error, `consequences` the failures that followed.
+    `is_mismatch`: gloo ended the worker, since ranks called different collectives; `culprits` are
+    those that differ from most.
     """
 
     kind: str  # "worker" | "timeout" | "request" | "configuration"
@@ -241,6 +246,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     consequences: int = 0
     alike: int = 0
+    culprits: tuple[Count, ...] = ()
+    is_mismatch: bool = False
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,9 +36,13 @@ RING_BYTES = BOARD_AT + BOARD_BYTES
 # Groups of one worker, and the last collectives of each, that a board names.
 GROUPS_MAX = 32
 CALLS_MAX = 16
+# The last recorded calls of a worker that a message carries, and the workers of one message.
+CALLS_SENT_MAX = 8
+CALLERS_MAX = 64
 
 # The second word of a record holds three numbers: group, site and operation.
 GROUP_SHIFT, SITE_SHIFT, LOW_BITS = 40, 8, 8
+GROUP_MASK = (1 << 64 - GROUP_SHIFT) - 1
 _SITE_MASK = (1 << (GROUP_SHIFT - SITE_SHIFT)) - 1
 
 # The operations by their numbers in a record. New ones are appended, so that numbers stay.
@@ -58,8 +62,8 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_MAX)]
 class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
     """One collective that the program called.
 
-    `number` counts the calls of this worker, `count` those within the group, which has the number
-    `group` in this worker; 0 is the default group. `returned_ns` is 0 while the call lasts.
+    `number` counts the calls of this worker, `count` those within the group. `group` is a digest of
+    its name, equal on all members; 0 is the default group. `returned_ns` is 0 while the call lasts.
     """
 
     number: Number
@@ -70,6 +74,13 @@ class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
     count: Number
     entered_ns: Number
     returned_ns: Number = 0
+
+
+class WorkerCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """The last collectives that the worker of a rank called, the oldest first."""
+
+    rank: Number
+    calls: Annotated[tuple[RecordedCall, ...], msgspec.Meta(max_length=CALLS_SENT_MAX)] = ()
 
 
 class Position(msgspec.Struct, frozen=True):

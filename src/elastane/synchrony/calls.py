@@ -59,11 +59,13 @@ def call_of(
     outputs = tensors[0] if tensors else []
     is_gather = name in _ALL_GATHERS or name.startswith(("allgather", "all_gather"))
     inputs = outputs if name in _IN_PLACE else [each for more in tensors[1:] for each in more]
+    is_alike = name in _IN_PLACE or is_gather
     root = visible[options.rootRank] if name in _ROOTED else None
     counts = not any(t.is_floating_point() or t.is_complex() for t in outputs)
     signature = Signature(
         kind=name,
-        layout=_layout(outputs) if name in _IN_PLACE or is_gather else 0,
+        layout=_layout(outputs) if is_alike else 0,
+        elements=sum(each.numel() for each in outputs) if is_alike else 0,
         reduction=_reduction(options),
         root=root,
         shaped=_shaped(name, outputs, inputs, len(visible)),

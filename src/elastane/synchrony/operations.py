@@ -13,6 +13,8 @@ from typing import NewType
 
 # A process, from its start to its end. It never changes; ranks do.
 Identity = NewType("Identity", int)
+# The reasons for a restart begin so if workers have issued different collectives.
+OTHER_PROGRAM = "workers do not run the same program"
 
 
 class Rule(Enum):
@@ -84,7 +86,8 @@ _PRIVATE = _SCATTERED | {
 class Signature:
     """One operation, as it has to be the same on all members.
 
-    `kind`: torch's name. `layout`: a digest of the types and element counts of its tensors.
+    `kind`: torch's name. `layout`: a digest of the types and element counts of its tensors, which
+    have `elements` in all.
     `reduction`: "sum", "max", ..., or "". `root`: the member that a broadcast comes from, by
     identity, since its rank changes. `shaped`: the number of members that the buffers have room
     for; 0: any number. `counts`: whether the data are integers. `is_tally`: whether those count
@@ -93,6 +96,7 @@ class Signature:
 
     kind: str
     layout: int = 0
+    elements: int = 0
     reduction: str = ""
     root: Identity | None = None
     shaped: int = 0

@@ -53,7 +53,14 @@ from elastane.synchrony.contributions import (
 )
 from elastane.synchrony.meeting import Meeting
 from elastane.synchrony.newcomers import SharedState
-from elastane.synchrony.operations import Identity, Rule, Signature, Site, why_parts_are_lost
+from elastane.synchrony.operations import (
+    OTHER_PROGRAM,
+    Identity,
+    Rule,
+    Signature,
+    Site,
+    why_parts_are_lost,
+)
 from elastane.synchrony.optimizer_steps import OptimizerSteps
 from elastane.synchrony.pending import OrderedWork, PendingOperation, RestartingWork
 from elastane.synchrony.rank_reads import RankReads, is_of_script
@@ -699,8 +706,7 @@ class OrderedGroup(ElasticGroup):
             raise self._peer_lost()
         if int(total.item()) != mark * world.size:
             self._host.restart(
-                "workers do not run the same program: some have left it, or have issued other"
-                " collectives"
+                f"{OTHER_PROGRAM}: some have left it, or have issued other collectives"
             )
 
     def _pump(self) -> None:

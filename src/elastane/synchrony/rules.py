@@ -71,11 +71,13 @@ This module is pure: no torch, no clock, no I/O. The caller serialises all calls
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from elastane.synchrony.operations import Identity, Rule, Signature
+from elastane.protocol.words import counted
+from elastane.synchrony.operations import OTHER_PROGRAM, Identity, Rule, Signature
 
 # A vote follows this many operations, also without units. It bounds what is kept of operations
 # that prove nothing about others, such as broadcasts.
@@ -272,7 +274,7 @@ def _why_not(survivors: Sequence[Table], cut: int) -> str:
     if _boundary(survivors) is not None and len({table.issued for table in survivors}) > 1:
         counts = sorted({table.issued for table in survivors})
         return (
-            "workers do not run the same program: at one boundary they have issued"
+            f"{OTHER_PROGRAM}: at one boundary they have issued"
             f" {counts[0]} and {counts[-1]} collectives"
         )
     signatures: dict[int, Signature] = {}
@@ -299,11 +301,23 @@ def _why_programs_differ(survivors: Sequence[Table], signatures: dict[int, Signa
         for number, signature in sorted(table.signatures.items()):
             other = signatures.setdefault(number, signature)
             if other != signature:
-                return (
-                    f"workers do not run the same program: operation {number} is"
-                    f" {other.described()} on one and {signature.described()} on another"
-                )
+                sides = _sides(survivors, number)
+                return f"{OTHER_PROGRAM}: operation {number} is {' and '.join(sides)}"
     return _why_one_is_missed(survivors, signatures)
+
+
+def _sides(survivors: Sequence[Table], number: int) -> list[str]:
+    """Return what the survivors called as operation `number`, with how many of them, most first."""
+    calls = [t.signatures[number] for t in survivors if number in t.signatures]
+    return [
+        f"{what} on {counted(count, 'worker')}"
+        for what, count in Counter(_sized(call) for call in calls).most_common()
+    ]
+
+
+def _sized(signature: Signature) -> str:
+    size = f" of {counted(signature.elements, 'element')}" if signature.elements else ""
+    return signature.described() + size
 
 
 def _why_one_is_missed(survivors: Sequence[Table], signatures: Mapping[int, Signature]) -> str:
@@ -314,7 +328,7 @@ def _why_one_is_missed(survivors: Sequence[Table], signatures: Mapping[int, Sign
     signature = signatures.get(last)
     what = "a collective" if signature is None else signature.described()
     return (
-        f"workers do not run the same program: one has ended, or has called"
+        f"{OTHER_PROGRAM}: one has ended, or has called"
         f" destroy_process_group(), after {last} collectives, and another waits in {what}"
     )
 

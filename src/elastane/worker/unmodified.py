@@ -40,6 +40,7 @@ from elastane.process.worker_environment import RANKS_MAY_CHANGE
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Joining
 from elastane.protocol.ring import Position
+from elastane.synchrony.operations import OTHER_PROGRAM
 from elastane.synchrony.ordered import OrderedGroup, watch_forwards
 from elastane.synchrony.visible import VisibleWorld
 from elastane.worker import drain, running_saves
@@ -54,6 +55,8 @@ RESTART_SLUG = "in-place-restart"
 STATE_LOST_SLUG = "job-state-lost"
 # How often a worker that waits at a boundary reads its status page.
 _POLL_S = 0.001
+# What a person does about workers whose collectives differ.
+_SAME_CALLS = "let all ranks call the same collectives in the same order, with equal sizes"
 # The description of the group of all workers, as torch has it.
 _GROUP = "0"
 _BACKENDS = ("", "gloo", "cpu:gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo")
@@ -245,8 +248,9 @@ class UnmodifiedWorker:
 
 def restart(reason: str, slug: str = RESTART_SLUG) -> NoReturn:
     """End this worker, so that all workers of the job restart from the script's checkpoint."""
+    do = _SAME_CALLS if reason.startswith(OTHER_PROGRAM) else "nothing"
     _end(
-        f"all workers restart: {reason}. Next step: nothing; they continue from the script's last"
+        f"all workers restart: {reason}. Next step: {do}; they continue from the script's last"
         f" checkpoint, or from the start if it loads none [{slug}]"
     )
 

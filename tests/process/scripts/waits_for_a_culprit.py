@@ -83,7 +83,19 @@ def extra(total):
     dist.all_reduce(total)
 
 
-FAULTS = {each.__name__: each for each in (loop, sleep, lock, disk, stop, other, extra)}
+def large(_total):
+    """Reduce more than the others: gloo ends a rank that receives it."""
+    dist.all_reduce(torch.ones(1000))
+
+
+def small(_total):
+    """Reduce less than the others, which then wait for the rest."""
+    dist.all_reduce(torch.ones(3))
+
+
+FAULTS = {
+    each.__name__: each for each in (loop, sleep, lock, disk, stop, other, extra, large, small)
+}
 
 
 def main():

@@ -2,7 +2,7 @@
 
 from test_agent_rules import FENCE, Agent
 
-from elastane.protocol.culprits import Kind, ProcessFacts, StandstillEvidence, Verdict
+from elastane.protocol.culprits import ProcessFacts, StandstillEvidence
 from elastane.protocol.effects import (
     AimGroup,
     EndGroupWorker,
@@ -39,6 +39,7 @@ from elastane.protocol.messages import (
     StandstillReport,
 )
 from elastane.protocol.model import Fence, Joining, PortOffer, Sharding
+from elastane.protocol.verdicts import Kind, Verdict
 
 WHOLE, SOLE = Sharding(), Sharding(sole=True)
 

@@ -4,9 +4,9 @@ from coordinator_driver import Driver, job_spec
 
 from elastane.protocol.culprits import ProcessFacts, StandstillEvidence
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import EndWorker, StandstillReport
-from elastane.protocol.model import Fence
-from elastane.protocol.ring import GroupBoard, Position
+from elastane.protocol.messages import EndWorker, Failed, StandstillReport
+from elastane.protocol.model import Failure, Fence
+from elastane.protocol.ring import GroupBoard, Position, RecordedCall, WorkerCalls
 
 STOPPED = ProcessFacts(state="T", lock_held=True)
 
@@ -101,3 +101,42 @@ def test_workers_that_all_compute_have_no_culprit():
     stands_still(job, "a", 9, 9)
     stands_still(job, "b", 9, 9)
     assert not culprits(job)
+
+
+def made(rank, nbytes, site):
+    """Return two collectives of a worker, the second of which is not complete."""
+    calls = tuple(
+        RecordedCall(
+            number=count,
+            operation="all_reduce",
+            site=site,
+            nbytes=28 if count == 4 else nbytes,
+            group=0,
+            count=count,
+            entered_ns=count,
+        )
+        for count in (4, 5)
+    )
+    return WorkerCalls(rank=rank, calls=calls)
+
+
+def fails(job, node_id, rank, message, *calls, code=1):
+    base = job.assigned[node_id].rank_base
+    failure = Failure(
+        local_rank=rank - base, rank=rank, pid=50 + rank, exit_code=code, message=message,
+        calls=calls,
+    )  # fmt: skip
+    job.says(node_id, Failed(fence=job.assigned[node_id].fence, failures=(failure,)))
+
+
+def test_the_rank_that_sent_too_much_is_the_culprit_of_a_worker_that_gloo_ended():
+    job = running()
+    too_much = "Received data size doesn't match expected size."
+    fails(job, "a", 1, too_much, made(0, 28, "a.py:1"), made(1, 28, "a.py:1"), code=-6)
+    assert not culprits(job), "the workers of one node called alike"
+    fails(job, "b", 2, "Connection closed by peer", made(2, 4000, "a.py:2"))
+    fails(job, "b", 3, "Connection closed by peer", made(3, 28, "a.py:1"))
+    [found] = culprits(job)
+    assert found.data["class"] == "other-shape" and found.data["ranks"] == "2"
+    assert found.data["culprit_node"] == "b"
+    assert "rank 2 called all_reduce of 4,000 bytes (a.py:2)" in found.reason

@@ -368,7 +368,7 @@ def test_the_last_line_of_stderr_is_called_that_and_an_error_is_not():
 def test_a_killed_worker_that_once_wrote_of_a_connection_is_no_consequence():
     killed = replace(failure(1, "retrying: connection refused", -9), output=True)
     assert not is_lost_peer(killed)
-    assert cause_of(failure(2, "Connection closed by peer"), killed).failure is killed
+    assert cause_of(failure(2, "Connection closed by peer"), killed).failure == killed
 
 
 def test_workers_that_wrote_the_same_line_did_not_fail_by_the_same_error():

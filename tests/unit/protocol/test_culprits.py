@@ -9,21 +9,19 @@ import msgspec
 import pytest
 
 from elastane.protocol.culprits import (
-    CERTAIN,
     PASSED_MAX,
     PAUSED,
     STANDSTILL_MOVES_FIRST,
-    Kind,
     ProcessFacts,
     Reports,
     StandstillEvidence,
     StandstillRules,
-    Verdict,
     hung_alone,
     is_shown,
     judge,
 )
 from elastane.protocol.ring import CALLS_MAX, GroupBoard, GroupCall, Position, spans
+from elastane.protocol.verdicts import CERTAIN, Kind, Verdict
 
 SEEDS = range(400)
 # Of each kind of fault, what its worker's process shows.

@@ -8,9 +8,10 @@ never ends by itself; then its failure is like any other.
 from __future__ import annotations
 
 from elastane.coordinator.rules.state import State
-from elastane.protocol.culprits import culprit_data, judge
+from elastane.protocol.culprits import judge
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import EndWorker
+from elastane.protocol.verdicts import culprit_data
 
 
 def find_culprit(state: State) -> None:

@@ -12,11 +12,18 @@ from elastane.coordinator.rules.incident import BudgetVerdict, Crash, Incident
 from elastane.coordinator.rules.nodes import named
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.errors import ExitCode
-from elastane.protocol.diagnosis import crash_site, failures_in_order, root_cause
+from elastane.protocol.diagnosis import (
+    crash_site,
+    culprit_node,
+    failures_in_order,
+    find_mismatch,
+    root_cause,
+)
 from elastane.protocol.limits import VERDICT_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Close
 from elastane.protocol.model import NO_RANK, Cause, Failure, Outcome
+from elastane.protocol.verdicts import culprit_data
 
 
 def success(state: State) -> bool:
@@ -30,6 +37,7 @@ def success(state: State) -> bool:
 def failure(state: State, incident: Incident, why: str) -> bool:
     """End the job: workers failed and may not restart."""
     assert state.world is not None
+    note_mismatch(state, incident, is_over=True)
     cause = root_cause(incident.sightings, state.world.fence)
     assert cause.failure is not None
     return _close(
@@ -40,11 +48,24 @@ def failure(state: State, incident: Incident, why: str) -> bool:
             slug="worker-failed",
             exit_code=ExitCode.WORKER_FAILED,
             cause=cause,
-            next_step=_advice(cause.failure, state.budget.allowed),
+            next_step=_advice(cause, cause.failure, state.budget.allowed),
             failures=failures_in_order(incident.sightings, state.now_s),
             fence=state.world.fence,
         ),
     )
+
+
+def note_mismatch(state: State, incident: Incident, *, is_over: bool = False) -> None:
+    """Log once which rank called another collective than the others, if gloo ended one for that.
+
+    `is_over`: no further failures of the incident come, so equal sides stay equal.
+    """
+    found = None if incident.has_mismatch else find_mismatch(incident.sightings)
+    if found is None or not (found.ranks or is_over):
+        return
+    incident.note_mismatch()
+    data = {**culprit_data(found, 0.0), "culprit_node": culprit_node(incident.sightings, found)}
+    state.log(EventKind.CULPRIT, found.sentence, **data)
 
 
 def verdict_pending(state: State, incident: Incident) -> bool:
@@ -62,6 +83,7 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
     `kind` is REPLACEMENT if only the lost workers are replaced and the others continue.
     """
     assert state.world is not None
+    note_mismatch(state, incident, is_over=True)
     cause = root_cause(incident.sightings, state.world.fence)
     crash = None
     if kind is EventKind.RESTART and cause.failure is not None:
@@ -88,16 +110,19 @@ def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:
     """Return the part of a root cause that the event log keeps."""
     if cause is None or cause.failure is None:
         return {}
+    rank = cause.culprits[0] if cause.culprits else cause.failure.rank
     return {
         "cause": cause.what,
         "cause_node": cause.node_id,
-        **({} if cause.failure.rank == NO_RANK else {"cause_rank": cause.failure.rank}),
+        **({} if rank == NO_RANK else {"cause_rank": rank}),
         "consequences": cause.consequences,
         "alike": cause.alike,
     }
 
 
-def _advice(failure: Failure, allowed: int) -> str:
+def _advice(cause: Cause, failure: Failure, allowed: int) -> str:
+    if cause.is_mismatch:
+        return "let all ranks call the same collectives in the same order, with equal sizes"
     if failure.evidence.startswith("out of memory"):
         return (
             "give the workers more memory, or let each use less: fewer of them on this node,"

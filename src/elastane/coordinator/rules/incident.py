@@ -40,6 +40,7 @@ class Incident:
     lost_state: bool = False  # a worker reported that its world has lost the state
     other_mesh: bool = False  # workers that joined have a mesh of another size
     asked_restart: bool = False  # a worker ended because all have to restart after a loss
+    has_mismatch: bool = False  # it was logged which rank called another collective
     own_causes: int = 0  # failures that none of these explains, nor a lost peer
     follows_loss: bool = False  # a worker or a node was lost since all workers started
     follows_settled: bool = False  # the last change of the world was charged, or cost nothing
@@ -73,6 +74,10 @@ class Incident:
     def charge(self) -> None:
         """Record that the budget was charged, or that no charge is due."""
         self.charged = True
+
+    def note_mismatch(self) -> None:
+        """Record that the rank that called another collective was logged."""
+        self.has_mismatch = True
 
     def blame_departure(self, node_id: str) -> None:
         """Record that a node departed or lost its workers: the incident is not charged."""

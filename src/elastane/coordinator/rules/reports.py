@@ -211,6 +211,7 @@ def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]
         + (" to restart all workers" if asks_restart(first) else ""),
     )
     incident.record(node.id, failures, state.now_s)
+    ending.note_mismatch(state, incident)
     state.holders.record_ended_workers(node, {f.local_rank for f in failures}, state.world)
     if state.in_place.active:
         node.workers.lose(failures)
