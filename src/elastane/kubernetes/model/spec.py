@@ -1,4 +1,4 @@
-"""The ElasticJob's spec as types: the source of the definition's schema and of the validation.
+"""The spec of an ElasticJob as types, from which its schema and its validation are made.
 
 The fields of the original TorchElastic controller come first; ours are all optional. Bounds are
 part of the types, so that schema and operator cannot differ. Rules between fields are in
@@ -38,13 +38,13 @@ def _meaning(text: str) -> Meta:
 class SchedulingPolicy(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
 ):
-    """What a scheduler needs to make a pod group of the job; the operator makes none."""
+    """Input of a scheduler that makes pod groups. The operator makes none."""
 
     min_available: Annotated[Count | None, _meaning("Pods that must be scheduled together.")] = None
 
 
 class RunPolicy(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """How the job runs and ends. The same fields are valid directly in spec."""
+    """Limits and policies of the run. The same fields are valid directly in spec."""
 
     clean_pod_policy: Annotated[
         CleanPodPolicy | None,
@@ -73,7 +73,7 @@ class RunPolicy(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_
 
 
 class ExitCodeRule(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """The action for a pod that ended with one of the codes. The first rule that matches counts."""
+    """The action for pods that end with one of these codes. The first matching rule applies."""
 
     codes: Annotated[Codes, _meaning('Exit codes 1 to 255, or ranges such as "64-78".')]
     action: Annotated[
@@ -86,15 +86,15 @@ class ExitCodeRule(msgspec.Struct, frozen=True, kw_only=True, rename="camel", om
 
 
 class NodeQuarantine(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Nodes on which pods of the job failed too often are avoided."""
+    """The number of failures after which the operator avoids a node for new pods of the job."""
 
     failures: Annotated[
-        Annotated[int, Meta(ge=1, le=1000)], _meaning("So many failures of pods on one node.")
+        Annotated[int, Meta(ge=1, le=1000)], _meaning("Failures of the job's pods on one node.")
     ] = 3
 
 
 class WorkersSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """The workers: how many pods there are, when they are made again, and their template."""
+    """The worker pods: their number, their restart policy and their template."""
 
     replicas: Annotated[
         Count,

@@ -1,4 +1,4 @@
-"""The status of an ElasticJob, which the operator writes for people and as its own memory.
+"""The status of an ElasticJob, which users read and from which the operator continues.
 
 The status is the operator's only memory. Each counted event is kept here under the uid of its
 object, so that an operator that was killed at any point counts it once. Lists are bounded, since
@@ -17,11 +17,11 @@ _Time = Annotated[
 
 
 class _StatusPart(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Base of the parts of a status."""
+    """Base class of the parts of a status. Fields at their defaults are not written."""
 
 
 class Condition(_StatusPart, frozen=True, kw_only=True):
-    """One condition, as of Kubernetes' own objects, with the original's two times."""
+    """One condition, with the fields of Kubernetes and the two times of the original controller."""
 
     type: str
     status: str
@@ -33,7 +33,7 @@ class Condition(_StatusPart, frozen=True, kw_only=True):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Pods by phase; the original's three counts, written also when they are 0."""
+    """Pods by phase: the three counts of the original controller, written also when they are 0."""
 
     active: int = 0
     succeeded: int = 0
@@ -41,7 +41,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class WorkerStatus(_StatusPart, frozen=True, kw_only=True):
-    """One pod, for a person: of at most WORKERS_TOLD_MAX pods, those in trouble first."""
+    """One pod. The list is bounded; if it cannot hold all pods, it holds the failing ones first."""
 
     index: int
     pod: str = ""
@@ -54,9 +54,9 @@ class WorkerStatus(_StatusPart, frozen=True, kw_only=True):
 
 
 class EarlyEnd(_StatusPart, frozen=True, kw_only=True):
-    """An index whose pod ended early: how often in a row, and when the next may be made.
+    """An index whose pod ended early: its early ends in a row, and the time of the next attempt.
 
-    `waiting`: its replacement does not run yet.
+    `waiting`: the replacement pod does not run yet.
     """
 
     index: int
@@ -68,7 +68,7 @@ class EarlyEnd(_StatusPart, frozen=True, kw_only=True):
 
 
 class NodeFailures(_StatusPart, frozen=True, kw_only=True):
-    """A node on which pods of the job failed. `unfit`: an agent said so itself (exit code 69)."""
+    """A node on which pods of the job failed. `unfit`: an agent there exited with code 69."""
 
     name: str
     failures: int = 0
@@ -76,14 +76,14 @@ class NodeFailures(_StatusPart, frozen=True, kw_only=True):
 
 
 class InPlace(_StatusPart, frozen=True, kw_only=True):
-    """Restarts of a pod's containers by its kubelet, as far as they are counted."""
+    """The restarts of a pod's containers by its kubelet that the operator has counted."""
 
     uid: str
     restarts: int = 0
 
 
 class Crashes(_StatusPart, frozen=True, kw_only=True):
-    """Failures in a row without a step above `step`, the highest; `time`: of the last failure."""
+    """Failures in a row since the job last passed `step`, its highest. `time`: the last failure."""
 
     count: int = 0
     step: int = 0
@@ -91,27 +91,27 @@ class Crashes(_StatusPart, frozen=True, kw_only=True):
 
 
 class IncidentStatus(_StatusPart, frozen=True, kw_only=True):
-    """The last incident or failure, and its cause."""
+    """The cause and the time of an incident or a failure."""
 
     cause: str
     time: _Time = None
 
 
 class JobStatus(_StatusPart, frozen=True, kw_only=True):
-    """The whole status. Counters never go back while the job lives.
+    """The status of the job. Its counters never decrease.
 
     `restarts` counts replaced pods, restarted containers, and restarts of workers by their agents;
-    `worker_restarts` counts only the last of these. `failures` counts pods and containers towards
-    backoffLimit, `disruptions` the pods that the cluster took away. `last_failure` is that of a pod
-    or container, `last_incident` one that the job's coordinator reported.
+    `worker_restarts` counts only the last of these. `failures` counts the failed pods and
+    containers that backoffLimit bounds, `disruptions` the pods that the cluster removed.
+    `last_failure` is of a pod or container. `last_incident` was reported by the coordinator.
 
-    `replicas` counts living pods, for the scale subresource; `outdated` those of an older template.
-    `counted`: uids of pods whose end was counted, which happens before they are deleted. `fenced`:
+    `replicas` counts living pods, for the scale subresource. `outdated` counts pods of an older
+    template. `counted`: uids of ended pods, which are counted before they are deleted. `fenced`:
     uids of pods on lost nodes, which may neither rejoin nor publish.
 
-    `first_start_time`: when a pod of the job was first seen to have run. `stuck_since_time`: since
-    when no pod can start, for a reason that does not end by itself. `ended_well_time`: when the
-    first pod succeeded; no pod is created after that.
+    `first_start_time`: the time at which a pod of the job had run. `stuck_since_time`: the time
+    since which no pod can start without a change by the user. `ended_well_time`: the time at which
+    the first pod succeeded. No pod is created after that.
     """
 
     phase: str = ""
@@ -159,9 +159,9 @@ class JobStatus(_StatusPart, frozen=True, kw_only=True):
 
 
 def read_status(raw: Any) -> JobStatus:
-    """Return the status as it was written; of an unreadable one, the parts that can be read.
+    """Return a status from its JSON object; if fields are invalid, with their defaults instead.
 
-    Another version of the operator, or a person, may have written it. One wrong field must neither
+    Another version of the operator, or a user, may have written it. One invalid field must neither
     stop the job nor lose the other counters.
     """
     if not isinstance(raw, dict):
@@ -183,7 +183,7 @@ def _readable(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_wire(status: JobStatus) -> dict[str, Any]:
-    """Return the status as the API server takes it."""
+    """Return the status as the JSON object that the API server accepts."""
     # JSON turns tuples into lists, so that the result equals a status that was read.
     return _ZEROS | dict(msgspec.json.decode(msgspec.json.encode(status)))
 
