@@ -49,7 +49,7 @@ class Checks:
         self._stepped: Fence | None = None
         # When, and how many workers the connected nodes had.
         self.ended_s, self.here = 0.0, list[int]()
-        self.ledger = (PerDeathBudgetCheck if cluster.in_place else BudgetCheck)(cluster)
+        self.budget = (PerDeathBudgetCheck if cluster.in_place else BudgetCheck)(cluster)
         self.boundaries = BoundaryCheck(cluster, self._require)
         self.states = StateChecks(
             cluster, self._recorded, self.boundaries, self._require, self.stepped
@@ -80,7 +80,7 @@ class Checks:
         """Check an event of the log."""
         self.growth.noted(event)
         self.boundaries.noted(event)
-        self._require(not (fault := self.ledger.noted(event)), fault)
+        self._require(not (fault := self.budget.noted(event)), fault)
 
     def wrote(self, before: JobRecord | None, after: JobRecord, *, durable: bool) -> None:
         """Check a written record; without a store it only shows what was decided."""
@@ -92,7 +92,7 @@ class Checks:
         if self.outcome is not None and durable:
             self._require(after.outcome == self.outcome, "the job continued after its end")
         self._recorded.outcome = after.outcome
-        self._require(not (fault := self.ledger.wrote(after, durable=durable)), fault)
+        self._require(not (fault := self.budget.wrote(after, durable=durable)), fault)
         if after.world is not None:
             self._settled(after.world.fence, after.world.members, durable=durable)
         if after.outcome is not None and (before is None or before.outcome is None):
@@ -156,7 +156,7 @@ class Checks:
     @property
     def restarts_used(self) -> int:
         """Return how many restarts were charged."""
-        return self.ledger.used
+        return self.budget.used
 
     def sends(self, coordinator: ObservedCoordinator, session: int, message: ToAgent) -> None:
         """Check a message of a coordinator."""

@@ -56,7 +56,7 @@ class SimulatedCluster:
         self.store.on_write = self.checks.filed
         # One of the two has the job's workers.
         self.training = Training(self.clock, rng, script, self._can_step, self.checks, self.still)
-        self.residents = InPlaceTraining(
+        self.in_place_training = InPlaceTraining(
             self.clock, rng, script, self._can_step, self.checks, self.still
         )
         self.still.is_overdue = lambda host: self.nodes[host].is_overdue
@@ -81,7 +81,7 @@ class SimulatedCluster:
     @property
     def groups(self) -> list[InPlaceGroup]:
         """The workers that recover in place, by node."""
-        return self.residents.groups
+        return self.in_place_training.groups
 
     @property
     def fewest(self) -> int:
@@ -140,14 +140,14 @@ class SimulatedCluster:
     @property
     def saved_step(self) -> int:
         """The step of the last checkpoint."""
-        return (self.residents if self.in_place else self.training).saved_step
+        return (self.in_place_training if self.in_place else self.training).saved_step
 
     def kill_worker(self, name: str, local_rank: int) -> bool:
         """SIGKILL to one worker of a host; return whether there are any."""
         node = self.nodes[name]
-        found = node.household is not None or node.group is not None
-        if self.in_place and node.household is not None:
-            self.residents.crash(node.household, local_rank)
+        found = node.in_place_group is not None or node.group is not None
+        if self.in_place and node.in_place_group is not None:
+            self.in_place_training.crash(node.in_place_group, local_rank)
         elif node.group is not None:
             self.training.crash(node.group, local_rank)
         return found
@@ -245,7 +245,7 @@ class SimulatedCluster:
     def send_down(self, session: SimulatedSession, message: ToAgent) -> None:
         """Carry a message of a coordinator."""
         node = self.nodes[session.up.source]
-        self.network.carry(session, session.down, lambda: node.told(session, message))
+        self.network.carry(session, session.down, lambda: node.received(session, message))
 
     def close_from_agent(self, session: SimulatedSession, reason: str, *, clean: bool) -> None:
         """End a session; `clean`: the agent's process is gone."""

@@ -37,9 +37,9 @@ class EffectGap(StrEnum):
     NONE = ""  # nothing is half done here
     BEFORE_RECORD = "decided, not yet durable"
     AFTER_RECORD = "durable, not announced"
-    BEFORE_MESSAGES = "about to tell"
-    BETWEEN_MESSAGES = "some are told, others not"
-    AFTER_MESSAGES = "all are told"
+    BEFORE_MESSAGES = "about to send"
+    BETWEEN_MESSAGES = "sent to some, not to others"
+    AFTER_MESSAGES = "sent to all"
     BEFORE_HANGUP = "about to end a session"
     BEFORE_END = "about to end"
     BEFORE_START = "about to start workers"

@@ -113,16 +113,16 @@ class SimulatedElection:
         self._mind_end()
 
     def publish(self) -> None:
-        """Tell all agents where this coordinator is."""
+        """Publish the address of this coordinator to all agents."""
         leader = Published(self.term, self.host)
 
-        def told(done: bool | None) -> None:
+        def published(done: bool | None) -> None:
             if done is None:
                 self._later(STORE_POLL_S, self.publish)
             elif not done:
                 self._lose("another coordinator is published")
 
-        self._ask(lambda: self._store.publish(leader), told)
+        self._ask(lambda: self._store.publish(leader), published)
 
     def save(self, record: JobRecord, done: Callable[[str], None]) -> None:
         """Make `record` durable under the own term; `done` gets why it may not be, or nothing."""

@@ -127,7 +127,7 @@ class Faults:
         """Let members call different collectives, so that all wait, in several worlds in a row."""
         worlds = self._rng.choice((1, 1, 2, 3))
         self._tell(f"the members of the next {worlds} worlds that reduce wait for one another")
-        self._cluster.residents.mismatch(worlds, self._cluster.clock.now_s + _TRAP_S)
+        self._cluster.in_place_training.mismatch(worlds, self._cluster.clock.now_s + _TRAP_S)
         self._until(_TRAP_S)
 
     def _holders_killed(self) -> None:
@@ -157,7 +157,7 @@ class Faults:
             for holder in holders:
                 self._later(0.04 * self._rng.random(), functools.partial(lose, holder))
 
-        self._cluster.residents.watch_holders(lose_all, self._cluster.clock.now_s + _TRAP_S)
+        self._cluster.in_place_training.watch_holders(lose_all, self._cluster.clock.now_s + _TRAP_S)
         self._until(_TRAP_S)
         self._worker_crash()
 
@@ -217,7 +217,7 @@ class Faults:
 
     def _worker_crash(self) -> None:
         node = self._cluster.nodes[self._some()]
-        if node.group is not None or node.household is not None:
+        if node.group is not None or node.in_place_group is not None:
             self._tell(f"a worker of {node.name} is killed")
             self._cluster.kill_worker(node.name, self._rng.randrange(node.size))
 
@@ -282,7 +282,7 @@ class Faults:
 
     def _slow_starts(self) -> None:
         slow_s = self._rng.choice((2.0, 8.0))
-        self._cluster.training.slow_start_s = self._cluster.residents.slow_start_s = slow_s
+        self._cluster.training.slow_start_s = self._cluster.in_place_training.slow_start_s = slow_s
 
     # The network.
 

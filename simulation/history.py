@@ -196,21 +196,23 @@ def left_out(cluster: SimulatedCluster) -> str:
             if node.alive and node.session is not None and not node.signalled
             if node.incarnation not in cluster.given_up
         }
-        return cluster.residents.short_of(able, cluster.most)
+        return cluster.in_place_training.short_of(able, cluster.most)
     paid = cluster.checks.restarts_used < cluster.spec.max_restarts
-    out = cluster.residents.left_out(paid=paid)
+    out = cluster.in_place_training.left_out(paid=paid)
     return out or (_absent(cluster) if cluster.script.planned else "")
 
 
 def _absent(cluster: SimulatedCluster) -> str:
     """Return which nodes have no worker in the newest world, though it has room for one."""
     able = {
-        node.name: int(node.household is None or any(node.household.able))
+        node.name: int(node.in_place_group is None or any(node.in_place_group.able))
         for node in cluster.nodes.values()
         if node.alive and node.session is not None and not node.signalled
         if node.incarnation not in cluster.given_up
     }
-    return cluster.residents.short_of({name: n for name, n in able.items() if n}, cluster.most)
+    return cluster.in_place_training.short_of(
+        {name: n for name, n in able.items() if n}, cluster.most
+    )
 
 
 def stuck(cluster: SimulatedCluster) -> str:

@@ -244,7 +244,7 @@ class InPlaceTraining:
         """End a worker with an error; not `by_itself`: an earlier loss is the cause."""
         group = worker.group
         if by_itself:
-            self._checks.ledger.died(group.fence)
+            self._checks.budget.died(group.fence)
         rank = max(0, worker.rank)
         failure = Failure(
             local_rank=worker.local_rank,
@@ -381,8 +381,8 @@ class InPlaceTraining:
         self, world: Gathering, members: Sequence[SimulatedWorker], *, is_lost: bool
     ) -> None:
         """End members that cannot continue: their state `is_lost`, or rank 0 is."""
-        ledger = self._checks.ledger
-        (ledger.lost_state if is_lost else ledger.asked_restart)(world.fence)
+        budget = self._checks.budget
+        (budget.lost_state if is_lost else budget.asked_restart)(world.fence)
         for worker in members:
             if not is_lost:
                 self._die(worker, 75, _RANK_0_LOST, by_itself=False)

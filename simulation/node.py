@@ -72,7 +72,7 @@ class NodeSurroundings(Protocol):
     story: Story
     checks: Checks
     training: Training
-    residents: InPlaceTraining
+    in_place_training: InPlaceTraining
 
     def dies_at(self, host: str, step: EffectGap) -> bool:
         """Whether a planned death at this crash point kills the process on `host`."""
@@ -122,7 +122,7 @@ class SimulatedNode:
         self.exit: Exit | None = None
         self.session: SimulatedSession | None = None
         self.group: LocalGroup | None = None
-        self.household: InPlaceGroup | None = None  # the same, for workers that recover in place
+        self.in_place_group: InPlaceGroup | None = None  # of workers that recover in place
         self.core: AgentCore | None = None
         self.election: SimulatedElection | None = None
         self.signalled = False
@@ -183,7 +183,7 @@ class SimulatedNode:
     @property
     def trains(self) -> bool:
         """Whether workers were started in this life of its agent."""
-        return self.group is not None or self.household is not None
+        return self.group is not None or self.in_place_group is not None
 
     def new_offer(self) -> PortOffer:
         """Return an offer of a port that was never offered before."""
@@ -198,9 +198,9 @@ class SimulatedNode:
             self.backlog.append((self.life, event))
             return
         assert self.core is not None
-        if isinstance(event, GroupAble) and self.household is not None:
+        if isinstance(event, GroupAble) and self.in_place_group is not None:
             # The offer as of now; another may have followed since the event was posted.
-            event = msgspec.structs.replace(event, offer=self.household.offer)
+            event = msgspec.structs.replace(event, offer=self.in_place_group.offer)
         life, done = self.life, None
         effects = self.core.handle(event, self.clock.now_s, self._readings())
         self.until_boot_s = self.core.train_until_s
@@ -215,14 +215,14 @@ class SimulatedNode:
 
     def _readings(self) -> Readings:
         """Return what the workers here show, and how long this host was suspended."""
-        household = self.household
-        if household is None:
+        group = self.in_place_group
+        if group is None:
             return Readings(slept_s=self.clock.slept_s)
         return Readings(
-            progress=household.progress,
-            met=household.met,
-            waiting=household.minding.waiting,
-            all_wait=household.minding.all_wait,
+            progress=group.progress,
+            met=group.met,
+            waiting=group.minding.waiting,
+            all_wait=group.minding.all_wait,
             slept_s=self.clock.slept_s,
         )
 
@@ -260,11 +260,11 @@ class SimulatedNode:
     def _kill_workers(self) -> None:
         self.cluster.story.tell(f"the orphan reaper of {self.name} kills its workers")
         self.until_boot_s = None
-        found = self.household or self.group
+        found = self.in_place_group or self.group
         if found is None:
             return
-        if self.household is not None:
-            ended = self.cluster.residents.kill(self.household)
+        if self.in_place_group is not None:
+            ended = self.cluster.in_place_training.kill(self.in_place_group)
         else:
             assert self.group is not None
             ended = self.cluster.training.kill(self.group)
@@ -289,11 +289,11 @@ class SimulatedNode:
         group, self.group = self.group, None
         if group is not None:
             self.cluster.training.vanish(group)
-        household, self.household = self.household, None
-        if household is not None:
-            self.cluster.residents.vanish(household)
+        in_place, self.in_place_group = self.in_place_group, None
+        if in_place is not None:
+            self.cluster.in_place_training.vanish(in_place)
 
-    def told(self, session: SimulatedSession, message: ToAgent) -> None:
+    def received(self, session: SimulatedSession, message: ToAgent) -> None:
         """Accept a message from the coordinator."""
         if self.session is not session:
             return
@@ -317,8 +317,8 @@ class SimulatedNode:
         self.served_by, self.refused_at = session.down.source, ""
         assert self.core is not None
         offer = self.new_offer()
-        if self.household is not None:
-            self.household.offer = offer
+        if self.in_place_group is not None:
+            self.in_place_group.offer = offer
         self.feed(Linked(offer))
 
     def refused_by(self, host: str) -> None:
@@ -392,8 +392,8 @@ class SimulatedNode:
             case Exit():
                 self.exit = effect
                 self.cluster.agent_exits(self, effect)
-            case _ if self.household is not None:
-                self._act_on_household(self.household, effect)
+            case _ if self.in_place_group is not None:
+                self._act_on_in_place_group(self.in_place_group, effect)
             case _:
                 self._act_on_group(effect)
 
@@ -402,7 +402,7 @@ class SimulatedNode:
         if self.cluster.in_place:
             assert self.core is not None
             serves = assignment.node_rank == 0 and not assignment.waiting
-            self.household = InPlaceGroup(
+            self.in_place_group = InPlaceGroup(
                 host=self.name,
                 assignment=assignment,
                 size=self.size,
@@ -411,7 +411,7 @@ class SimulatedNode:
                 start_fence=assignment.fence,
                 offer=self.new_offer() if serves else self.core.offer,
             )
-            self.cluster.residents.start(self.household)
+            self.cluster.in_place_training.start(self.in_place_group)
         else:
             self.group = LocalGroup(self.name, assignment, self.size, feed)
             self.cluster.training.start(self.group)
@@ -430,25 +430,25 @@ class SimulatedNode:
             case _:
                 raise AssertionError(f"{effect} is for workers that recover in place")
 
-    def _act_on_household(self, group: InPlaceGroup, effect: GroupEffect) -> None:
-        residents, checks = self.cluster.residents, self.cluster.checks
+    def _act_on_in_place_group(self, group: InPlaceGroup, effect: GroupEffect) -> None:
+        training, checks = self.cluster.in_place_training, self.cluster.checks
         match effect:
             case StopGroup(grace_s=grace_s):
-                residents.stop(group, grace_s)
+                training.stop(group, grace_s)
             case MarkGroup(drain=drain):
-                residents.drains.mark(group, drain)
+                training.drains.mark(group, drain)
             case AimGroup(calls=calls, stops=stops):
                 checks.aims(self, group, calls)
-                residents.drains.aim(group, calls, stops=stops)
+                training.drains.aim(group, calls, stops=stops)
             case ReleaseGroup():
-                residents.release(group)
+                training.release(group)
             case StartWorkers(local_ranks=ranks, delay_s=delay_s):
-                residents.start_workers(group, ranks, delay_s)
+                training.start_workers(group, ranks, delay_s)
             case InterruptGroup():
-                residents.interrupt(group)
+                training.interrupt(group)
             case RegroupWorkers(assignment=assignment, able=able):
                 checks.placed(self, assignment)
-                residents.regroup(group, assignment, able)
+                training.regroup(group, assignment, able)
 
     def _own_feed(self) -> Callable[[AgentEvent], None]:
         life = self.life

@@ -71,9 +71,9 @@ class StateChecks:
     def given(self, worker: SimulatedWorker) -> None:
         """Check a place given to a worker; the agent knows of those that ended on the way."""
         core = self._cluster.nodes[worker.group.host].core
-        told = core.group.failures if core is not None and core.group is not None else {}
+        reported = core.group.failures if core is not None and core.group is not None else {}
         self._require(
-            worker.able or not worker.alive or worker.local_rank in told,
+            worker.able or not worker.alive or worker.local_rank in reported,
             f"{worker.name} has a place in {worker.group.fence}, and is not able",
         )
 
@@ -298,8 +298,10 @@ class StateChecks:
         placed = [self._had_place(w, world.fence) for w in members]
         survives = [p and w.committed is not None for p, w in zip(placed, members, strict=True)]
         # An endpoint without memory knows only the worlds that workers report.
-        told = not self._cluster.store_backed and members[0].last is not None
-        self._require(placed[0] or told or not any(survives), f"{world.fence}: rank 0 is a joiner")
+        reported = not self._cluster.store_backed and members[0].last is not None
+        self._require(
+            placed[0] or reported or not any(survives), f"{world.fence}: rank 0 is a joiner"
+        )
         for host in {w.group.host for w in members}:
             here = [i for i, w in enumerate(members) if w.group.host == host]
             first = next((i for i in here if not placed[i]), len(members))

@@ -79,7 +79,7 @@ class Training:
         """Let one worker die by itself."""
         if group.phase not in ("starting", "computing", "broken"):
             return
-        self._checks.ledger.died(group.fence)
+        self._checks.budget.died(group.fence)
         self._fail(group, local_rank, exit_code, "")
         self._peers_notice(group)
 
@@ -148,7 +148,7 @@ class Training:
             return
         due_s = group.moved_s + _COLLECTIVE_TIMEOUT_S
         if self._clock.now_s >= due_s and not group.gated:
-            self._checks.ledger.died(group.fence)
+            self._checks.budget.died(group.fence)
             self._fail(group, 0, 1, "RuntimeError: Timed out waiting 60000ms for recv operation")
             return
         delay_s = max(1.0, due_s - self._clock.now_s)

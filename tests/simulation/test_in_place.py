@@ -143,7 +143,7 @@ def one_job(mode, dies_at=(), back_s=0.5):
     passed = die_at(cluster, dies_at, back_s)
     for command in commands:
         name = command.split()[1]
-        if command.startswith("kill-worker") and cluster.nodes[name].household is None:
+        if command.startswith("kill-worker") and cluster.nodes[name].in_place_group is None:
             continue
         play.do(command)
     play.do("run 60")
