@@ -35,6 +35,8 @@ def render_box(outcome: Outcome, log_dir: str = "") -> str:
     body = _wrapped("", f"{subject}: {reason}{slug}")
     if outcome.cause is not None:
         body += _cause_lines(outcome.cause)
+    if outcome.before:
+        body += _wrapped("before", f"all workers had just started again: {outcome.before}")
     body += _wrapped("exit code", str(outcome.exit_code))
     if outcome.next_step:
         body += _wrapped("next", outcome.next_step)

@@ -30,6 +30,8 @@ LINE_CHARS_MAX = 1000
 # A repetition within this time is counted instead of printed. An agent that looks for its
 # coordinator would otherwise print a line several times a second.
 REPEAT_S = 10.0
+# The same for a line about a subject of which the figures differ each time, such as a slow rank.
+REPEAT_SUBJECT_S = 600.0
 _REMEMBERED_MAX = 64
 _STDERR = 2
 # The names of handlers in torch 2.13; its dynamic_rendezvous also writes nothing.
@@ -90,11 +92,24 @@ def event_text(event: LogEvent) -> str:
     return f"{event.kind}: {event.reason}{where}"
 
 
+def event_subject(event: LogEvent) -> str:
+    """Return what an event repeats although its figures or its round differ; "" for most."""
+    data = event.data
+    match event.kind:
+        case EventKind.STRAGGLER:
+            return f"{event.kind} {event.node_id} {data.get('rank')} {data.get('why')}"
+        case EventKind.CULPRIT:
+            return f"{event.kind} {event.node_id} {data.get('class')} {data.get('ranks')}"
+        case EventKind.WAITING:
+            return f"{event.kind} {event.reason}"
+    return ""
+
+
 class ConsoleHandler(logging.Handler):
     """Writes records to a console as lines `elastane[node] text`, without control characters.
 
     A line repeated within `REPEAT_S` is counted, and the count is printed when the line comes again
-    after that.
+    after that. A record with a `subject` repeats any other about it, for `REPEAT_SUBJECT_S`.
     """
 
     def __init__(self, console: Console, node: str) -> None:
@@ -109,18 +124,19 @@ class ConsoleHandler(logging.Handler):
             text = one_line(record.getMessage())
             if record.exc_info:
                 text += " | " + one_line(logging.Formatter().formatException(record.exc_info))
-            self._print(text)
+            self._print(text, getattr(record, "subject", ""))
         except (TypeError, ValueError):  # a format string that does not fit its arguments
             self.handleError(record)
 
-    def _print(self, text: str) -> None:
-        now_s = time.monotonic()
-        printed_s, suppressed = self._printed.get(text, (-REPEAT_S, 0))
-        if now_s - printed_s < REPEAT_S:
-            self._printed[text] = (printed_s, suppressed + 1)
+    def _print(self, text: str, subject: str) -> None:
+        now_s, key = time.monotonic(), subject or text
+        pause_s = REPEAT_SUBJECT_S if subject else REPEAT_S
+        printed_s, suppressed = self._printed.get(key, (-pause_s, 0))
+        if now_s - printed_s < pause_s:
+            self._printed[key] = (printed_s, suppressed + 1)
             return
-        self._printed[text] = (now_s, 0)
-        self._printed.move_to_end(text)
+        self._printed[key] = (now_s, 0)
+        self._printed.move_to_end(key)
         if len(self._printed) > _REMEMBERED_MAX:
             self._printed.popitem(last=False)
         times = f" ({suppressed} more times meanwhile)" if suppressed else ""
@@ -143,7 +159,8 @@ def setup(node: str, level: str = DEFAULT_LEVEL) -> logging.Logger:
 
 def log_event(event: LogEvent) -> None:
     """Log an event on stderr at its level."""
-    logging.getLogger("elastane").log(event_level(event), "%s", event_text(event))
+    extra = {"subject": event_subject(event)}
+    logging.getLogger("elastane").log(event_level(event), "%s", event_text(event), extra=extra)
 
 
 def flush(timeout_s: float = 1.0) -> bool:

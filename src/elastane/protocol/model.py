@@ -251,7 +251,10 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job ended, as every agent receives it. `failures` are in the order of time, bounded."""
+    """How a job ended, as every agent receives it. `failures` are in the order of time, bounded.
+
+    `before`: the incident before the last one, if the workers had started again right before.
+    """
 
     ok: bool
     reason: str
@@ -261,6 +264,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     next_step: str = ""
     failures: tuple[FailedWorker, ...] = ()
     fence: Fence | None = None  # of the last world, if one ended with the job
+    before: Text = ""
     restarts_used: int = 0  # of the job's budget
 
 

@@ -53,6 +53,22 @@ def test_a_used_up_budget_ends_the_job_with_the_root_cause(driver):
     assert job.persisted[-1].outcome == outcome
 
 
+@pytest.mark.parametrize(("lived_s", "is_named"), [(2.0, True), (90.0, False)])
+def test_an_outcome_names_the_failure_right_before_the_last_restart(driver, lived_s, is_named):
+    job = driver(job_spec(1, 1, restarts=1))
+    job.join("a")
+    job.fails("a", "ValueError: first")
+    job.stops("a")
+    job.passes(lived_s, alive="a")
+    job.fails("a", "ValueError: second")
+    job.stops("a")
+    job.passes(0.4, alive="a")
+    outcome = job.got("a", Close)[0].outcome
+    assert "ValueError: second" in outcome.reason
+    assert ("restart 1 of 1" in outcome.before) == is_named
+    assert ("worker of rank 0 on node a ended with exit code 1" in outcome.before) == is_named
+
+
 def test_the_first_of_two_failures_of_a_node_is_the_cause_even_if_reported_late(driver):
     """The first report took half a second; the next one, with both failures, no time."""
     job = driver(job_spec(1, 1, restarts=0))

@@ -4,6 +4,7 @@ import logging
 import os
 import unicodedata
 
+import msgspec
 import pytest
 
 from elastane.errors import UsageError
@@ -55,6 +56,45 @@ def test_repeated_line_is_counted_and_not_printed(said, monkeypatch):
         "elastane[host-a] other",
         "elastane[host-a] coordinator-away: refused (3 more times meanwhile)",
     ]
+
+
+def test_a_rank_that_is_slow_again_and_again_is_counted_although_its_figures_differ(
+    said, monkeypatch
+):
+    handler, read = said
+    now = [100.0]
+    monkeypatch.setattr(observe_logging.time, "monotonic", lambda: now[0])
+
+    def say(rank, figure, kind=EventKind.STRAGGLER, **data):
+        note = LogEvent(kind=kind, reason=f"{rank} {figure}", data={"rank": rank, **data})
+        one = record("%s", event_text(note))
+        one.subject = observe_logging.event_subject(note)
+        handler.emit(one)
+        now[0] += 30.0
+
+    for figure in range(3):
+        say(1, figure, why="cpu-share")
+    say(2, 9, why="cpu-share")
+    say(1, 7, kind=EventKind.CULPRIT, ranks="1", **{"class": "busy"})
+    say(1, 8, kind=EventKind.CULPRIT, ranks="1", **{"class": "busy"})
+    now[0] += observe_logging.REPEAT_SUBJECT_S
+    say(1, 5, why="cpu-share")
+    assert [line.removeprefix("elastane[host-a] ") for line in read().splitlines()] == [
+        "straggler: 1 0",
+        "straggler: 2 9",
+        "culprit: 1 7",
+        "straggler: 1 5 (2 more times meanwhile)",
+    ]
+
+
+def test_a_wait_that_is_repeated_in_each_round_is_printed_once(said):
+    handler, read = said
+    for number in (2, 3, 4):
+        note = LogEvent(kind=EventKind.WAITING, reason="others wait", fence=Fence(number, 0))
+        one = record("%s", event_text(note))
+        one.subject = observe_logging.event_subject(note)
+        handler.emit(one)
+    assert read() == "elastane[host-a] waiting: others wait (round 2 attempt 0)\n"
 
 
 @pytest.mark.parametrize(
@@ -141,6 +181,12 @@ def test_box_names_cause_evidence_place_consequences_next_step_and_logs():
         "/l/stderr.log",
     ):
         assert part in box, part
+
+
+def test_box_says_that_the_workers_had_just_started_again_after_another_failure():
+    box = render_box(msgspec.structs.replace(outcome(), before="rank 2 ended with SIGKILL"))
+    assert "before      all workers had just started again: rank 2 ended with SIGKILL" in box
+    assert "before " not in render_box(outcome())
 
 
 def test_box_distinguishes_an_error_from_output_and_names_no_missing_rank():

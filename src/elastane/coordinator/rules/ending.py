@@ -25,6 +25,9 @@ from elastane.protocol.messages import Close
 from elastane.protocol.model import NO_RANK, Cause, Failure, Outcome
 from elastane.protocol.verdicts import culprit_data
 
+# A failure sooner after a restart may follow from the failure before it.
+_SOON_S = 60.0
+
 
 def success(state: State) -> bool:
     """End the job: all workers of the current world exited with 0."""
@@ -51,8 +54,15 @@ def failure(state: State, incident: Incident, why: str) -> bool:
             next_step=_advice(cause, cause.failure, state.budget.allowed),
             failures=failures_in_order(incident.sightings, state.now_s),
             fence=state.world.fence,
+            before=_before(state, incident),
         ),
     )
+
+
+def _before(state: State, incident: Incident) -> str:
+    """Return the incident that restarted the workers, if they failed again soon after that."""
+    lived_s = incident.at_s - state.worlds.began_s
+    return state.incidents.last if lived_s < max(state.spec.timing.crash_loop_s, _SOON_S) else ""
 
 
 def note_mismatch(state: State, incident: Incident, *, is_over: bool = False) -> None:
