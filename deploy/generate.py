@@ -174,12 +174,15 @@ def job_values_schema() -> dict[str, Any]:
             "additionalProperties": False,
             "properties": spec,
         },
+        "metricsPort": {"type": "integer", "minimum": 0, "maximum": 65535},
+        "podMonitor": {"type": "boolean"},
         "gpus": {"type": "integer", "minimum": 0},
         "cpu": {"type": "string", "description": "In quotes, where it looks like a number."},
         "memory": text,
         "shm": text,
         **dict.fromkeys(("env", "volumeMounts", "volumes"), objects),
         **dict.fromkeys(("labels", "annotations", "podLabels", "podAnnotations"), words),
+        "monitorLabels": words,
         "pod": {"type": "object", "not": {"required": ["containers"]}},
     }
     return {

@@ -1,6 +1,7 @@
-"""What --serve refuses before a job begins."""
+"""What --serve and --metrics-port refuse before a job begins."""
 
 import importlib.util
+import socket
 
 import pytest
 
@@ -37,3 +38,32 @@ def test_the_missing_extra_is_named_with_the_command_that_installs_it(capsys, mo
     code, said = refused(capsys, "--serve", "0")
     assert code == 78 and "the page of a job needs uvicorn [extra-missing]" in said
     assert "next: pip install 'elastane[dashboard]'" in said
+
+
+@pytest.mark.parametrize("port", ["page", "-1", "65536", "127.0.0.1:", "a:b", "::1"])
+def test_the_port_of_the_metrics_is_a_number_perhaps_after_an_address(capsys, port):
+    code, said = refused(capsys, f"--metrics-port={port}")
+    # "::1" is port 1 of an address without brackets: no such address is of this machine.
+    assert code in (2, 78) and ("[bad-option-value]" in said or "[metrics-listen]" in said)
+    assert f"--metrics-port {port}" in said or "port 1" in said
+
+
+def test_a_port_of_the_metrics_that_is_taken_is_an_error_before_the_job_begins(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = refused(capsys, "--metrics-port", f"127.0.0.1:{port}")
+    assert code == 78 and f"cannot listen on 127.0.0.1, port {port}" in said
+    assert "--metrics-port 0" in said and "[metrics-listen]" in said
+
+
+def test_the_metrics_beside_a_run_need_a_log_and_their_extra(capsys, monkeypatch):
+    code, said = refused(capsys, "--metrics-port", "0", "--log-dir", "/dev/null")
+    assert code == 2 and "[no-event-log]" in said
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "prometheus_client" else find(name),
+    )
+    code, said = refused(capsys, "--metrics-port", "0")
+    assert code == 78 and "next: pip install 'elastane[metrics]'" in said

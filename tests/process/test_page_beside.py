@@ -1,4 +1,4 @@
-"""`elastane run --serve`: the web page of a job during its run."""
+"""`elastane run --serve` and `--metrics-port`: what a run serves of its job."""
 
 from __future__ import annotations
 
@@ -84,13 +84,19 @@ def answers(address: str) -> bool:
         return False
 
 
-def test_the_page_ends_with_the_run_and_no_other_site_reads_it(tmp_path):
-    run = Run(tmp_path, "--serve", "0")
+def test_page_and_metrics_end_with_the_run_and_no_other_site_reads_the_page(tmp_path):
+    run = Run(tmp_path, "--serve", "0", "--metrics-port", "127.0.0.1:0")
     try:
         address = run.address()
         assert httpx.get(address, headers={"Host": "elsewhere.example"}).status_code == 421
+        [scraped] = re.findall(
+            r"the metrics of this job are (http://127.+)\n", run.said.read_text()
+        )
+        state = 'elastane_training_state{job_name="shown",state="training"} 1.0'
+        until(lambda: state in httpx.get(scraped).text, "the job's state in its metrics")
         assert run.end() == 0
         until(lambda: not answers(address), "the end of the page")
+        until(lambda: not answers(scraped), "the end of the metrics")
     finally:
         run.process.kill()
 

@@ -20,6 +20,7 @@ import yaml
 from helm_subset import render_chart, render_notes, values_of
 
 from elastane.cli.main import main
+from elastane.kubernetes.model.names import job_labels
 from elastane.kubernetes.schema import definition
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -202,6 +203,20 @@ def test_the_jobs_chart_passes_on_all_else():
     jsonschema.validate(made, schema)
 
 
+MEASURED = PLAIN | {"metricsPort": 9470, "podMonitor": True, "monitorLabels": {"release": "s"}}
+
+
+def test_the_jobs_chart_gives_its_pods_a_port_of_metrics_and_a_monitor_of_it():
+    checked("elastic-job", MEASURED)
+    job, monitor = render_chart(CHARTS / "elastic-job", "x", "ns", MEASURED)
+    (container,) = job["spec"]["replicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert container["args"] == ["--metrics-port=9470", "train.py"]
+    assert container["ports"] == [{"name": "metrics", "containerPort": 9470}]
+    assert monitor["kind"] == "PodMonitor" and monitor["metadata"]["labels"] == {"release": "s"}
+    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "metrics"}]
+    assert monitor["spec"]["selector"]["matchLabels"] == job_labels("x")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -262,7 +277,7 @@ def engine(tmp_path_factory):
     [
         *(("elastane-operator", values) for values, _ in OPERATORS),
         ("elastane-operator", OTHER_VALUES),
-        *(("elastic-job", values) for values in (PLAIN, WHOLE, PASSED_ON)),
+        *(("elastic-job", values) for values in (PLAIN, WHOLE, PASSED_ON, MEASURED)),
     ],
     ids=lambda one: str(one)[:60],
 )

@@ -16,6 +16,7 @@ from elastane.errors import ConfigurationError, UsageError
 
 if TYPE_CHECKING:
     import asyncio
+    import socket
 
     from elastane.dashboard.exporter import MetricsExporter
 
@@ -78,6 +79,26 @@ def check_package() -> None:
         )
 
 
+def listener_of(host: str, port: int, instead: str) -> socket.socket:
+    """Return a socket for scrapes; errors propose `instead`, which takes any free port."""
+    from elastane.process.health import listening_socket
+
+    try:
+        return listening_socket(host, port)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host or 'all addresses'}, port {port}: {error.strerror or error}",
+            slug="metrics-listen",
+            expected="an address of this machine and a port that no other process has",
+            next_step=f"{instead}, which takes a free port",
+        ) from error
+
+
+def shown_host(host: str) -> str:
+    """Return an address as a URL has it; "" means all, of which localhost is one."""
+    return f"[{host}]" if ":" in host else host or "localhost"
+
+
 async def _print_once(exporter: MetricsExporter) -> int:
     await exporter.look()
     await exporter.ready()
@@ -91,18 +112,9 @@ async def _serve(exporter: MetricsExporter, args: argparse.Namespace) -> int:
     import signal
 
     server = exporter.server(args.host, args.port)
-    try:
-        await server.start()
-    except OSError as error:
-        where = args.host or "all addresses"
-        raise ConfigurationError(
-            f"cannot listen on {where}, port {args.port}: {error.strerror or error}",
-            slug="metrics-listen",
-            expected="an address of this machine and a port that no other process has",
-            next_step="elastane metrics --port 0, which takes a free port",
-        ) from error
-    host = f"[{args.host}]" if ":" in args.host else args.host or "localhost"
-    print(f"elastane metrics: http://{host}:{server.port}/metrics  (Ctrl-C ends it)", flush=True)
+    await server.start(listener_of(args.host, args.port, "elastane metrics --port 0"))
+    at = f"{shown_host(args.host)}:{server.port}"
+    print(f"elastane metrics: http://{at}/metrics  (Ctrl-C ends it)", flush=True)
     following = asyncio.create_task(exporter.follow())
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()

@@ -71,13 +71,15 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
         if _is_foreign_handler(options):
             from elastane.cli._handler import run
 
-            if options.text("serve"):
-                raise UsageError(
-                    f"--serve {options.text('serve')} with another package's rendezvous handler",
-                    slug="bad-option-value",
-                    expected="a backend of elastane, whose agents write the log that a page shows",
-                    next_step="leave out --serve",
-                )
+            for name in ("serve", "metrics_port"):
+                option = f"--{name.replace('_', '-')}"
+                if options.text(name):
+                    raise UsageError(
+                        f"{option} {options.text(name)} with another package's rendezvous handler",
+                        slug="bad-option-value",
+                        expected="a backend of elastane, whose agents write the log that it shows",
+                        next_step=f"leave out {option}",
+                    )
             return run(options, environ)
         config = build(options, environ)
     except ElastaneError as error:
@@ -85,9 +87,9 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
         raise
     _print_notes(config.notes)
     from elastane.agent.main import launch
-    from elastane.cli._page_beside import page_beside
+    from elastane.cli._beside import servers_beside
 
-    with page_beside(config):
+    with servers_beside(config):
         return launch(config)
 
 

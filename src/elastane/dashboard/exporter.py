@@ -73,13 +73,19 @@ class MeasuredJob(JobFollower):
 class MetricsExporter:
     """Follows the jobs of this machine, and answers scrapes with their metrics.
 
-    `chosen`: the folder of a job that is served whether it runs here or not.
+    `chosen`: the folder of a job that is served whether it runs here or not. `only`: its name, if
+    no other job is served.
     """
 
     def __init__(
-        self, registry: JobRegistry, chosen: Path | None = None, tls: TlsConfig | None = None
+        self,
+        registry: JobRegistry,
+        chosen: Path | None = None,
+        tls: TlsConfig | None = None,
+        *,
+        only: str = "",
     ) -> None:
-        self._registry, self._chosen, self._tls = registry, chosen, tls
+        self._registry, self._chosen, self._tls, self._only = registry, chosen, tls, only
         self._jobs: dict[str, MeasuredJob] = {}
         self._failed: set[str] = set()
         self._answer = b""
@@ -142,6 +148,8 @@ class MetricsExporter:
 
     def _folders(self) -> dict[str, Path]:
         """Return the log folders of the jobs that have an agent here, by the jobs' names."""
+        if self._only and self._chosen is not None:
+            return {self._only: self._chosen} if self._chosen.is_dir() else {}
         found: dict[str, Path] = {}
         for entry in self._registry.running():
             if entry.log_dir and (folder := Path(entry.log_dir) / safe_name(entry.job)).is_dir():

@@ -27,6 +27,7 @@ from elastane.options.show import notes_of
 from elastane.options.workers import (
     read_command,
     read_logs,
+    read_metrics,
     read_notices,
     read_serve,
     read_signals,
@@ -86,6 +87,7 @@ def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
         repeated_signals=repeated_signals(signals, environ),
         notices=read_notices(options),
         serve=read_serve(options),
+        metrics=read_metrics(options),
     )
 
 

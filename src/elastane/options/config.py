@@ -106,7 +106,7 @@ class AgentConfig:
     `report_file` is where the outcome of the job is written; empty: nowhere. `repeated_signals` are
     those of `signals` that a scheduler sends more than once before it kills. `notices`: where this
     agent reads that its node is about to go. `serve`: the port of the job's page on the loopback;
-    None: no page.
+    None: no page. `metrics`: the address and port of its metrics; None: none.
     """
 
     spec: JobSpec
@@ -122,6 +122,7 @@ class AgentConfig:
     repeated_signals: tuple[str, ...] = ()
     notices: tuple[NoticeSource, ...] = ()
     serve: int | None = None
+    metrics: tuple[str, int] | None = None
 
     @property
     def is_on_one_machine(self) -> bool:

@@ -422,6 +422,15 @@ TABLE: tuple[Option, ...] = (
         ours=True,
     ),
     Option(
+        "metrics-port",
+        "",
+        "serve the job's metrics to Prometheus on this port of all addresses, or of ADDRESS, for "
+        "as long as this agent runs; 0 takes a free port (see docs/metrics.md)",
+        OURS,
+        metavar="[ADDRESS:]PORT",
+        ours=True,
+    ),
+    Option(
         "report-file",
         "",
         "write the outcome of the job to this file, as JSON (see docs/report.md)",

@@ -194,6 +194,23 @@ def read_serve(options: Options) -> int | None:
     return int(text)
 
 
+def read_metrics(options: Options) -> tuple[str, int] | None:
+    """Return address and port of the job's metrics; "": all addresses. None without them."""
+    text = options.text("metrics_port")
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not port.isascii() or not port.isdecimal() or int(port) > _PORT_MAX:
+        raise UsageError(
+            f"--metrics-port {text}",
+            slug="bad-option-value",
+            expected=f"a port, 1 to {_PORT_MAX}, or 0 for a free one, perhaps after an address",
+            next_step="--metrics-port 9470",
+        )
+    return host, int(port)
+
+
 def repeated_signals(signals: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the signals that are no order to hurry when they come again.
 

@@ -47,6 +47,20 @@ class HttpAnswer:
     content_type: str = "text/plain; charset=utf-8"
 
 
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address, or on all addresses of this host if it is "".
+
+    Raises OSError if the port is taken, or the address is not of this host.
+    """
+    dual = not host and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if dual or ":" in host else socket.AF_INET,
+        backlog=_BACKLOG,
+        dualstack_ipv6=dual,
+    )
+
+
 class AnswerServer:
     """Sends `answer(method, path)` to each connection on `port`, then closes it.
 
@@ -62,16 +76,9 @@ class AnswerServer:
         self._accepting: asyncio.Task[None] | None = None
         self._open = Unproven[asyncio.Task[None]](_CONNECTIONS_MAX, _UNPROVEN_MIN_S)
 
-    async def start(self) -> None:
-        """Listen; raises OSError if the port is taken, or the address is not of this host."""
-        host = self._address[0]
-        dual = not host and socket.has_dualstack_ipv6()
-        self._listener = socket.create_server(
-            self._address,
-            family=socket.AF_INET6 if dual or ":" in host else socket.AF_INET,
-            backlog=_BACKLOG,
-            dualstack_ipv6=dual,
-        )
+    async def start(self, listener: socket.socket | None = None) -> None:
+        """Answer on `listener`, or listen first; raises OSError as `listening_socket` does."""
+        self._listener = listener or listening_socket(*self._address)
         self._listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(self._listener))
 
