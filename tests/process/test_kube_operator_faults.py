@@ -15,6 +15,7 @@ from kube_operators import (
 )
 
 from elastane.kubernetes.model import Decision, JobStatus, ReportedEvent
+from elastane.kubernetes.reconcile import reconcile
 
 
 def created(kube, plural="pods"):
@@ -257,6 +258,40 @@ def test_an_operator_without_a_right_to_nodes_works():
         async with operator_over(kube) as running:
             await settled(kube)
             assert running.operator.not_ready() == []
+
+    play(scenario)
+
+
+def test_pods_that_need_a_scheduler_that_is_missing_are_made_once_it_is_installed():
+    policy = {"podGroup": "Volcano"}
+
+    def conditions(kube):
+        return {one["type"]: one["reason"] for one in status(kube).get("conditions", [])}
+
+    async def scenario(kube):
+        missing = kube.inject("GET", "/podgroups$", status=404, reason="NotFound", times=10**6)
+        kube.create("elasticjobs", job(schedulingPolicy=policy), group=GROUP_OF_JOBS)
+        kube.create("elasticjobs", job("plain"), group=GROUP_OF_JOBS)
+        async with operator_over(kube, decide=reconcile) as running:
+            await kube.wait(lambda: conditions(kube).get("Degraded") == "PodGroupUnavailable")
+            await kube.wait(lambda: "plain-worker-1" in created(kube), "pods without a group")
+            assert "x-worker-0" not in created(kube)
+            assert running.operator.not_ready() == []
+            count = running.operator.metrics.value
+            assert not count(
+                "elastane_watch_errors_total", kind="PodGroup.v1beta1.scheduling.volcano.sh"
+            )
+            missing.times = 0
+            await kube.wait(lambda: "x-worker-1" in created(kube), "pods in the group")
+            (group,) = kube.all("podgroups", group="scheduling.volcano.sh")
+            assert group["spec"] == {"minMember": 2}
+            await kube.wait(lambda: conditions(kube)["Running"] == "PodsPending")
+            # An API that goes away again is noticed, and its objects with it.
+            for method in ("GET", "WATCH"):
+                kube.inject(method, "/podgroups$", status=404, reason="NotFound", times=10**6)
+            kube.cut_watches()
+            cache = running.operator.session.view.cache_of("PodGroup.v1beta1.scheduling.volcano.sh")
+            await kube.wait(lambda: cache.unserved and not len(cache), "the API is away")
 
     play(scenario)
 

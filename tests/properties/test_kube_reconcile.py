@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kube_cluster import Cluster, spec_of
 
 from elastane.kubernetes.model import CreatePod, DeletePod, ReleaseLease, as_wire, merge_patch
+from elastane.kubernetes.model.names import POD_GROUP, POD_GROUP_APIS, pod_group_kind
 from elastane.kubernetes.reconcile import pods, reconcile
 
 SOME = st.integers(0, 11)
@@ -24,6 +25,13 @@ EDITS = (
     | st.just({"minReplicas": 1, "maxReplicas": 4})
     | st.fixed_dictionaries({"suspend": st.booleans()})
     | st.fixed_dictionaries({"image": st.sampled_from(["train:1", "train:2"])})
+    | st.fixed_dictionaries(
+        {
+            "schedulingPolicy": st.sampled_from(
+                [{}, {"podGroup": "Volcano"}, {"podGroup": "Kubernetes"}]
+            )
+        }
+    )
 )
 
 
@@ -294,6 +302,14 @@ class ClusterMachine(RuleBasedStateMachine):
         assert cluster.job is None or len(indices) == len(set(indices))
 
     @invariant()
+    def no_two_living_pods_are_in_groups_of_two_kinds(self):
+        """Each of them would be too small, and a replacement would wait for ever."""
+        living = [pod for pod in self.cluster.pods.values() if not pod.is_over and not pod.asked_s]
+        living = [pod for pod in living if pod.uid not in self.cluster.fenced]
+        kinds = {pod.manifest["metadata"]["annotations"].get(POD_GROUP) for pod in living}
+        assert self.cluster.job is None or len(kinds) <= 1
+
+    @invariant()
     def no_pod_that_the_directive_calls_dead_has_processes(self):
         cluster = self.cluster
         processes = {**cluster.pods, **cluster.zombies}
@@ -338,6 +354,9 @@ class ClusterMachine(RuleBasedStateMachine):
         cluster = self.cluster
         running = [pod for pod in cluster.pods.values() if pod.phase == "Running"]
         status = cluster.status
+        groups = {kind for kind, _ in cluster.objects if kind.startswith("PodGroup")}
+        named = {pod.manifest["metadata"]["annotations"].get(POD_GROUP) for pod in running}
+        assert groups == {pod_group_kind(POD_GROUP_APIS[name][0]) for name in named if name}
         if asked.is_suspended or status.phase in ("Succeeded", "Failed"):
             assert not running
             return

@@ -50,6 +50,7 @@ class Cluster:
         False  # while it settles, the job's coordinator reports the members of its world
     )
     refused: tuple = ()
+    unserved: dict = field(default_factory=dict)  # kinds that cannot be read, and why
 
     def __post_init__(self):
         self.count = 0
@@ -234,6 +235,7 @@ class Cluster:
             nodes=dict(self.nodes),
             report=self.report,
             refused=self.refused,
+            unserved=self.unserved,
         )
 
     # The shell.
@@ -257,7 +259,8 @@ class Cluster:
         return decision, True
 
     def _steps(self, decision, order):
-        patch = merge_patch(self.seen_job["status"], as_wire(decision.status))
+        after = decision.status
+        patch = None if after is None else merge_patch(self.seen_job["status"], as_wire(after))
         steps = [lambda: self._write_status(patch)] if patch else []
         on_pods = [a for a in decision.actions if isinstance(a, (CreatePod, DeletePod, DeleteJob))]
         others = [a for a in decision.actions if a not in on_pods]

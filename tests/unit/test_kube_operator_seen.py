@@ -247,3 +247,21 @@ def test_each_job_has_gauges_of_what_its_status_says():
         f"elastane_job_steps_per_second{of_a}": "2.5",
         f"elastane_job_last_progress_timestamp_seconds{of_a}": "100",
     }
+
+
+def test_a_refused_creation_and_an_api_that_comes_or_goes_ask_for_a_decision():
+    told = []
+    view = ClusterView(told.append, lambda key, delay_s: None)
+    view.jobs.saw(ElasticJob(metadata=Meta(name="x", namespace="n", uid="u", resource_version="1")))
+    told.clear()
+    view.refuse("n/x", Refusal(kind="Pod", name="x-worker-0", code=403, message="no quota"))
+    assert told == ["n/x"], "no event of the cluster follows a refusal"
+    groups = view.cache_of("PodGroup.v1beta1.scheduling.volcano.sh")
+    for change, reason in (
+        (lambda: groups.withdraw("404"), "404"),
+        (lambda: groups.retain(set(), "2"), None),
+    ):
+        told.clear()
+        change()
+        assert told == ["n/x"]
+        assert view.observed("n/x").unserved.get("PodGroup.v1beta1.scheduling.volcano.sh") == reason

@@ -123,6 +123,9 @@ def test_manifests_of_the_original_are_valid_in_each_of_their_spellings(where):
         {"replicaSpecs": {"Worker": {"replicas": 1}}},
         {"exitCodeRules": [{"codes": [], "action": "Retry"}]},
         {"nodeQuarantine": {"failures": 0}},
+        {"schedulingPolicy": {"podGroup": "Slurm"}},
+        {"schedulingPolicy": {"scheduleTimeoutSeconds": 0}},
+        {"managedBy": ""},
     ],
     ids=str,
 )
@@ -184,7 +187,7 @@ def test_the_status_has_no_defaults_which_would_come_back_as_if_written():
 def test_rules_between_fields_are_rendered_only_where_they_are_known():
     assert "x-kubernetes-validations" not in str(definition(with_rules=False))
     rules = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    assert len(rules["properties"]["spec"]["x-kubernetes-validations"]) == 3
+    assert len(rules["properties"]["spec"]["x-kubernetes-validations"]) == 8
 
 
 def test_every_field_of_the_spec_says_what_it_is():

@@ -49,6 +49,16 @@ TABLE = [
     ("spec.ttlSecondsAfterFinished", 1.5, "1.5", "int", SPEC),
     ("spec.activeDeadlineSeconds", 0, "0", "int >= 1", SPEC),
     ("spec.cleanPodPolicy", "all", '"all"', "one of All, None, Running", SPEC),
+    ("spec.managedBy", "kueue", '"kueue"', "a domain and a name", SPEC),
+    ("spec.schedulingPolicy.podGroup", "KAI", '"KAI"', "one of Coscheduling, Kubernetes", SPEC),
+    ("spec.schedulingPolicy.queue", "a", '"a"', "none, or podGroup Volcano", SPEC),
+    (
+        "spec.schedulingPolicy.scheduleTimeoutSeconds",
+        9,
+        "9",
+        "none, or podGroup Coscheduling",
+        SPEC,
+    ),
     ("spec.suspend", "yes", '"yes"', "bool", SPEC),
     ("spec.launcher", "mpirun", '"mpirun"', "one of elastane, torchrun", SPEC),
     ("spec.spares", 65, "65", "int <= 64", SPEC),
@@ -336,3 +346,15 @@ def test_a_refusal_that_may_pass_is_named_and_tried_again_after_a_pause(code, me
     cluster.now_s += 4
     cluster.operate()
     assert len(cluster.pods) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_valid"), [(0, False), (1, False), (2, True), (4, True), (5, False)]
+)
+def test_the_minimum_of_a_group_is_between_the_bounds_of_the_job(asked, is_valid):
+    policy = {"podGroup": "Coscheduling", "minAvailable": asked}
+    found = [str(one) for one in wrongs(spec_of(3, 2, 4, schedulingPolicy=policy))]
+    assert (found == []) is is_valid
+    assert is_valid or f"minAvailable = {asked}: expected 2 to 4" in found[0]
+    # Without a group it means nothing, as in manifests of the original.
+    assert not wrongs(spec_of(3, 2, 4, schedulingPolicy={"minAvailable": asked}))

@@ -20,6 +20,7 @@ from elastane.kubernetes.model.names import (
     JOB_ROLE,
     KIND,
     PLURAL,
+    POD_GROUP_APIS,
 )
 from elastane.kubernetes.schema import definition
 
@@ -29,6 +30,7 @@ _NO_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan",
 NAME = "elastane-operator"
 METRICS_PORT = 8080
 _RBAC = "rbac.authorization.k8s.io"
+_POD_GROUPS = {name: apis[0].split("/")[0] for name, apis in POD_GROUP_APIS.items()}
 # (group, resources, verbs, purpose). The operator may create Secrets and read none. It may bind one
 # ClusterRole and change none. So an attacker with its account learns no secret, and gets no right
 # that ElasticJobs do not have.
@@ -59,6 +61,15 @@ RIGHTS = (
         ("leases",),
         ("get", "create", "patch"),
         "to elect the operator that acts, and to free the lease of a dead coordinator",
+    ),
+    *(
+        (
+            group,
+            ("podgroups",),
+            ("get", "list", "watch", "create", "patch", "delete"),
+            f"to have pods scheduled together, schedulingPolicy.podGroup {name}",
+        )
+        for name, group in _POD_GROUPS.items()
     ),
 )
 # The rights of a job's agents; the account of each job is bound to the ClusterRole with these.

@@ -37,6 +37,34 @@ _RULES = (
         " || self.replicaSpecs.Worker.restartPolicy == 'ExitCode'",
         "exitCodeRules need restartPolicy ExitCode",
     ),
+    (
+        "!has(self.managedBy) || self.managedBy.contains('/')",
+        "managedBy is a domain and a name, such as kueue.x-k8s.io/multikueue",
+    ),
+    (
+        "has(self.managedBy) == has(oldSelf.managedBy)"
+        " && (!has(self.managedBy) || self.managedBy == oldSelf.managedBy)",
+        "managedBy cannot be changed",
+    ),
+    (
+        "!has(self.schedulingPolicy) || !has(self.schedulingPolicy.queue)"
+        " || (has(self.schedulingPolicy.podGroup) && self.schedulingPolicy.podGroup == 'Volcano')",
+        "schedulingPolicy.queue needs podGroup Volcano",
+    ),
+    (
+        "!has(self.schedulingPolicy) || !has(self.schedulingPolicy.scheduleTimeoutSeconds)"
+        " || (has(self.schedulingPolicy.podGroup)"
+        " && self.schedulingPolicy.podGroup == 'Coscheduling')",
+        "schedulingPolicy.scheduleTimeoutSeconds needs podGroup Coscheduling",
+    ),
+    (
+        "!has(self.schedulingPolicy) || !has(self.schedulingPolicy.podGroup)"
+        " || !has(self.schedulingPolicy.minAvailable)"
+        " || (self.schedulingPolicy.minAvailable >= 1"
+        " && (!has(self.minReplicas) || self.schedulingPolicy.minAvailable >= self.minReplicas)"
+        " && (!has(self.maxReplicas) || self.schedulingPolicy.minAvailable <= self.maxReplicas))",
+        "schedulingPolicy.minAvailable of a pod group is between minReplicas and maxReplicas",
+    ),
 )
 # Name, type, path, priority (above 0: only with -o wide).
 _COLUMNS = (

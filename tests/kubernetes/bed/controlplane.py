@@ -110,9 +110,12 @@ class ControlPlane:
         if name == "etcd":
             for socket_file in self.folder.glob("etcd:*"):
                 socket_file.unlink()
-        part.start([str(binaries.folder() / name), *self._arguments(name)])
+        part.start([self._program(name), *self._arguments(name)])
         if name == "kube-apiserver":
             self.wait("the API server", lambda: self._is_ready("/readyz"), part)
+
+    def _program(self, name: str) -> str:
+        return str(binaries.folder() / name)
 
     def _arguments(self, name: str) -> list[str]:
         match name:

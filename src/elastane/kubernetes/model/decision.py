@@ -39,7 +39,10 @@ class DeletePod(_Action, frozen=True, kw_only=True):
 
 
 class CreateObject(_Action, frozen=True, kw_only=True):
-    """Create a Service, ServiceAccount, RoleBinding or ConfigMap."""
+    """Create a Service, ServiceAccount, RoleBinding, ConfigMap or pod group.
+
+    The kind of a pod group is `names.pod_group_kind` of its apiVersion.
+    """
 
     kind: str
     name: str
@@ -125,7 +128,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     - With `status_first`, the status is written before any action, and no action is done unless
       that write has succeeded. Otherwise it is written after the actions. It is written only if it
-      differs (`status.merge_patch`).
+      differs (`status.merge_patch`). None: nothing is written, since another controller does.
     - The write is a merge patch with the resourceVersion of the observed job. So a decision about
       an older version of the job is refused, and made again.
     - Actions on objects (CreateObject, CreateToken, PatchObject, DeleteObject) are done first, in
@@ -134,7 +137,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     - It asks for another decision after `again_in_s`, if no event comes before; None: never.
     """
 
-    status: JobStatus
+    status: JobStatus | None
     actions: tuple[Action, ...] = ()
     status_first: bool = True
     events: tuple[ReportedEvent, ...] = ()

@@ -22,6 +22,22 @@ LABEL_INDEX = "replica-index"
 # The selector of all pods of ElasticJobs.
 POD_SELECTOR = f"{LABEL_GROUP}={GROUP}"
 
+# The value of spec.managedBy for a job of this operator; also the meaning of none.
+MANAGER = "elastane.dev/operator"
+
+# On each pod that was created for a pod group: its kind, as in spec.schedulingPolicy.podGroup.
+POD_GROUP = "elastane.dev/pod-group"
+# The APIs of each kind of pod group, the preferred version first.
+POD_GROUP_APIS = {
+    "Coscheduling": ("scheduling.x-k8s.io/v1alpha1",),
+    "Kubernetes": (
+        "scheduling.k8s.io/v1beta1",
+        "scheduling.k8s.io/v1alpha3",
+        "scheduling.k8s.io/v1alpha2",
+    ),
+    "Volcano": ("scheduling.volcano.sh/v1beta1",),
+}
+
 # The ClusterRole that each job's account is bound to; `elastane kubernetes install` makes it.
 JOB_ROLE = "elastane-job"
 
@@ -58,6 +74,12 @@ def job_labels(job: str) -> dict[str, str]:
 def pod_labels(job: str, index: int) -> dict[str, str]:
     """Return the labels of pod `index` of a job."""
     return job_labels(job) | {LABEL_TYPE: REPLICA_TYPE.lower(), LABEL_INDEX: str(index)}
+
+
+def pod_group_kind(api_version: str) -> str:
+    """Return the kind of an API's pod groups, in kubectl's spelling: all are named PodGroup."""
+    group, _, version = api_version.partition("/")
+    return f"PodGroup.{version}.{group}"
 
 
 def selector(job: str) -> str:

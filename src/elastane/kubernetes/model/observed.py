@@ -231,7 +231,7 @@ class SeenNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OwnedObjects(msgspec.Struct, frozen=True, kw_only=True):
-    """Another object that belongs to the job: ServiceAccount, Role, RoleBinding, ConfigMap.
+    """Another object of the job: ServiceAccount, RoleBinding, ConfigMap, pod group.
 
     `data` is that of a ConfigMap. The operator finds the objects by the job's labels.
     """
@@ -277,7 +277,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     `pods`: all pods with the job's labels and name, also while they are being deleted, and also if
     another object controls them. `gone`: deleted pods, each in its last state. `services` and
     `objects`: like `pods`. `nodes`: the nodes of these pods; a node that is missing here counts as
-    healthy. `refused`: see Refusal.
+    healthy. `refused`: see Refusal. `unserved`: kinds of objects that cannot be read, and why:
+    their API is not installed, or the operator has no right to it.
     """
 
     job: ElasticJob
@@ -288,3 +289,4 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     nodes: Mapping[str, SeenNode] = {}
     report: JobReport | None = None
     refused: tuple[Refusal, ...] = ()
+    unserved: Mapping[str, str] = {}

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from elastane.kubernetes.model.names import MANAGER
+
 # Pods of one job. If all of them fail, its status has 0.8 MB, and an object may have 1.5 MB. The
 # largest published training jobs have about 3,000 nodes.
 REPLICAS_MAX = 4096
@@ -24,6 +26,7 @@ Launcher = Literal["elastane", "torchrun"]
 Backend = Literal["c10d", "elastane", "etcd", "etcd-v2", "file", "kubernetes", "redis"]
 ScaleDownPolicy = Literal["HighestIndex", "PendingFirst"]
 UpdateStrategy = Literal["OnDelete", "RollingUpdate"]
+PodGroupKind = Literal["Coscheduling", "Kubernetes", "Volcano"]
 
 Replicas = Annotated[int, Meta(ge=1, le=REPLICAS_MAX)]
 # int32, as Kubernetes' own fields of these names.
@@ -38,9 +41,30 @@ def _meaning(text: str) -> Meta:
 class SchedulingPolicy(
     msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True
 ):
-    """Input of a scheduler that makes pod groups. The operator makes none."""
+    """Gang scheduling: the pods of the job's minimum are scheduled together, or none of them."""
 
-    min_available: Annotated[Count | None, _meaning("Pods that must be scheduled together.")] = None
+    pod_group: Annotated[
+        PodGroupKind | None,
+        _meaning(
+            "The pod group that the operator creates. Coscheduling: of the scheduler plugin of that"
+            " name. Kubernetes: of the API server's own API. Volcano: of Volcano. Not set: none."
+        ),
+    ] = None
+    min_available: Annotated[
+        Count | None,
+        _meaning(
+            "Pods that must be scheduled together, or replicas where that is less. Not set:"
+            " minReplicas."
+        ),
+    ] = None
+    queue: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=253)] | None,
+        _meaning("Volcano's queue. Not set: its default one."),
+    ] = None
+    schedule_timeout_seconds: Annotated[
+        Annotated[int, Meta(ge=1, le=INT32_MAX)] | None,
+        _meaning("Coscheduling's wait for the pods of a group. Not set: the plugin's own."),
+    ] = None
 
 
 class RunPolicy(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -167,6 +191,13 @@ class ElasticJobSpec(RunPolicy, frozen=True, kw_only=True):
         _meaning("Rules that come before restartPolicy ExitCode's own."),
     ] = ()
     node_quarantine: NodeQuarantine | None = None
+    managed_by: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=63)] | None,
+        _meaning(
+            "The controller of the job, as domain/name. The operator leaves a job of another one"
+            f" alone. Not set: {MANAGER}."
+        ),
+    ] = None
     stalled_seconds: Annotated[
         Annotated[int, Meta(ge=0, le=7 * 86_400)],
         _meaning(

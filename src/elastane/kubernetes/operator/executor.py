@@ -105,6 +105,8 @@ class Executor:
             await self._write_status(job, decision)
 
     async def _write_status(self, job: ElasticJob, decision: Decision) -> None:
+        if decision.status is None:
+            return
         patch = merge_patch(job.status, as_wire(decision.status))
         if patch is None:
             return

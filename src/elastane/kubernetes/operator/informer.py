@@ -13,6 +13,7 @@ does not bring a deleted object back, since its uid is remembered.
 The informer owns the loop of list and watch, and its backoff. It never ends by a failure. A broken
 connection is logged once and retried with backoff, and the watch resumes from the last version
 seen. A version that the server has dropped leads to a new list. A missing right is logged by name.
+The API of an optional kind may be missing: then the cache says so, until it is installed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from elastane.kubernetes.client import (
     ApiError,
     ApiForbiddenError,
     ApiGoneError,
+    ApiNotFoundError,
     ApiUnreachableError,
     Resource,
     Selector,
@@ -89,20 +91,25 @@ class Index(Generic[T]):
 class Cache(Generic[T]):
     """All selected objects of one kind; `changed(before, after)` is called at each change.
 
-    `deleted(last)` is called with the last state of each deleted object, as the watch reports it.
+    `deleted(last)` is called with the last state of each deleted object, as the watch reports it,
+    and `serving_changed()` when the kind can be read again, or cannot any more.
     """
 
     def __init__(
         self,
         changed: Callable[[T | None, T | None], None],
         deleted: Callable[[T], None] = lambda _: None,
+        serving_changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._changed = changed
         self._deleted = deleted
+        self._serving_changed = serving_changed
         self._objects: dict[str, T] = {}
         self._indexes: list[Index[T]] = []
         self._gone: OrderedDict[str, None] = OrderedDict()
         self.synced = False
+        # Why the kind cannot be read, for a person; empty while it can.
+        self.unserved = ""
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -159,7 +166,19 @@ class Cache(Generic[T]):
             if meta.uid not in uids and not 0 < as_of < _number(meta.resource_version):
                 self._remember_gone(meta.uid)
                 self._put(before, None)
-        self.synced = True
+        was_unserved = bool(self.unserved)
+        self.synced, self.unserved = True, ""
+        if was_unserved:
+            self._serving_changed()
+
+    def withdraw(self, why: str) -> None:
+        """Drop all objects: their API is not served any more, or was not yet."""
+        for before in list(self._objects.values()):
+            self._put(before, None)
+        was_served = not self.unserved
+        self.synced, self.unserved = False, why
+        if was_served:
+            self._serving_changed()
 
     def _put(self, before: T | None, after: T | None) -> None:
         some = after if after is not None else before
@@ -223,7 +242,7 @@ class WatchConnection:
 class Watched(Generic[T]):
     """The objects that an informer reads: those of one kind in a namespace, "" for all.
 
-    `optional`: the operator can work without this kind, so a missing right is no fault.
+    `optional`: the operator can work without this kind, so a missing right or API is no fault.
     """
 
     resource: Resource
@@ -312,16 +331,23 @@ class Informer(Generic[T]):
             await events.aclose()
 
     def _handle(self, error: ApiError) -> None:
-        self._count("elastane_watch_errors_total")
-        is_tolerated = self.optional and isinstance(error, ApiForbiddenError)
+        is_missing = isinstance(error, ApiNotFoundError)
+        is_tolerated = self.optional and (is_missing or isinstance(error, ApiForbiddenError))
+        if not is_tolerated:
+            self._count("elastane_watch_errors_total")
         if isinstance(error, ApiUnreachableError):
             # Load balancers cut watches: a connection that comes back immediately is not logged.
             if self._failures:
                 self._connection.lost(self.resource.kind, error)
         elif error.what != self.fault:
-            (_log.info if is_tolerated else _log.warning)("%s", error)
+            level = logging.INFO if is_tolerated else logging.WARNING
+            # Most clusters serve few of the optional kinds.
+            _log.log(logging.DEBUG if is_tolerated and is_missing else level, "%s", error)
         self.fault = error.what
         if is_tolerated:
+            if is_missing or not self._cache.synced:
+                self._version = ""
+                self._cache.withdraw(error.what)
             self.ready.set()
 
     def _succeeded(self) -> None:

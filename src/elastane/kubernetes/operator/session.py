@@ -25,7 +25,15 @@ from elastane.kubernetes.operator.informer import Informer, WatchConnection, Wat
 from elastane.kubernetes.operator.metrics import Metrics
 from elastane.kubernetes.operator.queue import KeyedQueue
 from elastane.kubernetes.operator.reporting import EventPublisher, EventSubject
-from elastane.kubernetes.operator.view import BY_KIND, JOBS, OURS, RESOURCES, ClusterView, type_of
+from elastane.kubernetes.operator.view import (
+    BY_KIND,
+    JOBS,
+    OURS,
+    POD_GROUPS,
+    RESOURCES,
+    ClusterView,
+    type_of,
+)
 
 _log = logging.getLogger(__name__)
 _NODES = BY_KIND["Node"]
@@ -71,7 +79,8 @@ class OperatorSession:
             type_of(kind),
             EVERYTHING if resource in (JOBS, _NODES) else OURS,
             # An operator of one namespace may have no right to nodes; it notices lost nodes later.
-            optional=resource is _NODES,
+            # Pod groups are of schedulers, which may be missing.
+            optional=resource is _NODES or resource in POD_GROUPS,
         )
         return Informer(
             api,

@@ -37,7 +37,16 @@ from elastane.kubernetes.model import (
     SeenService,
     since_epoch,
 )
-from elastane.kubernetes.model.names import GROUP, KIND, LABEL_JOB, PLURAL, POD_SELECTOR, VERSION
+from elastane.kubernetes.model.names import (
+    GROUP,
+    KIND,
+    LABEL_JOB,
+    PLURAL,
+    POD_GROUP_APIS,
+    POD_SELECTOR,
+    VERSION,
+    pod_group_kind,
+)
 from elastane.kubernetes.model.observed import (
     REPORT_KEY,
     JobReport,
@@ -52,8 +61,15 @@ from elastane.protocol.unreadable import UNREADABLE
 
 JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
 OURS = Selector(labels=POD_SELECTOR)
+# Most clusters serve none or one of these.
+POD_GROUPS = tuple(
+    Resource(group=group, version=version, plural="podgroups", kind=pod_group_kind(api))
+    for versions in POD_GROUP_APIS.values()
+    for api in versions
+    for group, version in [api.split("/")]
+)
 # The kinds of objects that a job owns besides its pods and services.
-OWNED = (SERVICE_ACCOUNTS, ROLE_BINDINGS, CONFIGMAPS)
+OWNED = (SERVICE_ACCOUNTS, ROLE_BINDINGS, CONFIGMAPS, *POD_GROUPS)
 RESOURCES = (JOBS, PODS, SERVICES, *OWNED, NODES)
 BY_KIND = {one.kind: one for one in RESOURCES}
 
@@ -210,7 +226,9 @@ class ClusterView:
         self.services: Cache[SeenService] = Cache(self._changed("Service"))
         config_maps: Cache[OwnedKind] = Cache(self._config_changed)
         self.owned: dict[str, Cache[OwnedKind]] = {
-            one.kind: config_maps if one is CONFIGMAPS else Cache(self._changed(one.kind))
+            one.kind: config_maps
+            if one is CONFIGMAPS
+            else Cache(self._changed(one.kind), serving_changed=self._any_job_changed)
             for one in OWNED
         }
         self.nodes = Nodes(self._node_changed)
@@ -247,6 +265,7 @@ class ClusterView:
             nodes=self.nodes.states(_nodes_of(pods)),
             report=self._report(job),
             refused=tuple(self._refused.get(key, {}).values()),
+            unserved={kind: cache.unserved for kind, cache in self.owned.items() if cache.unserved},
         )
 
     def nodes_in_doubt(self, key: str) -> list[str]:
@@ -263,6 +282,9 @@ class ClusterView:
         of_job[name] = refusal
         if len(of_job) > REFUSALS_MAX:
             del of_job[next(iter(of_job))]
+        if refusal.verb == "create":
+            # It ends no decision by an exception, and no event of the cluster follows it.
+            self._concerns(key)
 
     def granted(self, key: str, verb: str, kind: str, name: str) -> None:
         """Drop the kept refusal of a write that succeeded."""
@@ -277,6 +299,10 @@ class ClusterView:
     def keys(self) -> list[str]:
         """Return the keys of all jobs."""
         return [key_of(job.metadata) for job in self.jobs]
+
+    def _any_job_changed(self) -> None:
+        for key in self.keys():
+            self._concerns(key)
 
     def _objects(self, key: str) -> tuple[OwnedObjects, ...]:
         return tuple(

@@ -6,9 +6,9 @@ not created again, and a deletion is not repeated. Its only memory is the job's 
 written before the actions that the status counts.
 
 It uses no clock, I/O or randomness. It does not fail: an unreadable object is reported in a
-condition. The rules of a decision, in their order: a job that is being deleted; a wrong spec; a job
-that has ended; fencing of pods on lost nodes; counting of ended pods; the end of the job; a
-suspended job; a job that finishes; a job that runs.
+condition. The rules of a decision, in their order: a job of another controller; one that is being
+deleted; a wrong spec; a job that has ended; fencing of pods on lost nodes; counting of ended pods;
+the end of the job; a suspended job; a job that finishes; a job that runs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from elastane.kubernetes.reconcile.ending import (
 )
 from elastane.kubernetes.reconcile.ledger import count
 from elastane.kubernetes.reconcile.node_loss import fence
-from elastane.kubernetes.reconcile.objects import keep_directive
+from elastane.kubernetes.reconcile.objects import drop_group, keep_directive
 from elastane.kubernetes.reconcile.running import finish, live, pause, wanted_slots
-from elastane.kubernetes.reconcile.settings import read
+from elastane.kubernetes.reconcile.settings import is_managed_elsewhere, read
 from elastane.kubernetes.reconcile.status import status_of
 
 __all__ = ["reconcile"]
@@ -46,6 +46,8 @@ def reconcile(seen: Observed, now_s: float) -> Decision:
     `now_s`: seconds since the epoch, by the clock that also stamped the status. If that clock
     jumps, deadlines and pauses become shorter or longer; nothing else changes.
     """
+    if is_managed_elsewhere(seen.job):
+        return Decision(status=None)
     before = read_status(seen.job.status)
     if seen.job.metadata.is_leaving:
         return _leave(seen, before)
@@ -88,6 +90,7 @@ def _apply_rules(context: DecisionContext) -> None:
         context.completion_time = context.completion_time or as_time(context.now_s)
         clean_up(context, context.verdict.reason)
         keep_directive(context)
+        drop_group(context)
     elif context.settings.is_suspended:
         pause(context)
     elif context.ended_well_time is not None:

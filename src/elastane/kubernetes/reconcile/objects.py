@@ -8,6 +8,7 @@
 | ConfigMap | `{job}-report` | with access: the coordinator's report |
 | Secret | `elastane-{rdzv id}.token` | with the rendezvous over the API server: the job's token |
 | ServiceAccount, RoleBinding | `{job}` | with access, unless the template names an account |
+| PodGroup | `{job}` | with schedulingPolicy.podGroup, while any pod lives or is wanted |
 
 Access is given where the rendezvous is over the API server: the account is bound to the
 ClusterRole `elastane-job`, which the installation makes, so the operator needs no right to change
@@ -29,6 +30,7 @@ from elastane.kubernetes.model.names import (
     JOB_ROLE,
     MADE_OF,
     job_labels,
+    pod_group_kind,
     pod_labels,
     pod_name,
 )
@@ -43,6 +45,15 @@ from elastane.kubernetes.reconcile.manifest import (
     owner,
     rdzv_id,
 )
+from elastane.kubernetes.reconcile.pod_groups import (
+    OPTIONAL,
+    api_of,
+    group_of,
+    group_spec,
+    kind_in,
+    may_change,
+    report_kept_group,
+)
 from elastane.kubernetes.store.objects import token_of
 
 _RBAC = "rbac.authorization.k8s.io"
@@ -53,7 +64,30 @@ def keep_objects(context: DecisionContext) -> bool:
 
     Pods may be created if all objects exist, or if this decision creates them before its pods.
     """
-    return _keep(context, _wanted(context))
+    report_kept_group(context)
+    group = group_of(context)
+    _drop_groups(context, but=group)
+    api = api_of(context, group) if group else ""
+    wanted = _wanted(context)
+    if api:
+        spec = group_spec(context, group)
+        wanted.append(_object(context.job, api, "PodGroup", context.job.name, spec=spec))
+    return _keep(context, wanted) and bool(api or not group)
+
+
+def drop_group(context: DecisionContext) -> None:
+    """Delete the group of a job without living pods, as of one that is suspended or has ended."""
+    if not any(pod.lives for pod in context.pods):
+        _drop_groups(context)
+
+
+def _drop_groups(context: DecisionContext, but: str = "") -> None:
+    """Delete the job's groups of other kinds than `but`."""
+    for owned in context.seen.objects:
+        meta, name = owned.metadata, kind_in(owned.kind)
+        is_ours = name and meta.controller == context.job.uid
+        if is_ours and name != but and not meta.is_leaving:
+            context.act(DeleteObject(kind=owned.kind, name=meta.name, uid=meta.uid))
 
 
 def keep_directive(context: DecisionContext) -> None:
@@ -78,7 +112,7 @@ def _keep(context: DecisionContext, wanted: list[Manifest]) -> bool:
             data[owned.metadata.name] = owned.data
     ready = True
     for manifest in wanted:
-        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        kind, name = _kind(manifest), manifest["metadata"]["name"]
         found = seen.get((kind, name))
         if kind == "Secret":
             was_begun = ("ConfigMap", report_name(context.job.name)) in seen
@@ -89,11 +123,18 @@ def _keep(context: DecisionContext, wanted: list[Manifest]) -> bool:
             ready &= _replace(context, kind, found)
         else:
             _mend(context, manifest, found, data.get(name))
+            # Its scheduler keeps a deleted group until the last pod of it has ended.
+            ready &= not (found.is_leaving and kind_in(kind))
     return ready
 
 
+def _kind(manifest: Manifest) -> str:
+    kind: str = manifest["kind"]
+    return pod_group_kind(manifest["apiVersion"]) if kind == "PodGroup" else kind
+
+
 def _create(context: DecisionContext, manifest: Manifest) -> bool:
-    kind, name = manifest["kind"], manifest["metadata"]["name"]
+    kind, name = _kind(manifest), manifest["metadata"]["name"]
     if waits_for_refusal(context, kind, name):
         return False
     context.act(CreateObject(kind=kind, name=name, manifest=manifest))
@@ -147,7 +188,7 @@ def _mend(
             patch["data"] = wanted | gone
     else:
         made_of = manifest["metadata"]["annotations"][MADE_OF]
-        if found.annotations.get(MADE_OF) == made_of:
+        if found.annotations.get(MADE_OF) == made_of or not may_change(manifest["apiVersion"]):
             pass
         elif manifest["kind"] == "RoleBinding":
             # The API server does not allow a change of roleRef. The next decision creates it again.
@@ -156,9 +197,11 @@ def _mend(
         else:
             patch["metadata"] = patch.get("metadata", {}) | {"annotations": {MADE_OF: made_of}}
             patch |= {key: manifest[key] for key in ("spec",) if key in manifest}
+            if manifest["kind"] == "PodGroup":
+                patch["spec"] = dict.fromkeys(OPTIONAL) | patch["spec"]
     if patch:
         patch["metadata"] = patch.get("metadata", {}) | {"uid": found.uid}
-        context.act(PatchObject(kind=manifest["kind"], name=found.name, patch=patch))
+        context.act(PatchObject(kind=_kind(manifest), name=found.name, patch=patch))
 
 
 def _wanted(context: DecisionContext) -> list[Manifest]:

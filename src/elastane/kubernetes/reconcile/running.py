@@ -28,7 +28,8 @@ from elastane.kubernetes.reconcile.manifest import (
     pod_manifest,
 )
 from elastane.kubernetes.reconcile.node_loss import is_fenced_for_all
-from elastane.kubernetes.reconcile.objects import keep_directive, keep_objects
+from elastane.kubernetes.reconcile.objects import drop_group, keep_directive, keep_objects
+from elastane.kubernetes.reconcile.pod_groups import group_of, put_into
 from elastane.kubernetes.reconcile.pods import Judged
 
 
@@ -51,6 +52,7 @@ def pause(context: DecisionContext) -> None:
     for pod in context.pods:
         if not pod.is_over and pod.uid not in context.fenced:
             context.dismiss(pod, "spec.suspend is true")
+    drop_group(context)
 
 
 def finish(context: DecisionContext) -> None:
@@ -234,6 +236,8 @@ def _create(context: DecisionContext, index: int, there: list[Judged]) -> None:
             avoid=affinity(avoided(context), unfit(context)),
             account=context.job.name if needs_access(context.job, context.settings) else "",
         )
+        if group := group_of(context):
+            put_into(manifest, group, context.job.name)
         context.act(CreatePod(name=name, index=index, manifest=manifest))
 
 

@@ -22,7 +22,13 @@ import msgspec
 from msgspec import inspect
 
 from elastane.kubernetes.model import ElasticJob
-from elastane.kubernetes.model.names import CONTAINER, NAME_CHARS_MAX, NAME_PATTERN, pod_name
+from elastane.kubernetes.model.names import (
+    CONTAINER,
+    MANAGER,
+    NAME_CHARS_MAX,
+    NAME_PATTERN,
+    pod_name,
+)
 from elastane.kubernetes.model.spec import REPLICAS_MAX, ElasticJobSpec, RestartPolicy, RunPolicy
 from elastane.kubernetes.reconcile.bounds import TEXT_CHARS_MAX
 from elastane.kubernetes.reconcile.exit_codes import wrong_rules
@@ -88,6 +94,12 @@ class SettingsReading(msgspec.Struct, frozen=True, kw_only=True):
 
     settings: JobSettings | None
     wrong: tuple[Wrong, ...] = ()
+
+
+def is_managed_elsewhere(job: ElasticJob) -> bool:
+    """Whether spec.managedBy names another controller, such as kueue.x-k8s.io/multikueue."""
+    named = job.spec.get("managedBy") if isinstance(job.spec, dict) else None
+    return isinstance(named, str) and "/" in named and named != MANAGER
 
 
 def read(job: ElasticJob) -> SettingsReading:
@@ -241,7 +253,27 @@ def wrong_relations(spec: ElasticJobSpec, job: str) -> list[Wrong]:
         wrong.append(_wrong("spec.minReplicas", lowest, f"at most maxReplicas, which is {highest}"))
     if spec.spares and spec.launcher != "elastane":
         wrong.append(_wrong("spec.spares", spec.spares, "0, or launcher elastane"))
-    return [*wrong, *_wrong_rendezvous(spec, job), *_wrong_rules(spec)]
+    if spec.managed_by and "/" not in spec.managed_by:
+        what = f"a domain and a name, such as {MANAGER}"
+        wrong.append(_wrong("spec.managedBy", spec.managed_by, what))
+    return [*wrong, *_wrong_rendezvous(spec, job), *_wrong_rules(spec), *_wrong_group(spec)]
+
+
+def _wrong_group(spec: ElasticJobSpec) -> Iterator[Wrong]:
+    policy, path = spec.scheduling_policy, "spec.schedulingPolicy"
+    if policy is None:
+        return
+    if policy.queue is not None and policy.pod_group != "Volcano":
+        yield _wrong(f"{path}.queue", policy.queue, "none, or podGroup Volcano")
+    timeout_s = policy.schedule_timeout_seconds
+    if timeout_s is not None and policy.pod_group != "Coscheduling":
+        what = "none, or podGroup Coscheduling"
+        yield _wrong(f"{path}.scheduleTimeoutSeconds", timeout_s, what)
+    least, most = spec.min_replicas or 1, spec.max_replicas or REPLICAS_MAX
+    asked = policy.min_available
+    if policy.pod_group and asked is not None and not least <= asked <= most:
+        what = f"{least} to {most}, minReplicas to maxReplicas, with podGroup"
+        yield _wrong(f"{path}.minAvailable", asked, what)
 
 
 def _wrong_rendezvous(spec: ElasticJobSpec, job: str) -> list[Wrong]:
