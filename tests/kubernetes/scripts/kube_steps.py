@@ -1,6 +1,7 @@
 """A worker that recovers in place: a line for each committed step, as jobs.Step reads it.
 
-Arguments: file, steps. In the place of its process number, which is the same in each container,
+Arguments: file, steps, and a folder for checkpoints, where there are any: they are only made when
+all workers leave. In the place of its process number, which is the same in each container,
 stands when it was born. The trained state is one number, which counts the steps.
 """
 
@@ -22,6 +23,9 @@ with elastane.init() as job, open(out, "a", buffering=1) as log:
     torch.nn.init.zeros_(net.weight)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     job.track(net=net, optimizer=optimizer)
+    checkpointer = elastane.Checkpointer(sys.argv[3], every_steps=10**9) if sys.argv[3:] else None
+    if checkpointer:
+        checkpointer.restore(job)
     batches = elastane.ElasticBatchSampler(1000, 10)
     loader = torch.utils.data.DataLoader(range(1000), batch_sampler=batches)
     for step, _ in job.steps(loader, until_step=steps):
@@ -38,3 +42,5 @@ with elastane.init() as job, open(out, "a", buffering=1) as log:
                 f"{job.rank} {step.number + 1} {job.world_size} {restarts} {place}"
                 f" {time.time():.4f}\n"
             )
+        if checkpointer:
+            checkpointer.maybe_save(step)
