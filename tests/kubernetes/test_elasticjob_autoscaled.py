@@ -9,13 +9,13 @@ from metrics_api import MetricsApi
 AT_ONCE = {"stabilizationWindowSeconds": 0}
 
 
-def autoscaler(most):
+def autoscaler(api, most):
     """Half of what each pod asks for is to be used."""
     target = {"type": "Utilization", "averageUtilization": 50}
     up = {**AT_ONCE, "policies": [{"type": "Pods", "value": 9, "periodSeconds": 1}]}
     down = {**AT_ONCE, "policies": [{"type": "Percent", "value": 100, "periodSeconds": 1}]}
     return {
-        "apiVersion": "autoscaling/v2beta2",
+        "apiVersion": api,
         "kind": "HorizontalPodAutoscaler",
         "metadata": {"name": "train"},
         "spec": {
@@ -41,9 +41,10 @@ def test_an_autoscaler_finds_the_pods_of_a_job_and_scales_it_within_its_bounds(
     job.apply(replicas=1, low=1, high=3, container=container)
     job.wait_step(world=1)
     before = workers(job)
+    api = control_plane.newest("autoscaling", "v2", "v2beta2")
     with MetricsApi(control_plane, job.space) as metrics:
         metrics.cpu = "200m"
-        job.kubectl("apply", "-f", "-", given=json.dumps(autoscaler(most=5)))
+        job.kubectl("apply", "-f", "-", given=json.dumps(autoscaler(api, most=5)))
         job.wait_step(world=3)
         # It asks for more than maxReplicas, which an Event says.
         until(lambda: "ReplicasOutOfRange" in job.reasons(), "it is held")

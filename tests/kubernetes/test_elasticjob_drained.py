@@ -7,7 +7,6 @@ import pytest
 from elastic_jobs import ONE_GPU
 
 BUDGET = {
-    "apiVersion": "policy/v1beta1",
     "kind": "PodDisruptionBudget",
     "metadata": {"name": "train"},
     "spec": {"minAvailable": 1, "selector": {"matchLabels": {"job-name": "train"}}},
@@ -26,9 +25,9 @@ def test_of_two_nodes_that_are_drained_at_once_a_budget_lets_one_pod_go_after_th
 ):
     for name in ("a", "b", "c"):
         cluster.add(name, capacity=ONE_GPU)
-    job = make_job()
+    job, api = make_job(), control_plane.newest("policy", "v1", "v1beta1")
     job.apply(replicas=2, low=1, high=2, container=job.container(resources={"limits": ONE_GPU}))
-    job.kubectl("apply", "-f", "-", given=json.dumps(BUDGET))
+    job.kubectl("apply", "-f", "-", given=json.dumps({"apiVersion": api, **BUDGET}))
     job.wait_step(world=2)
     first = {pod["metadata"]["uid"] for pod in job.pods().values()}
     nodes = sorted({pod["spec"]["nodeName"] for pod in job.pods().values()})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from bed import binaries
 from bed.controlplane import ControlPlane
 from elastic_jobs import Operator
 from jobs import until
@@ -42,6 +43,11 @@ JOBS = "/apis/elastic.pytorch.org/v1alpha1/namespaces/default/elasticjobs"
 
 @pytest.fixture
 def plane():
+    binaries.need(binaries.unavailable(binaries.MINIMAL))
+    if binaries.version() >= (1, 22):
+        pytest.skip(
+            "NOT RUN: the definition of TorchElastic's controller needs a server before 1.22"
+        )
     with ControlPlane(whole=False) as made:
         definitions = "/apis/apiextensions.k8s.io/v1beta1/customresourcedefinitions"
         made.ask("POST", definitions, yaml.safe_load(OLD))

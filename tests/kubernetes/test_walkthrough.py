@@ -76,6 +76,7 @@ def test_so_is_what_comes_after_it(here, tmp_path):
         ("digits   Running   2   57   12s", "digits  Running  3  57  12s", False),
         ("job/x created", "job/x unchanged", True),
         ("job/x created", "job/x deleted", False),
+        ('pod "x" deleted', 'pod "x" deleted from training namespace', True),
         ("a 2026-11-21T20:00:00Z b", "a 2027-01-01T00:00:00Z b", True),
         ("0.5 s", "12.25 s", True),
     ],

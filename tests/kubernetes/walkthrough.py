@@ -23,6 +23,8 @@ _VARIES = re.compile(
     r"|\b(?:created|configured|unchanged)$"
     r"| {2,}"
 )
+# As kubectl says it since 1.35.
+_SAYS_WHERE = re.compile(r"(?<= deleted) from \S+ namespace$")
 
 
 @dataclass
@@ -108,7 +110,7 @@ def stable(line: str) -> str:
             return " "
         return "created" if found[0] in ("created", "configured", "unchanged") else "#"
 
-    return _VARIES.sub(put, line.strip())
+    return _VARIES.sub(put, _SAYS_WHERE.sub("", line.strip()))
 
 
 def shell(folder: Path, environ: dict[str, str]) -> Callable[[str], str]:

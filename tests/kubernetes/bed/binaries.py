@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,16 @@ def unavailable(programs: tuple[str, ...] = WHOLE) -> str:
     if shutil.which("kubectl") is None:
         return "missing: kubectl: apt-get install kubernetes-client"
     return ""
+
+
+@functools.cache
+def version() -> tuple[int, int]:
+    """Major and minor of the kube-apiserver that is there."""
+    argv = [str(folder() / "kube-apiserver"), "--version"]
+    told = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
+    found = re.search(r"v(\d+)\.(\d+)", told)
+    assert found, told
+    return int(found[1]), int(found[2])
 
 
 def need(reason: str) -> None:

@@ -127,7 +127,7 @@ class ControlPlane:
                 return self._controllers()
             case _:
                 config = self.user("system:kube-scheduler")
-                return [f"--kubeconfig={config}", *_SILENT]
+                return [f"--kubeconfig={config}", *_silent()]
 
     def _etcd(self) -> list[str]:
         peers = "unix://etcd:2"
@@ -143,9 +143,9 @@ class ControlPlane:
         admin, admin_key = self.certificates.pair("admin")
         accounts = self.certificates.path("accounts.key")
         # Without a controller manager nobody makes service accounts for pods.
-        less = "PersistentVolumeLabel" if self.whole else "ServiceAccount"
+        less = [] if self.whole else ["--disable-admission-plugins=ServiceAccount"]
         return [
-            f"--etcd-servers={ETCD}", f"--secure-port={self.port}", "--insecure-port=0",
+            f"--etcd-servers={ETCD}", f"--secure-port={self.port}",
             "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1", "--permit-port-sharing",
             "--endpoint-reconciler-type=none", "--service-cluster-ip-range=10.96.0.0/16",
             f"--tls-cert-file={crt}", f"--tls-private-key-file={key}",
@@ -155,9 +155,7 @@ class ControlPlane:
             f"--service-account-signing-key-file={accounts}", "--allow-privileged=true",
             f"--kubelet-client-certificate={admin}", f"--kubelet-client-key={admin_key}",
             "--kubelet-preferred-address-types=InternalIP", "--profiling=false",
-            # As it is from 1.21 on: pods get tokens of their own, which end with them.
-            "--feature-gates=BoundServiceAccountTokenVolume=true",
-            f"--disable-admission-plugins={less}", *self.extra,
+            *_of_old("--insecure-port=0", _OWN_TOKENS), *less, *self.extra,
         ]  # fmt: skip
 
     def _controllers(self) -> list[str]:
@@ -166,12 +164,12 @@ class ControlPlane:
             f"--kubeconfig={config}", "--use-service-account-credentials=true",
             f"--service-account-private-key-file={self.certificates.path('accounts.key')}",
             f"--root-ca-file={self.certificates.authority}", f"--controllers={CONTROLLERS}",
-            "--feature-gates=BoundServiceAccountTokenVolume=true",
+            *_of_old(_OWN_TOKENS),
             "--node-monitor-period=1s", f"--node-monitor-grace-period={NODE_SILENT_S}s",
             "--horizontal-pod-autoscaler-sync-period=1s",
             "--horizontal-pod-autoscaler-cpu-initialization-period=1s",
             "--horizontal-pod-autoscaler-initial-readiness-delay=0s",
-            *_SILENT,
+            *_silent(),
         ]  # fmt: skip
 
     # ---- requests
@@ -195,6 +193,11 @@ class ControlPlane:
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:PAGE_BYTES]
             raise AssertionError(f"{method} {path}: {error.code}: {text}") from error
+
+    def newest(self, group: str, *versions: str) -> str:
+        """Return the first of the versions of an API group that is served."""
+        served = {each["version"] for each in self.ask("GET", f"/apis/{group}")["versions"]}
+        return f"{group}/{next(each for each in versions if each in served)}"
 
     def _is_ready(self, path: str) -> bool:
         with contextlib.suppress(OSError):
@@ -256,5 +259,15 @@ class ControlPlane:
         self.parts[name].send(signal.SIGCONT)
 
 
-# Elections and ports that nobody here needs.
-_SILENT = ("--leader-elect=false", "--port=0", "--secure-port=0")
+# As it is from 1.21 on: pods get tokens of their own, which end with them.
+_OWN_TOKENS = "--feature-gates=BoundServiceAccountTokenVolume=true"
+
+
+def _of_old(*arguments: str) -> tuple[str, ...]:
+    """Return arguments that servers need, until 1.24 refuses them: what they say is so there."""
+    return arguments if binaries.version() < (1, 24) else ()
+
+
+def _silent() -> tuple[str, ...]:
+    """Return the arguments without elections and ports, which nobody here needs."""
+    return ("--leader-elect=false", "--secure-port=0", *_of_old("--port=0"))
