@@ -92,6 +92,7 @@ from elastane.protocol.events import (
     Warm,
     WorkerFailed,
     WorkerLost,
+    WorkerStacks,
     WorkerSucceeded,
 )
 from elastane.protocol.hangs import ranks_text
@@ -616,7 +617,7 @@ class LocalWorkers:
             ):
                 group.interrupt(reason)
                 self._outbox.send(Lost(fence=world, reason=reason))
-            case ReplicaDiffered() | CulpritFound() | GroupStandstill() if (
+            case ReplicaDiffered() | CulpritFound() | WorkerStacks() | GroupStandstill() if (
                 group and event.fence == group.start_fence
             ):
                 self._found(group, event)
@@ -848,7 +849,11 @@ class LocalWorkers:
         failures = group.aged_failures(self.now_s)
         self._outbox.send(Failed(fence=group.fence, failures=failures))
 
-    def _found(self, group: Group, event: ReplicaDiffered | CulpritFound | GroupStandstill) -> None:
+    def _found(
+        self,
+        group: Group,
+        event: ReplicaDiffered | CulpritFound | WorkerStacks | GroupStandstill,
+    ) -> None:
         if isinstance(event, GroupStandstill):
             if event.world == group.fence:
                 self._outbox.send(
@@ -860,6 +865,11 @@ class LocalWorkers:
         if isinstance(event, CulpritFound):
             data = culprit_data(event.verdict, event.still_s)
             self._log(EventKind.CULPRIT, event.verdict.sentence, **data)
+            return
+        if isinstance(event, WorkerStacks):
+            reason = f"stacks of rank {event.rank} (pid {event.pid}), by {event.source}"
+            where = {"rank": event.rank, "local_rank": event.local_rank, "pid": event.pid}
+            self._log(EventKind.STACKS, reason, source=event.source, stacks=event.text, **where)
             return
         differed: dict[str, str | int | float | bool] = {
             "rank": event.rank,

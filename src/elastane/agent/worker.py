@@ -11,11 +11,14 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 
 from elastane.agent.failure_reports import LastWords, read_last_words
+from elastane.agent.flight_recorder import dump_path, read_open_collectives
 from elastane.agent.timer_watch import TimerWatch
 from elastane.process.offload import Offload
 from elastane.process.process import Spawner, WorkerCommand, WorkerKind, WorkerProcess
@@ -88,7 +91,7 @@ class LocalWorker:
     `got_sigterm`: it was asked to checkpoint by SIGTERM. `given_up`: it was reported as failed
     though its process may be alive. `ended_because`: why the agent itself ended it, in words.
     `hung`: why it counted as hung and was ended. `steps`: how many steps it had shown when it
-    ended.
+    ended. `began_s`: when it was made, in seconds since 1970.
     """
 
     local_rank: int
@@ -104,6 +107,7 @@ class LocalWorker:
     ended_because: str = ""
     hung: str = ""
     steps: int = 0
+    began_s: float = field(default_factory=time.time)
 
     @property
     def is_alive(self) -> bool:
@@ -183,6 +187,15 @@ class LocalWorker:
             return replace(words, message=message, output=False)
         why = why_without_place(words.message) if self.is_standby else ""
         return replace(words, message=f"{words.message}\n{why}") if why else words
+
+    async def recorded(self, setup: GroupSetup) -> str:
+        """Return in words what torch's flight recorder left of it; "" if it left nothing."""
+        path = dump_path({**setup.environment, **self.env}, self.rank)
+        try:
+            read = partial(read_open_collectives, path, self.began_s)
+            return await setup.offload.run(read, _WORDS_WAIT_S)
+        except TimeoutError:
+            return ""
 
     def failure(
         self, pid: int, code: int, words: LastWords, evidence: str = "", *, stopped: bool = False

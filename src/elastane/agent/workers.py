@@ -27,6 +27,7 @@ from elastane.agent.control_sockets import ControlSockets, place_message
 from elastane.agent.failure_reports import OomCounters, kill_evidence, read_memory
 from elastane.agent.first_steps import Beginning, FirstSteps
 from elastane.agent.hang_monitor import UNKILLABLE_SLUG, HangMonitor
+from elastane.agent.outside_stacks import stacks_of
 from elastane.agent.process_group_store import OfferedPort, StoreHost
 from elastane.agent.spares import Spares
 from elastane.agent.standstill import MonitorPosts
@@ -58,8 +59,10 @@ from elastane.protocol.events import (
     Signalled,
     WorkerFailed,
     WorkerLost,
+    WorkerStacks,
     WorkerSucceeded,
 )
+from elastane.protocol.limits import FAILURE_TEXT_CHARS_MAX
 from elastane.protocol.model import Assignment, Failure, Fence, Joining
 from elastane.protocol.ring import CALLERS_MAX, WorkerCalls
 from elastane.protocol.verdicts import Verdict
@@ -74,6 +77,8 @@ _LEARN_AFTER_S = 20.0
 _POLL_S = 0.002
 # A class may create folders on a slow network file system, which takes longer than a local look-up.
 _CHOOSE_S = 10.0
+# Workers whose stacks are read at one standstill.
+_STACKS_MAX = 2
 
 
 @dataclass
@@ -291,6 +296,10 @@ class LocalWorkerGroup:
         # The error file has the time of the fault; the process ended some time later.
         failed_s = min(ended_s, words.failed_s or ended_s)
         failure = worker.failure(process.pid, code, words, evidence, stopped=stopped_in_its_end)
+        recorded = await worker.recorded(self.setup) if code != -signal.SIGKILL else ""
+        if recorded:
+            known = "; ".join(filter(None, (failure.evidence, recorded)))
+            failure = msgspec.structs.replace(failure, evidence=known)
         if is_lost_peer(failure) or says_mismatch(failure):
             failure = msgspec.structs.replace(failure, calls=calls)
         self._post_failed(failure, failed_s)
@@ -368,9 +377,33 @@ class LocalWorkerGroup:
 
     def _post_culprit(self, verdict: Verdict, still_s: float) -> None:
         self.post(CulpritFound(self.assignment.fence, verdict, still_s))
+        if not verdict.ends:  # A worker that is ended shows its stacks as it ends.
+            self._show_stacks(verdict.ranks)
 
     def _post_evidence(self, evidence: tuple[StandstillEvidence, ...], still_s: float) -> None:
         self.post(GroupStandstill(self.assignment.fence, self.world.fence, evidence, still_s))
+        self._show_stacks([each.rank for each in evidence if each.facts.lock_held])
+
+    def _show_stacks(self, ranks: Sequence[int]) -> None:
+        """Post the stacks of the first local workers of these ranks, if py-spy is installed."""
+        shown = [w for w in self._members() if w.rank in ranks and w.process is not None]
+        for worker in shown[:_STACKS_MAX]:
+            self._spawn_watch(self._post_stacks(worker, worker.process))
+
+    async def _post_stacks(self, worker: LocalWorker, process: WorkerProcess | None) -> None:
+        assert process is not None
+        found = await stacks_of(process.pid, self.setup.environment)
+        if found is not None:
+            self.post(
+                WorkerStacks(
+                    fence=self.assignment.fence,
+                    rank=worker.rank,
+                    local_rank=worker.local_rank,
+                    pid=process.pid,
+                    source=found.source,
+                    text=found.text[:FAILURE_TEXT_CHARS_MAX],
+                )
+            )
 
     def end_worker(self, rank: int, reason: str) -> None:
         """End the worker of this rank, for which the others would wait for ever."""

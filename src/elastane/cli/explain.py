@@ -16,7 +16,7 @@ from elastane.protocol.words import counted
 
 if TYPE_CHECKING:
     from elastane.observe.account import Account
-    from elastane.observe.story import AttemptStory, JobStory, SeenFailure
+    from elastane.observe.story import AttemptStory, JobStory, SeenFailure, SeenStacks
 
 # How many failures of one attempt are shown; --json has all.
 _FAILURES_SHOWN_MAX = 8
@@ -25,6 +25,7 @@ _DIFFERED_SHOWN_MAX = 8
 _INJECTED_SHOWN_MAX = 20
 _NOTICES_SHOWN_MAX = 20
 _CULPRITS_SHOWN_MAX = 8
+_STACKS_SHOWN_MAX = 2
 _STRAGGLERS_SHOWN_MAX = 8
 # What follows the milliseconds in a time of the event log.
 _BEYOND_MILLISECONDS = re.compile(r"(?<=:\d\d\.\d{3})\d{6}Z")
@@ -128,13 +129,7 @@ def _attempt_lines(attempt: AttemptStory) -> list[str]:
     if attempt.ended:
         lasted = f" (after {attempt.lasted_s:g} s)" if attempt.lasted_s is not None else ""
         lines.append(f"  ended      {attempt.ended}{lasted}: {attempt.ended_because}")
-    for difference in attempt.differed[-_DIFFERED_SHOWN_MAX:]:
-        lines.append(f"  replica    {difference}")
-    for culprit in attempt.culprits[-_CULPRITS_SHOWN_MAX:]:
-        lines.append(f"  culprit    {culprit.time}: {culprit.sentence} [{culprit.kind}]")
-    for slow in attempt.stragglers[-_STRAGGLERS_SHOWN_MAX:]:
-        until = f" until {slow.ended}" if slow.ended else ""
-        lines.append(f"  straggler  {slow.time}{until}: {slow.sentence} [{slow.why}]")
+    lines += _findings_lines(attempt)
     if attempt.root_cause:
         lines.append(f"  root cause {attempt.root_cause}")
     if attempt.alike:
@@ -146,6 +141,25 @@ def _attempt_lines(attempt: AttemptStory) -> list[str]:
         said_max = _MESSAGE_LINES_MAX if number == 0 or _is_root(attempt, one) else 1
         lines += _failure_lines(one, said_max, root=_is_root(attempt, one))
     return lines + _counts(attempt, len(own))
+
+
+def _findings_lines(attempt: AttemptStory) -> list[str]:
+    """Return what was found about workers that had not failed."""
+    lines = [f"  replica    {each}" for each in attempt.differed[-_DIFFERED_SHOWN_MAX:]]
+    for culprit in attempt.culprits[-_CULPRITS_SHOWN_MAX:]:
+        lines.append(f"  culprit    {culprit.time}: {culprit.sentence} [{culprit.kind}]")
+    for stacks in attempt.stacks[-_STACKS_SHOWN_MAX:]:
+        lines += _stacks_lines(stacks)
+    for slow in attempt.stragglers[-_STRAGGLERS_SHOWN_MAX:]:
+        until = f" until {slow.ended}" if slow.ended else ""
+        lines.append(f"  straggler  {slow.time}{until}: {slow.sentence} [{slow.why}]")
+    return lines
+
+
+def _stacks_lines(one: SeenStacks) -> list[str]:
+    who = f"rank {one.rank} on node {one.node} (pid {one.pid})"
+    said = (f"    | {line}" for line in one.stacks.splitlines())
+    return [f"  stacks     {one.time}: {who}, by {one.source}", *said]
 
 
 def _is_root(attempt: AttemptStory, one: SeenFailure) -> bool:

@@ -38,6 +38,17 @@ class SeenFailure(msgspec.Struct, kw_only=True):
     log_file: str = ""
 
 
+class SeenStacks(msgspec.Struct, kw_only=True):
+    """The stacks of a worker for which others waited, as the program `source` printed them."""
+
+    time: str
+    node: str
+    rank: int | None
+    pid: int
+    source: str
+    stacks: str
+
+
 class SeenCulprit(msgspec.Struct, kw_only=True):
     """A worker for which others waited. `kind` and `outlook` are stable words.
 
@@ -91,6 +102,7 @@ class AttemptStory(msgspec.Struct, kw_only=True):
     failures: list[SeenFailure] = []
     differed: list[str] = []
     culprits: list[SeenCulprit] = []
+    stacks: list[SeenStacks] = []
     stragglers: list[SeenStraggler] = []
     succeeded: int = 0
 
@@ -115,6 +127,19 @@ class AttemptStory(msgspec.Struct, kw_only=True):
     def add_culprit(self, event: LoggedEvent) -> None:
         """Record a worker for which others waited."""
         self.culprits.append(_culprit(event))
+
+    def add_stacks(self, event: LoggedEvent) -> None:
+        """Record the stacks of a worker for which others waited."""
+        self.stacks.append(
+            SeenStacks(
+                time=event.time,
+                node=event.node,
+                rank=event.number("rank"),
+                pid=event.number("pid") or 0,
+                source=event.text("source"),
+                stacks=event.text("stacks"),
+            )
+        )
 
     def add_straggler(self, event: LoggedEvent) -> None:
         """Record a rank that makes the others wait in each step."""
@@ -184,6 +209,7 @@ _OF_ATTEMPT: dict[str, Callable[[AttemptStory, LoggedEvent], None]] = {
     EventKind.WORKER_EXITED: AttemptStory.add_exit,
     EventKind.REPLICA_DIFFERED: AttemptStory.add_difference,
     EventKind.CULPRIT: AttemptStory.add_culprit,
+    EventKind.STACKS: AttemptStory.add_stacks,
     EventKind.STRAGGLER: AttemptStory.add_straggler,
     EventKind.STRAGGLER_ENDED: AttemptStory.end_straggler,
     EventKind.INCIDENT: AttemptStory.record_reason,

@@ -191,6 +191,17 @@ class CulpritFound(msgspec.Struct, frozen=True):
     still_s: float
 
 
+class WorkerStacks(msgspec.Struct, frozen=True, kw_only=True):
+    """The stacks of a worker for which others wait, from outside, as `source` printed them."""
+
+    fence: Fence
+    rank: int
+    local_rank: int
+    pid: int
+    source: str
+    text: str
+
+
 class GroupStandstill(msgspec.Struct, frozen=True):
     """The local workers have made no collective in `world` for `still_s`.
 
@@ -259,6 +270,7 @@ AgentEvent = (
     | WorkerLost
     | ReplicaDiffered
     | CulpritFound
+    | WorkerStacks
     | GroupStandstill
     | GroupMarked
     | GroupDrained

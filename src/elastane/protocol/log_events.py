@@ -59,6 +59,7 @@ class EventKind(StrEnum):
     WORKER_EXITED = "worker-exited"
     REPLICA_DIFFERED = "replica-differed"
     CULPRIT = "culprit"
+    STACKS = "stacks"
     CHECKPOINT_SAVED = "checkpoint-saved"
     CHECKPOINT_FAILED = "checkpoint-failed"
     RESTORED = "restored"

@@ -22,6 +22,7 @@ from elastane.protocol.events import (
     Signalled,
     Unlinked,
     Warm,
+    WorkerStacks,
 )
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
@@ -185,3 +186,14 @@ def test_a_culprit_is_logged_with_its_class():
         "class": "disk", "ranks": "1,2", "outlook": "may-pass", "certain": False,
         "group": "0", "sequence": 7, "still_s": 21.0,
     }  # fmt: skip
+
+
+def test_stacks_from_outside_are_logged_with_their_source():
+    agent = Agent().running()
+    stacks = WorkerStacks(
+        fence=FENCE, rank=1, local_rank=1, pid=51, source="py-spy", text="hold (train.py:3)"
+    )
+    [effect] = agent.does(stacks)
+    assert (effect.event.kind, effect.event.data["source"]) == (EventKind.STACKS, "py-spy")
+    assert effect.event.reason == "stacks of rank 1 (pid 51), by py-spy"
+    assert effect.event.data["stacks"] == "hold (train.py:3)"

@@ -341,6 +341,14 @@ def test_a_culprit_is_shown_with_its_class_and_its_facts():
     assert not culprit.certain
 
 
+def test_stacks_are_shown_with_the_program_that_they_came_from():
+    text = "Thread 51\n    hold (train.py:3)"
+    data = {"rank": 1, "local_rank": 1, "pid": 51, "source": "py-spy --native", "stacks": text}
+    said = told(settled(0), event(5, EventKind.STACKS, "stacks of rank 1", **data))
+    at_line = said.index(f"  stacks     {at(5)}: rank 1 on node a (pid 51), by py-spy --native")
+    assert said[at_line + 1 : at_line + 3] == ["    | Thread 51", "    |     hold (train.py:3)"]
+
+
 def test_only_the_cause_shows_its_traceback_and_no_line_that_only_marks_another():
     long = "Traceback\n  total = loss / count\n          ~~~~~^~~~~~~\nZeroDivisionError: by zero"
     victim = "Traceback\n  loss.backward()\nRuntimeError: Connection closed by peer"
