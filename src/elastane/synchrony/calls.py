@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -26,6 +27,14 @@ _ALL_GATHERS = frozenset(("allgather", "_allgather_base", "allgather_coalesced")
 _FEW_COUNTS_MAX = 8
 # A larger sum of integers of one byte has no counts, which would overflow, but an encoded object.
 _COUNT_BYTES_MIN = 2
+
+
+class ProgramStage(Enum):
+    """What the program does as it calls, as far as the meaning of integers depends on it."""
+
+    EVALUATION = "an evaluation"
+    TRAINING = "a training step, outside of its backward pass"
+    BACKWARD = "a backward pass"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +56,11 @@ def call_of(
     kwargs: dict[str, Any],
     visible: Sequence[Identity],
     site: Site,
-    *,
-    trains: bool = False,
+    stage: ProgramStage = ProgramStage.EVALUATION,
 ) -> Call:
     """Return the call of the method `name`; `visible`: the members that its ranks refer to.
 
-    `trains`: the program is not in an evaluation.
+    In a backward pass the integers of a script are gradients, which it may have divided.
     """
     options: Any = next((arg for arg in (*args, *kwargs.values()) if _is_options(arg)), None)
     tensors = [_tensors_of(arg) for arg in (*args, *kwargs.values()) if not _is_options(arg)]
@@ -61,7 +69,9 @@ def call_of(
     inputs = outputs if name in _IN_PLACE else [each for more in tensors[1:] for each in more]
     is_alike = name in _IN_PLACE or is_gather
     root = visible[options.rootRank] if name in _ROOTED else None
-    counts = not any(t.is_floating_point() or t.is_complex() for t in outputs)
+    is_gradient = stage is ProgramStage.BACKWARD and site in (Site.SCRIPT, Site.FIRST_SIZE)
+    is_whole = not any(t.is_floating_point() or t.is_complex() for t in outputs)
+    counts = is_whole and not is_gradient
     signature = Signature(
         kind=name,
         layout=_layout(outputs) if is_alike else 0,
@@ -71,7 +81,7 @@ def call_of(
         shaped=_shaped(name, outputs, inputs, len(visible)),
         counts=counts,
         site=site,
-        is_tally=counts and site is Site.FIRST_SIZE and _is_tally(outputs, trains=trains),
+        is_tally=counts and site is Site.FIRST_SIZE and _is_tally(outputs, stage),
     )
 
     def begin(group: ProcessGroup, rank: int | None) -> Work:
@@ -83,9 +93,10 @@ def call_of(
     return Call(signature, inputs, outputs, begin)
 
 
-def _is_tally(tensors: Sequence[torch.Tensor], *, trains: bool) -> bool:
+def _is_tally(tensors: Sequence[torch.Tensor], stage: ProgramStage) -> bool:
     """Whether integers are counts that a script reads beside a world size or sums of floats."""
     is_few = sum(each.numel() for each in tensors) <= _FEW_COUNTS_MAX
+    trains = stage is not ProgramStage.EVALUATION
     return is_few or (trains and all(t.element_size() >= _COUNT_BYTES_MIN for t in tensors))
 
 

@@ -90,8 +90,9 @@ class Signature:
     have `elements` in all.
     `reduction`: "sum", "max", ..., or "". `root`: the member that a broadcast comes from, by
     identity, since its rank changes. `shaped`: the number of members that the buffers have room
-    for; 0: any number. `counts`: whether the data are integers. `is_tally`: whether those count
-    samples, tokens or votes: a script may divide its loss by them, or compare them with its size.
+    for; 0: any number. `counts`: whether the data are integers, and no gradients. `is_tally`:
+    whether those count samples, tokens or votes: a script may divide its loss by them, or compare
+    them with its size.
     """
 
     kind: str

@@ -43,7 +43,7 @@ from elastane.comms.untraced import (
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import ConfigurationError, PeerLostError
 from elastane.synchrony import callsites, newcomers
-from elastane.synchrony.calls import Call, call_of
+from elastane.synchrony.calls import Call, ProgramStage, call_of
 from elastane.synchrony.contributions import (
     BucketLayout,
     BucketSlice,
@@ -138,6 +138,13 @@ class GroupHost(Protocol):
         """Note that newcomers may join this worker's world, or that this newcomer is ready."""
 
 
+class _Callback(threading.local):
+    """The members that a callback of a future sees, in the thread that it runs in; () outside."""
+
+    def __init__(self) -> None:
+        self.members: tuple[Identity, ...] = ()
+
+
 class OrderedGroup(ElasticGroup):
     """A group whose operations all survivors deliver alike; `leave` ends it.
 
@@ -165,6 +172,7 @@ class OrderedGroup(ElasticGroup):
         # The members that the program's ranks refer to, lost ones included where it sees its first
         # world; torch's tables and the environment show them.
         self._shown: tuple[Identity, ...] = ()
+        self._callback = _Callback()
         # Whether the script has summed floats by a call of its own.
         self._has_summed = False
         # Whether the world that the program sees has changed without a question for its size since,
@@ -356,7 +364,7 @@ class OrderedGroup(ElasticGroup):
     def _rank_seen(self) -> int:
         if self._outside is not None:
             return self._outside[0]
-        return self._shown.index(self._member.identity) if self._shown else 0
+        return self._seen.index(self._member.identity) if self._seen else 0
 
     @skipped
     def size(self) -> int:
@@ -366,7 +374,12 @@ class OrderedGroup(ElasticGroup):
             self._has_changed, self._sums_unasked = False, 0
         if self._outside is not None:
             return self._outside[1]
-        return len(self._shown) or 1
+        return len(self._seen) or 1
+
+    @property
+    def _seen(self) -> tuple[Identity, ...]:
+        """The members that the program's ranks refer to in this thread."""
+        return self._callback.members or self._shown
 
     @skipped
     def _ask(self, what: str) -> None:
@@ -482,11 +495,11 @@ class OrderedGroup(ElasticGroup):
                 raise _refused_shards(name)
             if site in (Site.SCRIPT, Site.TRUE_SUM) and self.sees_first:
                 site = Site.FIRST_SIZE
-            trains = site is Site.FIRST_SIZE and not self._evaluates()
-            call = call_of(name, args, kwargs, self._shown, site, trains=trains)
+            stage = self._stage(site)
+            call = call_of(name, args, kwargs, self._shown, site, stage)
             self._note_parts(call.signature)
             self._has_summed |= call.signature.may_be_divided
-            is_of_gradients = callsites.is_in_backward() or not self._layouts
+            is_of_gradients = stage is ProgramStage.BACKWARD or not self._layouts
             if self._has_changed and call.signature.may_be_divided and is_of_gradients:
                 self._sums_unasked += 1
             if self._shown != self._member.visible and (
@@ -496,7 +509,13 @@ class OrderedGroup(ElasticGroup):
             pending = self._issue(call, slices)
             self._pump()
             self._changed.notify_all()
-        return OrderedWork(pending, self._changed, self._has_waited)
+        return OrderedWork(pending, self._changed, self)
+
+    def _stage(self, site: Site) -> ProgramStage:
+        if callsites.is_in_backward():
+            return ProgramStage.BACKWARD
+        is_evaluation = site is Site.FIRST_SIZE and self._evaluates()
+        return ProgramStage.EVALUATION if is_evaluation else ProgramStage.TRAINING
 
     def _evaluates(self) -> bool:
         """Whether the program is in an evaluation: without gradients, and no module trains.
@@ -604,11 +623,27 @@ class OrderedGroup(ElasticGroup):
             self._pump()
             self._changed.notify_all()
 
-    def _has_waited(self, number: int) -> None:
-        """Record that the program waited for an operation."""
+    def has_waited(self, number: int) -> None:
+        """Record that the program waited for an operation; a callback of its future does not."""
+        if self._callback.members:
+            return
         with self._changed:
             self._member.waited(number)
             self._show_if_changed()
+
+    @contextlib.contextmanager
+    def seeing(self, number: int) -> Iterator[None]:
+        """Show this thread the members that the program sees once it has waited for an operation.
+
+        A callback of its future divides by their number, and may run before that wait.
+        """
+        with self._changed:
+            members = self._shown if self.sees_first else self._member.seen_after(number)
+        before, self._callback.members = self._callback.members, members
+        try:
+            yield
+        finally:
+            self._callback.members = before
 
     # The thread that delivers.
 

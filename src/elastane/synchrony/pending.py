@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.distributed import Work
@@ -16,9 +16,22 @@ from elastane.comms.group import WorldGroup
 from elastane.comms.untraced import skipped
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import PeerLostError
+from elastane.synchrony import callsites
 from elastane.synchrony.calls import Call
 from elastane.synchrony.contributions import Contribution, Gradients, overwrite
 from elastane.synchrony.rules import Start
+
+T = TypeVar("T")
+
+
+class Reader(Protocol):
+    """The program's group, as far as its reads of results concern it."""
+
+    def has_waited(self, number: int) -> None:
+        """Record that the program waits, or has waited, for an operation."""
+
+    def seeing(self, number: int) -> AbstractContextManager[None]:
+        """Show this thread the members that are visible once an operation was waited for."""
 
 
 class PendingOperation:
@@ -31,7 +44,7 @@ class PendingOperation:
         self.over = threading.Event()
         self._work: Waited | None = None
         self._failure: Exception | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._future: OrderedFuture[list[torch.Tensor]] | None = None
         # The number of members that its sum counts for, and the number whose sum it is.
         self._counts_for = self._is_of = 0
 
@@ -75,7 +88,8 @@ class PendingOperation:
         for output in self.call.outputs:
             wide = output.detach().to(torch.promote_types(output.dtype, torch.float64))
             scaled = wide * self._counts_for / self._is_of
-            overwrite(output, scaled.round() if self.call.signature.counts else scaled)
+            is_whole = not (output.is_floating_point() or output.is_complex())
+            overwrite(output, scaled.round() if is_whole else scaled)
 
     def accept(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take the result of another member."""
@@ -92,13 +106,10 @@ class PendingOperation:
             return list(self.call.outputs)
         return [tensor.detach().clone() for tensor in self.call.outputs]
 
-    def future(self, has_waited: Callable[[int], None]) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return the future of its result; the owner's lock is held.
-
-        `has_waited` is called with its number each time the program has waited for that future.
-        """
+    def future(self, reader: Reader) -> OrderedFuture[list[torch.Tensor]]:
+        """Return the future of its result; the owner's lock is held."""
         if self._future is None:
-            self._future = OrderedFuture(functools.partial(has_waited, self.number))
+            self._future = OrderedFuture(self.number, reader)
             if self.over.is_set():
                 self._future.set_result(list(self.call.outputs))
         return self._future
@@ -110,43 +121,74 @@ class PendingOperation:
             self._future.set_result(list(self.call.outputs))
 
 
-class OrderedFuture(torch.futures.Future[list[torch.Tensor]]):
-    """The future of an operation: a wait for it counts as a wait for the work.
+class OrderedFuture(torch.futures.Future[T]):
+    """The future of an operation, or of what a callback makes of its result.
 
-    A future that `then` returns is torch's, so a wait for that one counts for nothing.
+    A wait for it counts as a wait for the operation. Its callbacks run in the thread that delivers,
+    when the program may still see an older world: they see the members whose result they get.
     """
 
-    def __init__(self, has_waited: Callable[[], None]) -> None:
+    def __init__(self, number: int, reader: Reader) -> None:
         super().__init__()
-        self._has_waited = has_waited
+        self._number = number
+        self._reader = reader
 
     @skipped
-    def wait(self) -> list[torch.Tensor]:
-        """Wait until the operation is delivered, over any number of faults; return its tensors."""
-        tensors = super().wait()
-        self._has_waited()
-        return tensors
+    def wait(self) -> T:
+        """Wait until the operation is delivered, over any number of faults; return its value."""
+        value = super().wait()
+        self._reader.has_waited(self._number)
+        return value
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], Any]) -> OrderedFuture[Any]:
+        """Return the future of what `callback` returns.
+
+        A backward pass waits for the futures of communication hooks, in C++. So its end is a wait
+        for each of them.
+        """
+        made: OrderedFuture[Any] = OrderedFuture(self._number, self._reader)
+        super().then(self._with_members(callback)).add_done_callback(made._take)
+        if callsites.is_in_backward():
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(made.wait)
+        return made
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """Call `callback` with a future of the same value, once it is there."""
+        super().add_done_callback(self._with_members(callback))
+
+    def _with_members(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def called(done: Any) -> Any:
+            with self._reader.seeing(self._number):
+                return callback(done)
+
+        return called
+
+    def _take(self, done: torch.futures.Future[T]) -> None:
+        try:
+            value = done.value()
+        except Exception as error:  # What a callback of the program raises, its wait raises.
+            self.set_exception(error)  # type: ignore[arg-type]  # torch means an exception
+        else:
+            self.set_result(value)
 
 
 class OrderedWork(Work):
     """The program's hold on an operation; it never fails."""
 
     def __init__(
-        self,
-        pending: PendingOperation,
-        lock: threading.Condition,
-        has_waited: Callable[[int], None],
+        self, pending: PendingOperation, lock: threading.Condition, reader: Reader
     ) -> None:
         super().__init__()
         self._pending = pending
         self._lock = lock
-        self._has_waited = has_waited
+        self._reader = reader
 
     @skipped
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is delivered, over any number of faults."""
         self._pending.over.wait()
-        self._has_waited(self._pending.number)
+        self._reader.has_waited(self._pending.number)
         return True
 
     @skipped
@@ -158,7 +200,7 @@ class OrderedWork(Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of its tensors."""
         with self._lock:
-            return self._pending.future(self._has_waited)
+            return self._pending.future(self._reader)
 
     @skipped
     def result(self) -> list[torch.Tensor]:

@@ -603,6 +603,11 @@ class ViewMember:
         self._unread.pop(number, None)
         self._switch()
 
+    def seen_after(self, number: int) -> tuple[Identity, ...]:
+        """Return the members that the program sees once it has waited for an operation."""
+        passed = [switch.members for switch in self._pending if switch.at <= number]
+        return passed[-1] if passed else self.visible
+
     def arrive(self) -> bool:
         """Wait at the program's next boundary; False if operations are not delivered yet.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp
 
-from elastane.synchrony.calls import call_of
+from elastane.synchrony.calls import ProgramStage, call_of
 from elastane.synchrony.operations import Identity, Rule, Site
 from elastane.synchrony.ordered import OrderedGroup
 from elastane.synchrony.rules import View
@@ -14,40 +14,48 @@ from elastane.synchrony.rules import View
 MEMBERS = tuple(map(Identity, range(4)))
 
 
-def signature_of(tensor, *, trains, site=Site.FIRST_SIZE):
+def signature_of(tensor, stage, site=Site.FIRST_SIZE):
     """Return the signature of a sum."""
     options = AllreduceOptions()
     options.reduceOp = ReduceOp.SUM
-    return call_of("allreduce", ([tensor], options), {}, MEMBERS, site, trains=trains).signature
+    return call_of("allreduce", ([tensor], options), {}, MEMBERS, site, stage).signature
 
 
 @pytest.mark.parametrize(
-    ("tensor", "trains"),
+    ("tensor", "stage"),
     [
-        (torch.tensor(3), True),
-        (torch.tensor([3], dtype=torch.int32), True),
-        (torch.ones(1000, dtype=torch.int64), True),
-        (torch.tensor(3), False),
-        (torch.tensor([2, 3]), False),
-        (torch.ones(1, dtype=torch.uint8), True),
+        (torch.tensor(3), ProgramStage.TRAINING),
+        (torch.tensor([3], dtype=torch.int32), ProgramStage.TRAINING),
+        (torch.ones(1000, dtype=torch.int64), ProgramStage.TRAINING),
+        (torch.tensor(3), ProgramStage.EVALUATION),
+        (torch.tensor([2, 3]), ProgramStage.EVALUATION),
+        (torch.ones(1, dtype=torch.uint8), ProgramStage.TRAINING),
     ],
 )
-def test_counts_that_a_script_sums_are_scaled_to_the_size_that_it_sees(tensor, trains):
-    signature = signature_of(tensor, trains=trains)
+def test_counts_that_a_script_sums_are_scaled_to_the_size_that_it_sees(tensor, stage):
+    signature = signature_of(tensor, stage)
     assert signature.is_scaled and signature.rule is Rule.REPEAT and not signature.may_be_divided
 
 
 @pytest.mark.parametrize(
-    ("tensor", "trains", "site"),
+    ("tensor", "stage", "site"),
     [
-        (torch.ones(3, 3, dtype=torch.int64), False, Site.FIRST_SIZE),
-        (torch.ones(100, dtype=torch.uint8), True, Site.FIRST_SIZE),
-        (torch.tensor(3), True, Site.SCRIPT),
+        (torch.ones(3, 3, dtype=torch.int64), ProgramStage.EVALUATION, Site.FIRST_SIZE),
+        (torch.ones(100, dtype=torch.uint8), ProgramStage.TRAINING, Site.FIRST_SIZE),
+        (torch.tensor(3), ProgramStage.TRAINING, Site.SCRIPT),
     ],
 )
-def test_other_integers_are_summed_over_the_survivors(tensor, trains, site):
-    signature = signature_of(tensor, trains=trains, site=site)
+def test_other_integers_are_summed_over_the_survivors(tensor, stage, site):
+    signature = signature_of(tensor, stage, site)
     assert not signature.is_scaled and signature.rule is Rule.REPEAT
+
+
+def test_integers_in_a_backward_pass_are_gradients_that_may_be_divided():
+    integers = torch.ones(100, dtype=torch.int8)
+    signature = signature_of(integers, ProgramStage.BACKWARD, Site.SCRIPT)
+    assert signature.rule is Rule.REFUSED and signature.may_be_divided
+    assert signature_of(integers, ProgramStage.BACKWARD).is_scaled
+    assert signature_of(integers, ProgramStage.BACKWARD, Site.AUTHORITY).rule is Rule.REPEAT
 
 
 @pytest.mark.parametrize(("is_sparse", "word"), [(True, "sparse gradients"), (False, "")])

@@ -8,7 +8,7 @@ from torch.distributed import AllreduceOptions, ReduceOp
 
 from elastane.synchrony.operations import Identity
 from elastane.synchrony.ordered import OrderedGroup
-from elastane.synchrony.rules import View
+from elastane.synchrony.rules import Switch, View
 
 A, B, C = (Identity(number) for number in (1, 2, 3))
 
@@ -104,3 +104,18 @@ def test_sums_that_are_scaled_or_of_no_gradients_restart_none(monkeypatch, exemp
         group._shared = Stream()
     add_up(group)
     step(group)
+
+
+@pytest.mark.parametrize(("keeps_ranks", "sizes"), [(False, (3, 2, 2, 3)), (True, (3, 3, 3, 3))])
+def test_a_callback_sees_the_size_that_belongs_to_its_result(monkeypatch, keeps_ranks, sizes):
+    group = OrderedGroup(SimpleNamespace(follows=False), keeps_ranks=keeps_ranks)
+    group._member.identity = A
+    group._member.begin(View((1, 0), (A, B, C)))
+    group._shown = group._first = (A, B, C)
+    group._member._pending = [Switch(5, (A, B))]
+    seen = []
+    for number in (4, 5, 6):
+        with group.seeing(number):
+            group.has_waited(number)  # Not the program: it may be at any place meanwhile.
+            seen.append(group.size())
+    assert (*seen, group.size()) == sizes

@@ -1,5 +1,6 @@
 """An operation between its issue and its delivery: its contribution, and the scale of its sum."""
 
+import contextlib
 import threading
 from dataclasses import replace
 
@@ -65,12 +66,71 @@ def test_votes_reach_the_first_size_only_if_all_that_are_left_have_voted(first, 
         assert (tensor.item() == first) is (voted == left) and (tensor.item() > 0) is (voted > 0)
 
 
-def test_a_wait_for_the_future_of_an_operation_counts_as_a_wait_for_its_work():
-    tensor, waited = torch.ones(1), []
+class Reader:
+    """Collects for which operations the program has waited, and whose members a thread sees."""
+
+    def __init__(self):
+        self.waited, self.seen = [], []
+        self.has_waited = self.waited.append
+
+    @contextlib.contextmanager
+    def seeing(self, number):
+        self.seen.append(number)
+        yield
+        self.seen.pop()
+
+
+@pytest.fixture
+def issued():
+    """Return an operation, the program's work of it, and the reader that notes its waits."""
+    tensor, reader = torch.ones(1), Reader()
     pending = PendingOperation(7, Call(SUM, [tensor], [tensor], lambda *_: None), NOTHING)
-    work = OrderedWork(pending, threading.Condition(threading.RLock()), waited.append)
+    return pending, OrderedWork(pending, threading.Condition(threading.RLock()), reader), reader
+
+
+def test_a_wait_for_the_future_of_an_operation_counts_as_a_wait_for_its_work(issued):
+    pending, work, reader = issued
     future = work.get_future()
-    chained = future.then(lambda done: done.value()[0])
     pending.finish()
-    assert chained.wait().item() == 1 and future.done() and not waited
-    assert future.wait()[0].item() == 1 and waited == [7]
+    assert future.done() and not reader.waited
+    assert future.wait()[0].item() == 1 and reader.waited == [7]
+
+
+def test_so_does_a_wait_for_what_its_callbacks_make_of_the_result(issued):
+    pending, work, reader = issued
+    first = work.get_future().then(lambda done: done.value()[0])
+    chained = first.then(lambda done: done.value() + 1)
+    pending.finish()
+    assert chained.done() and not reader.waited
+    assert chained.wait().item() == 2 and reader.waited == [7]
+
+
+def test_callbacks_see_the_members_whose_result_they_get(issued):
+    pending, work, reader = issued
+    seen = []
+    work.get_future().then(lambda _: seen.extend(reader.seen))
+    work.get_future().add_done_callback(lambda _: seen.extend(reader.seen))
+    pending.finish()
+    work.get_future().then(lambda _: seen.extend(reader.seen))
+    assert seen == [7, 7, 7] and reader.seen == []
+
+
+def test_a_callback_that_fails_fails_the_wait_for_its_future(issued):
+    pending, work, _ = issued
+    chained = work.get_future().then(lambda _: 1 / 0)
+    pending.finish()
+    with pytest.raises(RuntimeError, match="division by zero"):
+        chained.wait()
+
+
+def test_a_backward_pass_waits_for_the_futures_of_its_hooks(issued):
+    pending, work, reader = issued
+    gradient = torch.ones(1, requires_grad=True)
+
+    def hook(_):
+        work.get_future().then(lambda done: done.value()[0])
+        threading.Thread(target=pending.finish).start()
+
+    gradient.register_hook(hook)
+    gradient.sum().backward()
+    assert reader.waited == [7]
