@@ -120,6 +120,33 @@ def test_servers_of_two_nodes_publish_one_checkpoint_and_one_final_flush(tmp_pat
         assert published(store) == [(2, "final flush"), (1, "step")]
 
 
+def test_a_sharded_save_without_a_lost_nodes_part_is_followed_by_the_newest_snapshot(tmp_path):
+    """Each survivor writes its part of it, so a wait for the lost save ends well on both."""
+    store, lost = tmp_path / "store", Key(0, 1, 0, 1)
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for part in range(2):
+            folder = tmp_path / str(part)
+            folder.mkdir()
+            stack.enter_context(Node(folder))
+            workers.append(Worker())
+        for nodes, key in ((3, lost), (2, Key(0, 2, 0, 5))):
+            for part, worker in enumerate(workers):
+                at = {"first": part * SLOT_BYTES, "end": (part + 1) * SLOT_BYTES}
+                at["image_bytes"] = nodes * SLOT_BYTES
+                ranges = ((f"__{part}_0.distcp", at["first"], at["end"]),)
+                more = {"ranges": ranges, "part": part, "parts": nodes, "small": part == 0}
+                share = persist_to(store, wait_s=2.0, **more)
+                worker.client.layout(f"of {nodes}", {"layout.json": b"{}"}, share)
+                # Storage is busy with the first one while the second is kept.
+                persist = share if key == lost else None
+                at |= {"replicated": False, "layout": f"of {nodes}", "key": key}
+                worker.save(key.step, persist, **at)
+        for worker in workers:
+            assert worker.client.wait(lost, DEADLINE_S).failure_of(lost) is None
+        assert published(store) == [(5, "final flush")]
+
+
 @pytest.mark.soak
 def test_the_final_flush_of_a_sharded_state_is_the_newest_whole_on_all_nodes(tmp_path):
     """Takes 20 s: the servers wait so long for the newest save, which only one of them has."""

@@ -370,16 +370,17 @@ class SnapshotStore:
         self._wake()
 
     def _instead_of(self, lost: Name) -> Name | None:
-        """Return the newest snapshot of a later world, if this server holds all of its state.
+        """Return the newest snapshot of a later world.
 
         A node that was lost with its part of a save does not write it, and the workers may not save
-        again, as at the end of training.
+        again, as at the end of training. Of a sharded state the servers of all nodes decide so for
+        the same save, and each writes its part.
         """
         newest = next(iter(self._table.whole()), None)
         if newest is None or newest.key.fence <= lost.key.fence:
             return None
         request = self._contents[newest].flush_request(self._layouts)
-        return newest if request is not None and request.parts == 1 else None
+        return newest if request is not None else None
 
     def _slots(self, name: Name) -> list[int]:
         """Return the slots of a snapshot in the order of local ranks."""
