@@ -155,7 +155,7 @@ from elastane.protocol.model import (
 )
 from elastane.protocol.stragglers import Pace
 from elastane.protocol.verdicts import culprit_data
-from elastane.protocol.words import counted
+from elastane.protocol.words import counted, last_lines
 
 # All failures of a report must fit into one frame, in any alphabet. The first ones say the most.
 FULL_TEXTS_MAX = 32
@@ -1120,7 +1120,7 @@ class Group:
     def add_failure(self, failure: Failure, ended_s: float) -> None:
         """Store `failure` with its time on the own clock, from which its age is computed."""
         if len(self.failures) >= FULL_TEXTS_MAX:
-            short = failure.message[-SHORT_TEXT_CHARS:]
+            short = last_lines(failure.message, SHORT_TEXT_CHARS)
             failure = msgspec.structs.replace(failure, message=short, calls=())
         self.replaced.discard(failure.local_rank)
         self.recoverable = tuple(i for i in self.recoverable if i != failure.local_rank)
@@ -1264,7 +1264,7 @@ def failure_data(failure: Failure, *, stopped: bool) -> dict[str, str | int | fl
         "exit_code": failure.exit_code,
         "age_s": round(failure.age_s, 6),
         "stopped": stopped,
-        "message": failure.message[-EVENT_TEXT_CHARS:],
+        "message": last_lines(failure.message, EVENT_TEXT_CHARS),
         "output": failure.output,
         "error_file": failure.error_file,
         "log_file": failure.log_file,

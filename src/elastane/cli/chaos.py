@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from elastane.errors import ExitCode, UsageError
@@ -148,11 +149,20 @@ def _trains(job: RunningJob) -> bool:
 def _summary(job: RunningJob) -> list[str]:
     from elastane.observe.account import account_lines, account_of
     from elastane.protocol.log_events import EventKind
+    from elastane.protocol.words import counted
 
     events = job.events()
-    incidents = [event for event in events if event.kind == EventKind.INCIDENT]
-    restarts = [event for event in events if event.kind == EventKind.RESTART]
-    counted = f"{len(incidents)} incidents and {len(restarts)} restarts since the job began"
+    kinds = Counter(event.kind for event in events)
+    said = (
+        counted(kinds[EventKind.INCIDENT], "incident"),
+        f"{counted(kinds[EventKind.RESTART], 'restart')} of all workers",
+        f"{counted(kinds[EventKind.REPLACEMENT], 'replacement')} of lost ones in place",
+    )
     account = account_of(events, time.time())
     more = account_lines(account) if account is not None else []
-    return ["", counted, *more, f"next: elastane explain {job.job}"]
+    return [
+        "",
+        f"since the job began: {', '.join(said)}",
+        *more,
+        f"next: elastane explain {job.job}",
+    ]

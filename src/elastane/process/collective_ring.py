@@ -24,8 +24,11 @@ from elastane.protocol.ring import (
     Board,
 )
 
-# Parts of the paths of code that is not the user's.
-_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3")
+# Parts of the paths of code that is not the user's; this package may lie elsewhere.
+_LIBRARIES = (
+    *("/site-packages/", "/dist-packages/", "/lib/python3"),
+    f"{PurePath(__file__).parents[1]}/",
+)
 _FRAMES_MAX = 64
 
 

@@ -1,4 +1,4 @@
-"""Counts in words, as messages and reasons have them. Pure."""
+"""Counts in words, and ends of texts, as messages and reasons have them. Pure."""
 
 from __future__ import annotations
 
@@ -6,3 +6,11 @@ from __future__ import annotations
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, which is in the plural unless the number is one."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def last_lines(text: str, chars: int) -> str:
+    """Return the end of a text that fits, in whole lines unless its last line is longer."""
+    if len(text) <= chars:
+        return text
+    end = text[-chars:]
+    return end if text[-chars - 1] == "\n" else end.partition("\n")[2].lstrip("\n") or end
