@@ -1,4 +1,4 @@
-"""Commands as their users type them, run to their end; what their workers were given."""
+"""Runs commands as users type them, and returns the environment of their workers."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def tell(**more):
     path.with_suffix(".part").rename(path)
 """
 PLAIN = "from tell import tell\ntell()\n"
-# Workers that need no torch start from a zygote that has not imported it.
+# A zygote without torch, for workers that do not need it.
 LIGHT = {"ELASTANE_PRELOAD": "json"}
 
 
@@ -33,7 +33,7 @@ def free_port():
 
 @contextmanager
 def running(folder, argv, name, **environ):
-    """One agent in the background; nothing of it is left behind."""
+    """Run one agent in the background; all its processes end with the block."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PET_")}
     with (folder / f"{name}.log").open("wb") as log:
         agent = subprocess.Popen(
@@ -48,12 +48,12 @@ def running(folder, argv, name, **environ):
             yield agent
         finally:
             if agent.poll() is None:
-                agent.send_signal(signal.SIGKILL)  # its orphan reaper ends the rest
+                agent.send_signal(signal.SIGKILL)  # its orphan reaper ends the workers
                 agent.wait(30)
 
 
 def end_of(folder, argv, nodes=1, **environ):
-    """Run one command on each node, and return what its workers told, by rank."""
+    """Run one command on each node; return the reports of its workers, by rank."""
     with ExitStack() as stack:
         agents = [
             stack.enter_context(running(folder, argv, f"node{node}", **environ))

@@ -1,4 +1,4 @@
-"""`elastane checkpoint` lists, verifies, shows and prunes what is kept at a place."""
+"""`elastane checkpoint` lists, verifies, shows and prunes the checkpoints of a place."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from elastane.storage.digest import digest_of
 
 @pytest.fixture
 def place(tmp_path):
-    """Three checkpoints, of which the newest is damaged, and a save that did not end."""
+    """Return a place with three checkpoints, the newest damaged, and an unfinished save."""
     repository = opened(tmp_path)
     folders = [save(repository, step) for step in (100, 200, 300)]
     (tmp_path / folders[2] / "__0_0.distcp").write_bytes(bytes(210))
@@ -30,7 +30,7 @@ def told(capsys, *words):
     return code, out.out, out.err
 
 
-def test_ls_lists_the_newest_first_with_what_they_are_of(place, capsys):
+def test_ls_lists_the_newest_first_with_world_and_step(place, capsys):
     where, folders = place
     code, out, _ = told(capsys, "ls", where)
     lines = out.splitlines()
@@ -41,7 +41,7 @@ def test_ls_lists_the_newest_first_with_what_they_are_of(place, capsys):
     assert lines[4].startswith(folders[3]) and "did not complete" in lines[4]
 
 
-def test_ls_names_what_its_record_alone_shows_to_be_invalid(place, capsys):
+def test_ls_marks_checkpoints_whose_manifest_is_invalid(place, capsys):
     where, folders = place
     (where / folders[0] / MANIFEST).write_bytes(b"{}")
     (where / folders[1] / ".metadata").unlink()
@@ -51,7 +51,7 @@ def test_ls_names_what_its_record_alone_shows_to_be_invalid(place, capsys):
     assert f"{folders[1]}: not valid: .metadata is missing" in out
 
 
-def test_verify_reads_all_and_names_what_is_damaged(place, capsys):
+def test_verify_reads_all_checkpoints_and_names_damaged_ones(place, capsys):
     where, folders = place
     code, out, _ = told(capsys, "verify", where)
     assert code == 1
@@ -63,14 +63,14 @@ def test_verify_reads_all_and_names_what_is_damaged(place, capsys):
 
 
 @pytest.mark.parametrize("by", ["step", "folder"])
-def test_verify_reads_those_that_are_named(place, capsys, by):
+def test_verify_reads_only_the_named_checkpoints(place, capsys, by):
     where, folders = place
     words = ["100", "200"] if by == "step" else folders[:2]
     code, out, _ = told(capsys, "verify", where, *words)
     assert code == 0 and [line.split(":")[0] for line in out.splitlines()] == folders[1::-1]
 
 
-def test_verify_says_the_same_as_json(place, capsys):
+def test_verify_prints_the_same_as_json(place, capsys):
     where, folders = place
     code, out, _ = told(capsys, "verify", where, "--json")
     found = json.loads(out)
@@ -80,7 +80,7 @@ def test_verify_says_the_same_as_json(place, capsys):
     assert "bytes 0 to 209" in found["checkpoints"][0]["reason"]
 
 
-def test_what_a_newer_elastane_wrote_fails_a_verify_only_if_it_is_strict(tmp_path, capsys):
+def test_a_checkpoint_of_a_newer_version_fails_only_a_strict_verify(tmp_path, capsys):
     folder = save(opened(tmp_path), 500)
     body = b'{"format": 2}'
     content = b'{"digest":"%s","body":%s}' % (digest_of([body]).encode(), body)
@@ -90,7 +90,7 @@ def test_what_a_newer_elastane_wrote_fails_a_verify_only_if_it_is_strict(tmp_pat
     assert told(capsys, "verify", tmp_path, "--strict")[0] == 1
 
 
-def test_show_says_all_of_the_newest_or_of_one(place, capsys):
+def test_show_describes_the_newest_or_the_named_checkpoint(place, capsys):
     where, folders = place
     code, out, _ = told(capsys, "show", where)
     assert code == 0 and out.startswith(folders[2])
@@ -102,7 +102,7 @@ def test_show_says_all_of_the_newest_or_of_one(place, capsys):
     assert {file["name"] for file in found["files"]} > {"__0_0.distcp", ".metadata"}
 
 
-def test_prune_keeps_the_newest_valid_ones_and_says_what_went(place, capsys):
+def test_prune_keeps_the_newest_valid_checkpoints_and_lists_removed_ones(place, capsys):
     where, folders = place
     code, out, _ = told(capsys, "prune", where, "--keep", "1", "--dry-run")
     assert code == 0 and out == f"{folders[0]}: would be removed: 1 newer ones are kept\n"
@@ -114,7 +114,7 @@ def test_prune_keeps_the_newest_valid_ones_and_says_what_went(place, capsys):
 
 
 @pytest.mark.parametrize("keep", ["0", "-1"])
-def test_prune_keeps_at_least_one(place, capsys, keep):
+def test_prune_keeps_at_least_one_checkpoint(place, capsys, keep):
     where, _ = place
     code, _, err = told(capsys, "prune", where, "--keep", keep)
     assert code == 2 and "the last valid checkpoint is never removed" in err
@@ -144,7 +144,7 @@ def test_an_unreachable_place_is_reported_with_a_next_step(tmp_path, capsys):
     assert code == 75 and "[storage-unreachable]" in err and "next: name a folder" in err
 
 
-def test_text_of_a_manifest_cannot_steer_a_terminal(tmp_path, capsys):
+def test_control_characters_of_a_manifest_are_escaped(tmp_path, capsys):
     repository = opened(tmp_path)
     folder = folder_name(key_of(1), "00c0ffee")
     about = type(ABOUT)("\x1b[2Jjob", 1, 1e300, {"a\n": "b"}, "\x07")
@@ -155,7 +155,7 @@ def test_text_of_a_manifest_cannot_steer_a_terminal(tmp_path, capsys):
         assert code == 0 and not {"\x1b", "\x07"} & set(out)
 
 
-def test_a_terminal_gets_a_bar_on_standard_error_and_a_pipe_none(place):
+def test_a_progress_bar_is_shown_on_a_terminal_only(place):
     where, _ = place
     command = [sys.executable, "-m", "elastane", "checkpoint", "verify", str(where), "100"]
     plain = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -175,14 +175,14 @@ def test_a_terminal_gets_a_bar_on_standard_error_and_a_pipe_none(place):
     try:
         while piece := os.read(screen, 4096):
             bar += piece
-    except OSError:  # EIO: nobody has the terminal open any more
+    except OSError:  # EIO: the terminal is closed
         pass
     os.close(screen)
     assert b"step 100" in bar and b"\x1b" in bar and b"valid" not in bar
     assert shown.stdout.decode().split(", ")[0] == plain.stdout.split(", ")[0]
 
 
-def test_help_of_each_act_names_its_options(capsys):
+def test_the_help_of_each_subcommand_names_its_options(capsys):
     options = {"ls": "--json", "verify": "--strict", "show": "WHICH", "prune": "--keep"}
     for act, option in options.items():
         code, out, _ = told(capsys, act, "--help")

@@ -1,4 +1,4 @@
-"""The command itself: verbs, help, exit codes, and what it must not import."""
+"""The command: verbs, help, exit codes, and modules that it must not import."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from elastane import __version__
 from elastane.cli import main as cli
 from elastane.errors import ConfigurationError, ExitCode
 
-# What makes a help slow: torch, the live view, the event loop, and what they bring.
+# Modules that make a help slow: torch, the live view, the event loop, and their imports.
 HEAVY = ("torch", "numpy", "rich", "asyncio", "ssl", "importlib.metadata", "multiprocessing")
 
 
@@ -46,7 +46,7 @@ def test_help_imports_nothing_heavy(argv):
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
-def test_every_verb_has_a_help_that_says_how_it_is_called(verb, capsys):
+def test_the_help_of_every_verb_shows_its_usage(verb, capsys):
     assert cli.main([verb, "--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: elastane {verb}")
@@ -114,7 +114,7 @@ def test_the_command_lists_its_verbs(capsys):
         assert all(verb in out for verb in cli.VERBS)
 
 
-def test_the_version(capsys):
+def test_version_prints_the_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == f"elastane {__version__}"
 
@@ -132,14 +132,14 @@ def test_an_option_that_is_spelled_right_is_not_suggested(capsys):
     assert "argument --round: invalid int value: 'many'" in said and "did you mean" not in said
 
 
-def test_an_unknown_verb_gets_the_nearest(capsys):
+def test_an_unknown_verb_is_answered_with_the_nearest_one(capsys):
     assert cli.main(["rnu", "x.py"]) == ExitCode.USAGE
     assert "did you mean run?" in capsys.readouterr().err
     assert cli.main(["train.py"]) == ExitCode.USAGE
     assert "elastane run train.py" in capsys.readouterr().err
 
 
-def test_a_module_that_is_no_verb_is_named_where_it_is_typed_as_one(capsys):
+def test_a_module_typed_as_a_verb_is_answered_with_its_command(capsys):
     assert cli.main(["launch", "x.py"]) == ExitCode.USAGE
     assert "python -m elastane.launch" in capsys.readouterr().err
 
@@ -157,7 +157,7 @@ def test_the_older_launcher_refuses_a_program_that_may_not_know_local_rank(capsy
     assert "--use-env with --no-python" in capsys.readouterr().err
 
 
-def test_run_can_be_called_as_torchruns_main_is(capsys):
+def test_run_can_be_called_like_the_main_of_torchrun(capsys):
     from elastane.run import main
 
     main(["--show-config"])
@@ -172,7 +172,7 @@ def test_a_missing_script_says_which_option_took_it(capsys):
     assert "--tee took train.py as its value" in capsys.readouterr().err
 
 
-def test_a_signal_without_its_beginning_gets_the_nearest(capsys):
+def test_a_signal_name_without_sig_is_answered_with_the_nearest_one(capsys):
     assert cli.main(["run", "--signals-to-handle", "TERM", __file__]) == ExitCode.USAGE
     assert "did you mean SIGTERM?" in capsys.readouterr().err
 
@@ -183,7 +183,7 @@ def test_a_typo_in_an_option_of_a_verb_is_a_usage_error(verb, capsys):
     assert "--help" in capsys.readouterr().err
 
 
-def test_an_error_is_words_on_stderr_and_its_exit_code(capsys, monkeypatch):
+def test_an_error_is_printed_on_stderr_and_sets_the_exit_code(capsys, monkeypatch):
     def fail(words, prog):
         raise ConfigurationError("nodes = 0", slug="bad-nnodes", next_step="--nnodes 1")
 
@@ -194,14 +194,14 @@ def test_an_error_is_words_on_stderr_and_its_exit_code(capsys, monkeypatch):
     assert captured.err == "elastane: nodes = 0 [bad-nnodes]\n  next: --nnodes 1\n"
 
 
-def test_a_mistake_has_no_stack_trace():
+def test_a_usage_error_has_no_stack_trace():
     done = run("run", "--nnodes", "0", "x.py")
     assert done.returncode == ExitCode.USAGE
     assert "[bad-nnodes]" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_module_that_torchrun_users_type_is_the_verb():
+def test_python_m_elastane_run_is_the_verb_run():
     done = subprocess.run(
         [sys.executable, "-m", "elastane.run", "--nnodes", "0", "x.py"],
         capture_output=True,
@@ -215,19 +215,19 @@ def test_the_module_that_torchrun_users_type_is_the_verb():
 
 @pytest.mark.parametrize("words", ["--help", "run --help"])
 def test_a_closed_pipe_is_not_reported_as_an_error(words):
-    """As in `elastane --help | head -1`: the pipe is closed before anything is written."""
+    """`elastane --help | head -1` closes the pipe before the first write."""
     code = f"import sys; from elastane.cli.main import main; sys.exit(main({words.split()}))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     process.stdout.close()
     stderr = process.stderr.read()
-    # argparse itself swallows the failure of a long help, and ends with 0.
+    # argparse ignores the error of a long help and ends with 0.
     assert process.wait(timeout=60) in ((128 + 13,) if words == "--help" else (0, 128 + 13))
     assert stderr == b""
 
 
-def test_ctrl_c_is_an_exit_code_without_a_trace(monkeypatch):
+def test_ctrl_c_sets_an_exit_code_without_a_stack_trace(monkeypatch):
     def interrupt(words, prog):
         raise KeyboardInterrupt
 
@@ -236,7 +236,7 @@ def test_ctrl_c_is_an_exit_code_without_a_trace(monkeypatch):
 
 
 def test_the_first_process_of_a_container_handles_sigterm_from_the_start():
-    # The kernel spares process 1 each signal without a handler; this one gets it in its imports.
+    # The kernel drops signals without a handler for process 1. This signal arrives during imports.
     slow = "import os, sys, time; os.getpid = lambda: 1\nfrom elastane.cli import main\n"
     slow += "main.run_verb = lambda *_: (print('in', flush=True), time.sleep(60))\n"
     slow += "sys.exit(main.main(['run']))"

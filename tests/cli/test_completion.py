@@ -1,4 +1,4 @@
-"""`elastane completion`: what bash completes with the script that it prints."""
+"""`elastane completion`: the completions of its script in bash."""
 
 import subprocess
 import sys
@@ -47,11 +47,11 @@ def test_all_verbs_are_offered(script):
         (["completion", "b"], ["bash"]),
     ],
 )
-def test_verbs_acts_options_and_choices_are_completed(script, words, offered):
+def test_verbs_subcommands_options_and_choices_are_completed(script, words, offered):
     assert completed(script, "elastane", *words) == offered
 
 
 @pytest.mark.parametrize("shell", completion.SHELLS)
-def test_every_shell_gets_a_script(shell, capsys):
+def test_a_script_is_printed_for_every_shell(shell, capsys):
     assert cli.main(["completion", shell]) == 0
     assert "dashboard" in capsys.readouterr().out

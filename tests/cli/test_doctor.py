@@ -1,4 +1,4 @@
-"""`elastane doctor`: what it prints, and its exit code."""
+"""`elastane doctor`: its output and its exit code."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ def _without_torch(monkeypatch):
     monkeypatch.setattr(facts, "read_torch", lambda environ: found)
 
 
-def test_a_fault_is_printed_with_its_remedy_and_is_the_exit_code(capsys):
+def test_a_fault_is_printed_with_its_remedy_and_sets_the_exit_code(capsys):
     assert cli.main(["doctor", "--dir", "/proc/none"]) == ExitCode.NODE_UNFIT
     lines = capsys.readouterr().out.splitlines()
     [at] = [i for i, line in enumerate(lines) if line.startswith("fault")]
@@ -49,12 +49,12 @@ def test_a_wrong_endpoint_is_a_usage_error(capsys):
         (["--nodes", "2", "--rdzv-endpoint", "a:1", "--timeout", "0"], "at most 3600 seconds"),
     ],
 )
-def test_nodes_that_cannot_meet_anywhere_are_a_usage_error(capsys, words, says):
+def test_several_nodes_without_an_endpoint_are_a_usage_error(capsys, words, says):
     assert cli.main(["doctor", *words]) == ExitCode.USAGE
     assert says in capsys.readouterr().err
 
 
-def test_a_set_that_is_not_complete_is_a_fault_beside_the_findings_of_the_node(capsys):
+def test_an_incomplete_set_of_nodes_is_a_fault_beside_the_findings_of_the_node(capsys):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -65,7 +65,7 @@ def test_a_set_that_is_not_complete_is_a_fault_beside_the_findings_of_the_node(c
     assert found["torch"]["level"] == "good" and "rendezvous" not in found
 
 
-def test_what_other_nodes_are_called_cannot_steer_the_terminal(capsys, monkeypatch):
+def test_control_characters_of_node_names_are_escaped(capsys, monkeypatch):
     found = [Finding("names", Level.WARNING, "\x1b[2Jb is 10.9.9.9", "because", "next")]
     monkeypatch.setattr(network_rules, "judge_nodes", lambda facts: found)
     with socket.socket() as sock:

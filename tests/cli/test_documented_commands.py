@@ -1,7 +1,7 @@
-"""The command lines of the field's documentation run to their end with only the name changed.
+"""Documented command lines of other launchers run to their end under our name.
 
-torchrun's page, that of TorchElastic's launcher and Bagua's page on elastic training. Each text is
-the documented one; `$` names what a reader fills in. Several nodes are several agents here.
+The texts are from the pages of torchrun, of TorchElastic's launcher and of Bagua. `$` marks the words
+that a reader fills in. Several nodes are several agents here.
 """
 
 import json
@@ -15,7 +15,7 @@ from command_harness import LIGHT, PLAIN, TELL, end_of, free_port, running, unti
 from etcd_server import shared_cluster
 
 RUN = (sys.executable, "-m", "elastane.run")
-# The words that replace the documented program.
+# The documented program: the words that replace it.
 RENAMED = {
     "torchrun": (sys.executable, "-m", "elastane", "run"),
     "python -m torch.distributed.run": RUN,
@@ -71,7 +71,7 @@ def here(tmp_path):
 
 
 def words(program, text, **filled):
-    """Return what a reader types, with the name changed and the blanks filled in."""
+    """Return the words of a command, with the program replaced and the blanks filled in."""
     return [*RENAMED[program], *shlex.split(Template(text).substitute(filled))]
 
 
@@ -118,7 +118,7 @@ def test_torchrun_fault_tolerant(here):
     assert {worker["TORCHELASTIC_RUN_ID"] for worker in told.values()} == {"77"}
 
 
-# Bagua's command first: torchrun's differs from it in spelling alone.
+# Bagua's command and torchrun's differ in spelling only.
 @pytest.mark.parametrize(
     ("program", "text"),
     [
@@ -197,7 +197,7 @@ def test_the_older_launcher_over_two_nodes_with_master_address(here):
 
 
 def test_the_console_of_a_plain_run_has_no_warning(here):
-    """torchrun warns of master_addr, which nobody gave, whenever no endpoint is given."""
+    """torchrun warns of an unset master_addr whenever no endpoint is given."""
     argv = words("torchrun", "--rdzv-backend=c10d --nnodes=1 $SCRIPT", SCRIPT=write(here, PLAIN))
     end_of(here, argv, **LIGHT)
     assert (here / "node0.log").read_text() == ""
@@ -205,7 +205,7 @@ def test_the_console_of_a_plain_run_has_no_warning(here):
 
 @pytest.mark.parametrize("environ", [{"ELASTANE_NO_ZYGOTE": "1"}, LIGHT], ids=["exec", "fork"])
 def test_what_a_script_prints_is_shown_at_once(here, environ):
-    """torchrun runs scripts by python -u; a line that waits in a buffer is lost with its worker."""
+    """torchrun runs scripts by python -u. A line in a buffer is lost with its worker."""
     body = (
         "import os, time\nprint('I am here')\nwhile not os.path.exists('seen'): time.sleep(0.01)\n"
     )
@@ -221,7 +221,7 @@ def test_what_a_script_prints_is_shown_at_once(here, environ):
 
 @pytest.fixture
 def etcd():
-    """The host and port of a real server that speaks v2."""
+    """Return the host and port of a real server with the v2 API."""
     server = shared_cluster(1, ("--enable-v2",)).members[0]
     return {"ETCD_HOST": "127.0.0.1", "ETCD_PORT": server.port}
 
@@ -231,7 +231,9 @@ def test_torchelastic_single_node_with_a_sidecar(here):
     argv = words(program, TORCHELASTIC_SINGLE, NUM_TRAINERS=2, SCRIPT=write(here, PLAIN))
     told = end_of(here, argv, **LIGHT)
     assert set(told) == {0, 1}
-    assert told[0]["argv"] == ["--arg1", "x"], "as there, and unlike torch.distributed.launch"
+    assert told[0]["argv"] == ["--arg1", "x"], (
+        "unlike torch.distributed.launch, it adds no --local-rank"
+    )
 
 
 @pytest.mark.parametrize(

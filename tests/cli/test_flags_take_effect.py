@@ -1,4 +1,4 @@
-"""Options and variables that change what is run: each is seen to in real workers."""
+"""Options and variables change real workers as documented."""
 
 import os
 import sys
@@ -39,7 +39,7 @@ def test_python_exec_runs_the_script(here):
         (("--no-zygote",), False),
     ],
 )
-def test_run_path_starts_as_start_method_says(here, options, is_warm):
+def test_run_path_uses_the_start_method(here, options, is_warm):
     script = write(here, WHERE.format("{'main': __name__}"))
     told = end_of(here, [*RUN, "--run-path", *options, "--preload", "wave", script, "-x"])
     assert told[0]["warm"] is is_warm
@@ -47,14 +47,14 @@ def test_run_path_starts_as_start_method_says(here, options, is_warm):
     assert told[0]["argv"] == ["-x"]
 
 
-def test_start_method_does_nothing_to_a_script_and_says_so(here):
+def test_a_start_method_for_a_script_is_ignored_with_a_note(here):
     script = write(here, WHERE.format("{}"))
     told = end_of(here, [*RUN, "--start-method", "spawn", "--preload", "wave", script])
     assert told[0]["warm"] is True
     assert "--start-method has no effect without --run-path" in said(here)
 
 
-def test_the_local_address_is_the_one_that_workers_meet_at(here):
+def test_workers_use_the_local_address_for_rendezvous(here):
     body = "import os\nfrom tell import tell\ntell(master=os.environ['MASTER_ADDR'])\n"
     told = end_of(here, [*RUN, "--local-addr", "127.0.0.9", write(here, body)], **LIGHT)
     assert told[0]["master"] == "127.0.0.9"
@@ -67,14 +67,14 @@ def test_loglevel_selects_the_messages(here):
     assert len(said(here).splitlines()) > 2
 
 
-def test_a_flags_variable_that_says_true_is_a_yes(here):
-    """torchrun dies of PET_STANDALONE=true with a stack trace."""
+def test_the_value_true_in_a_variable_sets_a_flag(here):
+    """torchrun fails with a stack trace on PET_STANDALONE=true."""
     told = end_of(here, [*RUN, write(here, PLAIN)], PET_STANDALONE="true", **LIGHT)
     assert told[0]["WORLD_SIZE"] == "1"
     assert said(here) == ""
 
 
-def test_the_settings_file_of_the_project_counts(here):
+def test_the_settings_file_of_the_project_is_applied(here):
     (here / "elastane.toml").write_text("[run]\nnproc-per-node = 2\npreload = ['json']\n")
     folder = here / "src"
     folder.mkdir()
@@ -85,10 +85,10 @@ def test_the_settings_file_of_the_project_counts(here):
     assert f"from {here / 'elastane.toml'}: nproc-per-node, preload" in said(folder)
 
 
-def test_a_local_rank_of_two_digits_can_be_named(here):
-    """torchrun takes one digit: with ten workers or more, some cannot be told from others."""
+def test_a_local_rank_of_two_digits_can_be_selected(here):
+    """torchrun reads one digit only, so that ranks from 10 on cannot be selected."""
     argv = [*RUN, "--nproc-per-node", "11", "--log-dir", "logs", "--redirects", "0:1,10:1"]
-    # In one write: the pieces of a print() of several workers would mix.
+    # One write, since the pieces of print() of several workers could mix.
     body = "import os, sys\nsys.stdout.write(f\"I am {os.environ['RANK']}\\n\")\n"
     end_of(here, [*argv, write(here, body)], **LIGHT)
     assert sorted(said(here).split()[2::3], key=int) == [str(rank) for rank in range(1, 10)]
@@ -96,7 +96,7 @@ def test_a_local_rank_of_two_digits_can_be_named(here):
     assert {kept[name].read_text() for name in ("rank_0", "rank_10")} == {"I am 0\n", "I am 10\n"}
 
 
-def test_the_older_launcher_puts_the_local_rank_first_and_knows_the_macro(here):
+def test_the_older_launcher_passes_the_local_rank_first_and_expands_the_macro(here):
     argv = [sys.executable, "-m", "elastane.launch", "--nproc-per-node", "2"]
     told = end_of(here, [*argv, write(here, PLAIN), "${local_rank}", f"--home={os.sep}"], **LIGHT)
     assert told[1]["argv"] == ["--local-rank=1", "1", f"--home={os.sep}"]

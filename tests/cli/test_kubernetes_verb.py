@@ -1,4 +1,4 @@
-"""`elastane kubernetes`: what it prints to be applied, and what a person is shown of a job."""
+"""`elastane kubernetes`: the objects that it prints, and the status of a job."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ def printed(capsys, *words):
     return list(yaml.safe_load_all(capsys.readouterr().out))
 
 
-def test_crd_is_the_definition(capsys):
+def test_crd_prints_the_definition(capsys):
     assert printed(capsys, "crd") == [definition()]
     assert printed(capsys, "crd", "--without-rules") == [definition(with_rules=False)]
 
@@ -33,14 +33,14 @@ def installed(capsys, *words):
     return {(one["kind"], one["metadata"]["name"]): one for one in found}, found
 
 
-def test_what_install_prints_can_be_applied_in_its_order(capsys):
+def test_the_objects_of_install_can_be_applied_in_order(capsys):
     _, found = installed(capsys)
     kinds = [one["kind"] for one in found]
     assert kinds[:3] == ["Namespace", "CustomResourceDefinition", "ServiceAccount"]
     assert kinds[-1] == "Deployment"
 
 
-def test_the_operator_runs_without_root_and_cannot_write(capsys):
+def test_the_operator_runs_without_root_on_a_read_only_file_system(capsys):
     by_name, _ = installed(capsys, "--replicas", "2")
     spec = by_name["Deployment", "elastane-operator"]["spec"]
     pod = spec["template"]["spec"]
@@ -51,10 +51,10 @@ def test_the_operator_runs_without_root_and_cannot_write(capsys):
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    # OpenShift refuses a user that is not in the range of the namespace: the image names it.
+    # OpenShift refuses a user outside the range of the namespace, so the image has the user.
     assert "runAsUser" not in pod["securityContext"]
     assert (container["image"], spec["replicas"]) == (IMAGE, 2)
-    assert cli.main([*container["args"], "--help"]) == 0, "options that the verb has"
+    assert cli.main([*container["args"], "--help"]) == 0, "an argument is no option of the verb"
 
 
 def granted(rights):
@@ -87,7 +87,7 @@ def test_the_operator_may_bind_one_cluster_role(capsys):
     assert ("ClusterRole", "elastane-job") in by_name
 
 
-def test_the_roles_for_users_are_added_to_those_of_kubernetes(capsys):
+def test_the_roles_for_users_aggregate_to_those_of_kubernetes(capsys):
     by_name, _ = installed(capsys)
     prefix = "rbac.authorization.k8s.io/aggregate-to-"
     for name, roles in {"edit": {"edit", "admin"}, "view": {"view"}}.items():
@@ -99,7 +99,7 @@ def test_the_roles_for_users_are_added_to_those_of_kubernetes(capsys):
         assert {group for rule in made["rules"] for group in rule["apiGroups"]} == {GROUP_OF_JOBS}
 
 
-def test_an_operator_of_one_namespace_has_rights_there_alone_but_for_nodes(capsys):
+def test_an_operator_of_one_namespace_has_cluster_rights_on_nodes_only(capsys):
     by_name, found = installed(capsys, "--watch-namespace", "team")
     roles = [(one["metadata"]["namespace"], one["rules"]) for one in found if one["kind"] == "Role"]
     assert [namespace for namespace, _ in roles] == ["team", "elastane-system"]
@@ -110,7 +110,7 @@ def test_an_operator_of_one_namespace_has_rights_there_alone_but_for_nodes(capsy
     assert "--namespace=team" in args["containers"][0]["args"]
 
 
-def test_render_makes_the_job_that_its_options_say(capsys):
+def test_render_prints_the_job_of_its_options(capsys):
     (made,) = printed(
         capsys, "render", "--name", "x", "--image", "i", "--replicas", "2", "--min", "1",
         "--max", "4", "--nproc-per-node", "8", "--gpus", "8",
@@ -147,7 +147,7 @@ def test_render_makes_the_job_that_its_options_say(capsys):
         (["--host-path", "/a:/b:rw"], "WHAT:/PATH"),
     ],
 )
-def test_render_refuses_what_the_operator_would(words, said, capsys):
+def test_render_refuses_specs_that_the_operator_refuses(words, said, capsys):
     assert (
         cli.main(["kubernetes", "render", "--name", "x", "--image", "i", *words]) == ExitCode.USAGE
     )
@@ -157,7 +157,7 @@ def test_render_refuses_what_the_operator_would(words, said, capsys):
 @pytest.mark.parametrize(
     "text", ["N", "y", "no", "1e3", "0o17", "1_000", ".5", "null", "12:30:45", ""]
 )
-def test_a_text_is_quoted_that_another_reader_takes_for_something_else(text):
+def test_text_that_yaml_1_1_reads_as_another_type_is_quoted(text):
     written = as_yaml([{"name": text}])
     assert f'name: "{text}"' in written
     assert yaml.safe_load(written) == {"name": text}
@@ -167,7 +167,7 @@ def shown(kube, name="x"):
     return view.look(access(kube), name)
 
 
-def test_status_shows_a_job_in_depth():
+def test_status_shows_conditions_pods_and_events_of_a_job():
     async def scenario(kube):
         kube.create("elasticjobs", job(minReplicas=1, maxReplicas=4), group=GROUP_OF_JOBS)
         async with operator_over(kube, decide=reconcile) as running:
@@ -212,7 +212,7 @@ def test_status_shows_a_job_in_depth():
     play(scenario)
 
 
-def test_status_of_a_job_that_is_not_there_says_where_it_looked():
+def test_status_of_a_missing_job_names_cluster_and_namespace():
     async def scenario(kube):
         with pytest.raises(UsageError, match="no ElasticJob y in namespace default"):
             await shown(kube, "y")
@@ -231,7 +231,7 @@ def test_status_shows_a_job_without_operator_status_or_readable_events():
     play(scenario)
 
 
-def test_the_operator_says_where_it_found_no_cluster(capsys, monkeypatch, tmp_path):
+def test_the_operator_names_the_places_in_which_it_found_no_cluster(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
@@ -251,7 +251,7 @@ def test_a_taken_metrics_port_is_reported():
     play(scenario)
 
 
-def test_render_refuses_pods_that_the_operator_would_not_make(capsys):
+def test_render_refuses_pods_that_the_operator_refuses(capsys):
     words = ["kubernetes", "render", "--name", "x", "--image", "i"]
     assert cli.main([*words, "--replicas", "5", "--max", "2", "train.py"]) == 2
     assert "--replicas 5: expected" in capsys.readouterr().err

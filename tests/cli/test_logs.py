@@ -1,4 +1,4 @@
-"""`elastane logs`: which files it shows, in which order, and how it follows them."""
+"""`elastane logs`: the selected files, their order, and --follow."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from elastane.process.files import safe_name
 
 @pytest.fixture
 def base(tmp_path, monkeypatch):
-    """Two attempts of two workers on two nodes; in time they take turns."""
+    """Return the logs of two attempts of two workers on two nodes, with alternating times."""
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     for attempt in (0, 1):
@@ -29,7 +29,7 @@ def base(tmp_path, monkeypatch):
 
 
 class Worker:
-    """Writes a worker's files as the agent and the worker do."""
+    """Writes the files of a worker as its agent does."""
 
     def __init__(self, base, job, place, node, std="stdout"):
         round_, attempt, rank = place
@@ -55,7 +55,7 @@ def bodies(lines):
     return [line.partition("]: ")[2] for line in lines]
 
 
-def test_without_options_all_output_comes_one_worker_after_the_other(base, capsysbinary):
+def test_without_options_the_output_of_workers_follows_one_after_the_other(base, capsysbinary):
     lines = shown(capsysbinary, "job", "--log-dir", base)
     assert lines[0] == "[default0 host-a r1.0 out]: a0 rank0 turn0"
     assert bodies(lines) == [
@@ -71,7 +71,7 @@ def test_without_options_all_output_comes_one_worker_after_the_other(base, capsy
     ]
 
 
-def test_merged_by_time_workers_take_turns_and_lines_carry_their_time(base, capsysbinary):
+def test_lines_merged_by_time_have_their_time(base, capsysbinary):
     lines = shown(capsysbinary, "job", "--log-dir", base, "--merge-by-time", "--attempt", "0")
     assert bodies(lines) == [
         "a0 rank0 turn0",
@@ -96,7 +96,7 @@ def test_merged_by_time_workers_take_turns_and_lines_carry_their_time(base, caps
         (["--stdout", "--stderr", "--rank", "1", "--attempt", "0"], 3),
     ],
 )
-def test_options_select(base, capsysbinary, options, count):
+def test_options_select_workers_streams_and_attempts(base, capsysbinary, options, count):
     assert len(shown(capsysbinary, "job", "--log-dir", base, *options)) == count
 
 
@@ -110,7 +110,7 @@ def refused(capsys, *words):
     return capsys.readouterr().err
 
 
-def test_unknown_job_is_refused_with_the_ones_that_are_there(base, capsys):
+def test_an_unknown_job_is_refused_with_the_existing_ones(base, capsys):
     said = refused(capsys, "nope", "--log-dir", base)
     assert "no job 'nope'" in said
     assert "one of job" in said
@@ -128,11 +128,11 @@ def test_folder_of_several_jobs_is_refused_with_their_names(base, capsys):
     assert safe_name("other/job") in said
 
 
-def test_selection_that_matches_nothing_says_so_and_what_chose_it(base, capsys):
+def test_a_selection_without_matches_names_the_options_that_made_it(base, capsys):
     assert "leave out --rank" in refused(capsys, base, "--rank", "7")
 
 
-def test_lines_are_whole_at_the_edges_of_what_is_read_at_once(tmp_path, capsysbinary):
+def test_lines_are_whole_at_the_ends_of_read_blocks(tmp_path, capsysbinary):
     worker = Worker(tmp_path, "job", (1, 0, 0), "host-a")
     sizes = [1, 32767, 32768, 40000, 65535, 0, 200, 10]
     for number, size in enumerate(sizes):
@@ -142,14 +142,14 @@ def test_lines_are_whole_at_the_edges_of_what_is_read_at_once(tmp_path, capsysbi
     assert [len(line) for line in lines] == [*sizes, len("no end")]
 
 
-def test_line_without_end_of_any_length_is_shown_in_pieces(tmp_path, capsysbinary):
+def test_an_unterminated_line_of_any_length_is_shown_in_pieces(tmp_path, capsysbinary):
     Worker(tmp_path, "job", (1, 0, 0), "host-a").say("x" * 300_000, 1, end="")
     lines = bodies(shown(capsysbinary, tmp_path))
     assert sum(map(len, lines)) == 300_000
     assert max(map(len, lines)) <= 64 << 10
 
 
-def test_file_without_index_or_note_is_shown_all_the_same(tmp_path, capsysbinary):
+def test_a_file_without_index_or_note_is_shown(tmp_path, capsysbinary):
     worker = Worker(tmp_path, "job", (1, 0, 3), "host-a")
     worker.path.write_text("plain\n")
     (worker.folder / "worker.jsonl").write_text('{"torn')
@@ -157,7 +157,7 @@ def test_file_without_index_or_note_is_shown_all_the_same(tmp_path, capsysbinary
     assert lines[0].endswith("[rank3 r1.0 out]: plain")
 
 
-def test_follow_shows_what_is_there_then_each_line_and_workers_that_start_later(base):
+def test_follow_shows_existing_lines_new_lines_and_later_workers(base):
     process = subprocess.Popen(
         [sys.executable, "-m", "elastane", "logs", str(base), "--follow", "--rank", "0,5"],
         stdout=subprocess.PIPE,
@@ -176,7 +176,7 @@ def test_follow_shows_what_is_there_then_each_line_and_workers_that_start_later(
         process.communicate()
 
 
-def test_a_closed_pipe_ends_without_a_trace(base):
+def test_a_closed_pipe_ends_without_a_stack_trace(base):
     for number in range(3):
         Worker(base, "job", (3, number, 0), "host-a").say("x" * 60000, 1)
     read_end, write_end = os.pipe()

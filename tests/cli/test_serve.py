@@ -1,4 +1,4 @@
-"""What --serve and --metrics-port refuse before a job begins."""
+"""Errors of --serve and --metrics-port before a job begins."""
 
 import importlib.util
 import socket
@@ -20,12 +20,12 @@ def refused(capsys, *words):
 
 
 @pytest.mark.parametrize("port", ["page", "-1", "65536", "8470.0", "٣"])
-def test_a_port_is_a_number(capsys, port):
+def test_an_invalid_port_is_refused(capsys, port):
     code, said = refused(capsys, f"--serve={port}")
     assert code == 2 and f"--serve {port}" in said and "[bad-option-value]" in said
 
 
-def test_a_job_without_a_log_has_no_page(capsys):
+def test_serve_is_refused_without_a_log_folder(capsys):
     code, said = refused(capsys, "--serve", "0", "--log-dir", "/dev/null")
     assert code == 2 and "[no-event-log]" in said
 
@@ -41,7 +41,7 @@ def test_the_missing_extra_is_named_with_the_command_that_installs_it(capsys, mo
 
 
 @pytest.mark.parametrize("port", ["page", "-1", "65536", "127.0.0.1:", "a:b", "::1"])
-def test_the_port_of_the_metrics_is_a_number_perhaps_after_an_address(capsys, port):
+def test_an_invalid_address_of_metrics_is_refused(capsys, port):
     code, said = refused(capsys, f"--metrics-port={port}")
     # "::1" is port 1 of an address without brackets: no such address is of this machine.
     assert code in (2, 78) and ("[bad-option-value]" in said or "[metrics-listen]" in said)

@@ -1,4 +1,4 @@
-"""The settings file: where it is found, what it may say, and that each value's origin is shown."""
+"""The settings file: its place, its content, and the origin of each value."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from elastane.options.table import TABLE, Option
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A project with a script, in which the test stands; no variable of the outside counts."""
+    """Enter a project with a script, without variables of the environment."""
     for option in TABLE:
         monkeypatch.delenv(option.env, raising=False)
     (tmp_path / ".git").mkdir()
@@ -46,14 +46,14 @@ def refused(slug):
     return str(caught.value)
 
 
-# Where it is
+# Its place
 
 
-def test_without_a_file_nothing_is_set(here):
+def test_without_a_file_no_option_is_set(here):
     assert options().given == frozenset()
 
 
-def test_the_file_of_this_folder_or_of_the_project_above_is_read(here, monkeypatch):
+def test_the_nearest_file_up_to_the_project_is_read(here, monkeypatch):
     path = write(here, "[run]\nnnodes = 3\n")
     (here / "src" / "deep").mkdir(parents=True)
     for folder in (here, here / "src", here / "src" / "deep"):
@@ -61,10 +61,10 @@ def test_the_file_of_this_folder_or_of_the_project_above_is_read(here, monkeypat
         assert options().text("nnodes") == "3"
         assert str(options().origin("nnodes")) == f"file {path}"
     write(here / "src", "[run]\nnnodes = 4\n")
-    assert options().text("nnodes") == "4", "the nearest counts"
+    assert options().text("nnodes") == "4", "the nearest file is not used"
 
 
-def test_pyproject_is_read_and_elastane_toml_comes_first(here):
+def test_elastane_toml_takes_precedence_over_pyproject(here):
     path = write(here, "[tool.elastane.run]\nrole = 'p'\n", "pyproject.toml")
     assert options().origin("role").name == str(path)
     write(here, "[run]\nnnodes = 2\n")
@@ -78,7 +78,7 @@ def test_a_pyproject_without_our_table_is_ignored(here, text):
     assert options().given == frozenset()
 
 
-def test_a_pyproject_within_the_repository_does_not_hide_the_file_above(here, monkeypatch):
+def test_a_pyproject_inside_the_repository_does_not_hide_a_file_above(here, monkeypatch):
     write(here, "[run]\nnnodes = 3\n")
     package = here / "package"
     package.mkdir()
@@ -87,7 +87,7 @@ def test_a_pyproject_within_the_repository_does_not_hide_the_file_above(here, mo
     assert options().text("nnodes") == "3"
 
 
-def test_nothing_above_the_project_is_read(here, monkeypatch):
+def test_files_above_the_project_are_not_read(here, monkeypatch):
     write(here, "[run]\nnnodes = 3\n")
     inner = here / "inner"
     (inner / ".git").mkdir(parents=True)
@@ -113,16 +113,16 @@ def test_a_file_of_another_user_in_a_world_writable_folder_is_refused(here, monk
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     if path.stat().st_uid == 0:
         os.chown(path, 4711, -1)
-    assert options().text("preload") == "evil", "a folder that is not open to all is trusted"
+    assert options().text("preload") == "evil", "a folder that others cannot write is not trusted"
     here.chmod(here.stat().st_mode | stat.S_IWOTH)
     assert "another user" in refused("settings-file")
-    assert options("--config", str(path)).text("preload") == "evil", "it may be named"
+    assert options("--config", str(path)).text("preload") == "evil", "a named file is refused"
 
 
-# What it says
+# Its content
 
 
-def test_every_kind_of_value_reads_as_its_command_line(here):
+def test_every_kind_of_value_means_the_same_as_on_the_command_line(here):
     write(
         here,
         """
@@ -157,7 +157,7 @@ duplicate-stderr-filters = "x,,y"
     assert found.given == expected.given | {"no_zygote"}
 
 
-def test_a_path_is_from_the_files_own_folder_on(here, monkeypatch):
+def test_a_path_is_relative_to_the_folder_of_the_file(here, monkeypatch):
     write(here, "[run]\nlog-dir = 'logs'\ntoken-file = '/etc/token'\n")
     (here / "sub").mkdir()
     monkeypatch.chdir(here / "sub")
@@ -165,7 +165,7 @@ def test_a_path_is_from_the_files_own_folder_on(here, monkeypatch):
     assert options().text("token_file") == "/etc/token"
 
 
-def test_the_command_line_comes_first_then_the_variable_then_the_file(here):
+def test_the_command_line_precedes_the_variable_and_the_variable_the_file(here):
     write(here, "[run]\nnnodes = 2\nstandalone = true\n")
     assert options().text("nnodes") == "2"
     assert options(PET_NNODES="3").text("nnodes") == "3"
@@ -173,7 +173,7 @@ def test_the_command_line_comes_first_then_the_variable_then_the_file(here):
     assert not options(PET_STANDALONE="0").flag("standalone")
 
 
-def test_settings_in_effect_are_named_even_before_an_error(here, capsys):
+def test_an_error_is_preceded_by_the_settings_in_effect(here, capsys):
     path = write(here, "[run]\nnproc-per-node = 3\n")
     assert build(options(), {}).node.local_world_size == 3
     write(here, "[run]\nstandalone = true\n")
@@ -223,7 +223,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(here, text, nearest):
         "log-dir = 1",
     ],
 )
-def test_a_value_of_a_wrong_type_is_refused_with_file_key_and_what_to_write(here, line):
+def test_a_value_of_a_wrong_type_is_refused_with_file_key_and_expected_form(here, line):
     path = write(here, f"[run]\n{line}\n")
     said = refused("settings-value")
     assert str(path) in said
@@ -231,14 +231,14 @@ def test_a_value_of_a_wrong_type_is_refused_with_file_key_and_what_to_write(here
     assert "expected:" in said
 
 
-def test_a_value_that_the_option_cannot_take_is_told_with_the_file(here):
+def test_an_invalid_value_is_refused_with_the_name_of_the_file(here):
     path = write(here, "[run]\nstart-method = 'thread'\n")
     with pytest.raises(UsageError) as caught:
         options()
     assert caught.value.where == f"file {path}"
 
 
-def test_an_option_twice_in_two_spellings_is_refused(here):
+def test_an_option_given_in_two_spellings_is_refused(here):
     write(here, "[run]\nlog-dir = 'a'\nlog_dir = 'b'\n")
     assert "log-dir once" in refused("settings-value")
 
@@ -246,7 +246,7 @@ def test_an_option_twice_in_two_spellings_is_refused(here):
 @pytest.mark.parametrize(
     "text", ["[run\n", "run = 3\n", "[run]\nx = 'é".encode()[:-1], b"\xff\xfe"]
 )
-def test_a_file_that_is_no_settings_is_refused(here, text):
+def test_a_file_that_is_not_toml_is_refused(here, text):
     path = here / "elastane.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigurationError, match=r"settings-(file|value)") as caught:
@@ -254,7 +254,7 @@ def test_a_file_that_is_no_settings_is_refused(here, text):
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_is_far_too_large_is_not_read_to_its_end(here, monkeypatch):
+def test_a_file_beyond_the_size_limit_is_not_read(here, monkeypatch):
     monkeypatch.setattr(files, "SETTINGS_BYTES_MAX", 10)
     write(here, "[run]\n# " + "x" * 100)
     assert "over 10 bytes" in refused("settings-file")
@@ -263,14 +263,14 @@ def test_a_file_that_is_far_too_large_is_not_read_to_its_end(here, monkeypatch):
 @pytest.mark.parametrize(
     "line", ["rdzv-conf = { token = 'hush' }", "rdzv-conf = 'silence=4, my-token =hush'"]
 )
-def test_a_secret_in_the_file_is_refused_and_not_repeated(here, line):
+def test_a_secret_in_the_file_is_refused_and_not_printed(here, line):
     write(here, f"[run]\n{line}\n")
     said = refused("settings-secret")
     assert "token-file" in said
     assert "hush" not in said
 
 
-def test_every_option_that_may_be_set_is_known_and_ours_are_marked():
+def test_every_option_of_the_file_is_in_the_table():
     assert {option.name for option in TABLE if not option.setting} == {
         "config",
         "show-config",
@@ -311,7 +311,7 @@ def test_show_config_as_json_has_types(here, capsys, monkeypatch):
     assert (found["script"], found["script_args"]) == ("s.py", ["-x"])
 
 
-def test_show_config_needs_no_script_and_works_where_the_job_would_be_refused(here, capsys):
+def test_show_config_needs_no_script_and_no_valid_job(here, capsys):
     assert cli.main(["run", "--show-config", "--nnodes", "1:2:3"]) == 0
     assert "1:2:3" in capsys.readouterr().out
 
@@ -326,11 +326,11 @@ def test_show_config_never_shows_a_secret(here, capsys, monkeypatch, form):
     out = capsys.readouterr().out
     assert "hush" not in out
     assert "silence=4,token=***, etcd_Password =***,join_timeout=9" in out
-    assert "ELASTANE_TOKEN" in out, "that there is one is shown"
+    assert "ELASTANE_TOKEN" in out, "the output does not show that a secret is set"
     assert "etcd:2379" in out
 
 
-def test_a_refused_value_that_was_not_typed_is_reported_with_its_origin(here, capsys, monkeypatch):
+def test_a_refused_value_is_reported_with_its_origin(here, capsys, monkeypatch):
     path = write(here, "[run]\nnproc-per-node = 'gup'\n")
     assert cli.main(["run", "train.py"]) == 2
     assert f"where: file {path}" in capsys.readouterr().err
@@ -346,7 +346,7 @@ def test_json_alone_is_a_usage_error(here, capsys):
     assert "--show-config" in capsys.readouterr().err
 
 
-def test_the_documented_file_is_read(here):
+def test_the_file_of_the_documentation_is_read(here):
     page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
     (example,) = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     write(here, example)

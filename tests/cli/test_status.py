@@ -1,4 +1,4 @@
-"""`elastane status` of a job that runs, one that ended, and one whose coordinator is gone."""
+"""`elastane status` of a running job, an ended one, and one without a coordinator."""
 
 import json
 import os
@@ -19,7 +19,7 @@ DEADLINE_S = 30.0
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path, monkeypatch):
-    """A runtime folder and a folder of logs of this test's own."""
+    """Set a runtime folder and a log folder for each test."""
     private = tmp_path / "run"
     private.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(private))
@@ -29,7 +29,7 @@ def own_folders(tmp_path, monkeypatch):
 
 @pytest.fixture
 def job():
-    """A real job of one worker that sleeps."""
+    """Run a real job of one worker that sleeps."""
     words = ["run", "--no-python", "--max-restarts", "2", "sleep", "600"]
     process = subprocess.Popen([sys.executable, "-m", "elastane", *words], stderr=subprocess.PIPE)
     yield process
@@ -39,7 +39,7 @@ def job():
 
 
 def running(capsys):
-    """Wait until status shows a running job; return its description."""
+    """Wait until status shows a running job; return its status."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         main(["status", "--json"])
@@ -50,9 +50,9 @@ def running(capsys):
     raise AssertionError("no job came to run")
 
 
-def test_a_running_job_is_shown_and_after_its_end_its_log(job, capsys, monkeypatch):
+def test_a_running_job_is_shown_and_an_ended_one_by_its_log(job, capsys, monkeypatch):
     found = running(capsys)
-    monkeypatch.setenv("PET_LOG_DIR", "/nowhere")  # where its log is follows from its name
+    monkeypatch.setenv("PET_LOG_DIR", "/nowhere")  # the place of its log follows from its name
     assert main(["explain", found["job"]]) == 0
     assert "round 1 attempt 0" in capsys.readouterr().out
     report = found["report"]
@@ -74,7 +74,7 @@ def test_a_running_job_is_shown_and_after_its_end_its_log(job, capsys, monkeypat
     assert "no job of this user" in capsys.readouterr().out
 
 
-def test_a_job_elsewhere_is_asked_by_its_endpoint_and_needs_its_secret(job, capsys, monkeypatch):
+def test_a_remote_job_is_found_by_its_endpoint_and_its_secret(job, capsys, monkeypatch):
     found = running(capsys)
     words = ["status", found["job"], "--rdzv-endpoint", found["endpoint"]]
     assert main(words) != 0
@@ -99,7 +99,7 @@ def free_port():
         return sock.getsockname()[1]
 
 
-def test_a_missing_coordinator_is_reported_with_the_living_agents(capsys):
+def test_a_missing_coordinator_is_reported_with_the_running_agents(capsys):
     entry = JobEntry(
         job="left",
         node="a",
@@ -140,7 +140,7 @@ def test_an_unknown_job_is_an_error(capsys):
     assert "[no-such-job]" in said and "next: elastane status --log-dir" in said
 
 
-def test_an_endpoint_needs_the_jobs_name_and_two_names_are_one_too_many(capsys):
+def test_an_endpoint_requires_exactly_one_job_name(capsys):
     assert main(["status", "--rdzv-endpoint", "h:1"]) == ExitCode.USAGE
     assert main(["status", "a", "--rdzv-id", "b"]) == ExitCode.USAGE
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The frames of `elastane top`: what they say, and that they fit any terminal."""
+"""The frames of `elastane top`: their content, and their size in any terminal."""
 
 import re
 import time
@@ -62,7 +62,7 @@ def begun():
 
 
 def killed():
-    """A worker is killed at 400 s, and another world trains on without it."""
+    """Return a view in which a worker is killed at 400 s and a smaller world continues."""
     cause = "worker of rank 6 (local rank 2, pid 106) on node node-b ended with SIGKILL: no memory"
     return [
         event("worker-exited", "node-b", "SIGKILL (out of memory)", rank=6, local_rank=2, pid=106,
@@ -92,7 +92,7 @@ def picture(*events, now=500, report=None, **facts):
     return Picture(sections_of(view, source, account), view, BEGUN_S + now)
 
 
-def test_the_last_values_that_the_script_logged_have_a_line():
+def test_the_last_logged_scalars_are_on_one_line():
     curves = [
         ScalarCurve(name="loss", steps=[10, 20], values=[2.5, 0.251234]),
         ScalarCurve(name="norm\x1b[2J", steps=[20], values=[None]),
@@ -117,7 +117,7 @@ def text(picture, width=80, height=24):
     return "\n".join(line.plain.rstrip() for line in lines)
 
 
-def test_a_frame_of_80_by_24_answers_what_a_person_asks():
+def test_a_frame_of_80_by_24_shows_state_progress_and_causes():
     said = text(picture(*begun(), *killed(), report=reported(*NODES)))
     for answer in (
         "elastane top   demo",
@@ -139,13 +139,13 @@ def test_a_frame_of_80_by_24_answers_what_a_person_asks():
         assert answer in said, f"{answer}\n{said}"
 
 
-def test_the_curve_of_workers_and_the_marks_stand_under_the_same_time():
+def test_the_worker_curve_and_the_marks_share_a_time_axis():
     rows = text(picture(*begun(), *killed(), now=500)).splitlines()
     [world] = [row for row in rows if row.startswith("workers")]
     [marks] = [row for row in rows if row.startswith("incidents ")]
     column = marks.index("×")
     assert column == 9 + 64 * 400 // 500
-    assert world[column - 1] == "█" != world[column + 1], "a smaller world follows the fault"
+    assert world[column - 1] == "█" != world[column + 1], "the curve does not fall after the fault"
 
 
 def test_a_wide_terminal_shows_causes_and_all_panels_side_by_side():
@@ -155,14 +155,14 @@ def test_a_wide_terminal_shows_causes_and_all_panels_side_by_side():
     assert "WHERE THE TIME WENT" in row
 
 
-def test_a_narrow_terminal_shows_whole_facts_and_leaves_others_out():
+def test_a_narrow_terminal_omits_facts_and_cuts_none():
     said = text(picture(*begun(), *killed(), report=reported(*NODES)), 60, 40)
     assert "…" not in "\n".join(said.splitlines()[:6]), said
     assert "11 of 12 workers on 3 nodes" in said and "round 2" not in said
     assert "CHECKPOINTS   1 saved" in said
 
 
-def test_what_needs_a_person_is_said_first():
+def test_problems_that_need_a_user_come_first():
     said = text(picture(*begun(), event("checkpoint-failed", "node-a", step=1100, slug="disk-full",
                                         location="/ckpt", **at(405))))  # fmt: skip
     [need] = [row for row in said.splitlines() if row.startswith("!")]
@@ -190,7 +190,7 @@ def test_each_state_has_a_sign_and_a_word(events, facts, words):
     assert words in text(picture(*events, **facts))
 
 
-def test_the_end_of_a_failed_job_names_its_reason_and_the_next_step():
+def test_a_failed_job_is_shown_with_its_reason_and_next_step():
     said = text(picture(*begun(), *killed()[:1], event(
         "job-ended", "node-a", "no restarts left", ok=False, exit_code=1, **at(450))))  # fmt: skip
     assert "no restarts left" in said and "ended the job" in said
@@ -199,7 +199,7 @@ def test_the_end_of_a_failed_job_names_its_reason_and_the_next_step():
     assert "step 1,200 at the last count" in said and "before the end" in said
 
 
-def test_a_failed_worker_is_named_among_the_well_ones_of_its_node():
+def test_a_failed_worker_is_named_beside_the_running_ones_of_its_node():
     said = text(picture(*begun(), killed()[0]))
     assert "node-b    × failed            -        -  6; 4-5,7 training" in said
 
@@ -218,7 +218,7 @@ def step_times(seconds, *own_ms, median_ms=25.0, **more):
     return event("step-times", "node-a", own_ms=own, median_ms=median_ms, **more, **at(seconds))
 
 
-def test_the_slowest_worker_of_each_node_has_its_own_part_and_the_others_wait_for_it():
+def test_the_slowest_worker_of_each_node_is_shown_with_its_own_part():
     slow = step_times(60, *([25] * 6), 41, *([25] * 5))
     for width in (80, 120):
         said = text(picture(*begun(), slow, report=reported(*NODES)), width)
@@ -228,14 +228,14 @@ def test_the_slowest_worker_of_each_node_has_its_own_part_and_the_others_wait_fo
     assert "own part of a step 25 ms in the median" in said
 
 
-def test_without_a_slow_worker_the_median_is_said_and_of_another_world_nothing():
+def test_without_a_slow_worker_the_median_of_the_current_world_is_shown():
     usual = step_times(60, *([25] * 12))
     said = text(picture(*begun(), usual))
     assert "own part of a step 25 ms in the median" in said and "wait 1" not in said
     assert "OWN PART" not in text(picture(*begun(), usual, *killed()))
 
 
-def test_of_many_nodes_one_that_the_others_wait_for_stays():
+def test_a_node_for_which_others_wait_is_never_omitted():
     names = [f"n{number:03}" for number in range(200)]
     slow = step_times(60, 90, 26, ranks="601,12", nodes="n150 n003", workers=800)
     said = text(picture(settled(1, " ".join(names), 800, nodes=200, **at(0)),
@@ -244,7 +244,7 @@ def test_of_many_nodes_one_that_the_others_wait_for_stays():
     assert "  90 ms 3.60×  4 workers" in said
 
 
-def test_of_many_nodes_those_that_are_not_well_stay_and_the_others_are_counted():
+def test_failing_nodes_are_never_omitted_and_others_are_counted():
     names = [f"n{number:03}" for number in range(200)]
     events = [settled(1, " ".join(names), 800, nodes=200, **at(0)), *workers_of(1, 1, names)]
     events.append(event("workers-draining", "n150", **at(100)))
@@ -253,7 +253,7 @@ def test_of_many_nodes_those_that_are_not_well_stay_and_the_others_are_counted()
     assert text(picture(*events), 120, 2000).count("● training") == 200
 
 
-def test_several_incidents_of_one_moment_are_counted_on_the_timeline():
+def test_concurrent_incidents_are_counted_on_the_timeline():
     events = [settled(1, "node-a", 4, nodes=1, **at(0)), *workers_of(1, 1, ["node-a"])]
     for round_ in range(1, 13):
         events += [exited(0, node="node-a", round=round_, **at(100 + round_)),
@@ -265,7 +265,7 @@ def test_several_incidents_of_one_moment_are_counted_on_the_timeline():
     assert "#12 " in text(view) and re.search("and [5-9] more", text(view))
 
 
-def test_texts_of_the_log_cannot_move_the_cursor():
+def test_control_characters_of_the_log_are_escaped():
     bad = "\x1b[2J\x07\u202e[bold]x"
     waiting = event("waiting", "node-a", bad, min_nodes=3, **at(411))
     said = text(picture(*begun(), event("node-joined", bad, **at(410)), waiting), 120, 50)
@@ -273,7 +273,7 @@ def test_texts_of_the_log_cannot_move_the_cursor():
     assert not [char for char in said if not char.isprintable() and char != "\n"]
 
 
-def test_every_sign_has_one_of_ascii():
+def test_every_symbol_has_an_ascii_form():
     for width, height in ((80, 24), (120, 50)):
         said = plain(text(picture(*begun(), *killed(), report=reported(*NODES)), width, height))
         assert said.replace("…", "~").isascii(), [c for c in said if not c.isascii()]

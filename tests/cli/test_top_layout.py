@@ -1,4 +1,4 @@
-"""How a screen is divided: each panel gets its least, then the others share what is left."""
+"""The layout of a screen: each panel gets its minimum, then the panels share spare lines."""
 
 from dataclasses import replace
 
@@ -22,13 +22,13 @@ def drawn(panel, width, height):
     return [line.plain for line in panel.drawn(width, height)]
 
 
-def test_a_panel_that_fits_is_whole():
+def test_a_panel_that_fits_is_shown_whole():
     panel = listed("a", 1, 2)
     assert panel.wanted(9) == 4
     assert drawn(panel, 9, 4) == ["a", "a0.0", "a1.0", "a1.1"]
 
 
-def test_a_cut_panel_says_how_many_are_missing_and_keeps_the_important_ones():
+def test_a_cut_panel_keeps_important_entries_and_counts_the_others():
     assert drawn(listed("a", 1, 1, 1, 1), 20, 4) == ["a", "a0.0", "a1.0", "  and 2 more"]
     cut = drawn(listed("a", 1, 1, 1, 1, important={3}), 20, 4)
     assert cut == ["a", "a0.0", "a3.0", "  and 2 more"]
@@ -41,14 +41,14 @@ def test_an_entry_that_does_not_fit_shows_its_first_lines():
     assert drawn(listed("a", 3, 1), 20, 0) == []
 
 
-def test_lines_that_are_left_go_to_those_that_want_more_in_turn():
+def test_spare_lines_go_to_the_panels_in_turn():
     stack = Stack(listed("a", *[1] * 9), listed("b", 1, 1), listed("c", *[1] * 9))
     rows = drawn(stack, 20, 13)
     assert [row for row in rows if row in "abc"] == ["a", "b", "c"]
     assert (rows.index("b"), rows.index("c")) == (5, 8)
 
 
-def test_a_screen_that_is_too_low_loses_the_last_panels():
+def test_a_low_screen_omits_the_last_panels():
     stack = Stack(listed("a", 1, 1), listed("b", 1, 1), Lines((Text("c"),), least=1))
     assert drawn(stack, 20, 3) == ["a", "a0.0", "b"]
     assert drawn(stack, 20, 0) == []

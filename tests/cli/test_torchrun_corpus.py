@@ -1,6 +1,6 @@
-"""A corpus of command lines means here what it means to the installed torchrun, errors included.
+"""Command lines of a corpus mean the same as to the installed torchrun, errors included.
 
-Where it does not, DIFFERENCES says why; a difference that no case shows any more is to be deleted.
+DIFFERENCES has the reasons for exceptions. A test fails for an exception without a case.
 """
 
 import json
@@ -22,7 +22,7 @@ from elastane.options.table import BY_DEST, TABLE
 pytest.importorskip("torch.distributed.run")
 ORACLE = Path(__file__).with_name("torchrun_oracle.py")
 
-# Name: why ours is another. What each one covers is in `difference`.
+# Name: the reason of a difference. The function `difference` decides which cases it covers.
 DIFFERENCES = {
     "one-option": "an abbreviation of one option alone is taken in either spelling; torchrun takes "
     "it as ambiguous with the option's other spelling, until Python 3.12.7",
@@ -43,12 +43,12 @@ DIFFERENCES = {
     "--redirects takes local ranks of several digits",
     "one-dash": "-rdzv-id=7 is a mistyped --rdzv-id, not --redirects dzv-id=7",
     "our-own": "an option of elastane's own, in full",
-    # Of what is launched, not of how it is read:
+    # Differences of the launch, not of the parser:
     "door": "what cannot work is refused before anything is started, where torchrun's workers or "
     "agents would fail, hang, or train something else than was asked",
     "conf": "--rdzv-conf is read leniently at its ends, strictly in its keys",
 }
-# Slugs of refusals at the door, which torchrun's parser does not see.
+# Slugs of errors before the launch, which the parser of torchrun does not find.
 DOOR = {
     "bad-name",
     "bad-option-value",
@@ -64,7 +64,7 @@ DOOR = {
 
 
 class Ours:
-    """What we make of a case, in the words of the oracle."""
+    """Our result for a case, in the form of the oracle."""
 
     def __init__(self, entry, argv, variables):
         self.error = self.slug = ""
@@ -101,7 +101,7 @@ PARSERS = {"run": _parser(RunParser), "launch": _parser(launch.LaunchParser)}
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Each case with torchrun's answer and ours, judged in a folder that has a script."""
+    """Return each case with the results of torchrun and ours, in a folder that has a script."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "train.py").touch()
     corpus = cases()
@@ -135,14 +135,14 @@ def our_value(ours, dest):
 
 
 def as_ours(value, dest):
-    """Torchrun's value as ours: it splits lists at the door, and has None for the empty text."""
+    """Return torchrun's value in our form: it splits lists, and has None for an empty text."""
     if isinstance(value, list):
         return ",".join(item.replace(",", ",,") for item in value)
     return "" if value is None and BY_DEST[dest].kind != "float" else value
 
 
 def difference(case, theirs, ours):
-    """Return the name of the difference that a case shows, or an empty string."""
+    """Return the name of the difference that a case shows, or ""."""
     _, _, variables = case
     said = theirs.get("error", "")
     if said and ours.options is not None:

@@ -1,4 +1,4 @@
-"""Every flag of the installed torchrun is read here, in every spelling, with the same meaning."""
+"""Every flag of the installed torchrun exists, in every spelling, with the same meaning."""
 
 import argparse
 
@@ -14,7 +14,7 @@ ACTIONS = [
     for action in torchrun.get_args_parser()._actions
     if action.option_strings and not isinstance(action, argparse._HelpAction)
 ]
-# Where ours differs on purpose; CHANGELOG.md tells users.
+# Intended differences, which CHANGELOG.md lists.
 OTHER_DEFAULT = {"signals_to_handle"}
 
 
@@ -36,7 +36,7 @@ def theirs(argv):
 
 
 def as_text(value):
-    """Both parsers' values in one form: torchrun keeps numbers, lists, None and booleans."""
+    """Return a value of either parser as text. Torchrun's are numbers, lists, None and booleans."""
     if value is None or value == []:
         return ""
     if isinstance(value, bool):
@@ -73,7 +73,7 @@ def test_defaults_mean_the_same():
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.dest)
-def test_every_abbreviation_that_torchrun_takes_is_taken(action):
+def test_every_abbreviation_of_torchrun_is_accepted(action):
     long = max(action.option_strings, key=len)
     for end in range(3, len(long)):
         value = [] if action.nargs == 0 else [sample(action)]
@@ -117,7 +117,7 @@ def test_the_script_gets_the_same_arguments(argv):
     same(argv)
 
 
-def test_what_torchrun_refuses_is_refused(capsys):
+def test_values_that_torchrun_refuses_are_refused(capsys):
     for argv in ([], ["--nnodes"], ["--no-such-flag", "train.py"], ["--rdzv", "x", "train.py"]):
         with pytest.raises(SystemExit):
             theirs(argv)

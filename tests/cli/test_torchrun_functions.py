@@ -1,4 +1,4 @@
-"""torch.distributed.run's functions, as programs call them: with `elastane.run` in its place."""
+"""The functions of torch.distributed.run, called as `elastane.run`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINES = [
     "--signals-to-handle SIGUSR2 --virtual-local-rank --event-log-handler console t.py",
     "--numa-binding node --local-addr 127.0.0.1 --rdzv-conf a=1,b=2 --start-method fork t.py",
 ]
-# Where ours differs on purpose: a signal more at which agents drain.
+# Intended difference: one more signal at which agents drain.
 OTHER_DEFAULTS = {"signals_to_handle"}
 SCRIPT = """\
 import os, sys, time
@@ -52,20 +52,20 @@ def script(tmp_path, monkeypatch):
     return str(tmp_path / "s.py")
 
 
-def test_every_function_of_torchruns_is_there_and_takes_the_same():
+def test_every_function_of_torchrun_exists_with_the_same_parameters():
     assert set(PUBLIC) == set(ours.__all__)
     for name in PUBLIC:
         mine, other = (inspect.signature(getattr(module, name)) for module in (ours, theirs))
         assert list(mine.parameters) == list(other.parameters), name
 
 
-def test_a_command_line_that_needs_none_of_them_does_not_import_them():
+def test_a_plain_command_line_does_not_import_these_functions():
     code = "import sys, elastane.run; sys.exit('elastane.cli._torchrun' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_namespace_is_torchruns(line, monkeypatch):
+def test_a_namespace_equals_that_of_torchrun(line, monkeypatch):
     monkeypatch.setenv("PET_RDZV_ID", "of-the-variable")
     mine, other = (vars(module.parse_args(line.split())) for module in (ours, theirs))
     skipped = OTHER_DEFAULTS if "signals" not in line else set()
@@ -75,13 +75,13 @@ def test_a_namespace_is_torchruns(line, monkeypatch):
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if "gpu" not in line])
-def test_what_is_launched_is_torchruns(line, tmp_path, monkeypatch):
+def test_the_launch_configuration_equals_that_of_torchrun(line, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     for name in ("t.py", "train.py"):
         (tmp_path / name).touch()
     words = line.split()
-    # Each through its own parser, and ours also from a namespace that torch's parser made.
+    # Each by its own parser, and ours also from a namespace of torch's parser.
     for namespace in (ours.parse_args(words), theirs.parse_args(words)):
         config, command, args = ours.config_from_args(namespace)
         args_of_theirs = theirs.parse_args(words)
@@ -114,7 +114,7 @@ def test_options_may_be_added_to_the_parser(script, tmp_path):
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["2 ok\n", "2 ok\n"]
 
 
-def test_run_raises_what_torchruns_raises(script, tmp_path):
+def test_run_raises_the_errors_of_torchrun(script, tmp_path):
     args = ours.parse_args(
         ["--nproc-per-node=2", "--max-restarts=1", script, str(tmp_path), "fail"]
     )
@@ -125,7 +125,7 @@ def test_run_raises_what_torchruns_raises(script, tmp_path):
     assert (tmp_path / "1").read_text() == "2 fail\n2 fail\n"
 
 
-def test_a_configuration_goes_to_elastic_launch(script, tmp_path):
+def test_elastic_launch_accepts_the_configuration(script, tmp_path):
     args = ours.parse_args(["--standalone", "--nproc-per-node=2", script, str(tmp_path), "ok"])
     args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"  # as torchrun's run() does
     config, command, words = ours.config_from_args(args)
@@ -137,7 +137,7 @@ def test_a_configuration_goes_to_elastic_launch(script, tmp_path):
     ("change", "slug"),
     [({"nnodes": "3:1"}, "bad-nnodes"), ({"nproc_per_node": "many"}, "bad-option-value")],
 )
-def test_an_impossible_namespace_is_refused_by_name(script, change, slug):
+def test_an_invalid_namespace_is_refused_with_a_slug(script, change, slug):
     args = argparse.Namespace(**vars(ours.parse_args([script])) | change)
     with pytest.raises((UsageError, ConfigurationError)) as caught:
         ours.run(args)

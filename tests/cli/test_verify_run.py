@@ -1,4 +1,4 @@
-"""`elastane verify-run` names the first step in which two runs differ, and in what."""
+"""`elastane verify-run` reports the first different step of two runs, and its parts."""
 
 import json
 
@@ -11,7 +11,7 @@ SETTINGS = {"shards": 8, "seed": 1, "threads": 1, "data": {"n": 10, "seed": 0}}
 
 
 def run_of(path, steps, *, every=1, world=3, other=(), **settings):
-    """A digest log; in the steps of `other` the optimizer has come to something else."""
+    """Write a digest log in which the optimizer has other digests in the steps of `other`."""
     log = DigestLog(path, every)
     for committed in range(steps + 1):
         odd = "odd" if committed - 1 in other else ""
@@ -25,7 +25,7 @@ def told(capsys, *words):
     return code, capsys.readouterr().out
 
 
-def test_equal_runs_compare_equal_over_their_common_steps(tmp_path, capsys):
+def test_equal_runs_compare_equal_over_common_steps(tmp_path, capsys):
     a, b = run_of(tmp_path / "a", 9, world=2), run_of(tmp_path / "b", 6)
     code, out = told(capsys, a, b)
     assert code == 0
@@ -33,7 +33,7 @@ def test_equal_runs_compare_equal_over_their_common_steps(tmp_path, capsys):
     assert "A: " in out and "9 steps, 0 to 8, worlds of 2" in out
 
 
-def test_the_first_step_that_differs_is_named_with_what_differs_and_the_worlds(tmp_path, capsys):
+def test_the_first_different_step_is_reported_with_its_parts_and_worlds(tmp_path, capsys):
     a, b = run_of(tmp_path / "a", 9, world=2), run_of(tmp_path / "b", 9, other=(4, 7))
     code, out = told(capsys, a, b)
     assert code == 1
@@ -42,7 +42,7 @@ def test_the_first_step_that_differs_is_named_with_what_differs_and_the_worlds(t
     assert "world of 2 in A, of 3 in B" in out and "2 of 9 steps differ" in out
 
 
-def test_other_settings_are_named_before_steps(tmp_path, capsys):
+def test_different_settings_are_reported_before_steps(tmp_path, capsys):
     a = run_of(tmp_path / "a", 3)
     b = run_of(tmp_path / "b", 3, other=(0,), shards=4, data={"n": 10, "seed": 5})
     code, out = told(capsys, a, b)
@@ -53,7 +53,7 @@ def test_other_settings_are_named_before_steps(tmp_path, capsys):
     assert "no step is the same" in out
 
 
-def test_json_has_all_of_it(tmp_path, capsys):
+def test_json_has_the_same_findings_as_the_text(tmp_path, capsys):
     a, b = run_of(tmp_path / "a", 3, shards=4), run_of(tmp_path / "b", 3, other=(1, 2))
     code, out = told(capsys, "--json", a, b)
     found = json.loads(out)
@@ -64,7 +64,7 @@ def test_json_has_all_of_it(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content", [None, "", "no digest log\n"], ids=["missing", "empty", "text"])
-def test_a_file_that_is_no_trail_is_refused_in_words(tmp_path, capsys, content):
+def test_a_file_that_is_not_a_digest_log_is_refused(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "b").write_text(content)
     a = run_of(tmp_path / "a", 3)

@@ -1,13 +1,13 @@
-"""Command lines that torchrun's users type and mistype: `(entry, argv, variables)` each.
+"""Correct and wrong command lines of torchrun, as `(entry, argv, variables)`.
 
-Systematic ones for every option of torchrun, mixtures from a fixed seed, and a list by hand. They
-are not made from our own table, so that an option that is missing there is missed here.
+The cases are systematic for every option of torchrun, random from a fixed seed, and a list by hand.
+They are independent of our own table, so that an option missing there makes a test fail.
 """
 
 import random
 
 FLAGS = ("standalone", "module", "no-python", "run-path", "virtual-local-rank")
-# Option: values that torchrun takes.
+# Option: values that torchrun accepts.
 VALUES = {
     "nnodes": ("2", "1:4"),
     "nproc-per-node": ("2", "cpu"),
@@ -39,7 +39,7 @@ SHORT = {"redirects": "r", "tee": "t", "module": "m"}
 NUMBERS = ("max-restarts", "node-rank", "master-port", "monitor-interval", "shutdown-timeout")
 SCRIPT = "train.py"
 
-# Divided at bars and line ends; '' is an empty word, ~ a blank in a word.
+# Bars and line ends separate words. '' is an empty word, ~ a blank in a word.
 BY_HAND = """
 |--|-- train.py|-- train.py --x|-- train.py -- --x|-- -- train.py|--nnodes 2 -- train.py a|--nnodes
 train.py|train.py -- --lr 1|train.py -- -- x|train.py a -- b|train.py --|train.py --nnodes 3
@@ -146,7 +146,7 @@ VARIABLES = {
 
 
 def cases():
-    """Every case, in a fixed order."""
+    """Return every case, in a fixed order."""
     made = [*_each_option(), *_abbreviations(), *_mixtures(), *_soup()]
     found = [("run", argv, {}) for argv in made]
     found += [("run", argv, {}) for argv in _by_hand(BY_HAND)]
@@ -205,14 +205,14 @@ def _mixtures():
 
 
 def _soup():
-    """Words in any order: what no person types, and what scripts that type for persons do."""
+    """Return a command line of random words in random order."""
     dice = random.Random(21)
     short = ["-m", "-r", "-t", "-r3", "-t1", "-mt2", "-mr", "-r=1", "-1", "-2.5", "-x", "-"]
     odd = ["--", "", "x y", "-x y", "--x y", "1", "a=b", "0:1", "train.py", "--lr", "--nnodes=2"]
     for _ in range(600):
         spelled = [dice.choice(_spellings(dice.choice((*FLAGS, *VALUES)))) for _ in range(3)]
         cut = [name[: dice.randint(4, len(name))] for name in spelled]
-        # But for --, which some versions of argparse lose as a value.
+        # Without --, which some versions of argparse drop as a value.
         glued = [f"{name}={dice.choice(odd[1:])}" for name in spelled[:1]]
         pool = [*spelled, *cut, *glued, *dice.sample(short, 4), *dice.sample(odd, 5)]
         yield dice.sample(pool, dice.randint(1, 6))

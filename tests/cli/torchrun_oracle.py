@@ -1,7 +1,7 @@
-"""What the installed torchrun makes of command lines, JSON in and out, one process for all.
+"""Prints the installed torchrun's result for each command line, as JSON.
 
-Each case is `[entry, argv, variables]`; each answer says how parsing went and, where it went well,
-what torchrun would launch. Run by the tests, in a folder of their own.
+Each case is `[entry, argv, variables]`. Each result has the values or the error of the parser, and
+the launch that would follow. The tests run this program in a folder of their own.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def judge(entry, argv, variables):
             args = (legacy if entry == "launch" else torchrun).parse_args(argv)
         except SystemExit as stop:
             return {"help": True} if stop.code == 0 else {"error": said.getvalue()[-300:]}
-        except ValueError as error:  # a flag's variable that is no integer
+        except ValueError as error:  # the variable of a flag is no integer
             return {"error": f"ValueError: {error}"}
         answer = {"values": dict(vars(args))}
         try:

@@ -1,7 +1,7 @@
-"""Real servers of each kind of store, each of its own, with what can go wrong between and in them.
+"""Real servers of each kind of store, with faults of the servers and of their connections.
 
-A bed says which specification each client is given, and begins a fault by its name: `begin` returns
-what ends it. Clients reach servers through relays of their own, so that one connection can be cut.
+A bed has the specification of each client and starts a fault by its name. `begin` returns the
+function that ends it. Each client has relays of its own, so that one connection can be cut.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from relay import Mode, Relay, Relays
 from timed_faults import End
 
 SMALL_BYTES = 4 << 20
-# etcd takes 128 MiB for its log at once.
+# etcd allocates 128 MiB for its log at its start.
 SMALL_ETCD_BYTES = 160 << 20
 _LINKS = {"cut": Mode.CUT, "stall": Mode.STALL, "deaf": Mode.DEAF}
 
 
 def _nothing() -> None:
-    """End a fault that hit nothing."""
+    """End a fault that changed nothing."""
 
 
 class Bed:
-    """A store without a server: only its clients can be harmed."""
+    """A store without a server. Only its clients can have faults."""
 
     faults: tuple[str, ...] = ()
-    # How much longer than the shortest faults and runs those of this bed take.
+    # The factor by which faults and runs of this bed are longer than the shortest.
     pace = 1.0
 
     def __init__(self, clients: int) -> None:
@@ -47,14 +47,14 @@ class Bed:
         raise NotImplementedError
 
     def direct(self) -> str:
-        """The specification of a client that no relay is in front of."""
+        """Return the specification of a client without a relay."""
         return self.specification(0)
 
     def begin(self, fault: str, draw: random.Random) -> End:
         raise NotImplementedError
 
     def story(self) -> str:
-        """The ends of the servers' logs."""
+        """Return the last lines of the servers' logs."""
         return ""
 
 
@@ -92,7 +92,7 @@ class LinkedBed(Bed):
         ]
 
     def begin_at_link(self, fault: str, draw: random.Random) -> End:
-        """Harm all links of one client, those of all to one server, or one link."""
+        """Start a fault on all links of one client, on all links to one server, or on one link."""
         client = draw.randrange(len(self.relays))
         server = draw.randrange(len(self.relays[0]))
         hit = draw.choice(
@@ -178,7 +178,7 @@ class EtcdBed(LinkedBed):
         return end
 
     def leader(self) -> EtcdMember | None:
-        """The member that says that it leads; None where none says so."""
+        """Return the member that reports itself as the leader, or None."""
         for member in self.cluster.members:
             request = urllib.request.Request(f"{member.url}/v3/maintenance/status", b"{}")
             with (
@@ -289,7 +289,7 @@ class KubernetesBed(LinkedBed):
     def _start(self, name: str) -> None:
         if self.plane[name].is_alive:
             return
-        if name == "kube-apiserver":  # which does not become ready without etcd
+        if name == "kube-apiserver":  # The API server is not ready without etcd.
             if self.plane["etcd"].is_alive:
                 self.plane.resume("etcd")
             else:
@@ -301,7 +301,7 @@ class KubernetesBed(LinkedBed):
 
 
 def fill(folder: Path) -> End:
-    """Fill the file system of a folder; returns what frees it again."""
+    """Fill the file system of a folder; return the function that frees it."""
     ballast = folder / "ballast"
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         piece = bytes(4096)
@@ -312,7 +312,7 @@ def fill(folder: Path) -> End:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size_bytes: int = SMALL_BYTES) -> Iterator[Path]:
-    """A small file system of its own; skips where none can be mounted."""
+    """Mount a small file system; skip the test if none can be mounted."""
     path = folder / "small"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(path)]
@@ -346,7 +346,7 @@ def etcd_bed(
     folder: Path, clients: int, kind: str = "etcd", members: int = 3, *, start: bool = True
 ) -> Iterator[EtcdBed]:
     need_etcd()
-    # A follower calls an election within 0.2 s, and not within a second.
+    # A follower starts an election after 0.2 s, not after a second.
     extra = ["--heartbeat-interval", "20", "--election-timeout", "200"]
     if kind == "etcd-v2":
         extra.append("--enable-v2")
@@ -364,7 +364,7 @@ def etcd_bed(
 
 @contextlib.contextmanager
 def small_etcd_bed(folder: Path, clients: int) -> Iterator[Bed]:
-    """Three members, of which one is on a small disk."""
+    """Start three members, one of them on a small disk."""
     with (
         etcd_bed(folder, clients, start=False) as bed,
         small_disk(folder, SMALL_ETCD_BYTES) as path,

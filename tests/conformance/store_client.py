@@ -1,11 +1,11 @@
-"""One client of a store, to be killed and stopped: it reads, writes, holds a lease and watches.
+"""A client process of a store that reads, writes, holds a lease and watches.
 
     store_client.py SPECIFICATION FILE NAME SEED KEYS [TERM]
 
-It first ends the lease of TERM, which a client held that was killed.
-Each observation is a line of JSON, appended to FILE: an operation is a line before it is sent and
-another after its answer. Times are CLOCK_MONOTONIC. SIGUSR1 ends the writing and the lease: the
-client then only watches. SIGTERM ends it.
+It first ends the lease of TERM, whose holder was killed.
+Each observation is a line of JSON, appended to FILE: an operation has a line before it is sent and
+another after its answer. Times are CLOCK_MONOTONIC. After SIGUSR1 the client releases its
+lease and only watches. SIGTERM ends it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from elastane.errors import ElastaneError, LeaseLostError, StoreError
 from elastane.stores.protocol import ConflictError, Entry, Lease, Store
 
 LEASE = "job/lease"
-# Candidates look often, so that a lease that is free for a moment is taken in it.
+# Candidates poll often, so that a briefly free lease is taken.
 POLL_S = 0.05
-# What each life of a client draws: how long its leases are, and its longest pause between two
-# operations. It does 200 of them a second at most, so a history is short enough to be searched.
+# Each process draws the ttl of its leases and its longest pause between two operations. With at
+# most 200 operations a second, a history is short enough for the search.
 TTLS_S = (0.3, 1.0)
 PAUSES_S = (0.005, 0.02)
-# With these, a store says that a write was not done and never will be.
+# The slugs of writes that are not done and never will be.
 NOT_DONE = ("store-unreachable", "store-refused", "store-busy", "kube-forbidden")
 
 
@@ -57,7 +57,7 @@ class Client:
         self._note({"what": what, **more})
 
     async def pause(self, longest_s: float) -> None:
-        """Wait for a moment that is drawn, or until the end."""
+        """Wait for a random time, or until the end."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.quiet.wait(), self.random.uniform(0, longest_s))
 
@@ -79,13 +79,13 @@ class Client:
     async def _next(
         self, key: str, seen: list[Entry | None], draw: float
     ) -> tuple[Entry | None] | None:
-        """Do the next operation; return what the key is known to be, None where that is unknown."""
+        """Do the next operation; return the known entry of the key, or None if it is unknown."""
         if not seen or draw < 0.3:
             return await self.operate("get", key)
         last = seen[-1]
         if last is not None and draw < 0.4:
             return await self.operate("delete", key, last.version)
-        if draw < 0.45:  # An expectation that is stale.
+        if draw < 0.45:  # A stale expectation.
             last = self.random.choice(seen)
         return await self.operate("compare_and_set", key, last.version if last else 0)
 
@@ -149,7 +149,7 @@ class Client:
             self.note("holder", term=holder.term, asked_s=asked_s)
 
     def believe(self, lease: Lease, asked_s: float) -> None:
-        # In this order: if the process is stopped in between, its belief is noted as too short.
+        # In this order, a process that is stopped in between records too short a holding.
         since_s = time.monotonic()
         until_s = since_s + lease.remaining_s()
         self.note("holds", term=lease.term, asked_s=asked_s, since_s=since_s, until_s=until_s)

@@ -1,4 +1,4 @@
-"""Makes a client of a store from a specification, which another process can be given.
+"""Makes a client of a store from a specification, which can be passed to another process.
 
 `file:FOLDER`, `register:FILE`, `etcd:ENDPOINT#PREFIX` (also etcd-v2 and redis),
 `kubernetes:KUBECONFIG#NAMESPACE`, or `given:NAME=ENDPOINT#PREFIX` for a store of another package.
@@ -16,7 +16,7 @@ from elastane.stores.protocol import Store
 from elastane.stores.register import RegisterStore
 from elastane.stores.registry import make_store
 
-# The key of --rdzv-conf that a specification gives.
+# The key of --rdzv-conf that is set from a specification.
 _KEYS = {
     "etcd": "etcd_prefix",
     "etcd-v2": "etcd_prefix",
@@ -26,7 +26,7 @@ _KEYS = {
 
 
 class PrefixedStore:
-    """A store that others use too: every key lies below a prefix."""
+    """A shared store, in which every key of this client lies below a prefix."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store

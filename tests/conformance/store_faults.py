@@ -1,8 +1,8 @@
-"""A run of clients of one store under faults that a seed draws, and the check of what they saw.
+"""Runs clients of one store under faults from a seed, and checks their history.
 
-The clients are processes of `store_client.py`, which are killed, stopped and started again; a bed
-harms servers and links. Then all faults end, the clients stop writing, and every watcher has to see
-the last version. `check_run` reads the history of a run from its folder.
+Processes of `store_client.py` are killed, stopped and restarted. A bed makes faults of servers and
+links. Then all faults end, the clients stop writing, and every watcher must see the last version.
+`read_run` reads the history of a run from its folder.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ SCRIPT = Path(__file__).with_name("store_client.py")
 KEYS = ("job/a", "job/b")
 CLIENTS = 3
 CLIENT_FAULTS = ("kill-client", "stop-client")
-# A stopped client is stopped for longer than its lease, mostly.
+# Most stopped clients are stopped for longer than their lease.
 FAULT_S = (0.1, 1.6)
 HASTE = 0.3
-# From the last fault to the last version seen: a watch reads again after 10 s of silence.
+# From the last fault to the last version seen. A watch reads again after 10 s of silence.
 SETTLE_S = 30.0
-# What each client does after the last fault, since some faults show only later.
+# The time of operations after the last fault, since some faults show only later.
 OPERATIONS_AFTER = 10
-# A run that does next to nothing proves nothing.
+# A run with fewer writes proves nothing.
 WRITES_MIN = 10
 
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """A fault: when it begins, for how long, what it is, and the draw that says whom it hits."""
+    """A fault: its start, its duration, its kind, and the random number that selects its target."""
 
     at_s: float
     for_s: float
@@ -62,9 +62,9 @@ class Fault:
 
 
 def plan(seed: int, kinds: tuple[str, ...], duration_s: float, pace: float = 1.0) -> list[Fault]:
-    """Return the faults of a seed: one begins each 0.1 to 0.8 s, so several may be at once.
+    """Return the faults of a seed. One starts every 0.1 to 0.8 s, so several may overlap.
 
-    Every second seed has faults that are shorter, and come as much more often.
+    Every second seed has shorter and more frequent faults.
     """
     draw = random.Random(seed)
     pace *= 1.0 if seed % 2 else HASTE
@@ -77,7 +77,7 @@ def plan(seed: int, kinds: tuple[str, ...], duration_s: float, pace: float = 1.0
 
 @dataclass
 class _Client:
-    """One client's process, and the file of its present life."""
+    """A client's process, and the file of its current history."""
 
     index: int
     lives: int = 0
@@ -86,7 +86,7 @@ class _Client:
 
 
 class FaultRun:
-    """One run; its folder holds the history, a file for each life of a client."""
+    """One run. Its folder has the history, with a file for each process of a client."""
 
     def __init__(self, bed: Bed, folder: Path, seed: int, duration_s: float) -> None:
         self.bed = bed
@@ -117,14 +117,14 @@ class FaultRun:
         client = draw.choice(self._clients)
         if fault.kind == "kill-client":
             self._kill(client)
-            # Half of the killed holders have to be waited for.
+            # After half of the kills, the lease has to expire.
             dead_term = _last_term(client.file) if draw.random() < 0.5 else 0
             return lambda: self._start(client, dead_term)
         self._send(client, signal.SIGSTOP)
         return lambda: self._send(client, signal.SIGCONT)
 
     def _start(self, client: _Client, dead_term: int = 0) -> None:
-        if client.process is not None:  # Another fault's end has started it.
+        if client.process is not None:  # The end of another fault has started it.
             return
         name = f"c{client.index}.{client.lives}"
         client.lives += 1
@@ -189,7 +189,7 @@ class FaultRun:
         return seen
 
     async def _read(self) -> dict[str, int | None]:
-        """Read each key once all is well; noted as operations of a client `end`."""
+        """Read each key after all faults, as operations of a client `end`."""
         store = connect(self.bed.direct())
         found = {}
         with (self.folder / "end.history").open("w") as file:
@@ -225,7 +225,7 @@ class FaultRun:
 
 
 def read_lines(file: Path) -> Iterator[dict]:
-    """Yield the observations in a file; the last line of a killed client may be torn."""
+    """Yield the observations in a file, without an incomplete last line of a killed client."""
     with contextlib.suppress(FileNotFoundError):
         for line in file.read_text().splitlines():
             with contextlib.suppress(ValueError):
@@ -242,7 +242,7 @@ def _answers(file: Path) -> int:
 
 @dataclass
 class Seen:
-    """What all clients of a run saw."""
+    """The observations of all clients of a run."""
 
     operations: dict[str, list[Operation]] = field(default_factory=lambda: defaultdict(list))
     beliefs: list[Belief] = field(default_factory=list)
@@ -252,7 +252,7 @@ class Seen:
     )
 
     def counts(self) -> dict[str, int]:
-        """How many of each kind and outcome; an unsure get is one that a watch yielded."""
+        """Return the number of each kind and outcome. An unsure get is an entry of a watch."""
         counts: dict[str, int] = defaultdict(int)
         for one in itertools.chain.from_iterable(self.operations.values()):
             counts[f"{one.kind} {one.outcome}"] += 1
@@ -269,7 +269,7 @@ def read_run(folder: Path) -> Seen:
 
 
 def add_life(seen: Seen, client: str, lines: Iterable[dict]) -> None:
-    """Add what one client noted in one life."""
+    """Add the observations of one process of a client."""
     begun, beliefs = {}, []
     for line in lines:
         match line["what"]:
@@ -289,7 +289,7 @@ def add_life(seen: Seen, client: str, lines: Iterable[dict]) -> None:
                 _add_watched(seen, client, line)
             case "error":
                 raise AssertionError(f"{client}: {line['text']}")
-    for line in begun.values():  # It was killed before the answer came.
+    for line in begun.values():  # The client was killed before the answer.
         outcome = "unreachable" if line["kind"] == "get" else "unsure"
         _add(seen, client, line, {"at_s": math.inf, "answer": None, "outcome": outcome})
     seen.beliefs += beliefs
@@ -318,7 +318,7 @@ def _add(seen: Seen, client: str, begun: dict, ended: dict) -> None:
 
 
 def check_seen(seen: Seen) -> dict[str, int]:
-    """Check all that a store promises, and return how much was seen."""
+    """Check all promises of a store; return the number of each kind of operation."""
     for operations in seen.operations.values():
         check(operations)
     check_leases(seen.beliefs, seen.holders)

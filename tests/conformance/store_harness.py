@@ -1,7 +1,7 @@
-"""What the conformance suite needs of a store; a new store adds one Harness to HARNESSES.
+"""The stores of the conformance suite. A new store adds one Harness to HARNESSES.
 
-A harness makes clients of one and the same server or folder. `specification` lets another
-process make one too (see `store_connect`); None where only this process can.
+A harness makes clients of one server or folder. With `specification`, another process can make one
+too (see `store_connect`); it is None for a store of this process alone.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ DEADLINE_S = 20.0
 
 class Harness:
     specification: str | None = None
-    # Whether an entry with a ttl goes by itself: only where there is a server.
+    # Whether the store removes an entry after its ttl; only a server does.
     forgets = True
-    # How long after its end a lease may still be refused to others.
+    # Seconds after its expiry in which a lease may still be refused to others.
     late_s = 0.3
 
     def client(self) -> Store:
         raise NotImplementedError
 
     def describe_as(self, name: str) -> None:
-        """Expect what the backend of that name says of itself."""
+        """Take the expectations from the description of a backend."""
         described = backend(name)
         self.forgets, self.late_s = described.forgets, described.late_s
 
@@ -84,7 +84,7 @@ class FileRegisterHarness(Harness):
 
 
 class EtcdHarness(Harness):
-    """A real server, one for all tests of this process, and a prefix for each test."""
+    """A real server for all tests of this process, with a prefix for each test."""
 
     def __init__(self, folder: Path, kind: str, members: int) -> None:
         self.describe_as(kind)
@@ -98,7 +98,7 @@ class EtcdHarness(Harness):
 
 
 class KubernetesHarness(Harness):
-    """A real API server, one for all tests of this process, and a namespace for each test."""
+    """A real API server for all tests of this process, with a namespace for each test."""
 
     def __init__(self, folder: Path) -> None:
         self.describe_as("kubernetes")
@@ -110,7 +110,7 @@ class KubernetesHarness(Harness):
 
 
 class RedisHarness(Harness):
-    """A real server, one for all tests of this process, and a prefix for each test."""
+    """A real server for all tests of this process, with a prefix for each test."""
 
     def __init__(self, folder: Path) -> None:
         self.describe_as("redis")
@@ -122,7 +122,7 @@ class RedisHarness(Harness):
 
 
 class GivenHarness(Harness):
-    """A store of ELASTANE_TEST_STORES, which another package brings and whose server is running."""
+    """A store of another package, from ELASTANE_TEST_STORES, whose server runs already."""
 
     def __init__(self, folder: Path, kind: str, endpoint: str) -> None:
         self.describe_as(kind)
@@ -133,7 +133,7 @@ class GivenHarness(Harness):
 
 
 def given() -> dict[str, Callable[[Path], Harness]]:
-    """NAME=ENDPOINT, between spaces."""
+    """Return the stores of ELASTANE_TEST_STORES: NAME=ENDPOINT, separated by spaces."""
     pairs = (one.partition("=") for one in os.environ.get("ELASTANE_TEST_STORES", "").split())
     return {
         name: functools.partial(GivenHarness, kind=name, endpoint=endpoint)
@@ -168,7 +168,7 @@ def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 async def until(condition: Callable[[], Awaitable[object]], what: str) -> object:
-    """Ask until `condition` gives something true, and return that."""
+    """Poll `condition` until its result is true; return that result."""
     deadline = time.monotonic() + DEADLINE_S / 2
     while not (found := await condition()):
         assert time.monotonic() < deadline, f"never came: {what}"

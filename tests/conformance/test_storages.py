@@ -1,4 +1,4 @@
-"""The same of every place for checkpoints: folders, object stores, a server that speaks S3."""
+"""The same tests for every storage of checkpoints: folders, object stores, an S3 server."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ from elastane.storage.folder import FolderStorage
 
 FOLDER = "step-000000000001.e0000.r000001.a00.00000000"
 PATH = f"{FOLDER}/data"
-# Places of one's own (`gs://bucket/tests`), between spaces: what is written below them stays.
+# More places (`gs://bucket/tests`), separated by spaces. Their files are not removed.
 GIVEN = os.environ.get("ELASTANE_TEST_STORAGES", "").split()
 _numbers = itertools.count()
 
@@ -56,7 +56,7 @@ def repository(storage):
 
 
 def replace(storage, path, content):
-    """Have other bytes there, as decay or another program would."""
+    """Replace the bytes of a file, as damage or another program would."""
     if isinstance(storage, FolderStorage):
         (storage._root / path).write_bytes(content)
     else:
@@ -79,7 +79,7 @@ def test_an_empty_place_has_nothing(storage):
         storage.names(FOLDER)
 
 
-def test_what_was_written_is_there_whole_and_in_ranges(storage):
+def test_a_written_file_can_be_read_whole_and_in_ranges(storage):
     content = bytes(range(256)) * 30
     record = storage.write(PATH, [content[:1000], memoryview(content)[1000:]])
     assert record == record_of("data", [content])
@@ -92,13 +92,13 @@ def test_what_was_written_is_there_whole_and_in_ranges(storage):
     assert dict(storage.sizes(FOLDER, ["data", "other"])) == {"data": len(content)}
 
 
-def test_an_empty_file_is_a_file(storage):
+def test_an_empty_file_exists_and_is_listed(storage):
     assert storage.write(PATH, []) == record_of("data", [])
     assert storage.read(PATH) == storage.read(PATH, 0, 100) == b""
     assert dict(storage.sizes(FOLDER, ["data"])) == {"data": 0}
 
 
-def test_a_file_of_many_chunks_and_of_many_uploads(storage, monkeypatch):
+def test_a_file_of_several_chunks_and_uploads_is_read_back(storage, monkeypatch):
     monkeypatch.setattr(objects, "_UPLOAD_BYTES", 5 << 20)
     content = os.urandom(1 << 20) * 18
     view = memoryview(content)
@@ -111,14 +111,14 @@ def test_a_file_of_many_chunks_and_of_many_uploads(storage, monkeypatch):
         os.close(descriptor)
 
 
-def test_a_file_that_is_there_is_not_written_again(storage):
+def test_an_existing_file_is_not_written_again(storage):
     storage.write(PATH, [b"first"])
     with pytest.raises(FileExistsError):
         storage.write(PATH, [b"second"])
     assert storage.read(PATH) == b"first"
 
 
-def test_of_a_write_that_fails_nothing_is_there(storage, monkeypatch):
+def test_a_failed_write_to_a_place_leaves_no_file(storage, monkeypatch):
     monkeypatch.setattr(objects, "_UPLOAD_BYTES", 5 << 20)
 
     def regions():
@@ -141,7 +141,7 @@ def test_a_file_is_created_once_and_never_replaced(storage):
     assert storage.read(PATH) == b"first"
 
 
-def test_who_creates_the_same_file_at_the_same_time_finds_one_of_them(storage):
+def test_of_concurrent_creations_of_a_file_one_succeeds(storage):
     storage.place()
     told, contents = {}, [bytes([number]) * 100 for number in range(4)]
 
@@ -158,7 +158,7 @@ def test_who_creates_the_same_file_at_the_same_time_finds_one_of_them(storage):
     assert storage.names(FOLDER) == ["data"]
 
 
-def test_a_folder_is_removed_with_all_that_is_in_it(storage):
+def test_a_folder_is_removed_with_its_contents(storage):
     for name in ("manifest.json", "a", ".metadata"):
         storage.write(f"{FOLDER}/{name}", [b"x"])
     other = FOLDER.replace("0001.e", "0002.e")
@@ -168,13 +168,13 @@ def test_a_folder_is_removed_with_all_that_is_in_it(storage):
     assert storage.folders() == [other]
 
 
-def test_a_place_has_one_id_for_all_who_share_it(storage, where):
+def test_all_clients_of_a_place_read_the_same_id(storage, where):
     assert storage.place() == storage.place() == open_storage(where).place()
     assert open_storage(f"{where}/deeper").place() != storage.place()
     assert storage.folders() == []
 
 
-def test_a_places_clock_tells_how_long_a_folder_was_silent(storage):
+def test_the_clock_of_a_place_gives_the_age_of_the_last_write_to_a_folder(storage):
     storage.write(PATH, [b"x"])
     silent_s = storage.now_s() - storage.changed_s(FOLDER)
     assert -2 <= silent_s <= 120
@@ -191,8 +191,8 @@ def test_saves_are_found_newest_first_and_verified(repository):
     assert len(repository.unfinished()) == 1
 
 
-def test_what_others_save_and_remove_is_seen_at_the_next_look(where):
-    """Clients of object stores remember what they have listed."""
+def test_saves_and_removals_by_other_clients_are_seen_in_the_next_listing(where):
+    """Clients of object stores cache their listings."""
     mine, other = (Repository(open_storage(where)) for _ in range(2))
     for step in (1, 2, 3):
         save(mine, step)
@@ -226,7 +226,7 @@ def test_several_writers_make_one_checkpoint(where):
     assert found.manifest == told[0] and repository.verify(found) == ""
 
 
-def test_who_is_behind_the_fence_publishes_nothing(repository):
+def test_a_writer_with_an_older_fence_publishes_nothing(repository):
     save(repository, 3, round=2)
     with pytest.raises(FencedError):
         save(repository, 900)
@@ -237,7 +237,7 @@ DAMAGED = ["__0_0.distcp", ".metadata", MANIFEST, "part-00000-of-00001.json"]
 
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "empty", "gone"])
-def test_a_damaged_checkpoint_is_named_and_the_older_one_restored(repository, harm):
+def test_a_damaged_checkpoint_is_reported_and_the_older_one_restored(repository, harm):
     oldest = save(repository, 1)
     folders = {name: save(repository, step) for step, name in enumerate(DAMAGED, 2)}
     for name, folder in folders.items():

@@ -1,4 +1,4 @@
-"""compare_and_set, get, delete and watch, of every store."""
+"""compare_and_set, get, delete and watch of every store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastane.stores.protocol import STORE_VALUE_BYTES_MAX, ConflictError, Entry
 
 
 @asynchronous
-async def test_a_key_begins_absent_and_holds_what_was_written(harness: Harness) -> None:
+async def test_a_key_is_absent_until_it_is_written(harness: Harness) -> None:
     one, other = harness.client(), harness.client()
     assert await one.get("job/record") is None
     written = await one.compare_and_set("job/record", b"\x00 value \n\xff", 0)
@@ -26,7 +26,7 @@ async def test_a_key_begins_absent_and_holds_what_was_written(harness: Harness) 
 
 
 @asynchronous
-async def test_a_write_that_expects_another_version_conflicts_and_says_what_is_there(
+async def test_a_write_that_expects_another_version_conflicts_and_returns_the_current_entry(
     harness: Harness,
 ) -> None:
     store = harness.client()
@@ -44,7 +44,7 @@ async def test_a_write_that_expects_another_version_conflicts_and_says_what_is_t
 
 
 @asynchronous
-async def test_versions_grow_over_deletion_and_a_stale_writer_loses(harness: Harness) -> None:
+async def test_versions_grow_over_deletions_and_a_stale_write_conflicts(harness: Harness) -> None:
     store = harness.client()
     first = await store.compare_and_set("k", b"1", 0)
     with pytest.raises(ConflictError):
@@ -70,7 +70,7 @@ async def test_deleting_an_absent_key_conflicts(harness: Harness) -> None:
 
 
 @asynchronous
-async def test_a_conflict_never_names_what_was_expected(harness: Harness) -> None:
+async def test_a_conflict_never_reports_the_expected_version(harness: Harness) -> None:
     turns, draw = 40, random.Random(1)
 
     async def come_and_go(store: Store) -> int:
@@ -78,11 +78,11 @@ async def test_a_conflict_never_names_what_was_expected(harness: Harness) -> Non
         for _ in range(turns):
             try:
                 written = await store.compare_and_set("k", b"x", 0)
-                # Otherwise the requests of all go in step, and one client meets each deletion.
+                # Without it the requests alternate, and one client meets every deletion.
                 await asyncio.sleep(draw.uniform(0, 0.01))
                 await store.delete("k", written.version)
             except ConflictError as conflict:
-                assert conflict.current is not None, "it was refused for a key that is absent"
+                assert conflict.current is not None, "the creation of an absent key was refused"
                 conflicts += 1
         return conflicts
 
@@ -91,7 +91,7 @@ async def test_a_conflict_never_names_what_was_expected(harness: Harness) -> Non
 
 
 @asynchronous
-async def test_a_key_and_one_below_it_are_two(harness: Harness) -> None:
+async def test_a_key_and_a_key_below_it_are_independent(harness: Harness) -> None:
     store = harness.client()
     await store.compare_and_set("a/b", b"below", 0)
     await store.compare_and_set("a", b"above", 0)
@@ -100,7 +100,7 @@ async def test_a_key_and_one_below_it_are_two(harness: Harness) -> None:
 
 
 @asynchronous
-async def test_a_value_of_the_greatest_size_is_kept_and_a_greater_one_refused(
+async def test_a_value_of_the_maximal_size_is_stored_and_a_larger_one_refused(
     harness: Harness,
 ) -> None:
     store = harness.client()
@@ -119,9 +119,7 @@ BAD_KEYS += ["@entry", "a/@lease", "/".join(["abcdefghi"] * 60)]
 
 @pytest.mark.parametrize("key", BAD_KEYS)
 @asynchronous
-async def test_a_key_that_is_no_name_is_refused_by_every_operation(
-    harness: Harness, key: str
-) -> None:
+async def test_every_operation_refuses_an_invalid_key(harness: Harness, key: str) -> None:
     store = harness.client()
     calls = [
         store.get(key),
@@ -138,7 +136,7 @@ async def test_a_key_that_is_no_name_is_refused_by_every_operation(
 
 
 @asynchronous
-async def test_a_watch_gives_the_present_at_once_and_then_each_last_change(
+async def test_a_watch_yields_the_current_entry_and_then_the_latest_changes(
     harness: Harness,
 ) -> None:
     store, writer = harness.client(), harness.client()
@@ -155,7 +153,7 @@ async def test_a_watch_gives_the_present_at_once_and_then_each_last_change(
 
 
 @asynchronous
-async def test_a_watch_from_the_present_version_waits_for_the_next(harness: Harness) -> None:
+async def test_a_watch_from_the_current_version_waits_for_the_next_one(harness: Harness) -> None:
     store, writer = harness.client(), harness.client()
     first = await writer.compare_and_set("k", b"1", 0)
     following = asyncio.ensure_future(anext(store.watch("k", first.version)))
@@ -166,12 +164,12 @@ async def test_a_watch_from_the_present_version_waits_for_the_next(harness: Harn
 
 
 @asynchronous
-async def test_a_watch_goes_on_over_deletion_and_creation(harness: Harness) -> None:
+async def test_a_watch_continues_over_deletion_and_creation(harness: Harness) -> None:
     store, writer = harness.client(), harness.client()
     watch = store.watch("k", 0)
     waiting = asyncio.ensure_future(anext(watch))
     done, _ = await asyncio.wait({waiting}, timeout=0.1)
-    assert not done, "an absent key of which nothing was known is no news"
+    assert not done, "the watch reported an absent key without a known version"
     first = await writer.compare_and_set("k", b"1", 0)
     assert await waiting == first
     await writer.delete("k", first.version)
@@ -181,7 +179,7 @@ async def test_a_watch_goes_on_over_deletion_and_creation(harness: Harness) -> N
 
 
 @asynchronous
-async def test_a_watch_after_a_known_version_tells_of_a_deletion_before_it_began(
+async def test_a_watch_from_a_known_version_reports_an_earlier_deletion(
     harness: Harness,
 ) -> None:
     store = harness.client()
@@ -191,7 +189,7 @@ async def test_a_watch_after_a_known_version_tells_of_a_deletion_before_it_began
 
 
 @asynchronous
-async def test_of_many_tasks_that_expect_the_same_version_one_writes(harness: Harness) -> None:
+async def test_of_concurrent_writes_that_expect_one_version_one_succeeds(harness: Harness) -> None:
     clients = [harness.client() for _ in range(6)]
 
     async def attempt(store: Store, number: int) -> Entry | None:
@@ -207,7 +205,7 @@ async def test_of_many_tasks_that_expect_the_same_version_one_writes(harness: Ha
 
 
 @asynchronous
-async def test_purge_removes_all_below_the_prefix_and_nothing_else(harness: Harness) -> None:
+async def test_purge_removes_only_keys_below_the_prefix(harness: Harness) -> None:
     store = harness.client()
     for key in ("job/a", "job/b/c", "job2/a"):
         await store.compare_and_set(key, b"x", 0)
@@ -240,11 +238,11 @@ def test_writers_in_several_processes_are_linearisable(harness: Harness) -> None
     for before in writes:
         for after in writes:
             if before["ended"] < after["begun"]:
-                assert before["version"] <= after["saw"], "a read missed a write that had ended"
+                assert before["version"] <= after["saw"], "a read missed a completed write"
 
 
 @asynchronous
-async def test_an_entry_with_a_ttl_goes_by_itself_where_there_is_a_server(harness: Harness) -> None:
+async def test_a_server_removes_an_entry_after_its_ttl(harness: Harness) -> None:
     store = harness.client()
     short = await store.compare_and_set("short", b"1", 0, ttl_s=0.5)
     again = await store.compare_and_set("again", b"1", 0, ttl_s=0.5)

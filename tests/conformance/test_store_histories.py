@@ -1,8 +1,8 @@
-"""Every store keeps its promises under faults: histories of its clients, from seeds.
+"""Every store keeps its promises under faults, in histories of clients from seeds.
 
-A history that breaks a promise is kept in build/store-histories, and the failure names the command
-that plays its seed again. Put its line into kept_seeds.txt then. ELASTANE_STORE_SEEDS=FIRST:COUNT
-says which seeds the soak plays on each store, ELASTANE_STORE_RUN_S how long each of them takes.
+A history that breaks a promise is kept in build/store-histories. The failure names the command that
+replays its seed. Add the seed to kept_seeds.txt then. ELASTANE_STORE_SEEDS=FIRST:COUNT
+selects the seeds of the soak, ELASTANE_STORE_RUN_S the seconds of each.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ HISTORIES = Path(__file__).parents[2] / "build" / "store-histories"
 
 
 def play(name: str, seed: int, folder: Path, duration_s: float) -> dict[str, int]:
-    """Play a seed on a store and check it; keep the history of one that fails."""
+    """Run a seed on a store and check its history; keep a history that fails."""
     history = folder / "history"
     with BEDS[name](folder, CLIENTS) as bed:
         try:
@@ -105,11 +105,11 @@ def test_a_seed_that_once_failed_holds_on_its_store(name, seed, duration_s, tmp_
     play(name, int(seed), tmp_path, float(duration_s))
 
 
-# ---- planted bugs, which these checks must find
+# ---- Planted bugs that the checks must find
 
 
 class IgnoresTheVersionOnce(MemoryStore):
-    """A compare_and_set that does not compare, in one of 20 calls."""
+    """Planted bug: one of 20 calls of compare_and_set does not compare."""
 
     calls = 0
 
@@ -120,7 +120,7 @@ class IgnoresTheVersionOnce(MemoryStore):
 
 
 class ReadsFromACache(MemoryStore):
-    """A get that answers once more what it answered last."""
+    """Planted bug: every second get returns the answer of the previous one."""
 
     def __init__(self, backend: MemoryBackend) -> None:
         super().__init__(backend)
@@ -132,7 +132,7 @@ class ReadsFromACache(MemoryStore):
 
 
 class CallsAnUnsureWriteRefused(MemoryStore):
-    """A write whose answer was lost, reported as one that never arrived."""
+    """Planted bug: a write whose answer was lost is reported as not done."""
 
     calls = 0
 
@@ -143,7 +143,7 @@ class CallsAnUnsureWriteRefused(MemoryStore):
 
 
 class SendsAWriteTwice(MemoryStore):
-    """A write whose answer was lost is sent again, and conflicts with itself."""
+    """Planted bug: a write whose answer was lost is sent again and conflicts with itself."""
 
     calls = 0
 
@@ -155,7 +155,7 @@ class SendsAWriteTwice(MemoryStore):
 
 
 class BeginsVersionsAgain(MemoryStore):
-    """A deletion that forgets the versions of the key."""
+    """Planted bug: versions start again after a deletion."""
 
     async def delete(self, key: str, expected_version: int) -> None:
         await super().delete(key, expected_version)
@@ -163,7 +163,7 @@ class BeginsVersionsAgain(MemoryStore):
 
 
 class ConflictsWithWhatNeverWas(MemoryStore):
-    """A conflict that names the version that was expected."""
+    """Planted bug: a conflict has a version that never existed."""
 
     async def compare_and_set(self, key, value, expected_version, ttl_s=None) -> Entry:
         try:
@@ -175,7 +175,7 @@ class ConflictsWithWhatNeverWas(MemoryStore):
 
 
 class GivesTheLeaseToAll(MemoryStore):
-    """A lease that is taken though another holds it."""
+    """Planted bug: a lease can be taken while another client holds it."""
 
     async def lease(self, key: str, value: bytes, ttl_s: float) -> MemoryLease | None:
         self.backend.holding(key).until = 0.0
@@ -183,7 +183,7 @@ class GivesTheLeaseToAll(MemoryStore):
 
 
 class WatchesAnOldCopy(MemoryStore):
-    """A watch that yields each version twice."""
+    """Planted bug: a watch yields each version twice."""
 
     async def watch(self, key: str, after_version: int):
         async for entry in super().watch(key, after_version):
@@ -220,7 +220,7 @@ async def _is_enough(lines: list[dict]) -> bool:
     return sum(line["what"] == "end" for line in lines) >= 200 and bool(seen & {"holds", "holder"})
 
 
-def test_a_right_store_in_memory_passes():
+def test_a_correct_store_in_memory_passes_the_checks():
     counts = check_seen(asyncio.run(_played(MemoryStore)))
     assert counts["compare_and_set ok"] > 100 and counts["compare_and_set conflict"] > 10, counts
 

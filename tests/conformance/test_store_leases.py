@@ -1,4 +1,4 @@
-"""Leases of every store: one holder, terms that grow, expiry, renewal, release."""
+"""Leases of every store: one holder, increasing terms, expiry, renewal, release."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TTL_S = 0.4
 
 
 @asynchronous
-async def test_a_free_lease_is_taken_at_once_and_by_one(harness: Harness) -> None:
+async def test_a_free_lease_is_taken_at_once_by_one_client(harness: Harness) -> None:
     clients = [harness.client() for _ in range(6)]
     leases = await asyncio.gather(
         *(client.lease("leadership", str(i).encode(), 5.0) for i, client in enumerate(clients))
@@ -55,13 +55,13 @@ async def test_a_silent_holder_stops_before_another_takes_the_lease(harness: Har
     lease = await holder.lease("leadership", b"holder", TTL_S)
     assert lease is not None
     begun = time.monotonic()
-    # Clocks of two hosts may differ by that much; here, all go by one.
+    # The margin is for clocks of two hosts. This test has one clock.
     assert lease.remaining_s() <= TTL_S * (1 - LEASE_MARGIN)
 
     async def take():
         was_held = lease.held()
         found = await other.lease("leadership", b"other", TTL_S)
-        assert not (found and was_held), "two hold the lease"
+        assert not (found and was_held), "two clients hold the lease"
         return found
 
     second = await until(take, "the lease runs out")
@@ -93,7 +93,7 @@ async def test_a_late_renewal_succeeds_while_no_other_took_the_lease(harness: Ha
 
 
 @asynchronous
-async def test_released_is_free_at_once_and_terms_go_on(harness: Harness) -> None:
+async def test_a_released_lease_is_free_at_once_and_terms_grow(harness: Harness) -> None:
     one, other = harness.client(), harness.client()
     terms = []
     for turn in range(12):
@@ -107,7 +107,7 @@ async def test_released_is_free_at_once_and_terms_go_on(harness: Harness) -> Non
 
 
 @asynchronous
-async def test_release_by_a_deposed_holder_leaves_the_next_one(harness: Harness) -> None:
+async def test_a_release_by_a_deposed_holder_does_not_end_the_next_lease(harness: Harness) -> None:
     one, other = harness.client(), harness.client()
     first = await one.lease("leadership", b"1", TTL_S)
     assert first is not None
@@ -118,7 +118,7 @@ async def test_release_by_a_deposed_holder_leaves_the_next_one(harness: Harness)
 
 
 @asynchronous
-async def test_a_lease_that_is_ended_for_its_holder_is_free_at_once(harness: Harness) -> None:
+async def test_end_lease_frees_a_lease_at_once(harness: Harness) -> None:
     one, other = harness.client(), harness.client()
     first = await one.lease("leadership", b"1", 60.0)
     await other.end_lease("leadership", first.term)
@@ -130,7 +130,7 @@ async def test_a_lease_that_is_ended_for_its_holder_is_free_at_once(harness: Har
 
 
 @asynchronous
-async def test_ending_another_term_or_none_changes_no_lease(harness: Harness) -> None:
+async def test_end_lease_of_another_term_changes_no_lease(harness: Harness) -> None:
     one, other = harness.client(), harness.client()
     await other.end_lease("leadership", 1)
     first = await one.lease("leadership", b"1", 60.0)
@@ -145,7 +145,7 @@ async def test_ending_another_term_or_none_changes_no_lease(harness: Harness) ->
 
 
 @asynchronous
-async def test_leases_of_two_keys_are_two(harness: Harness) -> None:
+async def test_leases_of_two_keys_are_independent(harness: Harness) -> None:
     store = harness.client()
     assert await store.lease("a/leadership", b"x", 60.0)
     assert await store.lease("b/leadership", b"x", 60.0)
@@ -154,6 +154,6 @@ async def test_leases_of_two_keys_are_two(harness: Harness) -> None:
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf")])
 @asynchronous
-async def test_a_ttl_that_is_no_duration_is_refused(harness: Harness, ttl_s: float) -> None:
+async def test_an_invalid_ttl_is_refused(harness: Harness, ttl_s: float) -> None:
     with pytest.raises(ConfigurationError, match="store-ttl"):
         await harness.client().lease("leadership", b"x", ttl_s)

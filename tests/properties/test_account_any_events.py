@@ -1,4 +1,4 @@
-"""The goodput account sums to the wall time, whatever the log holds, lacks or has out of order."""
+"""The goodput account sums to the wall time, also of logs with lost and reordered events."""
 
 import itertools
 
@@ -36,7 +36,7 @@ DATA = st.fixed_dictionaries(
 
 @st.composite
 def logged(draw):
-    """Events of two nodes, each with a coordinator now and then, whose clocks may step back."""
+    """Draw events of two nodes, each a coordinator at times, whose clocks may step back."""
     found, now_s = [], 1000.0
     for _ in range(draw(st.integers(1, 40))):
         now_s = max(0.0, now_s + draw(st.floats(-20.0, 60.0)))
@@ -55,7 +55,7 @@ def logged(draw):
 
 @settings(max_examples=75, deadline=None)
 @given(logged(), st.none() | st.floats(0.0, 5000.0))
-def test_the_intervals_follow_each_other_and_sum_to_the_wall_time(events, now_s):
+def test_intervals_are_contiguous_and_sum_to_the_wall_time(events, now_s):
     account = account_of(events, now_s)
     assert account is not None
     edges = [account.from_s, *itertools.chain(*((i.from_s, i.to_s) for i in account.intervals))]
@@ -69,7 +69,7 @@ def test_the_intervals_follow_each_other_and_sum_to_the_wall_time(events, now_s)
 
 @settings(max_examples=50, deadline=None)
 @given(logged(), st.floats(0.0, 5000.0))
-def test_events_that_come_later_do_not_change_when_the_job_began(events, now_s):
+def test_later_events_do_not_change_the_start_of_the_job(events, now_s):
     first = events[0].time_s
     if EventKind.JOB_ENDED not in {one.kind for one in events}:
         assert account_of(events, now_s).from_s == first
@@ -77,7 +77,7 @@ def test_events_that_come_later_do_not_change_when_the_job_began(events, now_s):
 
 @settings(max_examples=50, deadline=None)
 @given(logged())
-def test_only_lost_seconds_point_at_an_incident(events):
+def test_only_lost_time_refers_to_an_incident(events):
     for one in account_of(events).intervals:
         if one.cause in (TimeCause.PRODUCTIVE, TimeCause.UNKNOWN):
             assert one.incident == 0, one
@@ -85,7 +85,7 @@ def test_only_lost_seconds_point_at_an_incident(events):
 
 @settings(max_examples=150, deadline=None)
 @given(logged(), st.none() | st.floats(0.0, 5000.0))
-def test_the_account_is_the_same_beside_a_view_that_is_shown(events, now_s):
+def test_a_view_of_the_same_events_does_not_change_the_account(events, now_s):
     view, accountant = JobView(), Accountant()
     for one in events:
         view = after_event(view, one)

@@ -1,4 +1,4 @@
-"""Ranks: properties of the choice of nodes, of their order, and of their assignments."""
+"""Properties of the choice of nodes, of their order, and of the assigned ranks."""
 
 import itertools
 
@@ -43,7 +43,7 @@ def candidates(specs):
 
 
 @given(nodes(), nodes(), st.integers(1, 12))
-def test_survivors_keep_their_order_and_their_places(before, now, max_nodes):
+def test_survivors_keep_their_order_and_their_ranks(before, now, max_nodes):
     previous = world_of(Fence(1, 0), before[:max_nodes])
     chosen = choose(previous, candidates(now), max_nodes, static=False)
     world = world_of(next_fence(previous, chosen, previous.fence), chosen)
@@ -65,7 +65,7 @@ def test_an_arrival_without_a_requested_rank_comes_after_all_survivors(before, n
 
 
 @given(st.permutations(range(6)))
-def test_requested_ranks_are_all_honoured(wishes):
+def test_every_requested_rank_is_assigned(wishes):
     specs = [
         NodeSpec(
             node_id=IDS[i],
@@ -82,7 +82,7 @@ def test_requested_ranks_are_all_honoured(wishes):
 
 
 @given(nodes())
-def test_the_first_arrival_gets_a_rank_that_two_request(specs):
+def test_a_rank_that_two_nodes_request_goes_to_the_first_arrival(specs):
     chosen = choose(None, candidates(specs), 12, static=False)
     order = {spec.node_id: i for i, spec in enumerate(specs)}
     for one, other in itertools.pairwise(chosen):

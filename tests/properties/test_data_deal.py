@@ -1,4 +1,4 @@
-"""The deal of an epoch against a model that writes every position down."""
+"""The shares of an epoch equal those of a model that lists every position."""
 
 from fractions import Fraction
 
@@ -16,13 +16,13 @@ sizes = st.tuples(st.integers(1, 90), st.integers(1, 100), st.booleans()).filter
 
 
 def model_steps(n, batch, drop_last):
-    """An epoch as lists of positions, step by step."""
+    """Return the positions of an epoch, a list for each step."""
     steps = [list(range(n))[begin : begin + batch] for begin in range(0, n, batch)]
     return [step for step in steps if len(step) == batch] if drop_last else steps
 
 
 @given(sizes, st.integers(1, 9), st.integers(1, 4))
-def test_the_shares_of_a_world_are_each_step_once(size, world, micro_batches):
+def test_the_shares_of_a_world_cover_each_step_exactly_once(size, world, micro_batches):
     ledger = Ledger(*size)
     steps = model_steps(*size)
     assert ledger.steps_per_epoch == len(steps)
@@ -46,8 +46,8 @@ def test_the_shares_of_a_world_are_each_step_once(size, world, micro_batches):
 
 
 @given(sizes, st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=60), st.integers(1, 3))
-def test_any_history_of_worlds_commits_each_position_once(size, history, micro_batches):
-    """A history: the world of each try of a step, and whether the try committed."""
+def test_each_position_is_committed_once_in_any_history_of_worlds(size, history, micro_batches):
+    """A history has the world of each attempt of a step, and whether the attempt committed."""
     sampler = ElasticBatchSampler(*size[:2], seed=3, drop_last=size[2], micro_batches=micro_batches)
     steps = model_steps(*size)
     order = [i for lists in ElasticBatchSampler(size[0], size[0], seed=3) for i in lists]
@@ -75,7 +75,7 @@ def test_any_history_of_worlds_commits_each_position_once(size, history, micro_b
 
 
 @given(sizes, st.integers(0, 2**40))
-def test_a_place_and_its_step_are_one_to_one(size, step):
+def test_positions_and_steps_map_to_each_other_one_to_one(size, step):
     ledger = Ledger(*size)
     assert ledger.step_at(ledger.place_before(step)) == step
 
@@ -102,7 +102,7 @@ def test_lanes_read_each_sample_of_each_shard_once(lengths, lanes, batch, world,
                 assert len(samples) == share.samples
                 found += samples
                 for run in runs:
-                    # A lane goes forward: no shard of it has to be opened again.
+                    # A lane only advances, so no shard is opened twice.
                     place = (order.index(run.shard), run.start)
                     assert last.get(run.lane, (-1, 0)) <= place
                     last[run.lane] = place
@@ -110,7 +110,7 @@ def test_lanes_read_each_sample_of_each_shard_once(lengths, lanes, batch, world,
 
 
 @pytest.mark.parametrize(("world", "batch"), [(1, 16), (2, 16), (4, 32), (16, 16)])
-def test_where_it_divides_a_rank_reads_its_own_lanes_only(world, batch):
+def test_a_rank_reads_only_its_own_lanes_if_the_world_divides_them(world, batch):
     ledger, plan = Ledger(1_600, batch), Lanes(range(10), [160] * 10, 16)
     for rank in range(world):
         lanes = {

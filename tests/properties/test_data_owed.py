@@ -1,4 +1,4 @@
-"""Samples of workers that are lost in a step: in any history each is used once in its epoch."""
+"""Each sample of a worker lost in a step is used once in its epoch, in any history."""
 
 from collections import Counter
 from fractions import Fraction
@@ -15,7 +15,7 @@ def numbers(spans):
 
 
 @given(st.data())
-def test_lost_shares_are_dealt_again_and_each_sample_is_used_once(data):
+def test_lost_shares_are_redistributed_and_each_sample_is_used_once(data):
     n, batch = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 24))
     micro = data.draw(st.integers(1, 3))
     position = DataPosition(Ledger(n, batch), seed=0, shuffle=False).accumulate(micro)
@@ -35,7 +35,7 @@ def test_lost_shares_are_dealt_again_and_each_sample_is_used_once(data):
         position.commit_without(
             tuple(span for rank in sorted(lost) for span in position.spans_of(rank))
         )
-        # A copy that another worker takes continues alike.
+        # Another worker that has the same state computes the same shares.
         other = DataPosition(Ledger(n, batch), seed=0, shuffle=False).accumulate(micro)
         other.load_state_dict(position.state_dict())
         other.bind(0, world)
@@ -50,7 +50,7 @@ def test_lost_shares_are_dealt_again_and_each_sample_is_used_once(data):
 @given(
     st.integers(1, 40), st.integers(1, 16), st.integers(1, 5), st.integers(1, 3), st.integers(0, 30)
 )
-def test_weights_give_the_mean_over_own_and_owed_samples(n, batch, world, micro, owed):
+def test_weights_average_over_own_and_taken_over_samples(n, batch, world, micro, owed):
     position = DataPosition(Ledger(n, batch), seed=0, shuffle=False).accumulate(micro)
     position.bind(0, world)
     lost = ((0, min(owed, n)),) if min(owed, n) else ()
@@ -68,7 +68,7 @@ def test_weights_give_the_mean_over_own_and_owed_samples(n, batch, world, micro,
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9))), st.integers(0, 60))
-def test_split_cuts_spans_at_a_count(pairs, count):
+def test_split_divides_spans_at_a_count(pairs, count):
     spans = tuple((start, start + length) for start, length in pairs)
     first, rest = split(spans, count)
     assert numbers(first) + numbers(rest) == numbers(spans)

@@ -1,6 +1,6 @@
-"""Whatever happens to a cluster, in whatever order, and however much of it the operator misses.
+"""The operator under random events of a cluster, in any order, of which it misses some.
 
-A failure prints the rules that led to it; `--hypothesis-seed` and the printed blob replay it.
+A failure prints the sequence of rules. `--hypothesis-seed` and the printed blob replay it.
 """
 
 import copy
@@ -37,7 +37,7 @@ EDITS = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What a spec asks for, read once more, without the code that is tested."""
+    """The requests of a spec, read without the code under test."""
 
     most: int
     desired: int
@@ -46,7 +46,7 @@ class Asked:
 
 
 def asked_by(job):
-    """What a job's spec asks for; None where its bounds contradict each other."""
+    """Return the requests of a spec; None if its bounds contradict each other."""
     spec = job.spec
     least, most = spec["minReplicas"], spec["maxReplicas"]
     if least > most:
@@ -61,7 +61,7 @@ def asked_by(job):
 
 
 class ClusterMachine(RuleBasedStateMachine):
-    """Rules are what may happen; invariants and `settle` say what must hold."""
+    """Rules are possible events. Invariants and `settle` are the checked properties."""
 
     @initialize(
         replicas=st.integers(1, 4),
@@ -93,7 +93,7 @@ class ClusterMachine(RuleBasedStateMachine):
         names = sorted(self.cluster.nodes)
         return names[some % len(names)]
 
-    # What happens to pods and nodes.
+    # Events of pods and nodes.
 
     @rule(some=SOME, node=SOME)
     def a_pod_starts(self, some, node):
@@ -146,7 +146,7 @@ class ClusterMachine(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.cluster.now_s += seconds
 
-    # What people do to the job.
+    # Changes of the job by users.
 
     @rule(edit=EDITS, is_seen=st.booleans())
     def somebody_edits(self, edit, is_seen):
@@ -164,7 +164,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["j-directive", "j-directive", "j"]), is_seen=st.booleans())
     def somebody_removes_an_object(self, name, is_seen):
-        _ = self.cluster.fenced  # The job has read it before.
+        _ = self.cluster.fenced  # The job has read the resize before.
         for key in [key for key in self.cluster.objects if key[1] == name]:
             del self.cluster.objects[key]
             if is_seen:
@@ -176,7 +176,7 @@ class ClusterMachine(RuleBasedStateMachine):
         if surely == 0 and "deletionTimestamp" not in self.cluster.job["metadata"]:
             self.cluster.delete_job()
 
-    # What the operator gets to know, and does.
+    # Observations and actions of the operator.
 
     @rule(some=SOME, of_the_job=st.booleans())
     def news_arrive(self, some, of_the_job):
@@ -233,7 +233,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return decision if is_done else None
 
     def check_counts(self, before, known, is_done):
-        """A failure adds one to `failures`, once; what is counted was not counted before."""
+        """Check that each failure is counted in `failures` exactly once."""
         if before is None or self.cluster.job is None:
             return
         after = self.cluster.status
@@ -253,7 +253,7 @@ class ClusterMachine(RuleBasedStateMachine):
             if uid in known
             and known[uid].failed_by_itself
             and uid not in after.fenced
-            # 143: it was asked to leave.
+            # 143: the pod ended by the requested SIGTERM.
             and known[uid].code != 143
         }
         assert after.failures - before.failures == len(failed) + in_place
@@ -261,10 +261,10 @@ class ClusterMachine(RuleBasedStateMachine):
         assert after.disruptions >= before.disruptions
 
     def check_deletion(self, action, known, job_is_leaving):
-        """Nothing is deleted before its end is accounted for; by force only what is fenced."""
+        """Check that pods are deleted after they are counted, and only fenced ones by force."""
         if not isinstance(action, DeletePod) or job_is_leaving or self.cluster.job is None:
             return
-        # Of a write that was refused nothing was done.
+        # A refused write has changed nothing.
         if action.uid in self.cluster.pods and self.cluster.pods[action.uid].asked_s is None:
             return
         assert action.uid in self.cluster.status.counted
@@ -272,7 +272,7 @@ class ClusterMachine(RuleBasedStateMachine):
             assert action.uid in self.cluster.fenced
 
     def check_creation(self):
-        """No pod is made for a job that ended, ended well, or is suspended."""
+        """Check that no pod is created for a job that has ended, succeeded, or is suspended."""
         if self.cluster.job is not None:
             status = self.cluster.status
             assert status.ended_well_time is None
@@ -284,14 +284,14 @@ class ClusterMachine(RuleBasedStateMachine):
             for pod in self.cluster.pods.values()
             if not pod.is_over and pod.asked_s is None and pod.uid not in self.cluster.fenced
         ]
-        # Those of a job that ended well are let finish, whatever is wanted by then.
+        # Pods of a job that succeeded may finish, whatever number is requested by then.
         if self.cluster.status.ended_well_time is None:
             assert len(staying) <= asked.most
             assert len(staying) <= asked.desired or asked.is_suspended
         if asked.is_suspended or self.cluster.status.phase in ("Succeeded", "Failed"):
             assert not [pod for pod in staying if pod.uid in self.cluster.seen_pods]
 
-    # What must hold.
+    # Checked properties.
 
     @invariant()
     def no_two_pods_of_one_index_live_unless_one_is_fenced(self):
@@ -329,7 +329,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule()
     def all_settles(self):
-        """Once nothing more happens, the cluster becomes what was asked for, and stays so."""
+        """Check that without more events the cluster reaches the requested state and keeps it."""
         cluster = self.cluster
         for name in cluster.nodes:
             cluster.heal(name)
@@ -388,11 +388,11 @@ ClusterMachine.TestCase.settings = settings(
 
 
 class TestAnyOrderOfAnything(ClusterMachine.TestCase):
-    """The state machine above."""
+    """Run the state machine above."""
 
 
-def test_a_crash_loop_is_over_once_ten_minutes_pass_without_a_failure():
-    """Found by the machine: restarts in place change nothing else that the operator would do."""
+def test_ten_minutes_without_a_failure_end_a_crash_loop():
+    """Found by the machine: restarts in place do not change other decisions of the operator."""
     machine = ClusterMachine()
     machine.begin(
         replicas=1,
@@ -410,8 +410,8 @@ def test_a_crash_loop_is_over_once_ten_minutes_pass_without_a_failure():
 
 
 @pytest.mark.parametrize("replicas", [0, 2, 3])
-def test_a_pod_that_ended_well_before_it_was_deleted_as_asked_is_not_left(replicas):
-    """Found by the machine: the deletion was decided, and another action failed before it."""
+def test_a_pod_that_succeeds_before_its_planned_deletion_is_still_deleted(replicas):
+    """Found by the machine: another action failed before the planned deletion."""
     machine = ClusterMachine()
     machine.begin(
         replicas=2,
@@ -431,8 +431,8 @@ def test_a_pod_that_ended_well_before_it_was_deleted_as_asked_is_not_left(replic
 
 
 @pytest.mark.parametrize("is_planted", [False, True])
-def test_a_directive_that_calls_a_pod_dead_without_a_seen_end_is_found(monkeypatch, is_planted):
-    """The invariant finds the bug: the pod is deleted by force, and its node cannot be reached."""
+def test_the_invariant_finds_a_pod_called_dead_whose_end_was_not_seen(monkeypatch, is_planted):
+    """Planted bug: the pod is deleted by force, and its node is unreachable."""
     if is_planted:
         monkeypatch.setattr(pods, "_was_seen_to_end", lambda worker: True)
     machine = ClusterMachine()

@@ -1,4 +1,4 @@
-"""The search for an order agrees with trying all orders, on small histories."""
+"""On small histories, the linearizability search agrees with an enumeration of all orders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERSIONS = range(1, 8)
 
 
 def some_order_explains(history):
-    """Try each order of each choice of what happened, and each version of an unsure write."""
+    """Try each order of each outcome of unsure operations, and each version of unsure writes."""
     certain = [one for one in history if one.outcome in ("ok", "conflict")]
     unsure = [one for one in history if one.outcome == "unsure"]
     for count in range(len(unsure) + 1):
@@ -32,7 +32,7 @@ def in_time(order):
 
 
 def explains(order, found, top):
-    """Replay an order on a key, as plainly as the protocol says it."""
+    """Return whether an order explains all answers, by the rules of the protocol."""
     if not order:
         return True
     one, rest = order[0], order[1:]
@@ -80,7 +80,7 @@ def histories(draw):
 
 @st.composite
 def plausible_histories(draw):
-    """A history that did happen, one after another, whose times and answers are then disturbed."""
+    """Draw a sequential history, then disturb its times and answers."""
     found, top, history = None, 0, []
     for number in range(draw(st.integers(2, 6))):
         begin_s, length_s = 2 * number - draw(st.integers(0, 3)), draw(st.integers(0, 4)) + 0.5
@@ -118,11 +118,11 @@ def agrees(history):
 
 
 @given(histories())
-def test_the_search_agrees_with_all_orders_on_any_history(history):
+def test_the_search_agrees_with_a_full_enumeration_on_any_history(history):
     agrees(history)
 
 
 @settings(max_examples=300)
 @given(plausible_histories())
-def test_the_search_agrees_with_all_orders_on_histories_that_nearly_happened(history):
+def test_the_search_agrees_with_a_full_enumeration_on_disturbed_histories(history):
     agrees(history)

@@ -1,6 +1,6 @@
-"""Snapshots and their copies under random orders of events: any one node may be lost.
+"""Snapshots and their replicas under random orders of events survive the loss of any node.
 
-Three nodes with the real books; what workers agree on before a save is done here as they do it.
+Three nodes have real slot tables. The test makes the agreement of workers before a save.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Cluster(RuleBasedStateMachine):
         self.nodes = [Node(number, self.slots) for number in NODES]
         self.step, self.round, self.safe, self.together = 0, 1, "", ""
         self.has_been_safe = self.has_been_saved = False
-        self.kept = [""] * len(self.nodes)  # what the workers of each node have kept last
-        self.replaced = None  # the node whose loss alone can be borne, since it is new
+        self.kept = [""] * len(self.nodes)  # the last snapshot that the workers of each node kept
+        self.replaced = None  # the new node, the only one that may be lost now
 
     def peer(self, node):
         return self.nodes[(node.number + 1) % len(self.nodes)]
@@ -74,7 +74,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(persist=st.booleans(), order=st.permutations(NODES), count=st.integers(1, 2))
     def a_worker_dies_while_a_step_is_saved(self, persist, order, count):
-        """Some nodes have kept it, and their copies may have come, or come still."""
+        """Some nodes have kept the snapshot. Their replicas may be complete or on their way."""
         self.save(persist, order[:count])
         self.all_workers_are_started_anew()
 
@@ -94,7 +94,7 @@ class Cluster(RuleBasedStateMachine):
     def keep(self, node, name, durable, is_copied):
         slot, effects = node.table.grant(node.worker, together=self.together)
         node.seen(effects)
-        assert slot is not None, "these slots are enough for that a grant never waits"
+        assert slot is not None, "a grant waits, though there are enough slots"
         self.kept[node.number] = name.nonce
         effects = node.table.keep(
             node.worker, slot, SnapshotPiece(name, 0, 1, durable, self.together)
@@ -139,7 +139,7 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: self.has_been_safe)
     @rule(data=st.data())
     def a_node_is_lost_and_another_comes_in_its_place(self, data):
-        """Until all have copies again no other one may be lost."""
+        """No other node may be lost until all have replicas again."""
         number = data.draw(st.sampled_from([*NODES] if self.replaced is None else [self.replaced]))
         lost, before = self.nodes[number], self.nodes[number - 1]
         if lost.out.copying:
@@ -155,11 +155,11 @@ class Cluster(RuleBasedStateMachine):
         return {c.name for c in copies if c.origin.split(".")[0] == f"server{node.number}"}
 
     def restorable(self):
-        """Return the snapshots of which every part is left, on its node or on a replica."""
+        """Return the snapshots whose parts all exist, on their nodes or as replicas."""
         return set.intersection(*({*n.table.whole()} | self.copies_of(n) for n in self.nodes))
 
     def begin_from(self, common):
-        """All continue from the newest save that exists; it is safe if a node does not have it."""
+        """Continue all nodes from the newest save. It counts as safe if a node lacks it."""
         self.round += 1
         self.safe = self.together = ""
         if common:
@@ -193,7 +193,7 @@ class Cluster(RuleBasedStateMachine):
 
 
 class WithoutCopies(Cluster):
-    """Saves may be cut short as often as they will: the last that all have kept is there."""
+    """Without replicas, the last save that all workers kept exists, also after cut saves."""
 
     slots, copies = 3, False
 
@@ -203,14 +203,14 @@ MANY = settings(max_examples=2000, stateful_step_count=100, deadline=None)
 
 
 @pytest.mark.parametrize("cluster", [Cluster, WithoutCopies])
-def test_any_one_node_or_all_workers_may_be_lost_at_any_moment(cluster):
+def test_the_loss_of_one_node_or_of_all_workers_is_survived_at_any_time(cluster):
     run_state_machine_as_test(cluster, settings=FEW)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cluster", [Cluster, WithoutCopies])
-def test_any_one_node_or_all_workers_may_be_lost_at_any_moment_of_long_histories(cluster):
+def test_the_loss_of_one_node_or_of_all_workers_is_survived_in_long_histories(cluster):
     run_state_machine_as_test(cluster, settings=MANY)
 
 
@@ -226,12 +226,12 @@ def test_a_replica_of_an_earlier_round_is_declined():
     assert "later round" in held.offered(copy(9, origin="old"), "")
 
 
-def test_two_senders_take_turns_and_a_restarted_transfer_does_not_wait_for_itself():
+def test_two_senders_alternate_and_a_restarted_transfer_is_not_blocked_by_itself():
     held = IncomingReplicas()
     assert held.offered(copy(1), "") == ""
     assert "another replica" in held.offered(copy(1, origin="other"), "")
     assert held.offered(copy(2), "") == ""
-    assert not held.arrived(copy(1)), "what came by the first connection is not wanted any more"
+    assert not held.arrived(copy(1)), "the receiver wants pieces of the first connection"
     assert held.arrived(copy(2))
     assert held.offered(copy(2), "") == "it is here already"
 
@@ -247,7 +247,7 @@ def test_a_lost_nodes_safe_replica_stays_while_its_replacement_replicates():
     assert held.held == [copy(1, origin="lost")]
 
 
-def test_nothing_is_held_once_replication_stops():
+def test_replication_that_stops_releases_all_slots():
     held, out = IncomingReplicas(), OutgoingReplicas()
     held.offered(copy(1), "")
     held.arrived(copy(1))
@@ -256,6 +256,6 @@ def test_nothing_is_held_once_replication_stops():
     name = copy(1).name
     assert out.begin(name, [name], "peer")
     out.stop()
-    assert out.pinned == {name}, "it is being copied"
+    assert out.pinned == {name}, "a slot is reused during its transfer"
     out.ended(name, arrived=True)
     assert out.pinned == frozenset()

@@ -1,7 +1,7 @@
-"""The slot table of a snapshot server under random orders of events: what is whole stays whole.
+"""The slot table of a snapshot server keeps complete snapshots, in any order of events.
 
-Beside the books there is a memory of what each slot really holds: a grant makes it garbage, a keep
-makes it that piece. Whatever the books give out, write or let be read must be there.
+The test has a model of the content of each slot: a grant makes it garbage, a keep makes it a piece.
+Each piece that the slot table grants, writes or reads must be in the model.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Books(RuleBasedStateMachine):
         self.spoiled = set()
         self.numbered = 0
 
-    # What happens.
+    # Events.
 
     @rule(locals_=st.integers(1, 3))
     def a_round_begins(self, locals_):
-        """All workers are replaced, or continue with other ranks."""
+        """Replace all workers, or continue them with other ranks."""
         self.round, self.locals = self.round + 1, locals_
         for worker in [*self.local][locals_:]:
             self.end(worker)
@@ -83,10 +83,10 @@ class Books(RuleBasedStateMachine):
         slot, effects = self.table.grant(worker, overdue=overdue)
         self.seen(effects)
         if overdue and len(self.slots[worker]) >= SLOTS and not self.read:
-            assert slot is not None, "three slots are enough for that a grant never waits for long"
+            assert slot is not None, "a grant waits, though three slots are enough"
         if slot is not None:
             assert slot in self.slots[worker]
-            assert before in (None, slot), "the same again until it was kept"
+            assert before in (None, slot), "a second request before the keep got another slot"
             self.granted[worker] = slot
             self.memory[slot] = "garbage"
 
@@ -142,7 +142,7 @@ class Books(RuleBasedStateMachine):
         self.newest = None
         self.seen(self.table.spoil(name))
 
-    # What follows.
+    # Consequences.
 
     def end(self, worker):
         self.read = [(reader, name) for reader, name in self.read if reader != worker]
@@ -171,7 +171,7 @@ class Books(RuleBasedStateMachine):
                     assert name != self.writing
                     assert all(name != read for _, read in self.read)
 
-    # What always holds.
+    # Invariants.
 
     @invariant()
     def what_is_whole_is_in_its_slots(self):
@@ -201,7 +201,7 @@ class Books(RuleBasedStateMachine):
         assert self.table.is_idle or self.table.writing is not None
 
     def teardown(self):
-        """When all readers and writers are done, the next snapshot of a worker is all there is."""
+        """Check that without readers and writers only the next snapshot of a worker is left."""
         while self.writing:
             self.a_writing_ends(durable=False)
         for worker in [*self.local]:
@@ -225,9 +225,9 @@ class Books(RuleBasedStateMachine):
             name = Name(Key(0, self.round, 0, number), "z")
             self.memory[slot] = (name, 0)
             self.seen(self.table.keep(worker, slot, SnapshotPiece(name, 0, 1, persist=False)))
-            while self.writing:  # A final flush, after which no worker follows.
+            while self.writing:  # A final flush, after which no worker starts.
                 self.a_writing_ends(durable=False)
-        assert {*self.memory} == {10**6, 10**6 + 1, 10**6 + 2}, "nothing of the others is left"
+        assert {*self.memory} == {10**6, 10**6 + 1, 10**6 + 2}, "pieces of other snapshots are left"
 
 
 BooksTest = Books.TestCase

@@ -1,7 +1,7 @@
-"""Local workers that snapshot back to back, die one after the other and are followed by others.
+"""Local workers take snapshots without pause, die one after the other and are replaced.
 
-A snapshot that several workers have kept is whole in any order of their ends, and no worker waits
-for ever for the piece of a dead one. Each history follows from its seed.
+A snapshot that several workers kept is complete in any order of their deaths. No worker waits for
+ever for the piece of a dead one. Each history follows from its seed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastane.protocol.checkpoints import Key
 from elastane.snapshots.rules.slot_table import Name, SlotTable, SnapshotPiece
 
 SLOTS = 3
-# A worker that asked so often in vain, while all others did too, waits for ever.
+# Requests in a row of all workers without a grant, after which the test sees a deadlock.
 PATIENCE = 300
 
 
@@ -30,16 +30,18 @@ class History:
         self.table = SlotTable()
         self.locals = locals_
         self.life = self.workers = self.slots = 0
-        self.unseen = []  # dead, and the books do not know it yet
+        self.unseen = []  # dead workers that the slot table counts as alive
 
     def live(self, start):
-        """One set of workers, from their start to the death of the last; what all had kept."""
+        """Run one set of workers until all are dead; return the last snapshot that all kept."""
         self.life += 1
         crew = [self.worker(local, start) for local in range(self.locals)]
         enough = start + self.chance.randint(2, 6)
         while min(worker.step for worker in crew) < enough:
             self.happen(crew)
-            assert self.unseen or min(worker.waited for worker in crew) < PATIENCE, "all wait"
+            assert self.unseen or min(worker.waited for worker in crew) < PATIENCE, (
+                "all workers wait"
+            )
         left = [*crew]
         while left:
             self.chance.shuffle(left)
@@ -53,7 +55,7 @@ class History:
         return Worker(self.workers, local, start)
 
     def happen(self, crew):
-        """Something happens: an end is seen, or a worker does what it does next."""
+        """Process one event: a death is noticed, or a worker takes its next step."""
         if self.unseen and self.chance.random() < 0.3:
             self.table.gone(self.unseen.pop(self.chance.randrange(len(self.unseen))).number)
             return
@@ -81,17 +83,19 @@ def check(seed, locals_):
     for _ in range(6):
         kept = history.live(start)
         newest = history.table.whole()[0].key.step
-        assert newest >= kept, f"seed {seed}, {locals_} workers: {newest} is left of {kept}"
+        assert newest >= kept, (
+            f"seed {seed}, {locals_} workers: newest is {newest}, kept was {kept}"
+        )
         start = newest
 
 
 @pytest.mark.parametrize("locals_", [1, 2, 3])
-def test_whole_snapshots_survive_their_workers_and_grants_never_wait_for_the_dead(locals_):
+def test_whole_snapshots_survive_their_workers_and_no_grant_waits_for_a_dead_worker(locals_):
     for seed in range(150):
         check(seed, locals_)
 
 
 @pytest.mark.soak
-def test_grants_never_wait_for_the_dead_in_many_histories():
+def test_no_grant_waits_for_a_dead_worker_in_many_histories():
     for seed in range(30_000):
         check(seed, 1 + seed % 4)

@@ -1,4 +1,4 @@
-"""Any message survives the wire; no altered byte does, and nothing but WireError comes of one."""
+"""Every message is decoded as it was sent, and every altered stream raises WireError only."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20
 
 
 def of_struct(kind):
-    """A strategy of one Struct from its field types, whatever it comes to hold."""
+    """Return a strategy of a Struct from the types of its fields."""
     fields = {f.name: of_type(f.type) for f in msgspec.inspect.type_info(kind).fields}
     return st.fixed_dictionaries(fields).map(lambda values: kind(**values))
 
@@ -30,7 +30,7 @@ PLAIN = {
 
 
 def of_type(info):
-    """A strategy of a field's type; a kind of field that it does not know is a KeyError."""
+    """Return a strategy of a field's type; KeyError for an unknown type."""
     match info:
         case msgspec.inspect.StructType(cls=cls):
             return of_struct(cls)
@@ -61,13 +61,13 @@ def sides():
 
 
 @given(sent=st.lists(any_of(ToCoordinator), max_size=4), cut=st.integers(1, 50))
-def test_every_message_to_the_coordinator_survives_in_pieces_of_any_size(sent, cut):
+def test_every_message_to_the_coordinator_is_decoded_from_pieces_of_any_size(sent, cut):
     agent, coordinator = sides()
     assert carry(agent, coordinator, sent, cut) == sent
 
 
 @given(sent=st.lists(any_of(ToAgent), max_size=4), cut=st.integers(1, 50))
-def test_every_message_to_the_agent_survives_in_pieces_of_any_size(sent, cut):
+def test_every_message_to_the_agent_is_decoded_from_pieces_of_any_size(sent, cut):
     agent, coordinator = sides()
     assert carry(coordinator, agent, sent, cut) == sent
 
@@ -159,7 +159,7 @@ def test_no_altered_handshake_proves_both_sides(flight, at, kind, byte):
 
 @settings(max_examples=300)
 @given(data=st.binary(max_size=5000), piece=st.integers(1, 500))
-def test_garbage_is_refused_or_waited_for_but_never_anything_else(data, piece):
+def test_garbage_is_refused_or_incomplete_and_never_a_message(data, piece):
     for side in (
         ClientHandshake("digits", SECRET, b"c" * 32),
         ServerHandshake("digits", SECRET, b"s" * 32),
