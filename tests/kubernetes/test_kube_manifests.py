@@ -99,7 +99,7 @@ def test_the_definition_is_published_and_explains_itself(control_plane, namespac
     given = next(path for path in SAMPLES if path.stem == "spot").read_text()
     control_plane.kubectl("apply", "--server-side", "-f", "-", given=given, namespace=namespace)
     told = control_plane.kubectl("explain", "elasticjobs.spec.exitCodeRules")
-    assert "The first rule that matches counts" in " ".join(told.split())
+    assert "The first matching rule applies" in " ".join(told.split())
     for wrong in ({"codes": [True]}, {"codes": []}, {"codes": ["1"], "action": "Nothing"}):
         patch = json.dumps({"spec": {"exitCodeRules": [{"action": "Fail"} | wrong]}})
         with pytest.raises(AssertionError, match="exitCodeRules"):
