@@ -7,6 +7,8 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,12 @@ from store_harness import Harness, asynchronous, until
 
 from elastane.errors import ConfigurationError
 from elastane.stores.protocol import STORE_VALUE_BYTES_MAX, ConflictError, Entry, Store
+
+# A watch that was not closed, or not completely.
+pytestmark = pytest.mark.filterwarnings(
+    "error:coroutine .* was never awaited:RuntimeWarning",
+    "error::pytest.PytestUnraisableExceptionWarning",
+)
 
 
 @asynchronous
@@ -141,13 +149,13 @@ async def test_a_watch_yields_the_current_entry_and_then_the_latest_changes(
 ) -> None:
     store, writer = harness.client(), harness.client()
     entry = await writer.compare_and_set("k", b"0", 0)
-    watch = store.watch("k", 0)
-    assert await anext(watch) == entry
-    for number in range(1, 30):
-        entry = await writer.compare_and_set("k", str(number).encode(), entry.version)
-    seen = [await anext(watch)]
-    while seen[-1] != entry:
-        seen.append(await anext(watch))
+    async with aclosing(store.watch("k", 0)) as watch:
+        assert await anext(watch) == entry
+        for number in range(1, 30):
+            entry = await writer.compare_and_set("k", str(number).encode(), entry.version)
+        seen = [await anext(watch)]
+        while seen[-1] != entry:
+            seen.append(await anext(watch))
     versions = [found.version for found in seen if found]
     assert versions == sorted(set(versions))
 
@@ -156,17 +164,22 @@ async def test_a_watch_yields_the_current_entry_and_then_the_latest_changes(
 async def test_a_watch_from_the_current_version_waits_for_the_next_one(harness: Harness) -> None:
     store, writer = harness.client(), harness.client()
     first = await writer.compare_and_set("k", b"1", 0)
-    following = asyncio.ensure_future(anext(store.watch("k", first.version)))
-    done, _ = await asyncio.wait({following}, timeout=0.1)
-    assert not done
-    second = await writer.compare_and_set("k", b"2", first.version)
-    assert await following == second
+    async with aclosing(store.watch("k", first.version)) as watch:
+        following = asyncio.ensure_future(anext(watch))
+        done, _ = await asyncio.wait({following}, timeout=0.1)
+        assert not done
+        second = await writer.compare_and_set("k", b"2", first.version)
+        assert await following == second
 
 
 @asynchronous
 async def test_a_watch_continues_over_deletion_and_creation(harness: Harness) -> None:
     store, writer = harness.client(), harness.client()
-    watch = store.watch("k", 0)
+    async with aclosing(store.watch("k", 0)) as watch:
+        await _continues(watch, writer)
+
+
+async def _continues(watch: AsyncGenerator[Entry | None, None], writer: Store) -> None:
     waiting = asyncio.ensure_future(anext(watch))
     done, _ = await asyncio.wait({waiting}, timeout=0.1)
     assert not done, "the watch reported an absent key without a known version"
@@ -185,7 +198,8 @@ async def test_a_watch_from_a_known_version_reports_an_earlier_deletion(
     store = harness.client()
     first = await store.compare_and_set("k", b"1", 0)
     await store.delete("k", first.version)
-    assert await anext(store.watch("k", first.version)) is None
+    async with aclosing(store.watch("k", first.version)) as watch:
+        assert await anext(watch) is None
 
 
 @asynchronous

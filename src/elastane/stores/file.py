@@ -306,9 +306,8 @@ class FileLease(HeldLease):
         """See Lease.renew."""
         await self._store.run(self._renew)
 
-    async def release(self) -> None:
-        """See Lease.release."""
-        self._lost = True
+    async def end(self) -> None:
+        """See HeldLease.end."""
         await self._store.end_lease(self._key, self.term)
 
     def _renew(self) -> None:

@@ -27,9 +27,9 @@ expiry of a lease
     etcd and Redis: the server decides. Kubernetes and file: each candidate decides by its own
     monotonic clock.
 watch
-    etcd v3: a read, then a watch from its revision, repeated when the watch ends (by compaction,
-    for instance). etcd v2: the same with wait=true&waitIndex. Kubernetes: list and watch; on 410
-    another list. Redis and file: a read each STORE_POLL_S.
+    etcd: a read after each change. v3 waits for the next one by a watch from the revision of the
+    read, v2 by wait=true&waitIndex. Kubernetes: list and watch; on 410 another list. Redis and
+    file: a read each STORE_POLL_S.
 
 Versions grow over the whole life of a key's name, also over deletion and re-creation. The servers
 do so by themselves; the file store keeps a tombstone for it.
@@ -44,6 +44,7 @@ either came first, and the new holder reads it, or it raises ConflictError.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
 import time
@@ -244,7 +245,8 @@ class HeldLease:
 
     The lease of a store derives from it, and is made once it was taken: `begun_s` is the moment at
     which that request was sent. After each renewal that succeeded it calls `count_from` with the
-    moment of that request. A candidacy that has taken nothing yet has the term 0.
+    moment of that request. `end` ends the holding in the store. A candidacy that has taken nothing
+    yet has the term 0.
     """
 
     def __init__(
@@ -284,6 +286,18 @@ class HeldLease:
         """Count the ttl from `begun_s`, less the margin; an older start changes nothing."""
         self._until_s = max(self._until_s, begun_s + self._ttl_s * (1 - self._margin))
 
+    async def release(self) -> None:
+        """See Lease.release. While the store is out of reach, the lease runs out by itself."""
+        if self._lost:
+            return
+        self._lost = True
+        with contextlib.suppress(StoreError):
+            await self.end()
+
+    async def end(self) -> None:
+        """End this holding in the store, and no later one; StoreError if it is out of reach."""
+        raise NotImplementedError
+
     def deposed(self, by: str, where: str = "") -> LeaseLostError:
         """Count the lease as lost for good, and return the error that names the new holder."""
         self._lost = True
@@ -320,18 +334,34 @@ async def write_expecting(
     )
 
 
-async def watch_by_polling(
+def watch_by_polling(
     get: Callable[[], Awaitable[Entry | None]], after_version: int, pause_s: float
 ) -> AsyncGenerator[Entry | None, None]:
     """Yield what Store.watch promises, by polling, for a store that announces no changes."""
+
+    async def read() -> tuple[Entry | None, int]:
+        return await get(), 0
+
+    return watch_by_reading(read, lambda _: asyncio.sleep(pause_s), after_version)
+
+
+async def watch_by_reading(
+    read: Callable[[], Awaitable[tuple[Entry | None, int]]],
+    wait: Callable[[int], Awaitable[None]],
+    after_version: int,
+) -> AsyncGenerator[Entry | None, None]:
+    """Yield what Store.watch promises, by a read after each wait for a change.
+
+    `read` returns the key's entry and the newest version of the store at that time. `wait` returns
+    after a change of the key with a greater version, or earlier.
+    """
     known = after_version
     while True:
-        entry = await get()
+        entry, version = await read()
         if entry is not None and entry.version > known:
             known = entry.version
             yield entry
         elif entry is None and known:
             known = 0
             yield None
-        else:
-            await asyncio.sleep(pause_s)
+        await wait(max(version, known))

@@ -487,11 +487,9 @@ class RedisLease(HeldLease):
             raise self.deposed(f"term {found}", f"server {self._store.urls[0]}")
         self.count_from(begun_s)
 
-    async def release(self) -> None:
-        """See Lease.release."""
-        if not self._lost:
-            self._lost = True
-            await self._store.end_lease(self._key, self._term)
+    async def end(self) -> None:
+        """See HeldLease.end."""
+        await self._store.end_lease(self._key, self._term)
 
 
 def _connection(settings: RedisSettings) -> Any:

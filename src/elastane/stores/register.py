@@ -322,11 +322,9 @@ class RegisterLease(HeldLease):
         await self._store.write(beat)
         self.count_from(begun_s)
 
-    async def release(self) -> None:
-        """See Lease.release."""
-        if not self._lost:
-            self._lost = True
-            await self._store.end_lease(self._key, self.term)
+    async def end(self) -> None:
+        """See HeldLease.end."""
+        await self._store.end_lease(self._key, self.term)
 
     def _deposed(self, found: _Lease | None) -> LeaseLostError:
         now = f"term {found.term}" if found is not None else "no term at all"

@@ -194,12 +194,11 @@ class KubernetesLease(HeldLease):
             slug="store-unsure",
         )
 
-    async def release(self) -> None:
-        """See Lease.release."""
-        if self._lost or not self._version:
+    async def end(self) -> None:
+        """See HeldLease.end. A candidacy that was not taken has no holding."""
+        if not self._version:
             return
-        self._lost = True
-        with contextlib.suppress(StoreError, ApiError):
+        with contextlib.suppress(ApiError):
             spec = {"holderIdentity": None, "leaseTransitions": self._transitions}
             await self._place.write(self._version, spec, {})
 

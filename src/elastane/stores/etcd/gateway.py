@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,8 +129,11 @@ class Gateway:
         url = self._url()
         timeout = httpx.Timeout(ATTEMPT_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, read=silence_s)
         try:
-            async with self._http().stream(method, url + path, timeout=timeout, **what) as response:
-                yield _lines(response)
+            async with (
+                self._http().stream(method, url + path, timeout=timeout, **what) as response,
+                contextlib.aclosing(_lines(response)) as lines,
+            ):
+                yield lines
         except httpx.ReadTimeout:
             return  # No event for this long: the caller reads the key again.
         except (httpx.HTTPError, httpx.StreamError, ssl.SSLError) as error:
@@ -264,7 +267,7 @@ def trouble_of(content: bytes) -> str:
     return f"{found.error or found.message} {found.cause}".strip()
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+async def _lines(response: httpx.Response) -> AsyncGenerator[bytes]:
     pending = b""
     async for part in response.aiter_bytes():
         pending += part

@@ -35,6 +35,7 @@ from elastane.stores.protocol import (
     check_key,
     check_ttl,
     check_value,
+    watch_by_reading,
     write_expecting,
 )
 
@@ -84,9 +85,8 @@ class EtcdV2Store:
 
     async def get(self, key: str) -> Entry | None:
         """See Store.get."""
-        check_key(key)
-        reply, _ = await self.ask("GET", key, params={"quorum": "true"})
-        return _entry(reply.node)
+        entry, _ = await self._read(key)
+        return entry
 
     async def compare_and_set(
         self, key: str, value: bytes, expected_version: int, ttl_s: float | None = None
@@ -158,20 +158,11 @@ class EtcdV2Store:
         if reply.node is not None and reply.node.createdIndex == term:
             await self.ask("DELETE", key, params=_guard(reply.node.modifiedIndex))
 
-    async def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
+    def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
-        check_key(key)
-        known = after_version
-        while True:
-            reply, index = await self.ask("GET", key, params={"quorum": "true"})
-            entry = _entry(reply.node)
-            if entry is not None and entry.version > known:
-                known = entry.version
-                yield entry
-            elif entry is None and known:
-                known = 0
-                yield None
-            await self._wait(key, max(index, known) + 1)
+        return watch_by_reading(
+            lambda: self._read(key), lambda index: self._wait(key, index), after_version
+        )
 
     async def purge(self, prefix: str) -> None:
         """See Store.purge."""
@@ -200,13 +191,18 @@ class EtcdV2Store:
             reply.node = None
         return reply, answer.index
 
+    async def _read(self, key: str) -> tuple[Entry | None, int]:
+        """Return the key's entry, and the store's index as of that reading."""
+        reply, index = await self.ask("GET", check_key(key), params={"quorum": "true"})
+        return _entry(reply.node), index
+
     async def _wait(self, key: str, index: int) -> None:
-        """Wait for an event from `index` on, for WATCH_SILENCE_S at most."""
+        """Wait for a change after `index`, for WATCH_SILENCE_S at most."""
         opened = self.gateway.stream(
             "GET",
             f"{self._folder}/{_flat(key)}",
             silence_s=WATCH_SILENCE_S,
-            params={"wait": "true", "waitIndex": str(index)},
+            params={"wait": "true", "waitIndex": str(index + 1)},
             headers=self._headers,
         )
         with contextlib.suppress(StoreError):  # The next read says whether the store is away.
@@ -273,13 +269,9 @@ class EtcdV2Lease(HeldLease):
         self._index = taken.written_index
         self.count_from(taken.begun_s)
 
-    async def release(self) -> None:
-        """See Lease.release."""
-        if self._lost:
-            return
-        self._lost = True
-        with contextlib.suppress(StoreError):  # It runs out by itself.
-            await self._store.ask("DELETE", self._key, params=_guard(self._index))
+    async def end(self) -> None:
+        """See HeldLease.end."""
+        await self._store.ask("DELETE", self._key, params=_guard(self._index))
 
     def _deposed(self) -> LeaseLostError:
         return self.deposed("others'", f"servers {self._store.gateway.settings.names}")

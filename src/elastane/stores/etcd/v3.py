@@ -18,7 +18,7 @@ import asyncio
 import base64
 import contextlib
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
 import msgspec
@@ -38,6 +38,7 @@ from elastane.stores.protocol import (
     check_key,
     check_ttl,
     check_value,
+    watch_by_reading,
 )
 
 # The pause between two watches of a server that ends each immediately.
@@ -66,7 +67,6 @@ class EtcdV3Store:
 
     async def get(self, key: str) -> Entry | None:
         """See Store.get."""
-        check_key(key)
         entry, _ = await self._read(key)
         return entry
 
@@ -146,22 +146,11 @@ class EtcdV3Store:
         if held is not None and found == term:
             await self.revoke(held.lease)
 
-    async def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
+    def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
-        check_key(key)
-        known = after_version
-        while True:
-            entry, revision = await self._read(key)
-            if entry is not None and entry.version > known:
-                known = entry.version
-                yield entry
-            elif entry is None and known:
-                known = 0
-                yield None
-            async for event in self._events(key, revision + 1):
-                known = 0 if event.type == "DELETE" else event.kv.mod_revision
-                yield None if event.type == "DELETE" else _entry(event.kv)
-            await asyncio.sleep(_WATCH_PAUSE_S)
+        return watch_by_reading(
+            lambda: self._read(key), lambda revision: self._wait(key, revision), after_version
+        )
 
     async def purge(self, prefix: str) -> None:
         """See Store.purge."""
@@ -202,13 +191,14 @@ class EtcdV3Store:
 
     async def _read(self, key: str) -> tuple[Entry | None, int]:
         """Return the key's entry, and the revision of that reading."""
-        found = await self.session.call("/kv/range", {"key": self.name(key)}, wire.KeyRange)
+        name = self.name(check_key(key))
+        found = await self.session.call("/kv/range", {"key": name}, wire.KeyRange)
         return _entry(found.first), found.header.revision
 
-    async def _events(self, key: str, revision: int) -> AsyncIterator[wire.WatchEvent]:
-        """Give the events from `revision` on, until the watch breaks, is silent or compacted."""
+    async def _wait(self, key: str, revision: int) -> None:
+        """Wait for a change after `revision`, until the watch breaks, is silent or compacted."""
         name = base64.b64encode(self.name(key)).decode()
-        request = {"create_request": {"key": name, "start_revision": str(revision)}}
+        request = {"create_request": {"key": name, "start_revision": str(revision + 1)}}
         session = self.session
         opened = session.gateway.stream(
             "POST",
@@ -220,14 +210,12 @@ class EtcdV3Store:
         with contextlib.suppress(StoreError):  # The next read says whether the store is away.
             async with opened as lines:
                 async for line in lines:
-                    try:
-                        watched = wire.decode(line, wire.WatchLine).result
-                    except UNREADABLE:
-                        return  # An error's body, or garbage: look at the key again.
-                    if watched.canceled:
+                    watched = _watched(line)
+                    if watched is None or watched.canceled:
+                        break
+                    if watched.events:
                         return
-                    for event in watched.events:
-                        yield event
+        await asyncio.sleep(_WATCH_PAUSE_S)
 
 
 class EtcdLease(HeldLease):
@@ -259,13 +247,9 @@ class EtcdLease(HeldLease):
         self._term = taken.term
         self.count_from(taken.begun_s)
 
-    async def release(self) -> None:
-        """See Lease.release."""
-        if self._lost:
-            return
-        self._lost = True
-        with contextlib.suppress(StoreError):  # Its TTL ends it.
-            await self._store.revoke(self._id)
+    async def end(self) -> None:
+        """See HeldLease.end."""
+        await self._store.revoke(self._id)
 
     async def _why_not_taken(self) -> StoreError:
         """Return the error of a lost lease, or of one whose key is not free yet."""
@@ -288,6 +272,14 @@ def _term(name: bytes) -> bytes:
 
 def _entry(found: wire.KeyValue | None) -> Entry | None:
     return Entry(found.value, found.mod_revision) if found is not None else None
+
+
+def _watched(line: bytes) -> wire.WatchedKey | None:
+    """Return the message of a watch; None for an error's body, or garbage."""
+    try:
+        return wire.decode(line, wire.WatchLine).result
+    except UNREADABLE:
+        return None
 
 
 def _range(done: wire.Txn, place: int) -> wire.KeyRange:

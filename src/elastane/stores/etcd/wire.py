@@ -90,19 +90,11 @@ class Token(msgspec.Struct):
     token: str = ""
 
 
-class WatchEvent(msgspec.Struct):
-    """A change of a key; `type` is left out for a write."""
-
-    kv: KeyValue = msgspec.field(default_factory=KeyValue)
-    type: str = "PUT"
-
-
 class WatchedKey(msgspec.Struct):
-    """One message of a watch."""
+    """One message of a watch. The content of its events is not used: the key is read again."""
 
-    header: Header = msgspec.field(default_factory=Header)
     canceled: bool = False
-    events: list[WatchEvent] = []
+    events: list[dict[str, Any]] = []
 
 
 class WatchLine(msgspec.Struct):
