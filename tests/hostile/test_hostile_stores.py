@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,10 @@ def as_user(uid: int):
 @pytest.fixture
 def shared(tmp_path):
     """Yield a folder that other users can reach."""
-    for path in (tmp_path, *tmp_path.parents[:2]):
-        path.chmod(path.stat().st_mode | stat.S_IXOTH)
+    root = Path(tempfile.gettempdir())
+    for path in (tmp_path, *tmp_path.parents):
+        if path.is_relative_to(root) and path != root:
+            path.chmod(path.stat().st_mode | stat.S_IXOTH)
     folder = tmp_path / "shared"
     folder.mkdir()
     return folder
