@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import warm_start
-from process_harness import until, worker_environment
+from process_harness import DEADLINE_S, until, worker_environment
 
 Stdio = tuple[int | None, int | None, int | None]
 MARK = "SUPERVISE_MARK"
@@ -170,7 +170,7 @@ class Agent:
         }
         return worker_environment(**{**own, **more})
 
-    def wait(self, deadline_s: float = 30.0) -> int:
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """Return the exit code; if the agent does not end in time, fail with its output."""
         try:
             return self.process.wait(deadline_s)
@@ -188,7 +188,7 @@ class Agent:
     def err(self) -> str:
         return (self.folder / "err").read_text(errors="replace")
 
-    def told(self, name: str, deadline_s: float = 30.0) -> str:
+    def told(self, name: str, deadline_s: float = DEADLINE_S) -> str:
         """Wait for a worker's report under `name` (what.rank.restarts), and return its value."""
         path = self.folder / name
         until(path.exists, f"{name}\n{self.err}", deadline_s)
