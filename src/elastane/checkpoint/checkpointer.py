@@ -121,7 +121,11 @@ class Checkpointer:
         return bool(reason) and self._save(number, reason)
 
     def save(self, step: Any) -> None:
-        """Save now, after the last save is written. All ranks call it."""
+        """Save at `step`, once the previous save is written. All ranks call it at the same step.
+
+        `step` is the number of finished steps, or the committed Step of a loop. Raises
+        CheckpointError for a step that was not committed.
+        """
         number = _number_of(step)
         if not number:
             raise not_a_step(step)

@@ -109,7 +109,7 @@ class Feed(Iterator[Portion]):
         world_size: int | None = None,
         restart_workers: bool = False,
     ) -> None:
-        """Continue from the committed position, for this rank of this world if given.
+        """Continue from the committed position, as `rank` of `world_size` workers if given.
 
         Returns at once: the loader starts again when the next portion is requested. Persistent
         workers first finish their current sample. With `restart_workers` they are replaced instead,

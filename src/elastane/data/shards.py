@@ -142,7 +142,7 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
         return {**self.__dict__, "_world": self.world}
 
     def bind(self, rank: int, world_size: int) -> Self:
-        """Deal for this rank of this world from now on; existing iterators keep theirs."""
+        """Set the rank (from 0) and the number of workers of later iterators; return self."""
         super().bind(rank, world_size)
         self._publish()
         return self

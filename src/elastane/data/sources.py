@@ -33,7 +33,7 @@ def litdata(dataset: Any) -> KnownShards:
     """Return the chunks of LitData's `StreamingDataset`, with the samples in each.
 
     The dataset is read by index, chunk after chunk. Its own shuffle, distribution and state are not
-    used.
+    used. Raises ConfigurationError for another object.
     """
     chunks = getattr(dataset, "region_of_interest", None)
     if chunks is None:
@@ -64,8 +64,9 @@ def mosaicml(stream: Any) -> KnownShards:
     """Return the shards of MosaicML's `streaming.Stream`, with the samples in each.
 
     The stream needs a `local` folder. With a `remote` one, each shard is downloaded by the worker
-    that first reads it; workers of a node may share `local`. A StreamingDataset is refused: a new
-    worker could not create one, since the surviving workers use its shared memory.
+    that first reads it; workers of a node may share `local`. A StreamingDataset raises
+    ConfigurationError: a new worker could not create one, since the surviving workers use its
+    shared memory.
     """
     if not all(hasattr(stream, name) for name in ("prepare_shard", "get_shards", "local")):
         raise _refused(

@@ -264,7 +264,8 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
 
         Each worker passes what it would decide itself, so any survivor's object is one that the
         program can continue with. Before a worker has joined, Lightning's broadcasts give its own
-        object: these are folders, which the others hand over.
+        object: these are folders, which the others hand over. Other broadcasts raise
+        ConfigurationError until then.
         """
         if not self._has_joined:
             if _is_lightnings(sys._getframe(1).f_globals["__name__"]):

@@ -48,7 +48,7 @@ class Storage(Protocol):
         ...
 
     def read(self, path: str, offset: int = 0, size: int | None = None) -> bytes:
-        """Return a range of a file, shorter at its end; without `size`, up to its end."""
+        """Return `size` bytes from `offset` on, fewer at the end; None: all up to the end."""
         ...
 
     def open_local(self, path: str) -> int | None:

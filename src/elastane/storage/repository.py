@@ -116,7 +116,10 @@ class Repository:
         return publishing.newest_key(self.storage)
 
     def published(self) -> list[FoundCheckpoint]:
-        """Return all checkpoints, newest first, checked by records and file sizes."""
+        """Return all checkpoints, newest first, checked by records and file sizes.
+
+        Raises OSError (EAGAIN) if the place changes during each of several readings.
+        """
         for _ in range(_LOOKS_MAX):
             names = set(self.storage.folders())
             # Oldest first: a checkpoint removed meanwhile was replaced by a newer one, which is

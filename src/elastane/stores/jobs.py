@@ -109,7 +109,10 @@ class JobKeys(JobNames):
             )
 
     async def token(self) -> str:
-        """Return the job's secret; the first agent makes it, 32 random bytes as hex."""
+        """Return the job's secret, 32 random bytes as hex, which the first agent writes.
+
+        Raises StoreError while the store is out of reach, JobClosedError for an ended job.
+        """
         self._has_token = True
         for _ in range(_RACES_MAX):
             entry = await self.store.get(self.token_key)

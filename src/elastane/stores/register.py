@@ -206,7 +206,8 @@ class RegisterStore:
         """Apply `change` to the current document, write it, and return what `change` returned.
 
         After each lost race `change` is called again with a fresh document, whose count is that of
-        this write. Where it returns None and changed nothing, nothing is written.
+        this write. Where it returns None and changed nothing, nothing is written. Raises StoreError
+        after many lost races, or if the register is out of reach.
         """
         found = await self._call(self._register.get_state)
         for _ in range(_RACES_MAX):

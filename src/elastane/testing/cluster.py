@@ -344,7 +344,10 @@ class LocalCluster:
         return found()[count - 1]
 
     def wait_done(self, deadline_s: float = DEADLINE_S) -> None:
-        """Wait until every agent that was not killed has ended with exit code 0."""
+        """Wait until every agent that was not killed has ended with exit code 0.
+
+        Raises ClusterError for another exit code, or after `deadline_s` seconds.
+        """
         end_s = time.monotonic() + deadline_s
         for node in self.nodes:
             code = node.wait(max(0.0, end_s - time.monotonic()))

@@ -89,7 +89,10 @@ class ElasticLoader:
             self._group.share(self)
 
     def track(self, **objects: Any) -> None:
-        """Name further objects that a newcomer needs; before the loop, on all workers."""
+        """Register more objects of the training state by name, on all workers.
+
+        A joining worker receives their state. Raises ConfigurationError within the loop.
+        """
         if self._epoch is not None:
             raise ConfigurationError(
                 "track() of an ElasticLoader within its loop",
@@ -105,6 +108,7 @@ class ElasticLoader:
         A newcomer waits here for its place, and begins with the epoch and step of the others. A
         `break` out of the inner loop skips the rest of the epoch; all workers make it at the same
         step. `until_step`: the number of steps after which it ends, from the start of epoch 0.
+        Raises ConfigurationError if the process group is newer than this loader.
         """
         whole("until", until)
         if self._group is not group_of_process():
@@ -218,7 +222,11 @@ class ElasticLoader:
         return self._cursor.epoch if self._epoch is None else self._epoch
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Call `backward()` on the mean loss of the current batch, weighted by its samples."""
+        """Run `loss.backward()` with the weight of this rank's samples.
+
+        `loss` is the mean over the current batch, a tensor of one element. The gradient is then
+        that of the mean over the samples of all workers.
+        """
         (loss * self.weight).backward()  # type: ignore[no-untyped-call]
         self._note_contributors()
 
@@ -233,7 +241,10 @@ class ElasticLoader:
         return self._cursor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position of a state; before the loop, on all workers."""
+        """Continue from the position in a state of `state_dict()`, on all workers.
+
+        Raises ConfigurationError within the loop, or for a state of other data.
+        """
         if self._epoch is not None:
             raise ConfigurationError(
                 "load_state_dict() of an ElasticLoader within its loop",

@@ -163,8 +163,8 @@ class Job:
         """Register the objects of the job's state, for healing peers and undoing failed steps.
 
         Models, optimizers, schedulers, scalers, samplers, generators: anything with `state_dict`
-        and `load_state_dict`. The names must be the same on all workers, and come before any
-        restore.
+        and `load_state_dict`. The names must be the same on all workers. Raises JobError after
+        `steps()` or a restore.
         """
         first = "job.steps()" if self._feed is not None else self._saved.restored_by
         if first:
@@ -222,7 +222,7 @@ class Job:
         ElasticStream. With `accumulate` micro-batches a step, take them from `step.batches`. A
         `break` out of the loop has to happen on all workers at the same step. After every
         `verify_every` steps the workers compare their states, and one that differs receives the
-        majority's.
+        majority's. Raises JobError without an end, or if a step was not entered with `with`.
         """
         if until_epoch is None and until_step is None:
             raise JobError(

@@ -92,7 +92,8 @@ class Step:
     def backward(self, loss: torch.Tensor, **more: Any) -> None:
         """Run `loss.backward()` with the weight of this rank's share.
 
-        `loss` is the mean over the local batch. The gradient is then that of the mean over the
+        `loss` is the mean over the local batch, a tensor of one element. `more` is passed on to
+        `torch.Tensor.backward`. The gradient is then that of the mean over the
         step's samples, in any world and with any distribution of them.
         """
         (loss if self.weight == 1.0 else loss * self.weight).backward(**more)  # type: ignore[no-untyped-call]
