@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_test_file_is_in_one_lane():
     told = re.findall(
-        r"^(?:PURE|LANE_\d) := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.M
+        r"^(?:PURE|LANE)_\d := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.M
     )
     words = " ".join(told).replace("\\\n", " ").replace("$(wildcard", "").replace(")", "").split()
     files = [file.relative_to(ROOT) for file in (ROOT / "tests").rglob("test_*.py")]
