@@ -117,7 +117,8 @@ def test_render_prints_the_job_of_its_options(capsys):
         "--memory", "64Gi", "--cpu", "16", "--shm", "8Gi",
         "--volume", "data:/data:ro", "--host-path", "/mnt:/scratch", "--env", "A=b=c",
         "--backoff-limit", "3", "--ttl", "60", "--suspend", "--restart-policy", "OnFailure",
-        "--launcher", "torchrun", "-n", "team", "train.py", "--lr", "1e-3",
+        "--launcher", "torchrun", "-n", "team", "--pod-group", "Volcano",
+        "train.py", "--lr", "1e-3",
     )  # fmt: skip
     spec, worker = made["spec"], made["spec"]["replicaSpecs"]["Worker"]
     assert (made["metadata"]["namespace"], spec["minReplicas"], spec["maxReplicas"]) == (
@@ -126,6 +127,7 @@ def test_render_prints_the_job_of_its_options(capsys):
         4,
     )
     assert (spec["backoffLimit"], spec["ttlSecondsAfterFinished"], spec["suspend"]) == (3, 60, True)
+    assert spec["schedulingPolicy"] == {"podGroup": "Volcano"}
     assert (worker["replicas"], worker["restartPolicy"]) == (2, "OnFailure")
     (container,) = worker["template"]["spec"]["containers"]
     assert container["args"] == ["--nproc-per-node=8", "train.py", "--lr", "1e-3"]
@@ -227,6 +229,17 @@ def test_status_shows_a_job_without_operator_status_or_readable_events():
         text = "\n".join(view.lines(await shown(kube)))
         assert "default/x: new" in text and "no pods" in text
         assert "has not acted on the newest spec" in text
+
+    play(scenario)
+
+
+def test_status_names_the_controller_of_a_job_that_is_not_the_operators():
+    async def scenario(kube):
+        kueue = "kueue.x-k8s.io/multikueue"
+        kube.create("elasticjobs", job(managedBy=kueue), group=GROUP_OF_JOBS)
+        text = "\n".join(view.lines(await shown(kube)))
+        assert f"leaves the job to {kueue}" in text
+        assert "has not acted" not in text
 
     play(scenario)
 

@@ -130,7 +130,7 @@ def test_without_the_api_no_pod_is_made_and_the_job_says_what_is_missing(name):
     assert not of(CreatePod, decision.actions)
     running = cluster.status.condition("Running")
     assert (running.status, running.reason) == ("False", "PodGroupUnavailable")
-    assert f"install {versions[0]}, or remove podGroup" in running.message
+    assert f"next: install {versions[0]}, " in running.message
     assert "PodGroupUnavailable" in [event.reason for event in decision.events]
     assert decision.again_in_s is not None
     cluster.unserved = {}

@@ -48,6 +48,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--restart-policy", choices=("ExitCode", "OnFailure", "Never", "Always"), default="")
     add("--backoff-limit", type=int, metavar="N", help="pod failures before the job fails")
     add("--ttl", type=int, metavar="S", help="seconds until a finished job is deleted")
+    add(
+        "--pod-group",
+        choices=("Coscheduling", "Kubernetes", "Volcano"),
+        default="",
+        help="scheduler that places the pods of the minimum together",
+    )
     add("--suspend", action="store_true", help="create no pods until resumed, as Kueue expects")
     add("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="script and its arguments")
     parser.epilog = "elastane kubernetes render --name x --image y train.py | kubectl apply -f -"
@@ -112,6 +118,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "launcher": args.launcher or None,
         "backoffLimit": args.backoff_limit,
         "ttlSecondsAfterFinished": args.ttl,
+        "schedulingPolicy": {"podGroup": args.pod_group} if args.pod_group else None,
         "suspend": args.suspend or None,
     }
     return {key: value for key, value in said.items() if value is not None}

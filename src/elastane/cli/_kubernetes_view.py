@@ -27,6 +27,7 @@ from elastane.kubernetes.model import (
 from elastane.kubernetes.model.names import CONTAINER, LABEL_INDEX, selector
 from elastane.kubernetes.model.observed import ContainerStatus
 from elastane.kubernetes.operator.view import JOBS
+from elastane.kubernetes.reconcile.settings import is_managed_elsewhere
 
 # More than fit on a screen are counted, not listed.
 PODS_SHOWN_MAX = 40
@@ -128,9 +129,8 @@ def _facts(found: FoundObjects) -> list[tuple[str, str]]:
     world = "" if status.round is None else f"round {status.round}, {status.world_size} workers"
     pace = "" if status.steps_per_second is None else f", {status.steps_per_second:.3g} a second"
     incident, failure = status.last_incident, status.last_failure
-    is_late = status.observed_generation < found.job.metadata.edition
     return [
-        ("operator", "has not acted on the newest spec" if is_late else ""),
+        ("operator", _operator(found)),
         ("pods", f"{status.ready_replicas} ready, {status.desired_replicas} wanted{bounds}"),
         ("outdated", f"{status.outdated} of an older template" if status.outdated else ""),
         ("world", world),
@@ -140,6 +140,13 @@ def _facts(found: FoundObjects) -> list[tuple[str, str]]:
         ("last failure", "" if failure is None else f"{failure.cause}{_ago(failure.time)}"),
         ("started", _span(status)),
     ]
+
+
+def _operator(found: FoundObjects) -> str:
+    if is_managed_elsewhere(found.job):
+        return f"leaves the job to {found.job.spec['managedBy']}"
+    is_late = found.status.observed_generation < found.job.metadata.edition
+    return "has not acted on the newest spec" if is_late else ""
 
 
 def _restarts(status: JobStatus) -> str:

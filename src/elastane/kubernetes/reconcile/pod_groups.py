@@ -68,7 +68,7 @@ def api_of(context: DecisionContext, name: str) -> str:
         return served[0]
     why = unserved[pod_group_kind(versions[0])]
     text = f"schedulingPolicy.podGroup is {name}, and its API cannot be used: {why}"
-    text += f"; next: install {versions[0]}, or remove podGroup"
+    text += f"; next: install {versions[0]}, apply the operator's rights again, or remove podGroup"
     context.shortfalls.append(("PodGroupUnavailable", text))
     context.report("Warning", "PodGroupUnavailable", text, count=1)
     return ""
