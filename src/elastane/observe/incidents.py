@@ -382,6 +382,8 @@ def _culprit(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
         return _changed(history, stall, **found)
     incident = _of_world(history, event)
     if incident is not None:
+        if found["rank"] != incident.rank:  # Those are of the worker that failed for it.
+            found |= {"local_rank": None, "pid": None, "log_file": ""}
         return _changed(history, incident, **found)
     history = _opened(history, event, "stall", str(found["title"]))
     from_s = event.time_s - still_s

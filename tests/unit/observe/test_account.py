@@ -219,6 +219,12 @@ def test_a_stall_counts_from_when_the_workers_stood_until_the_next_step():
     ]
 
 
+def test_a_culprit_that_is_found_after_a_failure_makes_no_time_stalled():
+    found = event("culprit", "a", round=1, attempt=0, time_s=100.5, still_s=0.0, ranks="1")
+    before, after = in_place()[:6], in_place()[6:]
+    assert account_of([*before, found, *after], 120.0) == account_of([*before, *after], 120.0)
+
+
 @pytest.mark.parametrize("kind", ["progress", "pace"])
 def test_the_time_in_which_all_wait_for_a_named_worker_is_not_productive(kind):
     of = {"round": 1, "attempt": 0}

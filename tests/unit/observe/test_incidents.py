@@ -179,6 +179,24 @@ def test_a_second_finding_of_one_standstill_is_no_second_incident():
     )  # fmt: skip
 
 
+def test_a_culprit_that_is_found_after_a_failure_is_the_cause_of_its_incident():
+    """gloo ended rank 0, since rank 2 had sent more than it expected."""
+    view = play(
+        settled(1, "a b", 3),
+        started("a", 1, 2, round=1, attempt=0, time_s=11.0),
+        exited(0, round=1, time_s=20.0, log_file="/logs/0"),
+        event("incident", round=1, attempt=0, time_s=20.1, reason="worker of rank 0 ended"),
+        event("culprit", "a", round=1, attempt=0, time_s=20.1, reason="rank 2 on node b: differs",
+              ranks="2", still_s=0.0, culprit_node="b", **{"class": "other-shape"}),
+        event("restart", round=1, attempt=0, time_s=20.2, cause="rank 0", cause_rank=0),
+    )  # fmt: skip
+    [one] = view.incidents.listed
+    assert (one.kind, one.rank, one.node) == ("worker", 2, "b")
+    assert one.cause == "rank 2 on node b: differs"
+    assert (one.local_rank, one.pid, one.log_file) == (None, None, "")
+    assert one.evidence == ("rank 0 on a: SIGKILL (from outside)",)
+
+
 def test_a_failure_during_a_standstill_keeps_its_culprit_as_the_cause():
     """The workers that wait for it fail in the end, and their failure is not the cause."""
     view = play(
