@@ -72,7 +72,10 @@ def test_only_the_torchrun_plug_in_meets_torchs_own_launcher():
 
 # The processes of workers, which get their rank by their environment. `elastic` and
 # `integrations` are imported there too.
-_WORKER_SIDE = ("process/zygote/", "worker/", "comms/", "examples/", "elastic/", "integrations/")
+_WORKER_SIDE = (
+    *("process/zygote/", "worker/", "comms/", "synchrony/"),
+    *("examples/", "elastic/", "integrations/"),
+)
 
 
 def test_one_module_of_the_control_plane_reads_the_environment():

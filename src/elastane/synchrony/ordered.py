@@ -42,7 +42,7 @@ from elastane.comms.untraced import (
 )
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import ConfigurationError, PeerLostError
-from elastane.synchrony import callsites, newcomers
+from elastane.synchrony import callsites, newcomers, variable_reads
 from elastane.synchrony.calls import Call, ProgramStage, call_of
 from elastane.synchrony.contributions import (
     BucketLayout,
@@ -229,6 +229,11 @@ class OrderedGroup(ElasticGroup):
         """Follow the steps of the program's optimizers, from here on."""
         self._steps.watch()
 
+    def watch_variables(self) -> None:
+        """Count the script's reads of RANK and WORLD_SIZE as questions, where these may change."""
+        if not self._member.keeps_ranks:
+            variable_reads.watch({"RANK": self._asked_rank, "WORLD_SIZE": self._asked_size})
+
     @property
     def has_joined(self) -> bool:
         """Whether this worker is, or was, a member of a world."""
@@ -317,7 +322,7 @@ class OrderedGroup(ElasticGroup):
         is_plain = not (self._member.keeps_ranks or self.is_shared)
         if self._sums_unasked and is_plain and not self._host.follows:
             self._host.restart(
-                "the script sums gradients itself, and has not asked torch.distributed for the"
+                "the script sums gradients itself, and has not asked for the"
                 " world size since the world shrank; it may divide them by a size that it keeps in"
                 " a variable: start it without --ranks-may-change"
             )
@@ -357,7 +362,7 @@ class OrderedGroup(ElasticGroup):
         """This worker's rank, as the program sees it."""
         self._ask("the rank")
         if is_of_script(sys._getframe(1)):
-            self._reads.asked(self._units)
+            self._asked_rank()
         return self._rank_seen
 
     @property
@@ -366,12 +371,20 @@ class OrderedGroup(ElasticGroup):
             return self._outside[0]
         return self._seen.index(self._member.identity) if self._seen else 0
 
+    def _asked_rank(self) -> None:
+        """Record that the script has asked for its rank."""
+        self._reads.asked(self._units)
+
+    def _asked_size(self) -> None:
+        """Record that the script has asked for the world size."""
+        self._has_changed, self._sums_unasked = False, 0
+
     @skipped
     def size(self) -> int:
         """The world size, as the program sees it."""
         self._ask("the world size")
         if is_of_script(sys._getframe(1)):
-            self._has_changed, self._sums_unasked = False, 0
+            self._asked_size()
         if self._outside is not None:
             return self._outside[1]
         return len(self._seen) or 1

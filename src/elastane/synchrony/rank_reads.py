@@ -45,7 +45,7 @@ class RankReads:
         self._lost_at = None
         return (
             f"the worker of rank 0 was lost {steps - lost_at} steps ago, and the script has not"
-            " asked torch.distributed for its rank since. If it keeps the rank in a variable, no"
+            " asked for its rank since. If it keeps the rank in a variable, no"
             " worker saves or logs in its place. Next step: then start it without"
             " --ranks-may-change"
         )

@@ -80,6 +80,7 @@ class UnmodifiedWorker:
         """Enter the first world, as the script calls init_process_group."""
         self._progress.show_on(self._page)
         self.group.watch_optimizers()
+        self.group.watch_variables()
         collectives.watch_groups(self._positions)
         self._frameworks.adopt()
         self._saves.watch_distributed()
