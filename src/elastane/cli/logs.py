@@ -28,7 +28,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_job_options(parser)
     add = parser.add_argument
-    add("--rank", metavar="LIST", default="", help="only these ranks: 0,2 or 0-3")
+    add(
+        "--rank",
+        metavar="LIST",
+        default="",
+        help="only these ranks: 0,2 or 0-3; a replacement keeps the higher number of its start",
+    )
     add("--node", metavar="NAMES", default="", help="only these nodes or hosts")
     add("--round", metavar="LIST", default="", help="only these rounds")
     add("--attempt", metavar="LIST", default="", help="only these attempts")
