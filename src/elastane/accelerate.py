@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from elastane.checkpoint.registered import RandomStreams, restore_streams
 from elastane.data.position import DataPosition
 from elastane.data.stream import ElasticStream
 from elastane.errors import ConfigurationError
@@ -71,6 +72,7 @@ class AcceleratedLoader(ElasticLoader):
             "scaler": [] if accelerator.scaler is None else [accelerator.scaler],
             "registered": [each for each in accelerator._custom_objects if each is not self],
             "counters": [_Counters(accelerator)],
+            "streams": [_ProcessStreams()],
         }
         return {f"{kind} {n}": each for kind, all_ in named.items() for n, each in enumerate(all_)}
 
@@ -93,6 +95,22 @@ class _Counters:
         """Accept those of another worker."""
         self._accelerator.step = state["step"]
         self._accelerator.project_configuration.iteration = state["saves"]
+
+
+class _ProcessStreams:
+    """The random streams of this process, as a state for other workers.
+
+    Scripts seed all workers alike. A worker with the streams of its own start would take another
+    branch where they draw one, and make other collectives.
+    """
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the streams as they are."""
+        return {"packed": RandomStreams().packed()}
+
+    def load_state_dict(self, state: dict[str, bytes]) -> None:
+        """Continue with those of another worker."""
+        restore_streams(state["packed"])
 
 
 def adopt(accelerator: A) -> A:

@@ -1,5 +1,7 @@
 """What elastane.accelerate.adopt() makes of an accelerator, in a process without a launcher."""
 
+import random
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -157,3 +159,14 @@ def test_importing_elastane_and_its_module_does_not_import_accelerate():
     code = "import sys, elastane; elastane.accelerate.adopt; print('accelerate' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_worker_that_joins_continues_with_the_random_streams_of_another():
+    accelerator = elastane.accelerate.adopt(Accelerator(cpu=True))
+    batches = elastane.ElasticBatchSampler(SAMPLES, BATCH)
+    loader = DataLoader(TensorDataset(*data()), batch_sampler=batches)
+    streams = accelerator.prepare(loader)._prepared()["streams 0"]
+    state = streams.state_dict()
+    drawn = [torch.rand(1), random.random()]
+    streams.load_state_dict(state)
+    assert [torch.rand(1), random.random()] == drawn

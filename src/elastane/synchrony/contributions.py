@@ -39,12 +39,12 @@ class Copied:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._copies = [tensor.detach().clone() for tensor in tensors]
+        self.copies = [tensor.detach().clone() for tensor in tensors]
 
     def restore(self, divided_by: int, divisor: int) -> None:
         """Copy them back, scaled to the divisor."""
         is_scaled = divisor and divisor != divided_by
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+        for tensor, copy in zip(self._tensors, self.copies, strict=True):
             overwrite(tensor, copy * (divided_by / divisor) if is_scaled else copy)
 
 

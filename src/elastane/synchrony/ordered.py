@@ -768,6 +768,7 @@ class OrderedGroup(ElasticGroup):
             if pending.number in delivery.handed:
                 pending.accept(self._handed.pop(pending.number))
             elif pending.call.signature.root in (None, self._member.identity):
+                self._refuse_gather(pending)
                 pending.scale_sum()
             if self._member.keeps(pending.number):
                 self._kept[pending.number] = pending.result()
@@ -779,6 +780,16 @@ class OrderedGroup(ElasticGroup):
             self._warn_of_kept_rank()
         for pending in done:
             pending.finish()
+
+    def _refuse_gather(self, pending: PendingOperation) -> None:
+        """Restart where a sum has a part of each worker: those of lost ones are missing."""
+        alive = self._member.view.members
+        lost = [rank for rank, each in enumerate(self._shown) if each not in alive]
+        if lost and pending.gathers(self._rank_seen, len(self._shown), lost):
+            self._host.restart(
+                f"{pending.call.signature.described()} gathers a part from each worker, with zeros"
+                " elsewhere, and the parts of lost workers are missing"
+            )
 
     def _prune(self) -> None:
         for number in [n for n in self._kept if not self._member.keeps(n)]:

@@ -18,7 +18,7 @@ from elastane.comms.works import Waited, WorkLog
 from elastane.errors import PeerLostError
 from elastane.synchrony import callsites
 from elastane.synchrony.calls import Call
-from elastane.synchrony.contributions import Contribution, Gradients, overwrite
+from elastane.synchrony.contributions import Contribution, Copied, Gradients, overwrite
 from elastane.synchrony.rules import Start
 
 T = TypeVar("T")
@@ -76,6 +76,25 @@ class PendingOperation:
             raise self._failure
         if self._work is not None:
             self._work.wait()
+
+    def gathers(self, rank: int, size: int, lost: Sequence[int]) -> bool:
+        """Whether the sum that is to be scaled gathers a slice of each rank, with zeros elsewhere.
+
+        `rank` of `size`: this member's, as the program sees it. `lost`: the ranks without a member.
+        The slice of this member is in the sum as it has given it, and those of lost ranks are zero.
+        """
+        if self._counts_for == self._is_of or not isinstance(self.contribution, Copied):
+            return False
+        others = [each for each in range(size) if each != rank]
+        for own, total in zip(self.contribution.copies, self.call.outputs, strict=True):
+            if not own.numel() or own.numel() % size:
+                return False
+            given, sums = own.reshape(size, -1), total.detach().reshape(size, -1)
+            if given[others].any() or sums[[*lost]].any() or not given[rank].any():
+                return False
+            if not torch.equal(given[rank], sums[rank]):
+                return False
+        return True
 
     def scale_sum(self) -> None:
         """Scale its sum, which has completed, to the number of members that it counts for.

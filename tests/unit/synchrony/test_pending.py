@@ -66,6 +66,28 @@ def test_votes_reach_the_first_size_only_if_all_that_are_left_have_voted(first, 
         assert (tensor.item() == first) is (voted == left) and (tensor.item() > 0) is (voted > 0)
 
 
+@pytest.mark.parametrize(
+    ("own", "total", "gathers"),
+    [
+        ([0, 0, 5, 6, 0, 0], [3, 4, 5, 6, 0, 0], True),
+        ([0, 0, 5, 6, 0, 0], [3, 4, 5, 9, 0, 0], False),
+        ([0, 0, 5, 6, 0, 0], [3, 4, 5, 6, 0, 1], False),
+        ([0, 1, 5, 6, 0, 0], [3, 5, 5, 6, 0, 0], False),
+        ([0, 0, 0, 0, 0, 0], [3, 4, 0, 0, 0, 0], False),
+        ([0, 5], [3, 5], False),
+    ],
+    ids=["slices", "shared", "of the lost one", "of others", "zeros", "of another length"],
+)
+def test_a_sum_of_slices_with_zeros_elsewhere_is_a_gather(own, total, gathers):
+    tensor = torch.tensor(own, dtype=torch.float)
+    pending = PendingOperation(0, Call(SUM, [tensor], [tensor], lambda *_: None), Copied([tensor]))
+    tensor.copy_(torch.tensor(total))
+    pending.prepare(Start(0, divided_by=3, divisor=3))
+    assert not pending.gathers(1, 3, [2])  # Nothing is scaled.
+    pending.prepare(Start(0, divided_by=3, divisor=2))
+    assert pending.gathers(1, 3, [2]) is gathers
+
+
 class Reader:
     """Collects for which operations the program has waited, and whose members a thread sees."""
 
