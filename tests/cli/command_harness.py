@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from contextlib import ExitStack, contextmanager
@@ -23,12 +22,6 @@ def tell(**more):
 PLAIN = "from tell import tell\ntell()\n"
 # A zygote without torch, for workers that do not need it.
 LIGHT = {"ELASTANE_PRELOAD": "json"}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

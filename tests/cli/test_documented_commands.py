@@ -11,8 +11,9 @@ from contextlib import ExitStack
 from string import Template
 
 import pytest
-from command_harness import LIGHT, PLAIN, TELL, end_of, free_port, running, until, write
+from command_harness import LIGHT, PLAIN, TELL, end_of, running, until, write
 from etcd_server import shared_cluster
+from ports import free_port
 
 RUN = (sys.executable, "-m", "elastane.run")
 # The documented program: the words that replace it.

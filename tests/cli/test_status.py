@@ -3,12 +3,12 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from ports import free_port
 
 from elastane.cli.main import main
 from elastane.errors import ExitCode
@@ -91,12 +91,6 @@ def test_a_remote_job_is_found_by_its_endpoint_and_its_secret(job, capsys, monke
 
     assert main(["status", "other", "--rdzv-endpoint", found["endpoint"]]) != 0
     assert "[wrong-job]" in capsys.readouterr().err
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def test_a_missing_coordinator_is_reported_with_the_running_agents(capsys):

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 pytest.importorskip("torch")
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -74,7 +73,7 @@ def test_lightning_with_two_devices(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_lightning_with_two_nodes_of_one_device(tmp_path: Path) -> None:
     script = str(SCRIPTS / "lightning_train.py")
-    meet = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{_free_port()}", "--rdzv-id", "light")
+    meet = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "light")
     words = (*meet, "--nproc-per-node", "1")
     args = (script, str(tmp_path), str(EPOCHS), "2", "1")
     agents = [start(tmp_path, *words, "--node-id", node, *args, preload=LIGHTNING) for node in "ab"]
@@ -105,14 +104,3 @@ def test_hydra_with_overrides_for_the_trainer(tmp_path: Path) -> None:
     assert {line["run"] for line in story if "run" in line} == {str(tmp_path / "outputs")}
     saved = (tmp_path / "outputs" / ".hydra" / "overrides.yaml").read_text()
     assert "trainer.strategy=ddp" in saved
-
-
-def _free_port() -> int:
-    while True:
-        port = random.randint(20_000, 31_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from attackers import Insiders
 from hostile_support import TOKEN, Victim, descriptors, dice, listening, processes_of
-from jobs import free_port
+from ports import free_port
 from process_harness import until
 from snapshot_server_support import Node, Worker
 

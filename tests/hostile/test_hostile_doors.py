@@ -15,7 +15,8 @@ import msgspec
 import pytest
 from attackers import connected, hear_end
 from hostile_support import Victim, descriptors, dice, links, listening, processes_of, storm
-from jobs import free_port, until
+from jobs import until
+from ports import free_port
 from supervise import agent, alive, children
 
 from elastane.process import health

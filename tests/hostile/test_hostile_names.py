@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from jobs import free_port
 from memory_store import MemoryBackend, MemoryStore
+from ports import free_port
 from supervise import words_agent, write_script
 
 from elastane.cli.main import main

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from etcd_server import etcd
 from hostile_support import listening
-from jobs import free_port, until
+from jobs import until
+from ports import free_port
 from supervise import Agent, ask, children, command_line, descendants, words_agent, write_script
 
 BODY = """

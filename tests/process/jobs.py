@@ -7,9 +7,7 @@ agent and the event log.
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +20,7 @@ from typing import Self
 
 import warm_start
 from polling import look
+from ports import free_port
 
 from elastane.observe.events import LoggedEvent, read_events
 from elastane.process.files import process_start
@@ -87,18 +86,6 @@ class Agent:
         """The closing box as one line, without its frame; empty without a box."""
         _, corner, box = self.words.partition("╔")
         return " ".join(box.replace("║", " ").split()) if corner else ""
-
-
-def free_port() -> int:
-    """Return a free port outside the range from which the kernel chooses ports."""
-    while True:
-        port = random.randint(20_000, 31_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 @dataclass

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 from jobs import until
+from ports import free_port
 
 from elastane.doctor import meeting, probes
 from elastane.doctor.meeting import (
@@ -55,12 +56,6 @@ def page(name="n", **changes):
         "endpoint": ("127.0.0.1",),
     }
     return NodePage(**{**facts, **changes})
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def place(port, name="n", wanted=3, wait_s=WAIT_S, **changes):

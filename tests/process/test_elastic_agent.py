@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from agent_functions import break_down, value
-from jobs import free_port
 from launch_support import HANG, LocalHandler, gone, kill, told, worker
+from ports import free_port
 from process_harness import until
 
 from elastane.elastic.agent.server import LocalElasticAgent, WorkerSpec, WorkerState

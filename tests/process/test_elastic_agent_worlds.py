@@ -7,8 +7,8 @@ import signal
 from contextlib import ExitStack
 
 import pytest
-from jobs import free_port
 from launch_support import SUPPORT, gone, kill, program, told, worker
+from ports import free_port
 from process_harness import until
 
 NODE = """

@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from agent_functions import put
-from jobs import free_port
 from launch_support import SUPPORT, LocalHandler, program
+from ports import free_port
 from process_harness import until
 from supervise import alive, marked
 

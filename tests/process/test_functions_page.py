@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from function_harness import program
-from jobs import free_port
+from ports import free_port
 
 PAGE = (Path(__file__).parents[2] / "docs" / "functions.md").read_text("utf-8")
 _FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from function_harness import calls, program, ran
-from jobs import free_port
 from launched import Scale, aborts_at_teardown, arguments, chatty, ranked
+from ports import free_port
 from process_harness import until
 from supervise import children
 

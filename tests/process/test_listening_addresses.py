@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import free_port, until
+from jobs import until
+from ports import free_port
 from process_harness import worker_environment
 
 from elastane.agent.process_group_store import OfferedPort

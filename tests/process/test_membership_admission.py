@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from jobs import Agent, Job, free_port, newest, ranks
+from jobs import Agent, Job, newest, ranks
+from ports import free_port
 from supervise import words_agent, write_script
 
 from elastane.options.facts import torch_build

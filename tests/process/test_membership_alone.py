@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import SCRIPT, Job, free_port, newest, ranks
+from jobs import SCRIPT, Job, newest, ranks
+from ports import free_port
 
 
 @pytest.mark.soak

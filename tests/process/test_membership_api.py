@@ -14,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
-from jobs import free_port, until
+from jobs import until
+from ports import free_port
 
 from elastane.agent.membership import MemberConfig, MemberPlace, Membership
 from elastane.agent.membership_agent import MembershipAgent

@@ -19,7 +19,8 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 from etcd_server import need_etcd
-from jobs import free_port, until
+from jobs import until
+from ports import free_port
 
 from elastane.elastic.rendezvous import (
     RendezvousClosedError,

@@ -12,7 +12,7 @@ import random
 from pathlib import Path
 
 import pytest
-from jobs import free_port
+from ports import free_port
 from process_harness import until
 from supervise import Agent, words_agent, write_script
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from jobs import free_port
+from ports import free_port
 
 from elastane.process import environment
 

@@ -18,7 +18,8 @@ from typing import Any, Self
 
 import pytest
 from etcd_server import need_etcd
-from jobs import MARK, free_port, left_over, until
+from jobs import MARK, left_over, until
+from ports import free_port
 
 from elastane.elastic.rendezvous.etcd_server import EtcdServer
 

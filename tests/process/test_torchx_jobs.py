@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 from growing import Growing
-from jobs import PRELOAD_OPTIMIZER, free_port
+from jobs import PRELOAD_OPTIMIZER
 from polling import look
+from ports import free_port
 
 pytest.importorskip("torchx", reason="pip install torchx-nightly")
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 
 START_S = 20.0
 ETCD = shutil.which("etcd")
@@ -35,14 +36,6 @@ def memory_folder() -> Path:
     folder = tempfile.mkdtemp(prefix="elastane-etcd-", dir=MEMORY if roomy else None)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 def _die_with_parent() -> None:

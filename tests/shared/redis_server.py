@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from etcd_server import _die_with_parent, free_ports
+from etcd_server import _die_with_parent
+from ports import free_ports
 
 START_S = 20.0
 REDIS = shutil.which("redis-server")

@@ -1,13 +1,14 @@
 """A server that speaks S3, as a process: moto's."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from contextlib import contextmanager
 from typing import NamedTuple
+
+from ports import free_port
 
 BUCKET = "checkpoints"
 START_S = 60.0
@@ -18,12 +19,6 @@ class Server(NamedTuple):
 
     url: str
     process: subprocess.Popen
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _answers(url):
@@ -49,7 +44,7 @@ def environment(url):
 @contextmanager
 def serving(log):
     """Serve an empty bucket; yields the Server."""
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as output:

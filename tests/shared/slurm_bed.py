@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from etcd_server import _die_with_parent, free_ports
+from etcd_server import _die_with_parent
+from ports import free_ports
 
 NODES = tuple(f"127.0.0.{number}" for number in range(1, 5))
 START_S = 60.0
