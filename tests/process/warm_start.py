@@ -7,8 +7,9 @@ to a zygote by exec: arguments, environment, folder and descriptors. It has none
 and the zygote none of the agent's. An agent of a host (`start_on_host`) or of a container
 (`serve_containers`) enters its namespaces first.
 
-An agent whose zygote has died starts the next one by exec. Tests whose subject is how an agent or a
-zygote starts use subprocess.Popen.
+An agent that is to have no zygote (`--no-zygote`), or one without torch, is a fork alone. It starts
+such a zygote by exec, as an agent whose zygote has died does. Tests whose subject is how an agent
+or a zygote starts use subprocess.Popen.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from elastane.process.kernel import die_with_parent, place_descriptors, show_program
 from elastane.process.zygote import DEFAULT_PRELOAD, child, fitness, protocol
@@ -187,12 +188,9 @@ def _kind(words: Sequence[str], env: Mapping[str, str]) -> _Kind | None:
         for name, value in env.items()
         if name.startswith(fitness.FROZEN_PREFIXES) and name != "PYTHONUNBUFFERED"
     }
-    preload = _preload(words, env)
     if (
         _CLONE is None
         or list(words[:4]) != [sys.executable, "-m", "elastane", "run"]
-        or "--no-zygote" in words
-        or preload[:1] != ["torch"]
         or frozen.get("OMP_NUM_THREADS") != "1"
         or not {"PYTHONSAFEPATH", "COVERAGE_PROCESS_CONFIG"}.isdisjoint(env)
         or any(
@@ -200,8 +198,14 @@ def _kind(words: Sequence[str], env: Mapping[str, str]) -> _Kind | None:
         )
     ):
         return None
-    large = tuple(name for name in _LARGE if name in preload)
+    preload = _preload(words, env)
+    large = tuple(name for name in _LARGE if name in preload) if _has_torch(words, env) else ()
     return large, tuple(sorted(frozen.items()))
+
+
+def _has_torch(words: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Return whether the agent is to have a zygote that imports torch."""
+    return "--no-zygote" not in words and _preload(words, env)[:1] == ["torch"]
 
 
 def _preload(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
@@ -373,8 +377,15 @@ class _Imported:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._hidden))
 
 
+class _WaitingZygote(NamedTuple):
+    """A fork that becomes the agent's zygote, and the descriptor by which the agent orders it."""
+
+    pid: int
+    channel: int
+
+
 class _NewAgent:
-    """A clone of the fork server: forks the zygote, and becomes the agent."""
+    """A clone of the fork server: forks a zygote, if there is to be one, and becomes the agent."""
 
     def __init__(self, request: Mapping[str, Any], fds: Sequence[int], imported: _Imported) -> None:
         self.request, self.fds, self._imported = request, fds, imported
@@ -382,27 +393,31 @@ class _NewAgent:
     def run(self) -> Any:
         if self.request["host_pid"] is not None:
             _enter_host(self.request["host_pid"])
-        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours, theirs = (one.detach() for one in pair)
-        agent, note = os.getpid(), note_birth()
-        zygote = os.fork()
-        if zygote == 0:
-            self._imported.be_zygotes()
-            return _zygote(ours, agent)
+        note = note_birth()
+        zygote: _WaitingZygote | None = None
+        if _has_torch(self.request["words"], self.request["env"]):
+            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours, theirs = (one.detach() for one in pair)
+            agent, pid = os.getpid(), os.fork()
+            if pid == 0:
+                self._imported.be_zygotes()
+                return _zygote(ours, agent)
+            zygote = _WaitingZygote(pid, theirs)
         try:
-            return self._become_agent(theirs, zygote, note)
+            return self._become_agent(zygote, note)
         except BaseException:
             traceback.print_exc()
             os._exit(127)
 
-    def _become_agent(self, channel: int, zygote: int, note: Birth) -> Any:
+    def _become_agent(self, zygote: _WaitingZygote | None, note: Birth) -> Any:
         words, env = self.request["words"], self.request["env"]
         if self.request["dies_with"] is not None:
             die_with_parent(self.request["dies_with"])
         if self.request["session"]:
             os.setsid()
         os.chdir(self.request["cwd"])
-        place_descriptors({**dict(enumerate(self.fds)), 3: channel})
+        channel = {} if zygote is None else {3: zygote.channel}
+        place_descriptors({**dict(enumerate(self.fds)), **channel})
         os.environ.clear()
         os.environ.update(env)
         time.tzset()
@@ -418,7 +433,7 @@ class _NewAgent:
         main = sys.modules["__main__"] = ModuleType("__main__")
         vars(main).clear()
         vars(main).update(note.main)
-        return lambda: _run_agent(zygote, words[1:])
+        return lambda: _run_agent(None if zygote is None else zygote.pid, words[1:])
 
 
 def _in_orphan() -> bool:
@@ -526,12 +541,19 @@ def _zygote(descriptor: int, agent: int) -> Any:
     return main(argv[4:])
 
 
-def _run_agent(zygote: int, words: list[str]) -> None:
-    """Run `python *words`, whose first zygote is the one that waits on descriptor 3."""
+def _run_agent(zygote: int | None, words: list[str]) -> None:
+    """Run `python *words`, whose first zygote, if given, is the one that waits on descriptor 3."""
+    assert words[0] == "-m", words
+    if zygote is not None:
+        _hand_over_to(zygote)
+    runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+
+
+def _hand_over_to(zygote: int) -> None:
+    """Let the agent's first zygote be the one that waits on descriptor 3."""
     from elastane.process.process import WorkerProcess, adopt
     from elastane.process.zygote import client
 
-    assert words[0] == "-m", words
     os.set_inheritable(3, False)
     channel = [socket.socket(fileno=3)]
     launch = client.launch
@@ -547,7 +569,6 @@ def _run_agent(zygote: int, words: list[str]) -> None:
         return adopt(zygote)
 
     client.launch = hand_over  # type: ignore[assignment]
-    runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
