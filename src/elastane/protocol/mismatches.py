@@ -55,7 +55,7 @@ def judge_boards(
         seen = {rank: found[sequence] for rank, found in calls.items() if sequence in found}
         kind, sides = Kind.OTHER_COLLECTIVE, _sides({r: c.operation for r, c in seen.items()})
         if len(sides) == 1 and sides[0][0] in _EQUAL_SHAPES:
-            words = {rank: f"{call.elements} x {call.dtype}" for rank, call in seen.items()}
+            words = {r: f"{c.operation} of {c.elements} x {c.dtype}" for r, c in seen.items()}
             kind, sides = Kind.OTHER_SHAPE, _sides(words)
         if len(sides) > 1:
             at = {rank: places[rank] for rank in seen}

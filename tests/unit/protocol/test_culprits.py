@@ -174,6 +174,8 @@ def test_a_worker_that_calls_another_collective_or_shape_is_named_with_both_site
         assert list(found.ranks) == ([] if tied else cluster.culprits), (seed, found)
         for rank in (cluster.culprits[0], others[0]):
             assert f"(train.py:{rank}, main)" in found.sentence, (seed, found)
+        if kind is Kind.OTHER_SHAPE:
+            assert "called all_reduce of 29 x Float (" in found.sentence, (seed, found)
 
 
 def test_there_is_no_culprit_while_no_worker_waits():
