@@ -116,13 +116,15 @@ soak: env ## new examples for the properties, the long tests, and second proofs 
 	$(BIN)/python -m pytest --hypothesis-profile search -m 'soak or not soak' tests/properties $(ARGS)
 	$(BIN)/python -m pytest -m soak --ignore tests/properties --timeout 3600 $(ARGS)
 
-# Each night has two seeds of its own.
-nightly: env ## ten minutes of the long job under faults, two seeds of faults into each store and kind of job
+# Each night has seeds of its own.
+nightly: env ## ten minutes of the long job under faults, seeds of faults into each store and kind of job
 	SOAK_S=600 $(BIN)/python -m pytest -m soak -k an_hour_of_faults $(ARGS)
 	ELASTANE_STORE_SEEDS=$$((2 * $$(date +%y%j))):2 $(BIN)/python -m pytest -m soak \
 		tests/conformance/test_store_histories.py $(ARGS)
 	ELASTANE_AGENT_SEEDS=$$((2 * $$(date +%y%j))):2 $(BIN)/python -m pytest -m soak \
 		tests/hosts/test_hosts_histories.py $(ARGS)
+	ELASTANE_LOOP_SEEDS=$$((20 * $$(date +%y%j))):20 $(BIN)/python -m pytest -m soak \
+		tests/process/test_drawn_loops.py tests/process/test_drawn_joining.py $(ARGS)
 
 kubernetes: env kubernetes-bed ## the tests against a real Kubernetes control plane, which must be there
 	ELASTANE_KUBERNETES=required $(PYTEST) -n $(JOBS) $(KUBERNETES) $(ARGS)

@@ -98,7 +98,7 @@ def _budget_line(story: JobStory) -> str:
         return f"restarts used: {story.restarts_used}"
     return (
         f"restart budget used: {story.restarts_used}, {story.replacements} of it for replacements"
-        " of lost workers, and the others continued"
+        " of lost workers"
     )
 
 

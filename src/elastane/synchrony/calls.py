@@ -100,6 +100,14 @@ def _is_tally(tensors: Sequence[torch.Tensor], stage: ProgramStage) -> bool:
     return is_few or (trains and all(t.element_size() >= _COUNT_BYTES_MIN for t in tensors))
 
 
+def holds_counts(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether these are a few whole numbers, of any type, as counts of samples or tokens are."""
+    if sum(each.numel() for each in tensors) > _FEW_COUNTS_MAX:
+        return False
+    floats = [each for each in tensors if each.is_floating_point()]
+    return all(bool((each == each.round()).all()) for each in floats)
+
+
 def _is_options(arg: object) -> bool:
     return type(arg).__name__.endswith("Options")
 

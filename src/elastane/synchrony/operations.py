@@ -138,6 +138,12 @@ class Signature:
         return is_sum and is_measure and self.site is Site.FIRST_SIZE
 
     @property
+    def is_own_sum(self) -> bool:
+        """Whether it is a sum that the script makes itself on all workers, and sees unscaled."""
+        is_to_all = self.kind in _REDUCTIONS and self.kind != "reduce"
+        return is_to_all and self.reduction == "sum" and self.site is Site.SCRIPT
+
+    @property
     def may_be_divided(self) -> bool:
         """Whether it is a sum of floats that the program may divide by a number of members."""
         is_refused = self.kind in _REDUCTIONS and self.rule is Rule.REFUSED

@@ -28,6 +28,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.distributed import BarrierOptions, Work
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from elastane.comms import ddp
@@ -43,7 +44,7 @@ from elastane.comms.untraced import (
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import ConfigurationError, PeerLostError
 from elastane.synchrony import callsites, newcomers, variable_reads
-from elastane.synchrony.calls import Call, ProgramStage, call_of
+from elastane.synchrony.calls import Call, ProgramStage, call_of, holds_counts
 from elastane.synchrony.contributions import (
     BucketLayout,
     BucketSlice,
@@ -75,6 +76,7 @@ from elastane.synchrony.rules import (
     plan,
     why_not_issued,
 )
+from elastane.synchrony.size_reads import OwnSum, SizeReads
 
 _MESSAGES = frozenset(("send", "recv"))
 # A vote is a sum over the members; each adds twice its count, and one if its program has ended.
@@ -175,10 +177,9 @@ class OrderedGroup(ElasticGroup):
         self._callback = _Callback()
         # Whether the script has summed floats by a call of its own.
         self._has_summed = False
-        # Whether the world that the program sees has changed without a question for its size since,
-        # and how many sums of gradients by a call of its own the program has begun meanwhile.
-        self._has_changed = False
-        self._sums_unasked = 0
+        self._sizes = SizeReads()
+        # The sums of counts that the program has begun and not waited for, by number.
+        self._counting: set[int] = set()
         # Whether the program has made a step of an optimizer, and whether the worker of rank 0 was
         # lost after the last one: it may have been saving what no other worker saves.
         self._has_stepped = self._lacks_first = False
@@ -319,13 +320,13 @@ class OrderedGroup(ElasticGroup):
 
         Under --ranks-may-change it asks for the size of each world, before or behind its sums.
         """
-        is_plain = not (self._member.keeps_ranks or self.is_shared)
-        if self._sums_unasked and is_plain and not self._host.follows:
-            self._host.restart(
-                "the script sums gradients itself, and has not asked for the"
-                " world size since the world shrank; it may divide them by a size that it keeps in"
-                " a variable: start it without --ranks-may-change"
-            )
+        if (why := self._sizes.why_not_updated()) and self._may_keep_size:
+            self._host.restart(why)
+
+    @property
+    def _may_keep_size(self) -> bool:
+        """Whether the size that the program sees changes, and nothing else tells it so."""
+        return not (self._member.keeps_ranks or self.is_shared or self._host.follows)
 
     def _made_step(self) -> None:
         """Record that the program has made a step of an optimizer."""
@@ -377,7 +378,7 @@ class OrderedGroup(ElasticGroup):
 
     def _asked_size(self) -> None:
         """Record that the script has asked for the world size."""
-        self._has_changed, self._sums_unasked = False, 0
+        self._sizes.asked()
 
     @skipped
     def size(self) -> int:
@@ -512,14 +513,14 @@ class OrderedGroup(ElasticGroup):
             call = call_of(name, args, kwargs, self._shown, site, stage)
             self._note_parts(call.signature)
             self._has_summed |= call.signature.may_be_divided
-            is_of_gradients = stage is ProgramStage.BACKWARD or not self._layouts
-            if self._has_changed and call.signature.may_be_divided and is_of_gradients:
-                self._sums_unasked += 1
+            self._note_size_unasked(site, own := self._own_sum(call, stage))
             if self._shown != self._member.visible and (
                 why := why_not_issued(call.signature, self._member.visible)
             ):
                 self._host.restart(why)
             pending = self._issue(call, slices)
+            if own is OwnSum.COUNT:
+                self._counting.add(pending.number)
             self._pump()
             self._changed.notify_all()
         return OrderedWork(pending, self._changed, self)
@@ -529,6 +530,21 @@ class OrderedGroup(ElasticGroup):
             return ProgramStage.BACKWARD
         is_evaluation = site is Site.FIRST_SIZE and self._evaluates()
         return ProgramStage.EVALUATION if is_evaluation else ProgramStage.TRAINING
+
+    def _own_sum(self, call: Call, stage: ProgramStage) -> OwnSum:
+        """Return what a sum that the script makes itself may be to its gradients."""
+        signature, is_in_backward = call.signature, stage is ProgramStage.BACKWARD
+        if signature.may_be_divided and (is_in_backward or not self._layouts):
+            return OwnSum.GRADIENTS
+        may_weigh = signature.is_own_sum and not (is_in_backward or self._evaluates())
+        return OwnSum.COUNT if may_weigh and holds_counts(call.inputs) else OwnSum.NOTHING
+
+    def _note_size_unasked(self, site: Site, own: OwnSum) -> None:
+        """Record a sum; restart before gradients that may be of an old size are reduced."""
+        self._sizes.summed(own)
+        is_reduced = site in (Site.REDUCER, Site.HOOK)
+        if is_reduced and (why := self._sizes.why_not_reduced()) and self._may_keep_size:
+            self._host.restart(why)
 
     def _evaluates(self) -> bool:
         """Whether the program is in an evaluation: without gradients, and no module trains.
@@ -642,7 +658,20 @@ class OrderedGroup(ElasticGroup):
             return
         with self._changed:
             self._member.waited(number)
-            self._show_if_changed()
+            is_count = number in self._counting
+            self._counting.discard(number)
+            if self._show_if_changed() and is_count:
+                self._note_interrupted_count()
+
+    def _note_interrupted_count(self) -> None:
+        """Record that the program sees another world as a count returns, and its next forward."""
+        self._sizes.interrupted_count()
+
+        def begun(*_: object) -> None:
+            handle.remove()
+            self._sizes.begun_pass()
+
+        handle = register_module_forward_pre_hook(begun)
 
     @contextlib.contextmanager
     def seeing(self, number: int) -> Iterator[None]:
@@ -795,21 +824,27 @@ class OrderedGroup(ElasticGroup):
         for number in [n for n in self._kept if not self._member.keeps(n)]:
             del self._kept[number]
 
-    def _show_if_changed(self) -> None:
-        """Let the program see the members of the rules' visible view."""
+    def _show_if_changed(self) -> bool:
+        """Let the program see the members of the rules' visible view; return whether they change.
+
+        The first view is no change.
+        """
         if self._member.restart:
             self._host.restart(self._member.restart)
         if not self._first:
             self._first = self._member.visible
         members = self._first if self.sees_first else self._member.visible
         if members == self._shown:
-            return
-        self._has_changed = bool(self._shown)
+            return False
+        has_changed = bool(self._shown)
+        if has_changed:
+            self._sizes.changed()
         self._shown = members
         self.show_members(range(self.size()))
         self._host.show(self.rank(), self.size())
         for call in self._followers:
             call(self.rank(), self.size())
+        return has_changed
 
     # A fault.
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp
 
-from elastane.synchrony.operations import Identity
+from elastane.synchrony.operations import Identity, Site
 from elastane.synchrony.ordered import OrderedGroup
 from elastane.synchrony.rules import Switch, View
+from elastane.synchrony.size_reads import OwnSum
 
 A, B, C = (Identity(number) for number in (1, 2, 3))
+NUMBER = 7  # of each operation
 
 
 class Restarted(Exception):
@@ -21,24 +23,31 @@ def restart(reason):
     raise Restarted(reason)
 
 
-def group_that_has_shrunk(monkeypatch, *, keeps_ranks=False):
-    """Return a group whose program sees two members after three."""
+def group_of_three(monkeypatch, *, keeps_ranks=False, shrinks=True):
+    """Return a group of three members; the program sees two of them if it has shrunk."""
     host = SimpleNamespace(follows=False, restart=restart, show=lambda *_: None)
     group = OrderedGroup(host, keeps_ranks=keeps_ranks)
-    monkeypatch.setattr(group, "_issue", lambda *_: None)
+    monkeypatch.setattr(group, "_issue", lambda *_: SimpleNamespace(number=NUMBER))
     group._member.identity = A
     group._member.begin(View((1, 0), (A, B, C)))
     group._show_if_changed()
-    group._member.visible = (A, B)
-    group._show_if_changed()
+    if shrinks:
+        shrink(group)
     return group
+
+
+def shrink(group, waited_for=-1):
+    """Let the program see two members, once it has waited for the operation of this number."""
+    group._member.visible = (A, B)
+    group.has_waited(waited_for)
 
 
 def add_up(group, tensor=None, reduction=ReduceOp.SUM):
     """Start a sum, or another reduction, as the script does."""
     options = AllreduceOptions()
     options.reduceOp = reduction
-    group._operate("allreduce", ([torch.ones(2) if tensor is None else tensor], options), {})
+    summed = [torch.full((2,), 0.5) if tensor is None else tensor]
+    group._operate("allreduce", (summed, options), {})
 
 
 def step(group):
@@ -52,39 +61,113 @@ def ask(group, module="train"):
 
 
 def test_a_step_with_a_sum_whose_size_was_not_asked_for_restarts_all(monkeypatch):
-    group = group_that_has_shrunk(monkeypatch)
+    group = group_of_three(monkeypatch)
     add_up(group)
     ask(group, "torch.utils.data.distributed")
-    with pytest.raises(Restarted, match="has not asked"):
+    with pytest.raises(Restarted, match="sums gradients itself, and has not asked"):
         step(group)
 
 
 @pytest.mark.parametrize("calls", [(add_up, ask), (ask, add_up)], ids=["after", "before"])
 def test_a_script_that_asks_before_or_after_each_sum_continues(monkeypatch, calls):
-    group = group_that_has_shrunk(monkeypatch)
+    group = group_of_three(monkeypatch)
     for call in calls:
         call(group)
     step(group)
 
 
 def test_a_hook_that_sums_gradients_of_ddp_has_to_ask_as_well(monkeypatch):
-    group = group_that_has_shrunk(monkeypatch)
+    group = group_of_three(monkeypatch)
     group._layouts[1] = SimpleNamespace(is_known=True, has=lambda _: False)
     gradient = torch.ones(1, requires_grad=True)
     gradient.register_hook(lambda _: add_up(group))
     gradient.sum().backward()
-    with pytest.raises(Restarted, match="has not asked"):
+    with pytest.raises(Restarted, match="sums gradients itself, and has not asked"):
         step(group)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "reduction"),
-    [(torch.ones(2, dtype=torch.int64), ReduceOp.SUM), (torch.ones(2), ReduceOp.MAX)],
-    ids=["counts", "a maximum"],
-)
-def test_reductions_that_are_not_divided_restart_none(monkeypatch, tensor, reduction):
-    group = group_that_has_shrunk(monkeypatch)
+def count(group):
+    """Sum a count of tokens."""
+    add_up(group, torch.tensor([5]))
+
+
+def reduce_gradients(group):
+    """Reduce a bucket of DistributedDataParallel."""
+    group._note_size_unasked(Site.REDUCER, OwnSum.NOTHING)
+
+
+COUNTS = [torch.tensor([5]), torch.tensor(5.0), torch.ones(8, dtype=torch.int32)]
+
+
+@pytest.mark.parametrize("tensor", COUNTS, ids=["integer", "whole float", "eight"])
+@pytest.mark.parametrize("later", [reduce_gradients, step])
+def test_gradients_of_a_loss_over_a_count_are_not_reduced_without_a_question(
+    monkeypatch, tensor, later
+):
+    group = group_of_three(monkeypatch)
+    group._layouts[1] = SimpleNamespace()
+    add_up(group, tensor)
+    with pytest.raises(Restarted, match="sums counts itself, and has not asked"):
+        later(group)
+
+
+@pytest.mark.parametrize("asks_behind", [True, False])
+def test_a_question_before_a_count_in_which_the_world_shrinks_is_of_the_old_size(
+    monkeypatch, asks_behind
+):
+    group = group_of_three(monkeypatch, shrinks=False)
+    group._layouts[1] = SimpleNamespace()
+    ask(group)
+    count(group)
+    shrink(group, NUMBER)
+    if asks_behind:
+        ask(group)
+        reduce_gradients(group)
+        step(group)
+    else:
+        with pytest.raises(Restarted, match="ask for the size behind the sum"):
+            reduce_gradients(group)
+
+
+def test_a_question_for_the_next_pass_comes_too_late_for_an_interrupted_count(monkeypatch):
+    group = group_of_three(monkeypatch, shrinks=False)
+    count(group)
+    shrink(group, NUMBER)
+    torch.nn.Identity()(torch.ones(1))  # no reduction of gradients shows it, as in no_sync()
+    ask(group)
+    with pytest.raises(Restarted, match="sums counts itself"):
+        step(group)
+
+
+def test_a_count_that_was_complete_before_the_world_shrank_is_of_the_size_before_it(monkeypatch):
+    group = group_of_three(monkeypatch, shrinks=False)
+    ask(group)
+    count(group)
+    group.has_waited(NUMBER)
+    shrink(group, NUMBER + 1)
+    step(group)
+
+
+NO_COUNTS = [
+    (torch.ones(9, dtype=torch.int64), ReduceOp.SUM),
+    (torch.full((2,), 0.5), ReduceOp.SUM),
+    (torch.ones(2), ReduceOp.MAX),
+]
+
+
+@pytest.mark.parametrize(("tensor", "reduction"), NO_COUNTS, ids=["many", "a loss", "a maximum"])
+def test_reductions_that_divide_no_loss_restart_none(monkeypatch, tensor, reduction):
+    group = group_of_three(monkeypatch)
+    group._layouts[1] = SimpleNamespace()
     add_up(group, tensor, reduction)
+    reduce_gradients(group)
+    step(group)
+
+
+def test_a_count_of_an_evaluation_restarts_none(monkeypatch):
+    group = group_of_three(monkeypatch)
+    with torch.no_grad():
+        count(group)
     step(group)
 
 
@@ -97,7 +180,7 @@ class Stream:
 
 @pytest.mark.parametrize("exempt", ["sees its first world", "has a DDP module", "shares its state"])
 def test_sums_that_are_scaled_or_of_no_gradients_restart_none(monkeypatch, exempt):
-    group = group_that_has_shrunk(monkeypatch, keeps_ranks=exempt == "sees its first world")
+    group = group_of_three(monkeypatch, keeps_ranks=exempt == "sees its first world")
     if exempt == "has a DDP module":
         group._layouts[1] = SimpleNamespace()
     if exempt == "shares its state":

@@ -1,0 +1,264 @@
+"""Training programs from seeds: what an ordinary DDP script may do, and where its workers die.
+
+The script that runs a program and the test that checks its records both read it here, so that both
+have the same samples, model and optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+WIDTH, CLASSES, SAMPLES = 6, 3, 26
+# Where a worker may die: each is passed once in a step, or in a step that has it.
+PLACES = (
+    *("forward", "backward", "reduced", "norm", "updated", "extra", "extra made"),
+    *("evaluate", "evaluated", "save", "saved"),
+)
+
+
+@dataclass(frozen=True)
+class Death:
+    """A worker of the first attempt dies `delay_s` after it has passed `place` in `step`."""
+
+    rank: int
+    step: int
+    place: str
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """One training script. `norm`: the type of the summed count by which it divides its loss."""
+
+    seed: int
+    workers: int
+    may_change: bool
+    by: str  # "ddp", or how the script averages gradients itself: "sum" or "avg"
+    static: bool
+    unused: bool
+    views: bool
+    small_buckets: bool
+    batch_norm: bool
+    micro: int
+    no_sync: bool
+    optimizer: str
+    clip: bool
+    norm: str
+    keeps_size: bool
+    extras: tuple[str, ...]
+    evaluates: str
+    evaluate_every: int
+    save_every: int
+    save_barrier: bool
+    deaths: tuple[Death, ...]
+    steps: int = 14
+
+    @classmethod
+    def drawn(cls, seed: int) -> Program:
+        """Draw a program; the same seed gives the same one."""
+        draw = random.Random(seed)
+        workers = draw.choice((3, 3, 4))
+        static = draw.random() < 0.2
+        micro = draw.choice((1, 1, 2, 3))
+        ops = (
+            *("mean", "sum", "max", "count", "barrier", "broadcast", "broadcast last"),
+            *("async sum", "reduce", "gather", "object"),
+        )
+        steps = cls.steps
+        deaths = [
+            Death(
+                draw.choice((*range(1, workers), *range(workers))),
+                draw.randrange(1, steps),
+                draw.choice(PLACES),
+                draw.choice((0.0, 0.0, draw.uniform(0, 0.004))),
+            )
+            for _ in range(draw.choice((1, 2, 2, 3)))
+        ]
+        return cls(
+            seed=seed,
+            workers=workers,
+            may_change=draw.random() < 0.5,
+            by=draw.choice(("ddp",) * 6 + ("sum", "avg")),
+            static=static,
+            unused=not static and draw.random() < 0.25,
+            views=draw.random() < 0.4,
+            small_buckets=draw.random() < 0.6,
+            batch_norm=draw.random() < 0.3,
+            micro=micro,
+            no_sync=micro > 1 and not static and draw.random() < 0.5,
+            optimizer=draw.choice(("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")),
+            clip=draw.random() < 0.4,
+            norm=draw.choice(("", "", "float", "int")),
+            keeps_size=draw.random() < 0.3,
+            extras=tuple(draw.choice(ops) for _ in range(draw.choice((0, 1, 2, 3)))),
+            evaluates=draw.choice(("pair", "two", "mean")),
+            evaluate_every=draw.choice((0, 3, 5)),
+            save_every=draw.choice((0, 2, 5)),
+            save_barrier=draw.random() < 0.5,
+            deaths=tuple(deaths),
+        )
+
+
+class Net(torch.nn.Module):
+    """A small classifier in float64, whose second head is not used in each step."""
+
+    def __init__(self, program: Program | Joining) -> None:
+        super().__init__()
+        wide = 9
+        self.first = torch.nn.Linear(WIDTH, wide)
+        self.norm = torch.nn.BatchNorm1d(wide) if program.batch_norm else torch.nn.Identity()
+        self.second = torch.nn.Linear(wide, wide)
+        self.head = torch.nn.Linear(wide, CLASSES)
+        self.other = torch.nn.Linear(wide, CLASSES) if program.unused else None
+
+    def forward(self, inputs: torch.Tensor, *, other: bool = False) -> torch.Tensor:
+        """Return the logits, [batch, CLASSES]."""
+        hidden = torch.tanh(self.norm(self.first(inputs)))
+        hidden = hidden + torch.tanh(self.second(hidden))
+        result: torch.Tensor = self.head(hidden)
+        if self.other is not None and other:
+            result = result + self.other(hidden)
+        return result
+
+
+def model_of(program: Program | Joining) -> Net:
+    """Return the model with its first weights."""
+    torch.manual_seed(program.seed)
+    return Net(program).double()
+
+
+def optimizer_of(program: Program | Joining, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a model."""
+    make = getattr(torch.optim, program.optimizer)
+    more = {"momentum": 0.9} if program.optimizer == "SGD" else {}
+    optimizer: torch.optim.Optimizer = make(model.parameters(), lr=0.02, foreach=False, **more)
+    return optimizer
+
+
+def batch_of(
+    program: Program, rank: int, step: int, micro: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return inputs, labels and a weight of each sample: some count for nothing."""
+    seed = ((program.seed * 101 + step) * 7 + micro) * 13 + rank
+    draw = torch.Generator().manual_seed(seed)
+    count = 4 if not program.norm else 3 + int(torch.randint(0, 4, (), generator=draw))
+    inputs = torch.randn(count, WIDTH, generator=draw, dtype=torch.float64)
+    labels = torch.randint(0, CLASSES, (count,), generator=draw)
+    weights = torch.ones(count, dtype=torch.float64)
+    return inputs, labels, weights
+
+
+def uses_other(program: Program, step: int) -> bool:
+    """Whether the second head is used in this step, on all workers."""
+    return program.unused and step % 3 != 1
+
+
+def losses_of(
+    model: torch.nn.Module, batch: tuple[torch.Tensor, ...], **more: bool
+) -> torch.Tensor:
+    """Return the loss of each sample."""
+    inputs, labels, _ = batch
+    return torch.nn.functional.cross_entropy(model(inputs, **more), labels, reduction="none")
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A training script with an ElasticLoader; of a death, `rank` is the local rank."""
+
+    seed: int
+    workers: int
+    static: bool
+    unused: bool
+    views: bool
+    small_buckets: bool
+    micro: int
+    no_sync: bool
+    optimizer: str
+    clip: bool
+    samples: int
+    batch: int
+    epochs: int
+    pause_s: float
+    extras: tuple[str, ...]
+    save_every: int
+    deaths: tuple[Death, ...]
+    batch_norm: bool = False
+
+    @classmethod
+    def drawn(cls, seed: int) -> Joining:
+        """Draw a program; the same seed gives the same one."""
+        draw = random.Random(seed)
+        workers = draw.choice((2, 3, 3, 4))
+        static = draw.random() < 0.2
+        micro = draw.choice((1, 1, 2, 3))
+        samples, batch = draw.choice((37, 48, 61)), draw.choice((8, 12, 13))
+        epochs = draw.choice((6, 8))
+        steps = epochs * (samples // batch)
+        deaths = [
+            Death(
+                draw.randrange(workers),
+                draw.randrange(1, steps),
+                draw.choice(("forward", "backward", "reduced", "updated", *PLACES)),
+                draw.choice((0.0, 0.0, draw.uniform(0, 0.004))),
+            )
+            for _ in range(draw.choice((2, 3, 4, 6)))
+        ]
+        return cls(
+            seed=seed,
+            workers=workers,
+            static=static,
+            unused=not static and draw.random() < 0.25,
+            views=draw.random() < 0.4,
+            small_buckets=draw.random() < 0.6,
+            micro=micro,
+            no_sync=micro > 1 and not static and draw.random() < 0.6,
+            optimizer=draw.choice(("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")),
+            clip=draw.random() < 0.4,
+            samples=samples,
+            batch=batch,
+            epochs=epochs,
+            pause_s=draw.choice((0.02, 0.05)),
+            extras=draw.choice(((), (), ("max",), ("sum",), ("barrier", "max"))),
+            save_every=draw.choice((0, 1, 3)),
+            deaths=tuple(deaths),
+        )
+
+
+def deaths_at(folder: Path, deaths: tuple[Death, ...], rank: int, step: int, place: str) -> None:
+    """Die here if one of these deaths says so, and has not happened."""
+    for number, death in enumerate(deaths):
+        mark = folder / f"death{number}"
+        if (death.rank, death.step, death.place) == (rank, step, place) and not mark.exists():
+            mark.write_text(str(os.getpid()))
+            if death.delay_s:
+                threading.Thread(target=_die, args=(death.delay_s,), daemon=True).start()
+            else:
+                _die(0.0)
+
+
+def _die(delay_s: float) -> None:
+    time.sleep(delay_s)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def training_set(program: Joining) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the numbers of the samples, their inputs and their labels."""
+    draw = torch.Generator().manual_seed(program.seed)
+    inputs = torch.randn(program.samples, WIDTH, generator=draw, dtype=torch.float64)
+    labels = torch.randint(0, CLASSES, (program.samples,), generator=draw)
+    return torch.arange(program.samples), inputs, labels
+
+
+def evaluation_set(program: Program | Joining) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the samples of the evaluation, of which each worker has every n-th."""
+    draw = torch.Generator().manual_seed(program.seed)
+    inputs = torch.randn(SAMPLES, WIDTH, generator=draw, dtype=torch.float64)
+    return inputs, torch.randint(0, CLASSES, (SAMPLES,), generator=draw)
