@@ -212,7 +212,6 @@ class MemoryLease(HeldLease):
         found.until = self._store.backend.clock() + self._ttl_s
         self.count_from(begun)
 
-    async def release(self) -> None:
-        """See Lease.release."""
-        self._lost = True
+    async def end(self) -> None:
+        """See HeldLease.end."""
         await self._store.end_lease(self._key, self._term)
