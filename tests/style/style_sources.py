@@ -35,13 +35,20 @@ def tree_of(path):
     return ast.parse(path.read_text("utf-8"), str(path))
 
 
+@cache
+def nodes_of(path):
+    """Every node of a file's syntax tree."""
+    return tuple(ast.walk(tree_of(path)))
+
+
 def short(path):
     return str(path.relative_to(ROOT))
 
 
+@cache
 def functions_of(path):
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node for node in ast.walk(tree_of(path)) if isinstance(node, kinds)]
+    return [node for node in nodes_of(path) if isinstance(node, kinds)]
 
 
 def offenders(paths, rule):

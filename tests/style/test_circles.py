@@ -3,7 +3,7 @@
 import ast
 from graphlib import CycleError, TopologicalSorter
 
-from style_sources import ROOT, SRC, package_files, tree_of
+from style_sources import ROOT, SRC, nodes_of, package_files
 
 
 def _name(path):
@@ -18,7 +18,7 @@ MODULES = {_name(path): path for path in [*package_files(), *SIMULATION]}
 
 def _imported(module):
     """The modules that a module names in its import statements."""
-    for node in ast.walk(tree_of(MODULES[module])):
+    for node in nodes_of(MODULES[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

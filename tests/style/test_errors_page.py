@@ -2,9 +2,10 @@
 
 import ast
 import re
+from functools import cache
 
 import pytest
-from style_sources import ROOT, functions_of, package_files, short, tree_of
+from style_sources import ROOT, functions_of, nodes_of, package_files, short
 
 PAGE = ROOT / "docs" / "errors.md"
 _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -31,7 +32,7 @@ def _takers(path):
 
 def _slugs(path):
     takers = _takers(path)
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.keyword) and node.arg == "slug":
             yield from _constants(node.value)
         elif isinstance(node, ast.Call):
@@ -44,6 +45,7 @@ def _slugs(path):
                 yield from _constants(node.value)
 
 
+@cache
 def _used():
     return {slug: short(path) for path in package_files() for slug in _slugs(path) if slug}
 
@@ -61,7 +63,7 @@ def test_every_usage_error_says_what_to_do_next():
     silent = [
         f"{short(path)}:{node.lineno}"
         for path in package_files()
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and getattr(node.func, "id", "") == "UsageError"
         and "next_step" not in {keyword.arg for keyword in node.keywords}

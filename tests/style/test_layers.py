@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from reach import PURE, rooms_of
-from style_sources import SRC, offenders, package_files, tree_of
+from style_sources import SRC, nodes_of, offenders, package_files
 
 # signal stays allowed: the rules use its table of names, which is data.
 IMPURE = {
@@ -26,7 +26,7 @@ RULES = list(_pure())
 
 
 def _imported(path):
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -42,7 +42,7 @@ def test_rules_are_pure():
 
 def test_rules_do_no_io():
     def called(path):
-        calls = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+        calls = (node for node in nodes_of(path) if isinstance(node, ast.Call))
         return {node.func.id for node in calls if isinstance(node.func, ast.Name)}
 
     assert not offenders(RULES, lambda path: called(path) & {"open", "print", "input"})
@@ -82,7 +82,7 @@ def test_one_module_of_the_control_plane_reads_the_environment():
     readers = [
         str(path.relative_to(SRC))
         for path in package_files()
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute)
         and node.attr in ("environ", "getenv", "putenv")
         and getattr(node.value, "id", "") == "os"
@@ -120,7 +120,7 @@ def test_nothing_waits_by_wait_for():
     def waits(path):
         return [
             node.lineno
-            for node in ast.walk(tree_of(path))
+            for node in nodes_of(path)
             if isinstance(node, ast.Attribute)
             and node.attr == "wait_for"
             and getattr(node.value, "id", "") == "asyncio"

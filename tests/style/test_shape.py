@@ -3,7 +3,15 @@
 import ast
 from collections import Counter
 
-from style_sources import functions_of, offenders, package_files, python_files, short, tree_of
+from style_sources import (
+    functions_of,
+    nodes_of,
+    offenders,
+    package_files,
+    python_files,
+    short,
+    tree_of,
+)
 
 FUNCTION_LINES_MAX = 60
 PARAMETERS_MAX = 6
@@ -37,7 +45,7 @@ def test_no_class_name_stands_for_two_things():
     names = Counter(
         node.name
         for path in package_files()
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1] == []
