@@ -14,13 +14,20 @@ from types import FrameType
 import torch
 
 from elastane.comms import ddp
+from elastane.process import collectives
 from elastane.synchrony.operations import Site
 
 _ENGINE = "torch.autograd.graph"
 _RUN_BACKWARD = "_engine_run_backward"
 _DDP = "torch.nn.parallel.distributed"
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
-_TORCHS = frozenset(("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"))
+# Between a caller and the group's method: torch's functions, and what records them.
+_BETWEEN = frozenset(
+    (
+        *("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"),
+        collectives.__name__,
+    )
+)
 # Modules that keep a part of the parameters on each worker.
 _SHARDED = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 # Functions of frameworks by module and name: a broadcast of what each member knows, and sums that
@@ -68,7 +75,7 @@ def site_of(frame: FrameType | None) -> Site:
     """
     if is_in_backward() and (frame is None or _module(frame) == _ENGINE):
         return Site.REDUCER
-    while frame is not None and _module(frame) in _TORCHS:
+    while frame is not None and _module(frame) in _BETWEEN:
         frame = frame.f_back
     if frame is None:
         return Site.SCRIPT

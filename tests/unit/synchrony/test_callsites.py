@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import torch
 from accelerate.utils import DistributedType, random
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
+from elastane.process import collectives
 from elastane.synchrony import callsites
 from elastane.synchrony.operations import Site
 
@@ -37,3 +39,12 @@ def test_the_random_stream_that_accelerate_broadcasts_may_come_from_any_worker(m
     )
     random.synchronize_rng_states(["generator"], torch.Generator())
     assert sites == [Site.AUTHORITY]
+
+
+def test_a_hook_of_torch_is_known_behind_the_recorder_of_collectives():
+    sites = []
+    names = {"site_of": lambda frame: sites.append(callsites.site_of(frame)), "sys": sys}
+    record = {"__name__": collectives.__name__, **names}
+    exec("def all_reduce(): site_of(sys._getframe())", record)
+    exec("all_reduce()", {**record, "__name__": default_hooks.__name__})
+    assert sites == [Site.HOOK]
