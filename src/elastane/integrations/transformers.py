@@ -6,7 +6,9 @@ membership.
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from elastane.integrations.versions import require_known
@@ -30,3 +32,24 @@ def adopt(name: str, world: VisibleWorld) -> None:
     # The module has imported the name. If rank 0 is lost as it writes, another worker writes again.
     trainer.distributed_broadcast_scalars = helpers.distributed_broadcast_scalars
     world.make_whole(trainer.Trainer, "_save_checkpoint", waits=True)
+    end_at_last_step(trainer.Trainer)
+
+
+def end_at_last_step(owner: Any) -> None:
+    """Let a Trainer that resumes behind its last step make no further one.
+
+    It looks at `max_steps` only after a step, so each restart behind the last one added a step.
+    What follows the steps of an epoch, such as an evaluation, is made: a loss may have cut it off.
+    """
+    run: Callable[..., None] = owner._run_epoch
+
+    @functools.wraps(run)
+    def run_epoch(self: Any, *args: Any, **kwargs: Any) -> None:
+        is_over = 0 < self.state.max_steps <= self.state.global_step
+        if is_over and "num_update_steps_per_epoch" in kwargs:
+            kwargs["num_update_steps_per_epoch"] = 0
+        run(self, *args, **kwargs)
+        if is_over:
+            self.control.should_training_stop = True
+
+    owner._run_epoch = run_epoch
