@@ -58,8 +58,11 @@ async def test_a_lease_looks_as_kubernetes_users_expect(place):
     assert spec["acquireTime"] == first["acquireTime"] and spec["renewTime"] > first["renewTime"]
     await lease.release()
     assert "holderIdentity" not in place.lease()["spec"]
-    assert await store.lease("j/leadership", b"node-a", 4.0)
+    again = await store.lease("j/leadership", b"node-a", 4.0)
     assert place.lease()["spec"]["leaseTransitions"] == 2
+    await store.end_lease("j/leadership", again.term)  # by another process, after its death
+    assert await store.lease("j/leadership", b"node-b", 4.0)
+    assert place.lease()["spec"]["leaseTransitions"] == 3
     await store.close()
 
 

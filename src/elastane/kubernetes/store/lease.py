@@ -133,7 +133,8 @@ async def end_holding(
         if found is None or not found.holder or not is_meant(found):
             return None
         with contextlib.suppress(ApiConflictError):
-            await place.write(found.metadata.version, {"holderIdentity": None}, {})
+            spec = {"holderIdentity": None, "leaseTransitions": found.spec.leaseTransitions}
+            await place.write(found.metadata.version, spec, {})
             return found
     return None
 
