@@ -536,7 +536,9 @@ class OrderedGroup(ElasticGroup):
         signature, is_in_backward = call.signature, stage is ProgramStage.BACKWARD
         if signature.may_be_divided and (is_in_backward or not self._layouts):
             return OwnSum.GRADIENTS
-        may_weigh = signature.is_own_sum and not (is_in_backward or self._evaluates())
+        # In a context all of it is made again over one membership, for a framework.
+        is_exempt = is_in_backward or self._contexts or self._evaluates()
+        may_weigh = signature.is_own_sum and not is_exempt
         return OwnSum.COUNT if may_weigh and holds_counts(call.inputs) else OwnSum.NOTHING
 
     def _note_size_unasked(self, site: Site, own: OwnSum) -> None:

@@ -171,6 +171,13 @@ def test_a_count_of_an_evaluation_restarts_none(monkeypatch):
     step(group)
 
 
+def test_a_gather_of_a_framework_that_is_made_as_a_sum_restarts_none(monkeypatch):
+    group = group_of_three(monkeypatch)
+    with group.members_left():
+        count(group)
+    step(group)
+
+
 class Stream:
     """A shared state without a length."""
 
