@@ -154,6 +154,22 @@ def test_a_fault_in_place_drops_no_survivor_for_a_lower_maximum():
     assert job.phase == "draining" and "c leave the world" in job.machine.report().reason
 
 
+def test_the_next_drain_for_surplus_nodes_has_twice_the_time_if_they_did_not_leave():
+    job = in_place_of(3)
+    resize(job, 1, 2)
+    times = []
+    for number in (1, 2):
+        job.passes(5.5, alive="abc")
+        assert job.phase == "draining" and job.got("c", Drain)[-1].drain == number
+        times.append(job.got("c", Drain)[-1].timeout_s)
+        job.passes(times[-1] + 0.1, alive="abc")  # no worker reaches a boundary
+        assert job.phase == "running" and job.ranks() == ["a", "b", "c"]
+    assert times[1] == 2 * times[0]
+    resize(job, 1, 1)  # another order begins with the usual time
+    job.passes(5.5, alive="abc")
+    assert job.got("c", Drain)[-1].timeout_s == times[0]
+
+
 def test_in_place_the_highest_ranks_leave_at_a_boundary():
     job = in_place_of(3)
     resize(job, 1, 2)

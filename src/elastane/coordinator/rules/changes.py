@@ -222,6 +222,7 @@ class OwnerOrders:
     resized: bool = False  # the range of nodes differs from the command line's
     requested_range: tuple[int, int] | None = None  # asked for, and not yet applied
     resized_s: float = 0.0
+    missed: int = 0  # drains in a row behind which the nodes that were to leave stayed
     fenced: frozenset[str] = frozenset()  # incarnations that the owner has fenced
     dead: frozenset[str] = frozenset()  # those of them whose processes have all ended
 
@@ -240,7 +241,15 @@ class OwnerOrders:
 
     def note_change(self, now_s: float) -> None:
         """Let surplus nodes leave no sooner than some time after `now_s`."""
-        self.resized_s = now_s
+        self.resized_s, self.missed = now_s, 0
+
+    def note_missed(self, now_s: float) -> None:
+        """Record a drain behind which no node left; they leave later."""
+        self.resized_s, self.missed = now_s, self.missed + 1
+
+    def end_misses(self) -> None:
+        """Record that all workers reached the boundary of a drain in time."""
+        self.missed = 0
 
     def fence(self, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
         """Record all agents that the owner has fenced."""

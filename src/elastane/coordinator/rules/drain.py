@@ -5,7 +5,8 @@ should_checkpoint(). It then sets the target one call later, which no worker has
 comes back is asked again. `machine` decides when the drain ends. A drain that passes its timeout
 ends like one whose workers have checkpointed if a node is to leave. One that only adds workers to
 the world is called off, and all workers continue: the script may evaluate before it reaches the
-next boundary. The next such drain has twice the time.
+next boundary. The next such drain has twice the time, and so has the next one by which surplus
+nodes leave if they stayed: messages to one of them may take as long as the usual time allows.
 """
 
 from __future__ import annotations
@@ -146,10 +147,12 @@ def limit_s(state: State) -> float:
     A node that leaves does not wait for longer than in other drains.
     """
     usual_s, drain = state.spec.timing.drain_timeout_s, state.drain
-    if not drain.is_optional or state.roster.leaving:
+    if state.roster.leaving:
         return usual_s
-    called_off = (state.joining_tries if drain.admits else state.growth).called_off
-    return max(usual_s, min(growth.doubled(usual_s, called_off), DRAIN_MAX_S))
+    in_vain = state.owner.missed
+    if drain.is_optional:
+        in_vain = (state.joining_tries if drain.admits else state.growth).called_off
+    return max(usual_s, min(growth.doubled(usual_s, in_vain), DRAIN_MAX_S))
 
 
 def ends_s(state: State) -> float:
@@ -203,4 +206,4 @@ def drained_late(state: State) -> None:
     joins_here = next_world.joining(state) is Joining.PLANNED
     if joins_here or not any(node.drain.saved for node in state.roster.members()):
         state.incidents.current.become_unplanned()
-        state.owner.note_change(state.now_s)
+        state.owner.note_missed(state.now_s)

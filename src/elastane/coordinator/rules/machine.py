@@ -480,6 +480,7 @@ def _end_drained(state: State, reason: str) -> bool:
     took_s = state.now_s - state.stage.began_s
     done = "all workers have saved, or wait at the boundary"
     state.log(EventKind.DRAIN_ENDED, f"{done}, after {took_s:.2f} s")
+    state.owner.end_misses()
     if state.drain.admits:
         state.joining_tries.end_pauses()
     if state.drain.growth is not None:
