@@ -124,7 +124,7 @@ def test_the_controller_of_a_job_cannot_be_changed(server):
         with pytest.raises(AssertionError, match="managedBy cannot be changed"):
             server.ask("PATCH", f"{JOBS}/{name}", patch, "merge-patch+json")
     for name in ("plain", "kueue"):
-        # What Kueue and people do to jobs, whoever manages them.
+        # Kueue and users suspend a job, whichever controller manages it.
         patch = {"spec": {"suspend": True}}
         got = server.ask("PATCH", f"{JOBS}/{name}", patch, "merge-patch+json")
         assert got["spec"]["suspend"] is True

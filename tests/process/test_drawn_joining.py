@@ -1,36 +1,20 @@
 """Drawn scripts with an ElasticLoader: workers die, new ones join, and each step is right.
 
-Each step of each worker is computed again from the recorded weights before it. In each epoch each
-sample is in exactly one step. ELASTANE_LOOP_SEEDS=FIRST:COUNT says which seeds are played.
+Each step of a job that never restarts as a whole is computed again from the recorded weights before
+it, and each sample is in exactly one step of each epoch. Of other jobs only the last weights are
+compared. ELASTANE_LOOP_SEEDS=FIRST:COUNT says which seeds are played.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 import torch
-from jobs import PRELOAD_COMPILER
-
-from elastane.testing import LocalCluster
-
-SCRIPTS = Path(__file__).parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from drawn_program import Joining, model_of, optimizer_of, training_set  # noqa: E402
-
-FIRST, COUNT = map(int, os.environ.get("ELASTANE_LOOP_SEEDS", "0:2").split(":"))
-NEAR = {"rtol": 1e-9, "atol": 1e-11}
-
-
-def flat(state: object) -> list[torch.Tensor]:
-    """Return the tensors of a state."""
-    leaves = torch.utils._pytree.tree_leaves(state)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+from drawn_checks import check_equal, check_update, grads_of, play_seeds, run_job
+from drawn_program import Joining, model_of, training_set, uses_other
 
 
 def gradients(
@@ -40,9 +24,9 @@ def gradients(
     model = model_of(program)
     model.load_state_dict(before["model"])
     _, inputs, labels = training_set(program)
-    logits = model(inputs[numbers], other=program.unused and step % 3 != 1)
+    logits = model(inputs[numbers], other=uses_other(program, step))
     (torch.nn.functional.cross_entropy(logits, labels[numbers]) * weight).backward()
-    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return grads_of(model)
 
 
 class StepCheck:
@@ -54,30 +38,16 @@ class StepCheck:
     def check(self) -> Counter:
         """Check it; return how often each sample is in its gradient."""
         self._check_equal()
-        self._check_update()
+        first = self.ends[0]
+        check_update(self.program, first["before"], first, f"step {self.step}")
         return self._check_gradient()
 
     def _check_equal(self) -> None:
         first = self.ends[0]
         for other in self.ends[1:]:
             for kind in ("before", "model", "optimizer", "grads"):
-                for a, b in zip(flat(first[kind]), flat(other[kind]), strict=True):
-                    assert torch.equal(a, b), f"step {self.step}: {kind} differs"
+                check_equal(first[kind], other[kind], f"step {self.step}: {kind}")
             assert first["epoch"] == other["epoch"], f"step {self.step}: epochs"
-
-    def _check_update(self) -> None:
-        first = self.ends[0]
-        model = model_of(self.program)
-        model.load_state_dict(first["before"]["model"])
-        optimizer = optimizer_of(self.program, model)
-        optimizer.load_state_dict(first["before"]["optimizer"])
-        for parameter, grad in zip(model.parameters(), first["grads"], strict=True):
-            parameter.grad = None if grad is None else grad.clone()
-        if self.program.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-        for name, parameter in model.named_parameters():
-            assert torch.allclose(parameter, first["model"][name], **NEAR), (self.step, name)
 
     def _check_gradient(self) -> Counter:
         micro = self.program.micro
@@ -94,7 +64,7 @@ class StepCheck:
             shares = (*(micro for _ in self.ends), *until)
             error = self._error(parts, shares)
             if error < 1e-9:
-                # The shares of a worker that is not in the last pass are dealt again.
+                # A later step takes the samples of a worker that is missing in the last pass.
                 used = [
                     e for e, n in zip((*self.ends, *self.lost), shares, strict=True) if n == micro
                 ]
@@ -119,24 +89,9 @@ class StepCheck:
 def play(seed: int, folder: Path) -> str:
     """Run the program of a seed, check all its steps, and return its counts in words."""
     program = Joining.drawn(seed)
-    records = folder / "records"
-    records.mkdir(parents=True)
-    with LocalCluster(
-        [str(SCRIPTS / "drawn_joining.py"), str(records), str(seed)],
-        folder=folder / "c",
-        nnodes="1",
-        nproc_per_node=program.workers,
-        min_workers=1,
-        max_restarts=20,
-        in_place=True,
-        ranks_may_change=True,
-        rdzv_conf={"crash_loop": 0, "last_call": 0.3, "gather": 0.2},
-        preload=PRELOAD_COMPILER,
-    ) as cluster:
-        node = cluster.start("a")
-        cluster.wait(lambda: not node.is_alive, "the agent ends", 90)
-        assert cluster.events("job-ended")[-1].data["ok"] is True, cluster.story()
-        restarts = len(cluster.events("restart")) + node.output.count("all workers restart")
+    conf = {"crash_loop": 0, "last_call": 0.3, "gather": 0.2}
+    job = run_job("drawn_joining.py", program, folder, may_change=True, rdzv_conf=conf)
+    records, restarts = job.records, job.restarts + job.restarts_of_all
     steps: dict[int, list[dict]] = defaultdict(list)
     begun: dict[int, list[tuple[int, dict]]] = defaultdict(list)
     ended: dict[int, set[int]] = defaultdict(set)
@@ -156,20 +111,12 @@ def play(seed: int, folder: Path) -> str:
         for epoch in range(program.epochs):
             wrong = {n: used[epoch][n] for n in everything if used[epoch][n] != 1}
             assert not wrong, f"epoch {epoch}: samples not used once: {wrong}"
-    final = torch.load(records / "final.pt")
-    for name, value in final.items():
-        assert torch.equal(value, steps[max(steps)][0]["model"][name]), f"the final {name}"
-    deaths = len(list(records.glob("death*")))
+    check_equal(job.final, steps[max(steps)][0]["model"], "the final weights")
     joined = len({file.parent.name for file in records.glob("*/*.pt")}) - program.workers
-    return f"{deaths} deaths, {restarts} restarts, {joined} joined, {len(steps)} steps"
+    return f"{job.deaths} deaths, {restarts} restarts, {joined} joined, {len(steps)} steps"
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_each_step_of_drawn_scripts_is_right_as_workers_die_and_join(tmp_path: Path) -> None:
-    for seed in range(FIRST, FIRST + COUNT):
-        try:
-            print(f"seed {seed}: {play(seed, tmp_path / str(seed))}", flush=True)
-        except AssertionError as error:
-            error.add_note(f"seed {seed}: {Joining.drawn(seed)}")
-            raise
+    play_seeds(play, Joining.drawn, tmp_path)

@@ -8,32 +8,13 @@ gradient. ELASTANE_LOOP_SEEDS=FIRST:COUNT says which seeds are played.
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
-from jobs import PRELOAD_COMPILER
-
-from elastane.testing import LocalCluster
-
-SCRIPTS = Path(__file__).parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from drawn_program import (  # noqa: E402
-    Program,
-    batch_of,
-    evaluation_set,
-    losses_of,
-    model_of,
-    optimizer_of,
-    uses_other,
-)
-
-FIRST, COUNT = map(int, os.environ.get("ELASTANE_LOOP_SEEDS", "0:2").split(":"))
-NEAR = {"rtol": 1e-9, "atol": 1e-11}
+from drawn_checks import NEAR, check_equal, check_update, grads_of, play_seeds, run_job
+from drawn_program import Program, batch_of, evaluation_set, losses_of, model_of, uses_other
 
 
 class Attempt:
@@ -61,10 +42,8 @@ class Attempt:
         ranks = sorted(here)
         for rank in ranks[1:]:
             for kind in ("model", "optimizer", "grads"):
-                one, other = (_flat(here[r].get(kind), kind) for r in (ranks[0], rank))
-                assert len(one) == len(other), f"step {step}: {kind} of {ranks[0]}, {rank}"
-                for a, b in zip(one, other, strict=True):
-                    assert torch.equal(a, b), f"step {step}: {kind} of {ranks[0]} and {rank} differ"
+                one, other = (here[r].get(kind) for r in (ranks[0], rank))
+                check_equal(one, other, f"step {step}: {kind} of {ranks[0]} and {rank}")
             for key in ("value", "said"):
                 one, other = here[ranks[0]].get(key), here[rank].get(key)
                 assert repr(one) == repr(other), f"step {step}: {key} {one} {other}"
@@ -74,7 +53,7 @@ class Attempt:
         record = here[survivors[0]]
         base = self.records[survivors[0]][step - 1]
         self._check_gradient(step, here, lost, base)
-        self._check_update(step, record, base)
+        check_update(self.program, base, record, f"step {step}")
         if record["value"] is not None and not self.program.batch_norm:
             self._check_value(step, record, survivors, lost)
 
@@ -94,12 +73,7 @@ class Attempt:
                 total = losses_of(model, batch, other=uses_other(program, step)).sum()
                 divisor = record["divisors"][micro][0] if program.norm else float(len(batch[1]))
                 (total / divisor / program.micro).backward()
-                local[rank].append(
-                    [
-                        torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                        for p in model.parameters()
-                    ]
-                )
+                local[rank].append(grads_of(model))
         for number, grad in enumerate(record["grads"]):
             got = torch.zeros_like(local[survivors[0]][0][number]) if grad is None else grad
             candidates = []
@@ -138,19 +112,6 @@ class Attempt:
                 return
         raise AssertionError(f"step {step}: divisor {divisor} of {survivors} and {lost}")
 
-    def _check_update(self, step: int, record: dict, base: dict) -> None:
-        model = model_of(self.program)
-        model.load_state_dict(base["model"])
-        optimizer = optimizer_of(self.program, model)
-        optimizer.load_state_dict(base["optimizer"])
-        for parameter, grad in zip(model.parameters(), record["grads"], strict=True):
-            parameter.grad = None if grad is None else grad.clone()
-        if self.program.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-        for name, parameter in model.named_parameters():
-            assert torch.allclose(parameter, record["model"][name], **NEAR), f"step {step}: {name}"
-
     def _check_value(self, step: int, record: dict, survivors: list[int], lost: list[int]) -> None:
         program = self.program
         model = model_of(program)
@@ -176,34 +137,11 @@ def _subsets(ranks: list[int]) -> list[tuple[int, ...]]:
     return [c for n in range(len(ranks) + 1) for c in itertools.combinations(ranks, n)]
 
 
-def _flat(state: object, kind: str) -> list[torch.Tensor]:
-    if kind == "model":
-        return [v for k, v in state.items() if "running" not in k and "num_batches" not in k]
-    leaves = torch.utils._pytree.tree_leaves(state)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
 def play(seed: int, folder: Path) -> str:
     """Run the program of a seed, check all its steps, and return its counts in words."""
     program = Program.drawn(seed)
-    records = folder / "records"
-    records.mkdir(parents=True)
-    with LocalCluster(
-        [str(SCRIPTS / "drawn_loop.py"), str(records), str(seed)],
-        folder=folder / "c",
-        nnodes="1",
-        nproc_per_node=program.workers,
-        min_workers=1,
-        max_restarts=10,
-        in_place=True,
-        ranks_may_change=program.may_change,
-        preload=PRELOAD_COMPILER,
-    ) as cluster:
-        node = cluster.start("a")
-        cluster.wait(lambda: not node.is_alive, "the agent ends", 90)
-        assert cluster.events("job-ended")[-1].data["ok"] is True, cluster.story()
-        restarts = len(cluster.events("restart"))
-        growths = len(cluster.events("growth"))
+    job = run_job("drawn_loop.py", program, folder, may_change=program.may_change)
+    records = job.records
     attempts: dict[tuple[int, int], Attempt] = {}
     for own in records.glob("*.*.*"):
         if not own.is_dir():
@@ -214,23 +152,15 @@ def play(seed: int, folder: Path) -> str:
             made = attempts.setdefault(key, Attempt(program))
             made.records[rank][int(file.stem)] = torch.load(file)
     checked = sum(attempts[key].check() for key in sorted(attempts))
-    final = torch.load(records / "final.pt")
     last = attempts[max(attempts)].records
     ends = [each[program.steps] for each in last.values() if program.steps in each]
     assert ends, "no worker recorded the last step"
-    for name, value in final["model"].items():
-        if "running" not in name and "num_batches" not in name:
-            assert torch.equal(value, ends[0]["model"][name]), f"the final {name}"
-    deaths = len(list(records.glob("death*")))
-    return f"{deaths} deaths, {restarts} restarts, {growths} growths, {checked} steps checked"
+    check_equal(job.final["model"], ends[0]["model"], "the final weights")
+    counts = f"{job.deaths} deaths, {job.restarts} restarts, {job.growths} growths"
+    return f"{counts}, {checked} steps checked"
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_each_step_of_drawn_scripts_is_right_wherever_workers_die(tmp_path: Path) -> None:
-    for seed in range(FIRST, FIRST + COUNT):
-        try:
-            print(f"seed {seed}: {play(seed, tmp_path / str(seed))}", flush=True)
-        except AssertionError as error:
-            error.add_note(f"seed {seed}: {Program.drawn(seed)}")
-            raise
+    play_seeds(play, Program.drawn, tmp_path)

@@ -73,5 +73,5 @@ class SizeReads:
         return (
             f"the script sums {sums} itself, and has not asked for the world size"
             " between the world's change and its use; it may divide by the size before: start it"
-            " without --ranks-may-change, or ask for the size behind the sum"
+            " without --ranks-may-change, or ask for the size after the sum"
         )

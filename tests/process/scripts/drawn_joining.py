@@ -16,7 +16,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from drawn_program import Joining, deaths_at, evaluation_set, model_of, optimizer_of, training_set
+from drawn_program import (
+    Joining,
+    deaths_at,
+    evaluation_set,
+    model_of,
+    optimizer_of,
+    training_set,
+    uses_other,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -136,7 +144,7 @@ class Training:
         passed(step, "forward")
         quiet = PROGRAM.no_sync and not loader.is_last
         with self.trained.no_sync() if quiet else contextlib.nullcontext():
-            logits = self.trained(inputs, other=PROGRAM.unused and step % 3 != 1)
+            logits = self.trained(inputs, other=uses_other(PROGRAM, step))
             loss = torch.nn.functional.cross_entropy(logits, labels)
             if loader.is_last:
                 loss.register_hook(lambda _: passed(step, "backward"))

@@ -26,7 +26,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Death:
-    """A worker of the first attempt dies `delay_s` after it has passed `place` in `step`."""
+    """A worker dies once, `delay_s` after it has passed `place` in `step`."""
 
     rank: int
     step: int
@@ -145,18 +145,16 @@ def optimizer_of(program: Program | Joining, model: torch.nn.Module) -> torch.op
 
 def batch_of(
     program: Program, rank: int, step: int, micro: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return inputs, labels and a weight of each sample: some count for nothing."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and labels; with `norm` their number differs between workers and passes."""
     seed = ((program.seed * 101 + step) * 7 + micro) * 13 + rank
     draw = torch.Generator().manual_seed(seed)
     count = 4 if not program.norm else 3 + int(torch.randint(0, 4, (), generator=draw))
     inputs = torch.randn(count, WIDTH, generator=draw, dtype=torch.float64)
-    labels = torch.randint(0, CLASSES, (count,), generator=draw)
-    weights = torch.ones(count, dtype=torch.float64)
-    return inputs, labels, weights
+    return inputs, torch.randint(0, CLASSES, (count,), generator=draw)
 
 
-def uses_other(program: Program, step: int) -> bool:
+def uses_other(program: Program | Joining, step: int) -> bool:
     """Whether the second head is used in this step, on all workers."""
     return program.unused and step % 3 != 1
 
@@ -165,7 +163,7 @@ def losses_of(
     model: torch.nn.Module, batch: tuple[torch.Tensor, ...], **more: bool
 ) -> torch.Tensor:
     """Return the loss of each sample."""
-    inputs, labels, _ = batch
+    inputs, labels = batch
     return torch.nn.functional.cross_entropy(model(inputs, **more), labels, reduction="none")
 
 

@@ -111,21 +111,21 @@ def test_gradients_of_a_loss_over_a_count_are_not_reduced_without_a_question(
         later(group)
 
 
-@pytest.mark.parametrize("asks_behind", [True, False])
+@pytest.mark.parametrize("asks_after", [True, False])
 def test_a_question_before_a_count_in_which_the_world_shrinks_is_of_the_old_size(
-    monkeypatch, asks_behind
+    monkeypatch, asks_after
 ):
     group = group_of_three(monkeypatch, shrinks=False)
     group._layouts[1] = SimpleNamespace()
     ask(group)
     count(group)
     shrink(group, NUMBER)
-    if asks_behind:
+    if asks_after:
         ask(group)
         reduce_gradients(group)
         step(group)
     else:
-        with pytest.raises(Restarted, match="ask for the size behind the sum"):
+        with pytest.raises(Restarted, match="ask for the size after the sum"):
             reduce_gradients(group)
 
 

@@ -222,7 +222,7 @@ class OwnerOrders:
     resized: bool = False  # the range of nodes differs from the command line's
     requested_range: tuple[int, int] | None = None  # asked for, and not yet applied
     resized_s: float = 0.0
-    missed: int = 0  # drains in a row behind which the nodes that were to leave stayed
+    missed: int = 0  # drains in a row after which surplus nodes were still in the world
     fenced: frozenset[str] = frozenset()  # incarnations that the owner has fenced
     dead: frozenset[str] = frozenset()  # those of them whose processes have all ended
 
@@ -244,7 +244,7 @@ class OwnerOrders:
         self.resized_s, self.missed = now_s, 0
 
     def note_missed(self, now_s: float) -> None:
-        """Record a drain behind which no node left; they leave later."""
+        """Record a drain after which no node has left; surplus nodes leave later."""
         self.resized_s, self.missed = now_s, self.missed + 1
 
     def end_misses(self) -> None:

@@ -6,7 +6,7 @@ comes back is asked again. `machine` decides when the drain ends. A drain that p
 ends like one whose workers have checkpointed if a node is to leave. One that only adds workers to
 the world is called off, and all workers continue: the script may evaluate before it reaches the
 next boundary. The next such drain has twice the time, and so has the next one by which surplus
-nodes leave if they stayed: messages to one of them may take as long as the usual time allows.
+nodes leave if they have stayed: messages to one of them may take longer than the usual time.
 """
 
 from __future__ import annotations
