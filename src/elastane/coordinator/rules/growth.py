@@ -137,7 +137,7 @@ def _explain_waiting(state: State, workers: int, nodes: str) -> None:
     growth.note_explained()
     reason = (
         f"no checkpoint of the script was seen for {QUIET_S:g} s, so the world does not grow;"
-        " docs/unmodified-scripts.md says which ones are seen"
+        " docs/unmodified-reference.md says which ones are seen"
     )
     state.log(EventKind.WAITING, reason, workers=workers)
 
