@@ -21,7 +21,7 @@ from elastane.kubernetes.operator.executor import Executor
 from elastane.kubernetes.operator.metrics import Metrics
 from elastane.kubernetes.operator.probes import make_metrics
 from elastane.kubernetes.operator.queue import KeyedQueue
-from elastane.kubernetes.store.lease import KubernetesLease, LeasePlace, free_of
+from elastane.kubernetes.store.lease import LeaseCandidacy, LeasePlace, free_of
 from elastane.kubernetes.store.objects import LeaseObject
 
 
@@ -164,8 +164,24 @@ class Notebook(LeasePlace):
         return await self.find()
 
 
+class Candidate(LeaseCandidacy):
+    """A candidacy that keeps the lease that it took last."""
+
+    lease = None
+
+    async def take(self):
+        self.lease = await super().take()
+        return self.lease
+
+    async def renew(self):
+        await self.lease.renew()
+
+    def held(self):
+        return self.lease is not None and self.lease.held()
+
+
 def candidate(shared, clock, name="one"):
-    return KubernetesLease(Notebook(shared, clock), "lease", name.encode(), 15.0, margin=1 / 3)
+    return Candidate(Notebook(shared, clock), "lease", name.encode(), 15.0, margin=1 / 3)
 
 
 def test_its_holder_may_act_until_before_any_other_may_take_it():
@@ -190,7 +206,7 @@ def test_its_holder_may_act_until_before_any_other_may_take_it():
 def test_a_claim_whose_answer_was_lost_is_known_as_ones_own():
     shared = {}
     one = candidate(shared, lambda: 0.0)
-    write, lost = one._place.write, [ApiConflictError("no answer", slug="kube-unreachable")]
+    write, lost = one.place.write, [ApiConflictError("no answer", slug="kube-unreachable")]
 
     async def losing(*what):
         written = await write(*what)
@@ -198,7 +214,7 @@ def test_a_claim_whose_answer_was_lost_is_known_as_ones_own():
             raise lost.pop()
         return written
 
-    one._place.write = losing
+    one.place.write = losing
     assert not asyncio.run(one.take())
     assert asyncio.run(one.take()) and one.held()
 
@@ -208,8 +224,8 @@ def test_a_lease_is_given_back_for_a_dead_pod_unless_another_pod_has_taken_it(ta
     """The other pod may take it between the read and the write."""
     now_s, shared = 0.0, {}
     dead, other = (candidate(shared, lambda: now_s, name) for name in ("dead", "other"))
-    dead._place.pod = "dead's"
-    place, find = Notebook(shared, lambda: now_s), dead._place.find
+    dead.place.pod = "dead's"
+    place, find = Notebook(shared, lambda: now_s), dead.place.find
 
     async def found_late():
         seen = await find()

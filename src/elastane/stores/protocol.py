@@ -48,6 +48,7 @@ import contextlib
 import math
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol
 
@@ -240,13 +241,12 @@ def boot_clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-class HeldLease:
+class HeldLease(ABC):
     """The holder's side of a lease: its term, and until when it may decide, by its own clock.
 
     The lease of a store derives from it, and is made once it was taken: `begun_s` is the moment at
     which that request was sent. After each renewal that succeeded it calls `count_from` with the
-    moment of that request. `end` ends the holding in the store. A candidacy that has taken nothing
-    yet has the term 0.
+    moment of that request. `end` ends the holding in the store.
     """
 
     def __init__(
@@ -256,8 +256,8 @@ class HeldLease:
         clock: Callable[[], float],
         margin: float = LEASE_MARGIN,
         *,
-        term: int = 0,
-        begun_s: float = -math.inf,
+        term: int,
+        begun_s: float,
     ) -> None:
         self._key = key
         self._ttl_s = ttl_s
@@ -271,7 +271,6 @@ class HeldLease:
     @property
     def term(self) -> int:
         """See Lease.term."""
-        assert self._term, "a lease that was never taken was handed out"
         return self._term
 
     def remaining_s(self) -> float:
@@ -294,9 +293,9 @@ class HeldLease:
         with contextlib.suppress(StoreError):
             await self.end()
 
+    @abstractmethod
     async def end(self) -> None:
         """End this holding in the store, and no later one; StoreError if it is out of reach."""
-        raise NotImplementedError
 
     def deposed(self, by: str, where: str = "") -> LeaseLostError:
         """Count the lease as lost for good, and return the error that names the new holder."""

@@ -36,7 +36,7 @@ from elastane.kubernetes.operator.probes import Probes, make_metrics
 from elastane.kubernetes.operator.reporting import EventPublisher
 from elastane.kubernetes.operator.session import Decide, OperatorSession
 from elastane.kubernetes.reconcile import reconcile
-from elastane.kubernetes.store.lease import KubernetesLease, LeasePlace
+from elastane.kubernetes.store.lease import KubernetesLease, LeaseCandidacy, LeasePlace
 from elastane.observe.logging import ConsoleHandler, one_line, setup
 from elastane.process import environment
 from elastane.process.health import AnswerServer
@@ -229,30 +229,31 @@ class Elector:
         self._identity = identity
         self._pace = lease_s / LEASE_S
         margin = 1 - LEASE_HOLD_S / LEASE_S
-        self._lease = KubernetesLease(place, self._name, identity.encode(), lease_s, margin)
+        self._candidacy = LeaseCandidacy(place, self._name, identity.encode(), lease_s, margin)
+        self._lease: KubernetesLease | None = None
         # When the lease was last read or written, and the last failure to do so, for a person.
         self.looked_s = float("-inf")
         self.fault = ""
 
     def held(self) -> bool:
         """Return whether this operator may act at this moment."""
-        return self._lease.held()
+        return self._lease is not None and self._lease.held()
 
     async def campaign(self) -> None:
         """Return once the lease is held. Cancel it to withdraw."""
         while not self.held():
-            await self._try(self._lease.take(), LEASE_REQUEST_S)
+            await self._try(self._take(), LEASE_REQUEST_S)
             if not self.held():
                 await asyncio.sleep(LEASE_LOOK_S * self._pace)
         _log.info("lease %s is held by %s", self._name, self._identity)
 
     async def keep(self) -> None:
         """Renew until the lease is lost; then raise LeaseLostError, at that moment."""
-        while self.held():
-            left_s = self._lease.remaining_s()
-            await asyncio.sleep(min(LEASE_RENEW_S * self._pace, left_s))
-            left_s = max(0.0, self._lease.remaining_s())
-            await self._try(self._lease.renew(), min(left_s, LEASE_REQUEST_S))
+        lease = self._lease
+        while lease is not None and lease.held():
+            await asyncio.sleep(min(LEASE_RENEW_S * self._pace, lease.remaining_s()))
+            left_s = max(0.0, lease.remaining_s())
+            await self._try(lease.renew(), min(left_s, LEASE_REQUEST_S))
         raise LeaseLostError(
             f"this operator no longer holds the lease {self._name}",
             slug="operator-lease-lost",
@@ -263,8 +264,11 @@ class Elector:
 
     async def resign(self) -> None:
         """Release the lease, so that another operator may act at once."""
-        if self.held():
+        if self._lease is not None and self._lease.held():
             await self._try(self._lease.release(), LEASE_REQUEST_S)
+
+    async def _take(self) -> None:
+        self._lease = await self._candidacy.take()
 
     async def _try(self, request: Awaitable[object], patience_s: float) -> None:
         """Read or write the lease; a failure is logged once."""

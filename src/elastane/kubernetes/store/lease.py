@@ -139,42 +139,84 @@ async def end_holding(
     return None
 
 
-class KubernetesLease(HeldLease):
-    """One candidate's lease at a place; `take` takes it."""
+class _TakenLease(NamedTuple):
+    """A lease that was taken: what was written, the term, and when the request was sent."""
+
+    version: int
+    transitions: int
+    acquired: str
+    term: int
+    begun_s: float
+
+
+class LeaseCandidacy:
+    """One candidate for the lease at a place; `take` tries once."""
 
     def __init__(
         self, place: LeasePlace, key: str, value: bytes, ttl_s: float, margin: float = LEASE_MARGIN
     ) -> None:
-        super().__init__(key, ttl_s, place.clock, margin)
-        self._place = place
-        self._value = value
+        self.place = place
+        self.key = key
+        self.ttl_s = ttl_s
+        self.margin = margin
         # Each candidacy has a new identity: a write of an earlier one must not count as its own.
-        self._identity = f"{value.decode(errors='replace')[:100]}_{secrets.token_hex(8)}"
-        self._version = 0
-        self._transitions = 0
-        self._acquired = ""
+        self.identity = f"{value.decode(errors='replace')[:100]}_{secrets.token_hex(8)}"
+        self._value = value
 
-    async def take(self) -> bool:
-        """Take the lease if it is free; False if it is held, or another candidate was quicker."""
-        found = await self._place.find()
+    async def take(self) -> KubernetesLease | None:
+        """Return the lease if it is free; None if it is held, or another candidate was quicker."""
+        found = await self.place.find()
         # This candidate already holds the lease if only the answer to its write was lost.
-        is_own = found is not None and found.holder == self._identity
-        if not is_own and not self._place.is_free(found):
-            return False
-        begun_s = self._clock()
+        is_own = found is not None and found.holder == self.identity
+        if not is_own and not self.place.is_free(found):
+            return None
+        begun_s = self.place.clock()
         try:
             if found is None:
-                found = await self._place.write(0, {}, {})
-            replaced = found.metadata.version
-            self._transitions = (found.spec.leaseTransitions or 0) + 1
-            self._acquired = micro_time()
-            written = await self._write(replaced, term=replaced)
+                found = await self.place.write(0, {}, {})
+            term = found.metadata.version
+            transitions, acquired = (found.spec.leaseTransitions or 0) + 1, micro_time()
+            written = await self.place.write(term, *self.holding(term, transitions, acquired))
         except (ApiConflictError, ApiNotFoundError):
-            return False
-        self._version = written.metadata.version
-        self._term = replaced
-        self.count_from(begun_s)
-        return True
+            return None
+        taken = _TakenLease(written.metadata.version, transitions, acquired, term, begun_s)
+        return KubernetesLease(self, taken)
+
+    def holding(
+        self, term: int, transitions: int, acquired: str
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the spec and the annotations of a Lease that this candidate holds from now."""
+        spec = {
+            "holderIdentity": self.identity,
+            "leaseDurationSeconds": math.ceil(self.ttl_s),
+            "acquireTime": acquired,
+            "renewTime": micro_time(),
+            "leaseTransitions": transitions,
+        }
+        annotations = {VALUE_ANNOTATION: self._value.hex(), TERM_ANNOTATION: str(term)}
+        if self.place.pod:
+            annotations[POD_ANNOTATION] = self.place.pod
+        return spec, annotations
+
+
+class KubernetesLease(HeldLease):
+    """The lease that a candidacy took; `LeaseCandidacy.take` makes it."""
+
+    def __init__(self, candidacy: LeaseCandidacy, taken: _TakenLease) -> None:
+        super().__init__(
+            candidacy.key,
+            candidacy.ttl_s,
+            candidacy.place.clock,
+            candidacy.margin,
+            term=taken.term,
+            begun_s=taken.begun_s,
+        )
+        self._candidacy = candidacy
+        self._place = candidacy.place
+        self._transitions = taken.transitions
+        self._acquired = taken.acquired
+        # 0 after the Lease was deleted: the next renewal creates it.
+        self._version = taken.version
 
     async def renew(self) -> None:
         """See Lease.renew."""
@@ -182,8 +224,9 @@ class KubernetesLease(HeldLease):
             raise self._deposed("others'")
         for _ in range(_TURNS_MAX):
             begun_s = self._clock()
+            held = self._candidacy.holding(self._term, self._transitions, self._acquired)
             try:
-                written = await self._write(self._version, term=self._term)
+                written = await self._place.write(self._version, *held)
             except (ApiConflictError, ApiNotFoundError):
                 await self._look()
                 continue
@@ -196,33 +239,20 @@ class KubernetesLease(HeldLease):
         )
 
     async def end(self) -> None:
-        """See HeldLease.end. A candidacy that was not taken has no holding."""
+        """See HeldLease.end. A Lease that was deleted has no holding."""
         if not self._version:
             return
         with contextlib.suppress(ApiError):
             spec = {"holderIdentity": None, "leaseTransitions": self._transitions}
             await self._place.write(self._version, spec, {})
 
-    async def _write(self, version: int, term: int) -> LeaseObject:
-        spec = {
-            "holderIdentity": self._identity,
-            "leaseDurationSeconds": math.ceil(self._ttl_s),
-            "acquireTime": self._acquired,
-            "renewTime": micro_time(),
-            "leaseTransitions": self._transitions,
-        }
-        annotations = {VALUE_ANNOTATION: self._value.hex(), TERM_ANNOTATION: str(term)}
-        if self._place.pod:
-            annotations[POD_ANNOTATION] = self._place.pod
-        return await self._place.write(version, spec, annotations)
-
     async def _look(self) -> None:
         """After a conflicting write, read the lease; LeaseLostError if another process has it."""
         found = await self._place.find()
         if found is None:
-            self._version = 0  # The Lease was deleted, so it is created again.
+            self._version = 0
             return
-        if found.holder != self._identity:
+        if found.holder != self._candidacy.identity:
             raise self._deposed(found.holder or "a lease without a holder")
         self._version = found.metadata.version
 

@@ -33,7 +33,7 @@ from elastane.kubernetes.client import (
 )
 from elastane.kubernetes.client.api import follow_one
 from elastane.kubernetes.client.resource import CONFIGMAPS, LEASES, SECRETS
-from elastane.kubernetes.store.lease import KubernetesLease, LeasePlace, end_holding
+from elastane.kubernetes.store.lease import KubernetesLease, LeaseCandidacy, LeasePlace, end_holding
 from elastane.kubernetes.store.objects import (
     JOB_LABEL,
     KEY_ANNOTATION,
@@ -230,8 +230,7 @@ class KubernetesStore:
         check_ttl(key, ttl_s)
         await self.find_owner()
         self._touched.add((LEASES, key))
-        lease = KubernetesLease(self._place(key), key, value, ttl_s)
-        return lease if await lease.take() else None
+        return await LeaseCandidacy(self._place(key), key, value, ttl_s).take()
 
     async def holder(self, key: str) -> Holder | None:
         """See Store.holder."""
