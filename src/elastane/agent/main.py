@@ -26,6 +26,7 @@ from elastane.agent.link import CoordinatorLink, Dialer
 from elastane.agent.node import NodeServices, node_services, register_node
 from elastane.agent.rules import AgentCore
 from elastane.agent.shell import AgentShell, Outlets
+from elastane.agent.snapshot_server import replica_peers
 from elastane.agent.worker import GroupSetup
 from elastane.coordinator.host import CoordinatorHost, operator_bridge_of
 from elastane.coordinator.leadership import (
@@ -127,11 +128,12 @@ class _Agent:
         keyring = Keyring(config.spec.job, token, config.rendezvous.token_file)
         await keyring.reload()
         access = rpc.Access(config.spec.job, keyring.secrets()[0], _tls(config), keyring.secrets)
-        if config.supervision.replicas:
-            from elastane.agent.snapshot_server import replica_peers
-
-            node.snapshot_server.replicate_with(lambda: replica_peers(config, keyring))
         parts = self._parts(keys, keyring, access)
+        replicas = config.supervision.replicas
+        node.snapshot_server.start(
+            parts.shell.checkpoint_saved,
+            (lambda: replica_peers(config, keyring)) if replicas else None,
+        )
         parts.shell.handle_signals(config.signals, config.repeated_signals)
         node.log.write(
             LogEvent(
@@ -187,7 +189,6 @@ class _Agent:
             node.snapshot_server.copies,
         )
         shell = AgentShell(core, self._group_setup(), node.port, queue, outlets)
-        node.snapshot_server.when_saved(shell.checkpoint_saved)
         return _Parts(core, shell, dialer, link, leadership, keys)
 
     async def _run_tasks(self, parts: _Parts) -> Exit:

@@ -148,7 +148,6 @@ async def node_services(
         timers=TimerWatch(supervision.timer_file) if supervision.watches_timers else None,
     )
     reaper_watch = asyncio.create_task(_restart_reaper(reaper))
-    snapshot_server.start()
     await spawner.start()
     health = await _answer_health(supervision.health_port)
     try:

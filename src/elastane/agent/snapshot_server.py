@@ -69,6 +69,10 @@ _WARN_S = 2.0
 _PURPOSE = b"elastane snapshot servers"
 
 
+def _nothing(_place: str) -> None:
+    """Do nothing."""
+
+
 class SnapshotServerHandle:
     """The snapshot server of one agent; `path` is its socket, "" without one."""
 
@@ -115,18 +119,19 @@ class SnapshotServerHandle:
             return
         self.path = str(path)
 
-    def start(self) -> None:
-        """Begin to start servers when they are needed."""
+    def start(
+        self,
+        saved: Callable[[str], None] = _nothing,
+        peers: Callable[[], ReplicationSettings] | None = None,
+    ) -> None:
+        """Begin to start servers when they are needed.
+
+        `saved` gets the place of each checkpoint that a server reports as durable. `peers` returns
+        how servers exchange copies with those of other nodes; None: they do not.
+        """
+        self._saved, self._peers = saved, peers
         if self._listener is not None:
             self._serving = asyncio.create_task(self._serve(self._listener))
-
-    def replicate_with(self, peers: Callable[[], ReplicationSettings]) -> None:
-        """Let servers exchange copies with those of other nodes; `peers` returns how."""
-        self._peers = peers
-
-    def when_saved(self, saved: Callable[[str], None]) -> None:
-        """Call `saved` with the place of each checkpoint that the server reports as durable."""
-        self._saved = saved
 
     def copies(self) -> NodeCopies | None:
         """Return the newest copies of the workers' state; None until the server reports some."""
@@ -315,10 +320,6 @@ def _copy_at(copy: CopyTime | None, now_s: float) -> StateCopy | None:
         return None
     age_s = max(0.0, now_s - copy.began_s)
     return StateCopy(step=copy.step, age_s=age_s, took_s=copy.took_s, every_s=copy.every_s)
-
-
-def _nothing(_place: str) -> None:
-    """Do nothing."""
 
 
 def _warn_slow_end(limit_s: float) -> None:

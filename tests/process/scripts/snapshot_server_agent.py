@@ -22,9 +22,9 @@ async def main():
     keeping.open()
     reaper = OrphanReaper("none", keeping.path)
     await reaper.start()
-    if secret := os.environ.get("TEST_NEIGHBOURS"):
-        keeping.replicate_with(lambda: ReplicationSettings("job", (secret.encode(),), "127.0.0.1"))
-    keeping.start()
+    secret = os.environ.get("TEST_NEIGHBOURS", "").encode()
+    peers = ReplicationSettings("job", (secret,), "127.0.0.1")
+    keeping.start(peers=(lambda: peers) if secret else None)
     print(keeping.path, flush=True)
     lines: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
