@@ -130,3 +130,18 @@ def test_a_file_at_the_path_is_never_removed(tmp_path):
         TimerPipe(str(path)).open()
     assert caught.value.slug == "timer-file"
     assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize("when", ["before", "while the pipe is made"])
+def test_a_symbolic_link_at_the_path_is_refused_and_not_followed(tmp_path, monkeypatch, when):
+    path, aim = tmp_path / "timers", tmp_path / "aim"
+    if when == "before":
+        os.mkfifo(aim)
+        path.symlink_to(aim)
+    else:
+        aim.write_text("precious")
+        monkeypatch.setattr(os, "mkfifo", lambda name, _: os.symlink(aim, name))
+    with pytest.raises(ConfigurationError) as caught:
+        TimerPipe(str(path)).open()
+    assert caught.value.slug == "timer-file"
+    assert path.is_symlink() and aim.exists()

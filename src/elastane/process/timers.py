@@ -28,6 +28,8 @@ PID_MAX = 4 << 20
 # The timers of one node: each worker holds a few, by nesting.
 TIMERS_MAX = 10_000
 _READ_BYTES = 64 << 10
+# No symbolic link, which another user of the folder could make lead elsewhere.
+_PIPE_END = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class WorkerTimer(msgspec.Struct, frozen=True):
@@ -159,8 +161,8 @@ class TimerPipe:
                 self.path = f"{self.requested_path}.{os.getpid()}"
             Path(self.path).unlink(missing_ok=True)
             os.mkfifo(self.path, 0o600)
-            self._read_fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            self._write_fd = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._read_fd = os.open(self.path, os.O_RDONLY | _PIPE_END)
+            self._write_fd = os.open(self.path, os.O_WRONLY | _PIPE_END)
         except OSError as error:
             raise ConfigurationError(
                 f"TORCHELASTIC_TIMER_FILE = {self.requested_path!r}: {error.strerror or error}",
@@ -174,7 +176,7 @@ def _is_read_by_another(path: str) -> bool:
     try:
         if not stat.S_ISFIFO(Path(path).lstat().st_mode):
             raise FileExistsError(errno.EEXIST, "exists and is not a named pipe")
-        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        os.close(os.open(path, os.O_WRONLY | _PIPE_END))
     except FileNotFoundError:
         return False
     except OSError as error:

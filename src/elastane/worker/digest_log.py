@@ -13,6 +13,7 @@ another job, it raises JobError. The reader raises ConfigurationError.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -28,6 +29,8 @@ FORMAT = 1
 _KIND = "elastane-digest-log"
 # Enough for the last lines: one or two steps are cut off.
 _TAIL_BYTES = 1 << 16
+# No symbolic link, which another user of the folder could make lead elsewhere.
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 # Other values mean another run; the remaining settings may change when a run is resumed.
 _IDENTITY = ("shards", "seed", "data")
 
@@ -96,7 +99,12 @@ class DigestLog:
 
     def _open(self, committed: int, settings: Callable[[], Mapping[str, Any]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            file = os.open(self.path, _OPEN, 0o644)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise self._refused("is a symbolic link, which is not followed") from error
+            raise
         try:
             own = dict(settings())
             self._insist_on_own(file, committed, own)

@@ -114,6 +114,19 @@ def test_a_digest_log_that_cannot_be_created_is_refused(tmp_path):
         goes(DigestLog(tmp_path / "file" / "digests"), [0])
 
 
+def test_a_symbolic_link_is_refused_and_the_file_behind_it_left_alone(path, tmp_path, capsys):
+    own = tmp_path / "own"
+    goes(DigestLog(own), range(3))
+    before = own.read_bytes()
+    path.parent.mkdir()
+    path.symlink_to(own)
+    with pytest.raises(JobError, match="is a symbolic link"):
+        goes(DigestLog(path), [0])
+    goes(DigestLog(path), [3])
+    assert "is a symbolic link" in capsys.readouterr().err
+    assert own.read_bytes() == before
+
+
 def test_a_full_disk_loses_lines_and_the_job_runs(path, monkeypatch, capsys):
     log = DigestLog(path)
     goes(log, [0, 1])
