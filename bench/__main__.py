@@ -7,9 +7,22 @@ python -m bench --rows drain          (rows of the first table)
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
+import uuid
 from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+
+from bench.harness import POLL_S, kill, marked
+
+# Each process of a table inherits this variable.
+RUN_VARIABLE = "BENCH_RUN"
+# In which a table that is interrupted removes its folders and networks.
+END_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -45,13 +58,36 @@ TABLES = (
 
 
 def run(table: BenchTable, words: list[str]) -> int:
-    """Print a table in a separate process, because some tables open thousands of connections."""
+    """Print a table in a separate process, because some tables open thousands of connections.
+
+    No process of the table outlives this call, also if it ends by SIGTERM.
+    """
     print(f"\n{table.heading}:\n", flush=True)
-    command = [sys.executable, "-m", table.module, *words]
-    return subprocess.run(command, check=False).returncode
+    mark = uuid.uuid4().hex
+    env = {**os.environ, RUN_VARIABLE: mark}
+    process = subprocess.Popen([sys.executable, "-m", table.module, *words], env=env)
+    try:
+        return process.wait()
+    except SystemExit:
+        process.send_signal(signal.SIGINT)
+        process.wait(END_S)
+        raise
+    finally:
+        while pids := marked(f"{RUN_VARIABLE}={mark}"):
+            kill(pids)
+            process.poll()
+            time.sleep(POLL_S)
+
+
+def exit_by(number: int, _: FrameType | None) -> NoReturn:
+    """End this process as a shell reports a signal."""
+    sys.exit(128 + number)
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, exit_by)
+    # Tables inherit an ignored signal, as of a shell's background job, and not a handler.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     words = sys.argv[1:]
     named = {table.name: table for table in TABLES}
     if words and words[0] in named:
