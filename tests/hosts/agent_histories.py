@@ -21,10 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from agent_plans import JUMPS_S, WORKER_FAULTS, AgentHistory, Fault
+from agent_plans import JUMPS_S, SCRIPTS, WORKER_FAULTS, ZYGOTE_FAULTS, AgentHistory, Fault
 from etcd_server import need_etcd
-from host_jobs import EtcdHosts, HostJob
-from hosts import PROGRAMS, PYTHON, Lan, need_hosts
+from host_jobs import EtcdHosts, HostJob, RedisHosts, StoreHosts
+from hosts import PROGRAMS, PYTHON, Host, Lan, need_hosts
 from job_promises import (
     Body,
     BrokenJobError,
@@ -36,6 +36,8 @@ from job_promises import (
     check_job,
 )
 from jobs import PRELOAD_OPTIMIZER, SCRIPT, Agent, until
+from redis_server import need_redis
+from script_promises import ScriptBody, ScriptPromised, check_script
 from timed_faults import End, carry_out
 
 from elastane.observe.events import LoggedEvent
@@ -43,9 +45,11 @@ from elastane.protocol.log_events import EventKind
 from elastane.protocol.wire import MAGIC
 
 sys.path.append(str(SCRIPT.parent))
+import script_steps
 from noted_steps import undisturbed
 
 PROGRAM = SCRIPT.with_name("noted_steps.py")
+UNMODIFIED = SCRIPT.with_name("script_steps.py")
 STEP_S = 0.05
 # All of a host but its first process; see kill(2).
 EVERY_PID = -1
@@ -58,12 +62,16 @@ SETTLE_S = 138.0 + 30.0 + 60.0
 END_S = 90.0
 # What all hosts do together, over several checkpoints.
 STEPS_AFTER = 50
+# More than what workers of one world are apart.
+STEPS_APART = 5
 # From SIGTERM to the end of a worker that waits in a collective: its agent gives it 5 s.
 STRAYS_S = 15.0
 START_S = 120.0
 OPTIONS = ("--max-restarts", "1000", "--preload", PRELOAD_OPTIMIZER)
 # No pause in a crash loop, which a history may look like.
 CONF = "crash_loop=0,last_call=1,gather=0.5"
+# A world that shrank grows at the next checkpoint.
+SCRIPT_CONF = f"{CONF},growth_interval=0"
 
 
 @dataclass
@@ -99,6 +107,9 @@ class NotedJob(HostJob):
     def command(self, node: str, nproc: int, options: tuple[str, ...]) -> list[str]:
         words = super().command(node, nproc, options)
         before = words[: words.index(str(SCRIPT))]
+        if self.recovery in SCRIPTS:
+            how = ["--in-place"] if self.recovery == "script-in-place" else []
+            return [*before, *how, str(UNMODIFIED), str(self.folder), str(STEP_S)]
         return [*before, str(PROGRAM), self.recovery, str(self.folder), str(STEP_S)]
 
     def newest_notes(self) -> dict[str, dict[str, Any]]:
@@ -120,7 +131,7 @@ class HistoryRun:
 
     history: AgentHistory
     job: NotedJob
-    etcd: EtcdHosts | None
+    store: StoreHosts | None
     disk: SharedDisk
     cuts: list[Fault] = field(default_factory=list)
     # Newest agent of each host, and since when the host is up.
@@ -149,13 +160,28 @@ class HistoryRun:
         seen = self._seen()
         steps = max((body.step for body in seen.bodies), default=0) + 1
         per_host, hosts = self.history.workers_per_host, len(self.history.hosts)
+        is_script = self.history.recovery in SCRIPTS
         promised = Promised(
             size_min=self.history.nodes_min * per_host,
             size_max=hosts * per_host,
             harmed_workers=self.harmed_workers,
-            steps=exact_steps(steps),
+            steps=() if is_script else exact_steps(steps),
         )
-        return check_job(seen, promised) | {"settled after s": round(self.settled_after_s)}
+        found = (
+            check_script(seen, self._of_script(promised))
+            if is_script
+            else check_job(seen, promised)
+        )
+        return found | {"settled after s": round(self.settled_after_s)}
+
+    def _of_script(self, bounds: Promised) -> ScriptPromised:
+        zero = (0.0,) * script_steps.SIZE
+        return ScriptPromised(
+            bounds=bounds,
+            shrinks=self.history.recovery == "script-in-place",
+            first=(script_steps.digest(zero, zero), (zero, zero)),
+            replay=script_steps.replayed,
+        )
 
     # Faults.
 
@@ -168,6 +194,8 @@ class HistoryRun:
         self.told.append(f"{time.time():.3f} {fault}")
         if fault.kind in WORKER_FAULTS:
             return self._harm_worker(fault)
+        if fault.kind in ZYGOTE_FAULTS:
+            return self._harm_zygote(fault)
         acts: dict[str, Callable[[Fault], End]] = {
             "kill-agent": self._kill_agent,
             "power": self._power,
@@ -254,10 +282,19 @@ class HistoryRun:
         )[-self.history.workers_per_host :]
         if not alive or fault.host not in self.job.lan.hosts:
             return lambda: None
-        host = self.job.lan[fault.host]
-        pid = random.Random(fault.draw).choice(alive)[1]
         self.harmed_workers += 1
-        stop = fault.kind == "stop-worker"
+        return self._harm_process(fault, [pid for _, pid in alive])
+
+    def _harm_zygote(self, fault: Fault) -> End:
+        """Kill or stop a process of the host from which workers are forked, or their rendezvous."""
+        host = self.job.lan.hosts.get(fault.host)
+        zygotes = [] if host is None else _zygotes(host)
+        return self._harm_process(fault, zygotes) if zygotes else lambda: None
+
+    def _harm_process(self, fault: Fault, pids: list[int]) -> End:
+        host = self.job.lan[fault.host]
+        pid = random.Random(fault.draw).choice(pids)
+        stop = fault.kind.startswith("stop")
         number = signal.SIGSTOP if stop else signal.SIGKILL
         host.ask("signal", pid=pid, number=int(number))
 
@@ -268,18 +305,18 @@ class HistoryRun:
         return end
 
     def _kill_store(self, fault: Fault) -> End:
-        assert self.etcd is not None
-        self.etcd.processes[fault.host].kill()
+        assert self.store is not None
+        self.store.processes[fault.host].kill()
         return lambda: self._start_store(fault.host)
 
     def _start_store(self, host: str) -> None:
-        assert self.etcd is not None
-        if self.etcd.processes[host].poll() is not None:
-            self.etcd.launch(host)
+        assert self.store is not None
+        if self.store.processes[host].poll() is not None:
+            self.store.launch(host)
 
     def _stop_store(self, fault: Fault) -> End:
-        assert self.etcd is not None
-        store = self.etcd.processes[fault.host]
+        assert self.store is not None
+        store = self.store.processes[fault.host]
         store.send_signal(signal.SIGSTOP)
         return lambda: store.send_signal(signal.SIGCONT)
 
@@ -352,8 +389,13 @@ class HistoryRun:
         """Whether the newest world has all workers of all hosts, and each makes steps in it."""
         self._check_agents()
         notes = self.job.newest_notes().values()
-        newest = max(note["fence"] for note in notes)
-        places = {(note["rank"], note["size"]) for note in notes if note["fence"] == newest}
+        newest, step = max((note["fence"], note["step"]) for note in notes)
+        # A script's worker that was lost from a world keeps the fence of that world.
+        places = {
+            (note["rank"], note["size"])
+            for note in notes
+            if note["fence"] == newest and note["step"] > step - STEPS_APART
+        }
         most = len(self.history.hosts) * self.history.workers_per_host
         return places == {(rank, most) for rank in range(most)}
 
@@ -403,7 +445,10 @@ class HistoryRun:
                 for e in events
                 if e.kind == EventKind.ROUND_SETTLED
             ],
-            saves=[durable(e) for e in events if e.kind == EventKind.CHECKPOINT_SAVED],
+            saves=[
+                *(durable(e) for e in events if e.kind == EventKind.CHECKPOINT_SAVED),
+                *(save for path in self.job.notes.iterdir() for save in saves_of(path)),
+            ],
             started=frozenset(started),
             charged=max((int(e.data["used"]) for e in charges), default=0),
             codes=[(host, agent.process.poll() or 0) for host, agent in self.agents.items()],
@@ -426,7 +471,7 @@ def _started_s(process: str) -> float:
 
 def bodies_of(path: Path) -> Iterator[Body]:
     """Yield the bodies in a file of notes; a killed process may leave half a line."""
-    body: Body | None = None
+    body: ScriptBody | None = None
     for line in path.read_text().splitlines():
         try:
             note = json.loads(line)
@@ -435,22 +480,43 @@ def bodies_of(path: Path) -> Iterator[Body]:
         if note["what"] == "body":
             if body is not None:
                 yield body
-            body = Body(
+            body = ScriptBody(
                 path.stem,
                 path.stem.partition(".")[0],
                 (note["fence"][0], note["fence"][1]),
                 note["rank"],
                 note["size"],
                 note["step"],
-                tuple(note["samples"]),
+                tuple(note.get("samples", ())),
                 note["digest"],
                 note["at_s"],
             )
-        else:
+        elif note["what"] == "committed":
             assert body is not None and body.step == note["step"], (path, line)
-            body = replace(body, after=note["digest"], committed_s=note["at_s"])
+            body = replace(
+                body,
+                after=note["digest"],
+                committed_s=note["at_s"],
+                weights=tuple(note.get("weights", ())),
+            )
     if body is not None:
         yield body
+
+
+def saves_of(path: Path) -> Iterator[DurableState]:
+    """Yield the checkpoints that an unmodified script notes in a file."""
+    for line in path.read_text().splitlines():
+        with suppress(ValueError):
+            note = json.loads(line)
+            if note["what"] == "saved":
+                yield DurableState(note["step"], note["began_s"], note["at_s"])
+
+
+def _zygotes(host: Host) -> list[int]:
+    """Return the processes of a host that fork workers or serve their process group."""
+    of_each = "for p in [0-9]*; do grep -q elastane.process.zygote $p/cmdline && echo $p; done"
+    found = host.run("sh", "-c", f"cd /proc && {of_each}; true")
+    return sorted(map(int, found.split()))
 
 
 def exact_steps(steps: int) -> list[ExactStep]:
@@ -507,26 +573,34 @@ class SharedDisk:
 def history_on(history: AgentHistory, folder: Path) -> Iterator[HistoryRun]:
     """Yield a job on hosts for a history; end all of its processes."""
     need_hosts()
-    has_store = history.backend == "etcd"
-    if has_store:
-        need_etcd()
+    {"etcd": need_etcd, "redis": need_redis}.get(history.backend, lambda: None)()
     folder.mkdir(parents=True)
     least = history.nodes_min * history.workers_per_host
-    more = ("--min-workers", str(least)) if history.recovery == "in-place" else ()
+    more = ("--min-workers", str(least)) if "in-place" in history.recovery else ()
     with SharedDisk(folder / "disk") as disk, Lan(history.hosts + history.stores) as lan:
         job = NotedJob(
             folder,
             f"{history.nodes_min}:{len(history.hosts)}",
             (*OPTIONS, *more),
-            CONF,
+            SCRIPT_CONF if history.recovery in SCRIPTS else CONF,
             backend=history.backend,
             lan=lan,
             recovery=history.recovery,
         )
-        etcd = EtcdHosts(lan, history.stores, folder / "etcd").start() if has_store else None
-        if etcd is not None:
-            job.endpoint = etcd.endpoint
+        store = _store_of(history, lan, folder)
+        if store is not None:
+            job.endpoint = store.endpoint
+        elif history.backend == "file":
+            job.endpoint = str(folder / "store")
         else:
             job.at(history.hosts[0])
         with job:
-            yield HistoryRun(history, job, etcd, disk)
+            yield HistoryRun(history, job, store, disk)
+
+
+def _store_of(history: AgentHistory, lan: Lan, folder: Path) -> StoreHosts | None:
+    """Start the store of a history, if it has hosts for one."""
+    kinds = {"etcd": EtcdHosts, "redis": RedisHosts}
+    if not history.stores:
+        return None
+    return kinds[history.backend](lan, history.stores, folder / history.backend).start()

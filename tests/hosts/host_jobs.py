@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Self
 from etcd_server import ETCD, need_etcd
 from hosts import MAIN, PYTHON, HostProcess, Lan, need_hosts
 from jobs import LONE, Agent, Job, Step, newest, until
+from redis_server import REDIS
 
 from elastane.protocol.log_events import EventKind
 
@@ -124,12 +126,25 @@ def let_pass(duration_s: float) -> None:
     until(lambda: time.monotonic() >= end_s, "time passes", duration_s + 10)
 
 
-class EtcdHosts:
-    """An etcd with a member on each of several hosts; clients use port 2379."""
+class StoreHosts:
+    """A store with a process on each of several hosts."""
 
     def __init__(self, lan: Lan, names: str, folder: Path) -> None:
         self.lan, self.names, self.folder = lan, names, folder
         self.processes: dict[str, HostProcess] = {}
+
+    @property
+    @abstractmethod
+    def endpoint(self) -> str:
+        """Return what agents are given as the endpoint."""
+
+    @abstractmethod
+    def launch(self, name: str) -> None:
+        """Start the process of a host, on its data."""
+
+
+class EtcdHosts(StoreHosts):
+    """An etcd with a member on each of several hosts; clients use port 2379."""
 
     @property
     def endpoint(self) -> str:
@@ -178,6 +193,36 @@ class EtcdHosts:
             if status and status.get("leader") == status["header"]["member_id"]:
                 return name
         raise AssertionError("no leader")
+
+
+class RedisHosts(StoreHosts):
+    """A durable Redis on one host."""
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.lan.address(self.names)}:6379"
+
+    def start(self) -> Self:
+        self.launch(self.names)
+        until(self._answers, "redis is ready", 30)
+        return self
+
+    def launch(self, name: str) -> None:
+        self.folder.mkdir(exist_ok=True)
+        argv = [
+            str(REDIS), "--bind", self.lan.address(name), "--port", "6379",
+            "--protected-mode", "no", "--dir", str(self.folder), "--save", "",
+            "--appendonly", "yes", "--appendfsync", "always",
+        ]  # fmt: skip
+        env = {"PATH": os.environ.get("PATH", "")}
+        self.processes[name] = self.lan[name].start(argv, env, self.folder / f"{name}.log")
+
+    def _answers(self) -> bool:
+        ask = "import socket, sys; socket.create_connection((sys.argv[1], 6379), 2)"
+        with suppress(OSError):
+            self.lan[self.names].run(*PYTHON, "-c", ask, self.lan.address(self.names))
+            return True
+        return False
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 WORKER_FAULTS = ("kill-worker", "stop-worker")
+# A process from which workers are forked, or one that serves the rendezvous of their process group.
+ZYGOTE_FAULTS = ("kill-zygote", "stop-zygote")
 # `part`: between two hosts. The others of the network: between one host and all.
 CUTS = ("cut", "mute", "deafen", "part")
 DEATHS = ("kill-agent", "power", "leave")
@@ -31,7 +33,10 @@ LONG_S = (40.0, 60.0)
 # The default backend's coordinator keeps no record. When its agent is started again, at least one
 # other agent must reach it within this time, and tells it the fences.
 REMEMBERS_S = 8.0
-STORES = ("s", "stu")  # hosts of the store: one, or a majority of three
+# Hosts of the store of a backend: one, or a majority of three. A shared folder has none.
+STORES = {"etcd": ("s", "stu"), "redis": ("s",)}
+# Jobs of an unmodified script: all workers restart at each fault, or survivors continue.
+SCRIPTS = ("script", "script-in-place")
 
 
 @dataclass(frozen=True, order=True)
@@ -106,11 +111,14 @@ class AgentHistory:
         partition lasts (docs/guarantees.md says so), so there a world has more than half of them.
         """
         draw = random.Random(f"{seed} {recovery} {backend}")
-        hosts = "abcd"[: draw.choice((3, 3, 4))]
+        is_script = recovery in SCRIPTS
+        hosts = "abcd"[: draw.choice((2, 3, 3) if is_script else (3, 3, 4))]
         most = len(hosts) // 2 + 1
         has_store = backend != "elastane"
-        stores = draw.choice(STORES) if has_store else ""
-        kinds = HOST_FAULTS + DISK_FAULTS + STRANGE_FAULTS + (STORE_FAULTS if has_store else ())
+        stores = draw.choice(STORES[backend]) if backend in STORES else ""
+        # A script that saves by itself ends where its disk is full.
+        kinds = HOST_FAULTS + (2 * ZYGOTE_FAULTS if is_script else DISK_FAULTS)
+        kinds += STRANGE_FAULTS + (STORE_FAULTS if stores else ())
         if seed % 3:
             kinds += 3 * WORKER_FAULTS
         faults: list[Fault] = []
@@ -141,7 +149,7 @@ def _drawn_fault(
     kind, host = draw.choice(kinds), draw.choice(hosts)
     other, number = draw.choice(hosts.replace(host, "")), draw.randrange(1 << 16)
     for_s = draw.uniform(*draw.choice(LASTS_S))
-    if kind == "kill-worker":
+    if kind in ("kill-worker", "kill-zygote"):
         return Fault(at_s, 0.0, kind, host, draw=number)
     if kind == "part":
         return Fault(at_s, for_s, kind, host, other)

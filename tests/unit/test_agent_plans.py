@@ -6,7 +6,18 @@ import dataclasses
 import itertools
 
 import pytest
-from agent_plans import DEATHS, HOST_FAULTS, REMEMBERS_S, WORKER_FAULTS, AgentHistory, Fault
+from agent_plans import (
+    DEATHS,
+    DISK_FAULTS,
+    HOST_FAULTS,
+    REMEMBERS_S,
+    SCRIPTS,
+    STORE_FAULTS,
+    WORKER_FAULTS,
+    ZYGOTE_FAULTS,
+    AgentHistory,
+    Fault,
+)
 
 RUN_S = 30.0
 
@@ -32,6 +43,15 @@ def test_fifty_seeds_have_every_fault_several_at_a_time_and_late_hosts():
         for earlier, later in itertools.pairwise(history.faults)
     )
     assert all(fault.at_s < RUN_S for history in histories for fault in history.faults)
+
+
+def test_histories_of_scripts_harm_zygotes_and_never_the_disk_on_two_or_three_hosts():
+    for recovery, backend in itertools.product(SCRIPTS, ("elastane", "file", "etcd", "redis")):
+        histories = [AgentHistory.drawn(seed, recovery, backend, RUN_S) for seed in range(50)]
+        kinds = {fault.kind for history in histories for fault in history.faults}
+        assert kinds.issuperset(ZYGOTE_FAULTS) and kinds.isdisjoint(DISK_FAULTS)
+        assert kinds.isdisjoint(STORE_FAULTS) == (backend in ("elastane", "file"))
+        assert {history.hosts for history in histories} == {"ab", "abc"}
 
 
 def test_every_third_history_harms_no_worker_directly():
