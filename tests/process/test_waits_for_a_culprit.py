@@ -10,6 +10,8 @@ from collections import Counter
 import pytest
 from culprit_jobs import CLASSES, ENDED, CulpritJob
 
+from elastane.observe.view import JobView, after_event
+
 SOAK_FAULTS = int(os.environ.get("SOAK_FAULTS", "400"))
 SOAK_IN_PLACE = int(os.environ.get("SOAK_IN_PLACE", "300"))
 IN_PLACE = ("loop", "sleep", "lock", "loader", "disk", "stop", "large", "small")
@@ -58,6 +60,26 @@ def test_the_culprit_of_several_nodes_is_named_and_ended_where_the_wait_never_en
         found, _ = job.fault("stop", 0)
         assert (found.data["class"], found.data["ranks"]) == ("stopped", "0"), found.reason
         assert "is stopped by a signal" in job.cluster.events("restart")[-1].data["cause"]
+
+
+def test_programs_that_differ_in_place_are_one_incident_with_one_cause(tmp_path):
+    """The group finds it, the survivors meet, find that they differ, and all workers restart."""
+    job = CulpritJob(tmp_path, in_place=True)
+    with job.cluster:
+        job.start()
+        job.told.write_text("other 1")
+        job.cluster.wait_event("restart")
+        job.told.unlink()
+        job.wait_steps(20)
+        view = JobView()
+        for event in job.cluster.events():
+            view = after_event(view, event)
+    [one] = view.incidents.listed
+    assert (one.kind, one.rank, one.state) == ("stall", 1, "recovered"), one
+    assert "rank 1 called broadcast (waits_for_a_culprit.py:" in one.cause
+    assert any("do not run the same program" in line for line in one.evidence), one.evidence
+    cause = job.cluster.events("restart")[-1].data["cause"]
+    assert cause.startswith("all workers wait for one another: "), cause
 
 
 @pytest.mark.soak

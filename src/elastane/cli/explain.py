@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from elastane.cli.parser import add_job_options
+from elastane.protocol.diagnosis import says_restart
 from elastane.protocol.words import counted
 
 if TYPE_CHECKING:
@@ -136,9 +137,13 @@ def _attempt_lines(attempt: AttemptStory) -> list[str]:
         lines.append(f"  also       {attempt.alike} more failed by the same error")
     own = [one for one in attempt.failures if not one.stopped]
     own.sort(key=lambda one: not _is_root(attempt, one))
+    said: set[str] = set()
     for number, one in enumerate(own[:_FAILURES_SHOWN_MAX]):
         # The first one is the cause, if that is known. The others mostly lost their connections.
         said_max = _MESSAGE_LINES_MAX if number == 0 or _is_root(attempt, one) else 1
+        if one.message in said:  # All workers say the same before all restart.
+            said_max = 0
+        said.add(one.message)
         lines += _failure_lines(one, said_max, root=_is_root(attempt, one))
     return lines + _counts(attempt, len(own))
 
@@ -163,8 +168,8 @@ def _stacks_lines(one: SeenStacks) -> list[str]:
 
 
 def _is_root(attempt: AttemptStory, one: SeenFailure) -> bool:
-    if one.rank is None:
-        return False
+    if one.rank is None or says_restart(one.exit_code, one.message):
+        return False  # Workers that end for all to restart do so for another cause.
     return (attempt.root_node, attempt.root_rank) == (one.node, one.rank)
 
 
@@ -180,9 +185,12 @@ def _failure_lines(one: SeenFailure, said_max: int, *, root: bool) -> list[str]:
         f"  {mark:<10} {_rank_text(one)} on node {one.node} (local rank {one.local_rank},"
         f" pid {one.pid}) at {one.time}: {one.exit}"
     ]
-    lines += ["    its last output:"] if one.output and one.message.strip() else []
     said = without_carets(one.message.strip("\n").splitlines())
-    lines += [f"    | {line}" for line in said[-said_max:]]
+    if said_max == 0 and said:
+        lines.append("    it said the same")
+    elif said:
+        lines += ["    its last output:"] if one.output else []
+        lines += [f"    | {line}" for line in said[-said_max:]]
     for label, path in (("error file", one.error_file), ("its log", one.log_file)):
         lines += [f"    {label}: {path}"] if path else []
     return lines

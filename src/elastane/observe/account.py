@@ -189,7 +189,6 @@ _CHANGES_NONE = frozenset(
         EventKind.STEP_TIMES,
         EventKind.WORKERS_INTERRUPTED,
         EventKind.WORKERS_REGROUPED,
-        EventKind.WORKERS_TRAINING,
     }
 )
 
@@ -322,6 +321,7 @@ class _Machine:
         self._ledger = _Ledger(from_s)
         self._cause = TimeCause.STARTING
         self._incident = 0
+        self._stalled_s = from_s  # when a stall was found
         self._fault = False  # whether the world ended by a failure, not by a planned change
         self._world = _World()
         self._had_world = False
@@ -412,8 +412,7 @@ class _Machine:
 
     def stalled(self, _event: LoggedEvent, incident: int) -> None:
         from_s = max(self._ledger.until_s - HANG_STALL_S, self._ledger.since(_WORKING))
-        self._ledger.replace(from_s, self._ledger.until_s, TimeCause.STALLED, incident)
-        self._become(TimeCause.STALLED, incident)
+        self._become_stalled(from_s, incident)
 
     def standstill(self, event: LoggedEvent, incident: int) -> None:
         """Change to stalled, since the last move of the workers that wait for one of them.
@@ -426,9 +425,19 @@ class _Machine:
         since_s = self._ledger.since(_WORKING)
         if not self._has_steps and self._world.started_s is not None:
             since_s = min(since_s, self._world.started_s)
-        from_s = max(self._ledger.until_s - event.measure("still_s"), since_s)
-        self._ledger.replace(from_s, self._ledger.until_s, TimeCause.STALLED, incident)
+        self._become_stalled(
+            max(self._ledger.until_s - event.measure("still_s"), since_s), incident
+        )
+
+    def _become_stalled(self, from_s: float, incident: int) -> None:
+        self._stalled_s = self._ledger.until_s
+        self._ledger.replace(from_s, self._stalled_s, TimeCause.STALLED, incident)
         self._become(TimeCause.STALLED, incident)
+
+    def _moves_again(self, event: LoggedEvent) -> bool:
+        """Whether the steps of a count were made after a stall, and not only counted after it."""
+        is_new = event.time_s - event.measure("age_s") > self._stalled_s
+        return self._cause is TimeCause.STALLED and is_new
 
     def workers_started(self, event: LoggedEvent, _incident: int) -> None:
         if self._is_of_world(event):
@@ -474,7 +483,7 @@ class _Machine:
             world.nodes = 0
             world.trained.add(event.node)
             self._enter_start()
-        elif self._cause is TimeCause.STALLED:
+        elif self._moves_again(event):
             self._become(TimeCause.PRODUCTIVE, 0)
         if self._cause is TimeCause.RETRIED and world.has_trained:
             self._enter_repeated(event.time_s, steps, before)
@@ -482,7 +491,7 @@ class _Machine:
         self._highest = max(before, steps)
 
     def pace(self, event: LoggedEvent, _incident: int) -> None:
-        if self._cause is TimeCause.STALLED and self._is_of_world(event):
+        if self._is_of_world(event) and self._moves_again(event):
             self._become(TimeCause.PRODUCTIVE, 0)
 
     def agent_started(self, event: LoggedEvent, _incident: int) -> None:

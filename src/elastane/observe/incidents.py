@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from elastane.observe.events import LoggedEvent
+from elastane.protocol.diagnosis import TO_RESTART, headline, says_restart
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_RANK
 from elastane.protocol.words import counted
@@ -51,7 +52,8 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     `to_s`: when the next world's workers had started. `whole_s`: when as many workers as before
     trained again. `detected_s`: the age of the failure when its agent logged it. `standstill`: the
     class of the finding at a standstill, such as `busy`; empty for all other incidents.
-    `ended_world`: a worker failed during this stall.
+    `ended_world`: this stall ended its world. `also_ended`: the newest of the next worlds that
+    ended because of it. `trained`: the next world has made its first step.
     """
 
     id: int
@@ -76,6 +78,8 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     consequences: int = 0
     standstill: str = ""
     ended_world: bool = False
+    also_ended: tuple[int | None, int | None] | None = None
+    trained: bool = False
     world_before: int = 0
     world_after: int = 0
     # The world that follows it, and the one whose start ended it.
@@ -217,7 +221,8 @@ def _of_world(history: IncidentHistory, event: LoggedEvent) -> IncidentView | No
     current = history.current()
     if current is None or current.is_beside:
         return None
-    return current if current.fence == (event.round, event.attempt) else None
+    is_its = (event.round, event.attempt) in (current.fence, current.also_ended)
+    return current if is_its else None
 
 
 def _worker_exited(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
@@ -231,6 +236,10 @@ def _worker_exited(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
     incident = _of_world(history, event)
     if incident is not None:
         return _changed(history, incident, evidence=(*incident.evidence, text)[:EVIDENCE_MAX])
+    restarted = _cause_of_restart(history, event)
+    said = event.text("message")
+    if restarted is not None and says_restart(code, said):
+        return _ends_next_world(history, restarted, event, f"{text}: {headline(said)}")
     standstill = _standstill(history, event)
     if standstill is not None:
         return _ends_world(history, standstill, event, text)
@@ -254,10 +263,14 @@ def _worker_exited(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
 
 def _standstill(history: IncidentHistory, event: LoggedEvent) -> IncidentView | None:
     """Return the open standstill of the event's world whose culprit was named."""
+    stall = _open_stall(history, event)
+    return stall if stall is not None and stall.standstill and stall.rank is not None else None
+
+
+def _open_stall(history: IncidentHistory, event: LoggedEvent) -> IncidentView | None:
+    """Return the open standstill of the event's world."""
     stall = history.beside("stall")
-    if stall is None or not stall.standstill or stall.rank is None:
-        return None
-    return stall if stall.fence == (event.round, event.attempt) else None
+    return stall if stall and stall.fence == (event.round, event.attempt) else None
 
 
 def _ends_world(
@@ -276,6 +289,32 @@ def _ends_world(
     return msgspec.structs.replace(history, newest={**history.newest, "": stall.id})
 
 
+def _cause_of_restart(history: IncidentHistory, event: LoggedEvent) -> IncidentView | None:
+    """Return the failure after which the event's world was built, if that made no step.
+
+    Workers of such a world that end for all to restart do so because of that failure.
+    """
+    last = history.of_world()
+    if last is None or last.kind == "change" or last.state == "fatal" or last.trained:
+        return None
+    return last if last.next_fence == (event.round, event.attempt) else None
+
+
+def _ends_next_world(
+    history: IncidentHistory, incident: IncidentView, event: LoggedEvent, text: str
+) -> IncidentHistory:
+    """Let an incident end the next world too, so that it lasts until the one after that."""
+    return _changed(
+        history,
+        incident,
+        state="open",
+        to_s=None,
+        whole_s=None,
+        also_ended=(event.round, event.attempt),
+        evidence=(*incident.evidence, text)[:EVIDENCE_MAX],
+    )
+
+
 def _node_departed(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     incident = _of_world(history, event)
     if incident is None:
@@ -286,9 +325,16 @@ def _node_departed(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
 
 def _incident(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     incident = _of_world(history, event)
-    if incident is None:
+    if incident is not None:
+        return _changed(history, incident, cause=incident.cause or event.reason)
+    restarted = _cause_of_restart(history, event)
+    if restarted is not None and event.reason.endswith(TO_RESTART):
+        return _ends_next_world(history, restarted, event, event.reason)
+    stall = _open_stall(history, event)
+    if stall is None:
         return _opened(history, event, "failure", _sentence(event.reason), cause=event.reason)
-    return _changed(history, incident, cause=incident.cause or event.reason)
+    history = _changed(history, stall, ended_world=True)
+    return msgspec.structs.replace(history, newest={**history.newest, "": stall.id})
 
 
 def _charged(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
@@ -307,8 +353,11 @@ def _charged(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
 
 
 def _finding(incident: IncidentView, event: LoggedEvent) -> dict[str, object]:
-    """Return the cause as the coordinator found it; that of a standstill is known before."""
-    if incident.standstill:
+    """Return the cause as the coordinator found it.
+
+    That of a standstill is known before. What ended a later world only follows from the cause.
+    """
+    if incident.standstill or incident.also_ended == (event.round, event.attempt):
         return {}
     rank = event.number("cause_rank")
     return {
@@ -359,7 +408,19 @@ def _drain_started(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
     return _opened(history, event, "change", _clause(event.reason), cause=event.reason)
 
 
+def _first_step(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    """Record that the world after an incident has made its first step."""
+    last = history.of_world()
+    if last is None or last.trained or last.next_fence != (event.round, event.attempt):
+        return history
+    return _changed(history, last, trained=True)
+
+
 def _stall(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    """Open an incident, unless one says already for whom the workers of this world wait."""
+    stall = _open_stall(history, event)
+    if stall is not None:
+        return _changed(history, stall, evidence=(*stall.evidence, event.reason)[:EVIDENCE_MAX])
     return _opened(history, event, "stall", "All workers wait for one another", cause=event.reason)
 
 
@@ -377,8 +438,8 @@ def _culprit(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
         "rank": int(first) if first.isdecimal() else None,
         "standstill": event.text("class") or "unknown",
     }
-    stall = history.beside("stall")
-    if stall is not None and stall.fence == (event.round, event.attempt):
+    stall = _open_stall(history, event)
+    if stall is not None:
         return _changed(history, stall, **found)
     incident = _of_world(history, event)
     if incident is not None:
@@ -391,9 +452,15 @@ def _culprit(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
 
 
 def _progress(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
-    """End a stall at the next step."""
+    """End a stall at the next step; the log may count steps late that were made before it."""
     stall = history.beside("stall")
-    return history if stall is None else _ended(history, stall, event)
+    if stall is None:
+        return history
+    found_s, moved_s = (
+        stall.from_s + (stall.detected_s or 0.0),
+        event.time_s - event.measure("age_s"),
+    )
+    return _ended(history, stall, event) if moved_s > found_s else history
 
 
 def _authority_lost(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
@@ -482,6 +549,7 @@ _RULES: dict[str, Callable[[IncidentHistory, LoggedEvent], IncidentHistory]] = {
     EventKind.REPLACEMENT: _charged,
     EventKind.ROUND_SETTLED: _round_settled,
     EventKind.WORKERS_STARTED: _workers_started,
+    EventKind.WORKERS_TRAINING: _first_step,
     EventKind.DRAIN_STARTED: _drain_started,
     EventKind.GROWTH: _drain_started,
     EventKind.STALL: _stall,

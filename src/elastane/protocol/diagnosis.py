@@ -18,6 +18,7 @@ from elastane.protocol.mismatches import judge_calls
 from elastane.protocol.model import NO_RANK, Cause, FailedWorker, Failure, Fence
 from elastane.protocol.ring import WorkerCalls
 from elastane.protocol.verdicts import Verdict
+from elastane.protocol.words import OTHER_PROGRAM
 
 # Failures in an outcome, and the text that each carries after the first ones: 64 KB to each agent
 # at most, once.
@@ -69,6 +70,8 @@ _OWN_ERRORS = "elastane.errors."
 _STATE_LOST = "[job-state-lost]"
 _OTHER_MESH = "[job-mesh-size]"
 _ASKS_RESTART = "[in-place-restart]"
+# The end of an incident's reason that says so of a worker.
+TO_RESTART = " to restart all workers"
 
 
 class Sighting(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +107,17 @@ def has_other_mesh(failure: Failure) -> bool:
 
 def asks_restart(failure: Failure) -> bool:
     """Whether the worker ended because all have to restart after a loss."""
-    return failure.exit_code > 0 and _ASKS_RESTART in headline(failure.message)
+    return says_restart(failure.exit_code, failure.message)
+
+
+def says_restart(exit_code: int, message: str) -> bool:
+    """Whether a worker that ended so asks that all workers restart; `message`: its last output."""
+    return exit_code > 0 and _ASKS_RESTART in headline(message)
+
+
+def says_other_program(failure: Failure) -> bool:
+    """Whether the worker ended because the collectives of the workers differ."""
+    return asks_restart(failure) and OTHER_PROGRAM in headline(failure.message)
 
 
 def _is_unexplained(failure: Failure) -> bool:

@@ -1,6 +1,9 @@
-"""Counts in words, and ends of texts, as messages and reasons have them. Pure."""
+"""Words that messages and reasons share: counts, ends of texts, and fixed beginnings. Pure."""
 
 from __future__ import annotations
+
+# The reasons for a restart begin so if workers have issued different collectives.
+OTHER_PROGRAM = "workers do not run the same program"
 
 
 def counted(number: int, noun: str) -> str:

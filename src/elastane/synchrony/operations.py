@@ -13,8 +13,6 @@ from typing import NewType
 
 # A process, from its start to its end. It never changes; ranks do.
 Identity = NewType("Identity", int)
-# The reasons for a restart begin so if workers have issued different collectives.
-OTHER_PROGRAM = "workers do not run the same program"
 
 
 class Rule(Enum):

@@ -43,6 +43,7 @@ from elastane.comms.untraced import (
 )
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import ConfigurationError, PeerLostError
+from elastane.protocol.words import OTHER_PROGRAM
 from elastane.synchrony import callsites, newcomers, variable_reads
 from elastane.synchrony.calls import Call, ProgramStage, call_of, holds_counts
 from elastane.synchrony.contributions import (
@@ -55,7 +56,6 @@ from elastane.synchrony.contributions import (
 from elastane.synchrony.meeting import Meeting
 from elastane.synchrony.newcomers import SharedState
 from elastane.synchrony.operations import (
-    OTHER_PROGRAM,
     Identity,
     Rule,
     Signature,

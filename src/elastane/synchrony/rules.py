@@ -76,8 +76,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from elastane.protocol.words import counted
-from elastane.synchrony.operations import OTHER_PROGRAM, Identity, Rule, Signature
+from elastane.protocol.words import OTHER_PROGRAM, counted
+from elastane.synchrony.operations import Identity, Rule, Signature
 
 # A vote follows this many operations, also without units. It bounds what is kept of operations
 # that prove nothing about others, such as broadcasts.

@@ -40,7 +40,7 @@ from elastane.process.worker_environment import RANKS_MAY_CHANGE
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Joining
 from elastane.protocol.ring import Position
-from elastane.synchrony.operations import OTHER_PROGRAM
+from elastane.protocol.words import OTHER_PROGRAM
 from elastane.synchrony.ordered import OrderedGroup, watch_forwards
 from elastane.synchrony.visible import VisibleWorld
 from elastane.worker import drain, running_saves

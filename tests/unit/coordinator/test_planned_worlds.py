@@ -455,6 +455,17 @@ def test_a_restart_of_all_that_a_lost_worker_makes_necessary_is_charged_once():
     assert used_by_loss_and_restart(job, ("a", 1), ("b", 0), ("b", 1)) == 1
 
 
+def test_the_root_cause_of_a_restart_that_workers_ask_for_begins_with_the_loss():
+    job = planned(min_workers=1)
+    able_in_place(job, "a", "b", joining=Joining.NEVER)
+    dies(job, "a", local_rank=0)
+    used_by_loss_and_restart(job, ("a", 1), ("b", 0), ("b", 1))
+    [restart] = [event for event in job.events if event.kind is EventKind.RESTART]
+    lost, _, asked = restart.data["cause"].partition("; so ")
+    assert lost == "worker of rank 0 on node a ended with SIGKILL"
+    assert "ended with exit code 75" in asked and "the worker of rank 0 is lost" in asked
+
+
 def test_a_restart_of_all_is_charged_if_the_loss_was_not():
     job = planned(min_workers=1)
     able_in_place(job, "a", "b", joining=Joining.NEVER)

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from view_events import event, exited, play, settled, started
 
+from elastane.observe.account import TimeCause, account_of
 from elastane.observe.incidents import DID_MAX, EVIDENCE_MAX
 from elastane.observe.needs import needs_of
 
@@ -212,6 +213,68 @@ def test_a_failure_during_a_standstill_keeps_its_culprit_as_the_cause():
     assert (one.kind, one.rank, one.cause) == ("stall", 1, NAMED["reason"])
     assert (one.from_s, one.state, one.to_s) == (30.0, "recovered", 53.0)
     assert one.evidence == ("rank 0 on a: exit code 1",)
+
+
+ASKED = "elastane: all workers restart: workers do not run the same program [in-place-restart]"
+
+
+def asked(rank, **more):
+    """Return the end of a worker that asks for a restart of all."""
+    return exited(rank, exit_code=75, reason="exit code 75", message=ASKED, **more)
+
+
+def differing():
+    """Return the shortened events of a real job in place, in which rank 1 calls another collective.
+
+    The step count at 54 s was made before all stood still at 48 s.
+    """
+    waits = "all workers wait for one another: rank 0 in all_reduce, rank 1 in broadcast"
+    to_restart = "worker of rank 1 on node a ended with exit code 75 to restart all workers"
+    return [
+        settled(1, "a", 3, time_s=10.0),
+        started("a", 1, 2, 3, round=1, attempt=0, time_s=11.0),
+        named(time_s=50.0, still_s=2.0, **{"class": "other-collective"}),
+        event("progress", steps=42, age_s=6.5, round=1, attempt=0, time_s=54.0),
+        event("stall", round=1, attempt=0, time_s=58.0, reason="no progress for 10 s"),
+        event("incident", round=1, attempt=0, time_s=58.0, reason=waits),
+        settled(2, "a", 3, time_s=58.1),
+        started("a", 1, 2, 3, round=2, attempt=0, time_s=58.2),
+        asked(1, round=2, time_s=58.3),
+        event("incident", round=2, attempt=0, time_s=58.4, reason=to_restart),
+        settled(3, "a", 2, time_s=58.5),
+        started("a", 1, 3, round=3, attempt=0, time_s=58.6),
+        asked(0, round=3, time_s=58.7),
+        event("incident", round=3, attempt=0, time_s=58.8, reason=to_restart),
+        event("restart", round=3, attempt=0, time_s=58.9, used=1, allowed=2, cause="exit code 75",
+              cause_node="a", cause_rank=1),
+        settled(4, "a", 3, time_s=59.0),
+        started("a", 4, 5, 6, round=4, attempt=0, time_s=59.5),
+    ]  # fmt: skip
+
+
+def test_programs_that_differ_in_place_are_one_incident_until_all_have_restarted():
+    [one] = play(*differing()).incidents.listed
+    assert (one.kind, one.rank, one.cause) == ("stall", 1, NAMED["reason"])
+    assert (one.from_s, one.to_s, one.whole_s) == (48.0, 59.5, 59.0)
+    said = f"exit code 75: {ASKED}"
+    assert one.evidence == ("no progress for 10 s", f"rank 1 on a: {said}", f"rank 0 on a: {said}")
+    account = account_of(differing())
+    lost = {cause: of for cause, of in account.causes().items() if of.incidents}
+    assert {number for of in lost.values() for number in of.incidents} == {1}
+    assert round(lost[TimeCause.STALLED].seconds, 1) == 10.0, "until the world was ended"
+
+
+def test_a_restart_that_a_lost_worker_makes_necessary_belongs_to_its_loss():
+    """Also if the log of the worker's node is elsewhere, so that only the coordinator tells it."""
+    lost = [*killed()[:7], started("a", 1, 2, 4, round=2, attempt=0, time_s=20.3)]
+    to_restart = "worker of rank 1 on node b ended with exit code 75 to restart all workers"
+    told = event("incident", round=2, attempt=0, time_s=20.4, reason=to_restart)
+    for ends in (asked(1, round=2, time_s=20.4), told):
+        [one] = play(*lost, ends).incidents.listed
+        assert (one.kind, one.rank, one.cause, one.state) == ("worker", 2, "SIGKILL!", "open")
+    trained = event("workers-training", round=2, attempt=0, time_s=20.35)
+    first, second = play(*lost, trained, told).incidents.listed
+    assert (first.state, second.state) == ("recovered", "open"), "the next world had trained"
 
 
 def test_incidents_are_listed_by_when_they_began_not_by_when_they_were_found():

@@ -18,11 +18,12 @@ from elastane.protocol.diagnosis import (
     failures_in_order,
     find_mismatch,
     root_cause,
+    says_other_program,
 )
 from elastane.protocol.limits import VERDICT_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Close
-from elastane.protocol.model import NO_RANK, Cause, Failure, Outcome
+from elastane.protocol.model import NO_RANK, Cause, Failure, Fence, Outcome
 from elastane.protocol.verdicts import culprit_data
 
 # A failure sooner after a restart may follow from the failure before it.
@@ -41,7 +42,7 @@ def failure(state: State, incident: Incident, why: str) -> bool:
     """End the job: workers failed and may not restart."""
     assert state.world is not None
     note_mismatch(state, incident, is_over=True)
-    cause = root_cause(incident.sightings, state.world.fence)
+    cause = _root_cause(state, incident, state.world.fence)
     assert cause.failure is not None
     return _close(
         state,
@@ -59,8 +60,18 @@ def failure(state: State, incident: Incident, why: str) -> bool:
     )
 
 
+def _root_cause(state: State, incident: Incident, fence: Fence) -> Cause:
+    """Return the root cause, after the earlier incident for which workers ask for a restart."""
+    cause, earlier = root_cause(incident.sightings, fence), state.incidents.explains
+    if not (earlier and incident.only_asks_restart):
+        return cause
+    return msgspec.structs.replace(cause, what=f"{earlier}; so {cause.what}")
+
+
 def _before(state: State, incident: Incident) -> str:
     """Return the incident that restarted the workers, if they failed again soon after that."""
+    if incident.only_asks_restart:
+        return ""  # The root cause begins with it.
     lived_s = incident.at_s - state.worlds.began_s
     return state.incidents.last if lived_s < max(state.spec.timing.crash_loop_s, _SOON_S) else ""
 
@@ -94,7 +105,7 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
     """
     assert state.world is not None
     note_mismatch(state, incident, is_over=True)
-    cause = root_cause(incident.sightings, state.world.fence)
+    cause = _root_cause(state, incident, state.world.fence)
     crash = None
     if kind is EventKind.RESTART and cause.failure is not None:
         site = crash_site(cause.failure)
@@ -131,7 +142,7 @@ def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:
 
 
 def _advice(cause: Cause, failure: Failure, allowed: int) -> str:
-    if cause.is_mismatch:
+    if cause.is_mismatch or says_other_program(failure):
         return "let all ranks call the same collectives in the same order, with equal sizes"
     if failure.evidence.startswith("out of memory"):
         return (

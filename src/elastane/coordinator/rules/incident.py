@@ -108,6 +108,11 @@ class Incident:
         """
         self.follows_loss, self.follows_settled = loss, settled
 
+    @property
+    def only_asks_restart(self) -> bool:
+        """Whether its workers ended only for all to restart, as an earlier incident demands."""
+        return self.asked_restart and not (self.own_causes or self.departed)
+
     def _count_cause(self, failure: Failure) -> None:
         if is_state_lost(failure):
             self.lost_state = True
@@ -241,7 +246,8 @@ class Incidents:
     """The current incident, and evidence of one that no report explains yet."""
 
     current: Incident | None = None
-    last: str = ""  # the last unplanned one, in words
+    last: str = ""  # the last unplanned one, in words, but for one that only asks for a restart
+    explains: str = ""  # the same since all workers started
     has_lost: bool = False  # one since all workers started lost a worker or a node
     is_settled: bool = False  # the last change of the world was charged, or cost nothing
     unpaid: Incident | None = None  # the one whose replacements exceed the budget
@@ -287,7 +293,8 @@ class Incidents:
         if self.current is not None and self.current.planned:
             self.is_settled = True
         elif self.current is not None:
-            self.last = why
+            if not (self.current.only_asks_restart and self.explains):
+                self.last = self.explains = why
             if self.current.own_causes or self.current.departed:
                 self.has_lost = True
                 self.is_settled = self.current.charged or bool(self.current.departed)
@@ -298,6 +305,7 @@ class Incidents:
     def start_afresh(self) -> None:
         """Record that all workers start again, from the checkpoint."""
         self.has_lost = self.is_settled = False
+        self.explains = ""
 
     def commit_world(self) -> None:
         """Forget the evidence against the world before."""

@@ -60,6 +60,11 @@ class StepPace:
         if steps is not None and (not self._samples or steps > self._samples[-1][1]):
             self._samples.append((now_s, steps))
 
+    @property
+    def last_s(self) -> float:
+        """When the newest count was first heard; minus infinity without one."""
+        return self._samples[-1][0] if self._samples else float("-inf")
+
     def steps_per_s(self, now_s: float) -> float | None:
         """Return the step rate until now; None while fewer than two counts are known."""
         if len(self._samples) < 2:

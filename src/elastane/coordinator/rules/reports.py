@@ -12,6 +12,7 @@ from elastane.coordinator.rules import ending, growth, liveness, recovery, strag
 from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.diagnosis import (
+    TO_RESTART,
     asks_restart,
     end_text,
     exit_text,
@@ -98,23 +99,25 @@ def _log_progress(state: State) -> None:
     made = [each.steps for each in members if each.steps is not None]
     if not made:
         counts = {pace.rank: pace.step for each in members for pace in each.paces}
-        _log_pace(state, state.world, counts)
+        moved_s = max((each.measured.last_s for each in members), default=state.now_s)
+        _log_pace(state, state.world, counts, round(max(0.0, state.now_s - moved_s), 3))
     elif len(made) == len(members) and state.progress.note(state.now_s, min(made)):
         size = state.world.world_size
-        state.log(EventKind.PROGRESS, f"step {min(made)}", steps=min(made), workers=size)
+        moved_s = max(each.pace.last_s for each in members)
+        data = {"steps": min(made), "workers": size, "age_s": round(state.now_s - moved_s, 3)}
+        state.log(EventKind.PROGRESS, f"step {min(made)}", **data)
 
 
-def _log_pace(state: State, world: World, counts: dict[int, int]) -> None:
-    """Log the measured step rate of a script that reports no steps."""
+def _log_pace(state: State, world: World, counts: dict[int, int], age_s: float) -> None:
+    """Log the measured step rate of a script that reports no steps; the last is `age_s` old."""
     if len(counts) != world.world_size:
         return
     counted = state.progress.count(state.now_s, world.fence, counts)
     if counted is not None:
         made, took_s = counted
         words = f"{made / took_s:.3g} steps/s, as the workers measure them"
-        state.log(
-            EventKind.PACE, words, made=made, seconds=round(took_s, 3), workers=world.world_size
-        )
+        data = {"made": made, "seconds": round(took_s, 3), "workers": world.world_size}
+        state.log(EventKind.PACE, words, **data, age_s=age_s)
 
 
 def _drained(state: State, node: KnownNode, message: Marked | Drained) -> None:
@@ -208,7 +211,7 @@ def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]
         f"{worker_text(first.rank)} on node {node.id} {end_text(first)}"
         + (" after it lost a peer" if is_lost_peer(first) else "")
         + (" after the state of the job was lost" if is_state_lost(first) else "")
-        + (" to restart all workers" if asks_restart(first) else ""),
+        + (TO_RESTART if asks_restart(first) else ""),
     )
     incident.record(node.id, failures, state.now_s)
     ending.note_mismatch(state, incident)
