@@ -18,10 +18,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from elastane.cli._demo_story import (
     EXAMPLES,
@@ -34,9 +34,6 @@ from elastane.cli._demo_story import (
     chaos,
 )
 from elastane.errors import ConfigurationError, ElastaneError, ExitCode, UsageError
-
-if TYPE_CHECKING:
-    from elastane.cli._demo_show import Show
 
 # The time limit of the demo: longer than a slow machine needs, so a job that takes longer hangs.
 TIMEOUT_S = 300.0
@@ -78,18 +75,16 @@ def main(args: argparse.Namespace) -> int:
     """Run the demo; return its exit code."""
     example, plan, seed = chosen(args)
     check_packages(example)
-    from elastane.cli._demo_show import DemoCluster, Show
+    from elastane.cli._demo_show import Show, cluster_of
     from elastane.observe.screen import face_for
-    from elastane.process import environment
 
     stream = sys.stderr if args.json else sys.stdout
     begun = time.monotonic()
     with working_folder(args.keep) as folder, ending_on_signals():
-        environ = launch_environment(environment.snapshot())
         script = example.command(folder, fast=args.fast)
         if args.chaos:
             script = example.exact(folder, fast=args.fast, delays=True)
-        with DemoCluster(folder, script, environ) as cluster:
+        with cluster_of(folder, script) as cluster:
             show = Show(cluster, plan)
             with face_for(stream, "elastane demo") as face:
                 show.play(face.show, args.timeout)
@@ -100,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
                 steps=show.view.step,
                 total_s=total_s,
                 acts=show.costs(),
-                comparison=compare(show, example, args, stream, seed) if args.chaos else None,
+                comparison=compare(folder, example, args, stream, seed) if args.chaos else None,
                 kept=args.keep or "",
             )
     print(result.as_json() if args.json else result.as_text())
@@ -133,17 +128,16 @@ def chosen(args: argparse.Namespace) -> tuple[Example, DemoPlan, int]:
 
 
 def compare(
-    show: Show, example: Example, args: argparse.Namespace, stream: TextIO, seed: int
+    done: Path, example: Example, args: argparse.Namespace, stream: TextIO, seed: int
 ) -> Comparison:
-    """Train once more undisturbed, and compare both ends."""
-    from elastane.cli._demo_show import endings
+    """Train once more undisturbed, and compare the ends with those in the folder `done`."""
+    from elastane.cli._demo_show import endings, run_undisturbed
 
-    cluster = show.cluster
     print("the same training once more, undisturbed, to compare:", file=stream, flush=True)
-    folder = cluster.folder / "undisturbed"
+    folder = done / "undisturbed"
     script = example.exact(folder, fast=args.fast, delays=False)
-    show.wait_done(cluster.start_undisturbed(script), args.timeout)
-    return Comparison(seed, endings(cluster.folder), endings(folder))
+    run_undisturbed(folder, script, args.timeout)
+    return Comparison(seed, endings(done), endings(folder))
 
 
 def check_packages(example: Example) -> None:
@@ -156,16 +150,6 @@ def check_packages(example: Example) -> None:
             expected="the packages of elastane's extra `demo`",
             next_step="pip install 'elastane[demo]'",
         )
-
-
-def launch_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without settings meant for another job."""
-    kept = {
-        name: value
-        for name, value in environ.items()
-        if not name.startswith(("PET_", "ELASTANE_", "TORCHELASTIC_"))
-    }
-    return {**kept, "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
