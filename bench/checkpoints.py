@@ -102,7 +102,7 @@ def of_size(gb: float, folder: str, rows: dict[str, dict[str, BenchResult]]) -> 
         line(
             f"{size}: the loop stands for a save",
             [f"{name}: {cell(one, name)}" for name in names],
-            f"{cell(one, 'ours, behind the next step')}; copied at once:"
+            f"{cell(one, 'ours, during the next step')}; copied at once:"
             f" {cell(one, 'ours, at once', 'memcpy')}",
         ),
         line(
@@ -124,7 +124,7 @@ def of_size(gb: float, folder: str, rows: dict[str, dict[str, BenchResult]]) -> 
             cell(back, "ours, from memory", "torch.load, into the objects"),
         ),
         line(
-            f"{size}: the same, and the first step right behind it",
+            f"{size}: the same, and the first step right after it",
             [f"torch.load, into the objects: {cell(back, 'torch.load, and a step')}"],
             cell(back, "ours, and a step", "torch.load, and a step"),
         ),
@@ -144,7 +144,7 @@ def of_large(gb: float, folder: str, rows: dict[str, dict[str, BenchResult]]) ->
         line(
             f"{size}: the loop stands for a save",
             [f"memcpy: {cell(found, 'memcpy')}"],
-            f"{cell(found, 'ours, behind the next step')}; copied at once:"
+            f"{cell(found, 'ours, during the next step')}; copied at once:"
             f" {cell(found, 'ours, at once', 'memcpy')}",
         ),
         line(

@@ -550,7 +550,7 @@ class CollectiveHistory:
     def _give_state(self, process: Process, giver: Process, view: int) -> None:
         assert process.decided is not None
         if not giver.member.at_boundary or giver.member.view.number >= self.views[view].number:
-            raise CollectiveViolation(f"{giver.identity} gives its state behind the boundary")
+            raise CollectiveViolation(f"{giver.identity} gives its state after the boundary")
         process.at = giver.at
         process.began_at = giver.member.issued
         process.returned = dict(giver.returned)

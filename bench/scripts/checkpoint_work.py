@@ -96,7 +96,7 @@ def saves(trained: Trained, folder: Path, of_memcpy: float = 1.0) -> dict[str, l
         note("ours, written", checkpointer.wait)
         idle(checkpointer)
         copier.may_overlap = True
-        note("ours, behind the next step", partial(checkpointer.save, 2 * number + 1))
+        note("ours, during the next step", partial(checkpointer.save, 2 * number + 1))
         checkpointer.wait()
     idle(checkpointer)
     checkpointer.close()

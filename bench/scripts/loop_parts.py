@@ -65,7 +65,7 @@ def tiny_bert() -> nn.Module:
 
 
 def record_steps(folder: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Write a line behind each step of this optimizer."""
+    """Write a line after each step of this optimizer."""
     log = open(folder / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - to the end
 
     def write(optimizer: torch.optim.Optimizer, *_: object) -> None:

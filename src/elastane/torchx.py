@@ -115,7 +115,7 @@ def _size(j: str) -> Tuple[int, int, List[str]]:
 
 
 def _program(script: Optional[str], module: Optional[str]) -> Tuple[str, List[str]]:
-    """Return the program's name, and its words behind the options."""
+    """Return the program's name, and its words after the options."""
     if script and not module:
         return PurePath(script).stem, [script]
     if module and not script:

@@ -143,7 +143,7 @@ class FaultRun:
             client.process.kill()
             client.process.wait(10)
             client.process = None
-            with client.file.open("a") as file:  # behind a line that may be torn
+            with client.file.open("a") as file:  # after a line that may be torn
                 file.write("\n" + json.dumps({"what": "given up", "at_s": time.monotonic()}) + "\n")
 
     def _send(self, client: _Client, signum: int) -> None:

@@ -42,7 +42,7 @@ def check(said: dict[int, dict[str, list[dict]]]) -> None:
             (seen if line["step"] in made else lost)[line["step"]].update(line["samples"])
     differing = {step: states for step, states in by_step.items() if len(states) > 1}
     assert not differing, differing
-    # The last step of one that was alone may be known of it only, where others joined behind it.
+    # The last step of one that was alone may be known of it only, where others joined after it.
     made_by_all = {line["step"] for own in said.values() for line in own["step"]}
     assert made_by_all == {*range(1, last + 1)}
     alone = trained_alone(last // STEPS, SEED)

@@ -71,7 +71,7 @@ class HostJob(Job):
         The lines of the file are in the order in which the steps were made.
         """
         late = [s for s, other in pairwise(seen) if _fence(s) > _fence(other)]
-        assert not late, f"the step behind each of these is of an older world: {late}"
+        assert not late, f"the step after each of these is of an older world: {late}"
 
     def start_all(self, names: str, *options: str) -> None:
         for name in names:

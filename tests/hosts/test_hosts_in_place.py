@@ -32,7 +32,7 @@ class InPlaceJob(HostJob):
         """Check that each step was committed in one world, in the order of the worlds.
 
         A host that is cut off while it commits a step learns that all members made it once the
-        network is back. Its line then stands behind those of the next world, which begins with the
+        network is back. Its line then stands after those of the next world, which begins with the
         same step already made.
         """
         worlds: dict[tuple[int, int], set[int]] = {}

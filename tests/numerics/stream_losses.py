@@ -2,7 +2,7 @@
 
 `Crowd` stands for the OrderedGroups of all workers. The workers of a world meet at each collective
 and at each boundary. A worker that is lost there has contributed or has not: all survivors get the
-same sum, and see the loss behind the first operation that lacks the lost worker. A seed draws which
+same sum, and see the loss after the first operation that lacks the lost worker. A seed draws which
 workers are lost or join, and when all restart from a checkpoint.
 """
 

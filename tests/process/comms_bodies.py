@@ -480,7 +480,7 @@ def commits_early(worker, odd):
     dist.all_reduce(torch.ones(8))
     if not (odd == "no second update" and is_odd):
         pairing.start(3)
-    dist.all_reduce(torch.ones(8))  # a metric, behind the updates
+    dist.all_reduce(torch.ones(8))  # a metric, after the updates
     if odd == "behind" and is_odd:
         pairing.tally.note("allreduce", [torch.ones(8)])
     worker.say(what_happens(lambda: pairing.agree(3)))

@@ -119,7 +119,7 @@ def test_a_save_has_the_state_of_its_step_although_training_continues(tmp_path):
     for number in range(1, 9):
         one.step()
         states[number] = copy.deepcopy(one.net.state_dict())
-        ck.save(number)  # its copy continues behind the next step
+        ck.save(number)  # its copy continues during the next step
     ck.wait()
     ck.close()
     for name in folders(tmp_path / "ck"):
@@ -247,7 +247,7 @@ def test_one_call_saves_and_one_loads(tmp_path):
     one.step()
     elastane.save_checkpoint(tmp_path / "ck", state, step=8, keep=1)
     assert elastane.load_checkpoint(tmp_path / "ck").step == 8
-    wait_for(lambda: len(folders(tmp_path / "ck")) == 1)  # the older one goes behind the call
+    wait_for(lambda: len(folders(tmp_path / "ck")) == 1)  # the older one is removed after the call
 
 
 def test_the_last_save_is_the_newest_even_if_an_older_run_made_more_steps(tmp_path):

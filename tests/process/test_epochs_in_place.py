@@ -84,7 +84,7 @@ def test_a_worker_killed_in_a_validation_costs_no_epoch_and_no_other_process(
     for final in finals.values():
         assert final["steps"] == EPOCHS * PER_EPOCH
         assert final["weights"] == next(iter(finals.values()))["weights"]
-        # One that joined has, between loops, the values of the others; behind a step the last ones.
+        # One that joined has, between loops, the values of the others; after a step the last ones.
         assert final["values"] == values[-len(final["values"]) :]
         assert where == "behind" or len(final["values"]) == EPOCHS
     for lines in job.said("committed").values():

@@ -208,7 +208,7 @@ def test_without_wait_for_place_the_others_train_while_a_replacement_builds(tmp_
             paths = [path for path in said.glob("*.building") if int(path.stem) not in first]
             return [json.loads(words) for words in (path.read_text() for path in paths) if words]
 
-        job.cluster.wait(begun, "the replacement builds, behind init()")
+        job.cluster.wait(begun, "the replacement builds, after init()")
         job.wait_steps(5, 1)
         assert [{*before.values()} for before in begun()] == [{None}]
         (said / "hold").unlink()

@@ -132,7 +132,7 @@ def start(words: Sequence[str], env: dict[str, str], output: int) -> subprocess.
 
 
 def run(words: Sequence[str], timeout_s: float) -> None:
-    """Run a job to its end, which has to be good; `words` are those behind `elastane run`."""
+    """Run a job to its end, which has to be good; `words` are those after `elastane run`."""
     command = [sys.executable, "-m", "elastane", "run", *words]
     env = {**os.environ, **_USUAL}
     with Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:

@@ -1,11 +1,11 @@
 """What a job promises, as checks of what its workers noted and its event log tells. Pure.
 
-A worker notes the body of each step before it makes it, and the commit behind it. `check_job` takes
+A worker notes the body of each step before it makes it, and the commit after it. `check_job` takes
 these notes with the worlds, charges and ends of the event log. It raises BrokenJobError, which
 names what cannot be right together. All times are in seconds of one clock, so the hosts of a
 history are on one machine.
 
-The weights are exact: the digest behind a step depends on its number alone, and a step has the same
+The weights are exact: the digest after a step depends on its number alone, and a step has the same
 samples in every world. So a sample that was lost or used twice changes all later digests.
 """
 
@@ -73,7 +73,7 @@ class DurableState:
 
 @dataclass(frozen=True)
 class ExactStep:
-    """What a step must be: its samples in ascending order, the digests before and behind it."""
+    """What a step must be: its samples in ascending order, the digests before and after it."""
 
     samples: tuple[int, ...]
     before: str
@@ -168,7 +168,7 @@ def check_commits(bodies: Iterable[Body], promised: Promised) -> None:
         exact = promised.steps[step]
         for body in committed:
             if body.after != exact.after:
-                raise BrokenJobError(f"wrong weights behind a committed step:\n  {body}")
+                raise BrokenJobError(f"wrong weights after a committed step:\n  {body}")
         ranks = sorted(body.rank for body in members)
         if ranks != list(range(committed[0].size)):
             raise BrokenJobError(f"ranks {ranks} alone made a committed step:\n  {committed[0]}")

@@ -1,7 +1,7 @@
 """Jobs whose workers join in place, and what their scripts have written after each step.
 
 A script is started with a folder and a mode. Each worker makes PID.ready before its loop and writes
-to PID.jsonl: before a step what it was dealt, behind it its digest and its world. It ends at the
+to PID.jsonl: before a step what it was dealt, after it its digest and its world. It ends at the
 end of an epoch after there is a file "enough".
 """
 

@@ -238,7 +238,7 @@ def crash_states(
 ) -> Iterator[tuple[Tree, tuple[Any, ...]]]:
     """Yield each tree that a loss of power may leave, and what was acknowledged before it.
 
-    The power is lost behind each operation from the index `first` on. No state comes twice, nor one
+    The power is lost after each operation from the index `first` on. No state comes twice, nor one
     that is `seen`.
     """
     draw = random.Random(len(operations))

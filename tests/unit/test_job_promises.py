@@ -145,7 +145,7 @@ PLANTED = {
         without(at(2, 7, "c")),
         r"ranks \[0\] alone made",
     ),
-    "a replica has other weights": (but(at(3, 10, "c"), after="odd"), "wrong weights behind"),
+    "a replica has other weights": (but(at(3, 10, "c"), after="odd"), "wrong weights after"),
     "a newcomer did not get the state": (but(at(3, 9, "a"), before="d0"), "wrong weights before"),
     "a sample is lost": (
         but(at(1, 2, "b"), samples=EXACT[2].samples[1::3][:1]),

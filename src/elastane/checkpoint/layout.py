@@ -437,7 +437,7 @@ def _misfit_of_piece(layout: Layout, piece: TensorPiece, at: int) -> str:
 def _misfit_of_bounds(layout: Layout) -> str:
     bounds = list(layout.bounds)
     if bounds and (bounds != sorted(bounds) or (bounds[0], bounds[-1]) != (0, layout.image_bytes)):
-        return f"the parts of its writers are not one behind the other up to {layout.image_bytes}"
+        return f"the parts of its writers do not follow one another up to {layout.image_bytes}"
     return ""
 
 

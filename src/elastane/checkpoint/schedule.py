@@ -252,7 +252,7 @@ def not_a_step(step: Any) -> CheckpointError:
     return CheckpointError(
         f"step {step!r} has not happened",
         expected="a step that was committed, or how many steps are done, from 1",
-        next_step="call it behind the body of the step",
+        next_step="call it after the body of the step",
         slug="checkpoint-step",
     )
 

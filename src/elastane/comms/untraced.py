@@ -60,7 +60,7 @@ def refuse_to_keep(what: str) -> None:
     """Break the graph of compiled code that would keep the result of the caller as a constant.
 
     torch.compile asks for the rank and world size once, while it compiles. After a loss the code
-    would still divide by the former size. Behind a break it asks each time. Compiled code that asks
+    would still divide by the former size. After a break it asks each time. Compiled code that asks
     a process group itself fails: its methods break no graph.
     """
     if not is_traced(sys._getframe(1)):

@@ -167,7 +167,7 @@ class ShardLedger:
         return Round(self.lanes, tuple(stop - start for start, stop in cuts))
 
     def after(self, asked: Round, reports: Sequence[int]) -> ShardLedger:
-        """Return the position behind a round, from the sum of all ranks' reports."""
+        """Return the position after a round, from the sum of all ranks' reports."""
         taken, ended = reports[:-1:2], reports[1::2]
         if sum(taken) != reports[-1] or not _is_possible(asked, taken, ended):
             raise ConfigurationError(

@@ -156,7 +156,7 @@ def _ping(address: str, port: int, here: int) -> tuple[float, float]:
 
 
 def _give(sock: socket.socket) -> None:
-    """Send pieces for TRANSFER_S, each behind its size, and a last one of size 0."""
+    """Send pieces for TRANSFER_S, each after its size, and a last one of size 0."""
     until_s, sent = time.monotonic() + TRANSFER_S, 0
     while time.monotonic() < until_s and sent < TRANSFER_BYTES_MAX:
         sock.sendall(_COUNT.pack(len(_PIECE)))

@@ -36,9 +36,9 @@ def adopt(name: str, world: VisibleWorld) -> None:
 
 
 def end_at_last_step(owner: Any) -> None:
-    """Let a Trainer that resumes behind its last step make no further one.
+    """Let a Trainer that resumes after its last step make no further one.
 
-    It looks at `max_steps` only after a step, so each restart behind the last one added a step.
+    It looks at `max_steps` only after a step, so each restart after the last one added a step.
     What follows the steps of an epoch, such as an evaluation, is made: a loss may have cut it off.
     """
     run: Callable[..., None] = owner._run_epoch

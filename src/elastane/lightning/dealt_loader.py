@@ -123,7 +123,7 @@ class DealtLoader:
         self._feed.close()
 
     def _begin_step(self) -> None:
-        """Pass the boundary before a step, and deal it to the world behind."""
+        """Pass the boundary before a step, and deal it to the world after that boundary."""
         if self._group is not None:
             self._before_step()
             self._group.pass_boundary()

@@ -336,7 +336,7 @@ class ElasticStrategy(_Base):  # type: ignore[misc]
         ):
             raise refusal(
                 "manual_backward() without the reduction of gradients (no_sync)",
-                "gradients that are equal on all workers behind each manual_backward()",
+                "gradients that are equal on all workers after each manual_backward()",
                 "leave no_sync() and block_backward_sync() out of training_step()",
             )
 
@@ -388,7 +388,7 @@ def _joins_later(what: str) -> ConfigurationError:
         f"{what} by a worker that joins a running job: the others are at their steps",
         slug="joins-later",
         expected="no collectives before the first batch",
-        next_step="call it behind the first batch, or let each worker compute the value by itself",
+        next_step="call it after the first batch, or let each worker compute the value by itself",
     )
 
 

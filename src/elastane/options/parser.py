@@ -84,7 +84,7 @@ class Names:
         if rest[:1] == ["--"]:
             return own, rest[1:]
         if rest[1:2] == ["--"]:
-            # argparse removes the first one, even behind the script.
+            # argparse removes the first one, even after the script.
             del rest[1]
         return own, rest
 

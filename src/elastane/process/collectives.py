@@ -297,7 +297,7 @@ def _watch_backwards() -> None:
     """Measure how long each backward pass of a DDP waits for the other workers.
 
     Its reducer waits at the end of the pass, in C++, in a callback that it gives to autograd. One
-    that is given earlier runs before it, and one that this gives in turn runs behind it.
+    that is given earlier runs before it, and one that this gives in turn runs after it.
     """
     module: Any = sys.modules.get(_DDP)
     kind: Any = getattr(module, "DistributedDataParallel", None)

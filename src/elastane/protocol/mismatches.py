@@ -68,7 +68,7 @@ def judge_calls(
 ) -> Verdict | None:
     """Return who called another collective, or with another size, by the workers' own records.
 
-    Calls are compared only behind one that all of them made alike, since a worker that joined later
+    Calls are compared only after one that all of them made alike, since a worker that joined later
     has counted fewer. `only_open`: compare a collective only if a worker has not returned from it.
     """
     groups: dict[int, dict[int, dict[int, RecordedCall]]] = {}

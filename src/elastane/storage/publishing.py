@@ -4,8 +4,8 @@ Each writer makes its files durable, and then its part's record. Any writer that
 creates the manifest. All create the same one, so that it does not matter which, or how often. The
 death of a writer leaves a save without a manifest, which counts as nothing.
 
-A publisher behind the fence of what is published creates no manifest. If one does so in the same
-instant, the order of keys still prevents it from being the newest.
+A publisher whose fence is older than the published one creates no manifest. If it does so in the
+same instant, the order of keys still prevents its manifest from being the newest.
 
 A manifest, or one writer's record, is exactly these bytes, so that any change is detected:
 

@@ -42,7 +42,7 @@ _PAGE = re.compile(r"\d{18}")
 _OTHERS = re.compile(r"(?P<kind>tmp|beat)\.(?P<number>\d{18})(\.[0-9a-f]+)?")
 _HEADER_BYTES_MAX = 512
 _RESCANS_MAX = 100
-# Pages kept behind the newest: as many writes may pass while a reader is between listing the
+# Pages kept besides the newest: as many writes may pass while a reader is between listing the
 # folder and opening the page, before it has to list again.
 _PAGES_KEPT = 8
 # A file server that answers so, or not at all, may have made the link.

@@ -84,7 +84,7 @@ def answer_apart(
             slug=SLUG,
             expected="before the first batch only barriers and the construction of"
             " DistributedDataParallel",
-            next_step="move the collective behind the first batch, or let each worker compute the"
+            next_step="move the collective after the first batch, or let each worker compute the"
             " value by itself",
         )
     if name == "allgather":

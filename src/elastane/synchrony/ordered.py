@@ -257,7 +257,7 @@ class OrderedGroup(ElasticGroup):
     def members(self) -> tuple[Identity, ...]:
         """The members as the program sees them, in the order of their ranks.
 
-        Behind the wait for an operation they are those whose contributions are in its result.
+        After the wait for an operation they are those whose contributions are in its result.
         """
         return self._member.visible
 
@@ -318,7 +318,7 @@ class OrderedGroup(ElasticGroup):
     def _refuse_kept_size(self) -> None:
         """Restart before the program updates with sums that it may have divided by an old size.
 
-        Under --ranks-may-change it asks for the size of each world, before or behind its sums.
+        Under --ranks-may-change it asks for the size of each world, before or after its sums.
         """
         if (why := self._sizes.why_not_updated()) and self._may_keep_size:
             self._host.restart(why)
@@ -476,7 +476,7 @@ class OrderedGroup(ElasticGroup):
         self._refresh(module)
 
     def before_backward(self, module: DistributedDataParallel) -> None:
-        """As `before_forward`, for a pass that is not the first one behind a forward.
+        """As `before_forward`, for a pass that is not the first one after a forward.
 
         A framework that prepares the reducer for several passes calls it before each.
         """

@@ -32,10 +32,10 @@ survivors decide the same:
 
 1. The *cut* is the highest count that any survivor has delivered. A survivor that has less receives
    the results up to there from one that keeps them.
-2. Everything behind the cut runs again over the survivors, from the contributions that were kept. A
+2. Everything after the cut runs again over the survivors, from the contributions that were kept. A
    member that has not issued such an operation issues it when its program reaches it.
 3. Rank and world size, as the program reads them, change when the program has waited for the first
-   operation behind the cut. No member has returned from it before, and each will. Its delivery
+   operation after the cut. No member has returned from it before, and each will. Its delivery
    alone changes nothing: that may come while the program does something else.
 
 A newcomer has no state and no position in the program, so it cannot enter where a fault interrupted
@@ -618,7 +618,7 @@ class ViewMember:
         assert not self.at_boundary, "the program leaves a boundary before the next one"
         self.boundaries += 1
         self.at_boundary = True
-        # It may still hold works of its operations, whose results it reads behind the boundary.
+        # It may still hold works of its operations, whose results it reads after the boundary.
         self._waited = self.issued
         self._switch()
         return True
@@ -810,7 +810,7 @@ class ViewMember:
     def _next_unit(self) -> list[int]:
         """Return the numbers that are delivered next; empty while their unit is open.
 
-        An operation behind an unfinished unit may be waited for in the backward pass itself
+        An operation after an unfinished unit may be waited for in the backward pass itself
         (SyncBatchNorm). Then what comes before it is delivered by itself.
         """
         if self.delivered == self.issued:

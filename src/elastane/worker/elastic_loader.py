@@ -8,7 +8,7 @@ workers receive the state of the named objects. Under another launcher the world
 Fails with ConfigurationError where newcomers would train with another state than the others.
 
 A step of a stream begins with sums over the members, one for each round of reading. If a member is
-missing behind one of them, the step is read again: docs/decisions/streams-of-unknown-length.md.
+missing after one of them, the step is read again: docs/decisions/streams-of-unknown-length.md.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ElasticLoader:
     `load_state_dict`.
 
     Make the loader after these objects, on all workers, and one in each process. Evaluation,
-    saving and logging belong behind the inner loop, or into it. Not thread-safe.
+    saving and logging belong after the inner loop, or into it. Not thread-safe.
     """
 
     def __init__(self, loader: Any, *, accumulate: int = 1, **tracked: Any) -> None:
@@ -318,7 +318,7 @@ class ElasticLoader:
             self._portion = self._contributors = None
 
     def _note_contributors(self) -> None:
-        """Note the members whose samples are in the step's gradient, behind its last backward pass.
+        """Note the members whose samples are in the step's gradient, after its last backward pass.
 
         The program sees exactly these members there (`synchrony.rules`), and may see fewer later.
         """

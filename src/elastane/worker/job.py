@@ -245,7 +245,7 @@ class Job:
                 step = Step(self, feed.cursor.next_step, portions)
                 self.mode.begin(step.number)
                 self._world.progress.at(Activity.BETWEEN)
-                self._calls.behind_step()
+                self._calls.after_step()
                 yield step, portions[0].batch
                 self._world.widen()
                 if not step.begun:
@@ -342,7 +342,7 @@ class Job:
 
     def end_step(self, step: Step, error: Exception | None) -> bool:
         """End the body of a step; return whether `error` was that of a lost peer."""
-        self._calls.behind_step()
+        self._calls.after_step()
         self._updates.end_step()
         self._scalars.leave()
         self.mode.leave()

@@ -320,7 +320,7 @@ class Deterministic(Mode):
                 f"{name} was called inside a shard",
                 "collectives before or after the loop over step.batches: ranks have different"
                 " numbers of shards",
-                "move it behind the loop",
+                "move it after the loop",
                 where=f"step {self._step}",
             )
 

@@ -6,7 +6,7 @@ member that passed it knows that all members have run the function to its end. S
 has passed the barrier of a call, the others return their own values; otherwise all run the function
 again. No value travels between survivors.
 
-A worker that joins meanwhile takes no part in a call behind a step, since it never runs that body.
+A worker that joins meanwhile takes no part in a call after a step, since it never runs that body.
 The others continue without it, in a group of their own, until their loop asks for the next step
 (`Worlds.narrow`). A joining worker reaches a call between two loops itself, so it takes part. Calls
 of earlier loops return the others' values to it, which arrive with the state.
@@ -35,8 +35,8 @@ from elastane.worker.undo import Undo
 VALUES_MAX = 10_000
 VALUE_BYTES_MAX = 4096
 
-_BEHIND_A_STEP, _BETWEEN_LOOPS = 1, 2
-# (kind, steps committed, number behind the step) or (kind, loops ended, number since then). Three
+_AFTER_A_STEP, _BETWEEN_LOOPS = 1, 2
+# (kind, steps committed, number after the step) or (kind, loops ended, number since then). Three
 # zeros are no call.
 Place: TypeAlias = tuple[int, int, int]
 _NO_CALL: Place = (0, 0, 0)
@@ -98,9 +98,9 @@ class Calls:
     def __init__(self, group: ElasticGroup) -> None:
         self._group = group
         self.call: RetriedCall | None = None
-        self._where: Literal["nowhere", "step", "behind", "between"] = "nowhere"
+        self._where: Literal["nowhere", "step", "after", "between"] = "nowhere"
         self._loops = 0
-        self._number = 0  # number of the next call behind this step, or since the last loop ended
+        self._number = 0  # number of the next call after this step, or since the last loop ended
         self._done: Place = _NO_CALL
         self._completed: Place = _NO_CALL  # between loops, by any member
         self._values: dict[str, Any] = {}
@@ -110,9 +110,9 @@ class Calls:
         """Record that a body begins."""
         self._where = "step"
 
-    def behind_step(self) -> None:
+    def after_step(self) -> None:
         """Record that a step is yielded, or that its body has ended."""
-        self._where = "behind"
+        self._where = "after"
         self._number = 0
 
     def loop_ended(self) -> None:
@@ -133,7 +133,7 @@ class Calls:
         place = (
             (_BETWEEN_LOOPS, self._loops, self._number)
             if between
-            else (_BEHIND_A_STEP, steps, self._number)
+            else (_AFTER_A_STEP, steps, self._number)
         )
         self._number += 1
         if between and place <= self._completed:
@@ -192,7 +192,7 @@ class Calls:
                 f"job.retry({name}) of before this worker joined gave a value that is not kept",
                 expected=f"a value of at most {VALUE_BYTES_MAX} bytes, of numbers, text, tensors,"
                 f" lists and dicts, in one of the first {VALUES_MAX} calls",
-                next_step="return numbers, or call it behind the `with` of a step",
+                next_step="return numbers, or call it after the `with` of a step",
                 slug="job-retry",
             )
         return self._values[_key(place)]
@@ -248,7 +248,7 @@ def _is_small(value: Any) -> bool:
 def _misplaced(what: str) -> JobError:
     return JobError(
         what,
-        expected="a call behind the `with` of a step, or between two loops of job.steps(), by all"
+        expected="a call after the `with` of a step, or between two loops of job.steps(), by all"
         " workers at the same place",
         next_step="for step, batch in job.steps(...):  with step: ...;  job.retry(validate, model)",
         slug="job-retry",

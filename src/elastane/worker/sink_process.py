@@ -105,7 +105,7 @@ class WandBService:
 
 
 def wandb_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .wandb file: a log of LevelDB behind a header of seven bytes.
+    """Yield the rows of a .wandb file: a log of LevelDB after a header of seven bytes.
 
     A file that was cut off ends with its last whole record.
     https://github.com/google/leveldb/blob/main/doc/log_format.md

@@ -229,7 +229,7 @@ class Worlds:
         """
         if self.mesh is not None:
             raise JobError(
-                "a worker was lost in job.retry() behind a step, and one that joined since holds"
+                "a worker was lost in job.retry() after a step, and one that joined since holds"
                 " shards that the function needs",
                 expected="job.retry() between two loops of job.steps(), where a mesh is used: there"
                 " a worker that joins takes part",

@@ -151,7 +151,7 @@ class Training:
             loader.backward(loss)
 
     def update(self) -> dict[str, object]:
-        """Make a step; return its gradients and the state behind it."""
+        """Make a step; return its gradients and the state after it."""
         parameters = [*self.model.parameters()]
         grads = [None if p.grad is None else p.grad.clone() for p in parameters]
         if PROGRAM.clip:

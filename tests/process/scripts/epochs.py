@@ -2,8 +2,8 @@
 
     epochs.py FOLDER EPOCHS STEP_S [behind|between|unguarded]
 
-Validation all-reduces its metrics. It stands behind the last step of each epoch, or between loops
-of one epoch each; or behind the step, but without job.retry(). Each committed step and each value
+Validation all-reduces its metrics. It stands after the last step of each epoch, or between loops
+of one epoch each; or after the step, but without job.retry(). Each committed step and each value
 is a line in FOLDER/PID.jsonl. A worker that finds FOLDER/die in a validation takes it and is
 killed. While FOLDER/stay exists, no worker leaves the last epoch. At the end each worker leaves
 FOLDER/PID.final: its weights and the values of all validations that it has seen.

@@ -41,7 +41,7 @@ def sampler():
 
 
 def undisturbed(steps: int) -> tuple[str, list[tuple[list[int], str]]]:
-    """Return the first digest, and of each step its samples and the digest behind it."""
+    """Return the first digest, and of each step its samples and the digest after it."""
     batches = sampler().bind(0, 1)
     weights, momentum = [0] * SIZE, [0] * SIZE
     first, made = digest(weights), []

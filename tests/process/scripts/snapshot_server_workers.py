@@ -57,7 +57,7 @@ def work(local, life, start, told):
         pattern = bytes([step % 251, local]) * (SLOT_BYTES // 8)
         for part in range(4):  # So that it may be killed between two of them.
             slots[slot][part * len(pattern) : (part + 1) * len(pattern)] = pattern
-        told[local] = (step - 1, 0)  # Its `keep` was answered: `grant` came behind it.
+        told[local] = (step - 1, 0)  # Its `keep` was answered: `grant` came after it.
         client.keep(
             slot,
             Snapshot(

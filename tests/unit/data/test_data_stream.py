@@ -59,7 +59,7 @@ def test_steps_have_the_batch_size_until_the_last_one_of_an_epoch_which_is_known
         sizes.append(portion.samples)
         lasts.append(feed.cursor.is_last_of_epoch(step))
         feed.commit(portion.step)
-        assert feed.cursor.is_last_of_epoch(step) == lasts[-1], "behind the body too"
+        assert feed.cursor.is_last_of_epoch(step) == lasts[-1], "after the body too"
     assert sizes == [4, 4, 4, 4, 1] * 2
     assert lasts == [False] * 4 + [True] + [False] * 4 + [True]
 
@@ -273,7 +273,7 @@ def test_a_lost_ranks_samples_are_owed_and_dealt_in_later_steps_and_a_further_on
         # The second one is the last own step, in which the other rank is lost.
         seen += lose(feeds, step, [0] if len(sizes) == 2 else [])
     assert sorted(seen) == sorted((s, n) for s, count in enumerate(LENGTHS) for n in range(count))
-    # A quarter of a batch is dealt with each step, and the rest behind the last one.
+    # A quarter of a batch is dealt with each step, and the rest after the last one.
     assert sizes[:2] == [(1, 8 + 2, False), (2, 1 + 2, False)]
     assert all(step == 2 and is_further for step, _, is_further in sizes[2:])
     assert "owed" not in feeds[0].cursor.state_dict()

@@ -1,4 +1,4 @@
-"""A Trainer that resumes behind its last step makes no further one, with a fake Trainer."""
+"""A Trainer that resumes after its last step makes no further one, with a fake Trainer."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from elastane.integrations.transformers import end_at_last_step
 
 @pytest.fixture
 def trainer():
-    """Return the class of a Trainer of three steps to an epoch, which evaluates behind them."""
+    """Return the class of a Trainer of three steps to an epoch, which evaluates after them."""
 
     class Trainer:
         """Looks at its number of steps after each step, as that of Transformers does."""

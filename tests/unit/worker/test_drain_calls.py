@@ -159,7 +159,7 @@ def test_a_worker_in_place_waits_at_the_target_and_saves_nothing(page, clock, wo
     page.gate()
     page.aim(3, stops=False)
     saved = []
-    worlds.reach(2, lambda: saved.append(2))  # It lies behind this one.
+    worlds.reach(2, lambda: saved.append(2))  # It comes after this one.
     assert clock.now_s == 100.0
     clock.after(0.5, lambda: told.append((page.is_parked, page.has_saved)))
     clock.after(1.0, page.release)

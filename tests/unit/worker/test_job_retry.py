@@ -21,7 +21,7 @@ def job():
         yield made
 
 
-def test_a_guarded_call_returns_its_value_behind_a_step_and_between_loops_and_nowhere_else(job):
+def test_a_guarded_call_returns_its_value_after_a_step_and_between_loops_and_nowhere_else(job):
     def inside(of):
         with pytest.raises(JobError, match=of) as caught:
             job.retry(len, "abc")
@@ -53,23 +53,23 @@ def member(loops=1, kind="between"):
     calls = Calls(None)
     for _ in range(loops):
         calls.loop_ended()
-    if kind == "behind":
-        calls.behind_step()
+    if kind == "after":
+        calls.after_step()
     return calls
 
 
 def test_a_call_completed_by_one_survivor_is_completed_for_all(monkeypatch):
-    for kind in ("between", "behind"):
-        done, behind = member(kind=kind), member(kind=kind)
-        first, second = done.begin("f", 4), behind.begin("f", 4)
+    for kind in ("between", "after"):
+        done, late = member(kind=kind), member(kind=kind)
+        first, second = done.begin("f", 4), late.begin("f", 4)
         first.ran = second.ran = True
-        meet(monkeypatch, done, behind)
+        meet(monkeypatch, done, late)
         assert not first.is_over and not second.is_over
-        assert done.callers() == behind.callers() == [0, 1]
+        assert done.callers() == late.callers() == [0, 1]
         done.complete(first)
         done.end()
         second.value = 7
-        meet(monkeypatch, done, behind)
+        meet(monkeypatch, done, late)
         assert second.is_over and second.value == 7
 
 
