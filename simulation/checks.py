@@ -6,7 +6,7 @@ A `Violation` says in one sentence what was broken. Invariants that production a
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from elastane.coordinator.rules import invariants
 from elastane.errors import ExitCode
@@ -99,18 +99,30 @@ class Checks:
             self._ended(after, after.outcome)
 
     def _placed(self, before: World, after: World) -> None:
-        """Check that a node that arrives without a requested rank comes after all others."""
+        """Check that a node that arrives without a requested rank comes after all others.
+
+        Others are those of its rack, whose nodes are next to each other.
+        """
         if self._cluster.in_place:
             return  # The order is that of processes: see `state_checks`.
         known = {member.node_id for member in before.members}
-        places = [
-            member.node_id in known
-            for member in after.members
-            if member.node_id in known or self._cluster.nodes[member.node_id].node_rank is None
+        of_racks = [
+            [*members] for _, members in groupby(after.members, lambda member: member.topology)
         ]
+        for members in of_racks:
+            places = [
+                member.node_id in known
+                for member in members
+                if member.node_id in known or self._cluster.nodes[member.node_id].node_rank is None
+            ]
+            self._require(
+                places == sorted(places, reverse=True),
+                f"{after.fence}: an arrival was put before survivors",
+            )
+        racks = {member.topology for member in after.members}
         self._require(
-            places == sorted(places, reverse=True),
-            f"{after.fence}: an arrival was put before survivors",
+            len(of_racks) == len(racks),
+            f"{after.fence}: the nodes of a rack are apart",
         )
 
     def _settled(self, fence: Fence, members: tuple[WorldMember, ...], *, durable: bool) -> None:

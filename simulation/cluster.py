@@ -41,6 +41,7 @@ class SimulatedCluster:
     ) -> None:
         self.spec, self.rng, self.store_backed = spec, rng, store_backed
         self.script, self.in_place = script, script.in_place
+        self.racks = 0
         # The range of nodes that the owner requested, delivered to each coordinator.
         self.wanted: Resized | None = None
         # The incarnations that the owner has given up, delivered to each coordinator.
@@ -122,6 +123,7 @@ class SimulatedCluster:
         # Clocks of hosts are unrelated; a comparison of two hosts' clocks fails here.
         clock = HostClock(self.clock, self.rng.random() * 1e6, self.rng.choice(self.drifts))
         node = SimulatedNode(self, f"n{len(self.nodes)}", size, node_rank, clock)
+        node.topology = f"rack{len(self.nodes) % self.racks}" if self.racks else ""
         self.nodes[node.name] = node
         return node
 

@@ -93,7 +93,7 @@ class History:
         cluster = SimulatedCluster(
             self.setting.spec, setting.script, rng, store_backed=setting.store_backed
         )
-        cluster.drifts = setting.drifts
+        cluster.drifts, cluster.racks = setting.drifts, setting.racks
         cluster.network.rejects = setting.rejects
         self.cluster = cluster
         self.faults = Faults(cluster, self.setting)

@@ -112,6 +112,7 @@ class SimulatedNode:
     ) -> None:
         self.cluster, self.name, self.size, self.node_rank = cluster, name, size, node_rank
         self.clock = clock
+        self.topology = ""
         self.alive = False
         # Which of its processes are stopped: its agent (with a coordinator in it), workers, orphan
         # reaper.
@@ -152,6 +153,7 @@ class SimulatedNode:
             incarnation=self.incarnation,
             local_world_size=self.size,
             node_rank=self.node_rank,
+            topology=self.topology,
             versions=VERSIONS,
         )
         self.core = AgentCore(

@@ -115,6 +115,7 @@ class HistorySetup(msgspec.Struct, frozen=True, kw_only=True):
     plan: tuple[PlannedFault, ...]
     in_place: bool = False  # its workers recover in place
     rejects: bool = False  # cut connections are refused by a firewall, not silent
+    racks: int = 0  # over which the nodes are spread in turn; 0: nodes have no topology
 
     @property
     def mode(self) -> str:

@@ -11,6 +11,7 @@ from elastane.coordinator.rules.ranks import (
     WorldAssignment,
     assignments,
     choose,
+    grouped,
     next_fence,
     world_of,
 )
@@ -23,8 +24,11 @@ IDS = [f"n{i}" for i in range(12)]
 SOME_IDS = st.lists(st.sampled_from(IDS), unique=True, min_size=1)
 
 
+TOPOLOGIES = st.sampled_from(["", "z1", "z1/r1", "z1/r2", "z2/r1", "z2/r1/h1", "z2/r1/h2", "r1"])
+
+
 @st.composite
-def nodes(draw):
+def nodes(draw, has_topology=False):
     return [
         NodeSpec(
             node_id=node_id,
@@ -32,6 +36,7 @@ def nodes(draw):
             local_world_size=draw(st.integers(1, 8)),
             role=draw(st.sampled_from(["trainer", "reader"])),
             node_rank=draw(st.none() | st.integers(0, 15)),
+            topology=draw(TOPOLOGIES) if has_topology else "",
             versions=VERSIONS,
         )
         for node_id in draw(SOME_IDS)
@@ -120,3 +125,27 @@ def test_a_new_fence_exceeds_every_reported_one(before, now, round_, attempt, fl
     assert fence > previous.fence and fence > floor
     same = world_of(fence, now).members == previous.members
     assert (fence.round == previous.fence.round) == (same and previous.fence >= floor)
+
+
+@given(nodes(has_topology=True))
+def test_nodes_of_one_part_of_the_network_are_next_to_each_other_in_their_order(specs):
+    order = grouped(specs)
+    assert sorted(spec.node_id for spec in order) == sorted(spec.node_id for spec in specs)
+    assert order[0] == specs[0] and grouped(order) == order
+    levels = [tuple(spec.topology.split("/")) for spec in order if spec.topology]
+    for part in {level[:depth] for level in levels for depth in range(1, len(level) + 1)}:
+        inside = ["/".join(part) == "/".join(s.topology.split("/")[: len(part)]) for s in order]
+        assert sum(1 for on, _ in itertools.groupby(inside) if on) == 1, (part, order)
+    for topology in {spec.topology for spec in specs}:
+        assert [s for s in order if s.topology == topology] == [
+            s for s in specs if s.topology == topology
+        ]
+
+
+@given(nodes(has_topology=True), nodes(has_topology=True), st.integers(1, 12))
+def test_worlds_of_nodes_with_a_topology_follow_each_other(before, now, max_nodes):
+    previous = world_of(Fence(1, 0), grouped(before[:max_nodes]))
+    chosen = choose(previous, candidates(now), max_nodes, static=False)
+    world = world_of(next_fence(previous, chosen, previous.fence), chosen)
+    assert not invariants.broken_succession(previous, world)
+    assert grouped(chosen) == chosen

@@ -7,8 +7,10 @@ put its line into kept_seeds.txt then. ELASTANE_SOAK_SEEDS is how many the soak 
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from elastane.coordinator.rules import ranks
 from simulation import Cut, History, HistoryFailedError, Violation, run_seed, setup_of
 from simulation.batch import play
 from simulation.kept import read_kept
@@ -42,6 +44,19 @@ def holds(tally):
 )
 def test_no_history_breaks_what_must_hold(mode, chunk):
     holds(play(range(chunk * CHUNK, (chunk + 1) * CHUNK), [mode == "store"]))
+
+
+@MODES
+def test_nodes_of_a_rack_are_next_to_each_other_in_all_histories(store_backed, monkeypatch):
+    def play() -> None:
+        for seed in range(40):
+            setting = setup_of(seed, store_backed=store_backed)
+            History(msgspec.structs.replace(setting, racks=2)).run()
+
+    play()
+    monkeypatch.setattr(ranks, "grouped", list)
+    with pytest.raises(HistoryFailedError, match="the nodes of a rack are apart"):
+        play()
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,22 @@ def test_a_damaged_or_endless_node_list_is_refused(text):
     assert refused.value.slug == "slurm-environment" and refused.value.next_step
 
 
+@pytest.mark.parametrize(
+    ("address", "pattern", "topology"),
+    [
+        ("s0.s2.n2", "switch.switch.node", "s0/s2/n2"),
+        ("block3.n2.lab.org", "block.node", "block3/n2.lab.org"),
+        ("n2", "node", ""),
+        ("", "switch.node", ""),
+        ("s0..n2", "switch.switch.node", ""),
+    ],
+)
+def test_the_switches_above_a_node_are_its_topology(address, pattern, topology):
+    addressed = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
+    assert value(found(**addressed), "topology") == topology
+    assert value(found(["--topology", "r1"], **addressed), "topology") == "r1"
+
+
 def test_a_step_says_size_place_name_and_rank():
     result = found()
     assert value(result, "nnodes") == "4"

@@ -243,6 +243,7 @@ class _Agent:
             role=requested.role,
             node_rank=requested.node_rank,
             local_addr=requested.local_addr,
+            topology=requested.topology,
             versions=versions(),
         )
 

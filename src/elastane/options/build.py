@@ -35,7 +35,7 @@ from elastane.options.workers import (
     repeated_signals,
     variable_notes,
 )
-from elastane.protocol.limits import Timing
+from elastane.protocol.limits import TOPOLOGY_CHARS_MAX, Timing
 from elastane.protocol.model import JobSpec
 from elastane.stores import registry
 
@@ -215,7 +215,20 @@ def _node(options: Options, conf: Conf, environ: Mapping[str, str]) -> Requested
         role=options.text("role"),
         node_rank=requested_rank(options, conf),
         local_addr=options.text("local_addr"),
+        topology=_topology(options.text("topology")),
     )
+
+
+def _topology(text: str) -> str:
+    """Return the levels of a node's place without empty ones, as of a label that is not set."""
+    topology = "/".join(filter(None, map(str.strip, text.split("/"))))
+    if not topology.isprintable() or len(topology) > TOPOLOGY_CHARS_MAX:
+        raise ConfigurationError(
+            f"--topology = {text!r}",
+            slug="bad-name",
+            expected=f"at most {TOPOLOGY_CHARS_MAX} printable characters, such as zone/rack/host",
+        )
+    return topology
 
 
 def _advice(

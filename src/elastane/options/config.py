@@ -51,13 +51,17 @@ class RendezvousConfig:
 
 @dataclass(frozen=True)
 class RequestedNode:
-    """How this node is to present itself; an empty `node_id` is made up from the host."""
+    """How this node is to present itself; an empty `node_id` is made up from the host.
+
+    `topology`: where it is in the network, such as zone/rack/host; empty: not known.
+    """
 
     node_id: str
     local_world_size: int
     role: str
     node_rank: int | None
     local_addr: str
+    topology: str
 
 
 @dataclass(frozen=True)

@@ -299,6 +299,16 @@ TABLE: tuple[Option, ...] = (
         ours=True,
     ),
     Option(
+        "topology",
+        "",
+        "where this node is in the network, from the largest part to the smallest, such as "
+        "zone/rack/host; nodes of one part get ranks next to each other whenever all workers start "
+        "(default under Slurm: from SLURM_TOPOLOGY_ADDR)",
+        OURS,
+        metavar="PATH",
+        ours=True,
+    ),
+    Option(
         "in-place",
         "0",
         "if a worker or node of an unmodified DDP script is lost, the others keep running (scripts "

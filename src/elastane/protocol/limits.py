@@ -32,6 +32,8 @@ COUNT_MAX = 1 << 53
 REASON_CHARS_MAX = 1000
 # Characters of a job or node name: it becomes part of paths, which POSIX bounds at 255.
 NAME_CHARS_MAX = 200
+# Of the parts of the network that a node is in.
+TOPOLOGY_CHARS_MAX = 400
 # Workers of one node: more than any machine has of cores or accelerators worth a process each.
 LOCAL_WORLD_SIZE_MAX = 4096
 # The reconnect grace of a node whose session broke. A living agent is back after a TCP connect and

@@ -96,7 +96,8 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `node_id` is stable over restarts of the agent; `incarnation` is new with each process.
     `node_rank` is a request (an order, for the static backend). `local_addr` is the user's
-    --local-addr; if empty, the address is taken from the connection.
+    --local-addr; if empty, the address is taken from the connection. `topology` is the node's place
+    in the network, from the largest part to the smallest, such as zone/rack/host; it may be empty.
     """
 
     node_id: Name
@@ -105,6 +106,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     role: Name = "default"
     node_rank: int | None = None
     local_addr: Name = ""
+    topology: Name = ""
     versions: Versions
 
 
@@ -132,6 +134,7 @@ class WorldMember(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int
     role: str
     workers: tuple[LocalRank, ...] = ()
+    topology: Name = ""
 
     @property
     def size(self) -> int:

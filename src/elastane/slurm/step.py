@@ -165,6 +165,8 @@ def _values(
         values["node_id"] = (step.node_name, "SLURMD_NODENAME")
     if step.gpus:
         values["nproc_per_node"] = (str(step.gpus), "SLURM_GPUS_ON_NODE")
+    if topology := _topology(environ):
+        values["topology"] = (topology, "SLURM_TOPOLOGY_ADDR")
     if len(step.hosts) > 1:
         hosts = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
         values["nnodes"] = (str(len(step.hosts)), hosts)
@@ -173,6 +175,17 @@ def _values(
             values["rdzv_backend"] = ("elastane", "SLURM_JOB_ID")
             values["rdzv_endpoint"] = (f"{step.host}:{step.port(job_id)}", hosts)
     return values
+
+
+def _topology(environ: Mapping[str, str]) -> str:
+    """Return the switches or the block above this node, and its name, such as s0/s2/node7.
+
+    Slurm separates them by dots, of which the name of the node, the last part, may have its own.
+    Without a topology it writes the name alone.
+    """
+    levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
+    parts = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".", levels)
+    return "/".join(parts) if levels and all(parts) else ""
 
 
 def _with(options: Options, found: Mapping[str, tuple[str, str]]) -> Options:

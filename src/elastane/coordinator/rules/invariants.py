@@ -11,7 +11,10 @@ from elastane.protocol.model import Assignment, JobRecord, JobSpec, World, world
 
 
 def broken_succession(previous: World | None, world: World) -> str:
-    """Fences only grow, a round has one membership, and survivors keep their order."""
+    """Fences only grow, a round has one membership, and survivors keep their order.
+
+    Those of different parts of the network may change it, as a part's nodes are next to each other.
+    """
     if previous is None:
         return ""
     if world.fence <= previous.fence:
@@ -22,10 +25,12 @@ def broken_succession(previous: World | None, world: World) -> str:
         return ""  # Such a world orders workers, and the record does not know their processes.
     before = [m.node_id for m in previous.members]
     known, after = {*before}, {m.node_id for m in world.members}
-    survivors = [node_id for node_id in before if node_id in after]
-    order = [m.node_id for m in world.members if m.node_id in known]
-    if survivors != order:
-        return f"survivors {survivors} were put in the order {order}"
+    for part in dict.fromkeys(m.topology for m in world.members):
+        same = {m.node_id for m in world.members if m.topology == part}
+        survivors = [node_id for node_id in before if node_id in after & same]
+        order = [m.node_id for m in world.members if m.node_id in known & same]
+        if survivors != order:
+            return f"survivors {survivors} were put in the order {order}"
     return ""
 
 

@@ -4,6 +4,9 @@ Survivors keep their relative order. A node that came back takes its former plac
 belongs to the node id. A requested node rank is honoured unless a survivor has it. All other nodes
 follow in order of arrival. torchrun sorts by address string, so one arrival may move every rank
 (pytorch issues 99684, 137402).
+
+Where all workers start afresh, nodes of one rack or zone then get ranks next to each other, since a
+ring of collectives sends from each rank to the next one. Survivors of one part keep their order.
 """
 
 from __future__ import annotations
@@ -37,7 +40,32 @@ def choose(
         (c for c in candidates if c.spec.node_id not in places), key=lambda c: c.order
     )
     room = max(0, max_nodes - len(survivors))
-    return _place([c.spec for c in survivors], [c.spec for c in arrivals[:room]])[:max_nodes]
+    order = _place([c.spec for c in survivors], [c.spec for c in arrivals[:room]])
+    return grouped(order[:max_nodes])
+
+
+def grouped(specs: Sequence[NodeSpec]) -> list[NodeSpec]:
+    """Return the nodes so that those of one part of the network are next to each other.
+
+    Each part stands where its first node stood, and its nodes keep their order. So the first node
+    stays first, an order that is grouped already is kept, and nodes without a topology move only
+    where a part before them gathers its nodes.
+    """
+    first: dict[tuple[str, ...], int] = {}
+    for index, spec in enumerate(specs):
+        for part in _parts(spec):
+            first.setdefault(part, index)
+    places = {
+        spec.node_id: (*(first[part] for part in _parts(spec)), index)
+        for index, spec in enumerate(specs)
+    }
+    return sorted(specs, key=lambda spec: places[spec.node_id])
+
+
+def _parts(spec: NodeSpec) -> list[tuple[str, ...]]:
+    """Return the parts of the network that a node is in, the largest first."""
+    levels = tuple(filter(None, spec.topology.split("/")))
+    return [levels[: depth + 1] for depth in range(len(levels))]
 
 
 def _place(survivors: list[NodeSpec], arrivals: list[NodeSpec]) -> list[NodeSpec]:
@@ -68,6 +96,7 @@ def member_of(spec: NodeSpec, workers: tuple[int, ...] = ()) -> WorldMember:
         local_world_size=spec.local_world_size,
         role=spec.role,
         workers=workers,
+        topology=spec.topology,
     )
 
 
