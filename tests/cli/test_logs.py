@@ -37,6 +37,7 @@ class Worker:
         self.folder.mkdir(parents=True, exist_ok=True)
         note = {"node": node, "host": node, "role": "default", "rank": rank, "local_rank": 0}
         (self.folder / "worker.jsonl").write_text(json.dumps(note) + "\n")
+        self.note = note
         self.path = self.folder / f"{std}.log"
 
     def say(self, text, at_s, end="\n"):
@@ -44,6 +45,12 @@ class Worker:
             file.write((text + end).encode())
         with Path(f"{self.path}.idx").open("ab") as file:
             file.write(struct.pack("<QQ", self.path.stat().st_size, int(at_s * 1e9)))
+
+    def becomes(self, rank, at_s, round_):
+        """Record that the worker has another rank from then on, as its agent does."""
+        place = {"rank": rank, "round": round_, "attempt": 0, "time_ns": int(at_s * 1e9)}
+        with (self.folder / "worker.jsonl").open("a") as file:
+            file.write(json.dumps({**self.note, **place}) + "\n")
 
 
 def shown(capsysbinary, *words):
@@ -97,7 +104,8 @@ def test_lines_merged_by_time_have_their_time(base, capsysbinary):
     ],
 )
 def test_options_select_workers_streams_and_attempts(base, capsysbinary, options, count):
-    assert len(shown(capsysbinary, "job", "--log-dir", base, *options)) == count
+    lines = shown(capsysbinary, "job", "--log-dir", base, *options)
+    assert len([line for line in lines if not line.startswith("---")]) == count
 
 
 def test_job_is_found_by_its_folder_or_by_the_folder_of_one_job(base, capsysbinary):
@@ -163,7 +171,7 @@ def test_follow_shows_existing_lines_new_lines_and_later_workers(base):
         stdout=subprocess.PIPE,
     )
     try:
-        read = [process.stdout.readline() for _ in range(4)]
+        read = [process.stdout.readline() for _ in range(5)]
         assert read[0].endswith(b"a0 rank0 turn0\n")
         late = Worker(base, "job", (2, 0, 5), "host-c")
         late.say("hel", 300, end="")
@@ -171,6 +179,89 @@ def test_follow_shows_existing_lines_new_lines_and_later_workers(base):
         assert process.stdout.readline() == b"[default5 host-c r2.0 out]: hello\n"
         process.send_signal(2)
         assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def replaced(tmp_path):
+    """Return the logs of a job in place that loses rank 0 of three after 20 s and gets a standby.
+
+    Rank 1 is rank 0 until the standby has come, and rank 1 again then.
+    """
+    first, second, standby = (
+        Worker(tmp_path / "logs", "job", (1, 0, rank), node)
+        for rank, node in ((0, "host-a"), (1, "host-b"), (3, "host-a"))
+    )
+    first.say("step 1 of the first", 10)
+    second.say("step 1 of the second", 10)
+    second.becomes(0, 20, 2)
+    standby.say("loads", 25)
+    second.say("step 2 of the second", 30)
+    second.becomes(1, 40, 3)
+    standby.becomes(0, 40, 3)
+    second.say("step 3 of the second", 50)
+    standby.say("step 3 of the standby", 50.1)
+    return tmp_path / "logs"
+
+
+def test_a_rank_is_what_each_worker_printed_while_it_had_that_rank(replaced, capsysbinary):
+    assert shown(capsysbinary, replaced, "--rank", "0") == [
+        "[default0 host-a r1.0 out]: step 1 of the first",
+        "--- rank 0 is local rank 0 on node host-b, started in round 1, from round 2 attempt 0 on;"
+        " before: local rank 0 on node host-a, started in round 1 ---",
+        "[default0 host-b r2.0 out]: step 2 of the second",
+        "--- rank 0 is local rank 0 on node host-a, started in round 1, from round 3 attempt 0 on;"
+        " before: local rank 0 on node host-b, started in round 1 ---",
+        "[default0 host-a r3.0 out]: step 3 of the standby",
+    ]
+    assert bodies(shown(capsysbinary, replaced, "--rank", "1")) == [
+        "step 1 of the second",
+        "step 3 of the second",
+    ]
+    lines = shown(capsysbinary, replaced, "--rank", "0-1", "--merge-by-time")
+    assert [line.partition(" ")[2][13:] for line in lines if "---" not in line] == [
+        "[default0 host-a r1.0 out]: step 1 of the first",
+        "[default1 host-b r1.0 out]: step 1 of the second",
+        "[default0 host-b r2.0 out]: step 2 of the second",
+        "[default1 host-b r3.0 out]: step 3 of the second",
+        "[default0 host-a r3.0 out]: step 3 of the standby",
+    ]
+
+
+def test_without_ranks_all_output_is_shown_once_with_the_rank_of_its_time(replaced, capsysbinary):
+    lines = shown(capsysbinary, replaced)
+    assert len(lines) == 6 and not any(line.startswith("---") for line in lines)
+    assert "[default3 host-a r1.0 out]: loads" in lines
+    assert bodies(shown(capsysbinary, replaced, "--round", "3", "--rank", "0")) == [
+        "step 3 of the standby"
+    ]
+
+
+def test_a_line_that_is_seen_after_the_change_of_its_worker_is_not_lost(replaced, capsysbinary):
+    """Its time is that of the next look at the file, up to a quarter of a second later."""
+    worker = Worker(replaced, "job", (1, 0, 2), "host-b")
+    worker.becomes(0, 60, 4)
+    worker.say("the last of rank 0", 70.2)
+    worker.becomes(2, 70, 5)
+    assert "the last of rank 0" in bodies(shown(capsysbinary, replaced, "--rank", "0"))
+
+
+def test_follow_shows_a_replacement_from_when_it_took_the_rank(replaced):
+    late = Worker(replaced, "job", (3, 0, 5), "host-c")
+    late.say("loads", 60)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elastane", "logs", str(replaced), "--follow", "--rank", "0"],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        for _ in range(5):
+            process.stdout.readline()
+        late.becomes(0, 61, 4)
+        late.say("step 4", 62)
+        assert process.stdout.readline().startswith(b"--- rank 0 is local rank 0 on node host-c,")
+        assert process.stdout.readline() == b"[default0 host-c r4.0 out]: step 4\n"
     finally:
         process.kill()
         process.communicate()

@@ -1,10 +1,12 @@
 """Streams of a group whose log folder hangs."""
 
 import asyncio
+import json
 import logging
 import os
 import threading
 import time
+from pathlib import Path
 
 from elastane.process.streams import group
 from elastane.process.streams.group import GroupStreams
@@ -68,3 +70,25 @@ def test_streams_are_opened_off_the_event_loop(tmp_path, monkeypatch):
     assert threads[0] is not threading.main_thread()
     with open(opened.stdout_path) as file:
         assert file.read() == "x\n"
+
+
+def test_the_sizes_of_a_workers_files_are_noted_as_it_gets_another_rank(tmp_path):
+    plan = LogPlan(str(tmp_path), redirects={0: StreamChoice.ALL})
+    streams = GroupStreams(plan, "job", "host-a", Fence(1, 0))
+
+    async def scenario():
+        opened = await streams.open_soon(0, 3, "default")
+        os.write(opened.stdout, b"loads\n")
+        await streams.note_rank(0, 1, Fence(2, 0), 5)
+        await streams.finish()
+        return opened
+
+    opened = asyncio.run(scenario())
+    lines = (Path(opened.stdout_path).parent / "worker.jsonl").read_text().splitlines()
+    started, placed = map(json.loads, lines)
+    assert (started["rank"], started["round"], started["stdout_bytes"]) == (3, 1, 0)
+    changed = {name for name in placed if placed[name] != started[name]}
+    assert changed == {"rank", "round", "time_ns", "stdout_bytes"}
+    assert (placed["rank"], placed["round"], placed["time_ns"], placed["stdout_bytes"]) == (
+        1, 2, 5, 6,
+    )  # fmt: skip

@@ -119,11 +119,15 @@ class LocalWorker:
         self.page = page
         self.process = process
 
-    def take_place(self, assignment: Assignment) -> None:
-        """Take its place in a world; its rank there is used when its failure is reported."""
-        self.is_standby = False
+    def take_place(self, assignment: Assignment) -> bool:
+        """Take its place in a world; return whether its rank is another one than before.
+
+        Its rank there is used when its failure is reported.
+        """
+        before, self.is_standby = self.rank, False
         self.rank = assignment.rank_base + assignment.index_of(self.local_rank)
         self.page.assign(assignment.fence.round)
+        return self.rank != before
 
     def ask_to_checkpoint(self, process: WorkerProcess) -> None:
         """Send SIGTERM, which it catches to checkpoint; it gets no second one."""

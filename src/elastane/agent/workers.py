@@ -183,7 +183,9 @@ class LocalWorkerGroup:
             # A worker that has ended, or whose replacement is starting, is reported as failed by
             # the rules.
             if worker.local_rank in able and worker.local_rank in self._sockets.recoverable:
-                worker.take_place(assignment)
+                if worker.take_place(assignment):
+                    place = worker.local_rank, worker.rank, assignment.fence
+                    self._spawn_watch(worker.files.note_rank(*place, time.time_ns()))
                 self._sockets.send(worker.local_rank, place_message(assignment, worker.local_rank))
         self._post_recoverable()
         self._post_started(self._members())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from elastane.cli.parser import add_job_options
 from elastane.errors import ElastaneError, UsageError
 
 if TYPE_CHECKING:
-    from elastane.observe.merge import Follower, LogLine, Selection, StreamFile
+    from elastane.observe.merge import Follower, LogLine, RankTerm, Selection, StreamFile
     from elastane.process.files import JobRegistry
 
 _POLL_S = 0.25
@@ -32,7 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--rank",
         metavar="LIST",
         default="",
-        help="only these ranks: 0,2 or 0-3; a replacement keeps the higher number of its start",
+        help="only what these ranks printed: 0,2 or 0-3; a line says where another worker became"
+        " the rank",
     )
     add("--node", metavar="NAMES", default="", help="only these nodes or hosts")
     add("--round", metavar="LIST", default="", help="only these rounds")
@@ -54,14 +55,12 @@ def main(args: argparse.Namespace) -> int:
     selection = _selection(args)
     folder = find_job(args.job, args.log_dir, "logs")
     if args.follow:
-        return _follow(
-            Follower(folder, selection, by_time=args.merge_by_time), timed=args.merge_by_time
-        )
+        return _follow(Follower(folder, selection, by_time=args.merge_by_time), _Printer(args))
     streams = find_streams(folder, selection)
     if not streams:
         raise _nothing_kept(folder)
     cursors = [LogCursor(stream) for stream in streams]
-    _print(merged(cursors, by_time=args.merge_by_time, partial=True), timed=args.merge_by_time)
+    _Printer(args).print(merged(cursors, by_time=args.merge_by_time, partial=True))
     return 0
 
 
@@ -160,37 +159,62 @@ def _selection(args: argparse.Namespace) -> Selection:
     )
 
 
-def _follow(follower: Follower, *, timed: bool) -> int:
+def _follow(follower: Follower, printer: _Printer) -> int:
     try:
         while True:
-            _print(follower.poll(), timed=timed)
+            printer.print(follower.poll())
             sys.stdout.flush()
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
         return 0
 
 
-def _print(lines: Iterable[LogLine], *, timed: bool) -> None:
-    prefix = _prefixes()
-    out = sys.stdout.buffer
-    for line in lines:
-        when = _time_text(line.time_ns) if timed else b""
-        out.write(b"%s%s%s\n" % (when, prefix(line.stream), line.text))
+class _Printer:
+    """Prints lines, each with the worker's rank at that time, and the changes of selected ranks."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._timed = args.merge_by_time
+        self._marks = bool(args.rank)
+        self._prefixes: dict[tuple[Path, RankTerm], bytes] = {}
+        self._workers: dict[int, StreamFile] = {}  # by rank, the one that printed last
 
-def _prefixes() -> Callable[[StreamFile], bytes]:
-    """Return a function that makes each file's prefix once."""
-    made: dict[Path, bytes] = {}
+    def print(self, lines: Iterable[LogLine]) -> None:
+        """Print lines to stdout."""
+        out = sys.stdout.buffer
+        for line in lines:
+            when = _time_text(line.time_ns) if self._timed else b""
+            if self._marks and (mark := self._change(line)):
+                out.write(b"%s%s\n" % (when, mark))
+            out.write(b"%s%s%s\n" % (when, self._prefix(line), line.text))
 
-    def prefix(stream: StreamFile) -> bytes:
-        if stream.path not in made:
-            who = f"{stream.worker.role or 'rank'}{stream.rank}"
+    def _prefix(self, line: LogLine) -> bytes:
+        """Return the prefix of a line, which is made once for each worker and rank."""
+        stream, term = line.stream, line.term
+        key = stream.path, term
+        if key not in self._prefixes:
+            who = f"{stream.worker.role or 'rank'}{term.rank}"
             node = f" {stream.worker.node}" if stream.worker.node else ""
-            fence = f"r{stream.fence.round}.{stream.fence.attempt}"
-            made[stream.path] = f"[{who}{node} {fence} {stream.std[3:]}]: ".encode()
-        return made[stream.path]
+            fence = f"r{term.fence.round}.{term.fence.attempt}"
+            self._prefixes[key] = f"[{who}{node} {fence} {stream.std[3:]}]: ".encode()
+        return self._prefixes[key]
 
-    return prefix
+    def _change(self, line: LogLine) -> bytes:
+        """Return a line that says which worker a rank is from here on; empty if it is the same."""
+        rank, stream = line.term.rank, line.stream
+        before = self._workers.get(rank)
+        self._workers[rank] = stream
+        if before is None or before.path.parent == stream.path.parent:
+            return b""
+        fence = line.term.fence
+        return (
+            f"--- rank {rank} is {_worker_text(stream)}, from round {fence.round} attempt"
+            f" {fence.attempt} on; before: {_worker_text(before)} ---"
+        ).encode()
+
+
+def _worker_text(stream: StreamFile) -> str:
+    node = f" on node {stream.worker.node}" if stream.worker.node else ""
+    return f"local rank {stream.worker.local_rank}{node}, started in round {stream.fence.round}"
 
 
 def _time_text(time_ns: int) -> bytes:

@@ -60,7 +60,7 @@ def _rounds(job_dir: Path, until: int | None) -> list[int]:
 
 def _chosen(found: list[StreamFile], rank: int | None) -> StreamFile:
     """Return the newest file, preferring the rank that is asked for."""
-    of_rank = [stream for stream in found if stream.rank == rank]
+    of_rank = [each for each in found if rank in {each.rank, *(t.rank for t in each.terms)}]
     return max(of_rank or found, key=lambda stream: _changed_s(stream.path))
 
 

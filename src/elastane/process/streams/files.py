@@ -16,6 +16,7 @@ import contextlib
 import os
 import stat
 import struct
+import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -73,18 +74,38 @@ def make_rank_dir(folder: Path, place: WorkerPlace, host: str) -> None:
     worker would fail at its first line of output.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    note_place(folder, place, host, time.time_ns())
+
+
+def note_place(folder: Path, place: WorkerPlace, host: str, time_ns: int) -> None:
+    """Append the rank that a worker has from a time on, its world, and what it had printed before.
+
+    A worker that recovers in place has several, a replacement first a number of no world.
+    """
+    sizes = {f"{std}_bytes": _size_bytes(folder / f"{std}.log") for std in ("stdout", "stderr")}
     line = {
         "node": place.node,
         "host": host,
         "role": place.role,
         "rank": place.rank,
         "local_rank": place.local_rank,
+        "round": place.fence.round,
+        "attempt": place.fence.attempt,
+        "time_ns": time_ns,
+        **sizes,
     }
     fd = open_append(folder / WORKER_FILE)
     try:
         os.write(fd, msgspec.json.encode(line) + b"\n")
     finally:
         os.close(fd)
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def fresh_error_file(folder: Path) -> str:
@@ -184,6 +205,11 @@ class TimeIndex:
         except OSError:
             changed_ns = 0
         return cls(_ENTRY.iter_unpack(whole), changed_ns)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has entries; without them all bytes have one time."""
+        return bool(self._times)
 
     def time_ns(self, offset: int) -> int:
         """Return the wall-clock time by which the byte at `offset` had been written."""

@@ -25,6 +25,7 @@ from elastane.process.streams.files import (
     ensure_base_dir,
     fresh_error_file,
     make_rank_dir,
+    note_place,
     open_append,
 )
 from elastane.process.streams.plan import (
@@ -74,6 +75,7 @@ class GroupStreams:
         self._gave_up = False
         self._files: GroupFiles | None = None
         self._captures: dict[str, Capture] = {}
+        self._folders: dict[int, tuple[Path, WorkerPlace]] = {}  # by local rank
         self._offload = offload or Offload()
         self._tailer = Tailer(f"streams-{fence.round}.{fence.attempt}")
         self._pump = Pump(f"stderr-{fence.round}.{fence.attempt}")
@@ -103,6 +105,19 @@ class GroupStreams:
     def open(self, local_rank: int, rank: int, role: str) -> WorkerStreams:
         """Open the streams of one worker, before it starts; may block on the log folder."""
         return self._captured(*self._open_files(local_rank, rank, role))
+
+    async def note_rank(self, local_rank: int, rank: int, fence: Fence, time_ns: int) -> None:
+        """Record in the worker's folder that it has another rank from a time on, for its readers.
+
+        If that fails, its lines keep the former rank, and nothing else is lost.
+        """
+        found = self._folders.get(local_rank)
+        if found is None or self._gave_up:
+            return
+        folder, place = found[0], replace(found[1], rank=rank, fence=fence)
+        note = partial(note_place, folder, place, socket.gethostname(), time_ns)
+        with contextlib.suppress(OSError, TimeoutError):
+            await self._offload.run(note, OPEN_S)
 
     def _open_files(
         self, local_rank: int, rank: int, role: str
@@ -201,6 +216,7 @@ class GroupStreams:
         except OSError as error:
             self._warn(folder, error)
             return None
+        self._folders[place.local_rank] = folder, place
         return folder
 
     def _open_stream(
