@@ -214,6 +214,15 @@ def test_a_script_that_fails_and_destroys_its_group_does_not_wait_for_the_others
         assert "ValueError: a fault of the script" in node.output
 
 
+def test_a_call_that_torch_refuses_fails_the_script_and_loses_no_worker(tmp_path):
+    job = Unmodified(tmp_path, "refused", nproc_per_node=2, max_restarts=0)
+    with job.cluster as cluster:
+        node = cluster.start("a")
+        assert node.wait() != 0
+        assert "RuntimeError: Invalid scalar type" in node.output
+        assert "lost a peer" not in node.output and "all workers restart" not in node.output
+
+
 @pytest.mark.soak
 def test_a_program_that_ends_before_the_others_restarts_all_with_what_they_wait_in(tmp_path):
     job = Unmodified(tmp_path, "returns", nproc_per_node=2, max_restarts=1)

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.nn.parallel import DistributedDataParallel
 
 from elastane.comms import ddp
-from elastane.comms.group import WorldGroup
+from elastane.comms.group import TRANSPORT, WorldGroup
 from elastane.comms.pairing import Pairing
 from elastane.comms.untraced import refuse_to_keep, skipped
 from elastane.comms.works import Completed, Together, Waited, WorkLog
@@ -66,8 +66,6 @@ _QUESTIONS = (
 T = TypeVar("T", bound=Callable[..., Any])
 # (tensor to send from or receive into, rank of the peer, tag).
 Message: TypeAlias = tuple[torch.Tensor, int, int]
-# Part of gloo's errors about a connection, and of none about wrong arguments.
-_TRANSPORT = "/gloo/transport/"
 
 
 def members_left(group: object) -> contextlib.AbstractContextManager[None]:
@@ -85,7 +83,7 @@ class ElasticGroup(ProcessGroup):
         super().__init__(0, 1)  # type: ignore[call-arg]  # as torch has it for subclasses
         self._label = name
         self._world: WorldGroup | None = None
-        self._works = WorkLog()
+        self._works = WorkLog(lambda error: self._world is not None and self._world.refuses(error))
         # By id, in the order of construction, which is the same on all members.
         self._ddps: dict[int, weakref.ref[DistributedDataParallel]] = {}
         self._registered = False
@@ -217,6 +215,8 @@ class ElasticGroup(ProcessGroup):
     def check(self) -> None:
         """Wait for every collective; raises PeerLostError if one failed or the world ended.
 
+        Raises RuntimeError if torch has refused one: see `WorldGroup.refuses`.
+
         On a device this also waits for the device, so that no failure can surface later.
         """
         for part in self.parts:
@@ -229,6 +229,8 @@ class ElasticGroup(ProcessGroup):
                 time.sleep(_POLL_S)
         if self.failed:
             raise self._peer_lost()
+        if self._works.refusal is not None:
+            raise self._works.refusal
 
     def rank(self) -> int:
         """This worker's rank in the current world; 0 without one."""
@@ -384,7 +386,7 @@ class ElasticGroup(ProcessGroup):
 
         A message may be the first operation to find a closed connection.
         """
-        if _TRANSPORT in str(error):
+        if TRANSPORT in str(error):
             self._works.note(error)
         if self.failed:
             raise self._peer_lost() from error

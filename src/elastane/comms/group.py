@@ -31,6 +31,8 @@ __all__ = ["ALONE", "Wiring", "WorldGroup"]
 ALONE = Wiring(rank=0, world_size=1, master_addr="", master_port=0, fence="alone")
 
 
+# Part of gloo's errors about a connection, and of none about wrong arguments.
+TRANSPORT = "/gloo/transport/"
 # Threads that run the destructors of groups. An interpreter that exits meanwhile would kill them in
 # the middle of C++, which aborts the process (seen in 2 of 25 ends of a job).
 _closers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -123,6 +125,15 @@ class WorldGroup:
     def aborted(self) -> bool:
         """Whether the world was aborted, or its construction failed."""
         return self._phase in (_Phase.ABORTED, _Phase.FAILED, _Phase.CLOSED)
+
+    def refuses(self, error: Exception) -> bool:
+        """Whether an error says that a call was wrong, such as a type that gloo cannot sum.
+
+        Some come with the call, others with the wait for it. No member is lost. False with NCCL,
+        whose errors do not tell.
+        """
+        is_lost = isinstance(error, PeerLostError) or TRANSPORT in str(error)
+        return not (is_lost or self.aborted or self.wiring.uses_nccl)
 
     @property
     def traffic(self) -> int | None:

@@ -128,7 +128,7 @@ class Waited(Work):
         try:
             inner.value()
         except RuntimeError as error:
-            self._ledger.note(error)
+            self._ledger.note(error, unread=True)
         self._ledger.kept(self)
         self.release()
 
@@ -220,9 +220,15 @@ class Waiter:
 
 
 class WorkLog:
-    """The works that have not been completed, and the first failure. Thread-safe."""
+    """The works that have not been completed, and the first failure. Thread-safe.
 
-    def __init__(self) -> None:
+    `refuses`: whether an error is torch's refusal of a wrong call. It is no failure of the world,
+    and `refusal` if the program has not got it from a wait of its own.
+    """
+
+    def __init__(self, refuses: Callable[[Exception], bool] = lambda _: False) -> None:
+        self._refuses = refuses
+        self.refusal: Exception | None = None
         self.lock = threading.RLock()
         self._open: list[Work] = []
         self._promised: set[Waited] = set()
@@ -237,7 +243,7 @@ class WorkLog:
         with self.lock:
             self._open = []
             self._promised.clear()
-            self.failure = None
+            self.failure = self.refusal = None
             idle, self._idle = self._idle, []
         for waiter in idle:
             waiter.end()
@@ -330,9 +336,11 @@ class WorkLog:
 
         return lambda: threading.Thread(target=later, name="elastane-release", daemon=True).start()
 
-    def note(self, error: BaseException) -> None:
-        """Store the first failure."""
-        if self.failure is None:
+    def note(self, error: Exception, *, unread: bool = False) -> None:
+        """Store the first failure; `unread`: no wait of the program raises this error."""
+        if self._refuses(error):
+            self.refusal = RuntimeError(str(error)) if unread else self.refusal
+        elif self.failure is None:
             # Its traceback would keep tensors alive.
             self.failure = RuntimeError(str(error))
 
@@ -340,4 +348,4 @@ class WorkLog:
         try:
             work.wait()
         except RuntimeError as error:
-            self.note(error)
+            self.note(error, unread=True)

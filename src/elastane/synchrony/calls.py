@@ -68,7 +68,7 @@ def call_of(
     is_gather = name in _ALL_GATHERS or name.startswith(("allgather", "all_gather"))
     inputs = outputs if name in _IN_PLACE else [each for more in tensors[1:] for each in more]
     is_alike = name in _IN_PLACE or is_gather
-    root = visible[options.rootRank] if name in _ROOTED else None
+    root = _root(name, options.rootRank, visible) if name in _ROOTED else None
     is_gradient = stage is ProgramStage.BACKWARD and site in (Site.SCRIPT, Site.FIRST_SIZE)
     is_whole = not any(t.is_floating_point() or t.is_complex() for t in outputs)
     counts = is_whole and not is_gradient
@@ -91,6 +91,12 @@ def call_of(
         return work
 
     return Call(signature, inputs, outputs, begin)
+
+
+def _root(name: str, rank: int, visible: Sequence[Identity]) -> Identity:
+    if not 0 <= rank < len(visible):
+        raise RuntimeError(f"{name}: the root is rank {rank}, in a world of {len(visible)}")
+    return visible[rank]
 
 
 def _is_tally(tensors: Sequence[torch.Tensor], stage: ProgramStage) -> bool:

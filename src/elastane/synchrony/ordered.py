@@ -519,10 +519,13 @@ class OrderedGroup(ElasticGroup):
             ):
                 self._host.restart(why)
             pending = self._issue(call, slices)
+            refusal = pending.refusal
             if own is OwnSum.COUNT:
                 self._counting.add(pending.number)
             self._pump()
             self._changed.notify_all()
+        if refusal is not None:
+            raise refusal
         return OrderedWork(pending, self._changed, self)
 
     def _stage(self, site: Site) -> ProgramStage:
@@ -733,10 +736,13 @@ class OrderedGroup(ElasticGroup):
         return world
 
     def _await(self, world: WorldGroup, pending: PendingOperation) -> None:
-        pending.wait()
+        pending.wait(world)
         with self._changed:
             if world.aborted:
                 raise self._peer_lost()
+            if pending.refusal is not None:
+                what = pending.call.signature.described()
+                self._member.refuse(f"{what} was refused by torch: {pending.refusal}")
             self._member.complete(pending.number, self._member.view)
             self._pump()
             self._changed.notify_all()
@@ -798,7 +804,10 @@ class OrderedGroup(ElasticGroup):
         for pending in done:
             if pending.number in delivery.handed:
                 pending.accept(self._handed.pop(pending.number))
-            elif pending.call.signature.root in (None, self._member.identity):
+            elif pending.refusal is None and pending.call.signature.root in (
+                None,
+                self._member.identity,
+            ):
                 self._refuse_gather(pending)
                 pending.scale_sum()
             if self._member.keeps(pending.number):
@@ -994,7 +1003,7 @@ class OrderedGroup(ElasticGroup):
     def _use(self, world: WorldGroup) -> WorkLog:
         """Make `world` the one that operations start in."""
         former, self._world = self._world, world
-        log = self._works = WorkLog()
+        log = self._works = WorkLog(world.refuses)
         release = log.releaser()
 
         def ended() -> None:

@@ -15,7 +15,6 @@ from elastane.comms.elastic import SLICED
 from elastane.comms.group import WorldGroup
 from elastane.comms.untraced import skipped
 from elastane.comms.works import Waited, WorkLog
-from elastane.errors import PeerLostError
 from elastane.synchrony import callsites
 from elastane.synchrony.calls import Call
 from elastane.synchrony.contributions import Contribution, Copied, Gradients, overwrite
@@ -42,6 +41,9 @@ class PendingOperation:
         self.call = call
         self.contribution = contribution
         self.over = threading.Event()
+        # Why torch refuses the call by itself, such as for a type that gloo cannot sum; the program
+        # gets this error, as without elastane.
+        self.refusal: Exception | None = None
         self._work: Waited | None = None
         self._failure: Exception | None = None
         self._future: OrderedFuture[list[torch.Tensor]] | None = None
@@ -59,10 +61,13 @@ class PendingOperation:
 
     def begin(self, world: WorldGroup, root: int | None, log: WorkLog) -> None:
         """Start it in `world`; a failure is raised by `wait`."""
-        self._work = self._failure = None
+        self._work = self._failure = self.refusal = None
         try:
             work = self.call.begin(world.group, root)
-        except (RuntimeError, PeerLostError) as error:
+        except Exception as error:
+            if world.refuses(error):
+                self.refusal = error.with_traceback(None)
+                return
             if not world.aborted:
                 log.note(error)
             self._failure = error.with_traceback(None)
@@ -70,12 +75,18 @@ class PendingOperation:
         sliced = self.call.signature.kind in SLICED
         self._work = Waited(work, log, list(self.call.outputs), sliced=sliced)
 
-    def wait(self) -> None:
-        """Wait until it has completed in its world; raises RuntimeError if that ends."""
+    def wait(self, world: WorldGroup) -> None:
+        """Wait until it has completed in `world`, or is refused; raises an error if that ends."""
         if self._failure is not None:
             raise self._failure
-        if self._work is not None:
+        if self._work is None:
+            return
+        try:
             self._work.wait()
+        except RuntimeError as error:
+            if not world.refuses(error):
+                raise
+            self.refusal = error.with_traceback(None)
 
     def gathers(self, rank: int, size: int, lost: Sequence[int]) -> bool:
         """Whether the sum that is to be scaled gathers a slice of each rank, with zeros elsewhere.
@@ -130,14 +141,20 @@ class PendingOperation:
         if self._future is None:
             self._future = OrderedFuture(self.number, reader)
             if self.over.is_set():
-                self._future.set_result(list(self.call.outputs))
+                self._settle(self._future)
         return self._future
 
     def finish(self) -> None:
-        """Return the result to the program; the owner's lock is held."""
+        """Return the result, or the refusal, to the program; the owner's lock is held."""
         self.over.set()
         if self._future is not None:
-            self._future.set_result(list(self.call.outputs))
+            self._settle(self._future)
+
+    def _settle(self, future: OrderedFuture[list[torch.Tensor]]) -> None:
+        if self.refusal is None:
+            future.set_result(list(self.call.outputs))
+        else:
+            future.set_exception(self.refusal)  # type: ignore[arg-type]  # torch means an exception
 
 
 class OrderedFuture(torch.futures.Future[T]):
@@ -193,7 +210,7 @@ class OrderedFuture(torch.futures.Future[T]):
 
 
 class OrderedWork(Work):
-    """The program's hold on an operation; it never fails."""
+    """The program's hold on an operation; it fails only if torch refuses the call."""
 
     def __init__(
         self, pending: PendingOperation, lock: threading.Condition, reader: Reader
@@ -208,6 +225,8 @@ class OrderedWork(Work):
         """Wait until the operation is delivered, over any number of faults."""
         self._pending.over.wait()
         self._reader.has_waited(self._pending.number)
+        if self._pending.refusal is not None:
+            raise self._pending.refusal
         return True
 
     @skipped

@@ -3,8 +3,11 @@
 import threading
 
 import pytest
-from torch.distributed import Work
+import torch
+from torch.distributed import AllreduceOptions, Work
 
+from elastane.comms.elastic import ElasticGroup
+from elastane.comms.group import ALONE, WorldGroup
 from elastane.comms.works import Waited, WorkLog
 
 
@@ -104,3 +107,16 @@ def test_a_work_with_an_unknown_end_is_in_flight_but_not_waited_for(sliced):
     ledger.count_waiting(-1)
     work.over.set()
     assert not ledger.in_flight and not ledger.is_waited_for
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_call_that_torch_refuses_fails_the_program_and_not_the_world(waits):
+    group, world = ElasticGroup("refuses"), WorldGroup(ALONE).build()
+    group.replace(world)
+    work = group.allreduce([torch.zeros(1, dtype=torch.int16)], AllreduceOptions())
+    with pytest.raises(RuntimeError, match="Invalid scalar type"):
+        work.wait() if waits else group.check()
+    assert not group.failed
+    if waits:
+        group.check()
+    group.close()

@@ -3,10 +3,13 @@
 import contextlib
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from elastane.comms.group import ALONE, WorldGroup
+from elastane.comms.works import WorkLog
 from elastane.synchrony.calls import Call
 from elastane.synchrony.contributions import Copied
 from elastane.synchrony.operations import Signature, Site
@@ -156,3 +159,55 @@ def test_a_backward_pass_waits_for_the_futures_of_its_hooks(issued):
     gradient.register_hook(hook)
     gradient.sum().backward()
     assert reader.waited == [7]
+
+
+def world_of(*, aborted=False):
+    world = WorldGroup(ALONE)
+    if aborted:
+        world.abort()
+    return SimpleNamespace(group=None, aborted=world.aborted, refuses=world.refuses)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_the_program_gets_the_error_of_a_call_that_torch_refuses(late):
+    refused = RuntimeError("Invalid scalar type")
+
+    def begin(*_):
+        if not late:
+            raise refused
+        return SimpleNamespace(wait=failing(refused), is_completed=lambda: True)
+
+    tensor, world, reader = torch.ones(1), world_of(), Reader()
+    log = WorkLog(world.refuses)
+    pending = PendingOperation(0, Call(SUM, [tensor], [tensor], begin), Copied([tensor]))
+    pending.begin(world, None, log)
+    pending.wait(world)
+    future = pending.future(reader)
+    pending.finish()
+    with pytest.raises(RuntimeError, match="Invalid scalar type"):
+        OrderedWork(pending, threading.Condition(), reader).wait()
+    with pytest.raises(RuntimeError, match="Invalid scalar type"):
+        future.wait()
+    assert log.failure is None and reader.waited[0] == 0
+
+
+def failing(error):
+    def wait(*_):
+        raise error
+
+    return wait
+
+
+@pytest.mark.parametrize(
+    ("text", "aborted"),
+    [("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer", False), ("any", True)],
+)
+def test_an_error_of_a_lost_member_is_no_refusal(text, aborted):
+    tensor, world = torch.ones(1), world_of(aborted=aborted)
+    pending = PendingOperation(
+        0, Call(SUM, [tensor], [tensor], failing(RuntimeError(text))), Copied([tensor])
+    )
+    pending.begin(world, None, WorkLog(world.refuses))
+    with pytest.raises(RuntimeError, match=r"Connection closed|any"):
+        pending.wait(world)
+    assert pending.refusal is None
