@@ -346,7 +346,7 @@ def _directory(records: Sequence[_Record], at: int) -> bytes:
 
 
 class _Stored:
-    """A placeholder for the memory of the tensor, which is a record of its own."""
+    """Stands for the memory of a tensor in the pickle: the bytes are another record of the file."""
 
 
 class _Described:

@@ -99,9 +99,10 @@ class RegisteredObjects:
         yield from {id(parameter): parameter for parameter in found}.values()
 
     def prepare(self) -> None:
-        """Create the state of sharded optimizers, since a shard can only be read into existing one.
+        """Create the empty state of sharded optimizers, into which a restore reads the shards.
 
-        It is the state after a step that was not made: call `unprepare` if nothing is read into it.
+        An optimizer has no state before its first step. If nothing is read into the created one,
+        call `unprepare`: it is not the state of an optimizer that has made no step.
         """
         for optimizer in self.optimizers:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]

@@ -89,8 +89,8 @@ class Round:
     def readings(self, rank: int, world_size: int) -> Iterator[LaneReading]:
         """Yield what a rank reads, in the order of the lanes.
 
-        The lanes, each of the same width whatever its quota, are cut into `world_size` equal parts.
-        So a rank reads the same lanes in every round.
+        Laid end to end, lanes of equal width are cut into `world_size` equal parts, one for each
+        rank. The quotas of a round do not count, so a rank reads the same lanes in every round.
         """
         count = len(self.lanes)
         for lane, (opened, quota) in enumerate(zip(self.lanes, self.quotas, strict=True)):

@@ -49,7 +49,7 @@ def in_use(name: str) -> bool:
 
 
 def _note_trainers(name: str) -> None:
-    """Note that a Trainer runs: an import does not show it, as Fabric's package imports both."""
+    """Note each Trainer that runs. Its import says nothing: Fabric's package imports it too."""
     module: Any = importlib.import_module(f"{name}.trainer.trainer")
     run: Callable[..., Any] = module.Trainer._run
     if _is_below(run):

@@ -31,8 +31,8 @@ class ScriptRequest:
 
     `program` starts elastane, `run_options` are words of `elastane run`, `command` the user's
     script with its arguments. `sbatch` holds further options of sbatch by name, `more` whole words
-    for it. `notice_s`: how long before the time limit the job is told. `requeues`: after how many
-    restarts it is not requeued any more. `in_store`: a store keeps the job and its secret.
+    for it. `notice_s`: how long before the time limit Slurm warns the job. `requeues`: how often
+    the job is requeued at most. `in_store`: a store keeps the job and its secret.
     """
 
     nodes: tuple[int, int]

@@ -373,7 +373,7 @@ class Pages:
 
 @contextlib.contextmanager
 def _named(where: Path) -> Iterator[None]:
-    """Give an OSError of an operation in the open folder `where` its whole path."""
+    """Let an OSError inside name the whole path of its file, which is in the folder `where`."""
     try:
         yield
     except OSError as error:

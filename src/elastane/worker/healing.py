@@ -53,7 +53,7 @@ class ShardHealing(Protocol):
         """Wait until all members can make the update of `optimizer`, or end the step."""
 
     def put_back(self) -> None:
-        """End a step that failed here."""
+        """Undo a step that failed here, or keep it until it is known which member was ahead."""
 
     def compare(self, progress: MemberProgress) -> None:
         """Bring all members of a world to one state."""

@@ -80,7 +80,7 @@ class Mode:
         """Record how long this rank has waited for the data of the next step."""
 
     def restore_deal(self) -> None:
-        """Deal as this mode decided in this world, after the data was dealt evenly again."""
+        """Repeat this world's uneven deal, if there was one: new data is dealt evenly at first."""
 
     def redeal(self) -> bool:
         """Change how later steps are dealt to ranks, once a step is made; return whether it did."""

@@ -208,7 +208,7 @@ class ScalarLog:
         self._in_body = False
 
     def add(self, values: Mapping[str, Any], committed: int) -> None:
-        """Log values of the step whose body runs, or after `committed` steps."""
+        """Log values: for the step whose body runs, else for the last of `committed` steps."""
         numbers = {name: _number(name, value) for name, value in values.items()}
         if self._in_body:
             self._pending.update(numbers)

@@ -175,14 +175,14 @@ def has_partial_replicas(state: State) -> bool:
 
 
 def reports_level(state: State, node: KnownNode) -> bool:
-    """Whether this member reports that the current world makes no steps and is level."""
+    """Whether this member reports that its world makes no steps, and all of it are at one step."""
     fence = state.world.fence if state.world is not None else None
     level = node.workers.sharding.level if node.workers.sharding is not None else None
     return level is not None and level == fence and node.is_member
 
 
 def hold_no_slices(state: State) -> bool:
-    """Whether a member reports that the current world is level, and no node holds a slice yet."""
+    """Whether a member reports that all members are at one step, and no node holds a slice yet."""
     nodes = state.roster.nodes.values()
     return all(_slice_of(node) == NO_SLICE for node in nodes) and any(
         reports_level(state, node) for node in nodes

@@ -198,7 +198,10 @@ def open_attempt_store(place: MemberPlace, timeout: timedelta) -> Store:
 
 
 def agents_part(store: Store, given: Store | None, run_id: str, place: MemberPlace) -> AgentStore:
-    """Return the agents' view of the attempt's store, or of the store that the user gave."""
+    """Return the store in which the agents of one attempt write, by a prefix of their own.
+
+    It is in the attempt's `store`, or in the one that the user has `given`.
+    """
     if given is None:
         return AgentStore(_PREFIX, store)
     fence = place.assignment.fence

@@ -35,7 +35,7 @@ class OutgoingReplicas:
         self._stopped = False
 
     def set_safe(self, safe: str) -> None:
-        """Set the safe save; "" leaves it unchanged."""
+        """Record the nonce of the last save that all nodes have replicated; "" changes nothing."""
         self.safe = safe or self.safe
 
     def begin(self, name: Name, held: Collection[Name], peer: str) -> bool:
