@@ -4,6 +4,17 @@
 theory of operation. `state` is composed of parts that own the facts; the other modules hold the
 decisions of one subject each. Imports go one way, from rules to parts. Nothing outside imports the
 inner modules, except checks of the simulation.
+
+    which agents may join                              admission
+    when nodes that arrived are taken in               forming; in a shrink-only world growth
+    how many nodes a world has, and which              sizing; their order ranks
+    how the next world becomes the current one         next_world
+    a fault, its cost, and the world of the survivors  incident, recovery
+    a planned change                                   changes, drain
+    where the training state is                        state_holders
+    which nodes are alive                              liveness
+    what agents report                                 reports; kept in nodes
+    the end of the job                                 ending
 """
 
 from elastane.coordinator.rules.machine import Rendezvous
