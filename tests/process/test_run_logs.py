@@ -157,6 +157,38 @@ def test_a_full_disk_loses_logs_and_the_job_runs(tmp_path: Path, small_disk: Pat
     assert small_disk.is_mount()
 
 
+@pytest.mark.root
+def test_a_disk_that_fills_under_the_log_files_of_workers_ends_none_of_them(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    body = f"""
+    import sys
+    from pathlib import Path
+    filler = Path({str(small_disk / "filler")!r})
+    print("before", flush=True)
+    try:
+        with filler.open("wb", buffering=0) as file:
+            while file.write(b"x" * 4096):
+                pass
+    except OSError:
+        pass
+    print("x" * 10_000, flush=True)
+    sys.stderr.write("y" * 10_000 + chr(10))
+    filler.unlink()
+    print("after", flush=True)
+    sys.stderr.write("after" + chr(10))
+    """
+    (small_disk / "filler").unlink()
+    with agent(tmp_path, "--tee", "3", "--preload", "json", body=body) as one:
+        assert one.wait() == 0
+        logs = files(one.job_dir())
+        for number, log in enumerate(logs.values()):
+            assert "the disk was full" in log and log.endswith(" bytes are missing]\nafter\n"), log
+            assert log.startswith("before\n") == (number == 1)
+        assert len(logs) == 2
+        assert one.out.count("the disk was full") == 1, "the console shows what the file has"
+
+
 def test_a_closed_console_does_not_change_how_the_job_ends(tmp_path: Path) -> None:
     write_script(tmp_path, f'{TALK}\ntell("up")\nwait_for("go")\nraise SystemExit(1)\n')
     one = Agent(tmp_path)

@@ -9,6 +9,7 @@ file. The docstring of `become` lists what is not restored, and why.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import importlib
 import importlib.machinery
@@ -17,6 +18,7 @@ import itertools
 import os
 import runpy
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -113,14 +115,47 @@ def _renew_streams() -> None:
         _renew_stream(fd, stream)
 
 
+class LogFile(io.FileIO):
+    """A log file that a full disk fails: output is lost there, and the program goes on.
+
+    Otherwise a print would end the worker. Once there is room, a line says how much is missing.
+    """
+
+    lost_bytes = 0
+
+    def write(self, data: Any, /) -> int:
+        """Write what there is room for; return the number of bytes written or lost."""
+        size = memoryview(data).nbytes
+        try:
+            if self.lost_bytes:
+                lost = f"\n[elastane: the disk was full, {self.lost_bytes} bytes are missing]\n"
+                super().write(lost.encode())
+                self.lost_bytes = 0
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.lost_bytes += size
+            return size
+
+
+# A worker's streams look as in a fresh interpreter.
+LogFile.__name__ = io.FileIO.__name__
+
+
 def _renew_stream(fd: int, stream: TextIO) -> None:
     assert isinstance(stream, io.TextIOWrapper)
     name, mode, encoding, errors = stream.name, stream.mode, stream.encoding, stream.errors
     through = stream.write_through  # python -u, which the zygote is started with
     unbuffered = through and mode == "w"
-    buffering = 0 if unbuffered else -1
-    binary: Any = io.open(fd, f"{mode}b", buffering, closefd=False)  # noqa: SIM115, UP020
-    raw = binary if unbuffered else binary.raw
+    binary: Any
+    if mode == "w" and stat.S_ISREG(os.fstat(fd).st_mode):
+        raw: Any = LogFile(fd, "wb", closefd=False)
+        binary = raw if unbuffered else io.BufferedWriter(raw)
+    else:
+        buffering = 0 if unbuffered else -1
+        binary = io.open(fd, f"{mode}b", buffering, closefd=False)  # noqa: SIM115, UP020
+        raw = binary if unbuffered else binary.raw
     raw.name = name
     line_buffering = not through and (raw.isatty() or fd == 2)
     renew: Any = stream.__init__  # type: ignore[misc]
