@@ -130,14 +130,18 @@ class AgentHistory:
             fault = _drawn_fault(draw, at_s, kinds, hosts, stores)
             if has_store or all(_remembers(one, fault, hosts[0]) for one in faults):
                 faults.append(fault)
+        workers_per_host = draw.choice((1, 2))
+        nodes_min = draw.randint(1, most) if has_store else most
+        late_s = draw.choice((0.0, draw.uniform(0.5, duration_s)))
         return cls(
             seed,
             recovery,
             backend,
             hosts,
-            workers_per_host=draw.choice((1, 2)),
-            nodes_min=draw.randint(1, most) if has_store else most,
-            late_s=draw.choice((0.0, draw.uniform(0.5, duration_s))),
+            workers_per_host=workers_per_host,
+            nodes_min=nodes_min,
+            # The first world is of all hosts but a late one.
+            late_s=late_s if nodes_min < len(hosts) else 0.0,
             faults=tuple(sorted(faults)),
             stores=stores,
         )

@@ -52,6 +52,7 @@ def test_histories_of_scripts_harm_zygotes_and_never_the_disk_on_two_or_three_ho
         assert kinds.issuperset(ZYGOTE_FAULTS) and kinds.isdisjoint(DISK_FAULTS)
         assert kinds.isdisjoint(STORE_FAULTS) == (backend in ("elastane", "file"))
         assert {history.hosts for history in histories} == {"ab", "abc"}
+        assert all(len(h.hosts) - bool(h.late_s) >= h.nodes_min for h in histories)
 
 
 def test_every_third_history_harms_no_worker_directly():
