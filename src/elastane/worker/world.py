@@ -445,10 +445,13 @@ def _unknown_backend(backend: str) -> ConfigurationError:
 
 
 def warm_up() -> None:
-    """Import what the first backward pass and optimizer need, while no other member waits (1 s)."""
+    """Import what the first backward pass and optimizer need, while no other member waits (1 s).
+
+    The optimizer makes no step, for which hooks of the script would be called.
+    """
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.sum().backward()  # type: ignore[no-untyped-call]
-    torch.optim.SGD([parameter], lr=0.0).step()
+    torch.optim.SGD([parameter], lr=0.0)
 
 
 def _node_number() -> int:
