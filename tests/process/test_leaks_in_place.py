@@ -1,14 +1,18 @@
-"""An agent has the same resources after many lost workers as after a few."""
+"""An agent and a survivor have the same resources after many lost workers as after a few."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
+from jobs import PRELOAD_COMPILER
+from joining import JoiningJob, kill
 from test_recovery_in_place import InPlace
 from test_spares_in_place import spares
 
 FEW, MANY = 3, 9
+LOADER = Path(__file__).parent / "scripts" / "joining_ddp.py"
 # A worker that was a spare holds two descriptors and a thread more. One leaked a death is six.
 SLACK = 4
 
@@ -50,3 +54,63 @@ def test_descriptors_and_threads_of_an_agent_do_not_grow_with_lost_workers(tmp_p
         few, many = counted.values()
         assert all(b <= a + SLACK for a, b in zip(few, many, strict=True)), counted
         job.ends_exact()
+
+
+def held_by_worker(pid):
+    """Return the descriptors, threads and bytes of memory of a worker."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+    counts = [len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task")]
+    return *counts, int(resident.split()[1]) << 10
+
+
+def holds_again(job, pid, before):
+    """Wait until a worker holds what it held; it has old process groups until a garbage collection.
+
+    A hundred groups would be as many threads, four hundred descriptors and more than 16 MiB.
+    """
+    slack = (SLACK, 1, 16 << 20)
+    job.cluster.wait(
+        lambda: all(
+            after <= few + more
+            for after, few, more in zip(held_by_worker(pid), before, slack, strict=True)
+        ),
+        f"the survivor holds {before} again",
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_survivor_of_a_hundred_losses_holds_what_it_held_after_ten(tmp_path):
+    options = {"nproc_per_node": 3, "min_workers": 1, "max_restarts": 1000}
+    job = InPlace(tmp_path, nnodes="1", rdzv_conf={"crash_loop": 0}, **options)
+    with job.cluster:
+        node = job.cluster.start("a")
+        job.wait_steps(2, 3)
+        survivor = next(pid for pid, lines in job.said().items() if lines[-1]["rank"] == 0)
+        for number in range(100):
+            if number == 10:
+                before = held_by_worker(survivor)
+            kill({max(pid for pid in node.workers() if pid != survivor)})
+            job.wait_steps(1, 3)
+        holds_again(job, survivor, before)
+        job.ends_exact()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_survivor_of_an_elastic_loader_holds_after_a_hundred_losses_what_it_held(tmp_path):
+    conf = "last_call=0.1,crash_loop=0"
+    job = JoiningJob(LOADER, tmp_path, preload=PRELOAD_COMPILER, max_restarts=1000, rdzv_conf=conf)
+    with job.cluster as cluster:
+        cluster.start("a")
+        survivor = min(job.wait_size(3))
+        for number in range(100):
+            if number == 10:
+                before = held_by_worker(survivor)
+            kill({max(job.wait_size(3, count=1) - {survivor})})
+            job.wait_size(2, count=1)
+        job.wait_size(3)
+        holds_again(job, survivor, before)
+        job.ends_well()
+        assert job.missing() == 0

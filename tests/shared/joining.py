@@ -38,13 +38,13 @@ class JoiningJob:
             "min_workers": 1,
             "max_restarts": 10,
             "ranks_may_change": True,
+            "rdzv_conf": "last_call=0.1",
             **options,
         }
         self.cluster = LocalCluster(
             [str(script), str(self.folder), mode],
             folder=folder / "c",
             in_place=True,
-            rdzv_conf="last_call=0.1",
             **options,
         )
 

@@ -167,6 +167,7 @@ class ElasticGroup(ProcessGroup):
         self.unregister()
         world, self._world = self._world, None
         self._works.clear()
+        self._works.close()
         if world is not None:
             world.close()
 

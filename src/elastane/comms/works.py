@@ -237,6 +237,7 @@ class WorkLog:
         self.failure: BaseException | None = None
         self._waiting = 0
         self._idle: list[Waiter] = []
+        self._is_closed = False
 
     def clear(self) -> None:
         """Forget everything, since another world begins."""
@@ -244,10 +245,19 @@ class WorkLog:
             self._open = []
             self._promised.clear()
             self.failure = self.refusal = None
+        self._end_idle()
+        self.released = threading.Event()
+
+    def close(self) -> None:
+        """End the threads that wait for works: those without one now, the others after theirs."""
+        self._is_closed = True
+        self._end_idle()
+
+    def _end_idle(self) -> None:
+        with self.lock:
             idle, self._idle = self._idle, []
         for waiter in idle:
             waiter.end()
-        self.released = threading.Event()
 
     def take_waiter(self) -> Waiter:
         """Return an unused waiter."""
@@ -259,6 +269,8 @@ class WorkLog:
         waiter.error = None
         with self.lock:
             self._idle.append(waiter)
+        if self._is_closed:
+            self._end_idle()
 
     def add(self, work: Work) -> None:
         """Remember a work until it is complete."""

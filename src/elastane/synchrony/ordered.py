@@ -1003,6 +1003,7 @@ class OrderedGroup(ElasticGroup):
     def _use(self, world: WorldGroup) -> WorkLog:
         """Make `world` the one that operations start in."""
         former, self._world = self._world, world
+        self._works.close()
         log = self._works = WorkLog(world.refuses)
         release = log.releaser()
 

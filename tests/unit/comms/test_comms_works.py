@@ -47,6 +47,20 @@ def test_a_hundred_waits_take_one_thread_which_ends_with_the_world():
     end_of(ledger, own)
 
 
+def test_a_wait_that_ends_after_its_log_was_closed_leaves_no_thread():
+    ledger, before = WorkLog(), waiters()
+    work = Step(over=False)
+    caller = threading.Thread(target=Waited(work, ledger, [], sliced=False).wait)
+    caller.start()
+    while not (own := [thread for thread in waiters() if thread not in before]):
+        assert caller.is_alive()
+    ledger.close()
+    work.over.set()
+    for thread in (caller, *own):
+        thread.join(30)
+    assert not {*own} & {*waiters()}
+
+
 def test_waits_at_once_take_a_thread_each():
     ledger, before = WorkLog(), waiters()
     works = [Step(over=False) for _ in range(3)]
