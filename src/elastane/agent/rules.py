@@ -54,7 +54,7 @@ from enum import Enum, auto
 import msgspec
 
 from elastane.errors import ExitCode
-from elastane.protocol.diagnosis import exit_text, failure_text, is_lost_peer
+from elastane.protocol.diagnosis import WELL_BEFORE, exit_text, failure_text, is_lost_peer
 from elastane.protocol.effects import (
     AgentEffect,
     AimGroup,
@@ -700,7 +700,7 @@ class LocalWorkers:
         """Adopt the epoch of a world these workers will not join, and report why."""
         group.move(fence)
         if finished:
-            self._outbox.send(Succeeded(fence))
+            self._outbox.send(Succeeded(fence, group.last_steps))
         elif group.phase != "stopping":
             # The order waited in a buffer while this host stood still, so the coordinator must
             # decide again.
@@ -822,7 +822,7 @@ class LocalWorkers:
     def _succeeded(self, group: Group, event: WorkerSucceeded) -> None:
         if group.phase == "stopping":
             return
-        group.add_done(event.local_rank)
+        group.add_done(event.local_rank, event.steps)
         how = exit_text(event.exit_code)
         if event.exit_code:
             how = (
@@ -833,7 +833,7 @@ class LocalWorkers:
         self._log(EventKind.WORKER_EXITED, how, local_rank=place, **rank)
         if group.phase == "running" and group.is_done(self.node.local_world_size):
             group.become("succeeded")
-            self._outbox.send(Succeeded(group.fence))
+            self._outbox.send(Succeeded(group.fence, group.last_steps))
 
     def _failed(self, group: Group, failure: Failure, ended_s: float) -> None:
         failure = group.with_ended_peers(failure)
@@ -966,7 +966,8 @@ class Group:
     replaced: set[int] = field(default_factory=set)
     phase: GroupState = "running"
     interrupted: str = ""  # why its workers were interrupted and wait for another world
-    done: set[int] = field(default_factory=set)
+    # The workers that exited with code 0, and how many steps each had shown.
+    done: dict[int, int] = field(default_factory=dict)
     failures: dict[int, tuple[float, Failure]] = field(default_factory=dict)
     drain: DrainState = field(default_factory=DrainState)
     stopping: Stopping | None = None  # set exactly while the phase is "stopping"
@@ -1079,10 +1080,16 @@ class Group:
         self.replaced.update(missing)
         return tuple(missing)
 
-    def add_done(self, local_rank: int) -> None:
-        """Record that a worker exited with code 0."""
-        self.done.add(local_rank)
+    def add_done(self, local_rank: int, steps: int) -> None:
+        """Record that a worker exited with code 0, and how many steps it had shown."""
+        self.done[local_rank] = steps
         self.recoverable = tuple(i for i in self.recoverable if i != local_rank)
+
+    @property
+    def last_steps(self) -> int | None:
+        """The least number of steps that a worker had shown when it exited; None if one had not."""
+        made = self.done.values()
+        return min(made) if made and all(made) else None
 
     def rank_of(self, local_rank: int) -> int:
         """Return the rank of a worker with a place."""
@@ -1096,13 +1103,13 @@ class Group:
         ended = sorted(self.rank_of(each) for each in self.done if self.has_place(each))
         if not ended or not is_lost_peer(failure):
             return failure
-        known = (failure.evidence, f"{ranks_text(ended)} had ended with exit code 0 before")
+        known = (failure.evidence, f"{ranks_text(ended)} {WELL_BEFORE}")
         return msgspec.structs.replace(failure, evidence="; ".join(filter(None, known)))
 
     def is_done(self, local_world_size: int) -> bool:
         """Whether every worker with a place exited with code 0."""
         places = self.assignment.workers or range(local_world_size)
-        return not self.assignment.waiting and self.done.issuperset(places)
+        return not self.assignment.waiting and self.done.keys() >= {*places}
 
     def has_finished(self, workers: tuple[int, ...]) -> bool:
         """Whether all workers succeeded, and no worker of `workers` was started after that."""

@@ -91,7 +91,8 @@ class LocalWorker:
     `got_sigterm`: it was asked to checkpoint by SIGTERM. `given_up`: it was reported as failed
     though its process may be alive. `ended_because`: why the agent itself ended it, in words.
     `hung`: why it counted as hung and was ended. `steps`: how many steps it had shown when it
-    ended. `began_s`: when it was made, in seconds since 1970.
+    ended. `calls`: the same by the count that heartbeats carry. `began_s`: when it was made, in
+    seconds since 1970.
     """
 
     local_rank: int
@@ -107,6 +108,7 @@ class LocalWorker:
     ended_because: str = ""
     hung: str = ""
     steps: int = 0
+    calls: int = 0
     began_s: float = field(default_factory=time.time)
 
     @property
@@ -148,6 +150,7 @@ class LocalWorker:
 
     def keep_steps(self) -> None:
         """Record how many steps it had shown when it ended; its page may be closed later."""
+        self.calls = self.page.calls
         self.steps = max(self.page.calls, self.page.steps)
 
     def facts(self, setup: GroupSetup) -> WorkerFacts:

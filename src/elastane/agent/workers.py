@@ -286,7 +286,7 @@ class LocalWorkerGroup:
             return  # Its failure was reported when it was given up.
         by_signal_at_its_end = code < 0 and worker.local_rank in self._sockets.programs_ended
         if code == 0 or by_signal_at_its_end:
-            self.post(WorkerSucceeded(self.assignment.fence, worker.local_rank, code))
+            self.post(WorkerSucceeded(self.assignment.fence, worker.local_rank, code, worker.calls))
             return
         stopped = self._stopping
         words = await worker.last_words(self.setup)

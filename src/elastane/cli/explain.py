@@ -75,6 +75,8 @@ def story_lines(story: JobStory, account: Account | None = None) -> list[str]:
     from elastane.observe.account import account_lines
 
     lines = [f"job {story.job}: {_verdict(story)}"]
+    if story.next_step:
+        lines.append(f"next: {story.next_step}")
     if story.restarts_used:
         lines.append(_budget_line(story))
     for attempt in story.attempts:

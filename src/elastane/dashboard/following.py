@@ -28,6 +28,7 @@ from elastane.dashboard.snapshot import (
 )
 from elastane.errors import ElastaneError
 from elastane.observe.account import Accountant
+from elastane.observe.box import without_carets
 from elastane.observe.events import EventReader, PlacedEvent
 from elastane.observe.incidents import IncidentView
 from elastane.observe.rates import Series, series_of
@@ -276,7 +277,11 @@ class FollowedJob(JobFollower):
 
     def incident(self, number: int) -> IncidentView | None:
         """Return one incident whole."""
-        return self.view.incidents.by_number(number)
+        found = self.view.incidents.by_number(number)
+        if found is None or not found.message:
+            return found
+        said = "\n".join(without_carets(found.message.split("\n")))
+        return msgspec.structs.replace(found, message=said)
 
     def series(self, from_s: float, to_s: float) -> Series:
         """Return the curves of a span of time."""

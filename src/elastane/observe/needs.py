@@ -44,6 +44,9 @@ def _after_the_end(view: JobView) -> list[Need]:
     if fatal is not None:
         text = f"Find out why: {fatal.title}"
         found.append(Need(severity="act", text=text, hint=fatal.cause, incident=fatal.id))
+    if view.end.next_step:
+        text = view.end.next_step
+        found.append(Need(severity="next", text=f"{text[:1].upper()}{text[1:]}"))
     saved = [made for made in view.checkpoints if not made.slug]
     if saved:
         text = f"Start it again: step {saved[-1].step:,} is saved"

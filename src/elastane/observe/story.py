@@ -273,6 +273,7 @@ class JobStory(msgspec.Struct, kw_only=True):
     ended: str = ""
     ok: bool = False
     reason: str = ""
+    next_step: str = ""
     exit_code: int | None = None
     restarts_used: int = 0
     replacements: int = 0
@@ -307,6 +308,7 @@ class JobStory(msgspec.Struct, kw_only=True):
         """Record the end of the job."""
         self.ended = event.time
         self.reason = event.reason
+        self.next_step = event.text("next_step")
         self.ok = bool(event.data.get("ok"))
         self.exit_code = event.number("exit_code")
 

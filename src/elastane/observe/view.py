@@ -212,6 +212,7 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     reason: str
     exit_code: int | None = None
+    next_step: str = ""
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
@@ -701,6 +702,7 @@ def _with_end(view: JobView, event: LoggedEvent) -> JobView:
         ok=bool(event.data.get("ok")),
         reason=event.reason,
         exit_code=event.number("exit_code"),
+        next_step=event.text("next_step"),
     )
     return msgspec.structs.replace(view, end=end, waiting="", stragglers={})
 

@@ -11,6 +11,7 @@ import builtins
 import re
 import signal
 from collections.abc import Sequence
+from enum import StrEnum
 
 import msgspec
 
@@ -65,6 +66,10 @@ _PASSING = re.compile(
     r"\bDist\w*Error|store",
     re.IGNORECASE,
 )
+# What a shell, or a program that starts another, makes of its SIGKILL: 128 and its number.
+_KILLED_IN_SHELL = 137
+# The evidence of a failure begins so if other ranks had ended with exit code 0 before it.
+WELL_BEFORE = "had ended with exit code 0 before"
 _TRACEBACK = "Traceback (most recent call last):"
 _OWN_ERRORS = "elastane.errors."
 _STATE_LOST = "[job-state-lost]"
@@ -118,6 +123,39 @@ def says_restart(exit_code: int, message: str) -> bool:
 def says_other_program(failure: Failure) -> bool:
     """Whether the worker ended because the collectives of the workers differ."""
     return asks_restart(failure) and OTHER_PROGRAM in headline(failure.message)
+
+
+def is_from_outside(failure: Failure) -> bool:
+    """Whether a signal that other processes send ended the worker."""
+    return -failure.exit_code in _FROM_OUTSIDE and not failure.error_file
+
+
+class Exhausted(StrEnum):
+    """What a worker had too little of, as far as its end shows."""
+
+    MEMORY = "memory"
+    DEVICE = "memory of its device"
+    DISK = "disk"
+    KILLED = "unknown: a child of it, or its shell, reports SIGKILL"
+
+
+# Signs in the line that names an error, the first that fits counts.
+_EXHAUSTED = (
+    (Exhausted.DEVICE, re.compile(r"(CUDA|HIP|XPU) out of memory|OutOfMemoryError")),
+    (Exhausted.MEMORY, re.compile(r"^MemoryError|Cannot allocate memory|can't allocate memory")),
+    (Exhausted.DISK, re.compile(r"No space left on device|Disk quota exceeded")),
+)
+
+
+def exhausted(failure: Failure) -> Exhausted | None:
+    """Return what the worker had too little of; None if nothing shows that."""
+    if failure.evidence.startswith("out of memory"):
+        return Exhausted.MEMORY
+    if failure.exit_code == _KILLED_IN_SHELL:
+        return Exhausted.KILLED
+    error = "" if _is_unexplained(failure) else headline(failure.message)
+    signs = (one for one, sign in _EXHAUSTED if sign.search(error))
+    return next(signs, None)
 
 
 def _is_unexplained(failure: Failure) -> bool:

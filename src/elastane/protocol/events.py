@@ -120,6 +120,7 @@ class WorkerSucceeded(msgspec.Struct, frozen=True):
     fence: Fence
     local_rank: int
     exit_code: int = 0
+    steps: int = 0  # that it had shown when it exited
 
 
 class WorkerFailed(msgspec.Struct, frozen=True):

@@ -147,9 +147,10 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
 
 
 class Succeeded(msgspec.Struct, frozen=True, tag="succeeded"):
-    """All local workers of `fence` exited with 0."""
+    """All local workers of `fence` exited with 0, after that many steps if all have shown some."""
 
     fence: Fence
+    steps: int | None = None
 
 
 class Marked(msgspec.Struct, frozen=True, tag="marked", kw_only=True):

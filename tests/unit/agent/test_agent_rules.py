@@ -143,6 +143,15 @@ def test_a_worker_that_lost_a_peer_says_who_had_ended_before(message, evidence):
     assert [failure.evidence for failure in agent.sent(Failed)[-1].failures] == [evidence]
 
 
+@pytest.mark.parametrize(("shown", "least"), [((9, 7), 7), ((9, 0), None)])
+def test_with_the_end_of_its_workers_an_agent_says_how_many_steps_they_had_made(shown, least):
+    """Heartbeats are up to a second older, and read no page of a worker that has ended."""
+    agent = Agent().running()
+    for local_rank, steps in enumerate(shown):
+        agent.does(WorkerSucceeded(FENCE, local_rank, steps=steps))
+    assert [message.steps for message in agent.sent(Succeeded)] == [least]
+
+
 def test_an_agent_registers_with_its_workers_and_its_highest_fence():
     agent = Agent().running()
     agent.told(Welcome(phase="running", reason=""))

@@ -9,9 +9,10 @@ from coordinator_driver import Driver, job_spec
 from elastane.agent.rules import FULL_TEXTS_MAX, SHORT_TEXT_CHARS, Contact, Group
 from elastane.coordinator.rules import invariants, machine
 from elastane.errors import WireError
+from elastane.protocol.diagnosis import WELL_BEFORE
 from elastane.protocol.limits import FAILURES_MAX
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import Drained, Failed, Succeeded
+from elastane.protocol.messages import Drained, Failed, Heartbeat, Succeeded
 from elastane.protocol.model import (
     Assignment,
     Failure,
@@ -24,6 +25,7 @@ from elastane.protocol.model import (
 from elastane.protocol.wire import NONCE_BYTES, ServerHandshake, SessionKeys, codec_for_agent
 
 SPEC = job_spec(1, 4)
+STACK = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n'
 
 
 def world(fence, *ids, size=1):
@@ -136,7 +138,13 @@ def test_a_report_of_too_many_failures_is_no_message():
 
 @pytest.mark.parametrize(
     ("exit_code", "words"),
-    [(-9, "find who sent it"), (-11, "read the stacks"), (1, "mend the script")],
+    [
+        (-9, "find who sent SIGKILL: a scheduler, a person, or the kernel"),
+        (-15, "find who sent SIGTERM: a scheduler, a person"),
+        (137, "which a shell reports as exit code 137"),
+        (-11, "read the stacks"),
+        (1, "mend the script"),
+    ],
 )
 def test_the_next_step_fits_the_way_a_worker_ended(exit_code, words):
     one = Driver(job_spec(1, 1, restarts=0))
@@ -147,17 +155,51 @@ def test_the_next_step_fits_the_way_a_worker_ended(exit_code, words):
     assert words in one.persisted[-1].outcome.next_step
 
 
-def test_the_next_step_after_out_of_memory_is_more_memory():
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"exit_code": -9, "evidence": "out of memory: the kernel killed it"}, "more memory"),
+        ({"message": f"{STACK}MemoryError"}, "more memory"),
+        ({"message": f"{STACK}torch.OutOfMemoryError: CUDA out of memory."}, "of its GPU"),
+        ({"message": f"{STACK}OSError: [Errno 28] No space left on device"}, "df -h"),
+        ({"message": "No space left on device", "exit_code": -9, "output": True}, "SIGKILL"),
+        (
+            {"message": "Connection closed by peer", "evidence": f"rank 1 {WELL_BEFORE}"},
+            "the same number of steps",
+        ),
+        (
+            {
+                "message": "Fatal Python error: Aborted: Received data size doesn't match expected"
+                " size",
+                "exit_code": -6,
+            },
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL",
+        ),
+    ],
+)
+def test_the_next_step_fits_what_a_worker_said(found, words):
     one = Driver(job_spec(1, 1, restarts=0))
     one.join("a")
     fence = one.assigned["a"].fence
-    failure = Failure(
-        local_rank=0, rank=0, pid=1, exit_code=-9, evidence="out of memory: the kernel killed it"
-    )
+    failure = Failure(**{"local_rank": 0, "rank": 0, "pid": 1, "exit_code": 1, **found})
     one.says("a", Failed(fence=fence, failures=(failure,)))
     one.stops("a")
     one.passes(1.0, alive="a")
-    assert "more memory" in one.persisted[-1].outcome.next_step
+    assert words in one.persisted[-1].outcome.next_step
+    [ended] = [event for event in one.events if event.kind is EventKind.JOB_ENDED]
+    assert words in ended.data["next_step"]
+
+
+def test_the_steps_at_the_end_of_a_job_are_logged_though_their_count_is_not_due():
+    one = Driver(job_spec(2, 2))
+    one.join("a"), one.join("b")
+    for node in "ab":
+        fence = one.assigned[node].fence
+        one.says(node, Heartbeat(fence=fence, progress=7))
+    one.says("a", Succeeded(fence=fence, steps=9))
+    one.says("b", Succeeded(fence=fence, steps=10))
+    kinds = [(event.kind, event.data.get("steps")) for event in one.events[-2:]]
+    assert kinds == [(EventKind.PROGRESS, 9), (EventKind.JOB_ENDED, None)]
 
 
 def test_unchanged_authority_is_not_reported_again(pair):

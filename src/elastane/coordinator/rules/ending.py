@@ -13,11 +13,17 @@ from elastane.coordinator.rules.nodes import named
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.errors import ExitCode
 from elastane.protocol.diagnosis import (
+    WELL_BEFORE,
+    Exhausted,
     crash_site,
     culprit_node,
+    exhausted,
+    exit_text,
     failures_in_order,
     find_mismatch,
+    is_from_outside,
     root_cause,
+    says_mismatch,
     says_other_program,
 )
 from elastane.protocol.limits import VERDICT_S
@@ -34,8 +40,19 @@ def success(state: State) -> bool:
     """End the job: all workers of the current world exited with 0."""
     assert state.world is not None
     count, fence = state.world.world_size, state.world.fence
+    _log_last_steps(state, count)
     who = f"all {count} workers" if count > 1 else "the worker"
     return _close(state, Outcome(ok=True, reason=f"{who} of {fence} succeeded", fence=fence))
+
+
+def _log_last_steps(state: State, world_size: int) -> None:
+    """Log the steps that the world had made at its end, which came after the last count."""
+    made = [node.progress.steps for node in state.roster.members()]
+    known = [steps for steps in made if steps is not None]
+    if known and len(known) == len(made) and state.progress.note(state.now_s, min(known)):
+        steps = min(known)
+        data = {"steps": steps, "workers": world_size, "age_s": 0.0}
+        state.log(EventKind.PROGRESS, f"step {steps}", **data)
 
 
 def failure(state: State, incident: Incident, why: str) -> bool:
@@ -141,16 +158,34 @@ def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:
     }
 
 
+_SAME_CALLS = "let all ranks call the same collectives in the same order, with equal sizes"
+_FREE = {
+    Exhausted.MEMORY: (
+        "give the workers more memory, or let each use less: fewer of them on this node, smaller"
+        " batches, fewer loader processes"
+    ),
+    Exhausted.DEVICE: "let each worker use less memory of its GPU: smaller batches, sharding",
+    Exhausted.DISK: "free space on the disk of that node (df -h), or write elsewhere",
+    Exhausted.KILLED: (
+        "find who sent SIGKILL, which a shell reports as exit code 137: often the kernel or a"
+        " container that ran out of memory (dmesg | grep -i killed)"
+    ),
+}
+
+
 def _advice(cause: Cause, failure: Failure, allowed: int) -> str:
     if cause.is_mismatch or says_other_program(failure):
-        return "let all ranks call the same collectives in the same order, with equal sizes"
-    if failure.evidence.startswith("out of memory"):
-        return (
-            "give the workers more memory, or let each use less: fewer of them on this node,"
-            " smaller batches, fewer loader processes"
-        )
-    if failure.exit_code == -9:
-        return "find who sent it: a scheduler, a person, or the kernel (dmesg | grep -i killed)"
+        return _SAME_CALLS
+    if says_mismatch(failure):
+        return f"{_SAME_CALLS}; TORCH_DISTRIBUTED_DEBUG=DETAIL names the first that differs"
+    if WELL_BEFORE in failure.evidence:
+        return "let all ranks make the same number of steps, or end together"
+    what = exhausted(failure)
+    if what:
+        return _FREE[what]
+    if is_from_outside(failure):
+        kernel = ", or the kernel (dmesg | grep -i killed)" if failure.exit_code == -9 else ""
+        return f"find who sent {exit_text(failure.exit_code)}: a scheduler, a person{kernel}"
     if failure.exit_code < 0 and not failure.error_file:  # no exception of the script's
         return "read the stacks of all threads above, or at the end of its stderr"
     if allowed == 0:
@@ -256,6 +291,8 @@ def _close(state: State, outcome: Outcome) -> bool:
     state.incidents.drop()
     state.enter(MembershipPhase.CLOSING, outcome.reason)
     data = {"ok": outcome.ok, "exit_code": outcome.exit_code, **cause_data(outcome.cause)}
+    if outcome.next_step:
+        data["next_step"] = outcome.next_step
     state.log(EventKind.JOB_ENDED, outcome.reason, **data)
     state.persist()
     for node in state.roster.nodes.values():

@@ -201,6 +201,11 @@ class NodeProgress:
         self.steps = steps
         self.pace.note(now_s, steps)
 
+    def record_last_steps(self, now_s: float, steps: int | None) -> None:
+        """Record how many steps the workers had shown when they ended; None: they showed none."""
+        if steps is not None:
+            self.record_steps(now_s, steps)
+
     def record_waiting(self, message: Heartbeat, *, is_of_now: bool) -> bool:
         """Record where the workers wait; return whether that is new."""
         waits_at = message.waiting if is_of_now else ()

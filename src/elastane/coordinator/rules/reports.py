@@ -63,6 +63,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
             record_failures(state, node, failures)
         case Succeeded(fence=fence) if fence == node.fence and node.workers.state == "running":
             node.workers.succeed()
+            node.progress.record_last_steps(state.now_s, message.steps)
         case Marked() | Drained() if message.fence == node.fence:
             _drained(state, node, message)
         case Able() | Lost() | Checkpointed() | StandstillReport():
