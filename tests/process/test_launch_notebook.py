@@ -81,15 +81,52 @@ def notebook(tmp_path, monkeypatch):
         one.kill_all()
 
 
-def test_a_cell_gets_values_and_shows_what_workers_print(notebook):
-    one = notebook(HELPER, LAUNCH, "print(values, before is signal.getsignal(signal.SIGINT))")
-    one.node.cells[0].source += "before = signal.getsignal(signal.SIGINT)\n"
-    one.client.execute()
-    shown = sorted(one.text(1, "stdout").splitlines())
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """A notebook that was run to its end: several tests look at its cells."""
+    config = "class Config:\n    lr = 1\n"
+    call = "found = elastane.launch(lambda: Config(), nproc=1, no_zygote=True)[0]\n"
+    show = "print(type(found) is Config, found.lr)"
+    cells = [
+        HELPER + "before = signal.getsignal(signal.SIGINT)\n",
+        LAUNCH,
+        "print(values, before is signal.getsignal(signal.SIGINT))",
+        *(config, call + show, config.replace("1", "2"), call + show),
+        LAUNCH.replace("(10,)", "(0,)"),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        one = Notebook(tmp_path_factory.mktemp("ran"), patch, *cells)
+        one.node.cells[-1].metadata["tags"] = ["raises-exception"]
+        try:
+            one.client.execute()
+            one.gone()
+        finally:
+            one.kill_all()
+    return one
+
+
+def test_a_cell_gets_values_and_shows_what_workers_print(ran):
+    shown = sorted(ran.text(1, "stdout").splitlines())
     assert shown == ["rank 0 of 2", "rank 1 of 2"]
-    assert one.text(2, "stdout") == "{0: 10, 1: 20} True\n"
-    assert one.text(1, "stderr") == ""
-    assert not one.folders()
+    assert ran.text(2, "stdout") == "{0: 10, 1: 20} True\n"
+    assert ran.text(1, "stderr") == ""
+    assert not ran.folders()
+
+
+def test_an_error_in_a_cell_has_the_lines_of_the_cells_it_is_from(ran):
+    (error,) = (one for one in ran.node.cells[-1].outputs if one.output_type == "error")
+    assert error.ename == "FunctionFailedError"
+    text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join([*error.traceback, error.evalue]))
+    assert "train() failed on rank" in text
+    assert "ValueError: nothing to scale by" in text
+    trace = text.rpartition("Traceback (most recent call last):")[2]
+    assert "return scale(rank + 1, by)" in trace
+    assert 'raise ValueError("nothing to scale by")' in trace
+    assert str(Path(sys.prefix)) not in trace
+
+
+def test_a_class_of_a_cell_comes_back_as_that_class_and_cells_may_be_run_again(ran):
+    assert [ran.text(index, "stdout") for index in (4, 6)] == ["True 1\n", "True 2\n"]
 
 
 def test_the_notebook_of_the_examples_survives_its_kill(notebook, monkeypatch):
@@ -101,28 +138,6 @@ def test_the_notebook_of_the_examples_survives_its_kill(notebook, monkeypatch):
     assert len(one.text(2, "stdout").splitlines()) == 3, "a line of each worker"
     assert one.text(3, "stdout").startswith("1 worker joined, at step ")
     assert "job spirals: succeeded" in one.text(4, "stdout")
-
-
-def test_an_error_in_a_cell_has_the_lines_of_the_cells_it_is_from(notebook):
-    one = notebook(HELPER, LAUNCH.replace("(10,)", "(0,)"))
-    with pytest.raises(CellExecutionError, match="FunctionFailedError") as caught:
-        one.client.execute()
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(caught.value))
-    assert "train() failed on rank" in text
-    assert "ValueError: nothing to scale by" in text
-    trace = text.rpartition("Traceback (most recent call last):")[2]
-    assert "return scale(rank + 1, by)" in trace
-    assert 'raise ValueError("nothing to scale by")' in trace
-    assert str(Path(sys.prefix)) not in trace
-
-
-def test_a_class_of_a_cell_comes_back_as_that_class_and_cells_may_be_run_again(notebook):
-    config = "class Config:\n    lr = 1\n"
-    call = "found = elastane.launch(lambda: Config(), nproc=1, no_zygote=True)[0]\n"
-    show = "print(type(found) is Config, found.lr)"
-    one = notebook(HELPER, config, call + show, config.replace("1", "2"), call + show)
-    one.client.execute()
-    assert [one.text(index, "stdout") for index in (2, 4)] == ["True 1\n", "True 2\n"]
 
 
 def test_interrupting_the_kernel_ends_the_workers_and_the_kernel_lives(notebook):
