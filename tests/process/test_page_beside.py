@@ -128,6 +128,6 @@ def test_a_port_that_is_taken_is_an_error_before_the_job_begins(tmp_path):
         run = Run(tmp_path, "--serve", str(port))
         assert run.process.wait(60) == ExitCode.CONFIGURATION
     said = run.said.read_text()
-    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in said
+    assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in said
     assert "next: --serve 0, which takes a free port" in said
     assert not (tmp_path / "logs").exists()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastane.cli._serving import listener_on, shown_host
 from elastane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,20 +35,20 @@ def servers_beside(config: AgentConfig) -> Iterator[None]:
     """Serve what --serve and --metrics-port ask for inside this context."""
     with contextlib.ExitStack() as stack:
         if config.serve is not None:
-            from elastane.cli.dashboard import check_packages, listener_on
+            from elastane.cli.dashboard import check_packages
 
             check_packages()
             _check_log(config, f"--serve {config.serve}", "--serve")
-            listener = listener_on(HOST, config.serve, "--serve 0")
+            listener = listener_on(HOST, config.serve, slug="dashboard-listen", free="--serve 0")
             _print(f"the page of this job is http://{HOST}:{listener.getsockname()[1]}/")
             stack.enter_context(_beside(config, listener, "dashboard", _serve_page))
         if config.metrics is not None:
-            from elastane.cli.metrics import check_package, listener_of, shown_host
+            from elastane.cli.metrics import check_package
 
             check_package()
             host, port = config.metrics
             _check_log(config, f"--metrics-port {port}", "--metrics-port")
-            listener = listener_of(host, port, "--metrics-port 0")
+            listener = listener_on(host, port, slug="metrics-listen", free="--metrics-port 0")
             at = f"{shown_host(host)}:{listener.getsockname()[1]}"
             _print(f"the metrics of this job are http://{at}/metrics")
             stack.enter_context(_beside(config, listener, "metrics", _serve_metrics))

@@ -7,11 +7,11 @@ which another machine reaches through `ssh -L`.
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elastane.cli._serving import check_port, listener_on, shown_host
 from elastane.cli.parser import add_job_options
 from elastane.cli.status import add_tls_options
 from elastane.errors import ConfigurationError, UsageError
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from elastane.dashboard.following import Jobs
 
 PORT = 8470
-_PORT_MAX = 65535
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +56,14 @@ def main(args: argparse.Namespace) -> int:
     from elastane.dashboard.server import DashboardServer
 
     token = _token(args)
-    listener = _listener(args)
+    free = "elastane dashboard --port 0"
+    check_port(args.port, slug="dashboard-listen", free=free)
+    listener = listener_on(args.host, args.port, slug="dashboard-listen", free=free)
     host, port = listener.getsockname()[:2]
     guard = Guard(args.host, token, tuple(args.allow_host))
     server = BoundedServer(DashboardServer(_jobs(args), guard).app())
-    where = f"[{host}]" if ":" in host else host
-    print(f"elastane dashboard: http://{where}:{port}/  (Ctrl-C ends it)", flush=True)
+    where = f"{shown_host(host)}:{port}"
+    print(f"elastane dashboard: http://{where}/  (Ctrl-C ends it)", flush=True)
     server.run(sockets=[listener])
     return 0
 
@@ -114,32 +115,3 @@ def _token(args: argparse.Namespace) -> str:
             next_step=f"ssh -L {args.port}:127.0.0.1:{args.port} THIS_HOST, and leave out --host",
         )
     return token
-
-
-def listener_on(host: str, port: int, instead: str) -> socket.socket:
-    """Return a listening socket; errors propose `instead`, which takes any free port."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen()
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}",
-            slug="dashboard-listen",
-            expected="an address of this machine and a port that no other process has",
-            next_step=f"{instead}, which takes a free port",
-        ) from error
-    return listener
-
-
-def _listener(args: argparse.Namespace) -> socket.socket:
-    if not 0 <= args.port <= _PORT_MAX:
-        raise UsageError(
-            f"--port {args.port}",
-            slug="dashboard-listen",
-            expected=f"0 to {_PORT_MAX}",
-            next_step="elastane dashboard --port 0 takes a free port",
-        )
-    return listener_on(args.host, args.port, "elastane dashboard --port 0")

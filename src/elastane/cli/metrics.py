@@ -10,18 +10,18 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from elastane.cli._serving import check_port, listener_on, shown_host
 from elastane.cli.parser import add_job_options
 from elastane.cli.status import add_tls_options, tls_of
-from elastane.errors import ConfigurationError, UsageError
+from elastane.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import asyncio
-    import socket
 
     from elastane.dashboard.exporter import MetricsExporter
 
 PORT = 9470
-_PORT_MAX = 65535
+_FREE = "elastane metrics --port 0"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,13 +52,7 @@ def main(args: argparse.Namespace) -> int:
     from elastane.process import environment
     from elastane.process.files import JobRegistry, runtime_folder
 
-    if not 0 <= args.port <= _PORT_MAX:
-        raise UsageError(
-            f"--port {args.port}",
-            slug="metrics-listen",
-            expected=f"0 to {_PORT_MAX}",
-            next_step="elastane metrics --port 0, which takes a free port",
-        )
+    check_port(args.port, slug="metrics-listen", free=_FREE)
     registry = JobRegistry(runtime_folder(environment.snapshot()))
     chosen = find_named_job(args, registry, "metrics")
     exporter = MetricsExporter(registry, chosen, tls_of(args))
@@ -79,26 +73,6 @@ def check_package() -> None:
         )
 
 
-def listener_of(host: str, port: int, instead: str) -> socket.socket:
-    """Return a socket for scrapes; errors propose `instead`, which takes any free port."""
-    from elastane.process.health import listening_socket
-
-    try:
-        return listening_socket(host, port)
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen on {host or 'all addresses'}, port {port}: {error.strerror or error}",
-            slug="metrics-listen",
-            expected="an address of this machine and a port that no other process has",
-            next_step=f"{instead}, which takes a free port",
-        ) from error
-
-
-def shown_host(host: str) -> str:
-    """Return an address as a URL has it; "" means all, of which localhost is one."""
-    return f"[{host}]" if ":" in host else host or "localhost"
-
-
 async def _print_once(exporter: MetricsExporter) -> int:
     await exporter.look()
     await exporter.ready()
@@ -112,7 +86,7 @@ async def _serve(exporter: MetricsExporter, args: argparse.Namespace) -> int:
     import signal
 
     server = exporter.server(args.host, args.port)
-    await server.start(listener_of(args.host, args.port, "elastane metrics --port 0"))
+    await server.start(listener_on(args.host, args.port, slug="metrics-listen", free=_FREE))
     at = f"{shown_host(args.host)}:{server.port}"
     print(f"elastane metrics: http://{at}/metrics  (Ctrl-C ends it)", flush=True)
     following = asyncio.create_task(exporter.follow())
