@@ -271,6 +271,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     restarts_used: int = 0  # of the job's budget
 
 
+class Crash(msgspec.Struct, frozen=True):
+    """An error of the script itself, and the nodes on which it ended an attempt."""
+
+    site: str
+    nodes: tuple[str, ...]
+
+
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The durable state of a job; written before anything that depends on it is sent.
 
@@ -290,6 +297,12 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[str, ...] = ()
     # All nodes were released and no worker of `world` is left: a new coordinator waits for none.
     over: bool = False
+    # The world of the last incident that was charged: a new coordinator charges it no second time.
+    charged: Fence | None = None
+    # The current run of quick failures, and of attempts that ended with the same crash.
+    quick_failures: int = 0
+    crash: Crash | None = None
+    crashes: int = 0
 
 
 class Joining(IntEnum):

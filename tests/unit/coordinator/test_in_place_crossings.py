@@ -279,6 +279,23 @@ def test_a_new_coordinator_waits_in_place_for_charged_replacements():
     assert regrouped(after, "b") == (Fence(2, 0), 2, (1, 0), 4)
 
 
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_a_charge_of_which_no_agent_heard_is_not_made_again_by_a_new_coordinator(restarts):
+    job = in_place(low=2, high=2, restarts=restarts)
+    dies(job, "b", 0, 1)
+    assert job.persisted[-1].restarts_used == 1
+    after = successor(job)
+    after.join("a", holding=holding(after, "a", halted="b died"))
+    lost = {"failures": (failure(0, 1),), "state": "failed"}
+    after.join("b", holding=holding(after, "b", able=(1,), **lost))
+    after.passes(2.0, alive="ab")
+    assert kinds(after, "b")[-1] is Prepare and after.persisted[-1].restarts_used == 1
+    able(after, "b")
+    assert regrouped(after, "b") == (Fence(2, 0), 2, (1, 0), 4)
+    dies(after, "b", 0, 2)
+    assert (after.persisted[-1].restarts_used == 2) == (restarts > 1), "the next one is charged"
+
+
 def test_an_interrupted_world_is_not_resumed():
     job = in_place(nodes="ab")
     after = successor(job)

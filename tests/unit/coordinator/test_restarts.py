@@ -4,7 +4,7 @@ import pytest
 from coordinator_driver import Driver, job_spec
 from msgspec.structs import replace
 
-from elastane.coordinator.rules.incident import SAME_CRASHES_MAX, Crash, RestartBudget
+from elastane.coordinator.rules.incident import SAME_CRASHES_MAX, RestartBudget
 from elastane.protocol import limits
 from elastane.protocol.diagnosis import (
     Sighting,
@@ -15,8 +15,8 @@ from elastane.protocol.diagnosis import (
     root_cause,
 )
 from elastane.protocol.limits import Timing
-from elastane.protocol.messages import Close, Drain, DrainTarget, Failed, Stop, Stopped
-from elastane.protocol.model import NO_RANK, Failure, Fence, PortOffer
+from elastane.protocol.messages import Close, Drain, DrainTarget, Failed, Holding, Stop, Stopped
+from elastane.protocol.model import NO_RANK, Crash, Failure, Fence, PortOffer
 
 
 def failure(rank, message="", exit_code=1, age_s=0.0, local_rank=0):
@@ -482,6 +482,17 @@ def test_crashes_that_differ_or_came_after_work_use_the_budget(driver, how):
     job = alone(driver, **how.pop("timing", {}))
     crashes(job, SAME_CRASHES_MAX + 1, **how)
     assert job.phase == "running"
+
+
+def test_a_new_coordinator_continues_the_count_of_the_same_crash_and_of_quick_failures(driver):
+    job = alone(driver, crash_loop_s=3600.0)
+    crashes(job, SAME_CRASHES_MAX - 1)
+    after = driver(job.spec, job.persisted[-1])
+    after.join("a", holding=Holding(assignment=job.assigned["a"], state="running"))
+    after.assigned = dict(job.assigned)
+    crashes(after, 1)
+    assert "3 attempts in a row" in after.persisted[-1].outcome.reason
+    assert after.persisted[-1].quick_failures == SAME_CRASHES_MAX
 
 
 def test_the_same_crash_on_other_nodes_starts_a_new_count():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from elastane.coordinator.rules.incident import BudgetVerdict, Crash, Incident
+from elastane.coordinator.rules.incident import BudgetVerdict, Incident
 from elastane.coordinator.rules.nodes import named
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.errors import ExitCode
@@ -29,7 +29,7 @@ from elastane.protocol.diagnosis import (
 from elastane.protocol.limits import VERDICT_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Close
-from elastane.protocol.model import NO_RANK, Cause, Failure, Fence, Outcome
+from elastane.protocol.model import NO_RANK, Cause, Crash, Failure, Fence, Outcome
 from elastane.protocol.verdicts import culprit_data
 
 # A failure sooner after a restart may follow from the failure before it.
@@ -129,9 +129,14 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
         nodes = tuple(sorted(member.node_id for member in state.world.members))
         crash = Crash(site, nodes) if site else None
     lived_s = incident.at_s - state.worlds.began_s
-    verdict = state.budget.charge(lived_s, state.spec.timing, crash)
+    # Others are of workers without a place: such a world may be charged for several.
+    is_of_world = incident is state.incidents.current
+    verdict = state.budget.find_charge(state.world.fence) if is_of_world else None
+    verdict = verdict or state.budget.charge(lived_s, state.spec.timing, crash)
     if verdict.restart:
         incident.charge()
+        if is_of_world:
+            state.budget.charged = state.world.fence
         budget, reason = state.budget, verdict.reason
         if kind is EventKind.REPLACEMENT:
             reason = (

@@ -8,6 +8,7 @@ and arrivals never use it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Self
 
 import msgspec
 
@@ -20,7 +21,7 @@ from elastane.protocol.diagnosis import (
     is_state_lost,
 )
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, Timing
-from elastane.protocol.model import Failure
+from elastane.protocol.model import Crash, Failure, Fence, JobRecord
 
 # This many attempts in a row that fail alike end the job: the third shows that it is no chance.
 SAME_CRASHES_MAX = 3
@@ -132,17 +133,11 @@ class BudgetVerdict(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Crash(msgspec.Struct, frozen=True):
-    """An error of the script itself, and the nodes on which it ended an attempt."""
-
-    site: str
-    nodes: tuple[str, ...]
-
-
 class RestartBudget(msgspec.Struct, kw_only=True):
     """Restarts used of those allowed, and the current run of quick failures.
 
     `crashes` counts the attempts in a row that ended with the error `crash` before a first step.
+    `charged` is the world of the last charge, `charged_before` that of an earlier coordinator's.
     """
 
     allowed: int
@@ -150,6 +145,34 @@ class RestartBudget(msgspec.Struct, kw_only=True):
     quick_failures: int = 0
     crash: Crash | None = None
     crashes: int = 0
+    charged: Fence | None = None
+    charged_before: Fence | None = None
+
+    @classmethod
+    def of(cls, allowed: int, record: JobRecord | None) -> Self:
+        """Return the budget of a new coordinator, which continues that of the record."""
+        if record is None:
+            return cls(allowed=allowed)
+        return cls(
+            allowed=allowed,
+            used=record.restarts_used,
+            quick_failures=record.quick_failures,
+            crash=record.crash,
+            crashes=record.crashes,
+            charged=record.charged,
+            charged_before=record.charged,
+        )
+
+    def find_charge(self, world: Fence) -> BudgetVerdict | None:
+        """Return the verdict on an incident that an earlier coordinator charged; None: it did not.
+
+        That coordinator may have ended before any agent heard of its decision.
+        """
+        if self.charged_before != world:
+            return None
+        self.charged_before = None
+        reason = f"restart {self.used} of {self.allowed}, charged by an earlier coordinator"
+        return BudgetVerdict(restart=True, delay_s=0.0, reason=reason)
 
     def note_used(self, used: int) -> None:
         """Record that an earlier coordinator used that many restarts."""

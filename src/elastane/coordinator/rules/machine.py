@@ -135,9 +135,7 @@ class Rendezvous:
         previous_holder: str = "",
         previous_refuses: bool = False,
     ) -> None:
-        budget = RestartBudget(
-            allowed=spec.max_restarts, used=record.restarts_used if record else 0
-        )
+        budget = RestartBudget.of(spec.max_restarts, record)
         if record is not None and record.resized:
             spec = spec.sized_as(record.spec)
         self._state = State(

@@ -222,5 +222,9 @@ class State:
             resized=self.owner.resized,
             kept=tuple(self.holders.displaced),
             over=self.worlds.all_released,
+            charged=self.budget.charged,
+            quick_failures=self.budget.quick_failures,
+            crash=self.budget.crash,
+            crashes=self.budget.crashes,
         )
         self.queue.add(Persist(record))
