@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from drawn_faults import Fault, Outside
 from jobs import PRELOAD_COMPILER
 
 from elastane.testing import LocalCluster
@@ -16,24 +19,40 @@ from elastane.testing import LocalCluster
 SCRIPTS = Path(__file__).parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from drawn_program import Joining, Program, model_of, optimizer_of  # noqa: E402
+from drawn_program import (  # noqa: E402
+    Joining,
+    Program,
+    batch_of,
+    evaluation_set,
+    losses_of,
+    model_of,
+    optimizer_of,
+    training_set,
+    uses_other,
+)
+
+# A step is too small for several threads, which wait for one another on a busy machine.
+torch.set_num_threads(1)
 
 FIRST, COUNT = map(int, os.environ.get("ELASTANE_LOOP_SEEDS", "0:2").split(":"))
+# Settings of a job in which lost workers are replaced at once.
+JOINS = {"crash_loop": 0, "last_call": 0.3, "gather": 0.2}
 NEAR = {"rtol": 1e-9, "atol": 1e-11}
 
 
 @dataclass(frozen=True)
 class DrawnJob:
-    """A job that has ended well: its workers' records, its restarts and its growths."""
+    """A job that has ended well: its workers' records, its restarts, growths and outside faults."""
 
     records: Path
     restarts: int
     restarts_of_all: int
     growths: int
+    faults: tuple[str, ...] = ()
 
     @property
     def deaths(self) -> int:
-        """The number of workers that have died."""
+        """The number of workers that have died at drawn places."""
         return len([*self.records.glob("death*")])
 
     @property
@@ -43,28 +62,48 @@ class DrawnJob:
 
 
 def run_job(
-    script: str, program: Program | Joining, folder: Path, *, may_change: bool, **options: object
+    script: str,
+    program: Program | Joining,
+    folder: Path,
+    *,
+    faults: tuple[Fault, ...] = (),
+    nodes: int = 1,
+    **options: object,
 ) -> DrawnJob:
-    """Run the script of a program in a job of one node, to its end."""
+    """Run the script of a program, to its end; with two nodes each has half of its workers."""
     records = folder / "records"
     records.mkdir(parents=True)
+    words = [str(SCRIPTS / script), str(records), str(program.seed)]
+    if nodes > 1:
+        options |= {"rdzv_backend": "file", "rdzv_endpoint": str(folder / "store")}
     with LocalCluster(
-        [str(SCRIPTS / script), str(records), str(program.seed)],
+        [*words, "outside"] if faults else words,
         folder=folder / "c",
-        nnodes="1",
-        nproc_per_node=program.workers,
+        nnodes=f"1:{nodes}" if nodes > 1 else "1",
+        nproc_per_node=-(-program.workers // nodes),
         min_workers=1,
         max_restarts=20,
         in_place=True,
-        ranks_may_change=may_change,
+        ranks_may_change=program.may_change,
         preload=PRELOAD_COMPILER,
         **options,
     ) as cluster:
-        node = cluster.start("a")
-        cluster.wait(lambda: not node.is_alive, "the agent ends", 90)
+        for name in "ab"[:nodes]:
+            cluster.start(name)
+
+        def has_ended() -> bool:
+            return not any(node.is_alive for node in cluster.nodes)
+
+        outside = Outside(cluster, records, has_ended)
+        if nodes > 1:
+            cluster.wait_world(nodes)
+        outside.play(faults)
+        cluster.wait(has_ended, "the agents end", 90 if not faults else 240)
         assert cluster.events("job-ended")[-1].data["ok"] is True, cluster.story()
         restarts, growths = (len(cluster.events(kind)) for kind in ("restart", "growth"))
-        return DrawnJob(records, restarts, node.output.count("all workers restart"), growths)
+        output = "".join(node.output for node in cluster.nodes)
+        of_all = output.count("all workers restart")
+        return DrawnJob(records, restarts, of_all, growths, tuple(outside.done))
 
 
 def tensors_of(state: object) -> list[torch.Tensor]:
@@ -113,3 +152,246 @@ def play_seeds(play: Callable[[int, Path], str], drawn: Callable[[int], object],
         except AssertionError as error:
             error.add_note(f"seed {seed}: {drawn(seed)}")
             raise
+
+
+class Attempt:
+    """The records of the workers that started together, by rank and step."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.records: dict[int, dict[int, dict]] = defaultdict(dict)
+        self.size = 0
+
+    def check(self) -> int:
+        """Check each step; return how many were checked."""
+        first = {min(steps) for steps in self.records.values()}
+        assert len(first) == 1, f"workers began at different steps: {first}"
+        begin = first.pop()
+        (self.size,) = {each[begin]["size"] for each in self.records.values()}
+        steps = sorted({step for each in self.records.values() for step in each})
+        for step in steps:
+            here = {rank: each[step] for rank, each in self.records.items() if step in each}
+            self._check_equal(step, here)
+            if step > begin:
+                before = {rank for rank, each in self.records.items() if step - 1 in each}
+                self._check_step(step, here, before)
+        return len(steps) - 1
+
+    def _check_equal(self, step: int, here: dict[int, dict]) -> None:
+        ranks = sorted(here)
+        for rank in ranks[1:]:
+            for kind in ("model", "optimizer", "grads"):
+                one, other = (here[r].get(kind) for r in (ranks[0], rank))
+                check_equal(one, other, f"step {step}: {kind} of {ranks[0]} and {rank}")
+            for key in ("value", "said"):
+                one, other = here[ranks[0]].get(key), here[rank].get(key)
+                assert repr(one) == repr(other), f"step {step}: {key} {one} {other}"
+
+    def _check_step(self, step: int, here: dict[int, dict], before: set[int]) -> None:
+        survivors, lost = sorted(here), sorted(before - set(here))
+        record = here[survivors[0]]
+        base = self.records[survivors[0]][step - 1]
+        self._check_gradient(step, here, lost, base)
+        check_update(self.program, base, record, f"step {step}")
+        if record["value"] is not None and not self.program.batch_norm:
+            self._check_value(step, record, survivors, lost)
+
+    def _check_gradient(
+        self, step: int, here: dict[int, dict], lost: list[int], base: dict
+    ) -> None:
+        program, survivors = self.program, sorted(here)
+        record = here[survivors[0]]
+        local: dict[int, list[list[torch.Tensor]]] = {}
+        for rank in (*survivors, *lost):
+            model = model_of(program)
+            model.load_state_dict(base["model"])
+            local[rank] = []
+            for micro in range(program.micro):
+                model.zero_grad()
+                batch = batch_of(program, rank, step, micro)
+                total = losses_of(model, batch, other=uses_other(program, step)).sum()
+                divisor = record["divisors"][micro][0] if program.norm else float(len(batch[1]))
+                (total / divisor / program.micro).backward()
+                local[rank].append(grads_of(model))
+        for number, grad in enumerate(record["grads"]):
+            got = torch.zeros_like(local[survivors[0]][0][number]) if grad is None else grad
+            candidates = []
+            ranges = itertools.product(range(program.micro + 1), repeat=len(lost))
+            for until in ranges:
+                total = torch.zeros_like(got)
+                parts = [
+                    [*survivors, *(r for r, n in zip(lost, until, strict=True) if micro < n)]
+                    for micro in range(program.micro)
+                ]
+                if program.no_sync or program.by != "ddp":
+                    # One reduction of all passes: those of the last pass contribute to all.
+                    parts = [parts[-1]] * program.micro
+                for micro, of in enumerate(parts):
+                    total += sum(local[rank][micro][number] for rank in of) / len(of)
+                candidates.append((until, total))
+            if not any(torch.allclose(got, each, **NEAR) for _, each in candidates):
+                best = [(u, ((got - c).abs().max() / c.abs().max()).item()) for u, c in candidates]
+                ratio = (got.norm() / candidates[0][1].norm()).item()
+                raise AssertionError(
+                    f"step {step}, parameter {number}: no mean over {survivors} and some of {lost};"
+                    f" ratio {ratio}, errors {best}, divisors {record['divisors']}"
+                )
+        for micro, (divisor, _) in enumerate(record["divisors"] if program.norm else ()):
+            self._check_divisor(step, micro, divisor, survivors, lost)
+
+    def _check_divisor(
+        self, step: int, micro: int, divisor: float, survivors: list[int], lost: list[int]
+    ) -> None:
+        program = self.program
+        for more in _subsets(lost):
+            of = [*survivors, *more]
+            mean = sum(len(batch_of(program, r, step, micro)[1]) for r in of) / len(of)
+            slack = 0.5 / self.size + 1e-9 if program.norm == "int" else 1e-9
+            if abs(mean - divisor) <= slack:
+                return
+        raise AssertionError(f"step {step}: divisor {divisor} of {survivors} and {lost}")
+
+    def _check_value(self, step: int, record: dict, survivors: list[int], lost: list[int]) -> None:
+        program = self.program
+        model = model_of(program)
+        model.load_state_dict(record["model"])
+        inputs, labels = evaluation_set(program)
+        with torch.no_grad():
+            losses = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+        found = []
+        for more in _subsets(lost):
+            of = sorted([*survivors, *more])
+            seen = [(self.size, of), (len(of), range(len(of)))]
+            if program.may_change and program.keeps_size:
+                seen.append((self.size, range(len(of))))  # A rank of today in a size of once.
+            for size, places in seen:
+                parts = [losses[place::size] for place in places]
+                value = torch.cat(parts).mean().item()
+                if program.evaluates == "mean":
+                    value = (sum(p.mean() for p in parts) / len(parts)).item()
+                found.append(value)
+        assert any(abs(each - record["value"]) < 1e-6 for each in found), (
+            f"step {step}: evaluation {record['value']}, of {survivors} and {lost}: {found}"
+        )
+
+
+def _subsets(ranks: list[int]) -> list[tuple[int, ...]]:
+    return [c for n in range(len(ranks) + 1) for c in itertools.combinations(ranks, n)]
+
+
+def check_loop(program: Program, job: DrawnJob) -> str:
+    """Check all steps of a job of drawn_loop.py; return its counts in words."""
+    records = job.records
+    attempts: dict[tuple[int, int], Attempt] = {}
+    for own in records.glob("*.*.*"):
+        if not own.is_dir():
+            continue
+        number, attempt, rank = map(int, own.name.split("."))
+        key = (number, attempt)
+        for file in own.glob("*.pt"):
+            made = attempts.setdefault(key, Attempt(program))
+            made.records[rank][int(file.stem)] = torch.load(file)
+    checked = sum(attempts[key].check() for key in sorted(attempts))
+    last = attempts[max(attempts)].records
+    ends = [each[program.steps] for each in last.values() if program.steps in each]
+    assert ends, "no worker recorded the last step"
+    check_equal(job.final["model"], ends[0]["model"], "the final weights")
+    counts = f"{job.deaths} deaths, {job.restarts} restarts, {job.growths} growths, {job.faults}"
+    return f"{counts}, {checked} steps checked"
+
+
+def gradients(
+    program: Joining, before: dict, step: int, numbers: list[int], weight: float
+) -> list[torch.Tensor]:
+    """Return the gradients of one worker's pass, with zeros for parameters that it does not use."""
+    model = model_of(program)
+    model.load_state_dict(before["model"])
+    _, inputs, labels = training_set(program)
+    logits = model(inputs[numbers], other=uses_other(program, step))
+    (torch.nn.functional.cross_entropy(logits, labels[numbers]) * weight).backward()
+    return grads_of(model)
+
+
+class StepCheck:
+    """One step: the records of its survivors, and what the lost ones had begun."""
+
+    def __init__(self, program: Joining, step: int, ends: list[dict], lost: list[dict]) -> None:
+        self.program, self.step, self.ends, self.lost = program, step, ends, lost
+
+    def check(self) -> Counter:
+        """Check it; return how often each sample is in its gradient."""
+        self._check_equal()
+        first = self.ends[0]
+        check_update(self.program, first["before"], first, f"step {self.step}")
+        return self._check_gradient()
+
+    def _check_equal(self) -> None:
+        first = self.ends[0]
+        for other in self.ends[1:]:
+            for kind in ("before", "model", "optimizer", "grads"):
+                check_equal(first[kind], other[kind], f"step {self.step}: {kind}")
+            assert first["epoch"] == other["epoch"], f"step {self.step}: epochs"
+
+    def _check_gradient(self) -> Counter:
+        micro = self.program.micro
+        before = self.ends[0]["before"]
+        parts = [
+            [gradients(self.program, before, self.step, n, w) for _, w, n in each["passes"]]
+            for each in (*self.ends, *self.lost)
+        ]
+        counts = [len(each["passes"]) for each in self.lost]
+        errors = []
+        for until in itertools.product(*(range(count + 1) for count in counts)):
+            if self.program.no_sync and any(n not in (0, micro) for n in until):
+                continue
+            shares = (*(micro for _ in self.ends), *until)
+            error = self._error(parts, shares)
+            if error < 1e-9:
+                # A later step takes the samples of a worker that is missing in the last pass.
+                used = [
+                    e for e, n in zip((*self.ends, *self.lost), shares, strict=True) if n == micro
+                ]
+                return Counter(
+                    n for each in used for numbers, _, _ in each["passes"] for n in numbers
+                )
+            errors.append((until, error))
+        raise AssertionError(f"step {self.step}: no mean of {len(self.ends)} workers: {errors}")
+
+    def _error(self, parts: list[list[list[torch.Tensor]]], shares: tuple[int, ...]) -> float:
+        worst = 0.0
+        for number, grad in enumerate(self.ends[0]["grads"]):
+            total = torch.zeros_like(parts[0][0][number])
+            for micro in range(self.program.micro):
+                of = [p[micro][number] for p, n in zip(parts, shares, strict=True) if micro < n]
+                total += sum(of) / len(of)
+            got = torch.zeros_like(total) if grad is None else grad
+            worst = max(worst, ((got - total).abs().max() / (1e-3 + total.abs().max())).item())
+        return worst
+
+
+def check_joining(program: Joining, job: DrawnJob) -> str:
+    """Check all steps of a job of drawn_joining.py; return its counts in words."""
+    records, restarts = job.records, job.restarts + job.restarts_of_all
+    steps: dict[int, list[dict]] = defaultdict(list)
+    begun: dict[int, list[tuple[int, dict]]] = defaultdict(list)
+    ended: dict[int, set[int]] = defaultdict(set)
+    for file in records.glob("*/*.pt"):
+        steps[int(file.stem)].append(torch.load(file))
+        ended[int(file.stem)].add(int(file.parent.name))
+    for file in records.glob("*/*.begin"):
+        pid = int(file.parent.name)
+        if pid not in ended[int(file.stem)]:
+            begun[int(file.stem)].append((pid, torch.load(file)))
+    if restarts == 0:
+        used: dict[int, Counter] = defaultdict(Counter)
+        for step in sorted(steps):
+            lost = [each for _, each in begun[step]]
+            used[steps[step][0]["epoch"]] += StepCheck(program, step, steps[step], lost).check()
+        everything = Counter(range(program.samples))
+        for epoch in range(program.epochs):
+            wrong = {n: used[epoch][n] for n in everything if used[epoch][n] != 1}
+            assert not wrong, f"epoch {epoch}: samples not used once: {wrong}"
+    check_equal(job.final, steps[max(steps)][0]["model"], "the final weights")
+    joined = len({file.parent.name for file in records.glob("*/*.pt")}) - program.workers
+    counts = f"{job.deaths} deaths, {restarts} restarts, {joined} joined, {job.faults}"
+    return f"{counts}, {len(steps)} steps"

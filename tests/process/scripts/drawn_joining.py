@@ -1,8 +1,8 @@
 """Run the training program of a seed through an ElasticLoader, and record each step.
 
-Usage: drawn_joining.py FOLDER SEED. Each process writes FOLDER/PID/N.begin before the first
-backward pass of its step N, and FOLDER/PID/N.pt after the step. Each death happens once: its file
-in FOLDER says so.
+Usage: drawn_joining.py FOLDER SEED [outside]. Each process writes FOLDER/PID/N.begin before the
+first backward pass of its step N, and FOLDER/PID/N.pt after the step. Each death happens once: its
+file in FOLDER says so.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +32,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import elastane
 
 FOLDER, PROGRAM = Path(sys.argv[1]), Joining.drawn(int(sys.argv[2]))
+if sys.argv[3:]:
+    PROGRAM = replace(PROGRAM, deaths=())
 LOCAL_RANK = int(os.environ["LOCAL_RANK"])
 OWN = FOLDER / str(os.getpid())
 

@@ -1,7 +1,7 @@
 """Run the training program of a seed, without elastane, and record each step.
 
-Usage: drawn_loop.py FOLDER SEED. Each process writes FOLDER/ROUND.ATTEMPT.RANK/STEP.pt after each
-step. Each death happens once: its file in FOLDER says so.
+Usage: drawn_loop.py FOLDER SEED [outside]. Each process writes FOLDER/ROUND.ATTEMPT.RANK/STEP.pt
+after each step. Each death happens once: its file in FOLDER says so.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from drawn_program import (
     batch_of,
     deaths_at,
     evaluation_set,
+    from_outside,
     losses_of,
     model_of,
     optimizer_of,
@@ -27,6 +29,8 @@ from drawn_program import (
 from torch.nn.parallel import DistributedDataParallel
 
 FOLDER, PROGRAM = Path(sys.argv[1]), Program.drawn(int(sys.argv[2]))
+if sys.argv[3:]:
+    PROGRAM = from_outside(PROGRAM)
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 OWN = FOLDER / f"{os.environ['ELASTANE_ROUND']}.{os.environ['ELASTANE_ATTEMPT']}.{RANK}"
 
@@ -167,7 +171,7 @@ def train(step: int, trained: torch.nn.Module, model: torch.nn.Module) -> list[t
 def main() -> None:
     """Train from the checkpoint to the last step."""
     torch.set_num_threads(1)
-    OWN.mkdir()
+    OWN.mkdir(exist_ok=True)
     dist.init_process_group("gloo")
     model = model_of(PROGRAM)
     optimizer = optimizer_of(PROGRAM, model)
@@ -187,8 +191,9 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
-    record(first, model=model.state_dict(), optimizer=optimizer.state_dict(), start=True)
+    record(first, model=model.state_dict(), optimizer=optimizer.state_dict(), size=SIZE)
     for step in range(first + 1, PROGRAM.steps + 1):
+        time.sleep(PROGRAM.pause_s)
         optimizer.zero_grad()
         divisors = train(step, trained, model)
         passed(step, "reduced")

@@ -11,7 +11,7 @@ import random
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -60,6 +60,7 @@ class Program:
     save_barrier: bool
     deaths: tuple[Death, ...]
     steps: int = 14
+    pause_s: float = 0.0
 
     @classmethod
     def drawn(cls, seed: int) -> Program:
@@ -105,6 +106,11 @@ class Program:
             save_barrier=draw.random() < 0.5,
             deaths=tuple(deaths),
         )
+
+
+def from_outside(program: Program) -> Program:
+    """Return a longer program whose workers die of nothing but what is done to them."""
+    return replace(program, deaths=(), steps=50, pause_s=0.04)
 
 
 class Net(torch.nn.Module):
@@ -189,6 +195,7 @@ class Joining:
     save_every: int
     deaths: tuple[Death, ...]
     batch_norm: bool = False
+    may_change: bool = True
 
     @classmethod
     def drawn(cls, seed: int) -> Joining:
