@@ -46,12 +46,25 @@ _FOLLOWING = frozenset(
 )
 
 
+class ShownFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """What an incident shows of the worker that is its cause."""
+
+    title: str
+    node: str
+    rank: int | None
+    local_rank: int | None
+    pid: int | None
+    message: str
+    log_file: str
+
+
 class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     """One incident. `state`: open, recovered or fatal; times are wall clock seconds.
 
     `to_s`: when the next world's workers had started. `whole_s`: when as many workers as before
     trained again. `detected_s`: the age of the failure when its agent logged it. `standstill`: the
     class of the finding at a standstill, such as `busy`; empty for all other incidents.
+    `others`: failed workers after the first one, until the coordinator has found the cause.
     `ended_world`: this stall ended its world. `also_ended`: the newest of the next worlds that
     ended because of it. `trained`: the next world has made its first step.
     """
@@ -76,6 +89,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     log_file: str = ""
     consequences: int = 0
+    others: tuple[ShownFailure, ...] = ()
     standstill: str = ""
     ended_world: bool = False
     also_ended: tuple[int | None, int | None] | None = None
@@ -188,7 +202,7 @@ def _changed(
 
 
 def _opened(
-    history: IncidentHistory, event: LoggedEvent, kind: str, title: str, /, **more: object
+    history: IncidentHistory, event: LoggedEvent, kind: str, /, title: str = "", **more: object
 ) -> IncidentHistory:
     """Return the history with a new incident, to which the last event belongs.
 
@@ -234,8 +248,11 @@ def _worker_exited(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
     who = f"worker of local rank {event.number('local_rank')}" if rank is None else f"rank {rank}"
     text = f"{who} on {event.node}: {event.reason}"
     incident = _of_world(history, event)
+    failed = _shown_failure(event, rank, who)
     if incident is not None:
-        return _changed(history, incident, evidence=(*incident.evidence, text)[:EVIDENCE_MAX])
+        evidence = (*incident.evidence, text)[:EVIDENCE_MAX]
+        others = (*incident.others, failed)[:EVIDENCE_MAX]
+        return _changed(history, incident, evidence=evidence, others=others)
     restarted = _cause_of_restart(history, event)
     said = event.text("message")
     if restarted is not None and says_restart(code, said):
@@ -248,16 +265,27 @@ def _worker_exited(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
         history,
         event,
         "worker",
-        f"{who[0].upper()}{who[1:]} on {event.node}: {event.reason.partition(' (')[0]}",
         from_s=event.time_s - age_s,
         detected_s=age_s,
+        cause=event.reason,
+        evidence=(text,),
+        **msgspec.structs.asdict(failed),
+    )
+
+
+def _shown_failure(event: LoggedEvent, rank: int | None, who: str) -> ShownFailure:
+    """Return what an incident shows of a worker that ended; `who`: its rank in words."""
+    said = "" if event.data.get("output") else headline(event.text("message"))
+    how = event.reason.partition(" (")[0]
+    title = f"{who[0].upper()}{who[1:]} on {event.node}: {f'{how}: {said}' if said else how}"
+    return ShownFailure(
+        title=title[:TITLE_CHARS_MAX],
+        node=event.node,
         rank=rank,
         local_rank=event.number("local_rank"),
         pid=event.number("pid"),
-        cause=event.reason,
         message=event.text("message"),
         log_file=event.text("log_file"),
-        evidence=(text,),
     )
 
 
@@ -360,11 +388,15 @@ def _finding(incident: IncidentView, event: LoggedEvent) -> dict[str, object]:
     if incident.standstill or incident.also_ended == (event.round, event.attempt):
         return {}
     rank = event.number("cause_rank")
-    return {
-        "cause": event.text("cause") or incident.cause,
-        "node": event.text("cause_node") or incident.node,
-        "rank": incident.rank if rank is None else rank,
-    }
+    rank = incident.rank if rank is None else rank
+    node = event.text("cause_node") or incident.node
+    found: dict[str, object] = {"node": node, "rank": rank, "others": ()}
+    if (rank, node) != (incident.rank, incident.node):
+        # The log had the failure of another worker first, whose output is of no use here.
+        named = (one for one in incident.others if (one.rank, one.node) == (rank, node))
+        if (cause := next(named, None)) is not None:
+            found |= msgspec.structs.asdict(cause)
+    return {**found, "cause": event.text("cause") or incident.cause}
 
 
 def _round_settled(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:

@@ -62,6 +62,22 @@ def test_failures_of_one_world_are_one_incident_with_bounded_evidence():
     assert one.rank == 0 and len(one.evidence) == EVIDENCE_MAX
 
 
+def test_an_incident_shows_the_worker_that_is_its_cause_not_the_one_that_was_logged_first():
+    why = {"cause": "rank 0: loss is nan", "cause_node": "a", "cause_rank": 0}
+    stack = "Traceback (most recent call last):\n  File 'train.py'\nValueError: loss is nan"
+    own = {"exit_code": 1, "reason": "exit code 1", "message": stack, "log_file": "/logs/0"}
+    lost = {"exit_code": 1, "reason": "exit code 1", "message": "lost a peer", "output": True}
+    [one] = play(
+        settled(1, "a", 2),
+        exited(1, round=1, time_s=20.0, log_file="/logs/1", **lost),
+        exited(0, round=1, time_s=20.1, **own),
+        event("restart", round=1, attempt=0, time_s=20.2, used=1, allowed=2, **why),
+    ).incidents.listed
+    assert (one.title, one.rank) == ("Rank 0 on a: exit code 1: ValueError: loss is nan", 0)
+    assert (one.local_rank, one.pid, one.message, one.log_file) == (0, 100, stack, "/logs/0")
+    assert one.others == ()
+
+
 def test_a_failure_of_the_next_world_takes_the_place_of_one_that_is_open():
     first, second = play(
         settled(1, "a", 4),
