@@ -3,6 +3,8 @@
 Their workers run unmodified scripts whose loop has boundaries (`Joining.PLANNED`).
 """
 
+import re
+
 import pytest
 from coordinator_driver import Driver, job_spec
 from test_in_place_recovery import able as able_in_place
@@ -462,7 +464,8 @@ def test_the_root_cause_of_a_restart_that_workers_ask_for_begins_with_the_loss()
     used_by_loss_and_restart(job, ("a", 1), ("b", 0), ("b", 1))
     [restart] = [event for event in job.events if event.kind is EventKind.RESTART]
     lost, _, asked = restart.data["cause"].partition("; so ")
-    assert lost == "worker of rank 0 on node a ended with SIGKILL"
+    assert re.fullmatch(r"worker of rank 0 \(.*\) on node a ended with SIGKILL", lost)
+    assert restart.data["cause_rank"] == 0 and restart.data["consequences"] == 3
     assert "ended with exit code 75" in asked and "the worker of rank 0 is lost" in asked
 
 

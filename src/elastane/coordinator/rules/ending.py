@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
-from elastane.coordinator.rules.incident import BudgetVerdict, Incident
+from elastane.coordinator.rules.incident import BudgetVerdict, EndedWorld, Incident
 from elastane.coordinator.rules.nodes import named
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.errors import ExitCode
 from elastane.protocol.diagnosis import (
     WELL_BEFORE,
     Exhausted,
+    Sighting,
     crash_site,
     culprit_node,
     exhausted,
@@ -70,7 +71,7 @@ def failure(state: State, incident: Incident, why: str) -> bool:
             exit_code=ExitCode.WORKER_FAILED,
             cause=cause,
             next_step=_advice(cause, cause.failure, state.budget.allowed),
-            failures=failures_in_order(incident.sightings, state.now_s),
+            failures=failures_in_order(_sightings(state, incident), state.now_s),
             fence=state.world.fence,
             before=_before(state, incident),
         ),
@@ -78,11 +79,30 @@ def failure(state: State, incident: Incident, why: str) -> bool:
 
 
 def _root_cause(state: State, incident: Incident, fence: Fence) -> Cause:
-    """Return the root cause, after the earlier incident for which workers ask for a restart."""
-    cause, earlier = root_cause(incident.sightings, fence), state.incidents.explains
-    if not (earlier and incident.only_asks_restart):
+    """Return the root cause: of workers that ask for a restart, that of the earlier incident."""
+    cause, earlier = root_cause(incident.sightings, fence), _explanation(state, incident)
+    if earlier is None:
         return cause
-    return msgspec.structs.replace(cause, what=f"{earlier}; so {cause.what}")
+    if not earlier.sightings:
+        return msgspec.structs.replace(cause, what=f"{earlier.reason}; so {cause.what}")
+    first = root_cause(earlier.sightings, earlier.fence)
+    return msgspec.structs.replace(
+        first,
+        what=f"{first.what}; so {cause.what}",
+        consequences=first.consequences + len(incident.sightings),
+    )
+
+
+def _explanation(state: State, incident: Incident) -> EndedWorld | None:
+    """Return why workers ask for a restart; None if they do not, or if their programs differ."""
+    differ = any(says_other_program(one.failure) for one in incident.sightings)
+    return state.incidents.explains if incident.only_asks_restart and not differ else None
+
+
+def _sightings(state: State, incident: Incident) -> tuple[Sighting, ...]:
+    """Return the failures of an incident, and of the one for which workers ask for a restart."""
+    earlier = _explanation(state, incident)
+    return (*(() if earlier is None else earlier.sightings), *incident.sightings)
 
 
 def _before(state: State, incident: Incident) -> str:

@@ -264,13 +264,25 @@ class Standstill:
         self.is_new, self.since_s = False, since_s
 
 
+@dataclass(frozen=True, slots=True)
+class EndedWorld:
+    """Why a world ended for which workers may have to restart.
+
+    `sightings`: the failures, if one of them is the cause.
+    """
+
+    reason: str
+    sightings: tuple[Sighting, ...]
+    fence: Fence
+
+
 @dataclass(slots=True)
 class Incidents:
     """The current incident, and evidence of one that no report explains yet."""
 
     current: Incident | None = None
     last: str = ""  # the last unplanned one, in words, but for one that only asks for a restart
-    explains: str = ""  # the same since all workers started
+    explains: EndedWorld | None = None  # the same since all workers started
     has_lost: bool = False  # one since all workers started lost a worker or a node
     is_settled: bool = False  # the last change of the world was charged, or cost nothing
     unpaid: Incident | None = None  # the one whose replacements exceed the budget
@@ -311,13 +323,19 @@ class Incidents:
         """Forget the current incident: the world continues, or the job has ended."""
         self.current = None
 
-    def finish(self, why: str) -> None:
-        """Close the incident, since another world follows; only an unplanned one is remembered."""
+    def finish(self, why: str, fence: Fence) -> None:
+        """Close the incident, since another world follows that of `fence`.
+
+        Only an unplanned one is remembered.
+        """
         if self.current is not None and self.current.planned:
             self.is_settled = True
         elif self.current is not None:
             if not (self.current.only_asks_restart and self.explains):
-                self.last = self.explains = why
+                self.last = why
+                has_cause = self.current.own_causes and not self.current.departed
+                failures = self.current.sightings if has_cause else ()
+                self.explains = EndedWorld(why, failures, fence)
             if self.current.own_causes or self.current.departed:
                 self.has_lost = True
                 self.is_settled = self.current.charged or bool(self.current.departed)
@@ -328,7 +346,7 @@ class Incidents:
     def start_afresh(self) -> None:
         """Record that all workers start again, from the checkpoint."""
         self.has_lost = self.is_settled = False
-        self.explains = ""
+        self.explains = None
 
     def commit_world(self) -> None:
         """Forget the evidence against the world before."""

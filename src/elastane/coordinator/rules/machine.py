@@ -596,7 +596,7 @@ def _stopping(state: State) -> bool:
         for node in state.roster.holders_of_workers():
             liveness.depart(state, node, "did not report its workers stopped within the time")
     incident = state.incidents.current
-    assert incident is not None
+    assert incident is not None and state.world is not None
     delay_s, reason = 0.0, incident.reason
     if incident.is_chargeable and not incident.charged:
         if ending.verdict_pending(state, incident):
@@ -605,7 +605,7 @@ def _stopping(state: State) -> bool:
         if not verdict.restart:
             return ending.failure(state, incident, verdict.reason)
         delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"
-    state.incidents.finish(reason)
+    state.incidents.finish(reason, state.world.fence)
     _release_leaving(state)
     forming.begin_gathering(state, reason, follow_up=True, delay_s=delay_s)
     return True

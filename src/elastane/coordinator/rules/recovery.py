@@ -269,7 +269,7 @@ def commit_when_enough(state: State) -> bool:
         # The last world uses this port; the node will offer another.
         state.queue.wait_until(port_due_s)
         return False
-    state.incidents.finish(incident.reason)
+    state.incidents.finish(incident.reason, state.world.fence)
     _commit(state, state.world, found, incident.reason)
     return True
 
