@@ -35,8 +35,7 @@ from elastane.snapshots.messages import Replica
 # together with a test.
 LISTENERS = {
     "process/endpoint.py": "coordinator",
-    "process/health.py": "health check",
-    "cli/dashboard.py": "dashboard",
+    "process/health.py": "health check, dashboard and metrics",
     "agent/process_group_store.py": "process-group store",
     "snapshots/replication.py": "snapshot server",
     "elastic/rendezvous/static_tcp_rendezvous.py": "store of an agent without a handler",

@@ -14,7 +14,7 @@ from memory_store import MemoryBackend, MemoryStore
 from elastane.cli.explain import story_lines
 from elastane.errors import ElastaneError, WireError
 from elastane.observe.events import LoggedEvent, decode_line, read_events
-from elastane.observe.merge import _read_worker
+from elastane.observe.merge import _read_notes
 from elastane.observe.report import FinalReport, read_report
 from elastane.observe.story import story_of
 from elastane.observe.view import decode_progress
@@ -146,7 +146,7 @@ def etcd(folder, data):
 
 def worker_note(folder, data):
     file_with(folder, WORKER_FILE, data)
-    assert _read_worker(Path(folder)) is not None
+    assert _read_notes(Path(folder)) is not None
 
 
 def progress(folder, data):
