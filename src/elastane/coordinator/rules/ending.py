@@ -83,7 +83,7 @@ def _root_cause(state: State, incident: Incident, fence: Fence) -> Cause:
     cause, earlier = root_cause(incident.sightings, fence), _explanation(state, incident)
     if earlier is None:
         return cause
-    if not earlier.sightings:
+    if not earlier.sightings or _differ(incident):
         return msgspec.structs.replace(cause, what=f"{earlier.reason}; so {cause.what}")
     first = root_cause(earlier.sightings, earlier.fence)
     return msgspec.structs.replace(
@@ -93,10 +93,14 @@ def _root_cause(state: State, incident: Incident, fence: Fence) -> Cause:
     )
 
 
+def _differ(incident: Incident) -> bool:
+    """Whether workers ask for a restart since their programs differ, which no loss explains."""
+    return any(says_other_program(one.failure) for one in incident.sightings)
+
+
 def _explanation(state: State, incident: Incident) -> EndedWorld | None:
-    """Return why workers ask for a restart; None if they do not, or if their programs differ."""
-    differ = any(says_other_program(one.failure) for one in incident.sightings)
-    return state.incidents.explains if incident.only_asks_restart and not differ else None
+    """Return why workers ask for a restart; None if they do not."""
+    return state.incidents.explains if incident.only_asks_restart else None
 
 
 def _sightings(state: State, incident: Incident) -> tuple[Sighting, ...]:
