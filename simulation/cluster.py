@@ -122,8 +122,9 @@ class SimulatedCluster:
         """Return a new host without processes."""
         # Clocks of hosts are unrelated; a comparison of two hosts' clocks fails here.
         clock = HostClock(self.clock, self.rng.random() * 1e6, self.rng.choice(self.drifts))
-        node = SimulatedNode(self, f"n{len(self.nodes)}", size, node_rank, clock)
-        node.topology = f"rack{len(self.nodes) % self.racks}" if self.racks else ""
+        number = len(self.nodes)
+        rack = f"rack{number % self.racks}" if self.racks else ""
+        node = SimulatedNode(self, f"n{number}", size, node_rank, rack, clock)
         self.nodes[node.name] = node
         return node
 

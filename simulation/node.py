@@ -108,11 +108,11 @@ class SimulatedNode:
         name: str,
         size: int,
         node_rank: int | None,
+        topology: str,
         clock: HostClock,
     ) -> None:
         self.cluster, self.name, self.size, self.node_rank = cluster, name, size, node_rank
-        self.clock = clock
-        self.topology = ""
+        self.topology, self.clock = topology, clock
         self.alive = False
         # Which of its processes are stopped: its agent (with a coordinator in it), workers, orphan
         # reaper.

@@ -1,4 +1,4 @@
-"""A bench that is ended leaves no process of its tables behind."""
+"""A bench that is ended leaves no process of its tables."""
 
 import os
 import signal

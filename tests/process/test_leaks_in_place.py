@@ -67,7 +67,7 @@ def held_by_worker(pid):
 def holds_again(job, pid, before):
     """Wait until a worker holds what it held; it has old process groups until a garbage collection.
 
-    A hundred groups would be as many threads, four hundred descriptors and more than 16 MiB.
+    A hundred groups would be as many threads, and four hundred descriptors.
     """
     slack = (SLACK, 1, 16 << 20)
     job.cluster.wait(

@@ -36,7 +36,7 @@ from job_promises import (
 NEAR = 1e-9
 # A state: weights and momentum.
 State = tuple[tuple[float, ...], tuple[float, ...]]
-# (state, step, contributing ranks, size) -> state behind the step
+# (state, step, contributing ranks, size) -> state after the step
 Replay = Callable[[State, int, Sequence[int], int], State]
 
 
@@ -44,7 +44,7 @@ Replay = Callable[[State, int, Sequence[int], int], State]
 class ScriptBody(Body):
     """A step of an unmodified script.
 
-    `fence`, `rank` and `size` are those with which its process started. `weights`: behind the step.
+    `fence`, `rank` and `size` are those with which its process started. `weights`: after the step.
     """
 
     weights: tuple[float, ...] = ()
@@ -84,7 +84,7 @@ def check_script(seen: SeenJob, promised: ScriptPromised) -> dict[str, int]:
 
 
 def check_states(worlds: dict[FenceOf, list[ScriptBody]], promised: ScriptPromised) -> int:
-    """Check the state behind each step of each world; return how many steps a shrunk one made."""
+    """Check the state after each step of each world; return how many steps a shrunk one made."""
     digest, state = promised.first
     known: dict[int, dict[str, State]] = defaultdict(dict)
     known[0][digest] = state
@@ -134,7 +134,7 @@ def _check_step(
     known: dict[int, dict[str, State]],
     promised: ScriptPromised,
 ) -> State:
-    """Check a committed step; return the state behind it of the workers that continue."""
+    """Check a committed step; return the state after it of the workers that continue."""
     committed = _committed(steps[step])
     later = {body.process for body in steps.get(step + 1, ())}
     continuing = [body for body in committed if body.process in later] or committed
@@ -162,7 +162,7 @@ def _replayed(
     possible: Sequence[int],
     promised: ScriptPromised,
 ) -> State:
-    """Return the computed state behind a step, of a set of workers that may have contributed."""
+    """Return the computed state after a step, of a set of workers that may have contributed."""
     others = sorted(set(possible) - set(certain))
     count = len(others) if promised.shrinks else 0
     base = list(certain) if promised.shrinks else list(possible)

@@ -28,7 +28,7 @@ Change = Callable[[ScriptBody], ScriptBody]
 
 
 def bodies_of(world: tuple, states: dict[int, State]) -> list[ScriptBody]:
-    """Return the bodies of a world, and record in `states` what it leaves behind each step."""
+    """Return the bodies of a world, and record in `states` its state after each step."""
     fence, processes, first, steps = world
     found = []
     for step, nodes in enumerate(steps, first):

@@ -227,6 +227,7 @@ def _topology(text: str) -> str:
             f"--topology = {text!r}",
             slug="bad-name",
             expected=f"at most {TOPOLOGY_CHARS_MAX} printable characters, such as zone/rack/host",
+            next_step="name the parts of the network, the largest first, or leave --topology out",
         )
     return topology
 

@@ -1,4 +1,4 @@
-"""An ordinary DDP script without elastane, which notes each step before it is made and behind it.
+"""An ordinary DDP script without elastane, which notes each step before it is made and after it.
 
 It saves every few steps by rank 0, in a file that names the step, and starts at the newest file.
 The samples of a step depend on its number alone, and are dealt to the ranks of the world in which
@@ -39,7 +39,7 @@ def digest(weights, momentum):
 
 
 def replayed(state, step, ranks, size):
-    """Return the weights and momentum behind a step to which these ranks contribute."""
+    """Return the weights and momentum after a step to which these ranks contribute."""
     rows = [gradient(step, sample) for rank in ranks for sample in samples_of(rank, size)]
     sums = [sum(column) * size / len(ranks) for column in zip(*rows, strict=True)]
     momentum = [MOMENTUM * m + g for m, g in zip(state[1], sums, strict=True)]

@@ -153,7 +153,7 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
         nodes = tuple(sorted(member.node_id for member in state.world.members))
         crash = Crash(site, nodes) if site else None
     lived_s = incident.at_s - state.worlds.began_s
-    # Others are of workers without a place: such a world may be charged for several.
+    # A world may be charged for several incidents of workers without a place, which do not end it.
     is_of_world = incident is state.incidents.current
     verdict = state.budget.find_charge(state.world.fence) if is_of_world else None
     verdict = verdict or state.budget.charge(lived_s, state.spec.timing, crash)
