@@ -44,8 +44,9 @@ def tell(what, text=""):
 
 
 def hang():
+    # A signal that comes just before the system call of a sleep does not interrupt it.
     while True:
-        time.sleep(600)
+        time.sleep(0.1)
 
 
 def trap(signum=signal.SIGTERM):
@@ -191,7 +192,11 @@ class Agent:
     def told(self, name: str, deadline_s: float = DEADLINE_S) -> str:
         """Wait for a worker's report under `name` (what.rank.restarts), and return its value."""
         path = self.folder / name
-        until(path.exists, f"{name}\n{self.err}", deadline_s)
+        try:
+            until(path.exists, name, deadline_s)
+        except AssertionError as error:
+            events = "\n".join(f"{e['kind']}: {e['reason']}" for e in self.events())
+            raise AssertionError(f"{error}\n{self.err}\n{events}") from None
         return path.read_text()
 
     def family(self) -> set[int]:

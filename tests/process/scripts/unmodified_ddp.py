@@ -4,15 +4,16 @@ Usage: unmodified_ddp.py FOLDER [MODE]: static, sum, gather, muon, by hand, grou
 async save, end, last save, fails, returns or refused. It ends once a file "enough" is there. With
 `sum` it takes the mean of floats of its own in each step, on all workers and on rank 0, over the
 world size that it keeps, and saves once; with `gather` it gathers from as many. Before one of
-these, rank 1 of the first attempt dies. With `muon` it dies there, too, and each worker has the
-momentum of a part of the parameters. With `by hand` it averages gradients itself. With `group` it
-asks for a group of one worker, with `spawn` it starts a process, with `rpc` it starts torch's RPC,
-with `join` workers may end early. With `async save` all workers save together while they train.
-With `end` rank 1 of the first attempt dies after it has destroyed the group, then rank 0 before it
-saves its model; rank 1 of the second one dies as its interpreter exits. With `fails` rank 1 of the
-first attempt raises an exception, and destroys the group in a `finally`; with `returns` it ends its
-program. With `refused` all workers sum a type that gloo cannot sum. With `last save` rank 0 of the
-first attempt dies as it saves its model at the end, and the others wait.
+these, rank 1 of the first attempt dies; with `sum` the others have begun their sum then. With
+`muon` it dies there, too, and each worker has the momentum of a part of the parameters. With `by
+hand` it averages gradients itself. With `group` it asks for a group of one worker, with `spawn` it
+starts a process, with `rpc` it starts torch's RPC, with `join` workers may end early. With `async
+save` all workers save together while they train. With `end` rank 1 of the first attempt dies after
+it has destroyed the group, then rank 0 before it saves its model; rank 1 of the second one dies as
+its interpreter exits. With `fails` rank 1 of the first attempt raises an exception, and destroys
+the group in a `finally`; with `returns` it ends its program. With `refused` all workers sum a type
+that gloo cannot sum. With `last save` rank 0 of the first attempt dies as it saves its model at the
+end, and the others wait.
 """
 
 import atexit
@@ -75,11 +76,17 @@ def mean_of_ones(step, size, optimizer):
     mean = torch.ones(1)
     is_place = (step, dist.get_rank()) == (DIES_AT, 1) and is_first_attempt()
     if MODE in ("sum", "gather", "muon") and is_place:
+        others = {FOLDER / f"sums.{rank}" for rank in range(size) if rank != 1}
+        while MODE == "sum" and not all(file.exists() for file in others):
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     if MODE == "sum":
         with torch.inference_mode():
             mean = torch.ones(1)
-            dist.all_reduce(mean)
+            work = dist.all_reduce(mean, async_op=True)
+            if step == DIES_AT:
+                (FOLDER / f"sums.{dist.get_rank()}").touch()
+            work.wait()
             mean /= size
             total = torch.ones(1)
             dist.reduce(total, 0)
