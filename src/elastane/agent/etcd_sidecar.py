@@ -20,7 +20,7 @@ from elastane.process.files import runtime_folder
 from elastane.process.offload import Offload
 from elastane.process.orphan_reaper import SERVER_MARK_VARIABLE
 from elastane.process.process import WorkerProcess
-from elastane.process.streams.files import last_lines
+from elastane.process.streams.files import last_lines, open_append
 from elastane.process.worker_environment import without_secrets
 from elastane.stores.etcd.server import (
     START_ATTEMPTS,
@@ -60,10 +60,8 @@ async def _start(
     own = without_secrets(environ)
     env = {name: value for name, value in own.items() if not name.startswith("ETCD_")}
     env[SERVER_MARK_VARIABLE] = process_mark
+    log = open_append(server.folder / "log")
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    log = os.open(
-        server.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-    )
     try:
         return await launch(server.command(), env, str(server.folder), {0: null, 1: log, 2: log})
     finally:

@@ -34,6 +34,7 @@ _BLOCK_BYTES = 1 << 16
 _PACE_S = 1.0
 # More than the beginning of an event file.
 _ROOM_BYTES = 1 << 12
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 SLUG = "job-log"
 
 
@@ -66,8 +67,17 @@ class JsonLines:
         self._file = -1
 
     def open(self, after_step: int | None) -> Mapping[str, int]:
-        """Open the file, and cut off a line that was not written to its end."""
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        """Open the file, and cut off a line that was not written to its end.
+
+        A symbolic link is an OSError: another user of the folder could make it lead elsewhere.
+        """
+        try:
+            self._file = os.open(self.path, _OPEN, 0o666)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                what = "a symbolic link, which is not followed"
+                raise OSError(errno.ELOOP, what, str(self.path)) from error
+            raise
         found: dict[str, int] = {}
         later = _STEPS
         for at, line in _backwards(self._file, os.lseek(self._file, 0, os.SEEK_END)):

@@ -185,6 +185,15 @@ def test_lines_written_before_a_failure_are_not_read_again(tmp_path, monkeypatch
     assert opened == [49]
 
 
+def test_a_symbolic_link_is_refused_and_the_file_behind_it_left_alone(tmp_path, capsys):
+    behind, path = tmp_path / "own", tmp_path / "a.jsonl"
+    behind.write_text("half a line")
+    path.symlink_to(behind)
+    made(writer(JsonLines(path)), 1)
+    assert "a symbolic link, which is not followed" in capsys.readouterr().err
+    assert behind.read_text() == "half a line"
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A disk of 64 KiB."""
