@@ -125,12 +125,14 @@ class PerDeathBudgetCheck(BudgetCheck):
         """Record that workers of this world ended because all have to restart after a loss."""
         self._asked.add(fence)
 
-    def _charged_twice(self, record: JobRecord) -> bool:
+    def _charged_twice(self, record: JobRecord, *, durable: bool) -> bool:
         """Whether a world is charged for a state that it lost with workers of earlier worlds."""
         fence = record.world.fence if record.world else None
         if fence not in self._stateless or fence in self._lost:
             return False
-        # A new coordinator does not know what ended the world before.
+        if durable:
+            return True
+        # Without a record a new coordinator does not know what ended the world before.
         before = max((known for known in self._began if known < fence), default=None)
         return before is not None and self._began[before] == self._cluster.coordinators_started
 
@@ -159,7 +161,7 @@ class PerDeathBudgetCheck(BudgetCheck):
         if record.world is not None:
             self._began.setdefault(record.world.fence, self._cluster.coordinators_started)
         self.used = max(before, used)
-        if used > before and self._charged_twice(record):
+        if used > before and self._charged_twice(record, durable=durable):
             return f"restart {used} was charged for a state that an earlier world had lost"
         if not self._grew_for_free(record):
             return f"restart {used} was charged for a growth"
@@ -169,8 +171,9 @@ class PerDeathBudgetCheck(BudgetCheck):
             return f"restarts used went from {before} to {used} at once"
         # A coordinator that is new, or forgot a node, may charge a death again.
         again = self._dead if self._cluster.upset else self._cluster.coordinators_started - 1
-        # A new coordinator does not know that the loss was charged, or cost nothing.
-        asked = len(self._asked) if self._cluster.coordinators_started > 1 else 0
+        # Without a record a new coordinator does not know that the loss was charged, or was free.
+        moved = self._cluster.coordinators_started > 1 and not durable
+        asked = len(self._asked) if moved else 0
         if used > self._dead + min(self._dead, again) + asked:
             return f"{used} restarts were used, and {self._dead} workers died"
         return ""

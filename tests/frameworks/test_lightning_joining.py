@@ -79,12 +79,12 @@ class LightningJob:
             "max_restarts": 20,
             "in_place": True,
             "ranks_may_change": True,
+            "rdzv_conf": "last_call=0.1",
             **options,
         }
         self.cluster = LocalCluster(
-            [str(SCRIPT), str(self.folder), mode],
-            folder=folder / "c", preload=PRELOAD, rdzv_conf="last_call=0.1", **options,
-        )  # fmt: skip
+            [str(SCRIPT), str(self.folder), mode], folder=folder / "c", preload=PRELOAD, **options
+        )
 
     def said(self) -> dict[int, dict[str, list[dict]]]:
         """What each process has written, dead ones too."""

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from held import SLACK, held_by_worker, holds_again
 from jobs import PRELOAD_COMPILER
 from joining import JoiningJob, kill
 from test_recovery_in_place import InPlace
@@ -13,8 +14,6 @@ from test_spares_in_place import spares
 
 FEW, MANY = 3, 9
 LOADER = Path(__file__).parent / "scripts" / "joining_ddp.py"
-# A worker that was a spare holds two descriptors and a thread more. One leaked a death is six.
-SLACK = 4
 
 
 def held(job):
@@ -54,29 +53,6 @@ def test_descriptors_and_threads_of_an_agent_do_not_grow_with_lost_workers(tmp_p
         few, many = counted.values()
         assert all(b <= a + SLACK for a, b in zip(few, many, strict=True)), counted
         job.ends_exact()
-
-
-def held_by_worker(pid):
-    """Return the descriptors, threads and bytes of memory of a worker."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    resident = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
-    counts = [len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task")]
-    return *counts, int(resident.split()[1]) << 10
-
-
-def holds_again(job, pid, before):
-    """Wait until a worker holds what it held; it has old process groups until a garbage collection.
-
-    A hundred groups would be as many threads, and four hundred descriptors.
-    """
-    slack = (SLACK, 1, 16 << 20)
-    job.cluster.wait(
-        lambda: all(
-            after <= few + more
-            for after, few, more in zip(held_by_worker(pid), before, slack, strict=True)
-        ),
-        f"the survivor holds {before} again",
-    )
 
 
 @pytest.mark.soak

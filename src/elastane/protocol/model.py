@@ -303,6 +303,10 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     quick_failures: int = 0
     crash: Crash | None = None
     crashes: int = 0
+    # Since all workers of `world` started, a worker or a node was lost; and the last change of the
+    # world was charged, or cost nothing.
+    lost: bool = False
+    settled: bool = False
 
 
 class Joining(IntEnum):

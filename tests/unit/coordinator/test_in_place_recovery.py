@@ -5,7 +5,7 @@ from coordinator_driver import Driver, job_spec
 
 from elastane.coordinator.rules.incident import SAME_CRASHES_MAX
 from elastane.coordinator.rules.machine import STALLS_MAX
-from elastane.protocol.limits import LOST_PEER_S
+from elastane.protocol.limits import BACKOFF_FIRST_S, LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Able,
@@ -205,6 +205,17 @@ def test_a_replacement_is_logged_as_such_and_a_joining_worker_without_a_rank():
     assert first is second is EventKind.REPLACEMENT
     assert of_member["cause_rank"] == 0 and "worker of rank 0" in of_member["cause"]
     assert "cause_rank" not in of_joiner and "worker without a rank" in of_joiner["cause"]
+
+
+def test_a_replacement_after_a_pause_against_a_crash_loop_says_so():
+    job = in_place(nodes="ab")
+    for pid in (77, 78):
+        job.inbox.clear()
+        dies(job, "a", local_rank=1, pid=pid)
+        (prepare,) = job.got("a", Prepare)
+    assert prepare.delay_s == BACKOFF_FIRST_S
+    reasons = [e.reason for e in job.events if e.kind is EventKind.REPLACEMENT]
+    assert ["pause of 0.5 s" in reason for reason in reasons] == [False, True]
 
 
 def test_joining_workers_that_crash_at_one_line_do_not_end_a_training_job():

@@ -7,6 +7,7 @@ import re
 
 import pytest
 from coordinator_driver import Driver, job_spec
+from test_in_place_crossings import holding, successor
 from test_in_place_recovery import able as able_in_place
 from test_in_place_recovery import dies, kinds, regrouped
 
@@ -477,10 +478,15 @@ def test_a_restart_of_all_is_charged_if_the_loss_was_not():
     assert used_by_loss_and_restart(job, ("a", 1), ("b", 0), ("b", 1)) == 1
 
 
-def test_a_restart_of_all_that_a_lost_node_makes_necessary_costs_nothing():
+@pytest.mark.parametrize("moved", [False, True], ids=["one-coordinator", "the-next-coordinator"])
+def test_a_restart_of_all_that_a_lost_node_makes_necessary_costs_nothing(moved):
     job = planned(nodes="abc", restarts=0)
     job.breaks("c")
     job.passes(0.2, alive="ab")
+    if moved:
+        before, job = job, successor(job)
+        for node_id in "ab":
+            job.join(node_id, holding=holding(before, node_id))
     survivors = [(node_id, local_rank) for node_id in "ab" for local_rank in (0, 1)]
     assert used_by_loss_and_restart(job, *survivors) == 0
 

@@ -5,6 +5,7 @@ import traceback
 import msgspec
 import pytest
 from coordinator_driver import Driver, job_spec
+from test_in_place_crossings import holding, successor
 from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 
 from elastane.coordinator.rules import MembershipPhase
@@ -418,6 +419,23 @@ def test_a_world_that_lost_the_state_restarts_at_once_and_uses_no_restart():
     assert job.assigned["a"].restarts_used == 0
     reasons = [event.reason for event in job.events if event.kind is EventKind.INCIDENT]
     assert reasons[-1].endswith("ended with exit code 1 after the state of the job was lost")
+
+
+def test_a_lost_state_uses_no_restart_of_the_next_coordinator_which_did_not_see_the_loss():
+    job = in_place(nodes="abc", restarts=0)
+    job.breaks("c")
+    job.passes(0.2, alive="ab")
+    able(job, "a", "b")
+    after = successor(job)
+    for node_id in "ab":
+        after.join(node_id, holding=holding(after, node_id))
+    for node_id in "ab":
+        loses_state(after, node_id)
+    after.stops("a", "b")
+    after.passes(2.0, alive="ab")
+    assert after.phase == "running" and not after.assigned["a"].in_place
+    assert after.assigned["a"].restarts_used == 0
+    assert (job.persisted[-1].lost, after.persisted[-1].lost) == (True, False)
 
 
 def test_workers_that_join_with_another_mesh_restart_all_and_use_no_restart():

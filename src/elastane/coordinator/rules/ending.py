@@ -165,7 +165,7 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
         if kind is EventKind.REPLACEMENT:
             reason = (
                 "lost workers are replaced, the others continue:"
-                f" {budget.used} of {budget.allowed} restarts of the budget used"
+                f" {budget.used} of {budget.allowed} restarts of the budget used{verdict.pause}"
             )
         counts = {"used": budget.used, "allowed": budget.allowed}
         state.log(kind, reason, **counts, **cause_data(cause))

@@ -132,6 +132,11 @@ class BudgetVerdict(msgspec.Struct, frozen=True, kw_only=True):
     delay_s: float
     reason: str
 
+    @property
+    def pause(self) -> str:
+        """The pause before the restart as the end of a sentence; "" without one."""
+        return f", after a pause of {self.delay_s:g} s against a crash loop" if self.delay_s else ""
+
 
 class RestartBudget(msgspec.Struct, kw_only=True):
     """Restarts used of those allowed, and the current run of quick failures.
@@ -199,11 +204,10 @@ class RestartBudget(msgspec.Struct, kw_only=True):
             )
             return BudgetVerdict(restart=False, delay_s=0.0, reason=reason)
         self.used += 1
-        delay_s = self._delay_s()
-        pause = f", after a pause of {delay_s:g} s against a crash loop" if delay_s else ""
-        return BudgetVerdict(
-            restart=True, delay_s=delay_s, reason=f"restart {self.used} of {self.allowed}{pause}"
+        verdict = BudgetVerdict(
+            restart=True, delay_s=self._delay_s(), reason=f"restart {self.used} of {self.allowed}"
         )
+        return msgspec.structs.replace(verdict, reason=verdict.reason + verdict.pause)
 
     def _count_crash(self, crash: Crash | None) -> None:
         same = crash is not None and crash == self.crash
@@ -291,6 +295,13 @@ class Incidents:
     peer_lost_reason: str = ""
     stalls: Stalls = field(default_factory=Stalls)
     standstill: Standstill = field(default_factory=Standstill)
+
+    @classmethod
+    def of(cls, record: JobRecord | None) -> Self:
+        """Return what a new coordinator knows of the incidents before the record's world."""
+        if record is None:
+            return cls()
+        return cls(has_lost=record.lost, is_settled=record.settled)
 
     @property
     def is_planned(self) -> bool:

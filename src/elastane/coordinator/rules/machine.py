@@ -76,7 +76,7 @@ from elastane.coordinator.rules import (
     status,
 )
 from elastane.coordinator.rules.changes import WaitingCapacity
-from elastane.coordinator.rules.incident import Incident, RestartBudget
+from elastane.coordinator.rules.incident import Incident, Incidents, RestartBudget
 from elastane.coordinator.rules.nodes import KnownNode, Place, named
 from elastane.coordinator.rules.ranks import member_of
 from elastane.coordinator.rules.state import CoordinatorTerm, MembershipPhase, Stage, State
@@ -146,6 +146,7 @@ class Rendezvous:
             Stage(now_s),
             StateHolders(store_backed),
             WaitingCapacity(now_s),
+            incidents=Incidents.of(record),
         )
         self._state.queue.wait_until(now_s)
         if record is not None:

@@ -226,5 +226,7 @@ class State:
             quick_failures=self.budget.quick_failures,
             crash=self.budget.crash,
             crashes=self.budget.crashes,
+            lost=self.incidents.has_lost,
+            settled=self.incidents.is_settled,
         )
         self.queue.add(Persist(record))
