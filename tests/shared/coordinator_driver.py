@@ -125,9 +125,10 @@ class Driver:
         )
         return self.says(node_id, Failed(fence=given.fence, failures=(failure,)))
 
-    def stops(self, *node_ids):
+    def stops(self, *node_ids, returned=()):
         for node_id in node_ids:
-            self.says(node_id, Stopped(self.assigned[node_id].fence, PortOffer(9000, True)))
+            fence = self.assigned[node_id].fence
+            self.says(node_id, Stopped(fence, PortOffer(9000, True), False, returned))
 
     def succeeds(self, *node_ids):
         for node_id in node_ids:

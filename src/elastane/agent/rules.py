@@ -54,7 +54,7 @@ from enum import Enum, auto
 import msgspec
 
 from elastane.errors import ExitCode
-from elastane.protocol.diagnosis import WELL_BEFORE, exit_text, failure_text, is_lost_peer
+from elastane.protocol.diagnosis import exit_text, failure_text, is_lost_peer
 from elastane.protocol.effects import (
     AgentEffect,
     AimGroup,
@@ -142,6 +142,7 @@ from elastane.protocol.messages import (
     Welcome,
 )
 from elastane.protocol.model import (
+    NO_RANK,
     Assignment,
     Failure,
     Fence,
@@ -822,7 +823,7 @@ class LocalWorkers:
     def _succeeded(self, group: Group, event: WorkerSucceeded) -> None:
         if group.phase == "stopping":
             return
-        group.add_done(event.local_rank, event.steps)
+        group.add_done(event, self.now_s)
         how = exit_text(event.exit_code)
         if event.exit_code:
             how = (
@@ -888,7 +889,8 @@ class LocalWorkers:
         text = "no process of the group is left"
         self._log(EventKind.WORKERS_STOPPED, text, at=str(group.fence))
         unasked = group.stopping is not None and group.stopping.unasked
-        self._outbox.send(Stopped(group.fence, offer, unasked))
+        returned = group.aged_returns(self.now_s)
+        self._outbox.send(Stopped(group.fence, offer, unasked, returned))
 
     def _hold(self, group: Group | None) -> None:
         """Hold a group that starts, or none: no process of the last one is left."""
@@ -966,8 +968,8 @@ class Group:
     replaced: set[int] = field(default_factory=set)
     phase: GroupState = "running"
     interrupted: str = ""  # why its workers were interrupted and wait for another world
-    # The workers that exited with code 0, and how many steps each had shown.
-    done: dict[int, int] = field(default_factory=dict)
+    # The workers that exited with code 0, and when, on the own clock.
+    done: dict[int, tuple[float, Failure]] = field(default_factory=dict)
     failures: dict[int, tuple[float, Failure]] = field(default_factory=dict)
     drain: DrainState = field(default_factory=DrainState)
     stopping: Stopping | None = None  # set exactly while the phase is "stopping"
@@ -1080,15 +1082,24 @@ class Group:
         self.replaced.update(missing)
         return tuple(missing)
 
-    def add_done(self, local_rank: int, steps: int) -> None:
-        """Record that a worker exited with code 0, and how many steps it had shown."""
-        self.done[local_rank] = steps
-        self.recoverable = tuple(i for i in self.recoverable if i != local_rank)
+    def add_done(self, event: WorkerSucceeded, now_s: float) -> None:
+        """Record that a worker exited with code 0."""
+        place = event.local_rank
+        end = Failure(
+            local_rank=place,
+            rank=self.rank_of(place) if self.has_place(place) else NO_RANK,
+            pid=event.pid,
+            exit_code=0,
+            log_file=event.log_file,
+            steps=event.steps,
+        )
+        self.done[place] = (now_s if event.ended_s is None else event.ended_s, end)
+        self.recoverable = tuple(i for i in self.recoverable if i != place)
 
     @property
     def last_steps(self) -> int | None:
         """The least number of steps that a worker had shown when it exited; None if one had not."""
-        made = self.done.values()
+        made = [end.steps for _, end in self.done.values()]
         return min(made) if made and all(made) else None
 
     def rank_of(self, local_rank: int) -> int:
@@ -1103,7 +1114,7 @@ class Group:
         ended = sorted(self.rank_of(each) for each in self.done if self.has_place(each))
         if not ended or not is_lost_peer(failure):
             return failure
-        known = (failure.evidence, f"{ranks_text(ended)} {WELL_BEFORE}")
+        known = (failure.evidence, f"{ranks_text(ended)} had ended with exit code 0 before")
         return msgspec.structs.replace(failure, evidence="; ".join(filter(None, known)))
 
     def is_done(self, local_world_size: int) -> bool:
@@ -1137,6 +1148,12 @@ class Group:
     def aged_failures(self, now_s: float) -> tuple[Failure, ...]:
         """Return the failures with their ages as of `now_s`."""
         return tuple(aged(failure, ended_s, now_s) for ended_s, failure in self.failures.values())
+
+    def aged_returns(self, now_s: float) -> tuple[Failure, ...]:
+        """Return the first ends with code 0 of workers with a place, with their ages."""
+        ends = sorted((at_s, place) for place, (at_s, _) in self.done.items())
+        places = [place for _, place in ends if self.has_place(place)][:FAILURES_MAX]
+        return tuple(aged(self.done[each][1], self.done[each][0], now_s) for each in places)
 
 
 class Contact:

@@ -286,7 +286,12 @@ class LocalWorkerGroup:
             return  # Its failure was reported when it was given up.
         by_signal_at_its_end = code < 0 and worker.local_rank in self._sockets.programs_ended
         if code == 0 or by_signal_at_its_end:
-            self.post(WorkerSucceeded(self.assignment.fence, worker.local_rank, code, worker.calls))
+            fence, log_file = self.assignment.fence, worker.streams.stderr_path
+            self.post(
+                WorkerSucceeded(
+                    fence, worker.local_rank, code, worker.calls, process.pid, log_file, ended_s
+                )
+            )
             return
         stopped = self._stopping
         words = await worker.last_words(self.setup)

@@ -207,7 +207,7 @@ def _counts(attempt: AttemptStory, own: int) -> list[str]:
         f"{counted(stopped, 'worker')} {'was' if stopped == 1 else 'were'} stopped"
         if stopped
         else "",
-        f"{attempt.succeeded} succeeded" if attempt.succeeded else "",
+        f"{attempt.succeeded} ended with exit code 0" if attempt.succeeded else "",
     ]
     found = [text for text in texts if text]
     return [f"  others     {', '.join(found)}"] if found else []

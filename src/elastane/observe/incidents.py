@@ -394,9 +394,28 @@ def _finding(incident: IncidentView, event: LoggedEvent) -> dict[str, object]:
     if (rank, node) != (incident.rank, incident.node):
         # The log had the failure of another worker first, whose output is of no use here.
         named = (one for one in incident.others if (one.rank, one.node) == (rank, node))
-        if (cause := next(named, None)) is not None:
+        if (cause := next(named, None) or _named_worker(event, node, rank)) is not None:
             found |= msgspec.structs.asdict(cause)
     return {**found, "cause": event.text("cause") or incident.cause}
+
+
+def _named_worker(event: LoggedEvent, node: str, rank: int | None) -> ShownFailure | None:
+    """Return the cause's worker as the coordinator names it; None if its event does not.
+
+    Its end is no failure in the log if its program returned, or was logged on another host only.
+    """
+    end = event.text("cause_exit")
+    if not end or rank is None:
+        return None
+    return ShownFailure(
+        title=f"Rank {rank} on {node}: {end}"[:TITLE_CHARS_MAX],
+        node=node,
+        rank=rank,
+        local_rank=event.number("cause_local_rank"),
+        pid=event.number("cause_pid"),
+        message="",
+        log_file=event.text("cause_log"),
+    )
 
 
 def _round_settled(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:

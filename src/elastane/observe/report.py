@@ -105,7 +105,9 @@ def write_launcher_error(path: str, report: FinalReport) -> None:
     root = report.root_cause
     found = read_error_file(root.error_file) if root is not None and root.error_file else None
     content: dict[str, Any] = dict(found.raw) if found is not None else _error_content(report)
-    write_content(path, with_error_code(content, root.exit_code) if root is not None else content)
+    # A program that returned too early is a root cause with exit code 0.
+    code = 0 if root is None else root.exit_code or report.exit_code
+    write_content(path, with_error_code(content, code) if root is not None else content)
 
 
 def _error_content(report: FinalReport) -> dict[str, Any]:

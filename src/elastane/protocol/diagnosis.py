@@ -19,7 +19,7 @@ from elastane.protocol.mismatches import judge_calls
 from elastane.protocol.model import NO_RANK, Cause, FailedWorker, Failure, Fence
 from elastane.protocol.ring import WorkerCalls
 from elastane.protocol.verdicts import Verdict
-from elastane.protocol.words import OTHER_PROGRAM
+from elastane.protocol.words import OTHER_PROGRAM, counted
 
 # Failures in an outcome, and the text that each carries after the first ones: 64 KB to each agent
 # at most, once.
@@ -39,6 +39,8 @@ _LOST_PEER = (
     "read timeout",
     "timed out waiting",
 )
+# What gloo says around that: the line of its own source, and a guess.
+_NOISE = re.compile(r"\[\S+\.cc:\d+\] |\. This is typically caused by .*$")
 # What gloo says as it ends a worker that received more than its tensor holds (torch 2.13).
 _TOO_MUCH = "received data size doesn't match expected size"
 # Signals that another process sends: the worker's last output is not about its end.
@@ -68,8 +70,10 @@ _PASSING = re.compile(
 )
 # What a shell, or a program that starts another, makes of its SIGKILL: 128 and its number.
 _KILLED_IN_SHELL = 137
-# The evidence of a failure begins so if other ranks had ended with exit code 0 before it.
-WELL_BEFORE = "had ended with exit code 0 before"
+# A process needs this long to end after its program has returned and its sockets were closed, and
+# its agent to report that.
+_RETURN_LATE_S = 2.0
+RETURNED = "its program returned while others still trained"
 _TRACEBACK = "Traceback (most recent call last):"
 _OWN_ERRORS = "elastane.errors."
 _STATE_LOST = "[job-state-lost]"
@@ -213,7 +217,11 @@ def end_text(failure: Failure) -> str:
 
 def _error_text(failure: Failure) -> str:
     """Return the text of a worker's error, as a root cause shows it after the worker's end."""
-    words = headline(failure.message)[:_HEADLINE_CHARS_MAX]
+    words = headline(failure.message)
+    if is_lost_peer(failure):
+        words = _NOISE.sub("", words)
+    if len(words) > _HEADLINE_CHARS_MAX:
+        words = f"{words[: _HEADLINE_CHARS_MAX - 4]} ..."
     if not words or _is_unexplained(failure):
         return ""
     if failure.output and failure.exit_code >= 0 and _TRACEBACK not in failure.message:
@@ -239,15 +247,56 @@ def _place(sighting: Sighting) -> tuple[float, int]:
     return sighting.at_s, sighting.failure.rank
 
 
-def root_cause(sightings: Sequence[Sighting], fence: Fence) -> Cause:
-    """Return the earliest failure that no lost peer explains; needs at least one sighting."""
+def find_return(sightings: Sequence[Sighting], returned: Sequence[Sighting]) -> Sighting | None:
+    """Return the first program that returned on its rank, if it explains all failures.
+
+    `returned`: the workers that ended with exit code 0. A failure that is not merely a lost peer
+    has a cause of its own.
+    """
+    if not returned or not all(is_lost_peer(one.failure) for one in sightings):
+        return None
+    first = min(returned, key=_place)
+    if first.at_s > min(one.at_s for one in sightings) + _RETURN_LATE_S:
+        return None
+    steps = f" after {counted(first.failure.steps, 'step')}" if first.failure.steps else ""
+    failure = msgspec.structs.replace(first.failure, evidence=f"{RETURNED}{steps}")
+    return msgspec.structs.replace(first, failure=failure)
+
+
+def root_cause(
+    sightings: Sequence[Sighting], fence: Fence, returned: Sequence[Sighting] = ()
+) -> Cause:
+    """Return the earliest failure that no lost peer explains; needs at least one sighting.
+
+    If all are lost peers, it is the first worker of `returned` whose program ended before them.
+    """
+    left = find_return(sightings, returned)
+    if left is None:
+        return _first_cause(sightings, fence)
+    first = _first_cause(sightings, fence)
+    return Cause(
+        kind="worker",
+        what=f"{_named(left)} {end_text(left.failure)}; so {first.what}",
+        node_id=left.node_id,
+        fence=fence,
+        failure=left.failure,
+        consequences=len(sightings),
+    )
+
+
+def _named(sighting: Sighting) -> str:
+    failure = sighting.failure
+    who = f"{worker_text(failure.rank)} (local rank {failure.local_rank}, pid {failure.pid})"
+    return f"{who} on node {sighting.node_id}"
+
+
+def _first_cause(sightings: Sequence[Sighting], fence: Fence) -> Cause:
     own = [s for s in sightings if not is_lost_peer(s.failure)] or list(sightings)
     first = min(own, key=_place)
     failure = msgspec.structs.replace(first.failure, calls=())
     error, mismatch = _own_error(failure), find_mismatch(sightings)
     alike = sum(bool(error) and _own_error(s.failure) == error for s in sightings) - bool(error)
-    who = f"{worker_text(failure.rank)} (local rank {failure.local_rank}, pid {failure.pid})"
-    what = f"{who} on node {first.node_id} {end_text(failure)}{_error_text(failure)}"
+    what = f"{_named(first)} {end_text(failure)}{_error_text(failure)}"
     return Cause(
         kind="worker",
         what=what if mismatch is None else f"{mismatch.sentence}; so {what}",

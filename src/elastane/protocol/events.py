@@ -115,12 +115,18 @@ class GroupTraining(msgspec.Struct, frozen=True):
 
 
 class WorkerSucceeded(msgspec.Struct, frozen=True):
-    """A worker exited with 0, or by a signal after the script had succeeded on all workers."""
+    """A worker exited with 0, or by a signal after the script had succeeded on all workers.
+
+    `steps` that it had shown by then; `ended_s` is on the clock of `handle`, None: just now.
+    """
 
     fence: Fence
     local_rank: int
     exit_code: int = 0
-    steps: int = 0  # that it had shown when it exited
+    steps: int = 0
+    pid: int = 0
+    log_file: str = ""
+    ended_s: float | None = None
 
 
 class WorkerFailed(msgspec.Struct, frozen=True):

@@ -223,12 +223,17 @@ class StandstillReport(msgspec.Struct, frozen=True, tag="stands-still", kw_only=
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """No process of `fence` is left on this node; `offer` is where the next store would be.
 
-    `unasked`: the agent began to stop them before the coordinator asked it to.
+    `unasked`: the agent began to stop them before the coordinator asked it to. `returned`: the
+    workers with a place whose programs had returned before the stop, with exit code 0.
     """
 
     fence: Fence
     offer: PortOffer
     unasked: bool = False
+    returned: tuple[Failure, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_count(self.returned)
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

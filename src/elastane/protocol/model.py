@@ -210,6 +210,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     error of its own and was stopped while it was ending; `exit_code` is that of the stop. `steps`
     counts the steps that the worker had reported; a script that reports none has 0. `calls`: its
     last collectives if it lost a peer; those of all workers of the node if it received too much.
+
+    Where a program returned on one rank while the others still trained, that end is the failure
+    which the others follow from: its `exit_code` is 0.
     """
 
     local_rank: int

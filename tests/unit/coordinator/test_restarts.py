@@ -15,6 +15,7 @@ from elastane.protocol.diagnosis import (
     root_cause,
 )
 from elastane.protocol.limits import Timing
+from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Close, Drain, DrainTarget, Failed, Holding, Stop, Stopped
 from elastane.protocol.model import NO_RANK, Crash, Failure, Fence, PortOffer
 
@@ -175,6 +176,56 @@ def test_if_all_failures_are_lost_peers_the_first_is_the_cause():
         Sighting(node_id="c", at_s=1.0, failure=failure(5, "Broken pipe")),
     ]
     assert root_cause(sightings, Fence(1, 0)).node_id == "c"
+
+
+LOST = "[/a/pair.cc:5] Connection closed by peer [::1]:9. This is typically caused by a crash."
+
+
+def returned(rank, age_s, **more):
+    one = Failure(local_rank=0, rank=rank, pid=9, exit_code=0, age_s=age_s, **more)
+    return {"returned": (one,)}
+
+
+def test_a_program_that_returned_on_one_rank_is_the_cause_of_the_peers_lost_on_other_nodes(pair):
+    pair.fails("a", LOST, age_s=0.1)
+    pair.stops("b", **returned(1, 0.5, steps=4, log_file="/logs/b"))
+    pair.stops("a")
+    [restart] = [event for event in pair.events if event.kind is EventKind.RESTART]
+    early = "ended with exit code 0 (its program returned while others still trained after 4 steps)"
+    assert restart.data["cause"] == (
+        f"worker of rank 1 (local rank 0, pid 9) on node b {early}; so worker of rank 0 (local rank"
+        " 0, pid 4242) on node a ended with exit code 1: Connection closed by peer [::1]:9"
+    )
+    named = ("node", "rank", "local_rank", "pid", "log")
+    assert [restart.data[f"cause_{one}"] for one in named] == ["b", 1, 0, 9, "/logs/b"]
+    assert restart.data["consequences"] == 1
+    assert restart.reason.endswith(f"worker of rank 1 on node b {early}")
+    assert pair.machine.report().last_incident.startswith("worker of rank 1 on node b")
+
+
+@pytest.mark.parametrize(
+    ("said", "age_s"), [("ValueError: loss is nan", 0.5), (LOST, -5.0)], ids=["own error", "later"]
+)
+def test_a_program_that_returned_is_no_cause_of_an_own_error_or_an_earlier_loss(pair, said, age_s):
+    pair.fails("a", said)
+    pair.passes(max(0.0, -age_s), alive="ab")
+    pair.stops("b", **returned(1, max(0.0, age_s)))
+    pair.stops("a")
+    [restart] = [event for event in pair.events if event.kind is EventKind.RESTART]
+    assert (restart.data["cause_node"], restart.data["cause_rank"]) == ("a", 0)
+
+
+def test_a_job_that_a_returned_program_ends_says_that_in_its_outcome():
+    one = Driver(job_spec(1, 1, restarts=0))
+    one.join("a")
+    one.fails("a", LOST)
+    one.stops("a", **returned(1, 0.2))
+    one.passes(1.0, alive="a")
+    outcome = one.persisted[-1].outcome
+    assert (outcome.cause.failure.rank, outcome.cause.failure.exit_code) == (1, 0)
+    assert "the same number of steps" in outcome.next_step
+    ends = [(one.failure.rank, one.failure.exit_code) for one in outcome.failures]
+    assert ends == [(1, 0), (0, 1)], "in the order of time"
 
 
 TRACE = "Traceback (most recent call last):\n  File x, line 1, in f\n    f()\n"

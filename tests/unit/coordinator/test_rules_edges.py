@@ -9,7 +9,6 @@ from coordinator_driver import Driver, job_spec
 from elastane.agent.rules import FULL_TEXTS_MAX, SHORT_TEXT_CHARS, Contact, Group
 from elastane.coordinator.rules import invariants, machine
 from elastane.errors import WireError
-from elastane.protocol.diagnosis import WELL_BEFORE
 from elastane.protocol.limits import FAILURES_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Drained, Failed, Heartbeat, Succeeded
@@ -163,10 +162,6 @@ def test_the_next_step_fits_the_way_a_worker_ended(exit_code, words):
         ({"message": f"{STACK}torch.OutOfMemoryError: CUDA out of memory."}, "of its GPU"),
         ({"message": f"{STACK}OSError: [Errno 28] No space left on device"}, "df -h"),
         ({"message": "No space left on device", "exit_code": -9, "output": True}, "SIGKILL"),
-        (
-            {"message": "Connection closed by peer", "evidence": f"rank 1 {WELL_BEFORE}"},
-            "the same number of steps",
-        ),
         (
             {
                 "message": "Fatal Python error: Aborted: Received data size doesn't match expected"

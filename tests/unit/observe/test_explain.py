@@ -112,7 +112,7 @@ def test_each_attempt_shows_its_root_cause_first(folder, capsys):
         f"  began      {at(8)}: 2 of 2 nodes joined",
         "  nodes      a b",
         f"  ended      {at(31)} (after 23 s): all workers succeeded",
-        "  others     4 succeeded",
+        "  others     4 ended with exit code 0",
         "",
         "goodput 0.0% of 31.00 s",
         "  rebuilding             23.00 s  74.2%  incidents #1 23.00 s",

@@ -38,6 +38,23 @@ def test_a_killed_worker_is_one_incident_with_cause_evidence_and_times():
     assert (one.world_before, one.world_after) == (4, 4)
 
 
+def test_a_worker_that_only_the_coordinator_names_is_shown_with_its_end():
+    """Its program returned, which is no failure in the log, or its log is on another host."""
+    cause = {
+        "cause": "worker of rank 1 ended with exit code 0", "cause_node": "b", "cause_rank": 1,
+        "cause_local_rank": 0, "cause_pid": 9, "cause_exit": "exit code 0 (it returned)",
+        "cause_log": "/logs/b",
+    }  # fmt: skip
+    [one] = play(
+        settled(1, "a b", 4),
+        exited(3, round=1, time_s=20.0, message="Connection closed", log_file="/logs/a"),
+        event("restart", round=1, attempt=0, time_s=20.2, **cause),
+    ).incidents.listed
+    assert one.title == "Rank 1 on b: exit code 0 (it returned)"
+    assert (one.node, one.rank, one.local_rank, one.pid) == ("b", 1, 0, 9)
+    assert (one.log_file, one.message) == ("/logs/b", "")
+
+
 def test_events_of_an_incident_are_marked_as_its_own_and_others_are_not():
     view = play(*killed(), event("node-joined", "b", time_s=30.0))
     marks = {(line.kind, line.time_s): line.incident for line in view.lines}

@@ -13,15 +13,16 @@ from elastane.coordinator.rules.nodes import named
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.errors import ExitCode
 from elastane.protocol.diagnosis import (
-    WELL_BEFORE,
     Exhausted,
     Sighting,
     crash_site,
     culprit_node,
     exhausted,
     exit_text,
+    failure_text,
     failures_in_order,
     find_mismatch,
+    find_return,
     is_from_outside,
     root_cause,
     says_mismatch,
@@ -80,7 +81,8 @@ def failure(state: State, incident: Incident, why: str) -> bool:
 
 def _root_cause(state: State, incident: Incident, fence: Fence) -> Cause:
     """Return the root cause: of workers that ask for a restart, that of the earlier incident."""
-    cause, earlier = root_cause(incident.sightings, fence), _explanation(state, incident)
+    cause = root_cause(incident.sightings, fence, incident.returned)
+    earlier = _explanation(state, incident)
     if earlier is None:
         return cause
     if not earlier.sightings or _differ(incident):
@@ -104,9 +106,17 @@ def _explanation(state: State, incident: Incident) -> EndedWorld | None:
 
 
 def _sightings(state: State, incident: Incident) -> tuple[Sighting, ...]:
-    """Return the failures of an incident, and of the one for which workers ask for a restart."""
+    """Return the failures of an incident, and of the one for which workers ask for a restart.
+
+    A program that returned, so that the others failed, counts as one of them.
+    """
     earlier = _explanation(state, incident)
-    return (*(() if earlier is None else earlier.sightings), *incident.sightings)
+    left = find_return(incident.sightings, incident.returned)
+    return (
+        *(() if earlier is None else earlier.sightings),
+        *(() if left is None else (left,)),
+        *incident.sightings,
+    )
 
 
 def _before(state: State, incident: Incident) -> str:
@@ -162,6 +172,8 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
         if is_of_world:
             state.budget.charged = state.world.fence
         budget, reason = state.budget, verdict.reason
+        if cause.failure is not None and cause.failure.exit_code == 0:
+            reason = f"{reason}: {incident.reason}"  # The log has named another worker so far.
         if kind is EventKind.REPLACEMENT:
             reason = (
                 "lost workers are replaced, the others continue:"
@@ -177,11 +189,21 @@ def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:
     """Return the part of a root cause that the event log keeps."""
     if cause is None or cause.failure is None:
         return {}
-    rank = cause.culprits[0] if cause.culprits else cause.failure.rank
+    failure = cause.failure
+    rank = cause.culprits[0] if cause.culprits else failure.rank
+    worker: dict[str, str | int] = {}
+    if rank == failure.rank:
+        worker = {
+            "cause_local_rank": failure.local_rank,
+            "cause_pid": failure.pid,
+            "cause_exit": failure_text(failure),
+            "cause_log": failure.log_file,
+        }
     return {
         "cause": cause.what,
         "cause_node": cause.node_id,
         **({} if rank == NO_RANK else {"cause_rank": rank}),
+        **worker,
         "consequences": cause.consequences,
         "alike": cause.alike,
     }
@@ -207,7 +229,7 @@ def _advice(cause: Cause, failure: Failure, allowed: int) -> str:
         return _SAME_CALLS
     if says_mismatch(failure):
         return f"{_SAME_CALLS}; TORCH_DISTRIBUTED_DEBUG=DETAIL names the first that differs"
-    if WELL_BEFORE in failure.evidence:
+    if failure.exit_code == 0:
         return "let all ranks make the same number of steps, or end together"
     what = exhausted(failure)
     if what:

@@ -16,9 +16,12 @@ from elastane.protocol.culprits import Reports
 from elastane.protocol.diagnosis import (
     Sighting,
     asks_restart,
+    end_text,
+    find_return,
     has_other_mesh,
     is_lost_peer,
     is_state_lost,
+    worker_text,
 )
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, Timing
 from elastane.protocol.model import Crash, Failure, Fence, JobRecord
@@ -36,6 +39,7 @@ class Incident:
     planned: bool
     is_missed: bool = False  # it was planned, and not all members reached its step in time
     seen: dict[tuple[str, int], Sighting] = field(default_factory=dict)  # by node id and local rank
+    returned: list[Sighting] = field(default_factory=list)  # ended with exit code 0 before the stop
     departed: list[str] = field(default_factory=list)
     charged: bool = False  # the budget was charged for it
     lost_state: bool = False  # a worker reported that its world has lost the state
@@ -66,6 +70,19 @@ class Incident:
                 self._count_cause(failure)
             elif at_s < self.seen[of].at_s:
                 self.seen[of] = msgspec.structs.replace(self.seen[of], at_s=at_s)
+
+    def record_returned(self, node_id: str, ends: tuple[Failure, ...], now_s: float) -> None:
+        """Put the workers of a node on the time line whose programs returned before the stop.
+
+        If one of them explains the failures, it becomes the reason of the incident.
+        """
+        self.returned += [
+            Sighting(node_id=node_id, at_s=now_s - end.age_s, failure=end) for end in ends
+        ]
+        found = find_return(self.sightings, self.returned) if self.seen else None
+        if found is not None:
+            rank = worker_text(found.failure.rank)
+            self.reason = f"{rank} on node {found.node_id} {end_text(found.failure)}"
 
     @property
     def sightings(self) -> tuple[Sighting, ...]:

@@ -270,6 +270,8 @@ def _stopped(state: State, node: KnownNode, message: Stopped) -> None:
     if node.is_member:
         state.worlds.record_loss()
         state.holders.record_ended_workers(node, {*node.workers.ranks}, state.world)
+        if state.incidents.current is not None:
+            state.incidents.current.record_returned(node.id, message.returned, state.now_s)
     with_world = (MembershipPhase.RUNNING, MembershipPhase.DRAINING, MembershipPhase.REGROUPING)
     before_its_stop = message.unasked and state.phase is MembershipPhase.STOPPING
     if (state.phase in with_world or before_its_stop) and node.is_member:
