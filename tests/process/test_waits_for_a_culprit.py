@@ -78,8 +78,11 @@ def test_programs_that_differ_in_place_are_one_incident_with_one_cause(tmp_path)
     assert (one.kind, one.rank, one.state) == ("stall", 1, "recovered"), one
     assert "rank 1 called broadcast (waits_for_a_culprit.py:" in one.cause
     assert any("do not run the same program" in line for line in one.evidence), one.evidence
-    cause = job.cluster.events("restart")[-1].data["cause"]
-    assert cause.startswith("all workers wait for one another: "), cause
+    restart = job.cluster.events("restart")[-1].data
+    cause = restart["cause"]
+    assert (restart["cause_node"], restart["cause_rank"]) == ("a", 1)
+    assert cause.startswith("rank 1 on node a: collective #"), cause
+    assert not job.cluster.events("stall"), "no wait corrects that, so none is needed"
 
 
 @pytest.mark.soak

@@ -109,8 +109,7 @@ class HangMonitor:
             for pid, reason in found.hung.items():
                 self._standstill.describe(alive[pid], reason)
                 self._end_hung(alive[pid], reason)
-            for worker, reason in self._standstill.look(members, time.monotonic()):
-                self._end_hung(worker, reason)
+            self._standstill.look(members, time.monotonic())
             self._looks += 1
             if self._looks % _PACE_LOOKS == 0:
                 self.paces = self._step_paces.look(members)

@@ -65,6 +65,7 @@ from elastane.protocol.effects import (
     MarkGroup,
     RegroupWorkers,
     ReleaseGroup,
+    ShowGroupStacks,
     StartGroup,
     StartWorkers,
     StopGroup,
@@ -133,6 +134,7 @@ from elastane.protocol.messages import (
     Refused,
     Release,
     Report,
+    ShowStacks,
     StandstillReport,
     Stop,
     Stopped,
@@ -163,7 +165,9 @@ FULL_TEXTS_MAX = 32
 SHORT_TEXT_CHARS = 200
 # How much of the end of a worker's error text fits into an event's data.
 EVENT_TEXT_CHARS = 500
-ToGroup = Assign | Interrupt | Prepare | Stop | Drain | DrainTarget | CallOff | EndWorker
+ToGroup = (
+    Assign | Interrupt | Prepare | Stop | Drain | DrainTarget | CallOff | EndWorker | ShowStacks
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -592,12 +596,19 @@ class LocalWorkers:
                 self._drain(message)
             case CallOff():
                 self._call_off(message)
-            case EndWorker(fence=fence) if self.group and fence == self.group.fence:
-                self._outbox.add(EndGroupWorker(fence, message.rank, message.reason))
-            case EndWorker():
-                pass  # of a world that has ended
+            case EndWorker() | ShowStacks():
+                self._look_into(message)
             case _:
                 self._aim(message)
+
+    def _look_into(self, message: EndWorker | ShowStacks) -> None:
+        """Do what a finding at a standstill demands, unless its world has ended."""
+        if self.group is None or self.group.fence != message.fence:
+            return
+        if isinstance(message, EndWorker):
+            self._outbox.add(EndGroupWorker(message.fence, message.rank, message.reason))
+        else:
+            self._outbox.add(ShowGroupStacks(message.fence, message.ranks))
 
     def observe(self, event: AgentEvent) -> None:
         """Handle an event of the group or of one of its workers."""

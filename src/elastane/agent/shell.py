@@ -35,10 +35,12 @@ from elastane.protocol.effects import (
     MarkGroup,
     RegroupWorkers,
     ReleaseGroup,
+    ShowGroupStacks,
     StartGroup,
     StartWorkers,
     StopGroup,
     Transmit,
+    WorldEffect,
     WriteEvent,
 )
 from elastane.protocol.events import (
@@ -219,24 +221,33 @@ class AgentShell:
 
     def _perform_on_group(self, effect: GroupEffect) -> None:
         group = self._group
-        of_world = isinstance(effect, MarkGroup | AimGroup | ReleaseGroup | EndGroupWorker)
+        of_world = isinstance(effect, WorldEffect)
         if group is None or effect.fence != (group.world if of_world else group.assignment).fence:
             _log.debug("no group of %s any more", effect.fence)
             return
         match effect:
             case StopGroup(grace_s=grace_s):
                 group.stop(grace_s)
-            case MarkGroup():
-                group.drain.mark(effect)
-            case AimGroup():
-                group.drain.aim(effect)
-            case ReleaseGroup():
-                group.drain.release()
-            case EndGroupWorker(rank=rank, reason=reason):
-                group.end_worker(rank, reason)
             case StartWorkers(local_ranks=local_ranks, assignment=assignment, delay_s=delay_s):
                 group.start_more(local_ranks, assignment, delay_s)
             case InterruptGroup(reason=reason):
                 group.interrupt(reason)
             case RegroupWorkers(assignment=assignment, able=able):
                 group.regroup(assignment, able)
+            case MarkGroup() | AimGroup() | ReleaseGroup() | EndGroupWorker() | ShowGroupStacks():
+                _perform_in_world(group, effect)
+
+
+def _perform_in_world(group: LocalWorkerGroup, effect: WorldEffect) -> None:
+    """Perform an effect on workers in their current world."""
+    match effect:
+        case MarkGroup():
+            group.drain.mark(effect)
+        case AimGroup():
+            group.drain.aim(effect)
+        case ReleaseGroup():
+            group.drain.release()
+        case EndGroupWorker(rank=rank, reason=reason):
+            group.end_worker(rank, reason)
+        case ShowGroupStacks(ranks=ranks):
+            group.show_stacks(ranks)

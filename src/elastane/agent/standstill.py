@@ -1,14 +1,12 @@
-"""Finds the local worker for which the others wait, once none of them makes progress.
+"""Reports what the local workers show once none of them makes progress.
 
-Owns the reads of their rings and of what /proc shows of them. `protocol.culprits` judges. It ends a
-worker only if the wait provably never ends, and only in a script that no other hang rule watches.
-It reports every other standstill, and leaves it to the timeout of the script's own process group: a
-worker that computes or loads data may be busy with something that takes minutes.
+Owns the reads of their rings and of what /proc shows of them. The coordinator compares the workers
+of all nodes by `protocol.culprits`, which also says when to compare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,18 +14,17 @@ from elastane.agent.worker import GroupSetup, LocalWorker
 from elastane.process.kernel import blocking_descriptor
 from elastane.protocol.culprits import (
     EVIDENCE_MAX,
+    MISMATCH_FLOOR_S,
     PAUSED,
     ProcessFacts,
-    Reports,
     StandstillEvidence,
     StandstillRules,
     evidence_of,
     hung_alone,
     is_shown,
-    judge,
 )
 from elastane.protocol.limits import WHERE_CHARS_MAX
-from elastane.protocol.model import Assignment, Failure
+from elastane.protocol.model import Failure
 from elastane.protocol.verdicts import Verdict
 
 # After this long without progress, workers are sampled at each look.
@@ -45,15 +42,14 @@ _NO_FILES = ("/dev/", "socket:", "pipe:", "anon_inode:", "/memfd:")
 
 @dataclass(frozen=True)
 class MonitorPosts:
-    """The receivers of a monitor's findings, and the world of the workers that it watches.
+    """The receivers of a monitor's findings.
 
-    `evidence` receives that of a world of several nodes; empty once its workers move again.
+    `evidence` receives that of all workers here; empty once they move again.
     """
 
     failed: Callable[[Failure, float], None]
     culprit: Callable[[Verdict, float], None]
     evidence: Callable[[tuple[StandstillEvidence, ...], float], None]
-    world: Callable[[], Assignment]
 
 
 @dataclass
@@ -68,49 +64,43 @@ class _Sample:
 
 
 class StandstillWatch:
-    """Compares the rings of the workers of one node, once they have come to a standstill.
+    """Sends the evidence of the workers of one node, once they have come to a standstill.
 
-    In a world of several nodes it sends the evidence, and the coordinator compares.
+    It is sent early for a mismatch of collectives, which no wait corrects, and again once any other
+    standstill is judged.
     """
 
     def __init__(self, setup: GroupSetup, post: MonitorPosts) -> None:
         self._node_id = setup.run.node_id
         self._post = post
         self._rules = StandstillRules(setup.hang_floor_s)
-        self._reports = Reports()
         self._samples: dict[int, _Sample] = {}
         self._still_s = 0.0
-        self._sent: tuple[tuple[object, ...], ...] = ()
+        self._sent: tuple[object, ...] = ()
 
     def world_ended(self) -> None:
         """Forget what was seen: other workers, or other places, come next."""
         self._rules.forget()
-        self._reports.forget()
         self._samples.clear()
         self._sent = ()
 
-    def look(
-        self, members: Sequence[LocalWorker], now_s: float
-    ) -> Iterator[tuple[LocalWorker, str]]:
-        """Look at the members of a world; yield those that are to be ended, and why."""
+    def look(self, members: Sequence[LocalWorker], now_s: float) -> None:
+        """Look at the members of a world, and send their evidence if it is due."""
         shown = {w.process.pid: w.page.moves for w in members if w.process is not None}
-        before_s, self._still_s = self._still_s, self._rules.look(shown, now_s)
+        self._still_s = self._rules.look(shown, now_s)
         now_s = self._rules.now_s
         if self._still_s < _CLOSE_S:
-            self._move(before_s)
+            self._move()
             return
         for worker in members:
             self._sample(worker, now_s)
-        if not self._rules.is_due(self._still_s):
+        is_due = self._rules.is_due(self._still_s)
+        if not (is_due or self._rules.is_due(self._still_s, MISMATCH_FLOOR_S)):
             return
         evidence = [self._evidence(worker, now_s) for worker in members]
         is_late = self._rules.is_due(self._still_s - _SHOWN_LATE_S)
-        if not (is_late or all(map(is_shown, evidence))):
-            return
-        if len(members) < self._post.world().world_size:
-            self._send(evidence)
-            return
-        yield from self._judge(evidence, members)
+        if is_late or all(map(is_shown, evidence)):
+            self._send(evidence, is_due=is_due)
 
     def describe(self, worker: LocalWorker, reason: str) -> None:
         """Report the activity of a worker that hangs by another rule, unless it is being ended."""
@@ -118,38 +108,24 @@ class StandstillWatch:
             evidence = self._evidence(worker, self._rules.now_s, _STOPS_OF_HUNG)
             self._post.culprit(hung_alone(evidence, reason), self._still_s)
 
-    def _move(self, still_s: float) -> None:
+    def _move(self) -> None:
         """Note that the workers move again."""
         self._samples.clear()
-        self._reports.end(still_s)
         if self._sent:
             self._sent = ()
             self._post.evidence((), 0.0)
 
-    def _send(self, evidence: Sequence[StandstillEvidence]) -> None:
+    def _send(self, evidence: Sequence[StandstillEvidence], *, is_due: bool) -> None:
         """Send the evidence of the workers, and again if one of their processes has changed."""
         facts = tuple(
             (each.rank, each.facts.state in "Tt", each.facts.lock_held, each.facts.exit_code)
             for each in evidence
         )
-        if len(evidence) <= EVIDENCE_MAX and self._sent != facts:
-            self._sent = facts
-            self._rules.note_report()
+        if len(evidence) <= EVIDENCE_MAX and self._sent != (is_due, *facts):
+            self._sent = (is_due, *facts)
+            if is_due:
+                self._rules.note_report()
             self._post.evidence(tuple(evidence), self._still_s)
-
-    def _judge(
-        self, evidence: Sequence[StandstillEvidence], members: Sequence[LocalWorker]
-    ) -> Iterator[tuple[LocalWorker, str]]:
-        verdict = judge(evidence, self._post.world().world_size)
-        if verdict is None:
-            return
-        self._rules.note_report()
-        if self._reports.is_new(verdict, self._still_s):
-            self._post.culprit(verdict, self._still_s)
-            for worker in members:
-                # Other scripts have a limit of their own (`protocol.hangs`).
-                if worker.rank in verdict.ends and worker.is_alive and not worker.page.mark:
-                    yield worker, verdict.sentence
 
     def _sample(self, worker: LocalWorker, now_s: float) -> None:
         process = worker.process

@@ -77,8 +77,6 @@ _LEARN_AFTER_S = 20.0
 _POLL_S = 0.002
 # A class may create folders on a slow network file system, which takes longer than a local look-up.
 _CHOOSE_S = 10.0
-# Workers whose stacks are read at one standstill.
-_STACKS_MAX = 2
 
 
 @dataclass
@@ -122,9 +120,7 @@ class LocalWorkerGroup:
         self._store_host = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
         self.drain = GroupDrain(self._members, self._sockets, self.post, self._spawn_task)
         self._spares = Spares(self.setup, self._sockets, self._spawn_task)
-        posts = MonitorPosts(
-            self._post_failed, self._post_culprit, self._post_evidence, lambda: self.world
-        )
+        posts = MonitorPosts(self._post_failed, self._post_culprit, self._post_evidence)
         self.hang_monitor = HangMonitor(
             self._members, self._sockets, posts, self._spawn_task, self.setup
         )
@@ -384,18 +380,15 @@ class LocalWorkerGroup:
 
     def _post_culprit(self, verdict: Verdict, still_s: float) -> None:
         self.post(CulpritFound(self.assignment.fence, verdict, still_s))
-        if not verdict.ends:  # A worker that is ended shows its stacks as it ends.
-            self._show_stacks(verdict.ranks)
 
     def _post_evidence(self, evidence: tuple[StandstillEvidence, ...], still_s: float) -> None:
         self.post(GroupStandstill(self.assignment.fence, self.world.fence, evidence, still_s))
-        self._show_stacks([each.rank for each in evidence if each.facts.lock_held])
 
-    def _show_stacks(self, ranks: Sequence[int]) -> None:
-        """Post the stacks of the first local workers of these ranks, if py-spy is installed."""
-        shown = [w for w in self._members() if w.rank in ranks and w.process is not None]
-        for worker in shown[:_STACKS_MAX]:
-            self._spawn_watch(self._post_stacks(worker, worker.process))
+    def show_stacks(self, ranks: Sequence[int]) -> None:
+        """Post the stacks of the local workers of these ranks, if py-spy is installed."""
+        for worker in self._members():
+            if worker.rank in ranks and worker.is_alive:
+                self._spawn_watch(self._post_stacks(worker, worker.process))
 
     async def _post_stacks(self, worker: LocalWorker, process: WorkerProcess | None) -> None:
         assert process is not None

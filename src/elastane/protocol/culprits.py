@@ -42,6 +42,9 @@ BUSY_SHARE = 0.7
 STANDSTILL_FACTOR = 10.0
 STANDSTILL_MOVES_FIRST = 3
 STANDSTILL_WINDOW_S = 1800.0
+# Workers that called different collectives are found after the same multiple, and this time at
+# least. No wait corrects that, so a short one suffices.
+MISMATCH_FLOOR_S = 2.0
 # A longer time between two looks counts as this much, since the host may have been suspended.
 LOOK_MAX_S = 1.0
 # A wait like one that ended by itself is reported only once it lasts this many times as long; the
@@ -53,6 +56,8 @@ PASSED_MAX = 256
 # Workers of one node in one report: with full boards it still fits into a frame. A node with more
 # is not compared with others.
 EVIDENCE_MAX = 64
+# Workers of a job whose stacks are read at one standstill: more show a person the same again.
+STACKS_MAX = 4
 
 
 # In place of a letter of /proc: a signal has stopped the worker, but not for long.
@@ -162,10 +167,14 @@ class StandstillRules:
         self._shown = dict(shown)
         return self.now_s - self._moved_s
 
-    def is_due(self, still_s: float) -> bool:
-        """Whether to compare workers that have made no progress for this long."""
+    def is_due(self, still_s: float, floor_s: float | None = None) -> bool:
+        """Whether to compare workers that have made no progress for this long.
+
+        `floor_s`: the least time; None: that of any standstill.
+        """
         longest_s = max(self._longest_s, self._longest_before_s)
-        limit_s = max(self._floor_s, min(STANDSTILL_FACTOR * longest_s, HANG_CEILING_S))
+        floor_s = self._floor_s if floor_s is None else min(floor_s, self._floor_s)
+        limit_s = max(floor_s, min(STANDSTILL_FACTOR * longest_s, HANG_CEILING_S))
         return self._moves >= STANDSTILL_MOVES_FIRST and still_s >= limit_s
 
     def forget(self) -> None:

@@ -152,6 +152,13 @@ class EndGroupWorker(msgspec.Struct, frozen=True):
     reason: str
 
 
+class ShowGroupStacks(msgspec.Struct, frozen=True):
+    """Read the stacks of the workers of these ranks that run on this node."""
+
+    fence: Fence
+    ranks: tuple[int, ...]
+
+
 class Exit(msgspec.Struct, frozen=True):
     """End the agent with this exit code; `outcome` is set if the job has ended.
 
@@ -165,14 +172,7 @@ class Exit(msgspec.Struct, frozen=True):
 
 
 RendezvousEffect = Persist | Send | Hangup | WriteEvent | Finished
-GroupEffect = (
-    StopGroup
-    | MarkGroup
-    | AimGroup
-    | ReleaseGroup
-    | EndGroupWorker
-    | StartWorkers
-    | InterruptGroup
-    | RegroupWorkers
-)
+# Effects on workers in their current world; the others are on the group since its start.
+WorldEffect = MarkGroup | AimGroup | ReleaseGroup | EndGroupWorker | ShowGroupStacks
+GroupEffect = StopGroup | StartWorkers | InterruptGroup | RegroupWorkers | WorldEffect
 AgentEffect = Transmit | StartGroup | Decline | GroupEffect | WriteEvent | Exit

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from elastane.protocol.culprits import EVIDENCE_MAX, StandstillEvidence
+from elastane.protocol.culprits import EVIDENCE_MAX, STACKS_MAX, StandstillEvidence
 from elastane.protocol.limits import COUNT_MAX, FAILURES_MAX, WAITING_MAX
 from elastane.protocol.model import (
     Assignment,
@@ -358,6 +358,13 @@ class EndWorker(msgspec.Struct, frozen=True, tag="end-worker", kw_only=True):
     reason: Text
 
 
+class ShowStacks(msgspec.Struct, frozen=True, tag="show-stacks", kw_only=True):
+    """Log the stacks of the workers of these ranks that run on this node: others wait for them."""
+
+    fence: Fence
+    ranks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=STACKS_MAX)]
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):
     """Stop the workers of `fence`: SIGTERM, then SIGKILL after `grace_s`."""
 
@@ -436,6 +443,7 @@ ToAgent = (
     | DrainTarget
     | CallOff
     | EndWorker
+    | ShowStacks
     | Stop
     | Release
     | Close

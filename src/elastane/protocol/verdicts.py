@@ -43,6 +43,8 @@ class Outlook(StrEnum):
 
 # No collective of these workers ever completes, whatever the others wait for.
 CERTAIN = frozenset((Kind.STOPPED, Kind.ENDED, Kind.OTHER_COLLECTIVE, Kind.OTHER_SHAPE))
+# The workers' programs differ, so that no process is to be ended for the others to continue.
+MISMATCHES = frozenset((Kind.OTHER_COLLECTIVE, Kind.OTHER_SHAPE))
 OUTLOOKS: Mapping[Kind, Outlook] = {
     Kind.STOPPED: Outlook.MAY_PASS,
     Kind.ENDED: Outlook.SAME_AGAIN,
@@ -78,6 +80,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     def is_certain(self) -> bool:
         """Whether the wait never ends by itself."""
         return self.kind in CERTAIN
+
+    @property
+    def is_mismatch(self) -> bool:
+        """Whether workers called different collectives."""
+        return self.kind in MISMATCHES
 
     @property
     def outlook(self) -> Outlook:

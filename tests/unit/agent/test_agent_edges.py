@@ -9,6 +9,7 @@ from elastane.protocol.effects import (
     Exit,
     MarkGroup,
     ReleaseGroup,
+    ShowGroupStacks,
     Transmit,
 )
 from elastane.protocol.events import (
@@ -37,6 +38,7 @@ from elastane.protocol.messages import (
     Marked,
     Ready,
     Report,
+    ShowStacks,
     StandstillReport,
 )
 from elastane.protocol.model import Fence, Joining, PortOffer, Sharding
@@ -175,6 +177,9 @@ def test_a_worker_is_ended_by_order_in_its_own_world_only():
     ends = agent.told(EndWorker(fence=FENCE, rank=1, reason="it is stopped"))
     assert ends == [EndGroupWorker(FENCE, 1, "it is stopped")]
     assert not agent.told(EndWorker(fence=Fence(9, 9), rank=1, reason="late"))
+    shown = agent.told(ShowStacks(fence=FENCE, ranks=(1,)))
+    assert shown == [ShowGroupStacks(FENCE, (1,))]
+    assert not agent.told(ShowStacks(fence=Fence(9, 9), ranks=(1,)))
 
 
 def test_a_culprit_is_logged_with_its_class():

@@ -4,9 +4,16 @@ from coordinator_driver import Driver, job_spec
 
 from elastane.protocol.culprits import ProcessFacts, StandstillEvidence
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import EndWorker, Failed, StandstillReport
-from elastane.protocol.model import Failure, Fence
-from elastane.protocol.ring import GroupBoard, Position, RecordedCall, WorkerCalls
+from elastane.protocol.messages import (
+    Able,
+    EndWorker,
+    Failed,
+    Interrupt,
+    ShowStacks,
+    StandstillReport,
+)
+from elastane.protocol.model import Failure, Fence, Joining, PortOffer
+from elastane.protocol.ring import GroupBoard, GroupCall, Position, RecordedCall, WorkerCalls
 
 STOPPED = ProcessFacts(state="T", lock_held=True)
 
@@ -56,6 +63,75 @@ def test_the_culprit_is_named_across_nodes_once_all_stand_still():
     assert found.data["still_s"] == 20.5
     assert found.reason.startswith("rank 2 on node b has not entered all_reduce #10 (train.py:0")
     assert not job.got("a", EndWorker) and not job.got("b", EndWorker)
+    assert [one.ranks for one in job.got("b", ShowStacks)] == [(2,)]
+
+
+def test_where_no_rank_is_behind_the_stacks_of_two_are_shown():
+    job = running()
+    stands_still(job, "a", 10, 10)
+    stands_still(job, "b", 10, 10)
+    [found] = culprits(job)
+    assert (found.data["class"], found.data["ranks"]) == ("network", "")
+    assert [one.ranks for one in job.got("a", ShowStacks)] == [(0, 1)]
+
+
+def test_before_the_limit_of_a_standstill_only_a_mismatch_is_reported():
+    job = running()
+    stands_still(job, "a", 10, 10, still_s=3.0)
+    stands_still(job, "b", 9, 10, still_s=3.0)
+    assert not culprits(job)
+    stands_still(job, "a", 10, 10)
+    assert not culprits(job), "the other node has not stood still for long"
+    stands_still(job, "b", 9, 10)
+    assert len(culprits(job)) == 1
+
+
+def differing(rank, node_id, operation):
+    """Return a worker that is in its tenth collective, which is of this kind."""
+    calls = (GroupCall(10, operation, 7, "Float"),)
+    board = GroupBoard(position=Position(10, 9), backend="gloo", calls=calls)
+    return StandstillEvidence(
+        rank=rank, node_id=node_id, facts=ProcessFacts(), groups={"0": board}, where="main"
+    )
+
+
+def mismatch(job, *, still_s=2.1):
+    called = {"a": ("allreduce", "allreduce"), "b": ("broadcast", "allreduce")}
+    for node_id, operations in called.items():
+        base = job.assigned[node_id].rank_base
+        evidence = [differing(base + i, node_id, name) for i, name in enumerate(operations)]
+        report = StandstillReport(
+            fence=job.assigned[node_id].fence, still_s=still_s, evidence=tuple(evidence)
+        )
+        job.says(node_id, report)
+
+
+def test_a_mismatch_ends_the_world_of_workers_in_place_at_once_and_names_the_rank():
+    job = running()
+    for node_id in "ab":
+        able = Able(workers=(0, 1), offer=PortOffer(9000, True), joining=Joining.NEVER)
+        job.says(node_id, able)
+    mismatch(job)
+    [found] = culprits(job)
+    assert (found.data["class"], found.data["ranks"]) == ("other-collective", "2")
+    assert not job.got("b", EndWorker), "no process is at fault"
+    assert [one.reason for one in job.got("b", Interrupt)] == [found.reason]
+    assert job.assigned["a"].fence == Fence(2, 0), "the survivors meet at once"
+    text = "Traceback (most recent call last):\nelastane.errors.X: other program [in-place-restart]"
+    for node_id in "ab":
+        job.fails(node_id, text)
+        job.fails(node_id, text, local_rank=1)
+    job.stops("a", "b")
+    [restart] = [event for event in job.events if event.kind is EventKind.RESTART]
+    assert restart.data["cause"].startswith(f"{found.reason}; so worker of rank")
+    assert (restart.data["cause_node"], restart.data["cause_rank"]) == ("b", 2)
+
+
+def test_a_mismatch_of_other_workers_ends_the_rank_that_differs():
+    job = running()
+    mismatch(job)
+    assert [one.rank for one in job.got("b", EndWorker)] == [2]
+    assert not job.got("b", Interrupt) and not job.got("b", ShowStacks)
 
 
 def test_a_worker_is_ended_where_the_wait_never_ends():
@@ -66,6 +142,18 @@ def test_a_worker_is_ended_where_the_wait_never_ends():
     assert found.data["class"] == "stopped" and found.data["certain"]
     [end] = job.got("b", EndWorker)
     assert (end.fence, end.rank, end.reason) == (Fence(1, 0), 2, found.reason)
+
+
+def test_the_culprit_of_the_next_world_is_named_too():
+    job = running()
+    for attempt in range(2):
+        stands_still(job, "a", 10, 10)
+        stands_still(job, "b", 9, 10, facts=STOPPED)
+        assert [one.rank for one in job.got("b", EndWorker)] == [2] * (attempt + 1)
+        job.fails("b", exit_code=-6)
+        job.stops("a", "b")
+        assert job.assigned["b"].fence == Fence(1, attempt + 1)
+    assert [one.data["class"] for one in culprits(job)] == ["stopped"] * 2
 
 
 def test_nothing_is_compared_while_some_workers_move():

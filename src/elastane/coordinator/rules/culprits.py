@@ -1,17 +1,24 @@
-"""Finds the worker for which workers of several nodes wait.
+"""Finds the worker for which the workers of one or several nodes wait.
 
 Each agent reports what its own workers show once they make no progress. When all members of the
 world have reported, `protocol.culprits` compares the workers. A worker is ended only where the wait
-never ends by itself; then its failure is like any other.
+never ends by itself; then its failure is like any other. Workers that recover in place are not
+ended for a mismatch: their world ends at once, as after a stall. Every other standstill is only
+reported, and left to the timeout of the script's own process group, since a worker that computes
+or loads data may be busy with something that takes minutes.
 """
 
 from __future__ import annotations
 
+from elastane.coordinator.rules.incident import Blame
 from elastane.coordinator.rules.state import State
-from elastane.protocol.culprits import judge
+from elastane.protocol.culprits import STACKS_MAX, judge
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import EndWorker
-from elastane.protocol.verdicts import culprit_data
+from elastane.protocol.messages import EndWorker, ShowStacks
+from elastane.protocol.verdicts import Verdict, culprit_data
+
+# Stacks that are read if no worker is behind: two that wait show where.
+_WAITING_SHOWN = 2
 
 
 def find_culprit(state: State) -> None:
@@ -29,12 +36,28 @@ def find_culprit(state: State) -> None:
     standstill.compared(state.now_s - still_s)
     evidence = [each for node in members for each in node.progress.evidence]
     verdict = judge(evidence, state.world.world_size)
-    if verdict is None or not standstill.reports.is_new(verdict, still_s):
+    if verdict is None:
+        return
+    is_due = verdict.is_mismatch or still_s >= state.spec.timing.hang_floor_s
+    if not is_due or not standstill.reports.is_new(verdict, still_s):
         return
     culprits = (each.node_id for each in evidence if each.rank in verdict.ranks[:1])
-    data = {**culprit_data(verdict, still_s), "culprit_node": next(culprits, "")}
+    node_id = next(culprits, "")
+    data = {**culprit_data(verdict, still_s), "culprit_node": node_id}
     state.log(EventKind.CULPRIT, verdict.sentence, **data)
-    for node in members:
+    if verdict.is_mismatch and state.in_place.active:
+        standstill.blame(Blame(verdict.sentence, verdict.ranks, node_id))
+    else:
+        _ask_agents(state, verdict)
+
+
+def _ask_agents(state: State, verdict: Verdict) -> None:
+    """Let agents end workers that would wait for ever, which shows stacks, or show some stacks."""
+    assert state.world is not None
+    fence = state.world.fence
+    shown = verdict.ranks[:STACKS_MAX] or tuple(range(_WAITING_SHOWN))
+    for node in state.roster.members():
         for rank in verdict.ends:
-            end = EndWorker(fence=state.world.fence, rank=rank, reason=verdict.sentence)
-            state.queue.send(node, end)
+            state.queue.send(node, EndWorker(fence=fence, rank=rank, reason=verdict.sentence))
+        if not verdict.ends:
+            state.queue.send(node, ShowStacks(fence=fence, ranks=shown))

@@ -86,7 +86,11 @@ def _root_cause(state: State, incident: Incident, fence: Fence) -> Cause:
     if earlier is None:
         return cause
     if not earlier.sightings or _differ(incident):
-        return msgspec.structs.replace(cause, what=f"{earlier.reason}; so {cause.what}")
+        cause = msgspec.structs.replace(cause, what=f"{earlier.reason}; so {cause.what}")
+        blame = earlier.blame
+        if blame is None or not blame.ranks:
+            return cause
+        return msgspec.structs.replace(cause, culprits=blame.ranks, node_id=blame.node_id)
     first = root_cause(earlier.sightings, earlier.fence)
     return msgspec.structs.replace(
         first,
@@ -313,11 +317,9 @@ def no_replica(state: State) -> bool:
 
 def stalled(state: State) -> bool:
     """End the job: each of several worlds in a row stalled without a step."""
-    stalls = state.incidents.stalls
-    what = (
-        f"{stalls.in_a_row} worlds in a row made no step: all their workers waited for one"
-        f" another: {stalls.text}"
-    )
+    count, incident = state.incidents.stalls.in_a_row, state.incidents.current
+    assert incident is not None
+    what = f"{count} worlds in a row made no step; in the last one {incident.reason}"
     return _close(
         state,
         Outcome(

@@ -30,6 +30,15 @@ from elastane.protocol.model import Crash, Failure, Fence, JobRecord
 SAME_CRASHES_MAX = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The ranks that called other collectives, in one sentence, and the node of the first."""
+
+    sentence: str
+    ranks: tuple[int, ...]
+    node_id: str
+
+
 @dataclass(slots=True, kw_only=True)
 class Incident:
     """Why the current world is ended, and the failures reported since."""
@@ -46,6 +55,7 @@ class Incident:
     other_mesh: bool = False  # workers that joined have a mesh of another size
     asked_restart: bool = False  # a worker ended because all have to restart after a loss
     has_mismatch: bool = False  # it was logged which rank called another collective
+    blame: Blame | None = None  # who did, if that was found while the workers stood still
     own_causes: int = 0  # failures that none of these explains, nor a lost peer
     follows_loss: bool = False  # a worker or a node was lost since all workers started
     follows_settled: bool = False  # the last change of the world was charged, or cost nothing
@@ -270,11 +280,21 @@ class Stalls:
 
 @dataclass(slots=True)
 class Standstill:
-    """The findings about workers of several nodes that stand still."""
+    """The findings about workers that stand still."""
 
     reports: Reports = field(default_factory=Reports)
     is_new: bool = False  # an agent has reported since the last comparison
     since_s: float = 0.0
+    mismatch: Blame | None = None  # these workers recover in place, and can make no step
+
+    def forget(self) -> None:
+        """Record that other workers, or other places, come next."""
+        self.reports.forget()
+        self.is_new, self.mismatch = False, None
+
+    def blame(self, found: Blame) -> None:
+        """Record who called another collective than the others."""
+        self.mismatch = found
 
     def note(self) -> None:
         """Record that an agent has reported what its workers show."""
@@ -295,6 +315,7 @@ class EndedWorld:
     reason: str
     sightings: tuple[Sighting, ...]
     fence: Fence
+    blame: Blame | None = None
 
 
 @dataclass(slots=True)
@@ -363,7 +384,7 @@ class Incidents:
                 self.last = why
                 has_cause = self.current.own_causes and not self.current.departed
                 failures = self.current.sightings if has_cause else ()
-                self.explains = EndedWorld(why, failures, fence)
+                self.explains = EndedWorld(why, failures, fence, self.current.blame)
             if self.current.own_causes or self.current.departed:
                 self.has_lost = True
                 self.is_settled = self.current.charged or bool(self.current.departed)
@@ -379,6 +400,7 @@ class Incidents:
     def commit_world(self) -> None:
         """Forget the evidence against the world before."""
         self.unpaid, self.peer_lost_s = None, None
+        self.standstill.forget()
 
     def refuse_payment(self, incident: Incident) -> None:
         """Record that the budget pays for no replacement of this incident."""

@@ -96,15 +96,20 @@ def log_stall(state: State) -> None:
 
 
 def end_if_stalled(state: State) -> bool:
-    """End a world whose workers only wait for one another; no single worker is to blame."""
+    """End a world whose workers only wait for one another.
+
+    No single worker is to blame, unless one called another collective than the others. Then no wait
+    helps, and the world ends as soon as that is found.
+    """
     assert state.world is not None
-    if len(state.roster.stalled) < len(state.world.members):
+    found = state.incidents.standstill.mismatch
+    if found is None and len(state.roster.stalled) < len(state.world.members):
         return False
     reached = max((node.progress.steps or 0 for node in state.roster.members()), default=0)
     state.incidents.stalls.count(reached)
-    liveness.ensure_incident(
-        state, f"all workers wait for one another: {state.incidents.stalls.text}"
-    )
+    reason = f"all workers wait for one another: {state.incidents.stalls.text}"
+    incident = liveness.ensure_incident(state, found.sentence if found else reason)
+    incident.blame = found
     return True
 
 
@@ -279,7 +284,7 @@ def _commit(state: State, before: World, found: list[sizing.NodeWorkers], why: s
     when = next_world.joining(state)
     next_world.commit(state, found, why)
     size = sum(len(one.workers) for one in found)
-    if when is Joining.NEVER or (when is Joining.PLANNED and size < before.world_size):
+    if when is not Joining.ANYTIME and size < before.world_size:
         reason = f"continues with {size} of {before.world_size} workers"
         state.log(EventKind.WAITING, reason)
 
