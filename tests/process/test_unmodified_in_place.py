@@ -223,6 +223,20 @@ def test_a_call_that_torch_refuses_fails_the_script_and_loses_no_worker(tmp_path
         assert "lost a peer" not in node.output and "all workers restart" not in node.output
 
 
+def test_survivors_continue_after_a_refused_call_whose_error_the_script_has_caught(tmp_path):
+    job = Unmodified(tmp_path, "caught", nproc_per_node=3, max_restarts=0)
+    with job.cluster as cluster:
+        cluster.start("a")
+        cluster.wait_world(nodes=1)
+        pids = {*cluster.world().pids["a"]}
+        job.wait_steps(pids, 3)
+        first, *others, lost = cluster.world().pids["a"]
+        kill({lost})
+        job.wait_steps({first, *others}, 3)
+        job.ends_alike({first, *others})
+        assert not cluster.events("restart")
+
+
 @pytest.mark.soak
 def test_a_program_that_ends_before_the_others_restarts_all_with_what_they_wait_in(tmp_path):
     job = Unmodified(tmp_path, "returns", nproc_per_node=2, max_restarts=1)

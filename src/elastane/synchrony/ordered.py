@@ -740,10 +740,11 @@ class OrderedGroup(ElasticGroup):
         with self._changed:
             if world.aborted:
                 raise self._peer_lost()
+            why = ""
             if pending.refusal is not None:
                 what = pending.call.signature.described()
-                self._member.refuse(f"{what} was refused by torch: {pending.refusal}")
-            self._member.complete(pending.number, self._member.view)
+                why = f"{what} was refused by torch: {pending.refusal}"
+            self._member.complete(pending.number, self._member.view, why)
             self._pump()
             self._changed.notify_all()
 

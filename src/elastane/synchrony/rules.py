@@ -125,7 +125,8 @@ class Table:
     survivor may lack, and those to come. `kept`: the numbers of the delivered operations whose
     results it keeps. `received`: the numbers of operations that it has completed and not delivered,
     whose result another member may take from it. `signatures`: of its unstable operations, by
-    number. `refused`: why the job can only restart; or "". `first`: the member of rank 0 in the
+    number. `refusals`: why torch has refused delivered ones, by number. `refused`: why the job can
+    only restart; or "". `first`: the member of rank 0 in the
     first view. `node_first`: that of local rank 0 on this member's node; None if another takes its
     place. `keeps_ranks`: the program may have kept its rank. `all_ended`: the programs of all
     members have ended. `leaves`: this member's program has ended, or ended its group, and issues no
@@ -142,6 +143,7 @@ class Table:
     kept: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
     signatures: Mapping[int, Signature] = field(default_factory=dict)
+    refusals: Mapping[int, str] = field(default_factory=dict)
     refused: str = ""
     first: Identity | None = None
     node_first: Identity | None = None
@@ -269,6 +271,7 @@ def _receiver(survivors: Sequence[Table], number: int) -> Table | None:
 def _why_not(survivors: Sequence[Table], cut: int) -> str:
     """Return why these survivors cannot continue; "" if they can."""
     refused = next((table.refused for table in survivors if table.refused), "")
+    refused = refused or _why_calls_differ(survivors)
     if why := refused or _why_a_first_is_missed(survivors):
         return why
     if _boundary(survivors) is not None and len({table.issued for table in survivors}) > 1:
@@ -288,6 +291,17 @@ def _why_not(survivors: Sequence[Table], cut: int) -> str:
     for number, signature in sorted(signatures.items()):
         is_rooted = signature.rule is Rule.ROOTED and _receiver(survivors, number) is not None
         if number >= cut and not is_rooted and (why := why_not_repeated(signature, alive)):
+            return why
+    return ""
+
+
+def _why_calls_differ(survivors: Sequence[Table]) -> str:
+    """Return which call torch has refused to some survivors only; "" if none is.
+
+    A refused call has no result for a survivor whose own call was not refused, or not yet.
+    """
+    for number, why in sorted((n, why) for table in survivors for n, why in table.refusals.items()):
+        if any(number >= t.stable and number not in t.refusals for t in survivors):
             return why
     return ""
 
@@ -521,6 +535,8 @@ class ViewMember:
         self._waited = 0
         # Why the next fault can only restart the job, as the first such use; or "".
         self.refused = ""
+        # Why torch has refused operations, by number.
+        self._refusals: dict[int, str] = {}
         # Why the job has to restart now; or "".
         self.restart = ""
         # Operations whose result depends on the size, and that the program has not waited for.
@@ -637,12 +653,17 @@ class ViewMember:
             self._entering = None
         return True
 
-    def complete(self, number: int, view: View) -> None:
-        """Record that an operation has completed in `view`; ignored if that view is sealed."""
+    def complete(self, number: int, view: View, refusal: str = "") -> None:
+        """Record that an operation has completed in `view`; ignored if that view is sealed.
+
+        `refusal`: why torch has refused the call, on this member or on all; "" if it has not.
+        """
         is_current = self.phase is ViewPhase.RUNNING and view.number == self.view.number
         if is_current and number in self._operations:
             operation = self._operations[number]
-            operation.is_complete = operation.is_held = True
+            operation.is_complete, operation.is_held = True, not refusal
+            if refusal:
+                self._refusals[number] = refusal
 
     def next_incomplete(self) -> int | None:
         """Return the first issued operation that has not completed; None if there is none."""
@@ -665,7 +686,8 @@ class ViewMember:
         for number in numbers:
             operation = self._operations.pop(number)
             self._kept[number] = operation.signature
-            if operation.signature.needs_all and number not in handed:
+            was_made = number not in handed and number not in self._refusals
+            if operation.signature.needs_all and was_made:
                 self.stable = max(self.stable, operation.waited_before)
         is_many = any((number + 1) % VOTE_EVERY == 0 for number in numbers)
         if operation.unit is not None or is_many:
@@ -681,6 +703,7 @@ class ViewMember:
         is_current = self.phase is ViewPhase.RUNNING and view.number == self.view.number
         if is_current and self.vote is not None:
             self.stable = max(self.stable, self.vote)
+            self._refusals = {n: why for n, why in self._refusals.items() if n >= self.vote}
             self.vote = None
             self._forget()
 
@@ -726,6 +749,7 @@ class ViewMember:
             kept=tuple(sorted(self._kept)),
             received=tuple(sorted(received)),
             signatures={**self._kept, **undelivered},
+            refusals={n: why for n, why in self._refusals.items() if n < self.delivered},
             refused=self.refused,
             first=self._first,
             node_first=self._node_first,

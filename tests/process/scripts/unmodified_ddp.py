@@ -1,10 +1,10 @@
 """An ordinary DDP script without elastane; it writes its state after each step.
 
 Usage: unmodified_ddp.py FOLDER [MODE]: static, sum, gather, muon, by hand, group, spawn, rpc, join,
-async save, end, last save, fails, returns or refused. It ends once a file "enough" is there. With
-`sum` it takes the mean of floats of its own in each step, on all workers and on rank 0, over the
-world size that it keeps, and saves once; with `gather` it gathers from as many. Before one of
-these, rank 1 of the first attempt dies; with `sum` the others have begun their sum then. With
+async save, end, last save, fails, returns, refused or caught. It ends once a file "enough" is
+there. With `sum` it takes the mean of floats of its own in each step, on all workers and on rank 0,
+over the world size that it keeps, and saves once; with `gather` it gathers from as many. Before one
+of these, rank 1 of the first attempt dies; with `sum` the others have begun their sum then. With
 `muon` it dies there, too, and each worker has the momentum of a part of the parameters. With `by
 hand` it averages gradients itself. With `group` it asks for a group of one worker, with `spawn` it
 starts a process, with `rpc` it starts torch's RPC, with `join` workers may end early. With `async
@@ -17,6 +17,7 @@ end, and the others wait.
 """
 
 import atexit
+import contextlib
 import hashlib
 import json
 import os
@@ -152,8 +153,9 @@ def end(model):
 def fail_or_return(step, rank):
     """Return whether this program ends here; raise ValueError in the mode that does so."""
     is_place = (step, rank) == (DIES_AT, 1) and is_first_attempt()
-    if MODE == "refused" and step == DIES_AT:
-        dist.all_reduce(torch.zeros(1, dtype=torch.int16))
+    if MODE == "caught" or (MODE == "refused" and step == DIES_AT):
+        with contextlib.suppress(RuntimeError if MODE == "caught" else ()):
+            dist.all_reduce(torch.zeros(1, dtype=torch.int16))
     if is_place and MODE == "fails":
         raise ValueError("a fault of the script")
     return is_place and MODE == "returns"

@@ -12,7 +12,7 @@ from elastane.synchrony.operations import (
     rule_of,
     why_parts_are_lost,
 )
-from elastane.synchrony.rules import Switch, Table, View, plan, why_not_issued
+from elastane.synchrony.rules import Switch, Table, View, ViewMember, plan, why_not_issued
 
 A, B, C = (Identity(n) for n in (1, 2, 3))
 FIRST = View((1, 0), (A, B, C))
@@ -63,6 +63,29 @@ def test_the_loss_of_local_rank_0_restarts_while_others_of_its_node_are_left():
     assert not plan([first, table(B, 0, 0, **{**keeps, "node_first": None})]).restart
     assert not plan([first, table(B, 0, 0, **{**of_other_node, "keeps_ranks": False})]).restart
     assert not plan([first]).restart, "the whole node is lost"
+
+
+def test_a_call_that_torch_has_refused_to_all_survivors_does_not_restart():
+    refused = {"refusals": {0: "allreduce (max) was refused by torch"}}
+    one, knows_of_all = table(A, 1, 1, MAX, **refused), Table(B, FIRST, 1, 1, 1)
+    assert not plan([one, table(B, 1, 1, MAX, **refused)]).restart
+    assert not plan([one, knows_of_all]).restart
+    for other in (table(B, 1, 1, MAX), table(B, 0, 1, MAX), table(B, 0, 0)):
+        assert "was refused by torch" in plan([one, other]).restart
+
+
+def test_a_call_that_torch_refuses_tells_nothing_about_the_other_members():
+    stable = []
+    for refusal in ("", "Invalid scalar type"):
+        member = ViewMember(A)
+        member.begin(FIRST)
+        for number, why in enumerate(("", refusal)):
+            member.issue(MAX)
+            member.complete(number, FIRST, why)
+            member.deliver()
+            member.waited(number)
+        stable.append(member.stable)
+    assert stable == [1, 0]
 
 
 def test_an_interrupted_sum_of_the_script_restarts():
