@@ -126,7 +126,7 @@ nightly: env ## ten minutes of the long job under faults, seeds of faults into e
 	ELASTANE_LOOP_SEEDS=$$((20 * $$(date +%y%j))):20 $(BIN)/python -m pytest -m soak \
 		tests/process/test_drawn_loops.py tests/process/test_drawn_joining.py $(ARGS)
 	ELASTANE_LOOP_SEEDS=$$((8 * $$(date +%y%j))):8 $(BIN)/python -m pytest -m soak \
-		tests/process/test_drawn_outside.py $(ARGS)
+		tests/process/test_drawn_outside.py tests/process/test_drawn_steps.py $(ARGS)
 
 kubernetes: env kubernetes-bed ## the tests against a real Kubernetes control plane, which must be there
 	ELASTANE_KUBERNETES=required $(PYTEST) -n $(JOBS) $(KUBERNETES) $(ARGS)

@@ -14,6 +14,7 @@ import torch
 from drawn_faults import Fault, Outside
 from jobs import PRELOAD_COMPILER
 
+from elastane.data.permutation import Permutation
 from elastane.testing import LocalCluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -22,6 +23,7 @@ sys.path.insert(0, str(SCRIPTS))
 from drawn_program import (  # noqa: E402
     Joining,
     Program,
+    Stepping,
     batch_of,
     evaluation_set,
     losses_of,
@@ -30,6 +32,7 @@ from drawn_program import (  # noqa: E402
     training_set,
     uses_other,
 )
+from drawn_training import state_of  # noqa: E402
 
 # A step is too small for several threads, which wait for one another on a busy machine.
 torch.set_num_threads(1)
@@ -83,10 +86,8 @@ def run_job(
         nproc_per_node=-(-program.workers // nodes),
         min_workers=1,
         max_restarts=20,
-        in_place=True,
-        ranks_may_change=program.may_change,
         preload=PRELOAD_COMPILER,
-        **options,
+        **{"in_place": True, "ranks_may_change": program.may_change, **options},
     ) as cluster:
         for name in "ab"[:nodes]:
             cluster.start(name)
@@ -395,3 +396,164 @@ def check_joining(program: Joining, job: DrawnJob) -> str:
     joined = len({file.parent.name for file in records.glob("*/*.pt")}) - program.workers
     counts = f"{job.deaths} deaths, {restarts} restarts, {joined} joined, {job.faults}"
     return f"{counts}, {len(steps)} steps"
+
+
+class MadeStep:
+    """A step as the workers of one world made it: their records, and what the lost ones had begun.
+
+    A step has several if a worker is lost that has made it, and the others make it again.
+    """
+
+    def __init__(self, program: Stepping, step: int, ends: list[dict], lost: list[dict]) -> None:
+        self.program, self.step, self.ends = program, step, ends
+        self._passes = [each["passes"] for each in (*ends, *lost)]
+
+    def check(self, batch: list[int] | None) -> list[int]:
+        """Check it; return its samples, or none if those of a lost worker are not known.
+
+        `batch`: the samples that it has to have, if they are known before.
+        """
+        program, first = self.program, self.ends[0]
+        for each in self.ends:
+            for kind in ("model", "optimizer"):
+                check_equal(
+                    first["before"][kind], each["before"][kind], f"step {self.step}: {kind}"
+                )
+                check_equal(first[kind], each[kind], f"step {self.step}: {kind} after it")
+            check_equal(first["grads"], each["grads"], f"step {self.step}: gradients")
+            assert each["schedule"] == self.step + 1, f"step {self.step}: {each['schedule']}"
+            if program.batch_norm:
+                passes = int(each["model"]["norm.num_batches_tracked"])
+                assert passes == program.micro * (self.step + 1), f"step {self.step}: {passes}"
+        check_update(program, first["before"], first, f"step {self.step}")
+        used = sorted(n for own in self._passes for numbers, _, _ in own for n in numbers)
+        if len(self._passes) == first["world"]:
+            assert batch is None or used == sorted(batch), f"step {self.step}: {used}, {batch}"
+            self._check_gradient([each for own in self._passes for each in own], first["world"])
+            return used
+        assert batch is None or {*used} <= {*batch}, f"step {self.step}: {used}, {batch}"
+        if batch is not None and not program.batch_norm:
+            self._check_gradient([(batch, 1.0, batch)], 1)
+        return []
+
+    def _check_gradient(self, passes: list[tuple[list[int], float, list[int]]], over: int) -> None:
+        first = self.ends[0]
+        parts = [gradients(self.program, first["before"], self.step, n, w) for _, w, n in passes]
+        for number, grad in enumerate(first["grads"]):
+            right = sum(part[number] for part in parts) / over
+            got = torch.zeros_like(right) if grad is None else grad
+            error = ((got - right).abs().max() / (1e-3 + right.abs().max())).item()
+            assert error < 1e-9, f"step {self.step}, parameter {number}: {error}, {passes}"
+
+
+class Steps:
+    """All records of a job of drawn_steps.py, by step and process."""
+
+    def __init__(self, program: Stepping, records: Path) -> None:
+        self.program = program
+        self.made: dict[int, dict[int, dict]] = defaultdict(dict)
+        self.begun: dict[int, dict[int, dict]] = defaultdict(dict)
+        self.values: dict[int, list[float]] = defaultdict(list)
+        for file in records.glob("*/*.*"):
+            own, step = int(file.parent.name), int(file.stem)
+            if file.suffix == ".value":
+                self.values[step].append(torch.load(file)["value"])
+            else:
+                (self.made if file.suffix == ".pt" else self.begun)[step][own] = torch.load(file)
+
+    @property
+    def began_again(self) -> bool:
+        """Whether a later world made the first step again, as no worker had the state."""
+        first = max(each["fence"] for each in self.made[0].values())
+        later = (
+            each["fence"] for step, made in self.made.items() if step for each in made.values()
+        )
+        return min(later) < first
+
+    def check(self) -> None:
+        """Check each step, and that each sample is in one step of each epoch."""
+        once = not self.began_again
+        used: dict[int, Counter] = defaultdict(Counter)
+        unknown = set()
+        for step in sorted(self.made):
+            self._check_follows(step)
+            worlds = self._worlds(step)
+            samples = [self._check_world(step, ends) for ends in worlds]
+            known = [each for each in samples if each]
+            assert not once or all(each == known[0] for each in known), f"step {step}: {known}"
+            epoch = worlds[0][0]["epoch"]
+            used[epoch].update(known[0] if known else ())
+            if not known:
+                unknown.add(epoch)
+            for value in self.values[step] if not self.program.batch_norm else ():
+                self._check_value(value, worlds)
+        assert {*self.made} == {*range(max(self.made) + 1)}, "steps are missing"
+        for epoch in {*range(self.program.epochs)} - unknown if once else ():
+            wrong = {n: used[epoch][n] for n in range(self.program.samples) if used[epoch][n] != 1}
+            assert not wrong, f"epoch {epoch}: samples not used once: {wrong}"
+
+    def _worlds(self, step: int) -> list[list[dict]]:
+        """Return the records of a step, by the world that made it."""
+        worlds: dict[str, list[dict]] = defaultdict(list)
+        for each in self.made[step].values():
+            worlds[each["fence"]].append(each)
+        return [*worlds.values()]
+
+    def _check_world(self, step: int, ends: list[dict]) -> list[int]:
+        fence, program = ends[0]["fence"], self.program
+        begun = self.begun[step].items()
+        lost = [r for own, r in begun if r["fence"] == fence and own not in self.made[step]]
+        batch = None
+        if not program.stream:
+            per_epoch = -(-program.samples // program.batch)
+            epoch, number = divmod(step, per_epoch)
+            order = Permutation(program.samples, program.seed, epoch)
+            places = range(number * program.batch, program.samples)[: program.batch]
+            batch = [*map(order.at, places)]
+        return MadeStep(program, step, ends, lost).check(batch)
+
+    def _check_follows(self, step: int) -> None:
+        """Each worker begins a step with what some worker had after the one before it."""
+        for own, each in self.made[step].items():
+            before = [*self.made[step - 1].values()] if step else [self._first()]
+            if own in self.made.get(step - 1, {}):
+                before = [self.made[step - 1][own]]
+            assert any(_is_equal(each["before"], other) for other in before), (
+                f"step {step} of {own} does not follow the step before it"
+            )
+
+    def _first(self) -> dict:
+        model = model_of(self.program)
+        return state_of(model, optimizer_of(self.program, model))
+
+    def _check_value(self, value: float, worlds: list[list[dict]]) -> None:
+        inputs, labels = evaluation_set(self.program)
+        found = []
+        for ends in worlds:
+            model = model_of(self.program)
+            model.load_state_dict(ends[0]["model"])
+            with torch.no_grad():
+                found.append(torch.nn.functional.cross_entropy(model(inputs), labels).item())
+        assert any(abs(each - value) < 1e-9 for each in found), (value, found)
+
+
+def _is_equal(one: dict, other: dict) -> bool:
+    try:
+        for kind in ("model", "optimizer"):
+            check_equal(one[kind], other[kind], kind)
+    except AssertionError:
+        return False
+    return True
+
+
+def check_steps(program: Stepping, job: DrawnJob) -> str:
+    """Check all steps of a job of drawn_steps.py; return its counts in words."""
+    restarts = job.restarts + job.restarts_of_all
+    steps = Steps(program, job.records)
+    steps.check()
+    ends = {each["fence"]: each for each in steps.made[max(steps.made)].values()}
+    check_equal(job.final, ends[max(ends)]["model"], "the final weights")
+    joined = len({own for each in steps.made.values() for own in each}) - program.workers
+    counts = f"{job.deaths} deaths, {restarts} restarts, {joined} joined, {job.faults}"
+    again = ", began again" if steps.began_again else ""
+    return f"{counts}, {len(steps.made)} steps{again}"

@@ -8,7 +8,6 @@ file in FOLDER says so.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import sys
 import time
@@ -17,16 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from drawn_program import (
-    Joining,
-    deaths_at,
-    evaluation_set,
-    model_of,
-    optimizer_of,
-    training_set,
-    uses_other,
-)
-from torch.nn.parallel import DistributedDataParallel
+from drawn_program import Joining, deaths_at, model_of, optimizer_of, training_set, uses_other
+from drawn_training import evaluate, extra, record, state_of, wrapped
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastane
@@ -41,42 +32,6 @@ OWN = FOLDER / str(os.getpid())
 def passed(step: int, place: str) -> None:
     """Die here if the program says so."""
     deaths_at(FOLDER, PROGRAM.deaths, LOCAL_RANK, step, place)
-
-
-def record(name: str, **what: object) -> None:
-    """Write a record whole."""
-    torch.save(what, OWN / "new")
-    os.replace(OWN / "new", OWN / name)
-
-
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return a copy of the state of both."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    return copy.deepcopy(state)
-
-
-def extra(op: str) -> None:
-    """Make one more collective in the loop."""
-    own = torch.ones(1, dtype=torch.float64)
-    if op == "barrier":
-        dist.barrier()
-    elif op == "gather":
-        dist.all_gather([torch.empty_like(own) for _ in range(dist.get_world_size())], own)
-    else:
-        dist.all_reduce(own, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
-
-
-def evaluate(model: torch.nn.Module) -> float:
-    """Return the mean loss over the dataset, of which this worker has a part."""
-    inputs, labels = evaluation_set(PROGRAM)
-    mine = slice(dist.get_rank(), None, dist.get_world_size())
-    with torch.no_grad():
-        losses = torch.nn.functional.cross_entropy(
-            model(inputs[mine]), labels[mine], reduction="none"
-        )
-    total = torch.stack((losses.sum(), torch.tensor(float(len(losses)), dtype=torch.float64)))
-    dist.all_reduce(total)
-    return (total[0] / total[1]).item()
 
 
 def save(loader: elastane.ElasticLoader, **named: object) -> None:
@@ -95,18 +50,6 @@ def resume(loader: elastane.ElasticLoader, **named: object) -> None:
             each.load_state_dict(state[name])
 
 
-def wrapped(model: torch.nn.Module) -> DistributedDataParallel:
-    """Return the model as it trains."""
-    more = {"bucket_cap_mb": 0.0006} if PROGRAM.small_buckets else {}
-    return DistributedDataParallel(
-        model,
-        static_graph=PROGRAM.static,
-        find_unused_parameters=PROGRAM.unused,
-        gradient_as_bucket_view=PROGRAM.views,
-        **more,
-    )
-
-
 def work_between_epochs(
     epoch: int, step: int, loader: elastane.ElasticLoader, **named: torch.nn.Module
 ) -> None:
@@ -114,7 +57,7 @@ def work_between_epochs(
     model = named["model"]
     model.eval()
     passed(step, "evaluate")
-    evaluate(model)
+    evaluate(PROGRAM, model)
     model.train()
     if PROGRAM.save_every and epoch % PROGRAM.save_every == 0:
         passed(step, "save")
@@ -129,7 +72,7 @@ class Training:
         self.model = model_of(PROGRAM)
         self.optimizer = optimizer_of(PROGRAM, self.model)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 7, 0.9)
-        self.trained = wrapped(self.model)
+        self.trained = wrapped(PROGRAM, self.model)
         self.named = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -185,7 +128,7 @@ def main() -> None:
                 before = state_of(training.model, training.optimizer)
             own = batch[0].tolist()
             passes.append((own if loader.samples else [], loader.weight, own))
-            record(f"{step}.begin", passes=passes)
+            record(OWN, f"{step}.begin", passes=passes)
             time.sleep(PROGRAM.pause_s)
             training.add(loader, batch)
             if not loader.is_last:
@@ -193,7 +136,7 @@ def main() -> None:
             passed(step, "reduced")
             after = training.update()
             passed(step, "updated")
-            record(f"{step}.pt", before=before, passes=passes, epoch=epoch, **after)
+            record(OWN, f"{step}.pt", before=before, passes=passes, epoch=epoch, **after)
             passes = []
             for op in PROGRAM.extras:
                 passed(step, "extra")

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -141,11 +142,44 @@ def model_of(program: Program | Joining) -> Net:
     return Net(program).double()
 
 
-def optimizer_of(program: Program | Joining, model: torch.nn.Module) -> torch.optim.Optimizer:
+class Pair:
+    """Two optimizers, each of half of the parameters."""
+
+    def __init__(self, one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+        self.parts = [one, other]
+
+    def zero_grad(self) -> None:
+        """Set all gradients to None."""
+        for part in self.parts:
+            part.zero_grad()
+
+    def step(self) -> None:
+        """Step both."""
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> list[dict[str, object]]:
+        """Return the states of both."""
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: list[dict[str, object]]) -> None:
+        """Load the states of both."""
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
+
+
+def optimizer_of(
+    program: Program | Joining, model: torch.nn.Module
+) -> torch.optim.Optimizer | Pair:
     """Return the optimizer of a model."""
-    make = getattr(torch.optim, program.optimizer)
+    kind = getattr(torch.optim, program.optimizer)
     more = {"momentum": 0.9} if program.optimizer == "SGD" else {}
-    optimizer: torch.optim.Optimizer = make(model.parameters(), lr=0.02, foreach=False, **more)
+    make = partial(kind, lr=0.02, foreach=False, **more)
+    parameters = [*model.parameters()]
+    if isinstance(program, Stepping) and program.two:
+        half = len(parameters) // 2
+        return Pair(make(parameters[:half]), make(parameters[half:]))
+    optimizer: torch.optim.Optimizer = make(parameters)
     return optimizer
 
 
@@ -235,6 +269,46 @@ class Joining:
             save_every=draw.choice((0, 1, 3)),
             deaths=tuple(deaths),
         )
+
+
+@dataclass(frozen=True)
+class Stepping(Joining):
+    """A training script with `job.steps()`.
+
+    `two`: two optimizers have half of the parameters each. `closure`: the optimizer calls the
+    passes. `stream`: the samples are in shards whose lengths are not known. `waits`: a worker
+    builds once it has its place. `loops`: a loop for each epoch, and not one for all. `verify`:
+    the workers compare their replicas after this many steps; 0: never.
+    """
+
+    may_change: bool = False
+    two: bool = False
+    closure: bool = False
+    stream: bool = False
+    waits: bool = True
+    loops: bool = False
+    verify: int = 0
+
+    @classmethod
+    def drawn(cls, seed: int) -> Stepping:
+        """Draw a program; the same seed gives the same one."""
+        draw = random.Random(f"steps {seed}")
+        base = Joining.drawn(seed)
+        # BatchNorm takes no batch of one sample, whatever the world.
+        least = 2 * (base.workers + 1) * base.micro
+        has_enough = min(base.batch, base.samples % base.batch or base.batch) >= least
+        closure, stream = draw.random() < 0.25, draw.random() < 0.25
+        more = {
+            "may_change": False,
+            "batch_norm": not stream and draw.random() < 0.5 and has_enough,
+            "closure": closure,
+            "two": not closure and draw.random() < 0.3,
+            "stream": stream,
+            "waits": draw.random() < 0.7,
+            "loops": draw.random() < 0.4,
+            "verify": draw.choice((0, 0, 3)),
+        }
+        return cls(**{**vars(base), **more})
 
 
 def deaths_at(folder: Path, deaths: tuple[Death, ...], rank: int, step: int, place: str) -> None:

@@ -1,0 +1,164 @@
+"""Run the training program of a seed as a loop of `job.steps()`, and record each step.
+
+Usage: drawn_steps.py FOLDER SEED [outside]. Each process writes FOLDER/PID/N.begin before each
+backward pass of its step N, and FOLDER/PID/N.pt after it has committed the step. Each death happens
+once: its file in FOLDER says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from drawn_program import (
+    Pair,
+    Stepping,
+    deaths_at,
+    model_of,
+    optimizer_of,
+    training_set,
+    uses_other,
+)
+from drawn_training import evaluate, extra, record, state_of, wrapped
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastane
+from elastane.data.sources import ShardSource
+
+FOLDER, PROGRAM = Path(sys.argv[1]), Stepping.drawn(int(sys.argv[2]))
+if sys.argv[3:]:
+    PROGRAM = replace(PROGRAM, deaths=())
+OWN = FOLDER / str(os.getpid())
+
+
+def passed(step: int, place: str) -> None:
+    """Die here if the program says so."""
+    deaths_at(FOLDER, PROGRAM.deaths, int(os.environ["LOCAL_RANK"]), step, place)
+
+
+def loader_of(data: TensorDataset) -> Any:
+    """Return the loader of the steps."""
+    if not PROGRAM.stream:
+        sampler = elastane.ElasticBatchSampler(len(data), PROGRAM.batch, seed=PROGRAM.seed)
+        return DataLoader(data, batch_sampler=sampler)
+    shards = [range(15), range(15, 15), range(15, 16), range(16, 30), range(30, len(data))]
+
+    def samples(shard: int, start: int, _epoch: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        return (data[number] for number in shards[shard][start:])
+
+    return elastane.ElasticStream(
+        ShardSource(range(len(shards)), samples), PROGRAM.batch, seed=PROGRAM.seed
+    )
+
+
+class Body:
+    """The body of a step, which may run several times."""
+
+    def __init__(self, job: elastane.Job) -> None:
+        self.model = model_of(PROGRAM)
+        self.optimizer = optimizer_of(PROGRAM, self.model)
+        pair = isinstance(self.optimizer, Pair)
+        self._parts = self.optimizer.parts if pair else [self.optimizer]
+        self._schedules = [torch.optim.lr_scheduler.StepLR(part, 7, 0.9) for part in self._parts]
+        self._trained = wrapped(PROGRAM, self.model, job.process_group)
+        self.job, self._found = job, {}
+        named = {f"optimizer{n}": each for n, each in enumerate(self._parts)}
+        named |= {f"schedule{n}": each for n, each in enumerate(self._schedules)}
+        job.track(model=self.model, **named)
+
+    def make(self, step: elastane.Step) -> None:
+        """Make the step."""
+        self.optimizer.zero_grad()
+        before = state_of(self.model, self.optimizer)
+        world = {
+            "fence": (self.job.fence.round, self.job.fence.attempt),
+            "world": self.job.world_size,
+        }
+        self._found = {"before": before, "passes": [], **world}
+        if PROGRAM.closure:
+            self.optimizer.step(lambda: self._gradients(step))
+        else:
+            self._gradients(step)
+            self.optimizer.step()
+        passed(step.number, "updated")
+        for schedule in self._schedules:
+            schedule.step()
+        for op in PROGRAM.extras:
+            passed(step.number, "extra")
+            extra(op)
+            passed(step.number, "extra made")
+
+    def _gradients(self, step: elastane.Step) -> torch.Tensor:
+        for micro, batch in enumerate(step.batches):
+            quiet = PROGRAM.no_sync and micro < PROGRAM.micro - 1
+            with self._trained.no_sync() if quiet else contextlib.nullcontext():
+                loss = self._backward(step, batch, is_last=micro == PROGRAM.micro - 1)
+        passed(step.number, "reduced")
+        parameters = [*self.model.parameters()]
+        grads = [None if p.grad is None else p.grad.clone() for p in parameters]
+        self._found["grads"] = grads
+        if PROGRAM.clip:
+            torch.nn.utils.clip_grad_norm_(parameters, 0.3)
+        return loss
+
+    def _backward(
+        self, step: elastane.Step, batch: tuple[torch.Tensor, ...], *, is_last: bool
+    ) -> torch.Tensor:
+        number, (samples, inputs, labels) = step.number, batch
+        used = samples.tolist()
+        self._found["passes"].append((used if step.weight else [], step.weight, used))
+        record(OWN, f"{number}.begin", **self._found)
+        time.sleep(PROGRAM.pause_s)
+        passed(number, "forward")
+        logits = self._trained(inputs, other=uses_other(PROGRAM, number))
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        if is_last:
+            loss.register_hook(lambda _: passed(number, "backward"))
+        step.backward(loss)
+        return loss
+
+    def write(self, step: elastane.Step) -> None:
+        """Record a step that is committed."""
+        more = {"epoch": step.epoch, "schedule": self._schedules[0].last_epoch, **self._found}
+        record(OWN, f"{step.number}.pt", **more, **state_of(self.model, self.optimizer))
+
+    def evaluated(self, number: int) -> float:
+        """Return the mean loss over all samples, of which this worker has a part."""
+        self.model.eval()
+        passed(number, "evaluate")
+        value = evaluate(PROGRAM, self.model)
+        self.model.train()
+        return value
+
+
+def main() -> None:
+    """Train to the last epoch."""
+    torch.set_num_threads(1)
+    OWN.mkdir()
+    with elastane.init(wait_for_place=PROGRAM.waits) as job:
+        body = Body(job)
+        loader = loader_of(TensorDataset(*training_set(PROGRAM)))
+        ends = range(1, PROGRAM.epochs + 1) if PROGRAM.loops else [PROGRAM.epochs]
+        for until in ends:
+            more = {"accumulate": PROGRAM.micro, "verify_every": PROGRAM.verify}
+            for step, _ in job.steps(loader, until_epoch=until, **more):
+                with step:
+                    body.make(step)
+                if not step.committed:
+                    continue
+                body.write(step)
+                if step.last_of_epoch:
+                    value = job.retry(body.evaluated, step.number)
+                    record(OWN, f"{step.number}.value", value=value)
+        if job.rank == 0:
+            torch.save(body.model.state_dict(), FOLDER / "final.pt")
+
+
+main()

@@ -1,0 +1,64 @@
+"""What drawn scripts whose lost workers are replaced have in common: model, evaluation, records."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from drawn_program import Joining, Pair, evaluation_set
+from torch.nn.parallel import DistributedDataParallel
+
+
+def record(own: Path, name: str, **what: object) -> None:
+    """Write a record of this process, whole."""
+    torch.save(what, own / "new")
+    os.replace(own / "new", own / name)
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Pair) -> dict[str, object]:
+    """Return a copy of the state of both."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return copy.deepcopy(state)
+
+
+def wrapped(
+    program: Joining, model: torch.nn.Module, group: dist.ProcessGroup | None = None
+) -> DistributedDataParallel:
+    """Return the model as it trains."""
+    more: dict[str, Any] = {"bucket_cap_mb": 0.0006} if program.small_buckets else {}
+    return DistributedDataParallel(
+        model,
+        process_group=group,
+        static_graph=program.static,
+        find_unused_parameters=program.unused,
+        gradient_as_bucket_view=program.views,
+        **more,
+    )
+
+
+def extra(op: str) -> None:
+    """Make one more collective in the loop."""
+    own = torch.ones(1, dtype=torch.float64)
+    if op == "barrier":
+        dist.barrier()
+    elif op == "gather":
+        dist.all_gather([torch.empty_like(own) for _ in range(dist.get_world_size())], own)
+    else:
+        dist.all_reduce(own, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
+
+
+def evaluate(program: Joining, model: torch.nn.Module) -> float:
+    """Return the mean loss over the dataset, of which this worker has a part."""
+    inputs, labels = evaluation_set(program)
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    with torch.no_grad():
+        losses = torch.nn.functional.cross_entropy(
+            model(inputs[mine]), labels[mine], reduction="none"
+        )
+    total = torch.stack((losses.sum(), torch.tensor(float(len(losses)), dtype=torch.float64)))
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()

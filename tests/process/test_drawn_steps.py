@@ -1,0 +1,46 @@
+"""Drawn loops of `job.steps()`: workers and nodes are lost and join, and each step is right.
+
+Each committed step is computed again from the recorded weights before it: its gradient is the mean
+over its samples, which are known before. Each sample is in one step of each epoch.
+ELASTANE_LOOP_SEEDS=FIRST:COUNT says which seeds are played.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from drawn_checks import JOINS, check_steps, play_seeds, run_job
+from drawn_faults import faults_of
+from drawn_program import Stepping
+
+_FIRST_STEPS = 20
+
+
+def inside(seed: int, folder: Path) -> str:
+    """Run a program whose workers die at drawn places, and check all its steps."""
+    program = Stepping.drawn(seed)
+    job = run_job("drawn_steps.py", program, folder, in_place=False, rdzv_conf=JOINS)
+    return check_steps(program, job)
+
+
+def outside(seed: int, folder: Path) -> str:
+    """Run a program on two nodes, of which workers and whole nodes are stopped and killed."""
+    program, faults = Stepping.drawn(seed), faults_of(seed, _FIRST_STEPS, nodes=True)
+    job = run_job(
+        "drawn_steps.py",
+        program,
+        folder,
+        faults=faults,
+        nodes=2,
+        in_place=False,
+        rdzv_conf=JOINS,
+    )
+    return check_steps(program, job)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("play", [inside, outside])
+def test_each_step_of_drawn_loops_is_right_as_workers_are_lost_and_join(tmp_path, play):
+    play_seeds(play, Stepping.drawn, tmp_path)
