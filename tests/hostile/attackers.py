@@ -337,6 +337,7 @@ class Insiders:
         return [
             m.Heartbeat(fence=fence, progress=1 << 52),
             m.Failed(fence=fence, failures=(failure,)),
+            m.Returned(fence=fence, end=failure),
             m.Succeeded(fence),
             m.Marked(fence=fence, drain=1, calls=(1 << 53) - 1),
             m.Drained(fence=fence, drain=1),

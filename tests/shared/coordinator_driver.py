@@ -125,10 +125,9 @@ class Driver:
         )
         return self.says(node_id, Failed(fence=given.fence, failures=(failure,)))
 
-    def stops(self, *node_ids, returned=()):
+    def stops(self, *node_ids):
         for node_id in node_ids:
-            fence = self.assigned[node_id].fence
-            self.says(node_id, Stopped(fence, PortOffer(9000, True), False, returned))
+            self.says(node_id, Stopped(self.assigned[node_id].fence, PortOffer(9000, True)))
 
     def succeeds(self, *node_ids):
         for node_id in node_ids:

@@ -47,7 +47,7 @@ def report(nodes, **changes):
     return Report(**{**fields, **changes})
 
 
-def event(kind, reason="because", seq=0):
+def event(kind, reason="because", seq=0, **data):
     return LoggedEvent(
         time=f"2026-01-02T03:04:{seq:02d}.000000000Z",
         time_s=float(seq),
@@ -59,6 +59,7 @@ def event(kind, reason="because", seq=0):
         node="a",
         host="a",
         pid=1,
+        data=data,
     )
 
 
@@ -75,6 +76,22 @@ def test_a_running_job_in_full():
         "  node  host      state    rank  workers  step  steps/s  heard",
         "  a     10.0.0.1  running  0     2        41    12.3     0.2 s ago",
         "  b     10.0.0.1  running  1     2        40    -        0.2 s ago",
+    ]
+
+
+def test_a_job_whose_workers_wait_for_one_of_them_is_stalled():
+    lines = report_lines(report([node("a", 0)], stalled="rank 1 has not entered it"), "h:1")
+    assert lines[0] == "digits-1: stalled, round 3 attempt 1, 4 workers"
+
+
+def test_a_failed_job_says_the_next_step_and_where_more_is():
+    end = event("job-ended", "boom", ok=False, exit_code=1, next_step="mend the script")
+    lines = ended_lines("j", [end], "/logs/my job")
+    assert lines[:4] == [
+        "j: failed with exit code 1: boom",
+        "  next          mend the script",
+        "  more          elastane explain '/logs/my job'",
+        "  event log     /logs/my job",
     ]
 
 

@@ -134,6 +134,7 @@ from elastane.protocol.messages import (
     Refused,
     Release,
     Report,
+    Returned,
     ShowStacks,
     StandstillReport,
     Stop,
@@ -144,7 +145,6 @@ from elastane.protocol.messages import (
     Welcome,
 )
 from elastane.protocol.model import (
-    NO_RANK,
     Assignment,
     Failure,
     Fence,
@@ -834,7 +834,7 @@ class LocalWorkers:
     def _succeeded(self, group: Group, event: WorkerSucceeded) -> None:
         if group.phase == "stopping":
             return
-        group.add_done(event, self.now_s)
+        group.add_done(event)
         how = exit_text(event.exit_code)
         if event.exit_code:
             how = (
@@ -843,6 +843,9 @@ class LocalWorkers:
         place = event.local_rank
         rank = {"rank": group.rank_of(place)} if group.has_place(place) else {}
         self._log(EventKind.WORKER_EXITED, how, local_rank=place, **rank)
+        if rank:
+            end = group.end_of(event, self.now_s)
+            self._outbox.send(Returned(fence=group.fence, end=end))
         if group.phase == "running" and group.is_done(self.node.local_world_size):
             group.become("succeeded")
             self._outbox.send(Succeeded(group.fence, group.last_steps))
@@ -900,8 +903,7 @@ class LocalWorkers:
         text = "no process of the group is left"
         self._log(EventKind.WORKERS_STOPPED, text, at=str(group.fence))
         unasked = group.stopping is not None and group.stopping.unasked
-        returned = group.aged_returns(self.now_s)
-        self._outbox.send(Stopped(group.fence, offer, unasked, returned))
+        self._outbox.send(Stopped(group.fence, offer, unasked))
 
     def _hold(self, group: Group | None) -> None:
         """Hold a group that starts, or none: no process of the last one is left."""
@@ -979,8 +981,8 @@ class Group:
     replaced: set[int] = field(default_factory=set)
     phase: GroupState = "running"
     interrupted: str = ""  # why its workers were interrupted and wait for another world
-    # The workers that exited with code 0, and when, on the own clock.
-    done: dict[int, tuple[float, Failure]] = field(default_factory=dict)
+    # The workers that exited with code 0, and how many steps each had shown.
+    done: dict[int, int] = field(default_factory=dict)
     failures: dict[int, tuple[float, Failure]] = field(default_factory=dict)
     drain: DrainState = field(default_factory=DrainState)
     stopping: Stopping | None = None  # set exactly while the phase is "stopping"
@@ -1093,24 +1095,27 @@ class Group:
         self.replaced.update(missing)
         return tuple(missing)
 
-    def add_done(self, event: WorkerSucceeded, now_s: float) -> None:
-        """Record that a worker exited with code 0."""
-        place = event.local_rank
-        end = Failure(
-            local_rank=place,
-            rank=self.rank_of(place) if self.has_place(place) else NO_RANK,
+    def add_done(self, event: WorkerSucceeded) -> None:
+        """Record that a worker exited with code 0, and how many steps it had shown."""
+        self.done[event.local_rank] = event.steps
+        self.recoverable = tuple(i for i in self.recoverable if i != event.local_rank)
+
+    def end_of(self, event: WorkerSucceeded, now_s: float) -> Failure:
+        """Return the end of a worker with a place whose program has returned."""
+        return Failure(
+            local_rank=event.local_rank,
+            rank=self.rank_of(event.local_rank),
             pid=event.pid,
             exit_code=0,
+            age_s=0.0 if event.ended_s is None else _age_s(event.ended_s, now_s),
             log_file=event.log_file,
             steps=event.steps,
         )
-        self.done[place] = (now_s if event.ended_s is None else event.ended_s, end)
-        self.recoverable = tuple(i for i in self.recoverable if i != place)
 
     @property
     def last_steps(self) -> int | None:
         """The least number of steps that a worker had shown when it exited; None if one had not."""
-        made = [end.steps for _, end in self.done.values()]
+        made = self.done.values()
         return min(made) if made and all(made) else None
 
     def rank_of(self, local_rank: int) -> int:
@@ -1159,12 +1164,6 @@ class Group:
     def aged_failures(self, now_s: float) -> tuple[Failure, ...]:
         """Return the failures with their ages as of `now_s`."""
         return tuple(aged(failure, ended_s, now_s) for ended_s, failure in self.failures.values())
-
-    def aged_returns(self, now_s: float) -> tuple[Failure, ...]:
-        """Return the first ends with code 0 of workers with a place, with their ages."""
-        ends = sorted((at_s, place) for place, (at_s, _) in self.done.items())
-        places = [place for _, place in ends if self.has_place(place)][:FAILURES_MAX]
-        return tuple(aged(self.done[each][1], self.done[each][0], now_s) for each in places)
 
 
 class Contact:

@@ -154,7 +154,8 @@ def _findings_lines(attempt: AttemptStory) -> list[str]:
     """Return what was found about workers that had not failed."""
     lines = [f"  replica    {each}" for each in attempt.differed[-_DIFFERED_SHOWN_MAX:]]
     for culprit in attempt.culprits[-_CULPRITS_SHOWN_MAX:]:
-        lines.append(f"  culprit    {culprit.time}: {culprit.sentence} [{culprit.kind}]")
+        until = f" until {culprit.ended}" if culprit.ended else ""
+        lines.append(f"  culprit    {culprit.time}{until}: {culprit.sentence} [{culprit.kind}]")
     for stacks in attempt.stacks[-_STACKS_SHOWN_MAX:]:
         lines += _stacks_lines(stacks)
     for slow in attempt.stragglers[-_STRAGGLERS_SHOWN_MAX:]:

@@ -7,6 +7,7 @@ endpoint. Of an ended job it reads the event log. It never changes a job.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import textwrap
 import time
@@ -291,7 +292,7 @@ def _story(view: _View) -> list[str]:
 def report_lines(report: Report, endpoint: str) -> list[str]:
     """Return the screen of a running job."""
     lines = [
-        f"{report.job}: {report.phase}, {_world(report)}",
+        f"{report.job}: {'stalled' if report.stalled else report.phase}, {_world(report)}",
         f"  why           {report.reason}",
         f"  coordinator   {endpoint}, up {duration(report.uptime_s)}",
         f"  nodes         {_wanted(report)}",
@@ -335,7 +336,11 @@ def ended_lines(job: str, events: Sequence[LoggedEvent], folder: str) -> list[st
 
     outcome = [event for event in events if event.kind == EventKind.JOB_ENDED]
     state = _ended(outcome[-1]) if outcome else "no longer runs on this machine"
-    return [f"{job}: {state}", f"  event log     {folder}", "", *_last_events(events)]
+    step = outcome[-1].text("next_step") if outcome else ""
+    lines = [f"{job}: {state}"] + ([f"  next          {step}"] if step else [])
+    if outcome and outcome[-1].data.get("ok") is False:
+        lines.append(f"  more          elastane explain {shlex.quote(folder)}")
+    return [*lines, f"  event log     {folder}", "", *_last_events(events)]
 
 
 def _ended(event: LoggedEvent) -> str:

@@ -429,6 +429,10 @@ class _Machine:
             max(self._ledger.until_s - event.measure("still_s"), since_s), incident
         )
 
+    def standstill_ended(self, event: LoggedEvent, _incident: int) -> None:
+        if self._is_of_world(event) and self._cause is TimeCause.STALLED:
+            self._become(TimeCause.PRODUCTIVE, 0)
+
     def _become_stalled(self, from_s: float, incident: int) -> None:
         self._stalled_s = self._ledger.until_s
         self._ledger.replace(from_s, self._stalled_s, TimeCause.STALLED, incident)
@@ -582,6 +586,7 @@ _RULES: dict[str, Callable[[_Machine, LoggedEvent, int], None]] = {
     EventKind.WAITING: _Machine.waiting,
     EventKind.STALL: _Machine.stalled,
     EventKind.CULPRIT: _Machine.standstill,
+    EventKind.CULPRIT_ENDED: _Machine.standstill_ended,
     EventKind.WORKERS_STARTED: _Machine.workers_started,
     EventKind.WORKERS_REGROUPED: _Machine.workers_regrouped,
     EventKind.WORKERS_TRAINING: _Machine.workers_training,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from elastane.observe.events import LoggedEvent
-from elastane.protocol.diagnosis import TO_RESTART, headline, says_restart
+from elastane.protocol.diagnosis import TO_RESTART, headline, says_restart, says_why, without_noise
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_RANK
 from elastane.protocol.words import counted
@@ -267,15 +267,23 @@ def _worker_exited(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
         "worker",
         from_s=event.time_s - age_s,
         detected_s=age_s,
-        cause=event.reason,
+        cause=_cause(event),
         evidence=(text,),
         **msgspec.structs.asdict(failed),
     )
 
 
+def _cause(event: LoggedEvent) -> str:
+    """Return why a worker ended, until the coordinator has found that."""
+    said = headline(event.text("message"))
+    return f"{event.reason}: {said}" if says_why(said) else event.reason
+
+
 def _shown_failure(event: LoggedEvent, rank: int | None, who: str) -> ShownFailure:
     """Return what an incident shows of a worker that ended; `who`: its rank in words."""
-    said = "" if event.data.get("output") else headline(event.text("message"))
+    said = without_noise(headline(event.text("message")))
+    if event.data.get("output") and not says_why(said):
+        said = ""
     how = event.reason.partition(" (")[0]
     title = f"{who[0].upper()}{who[1:]} on {event.node}: {f'{how}: {said}' if said else how}"
     return ShownFailure(
@@ -502,6 +510,12 @@ def _culprit(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     return _changed(history, history.listed[-1], from_s=from_s, detected_s=still_s, **found)
 
 
+def _culprit_ended(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
+    """End a standstill: its workers make progress again."""
+    stall = _open_stall(history, event)
+    return history if stall is None else _ended(history, stall, event)
+
+
 def _progress(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     """End a stall at the next step; the log may count steps late that were made before it."""
     stall = history.beside("stall")
@@ -605,6 +619,7 @@ _RULES: dict[str, Callable[[IncidentHistory, LoggedEvent], IncidentHistory]] = {
     EventKind.GROWTH: _drain_started,
     EventKind.STALL: _stall,
     EventKind.CULPRIT: _culprit,
+    EventKind.CULPRIT_ENDED: _culprit_ended,
     EventKind.PROGRESS: _progress,
     EventKind.PACE: _progress,
     EventKind.AUTHORITY_LOST: _authority_lost,

@@ -59,6 +59,9 @@ def _while_it_runs(view: JobView) -> list[Need]:
     found += [*_checkpoints(view), *_stragglers(view.stragglers)]
     if view.waiting:
         found.append(Need(severity="act", text="The job waits", hint=view.waiting))
+    elif view.lacking:
+        text = "The job trains with fewer workers than it could"
+        found.append(Need(severity="watch", text=text, hint=view.lacking))
     if view.events_lost:
         text = f"{view.events_lost:,} events could not be written"
         hint = "The disk of the log folder was full or unreachable: this page has gaps."

@@ -52,7 +52,8 @@ class SeenStacks(msgspec.Struct, kw_only=True):
 class SeenCulprit(msgspec.Struct, kw_only=True):
     """A worker for which others waited. `kind` and `outlook` are stable words.
 
-    `ranks` is empty if no worker was behind. `certain`: the wait would never have ended.
+    `ranks` is empty if no worker was behind. `certain`: the wait would never have ended. `ended` is
+    when the workers made progress again; empty if they did not in this attempt.
     """
 
     time: str
@@ -64,6 +65,7 @@ class SeenCulprit(msgspec.Struct, kw_only=True):
     still_s: float
     group: str = ""
     sequence: int = 0
+    ended: str = ""
 
 
 class SeenStraggler(msgspec.Struct, kw_only=True):
@@ -127,6 +129,11 @@ class AttemptStory(msgspec.Struct, kw_only=True):
     def add_culprit(self, event: LoggedEvent) -> None:
         """Record a worker for which others waited."""
         self.culprits.append(_culprit(event))
+
+    def end_culprit(self, event: LoggedEvent) -> None:
+        """Record that the workers make progress again."""
+        if self.culprits:
+            self.culprits[-1].ended = event.time
 
     def add_stacks(self, event: LoggedEvent) -> None:
         """Record the stacks of a worker for which others waited."""
@@ -209,6 +216,7 @@ _OF_ATTEMPT: dict[str, Callable[[AttemptStory, LoggedEvent], None]] = {
     EventKind.WORKER_EXITED: AttemptStory.add_exit,
     EventKind.REPLICA_DIFFERED: AttemptStory.add_difference,
     EventKind.CULPRIT: AttemptStory.add_culprit,
+    EventKind.CULPRIT_ENDED: AttemptStory.end_culprit,
     EventKind.STACKS: AttemptStory.add_stacks,
     EventKind.STRAGGLER: AttemptStory.add_straggler,
     EventKind.STRAGGLER_ENDED: AttemptStory.end_straggler,

@@ -74,6 +74,7 @@ TONES = {
     EventKind.CHECKPOINT_FAILED: "bad",
     EventKind.ZYGOTE_DIED: "bad",
     EventKind.CULPRIT: "bad",
+    EventKind.CULPRIT_ENDED: "good",
     EventKind.STRAGGLER: "bad",
     EventKind.STRAGGLER_ENDED: "good",
     EventKind.ROUND_SETTLED: "good",
@@ -218,9 +219,10 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is displayed. `run` counts the jobs that ran under this name so far.
 
-    `restarts`: used and allowed ones; `waiting`: what the job waits for, in words. `stragglers`:
-    those of the current world by rank. `saved` and `not_saved` count all checkpoints of the run,
-    also those without an event of their own, and those that are no longer kept.
+    `restarts`: used and allowed ones. `waiting`: what the job waits for, in words; `lacking`: why
+    it trains with fewer workers than it could. `stragglers`: those of the current world by rank.
+    `saved` and `not_saved` count all checkpoints of the run, also those without an event of their
+    own, and those that are no longer kept.
     """
 
     job: str = ""
@@ -247,6 +249,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     not_saved: int = 0
     restarts: tuple[int, int | None] = (0, None)
     waiting: str = ""
+    lacking: str = ""
     stragglers: dict[int, StragglerView] = {}
     events_lost: int = 0
     end: JobEnd | None = None
@@ -578,6 +581,7 @@ def _with_world(view: JobView, event: LoggedEvent) -> JobView:
         world_size=size,
         worlds=(*view.worlds, WorldPoint(event.time_s, size))[-HISTORY_MAX:],
         waiting="",
+        lacking="",
         stragglers={},
     )
 
@@ -688,6 +692,8 @@ def _with_checkpoint(view: JobView, event: LoggedEvent) -> JobView:
 
 
 def _with_waiting(view: JobView, event: LoggedEvent) -> JobView:
+    if event.data.get("trains"):
+        return msgspec.structs.replace(view, lacking=event.reason)
     return msgspec.structs.replace(view, waiting=event.reason)
 
 
@@ -704,7 +710,7 @@ def _with_end(view: JobView, event: LoggedEvent) -> JobView:
         exit_code=event.number("exit_code"),
         next_step=event.text("next_step"),
     )
-    return msgspec.structs.replace(view, end=end, waiting="", stragglers={})
+    return msgspec.structs.replace(view, end=end, waiting="", lacking="", stragglers={})
 
 
 def _with_line(view: JobView, line: ViewLine) -> JobView:

@@ -73,7 +73,7 @@ _KILLED_IN_SHELL = 137
 # A process needs this long to end after its program has returned and its sockets were closed, and
 # its agent to report that.
 _RETURN_LATE_S = 2.0
-RETURNED = "its program returned while others still trained"
+RETURNED = "its program returned{} while others still trained"
 _TRACEBACK = "Traceback (most recent call last):"
 _OWN_ERRORS = "elastane.errors."
 _STATE_LOST = "[job-state-lost]"
@@ -124,6 +124,11 @@ def says_restart(exit_code: int, message: str) -> bool:
     return exit_code > 0 and _ASKS_RESTART in headline(message)
 
 
+def says_why(said: str) -> bool:
+    """Whether a line is elastane's own, in which a worker says why it ends."""
+    return said.startswith("elastane: ") and said.endswith("]")
+
+
 def says_other_program(failure: Failure) -> bool:
     """Whether the worker ended because the collectives of the workers differ."""
     return asks_restart(failure) and OTHER_PROGRAM in headline(failure.message)
@@ -165,6 +170,11 @@ def exhausted(failure: Failure) -> Exhausted | None:
 def _is_unexplained(failure: Failure) -> bool:
     """Whether another process's signal ended the worker, which its last output cannot explain."""
     return failure.output and -failure.exit_code in _FROM_OUTSIDE
+
+
+def without_noise(error: str) -> str:
+    """Return what gloo says of a lost peer without the line of its source and its guess."""
+    return _NOISE.sub("", error)
 
 
 def headline(said: str) -> str:
@@ -217,9 +227,7 @@ def end_text(failure: Failure) -> str:
 
 def _error_text(failure: Failure) -> str:
     """Return the text of a worker's error, as a root cause shows it after the worker's end."""
-    words = headline(failure.message)
-    if is_lost_peer(failure):
-        words = _NOISE.sub("", words)
+    words = without_noise(headline(failure.message))
     if len(words) > _HEADLINE_CHARS_MAX:
         words = f"{words[: _HEADLINE_CHARS_MAX - 4]} ..."
     if not words or _is_unexplained(failure):
@@ -227,6 +235,12 @@ def _error_text(failure: Failure) -> str:
     if failure.output and failure.exit_code >= 0 and _TRACEBACK not in failure.message:
         return f"; the last line of its stderr: {words}"
     return f": {words}"
+
+
+def sighting_text(sighting: Sighting) -> str:
+    """Return in words which worker ended how."""
+    failure = sighting.failure
+    return f"{worker_text(failure.rank)} on node {sighting.node_id} {end_text(failure)}"
 
 
 def failures_in_order(sightings: Sequence[Sighting], now_s: float) -> tuple[FailedWorker, ...]:
@@ -256,10 +270,10 @@ def find_return(sightings: Sequence[Sighting], returned: Sequence[Sighting]) -> 
     if not returned or not all(is_lost_peer(one.failure) for one in sightings):
         return None
     first = min(returned, key=_place)
-    if first.at_s > min(one.at_s for one in sightings) + _RETURN_LATE_S:
+    if sightings and first.at_s > min(one.at_s for one in sightings) + _RETURN_LATE_S:
         return None
     steps = f" after {counted(first.failure.steps, 'step')}" if first.failure.steps else ""
-    failure = msgspec.structs.replace(first.failure, evidence=f"{RETURNED}{steps}")
+    failure = msgspec.structs.replace(first.failure, evidence=RETURNED.format(steps))
     return msgspec.structs.replace(first, failure=failure)
 
 

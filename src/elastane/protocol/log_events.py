@@ -39,6 +39,7 @@ class EventKind(StrEnum):
     REPLACEMENT = "replacement"
     WAITING = "waiting"
     STALL = "stall"
+    CULPRIT_ENDED = "culprit-ended"
     STRAGGLER = "straggler"
     STRAGGLER_ENDED = "straggler-ended"
     PROGRESS = "progress"

@@ -146,6 +146,16 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
         _check_count(self.failures)
 
 
+class Returned(msgspec.Struct, frozen=True, tag="returned", kw_only=True):
+    """The program of a worker with a place in `fence` has returned: its exit code is 0.
+
+    It is the cause of later failures if others still trained with that worker.
+    """
+
+    fence: Fence
+    end: Failure
+
+
 class Succeeded(msgspec.Struct, frozen=True, tag="succeeded"):
     """All local workers of `fence` exited with 0, after that many steps if all have shown some."""
 
@@ -223,17 +233,12 @@ class StandstillReport(msgspec.Struct, frozen=True, tag="stands-still", kw_only=
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """No process of `fence` is left on this node; `offer` is where the next store would be.
 
-    `unasked`: the agent began to stop them before the coordinator asked it to. `returned`: the
-    workers with a place whose programs had returned before the stop, with exit code 0.
+    `unasked`: the agent began to stop them before the coordinator asked it to.
     """
 
     fence: Fence
     offer: PortOffer
     unasked: bool = False
-    returned: tuple[Failure, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_count(self.returned)
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -262,6 +267,7 @@ ToCoordinator = (
     | Ready
     | Heartbeat
     | Failed
+    | Returned
     | Succeeded
     | Marked
     | Drained
@@ -430,6 +436,7 @@ class Report(msgspec.Struct, frozen=True, tag="report", kw_only=True):
     uptime_s: float
     nodes: tuple[NodeStatus, ...]
     last_incident: str = ""
+    stalled: str = ""  # for whom, or where, the workers wait at a standstill; empty: they move
     safe: SafeCopies = SafeCopies()
 
 

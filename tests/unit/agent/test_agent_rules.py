@@ -42,6 +42,7 @@ from elastane.protocol.messages import (
     Leave,
     Marked,
     Release,
+    Returned,
     Stop,
     Stopped,
     Succeeded,
@@ -143,16 +144,15 @@ def test_a_worker_that_lost_a_peer_says_who_had_ended_before(message, evidence):
     assert [failure.evidence for failure in agent.sent(Failed)[-1].failures] == [evidence]
 
 
-def test_an_agent_tells_which_programs_had_returned_before_the_stop():
+def test_an_agent_tells_which_program_has_returned_but_of_no_worker_that_it_stops():
     agent = Agent().running()
     agent.now_s = 5.0
     agent.does(WorkerSucceeded(FENCE, 1, pid=7, log_file="/logs/1", steps=3, ended_s=4.0))
+    end = Failure(local_rank=1, rank=1, pid=7, exit_code=0, age_s=1.0, log_file="/logs/1", steps=3)
+    assert agent.sent(Returned) == [Returned(fence=FENCE, end=end)]
     agent.told(Stop(fence=FENCE, grace_s=1.0, reason="a peer is gone"))
     agent.does(WorkerSucceeded(FENCE, 0))
-    agent.does(GroupGone(FENCE, PortOffer(6, True)))
-    [stopped] = agent.sent(Stopped)
-    end = Failure(local_rank=1, rank=1, pid=7, exit_code=0, age_s=1.0, log_file="/logs/1", steps=3)
-    assert stopped.returned == (end,), "the worker that exited as it was stopped returned nothing"
+    assert not agent.sent(Returned)
 
 
 @pytest.mark.parametrize(("shown", "least"), [((9, 7), 7), ((9, 0), None)])

@@ -144,6 +144,21 @@ def test_a_worker_is_ended_where_the_wait_never_ends():
     assert (end.fence, end.rank, end.reason) == (Fence(1, 0), 2, found.reason)
 
 
+def test_the_end_of_a_reported_standstill_is_logged_and_until_then_the_job_is_stalled():
+    job = running()
+    stands_still(job, "a", 10, 10)
+    stands_still(job, "b", 9, 10)
+    [found] = culprits(job)
+    assert job.machine.report().stalled == found.reason
+    job.passes(2.0, alive="ab")
+    stands_still(job, "b")
+    [ended] = [event for event in job.events if event.kind is EventKind.CULPRIT_ENDED]
+    assert ended.data["still_s"] == 23.0
+    assert not job.machine.report().stalled
+    stands_still(job, "a")
+    assert job.events[-1] is ended, "once for a standstill"
+
+
 def test_the_culprit_of_the_next_world_is_named_too():
     job = running()
     for attempt in range(2):

@@ -16,8 +16,19 @@ from elastane.protocol.diagnosis import (
 )
 from elastane.protocol.limits import Timing
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import Close, Drain, DrainTarget, Failed, Holding, Stop, Stopped
-from elastane.protocol.model import NO_RANK, Crash, Failure, Fence, PortOffer
+from elastane.protocol.messages import (
+    Able,
+    Close,
+    Drain,
+    DrainTarget,
+    Failed,
+    Holding,
+    Lost,
+    Returned,
+    Stop,
+    Stopped,
+)
+from elastane.protocol.model import NO_RANK, Crash, Failure, Fence, Joining, PortOffer
 
 
 def failure(rank, message="", exit_code=1, age_s=0.0, local_rank=0):
@@ -155,7 +166,7 @@ def test_a_budget_never_goes_over_what_is_allowed():
     budget = RestartBudget(allowed=1)
     assert budget.charge(9.0, Timing()).restart
     verdict = budget.charge(9.0, Timing())
-    assert not verdict.restart and verdict.reason == "all 1 restarts of the job are used"
+    assert not verdict.restart and verdict.reason == "the one restart of the job is used"
     assert budget.used == 1
 
 
@@ -181,17 +192,17 @@ def test_if_all_failures_are_lost_peers_the_first_is_the_cause():
 LOST = "[/a/pair.cc:5] Connection closed by peer [::1]:9. This is typically caused by a crash."
 
 
-def returned(rank, age_s, **more):
-    one = Failure(local_rank=0, rank=rank, pid=9, exit_code=0, age_s=age_s, **more)
-    return {"returned": (one,)}
+def returns(job, node_id, rank, age_s=0.0, **more):
+    end = Failure(local_rank=0, rank=rank, pid=9, exit_code=0, age_s=age_s, **more)
+    job.says(node_id, Returned(fence=job.assigned[node_id].fence, end=end))
 
 
 def test_a_program_that_returned_on_one_rank_is_the_cause_of_the_peers_lost_on_other_nodes(pair):
     pair.fails("a", LOST, age_s=0.1)
-    pair.stops("b", **returned(1, 0.5, steps=4, log_file="/logs/b"))
-    pair.stops("a")
+    returns(pair, "b", 1, 0.5, steps=4, log_file="/logs/b")
+    pair.stops("a", "b")
     [restart] = [event for event in pair.events if event.kind is EventKind.RESTART]
-    early = "ended with exit code 0 (its program returned while others still trained after 4 steps)"
+    early = "ended with exit code 0 (its program returned after 4 steps while others still trained)"
     assert restart.data["cause"] == (
         f"worker of rank 1 (local rank 0, pid 9) on node b {early}; so worker of rank 0 (local rank"
         " 0, pid 4242) on node a ended with exit code 1: Connection closed by peer [::1]:9"
@@ -209,17 +220,29 @@ def test_a_program_that_returned_on_one_rank_is_the_cause_of_the_peers_lost_on_o
 def test_a_program_that_returned_is_no_cause_of_an_own_error_or_an_earlier_loss(pair, said, age_s):
     pair.fails("a", said)
     pair.passes(max(0.0, -age_s), alive="ab")
-    pair.stops("b", **returned(1, max(0.0, age_s)))
-    pair.stops("a")
+    returns(pair, "b", 1, max(0.0, age_s))
+    pair.stops("a", "b")
     [restart] = [event for event in pair.events if event.kind is EventKind.RESTART]
     assert (restart.data["cause_node"], restart.data["cause_rank"]) == ("a", 0)
+
+
+def test_a_program_that_returned_is_the_cause_of_a_peer_lost_in_place(pair):
+    for node_id in "ab":
+        able = Able(workers=(0, 1), offer=PortOffer(9000, True), joining=Joining.NEVER)
+        pair.says(node_id, able)
+    returns(pair, "b", 3)
+    pair.says("a", Lost(fence=pair.assigned["a"].fence, reason="lost a peer: reset"))
+    pair.passes(limits.LOST_PEER_S + 0.2, alive="ab")
+    [incident] = [event for event in pair.events if event.kind is EventKind.INCIDENT]
+    assert incident.reason.startswith("worker of rank 3 on node b ended with exit code 0 (its")
 
 
 def test_a_job_that_a_returned_program_ends_says_that_in_its_outcome():
     one = Driver(job_spec(1, 1, restarts=0))
     one.join("a")
     one.fails("a", LOST)
-    one.stops("a", **returned(1, 0.2))
+    returns(one, "a", 1, 0.2)
+    one.stops("a")
     one.passes(1.0, alive="a")
     outcome = one.persisted[-1].outcome
     assert (outcome.cause.failure.rank, outcome.cause.failure.exit_code) == (1, 0)

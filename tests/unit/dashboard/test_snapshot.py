@@ -40,6 +40,7 @@ def failure(at_s=110.0, rank=1, node="a", round_=1):
         ([failure()], {}, "recovering"),
         ([failure(), settled(2, "a b", 3), started("a", 1, round=2, attempt=0)], {}, "training"),
         ([event("waiting")], {}, "waiting"),
+        ([event("waiting", trains=True)], {}, "training"),
         ([event("job-ended", ok=True)], {"has_agents": False}, "done"),
         ([event("job-ended", ok=False)], {}, "failed"),
         ([event("node-released", node) for node in "ab"], {}, "stopped"),

@@ -55,6 +55,31 @@ def test_a_worker_that_only_the_coordinator_names_is_shown_with_its_end():
     assert (one.log_file, one.message) == ("/logs/b", "")
 
 
+def test_a_failure_after_a_standstill_has_ended_is_an_incident_of_its_own():
+    stood = [
+        settled(1, "a", 4, time_s=10.0),
+        started("a", 1, 2, 3, 4, round=1, attempt=0, time_s=11.0),
+        event("culprit", "a", round=1, attempt=0, time_s=40.0, still_s=20.0, ranks="1",
+              reason="rank 1 has not entered it", **{"class": "busy"}),
+        event("culprit-ended", round=1, attempt=0, time_s=43.0, still_s=23.0),
+    ]  # fmt: skip
+    later = [*stood, exited(2, round=1, time_s=44.0)]
+    wait, failure = play(*later).incidents.listed
+    assert (wait.state, wait.from_s, wait.to_s) == ("recovered", 20.0, 43.0)
+    assert (failure.kind, failure.rank, failure.from_s) == ("worker", 2, 44.0)
+    stalled = account_of(later, 44.0).causes()[TimeCause.STALLED]
+    assert stalled.seconds == pytest.approx(23.0)
+
+
+def test_a_worker_that_says_why_all_restart_is_shown_with_that():
+    said = "elastane: all workers restart: no worker holds the state of the job [job-state-lost]"
+    lost = exited(0, round=1, time_s=20.0, exit_code=75, reason="exit code 75", output=True,
+                  message=f"some warning\n{said}")  # fmt: skip
+    [one] = play(settled(1, "a", 4), lost).incidents.listed
+    assert one.cause == f"exit code 75: {said}"
+    assert one.title.startswith("Rank 0 on a: exit code 75: elastane: all workers restart")
+
+
 def test_events_of_an_incident_are_marked_as_its_own_and_others_are_not():
     view = play(*killed(), event("node-joined", "b", time_s=30.0))
     marks = {(line.kind, line.time_s): line.incident for line in view.lines}

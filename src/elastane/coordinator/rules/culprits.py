@@ -29,7 +29,10 @@ def find_culprit(state: State) -> None:
         return
     members = [*state.roster.members()]
     if len(state.roster.at_standstill) < len(state.world.members):
-        standstill.reports.end(state.now_s - standstill.since_s)
+        still_s = state.now_s - standstill.since_s
+        if standstill.reports.end(still_s):
+            reason = f"the workers make progress again, after {still_s:.1f} s"
+            state.log(EventKind.CULPRIT_ENDED, reason, still_s=round(still_s, 1))
         standstill.compared(state.now_s)
         return
     still_s = min(node.progress.still_s for node in members)

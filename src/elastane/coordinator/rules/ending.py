@@ -22,7 +22,6 @@ from elastane.protocol.diagnosis import (
     failure_text,
     failures_in_order,
     find_mismatch,
-    find_return,
     is_from_outside,
     root_cause,
     says_mismatch,
@@ -81,7 +80,8 @@ def failure(state: State, incident: Incident, why: str) -> bool:
 
 def _root_cause(state: State, incident: Incident, fence: Fence) -> Cause:
     """Return the root cause: of workers that ask for a restart, that of the earlier incident."""
-    cause = root_cause(incident.sightings, fence, incident.returned)
+    returned = state.incidents.returned if incident is state.incidents.current else ()
+    cause = root_cause(incident.sightings, fence, returned)
     earlier = _explanation(state, incident)
     if earlier is None:
         return cause
@@ -115,12 +115,16 @@ def _sightings(state: State, incident: Incident) -> tuple[Sighting, ...]:
     A program that returned, so that the others failed, counts as one of them.
     """
     earlier = _explanation(state, incident)
-    left = find_return(incident.sightings, incident.returned)
+    left = _return_of(state, incident)
     return (
         *(() if earlier is None else earlier.sightings),
         *(() if left is None else (left,)),
         *incident.sightings,
     )
+
+
+def _return_of(state: State, incident: Incident) -> Sighting | None:
+    return state.incidents.find_return() if incident is state.incidents.current else None
 
 
 def _before(state: State, incident: Incident) -> str:
@@ -160,6 +164,8 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
     """
     assert state.world is not None
     note_mismatch(state, incident, is_over=True)
+    if incident is state.incidents.current:
+        state.incidents.explain_by_return()
     cause = _root_cause(state, incident, state.world.fence)
     crash = None
     if kind is EventKind.RESTART and cause.failure is not None:

@@ -127,7 +127,7 @@ def _explain_waiting(state: State, workers: int, nodes: str) -> None:
     growth = state.growth
     if growth.note_waiting(workers, nodes, state.now_s):
         reason = f"{_more_workers(workers)} could run on {nodes}: {_when_they_start(state)}"
-        state.log(EventKind.WAITING, reason, workers=workers)
+        state.log(EventKind.WAITING, reason, workers=workers, trains=True)
     since_s = growth.quiet_since_s
     if since_s is None or not _may_restart(state):
         return
@@ -139,7 +139,7 @@ def _explain_waiting(state: State, workers: int, nodes: str) -> None:
         f"no checkpoint of the script was seen for {QUIET_S:g} s, so the world does not grow;"
         " docs/unmodified-reference.md says which ones are seen"
     )
-    state.log(EventKind.WAITING, reason, workers=workers)
+    state.log(EventKind.WAITING, reason, workers=workers, trains=True)
 
 
 def _when_they_start(state: State) -> str:

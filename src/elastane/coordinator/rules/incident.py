@@ -16,12 +16,11 @@ from elastane.protocol.culprits import Reports
 from elastane.protocol.diagnosis import (
     Sighting,
     asks_restart,
-    end_text,
     find_return,
     has_other_mesh,
     is_lost_peer,
     is_state_lost,
-    worker_text,
+    sighting_text,
 )
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, Timing
 from elastane.protocol.model import Crash, Failure, Fence, JobRecord
@@ -48,7 +47,6 @@ class Incident:
     planned: bool
     is_missed: bool = False  # it was planned, and not all members reached its step in time
     seen: dict[tuple[str, int], Sighting] = field(default_factory=dict)  # by node id and local rank
-    returned: list[Sighting] = field(default_factory=list)  # ended with exit code 0 before the stop
     departed: list[str] = field(default_factory=list)
     charged: bool = False  # the budget was charged for it
     lost_state: bool = False  # a worker reported that its world has lost the state
@@ -80,19 +78,6 @@ class Incident:
                 self._count_cause(failure)
             elif at_s < self.seen[of].at_s:
                 self.seen[of] = msgspec.structs.replace(self.seen[of], at_s=at_s)
-
-    def record_returned(self, node_id: str, ends: tuple[Failure, ...], now_s: float) -> None:
-        """Put the workers of a node on the time line whose programs returned before the stop.
-
-        If one of them explains the failures, it becomes the reason of the incident.
-        """
-        self.returned += [
-            Sighting(node_id=node_id, at_s=now_s - end.age_s, failure=end) for end in ends
-        ]
-        found = find_return(self.sightings, self.returned) if self.seen else None
-        if found is not None:
-            rank = worker_text(found.failure.rank)
-            self.reason = f"{rank} on node {found.node_id} {end_text(found.failure)}"
 
     @property
     def sightings(self) -> tuple[Sighting, ...]:
@@ -257,7 +242,8 @@ class RestartBudget(msgspec.Struct, kw_only=True):
             if self.quick_failures > 1
             else ""
         )
-        return f"all {self.allowed} restarts of the job are used{loop}"
+        used = "the one restart" if self.allowed == 1 else f"all {self.allowed} restarts"
+        return f"{used} of the job {'is' if self.allowed == 1 else 'are'} used{loop}"
 
 
 @dataclass(slots=True)
@@ -328,7 +314,9 @@ class Incidents:
     has_lost: bool = False  # one since all workers started lost a worker or a node
     is_settled: bool = False  # the last change of the world was charged, or cost nothing
     unpaid: Incident | None = None  # the one whose replacements exceed the budget
-    # when a worker reported a lost peer that no other report explains
+    # The workers of this world whose programs have returned, by node id and local rank, ...
+    _returned: dict[tuple[str, int], Sighting] = field(default_factory=dict)
+    # ... and when a worker reported a lost peer that no other report explains.
     peer_lost_s: float | None = None
     peer_lost_reason: str = ""
     stalls: Stalls = field(default_factory=Stalls)
@@ -361,6 +349,12 @@ class Incidents:
         """The current unplanned incident in words, or the last one."""
         current = self.current
         return current.reason if current is not None and not current.planned else self.last
+
+    @property
+    def stalled(self) -> str:
+        """For whom, or where, the workers of the world wait at a standstill; empty: they move."""
+        found = self.standstill.reports.current
+        return self.stalls.text if found is None else found.sentence
 
     def open(self, incident: Incident) -> Incident:
         """Record why the current world ends."""
@@ -400,11 +394,32 @@ class Incidents:
     def commit_world(self) -> None:
         """Forget the evidence against the world before."""
         self.unpaid, self.peer_lost_s = None, None
+        self._returned.clear()
         self.standstill.forget()
 
     def refuse_payment(self, incident: Incident) -> None:
         """Record that the budget pays for no replacement of this incident."""
         self.unpaid = incident
+
+    def note_return(self, node_id: str, end: Failure, now_s: float) -> None:
+        """Record that the program of a worker has returned."""
+        ended = Sighting(node_id=node_id, at_s=now_s - end.age_s, failure=end)
+        self._returned.setdefault((node_id, end.local_rank), ended)
+
+    def find_return(self) -> Sighting | None:
+        """Return the program that returned first if it explains the current incident."""
+        return find_return(self.current.sightings if self.current else (), self.returned)
+
+    @property
+    def returned(self) -> tuple[Sighting, ...]:
+        """The workers of this world whose programs have returned."""
+        return tuple(self._returned.values())
+
+    def explain_by_return(self) -> None:
+        """Make the first program that returned the reason of the current incident it explains."""
+        found = self.find_return()
+        if self.current is not None and found is not None:
+            self.current.reason = sighting_text(found)
 
     def note_lost_peer(self, now_s: float, reason: str) -> None:
         """Record that a worker lost a peer; the first one counts."""

@@ -21,6 +21,7 @@ from elastane.coordinator.rules import ending, liveness, next_world, sizing
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.state import MembershipPhase, State
+from elastane.protocol.diagnosis import sighting_text, without_noise
 from elastane.protocol.hangs import HANG_STALL_S, waiting_text
 from elastane.protocol.limits import FENCE_WAIT_S, LOST_PEER_S
 from elastane.protocol.log_events import EventKind
@@ -67,7 +68,8 @@ def begin_if_all_recover(state: State) -> None:
 def record_lost_peer(state: State, node: KnownNode, fence: Fence, reason: str) -> None:
     """Record that a worker lost a peer; a report that explains the loss usually follows."""
     if fence == node.fence and node.is_member:
-        state.incidents.note_lost_peer(state.now_s, f"a worker of node {node.id} {reason}")
+        said = without_noise(reason)
+        state.incidents.note_lost_peer(state.now_s, f"a worker of node {node.id} {said}")
 
 
 def has_unexplained_peer_loss(state: State) -> bool:
@@ -78,7 +80,9 @@ def has_unexplained_peer_loss(state: State) -> bool:
     if state.now_s < due_s:
         state.queue.wait_until(due_s)
         return False
-    liveness.ensure_incident(state, state.incidents.peer_lost_reason)
+    left = state.incidents.find_return()
+    reason = state.incidents.peer_lost_reason if left is None else sighting_text(left)
+    liveness.ensure_incident(state, reason)
     return True
 
 
@@ -286,7 +290,7 @@ def _commit(state: State, before: World, found: list[sizing.NodeWorkers], why: s
     size = sum(len(one.workers) for one in found)
     if when is not Joining.ANYTIME and size < before.world_size:
         reason = f"continues with {size} of {before.world_size} workers"
-        state.log(EventKind.WAITING, reason)
+        state.log(EventKind.WAITING, reason, trains=True)
 
 
 def _wait(state: State, workers: int, needed: int) -> bool:
@@ -459,7 +463,7 @@ def record_standby_failure(state: State, node: KnownNode, failures: tuple[Failur
         _charge_or_forgo(state, incident)
     elif why := charge_replacements(state, incident):
         state.incidents.refuse_payment(incident)
-        state.log(EventKind.WAITING, f"{reason}; it is not replaced: {why}", node.id)
+        state.log(EventKind.WAITING, f"{reason}; it is not replaced: {why}", node.id, trains=True)
 
 
 def _charge_or_forgo(state: State, incident: Incident) -> None:
@@ -468,7 +472,8 @@ def _charge_or_forgo(state: State, incident: Incident) -> None:
     nodes = [state.roster.nodes[i] for i in _nodes_of(incident) if i in state.roster.nodes]
     news = [node.id for node in nodes if why and node.workers.forgo_lost()]
     if news:
-        state.log(EventKind.WAITING, f"{incident.reason}; no worker is replaced: {why}", *news[:1])
+        reason = f"{incident.reason}; no worker is replaced: {why}"
+        state.log(EventKind.WAITING, reason, *news[:1], trains=True)
 
 
 def charge_replacements(state: State, incident: Incident) -> str:

@@ -35,6 +35,7 @@ from elastane.protocol.messages import (
     Lost,
     Marked,
     Ready,
+    Returned,
     StandstillReport,
     Stopped,
     Succeeded,
@@ -61,9 +62,8 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
             _record_request(state, node, message)
         case Failed(fence=fence, failures=failures) if node.is_of(fence) and node.is_current:
             record_failures(state, node, failures)
-        case Succeeded(fence=fence) if fence == node.fence and node.workers.state == "running":
-            node.workers.succeed()
-            node.progress.record_last_steps(state.now_s, message.steps)
+        case Returned() | Succeeded() if message.fence == node.fence:
+            _record_success(state, node, message)
         case Marked() | Drained() if message.fence == node.fence:
             _drained(state, node, message)
         case Able() | Lost() | Checkpointed() | StandstillReport():
@@ -75,6 +75,16 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
             return False
     state.roster.reindex(node)
     return True
+
+
+def _record_success(state: State, node: KnownNode, message: Returned | Succeeded) -> None:
+    """Record that a worker, or all workers of a node, exited with code 0."""
+    if isinstance(message, Returned):
+        if node.is_member and 0 <= message.end.local_rank < node.spec.local_world_size:
+            state.incidents.note_return(node.id, message.end, state.now_s)
+    elif node.workers.state == "running":
+        node.workers.succeed()
+        node.progress.record_last_steps(state.now_s, message.steps)
 
 
 def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
@@ -270,8 +280,6 @@ def _stopped(state: State, node: KnownNode, message: Stopped) -> None:
     if node.is_member:
         state.worlds.record_loss()
         state.holders.record_ended_workers(node, {*node.workers.ranks}, state.world)
-        if state.incidents.current is not None:
-            state.incidents.current.record_returned(node.id, message.returned, state.now_s)
     with_world = (MembershipPhase.RUNNING, MembershipPhase.DRAINING, MembershipPhase.REGROUPING)
     before_its_stop = message.unasked and state.phase is MembershipPhase.STOPPING
     if (state.phase in with_world or before_its_stop) and node.is_member:

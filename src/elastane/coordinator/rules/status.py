@@ -55,6 +55,7 @@ def report(state: State) -> Report:
         uptime_s=state.now_s - state.term.started_s,
         nodes=tuple(_node(state, node, ranks) for node in listed[:_LISTED_MAX]),
         last_incident=state.incidents.last_reason,
+        stalled=state.incidents.stalled if state.phase is MembershipPhase.RUNNING else "",
         safe=_safe(state),
     )
 
@@ -92,6 +93,7 @@ def _by_age(copies: list[StateCopy | None]) -> list[StateCopy]:
 
 def _node(state: State, node: KnownNode, ranks: dict[str, int]) -> NodeStatus:
     member = node.is_member
+    pace = node.progress.steps_per_s(state.now_s)
     return NodeStatus(
         node_id=node.id,
         host=node.spec.local_addr or node.connection.peer_host,
@@ -100,7 +102,7 @@ def _node(state: State, node: KnownNode, ranks: dict[str, int]) -> NodeStatus:
         local_world_size=node.spec.local_world_size,
         heard_s=max(0.0, state.now_s - node.connection.heard_s),
         progress=node.progress.steps,
-        steps_per_s=node.progress.steps_per_s(state.now_s),
+        steps_per_s=0.0 if member and pace and state.incidents.stalled else pace,
     )
 
 
