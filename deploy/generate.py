@@ -63,7 +63,9 @@ def files() -> dict[Path, str]:
             }
         ]
     )
-    made[chart / "crds/elasticjobs.yaml"] = _NOTE + as_yaml(definition)
+    for one in definition:
+        plural = one["spec"]["names"]["plural"]
+        made[chart / f"crds/{plural}.yaml"] = _NOTE + as_yaml([one])
     everywhere = _named(whole, "ClusterRole", _OPERATOR)
     narrow = installation(Installation(namespace=NAMESPACE, image=IMAGE, watch_namespace="jobs"))
     in_one = next(one for one in _of(narrow, "Role") if one["metadata"]["namespace"] == "jobs")
@@ -154,7 +156,8 @@ def job_values_schema() -> dict[str, Any]:
     """Return the schema of the values of the jobs' chart, in the form that Helm checks."""
     spec = schema_of(ElasticJobSpec)["properties"]
     workers = schema_of(WorkersSpec)["properties"]
-    del spec["replicaSpecs"]
+    # The chart gives the first, and is a template itself.
+    del spec["replicaSpecs"], spec["templateRef"]
     text, texts = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
     words = {"type": "object", "additionalProperties": text}
     objects = {"type": "array", "items": {"type": "object"}}

@@ -11,8 +11,9 @@ from elastane.cli import _kubernetes_view as view
 from elastane.cli import main as cli
 from elastane.errors import ExitCode, UsageError
 from elastane.kubernetes.manifests import JOB_RIGHTS, NODE_RIGHTS, RIGHTS, as_yaml
+from elastane.kubernetes.model import ElasticJob, JobStatus, JobTemplate, Meta
 from elastane.kubernetes.reconcile import reconcile
-from elastane.kubernetes.schema import definition
+from elastane.kubernetes.schema import definitions
 
 
 def printed(capsys, *words):
@@ -20,9 +21,9 @@ def printed(capsys, *words):
     return list(yaml.safe_load_all(capsys.readouterr().out))
 
 
-def test_crd_prints_the_definition(capsys):
-    assert printed(capsys, "crd") == [definition()]
-    assert printed(capsys, "crd", "--without-rules") == [definition(with_rules=False)]
+def test_crd_prints_the_definitions(capsys):
+    assert printed(capsys, "crd") == definitions()
+    assert printed(capsys, "crd", "--without-rules") == definitions(with_rules=False)
 
 
 IMAGE = "registry/elastane:1"
@@ -36,7 +37,7 @@ def installed(capsys, *words):
 def test_the_objects_of_install_can_be_applied_in_order(capsys):
     _, found = installed(capsys)
     kinds = [one["kind"] for one in found]
-    assert kinds[:3] == ["Namespace", "CustomResourceDefinition", "ServiceAccount"]
+    assert kinds[:4] == ["Namespace", *2 * ["CustomResourceDefinition"], "ServiceAccount"]
     assert kinds[-1] == "Deployment"
 
 
@@ -268,3 +269,42 @@ def test_render_refuses_pods_that_the_operator_refuses(capsys):
     words = ["kubernetes", "render", "--name", "x", "--image", "i"]
     assert cli.main([*words, "--replicas", "5", "--max", "2", "train.py"]) == 2
     assert "--replicas 5: expected" in capsys.readouterr().err
+
+
+def test_render_prints_a_job_of_a_template(capsys):
+    words = ["--name", "x", "--template", "gpu", "--image", "i", "--max", "4", "--env", "A=1"]
+    (made,) = printed(capsys, "render", *words, "--max-restarts", "9", "--suspend", "t.py", "--lr")
+    assert made["spec"] == {
+        "suspend": True,
+        "templateRef": {
+            "name": "gpu",
+            "image": "i",
+            "maxReplicas": 4,
+            "env": [{"name": "A", "value": "1"}],
+            "args": ["--max-restarts=9", "t.py", "--lr"],
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--template", "gpu", "--gpus", "1", "t.py"], "--gpus with --template"),
+        (["--template", "gpu", "--shm", "8Gi", "t.py"], "--shm with --template"),
+        (["t.py"], "--image is missing"),
+    ],
+)
+def test_render_refuses_options_that_a_template_has(words, said, capsys):
+    assert cli.main(["kubernetes", "render", "--name", "x", *words]) == ExitCode.USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_status_says_of_which_template_a_job_was_made():
+    spec = {"templateRef": {"name": "gpu"}}
+    job = ElasticJob(metadata=Meta(name="x", namespace="n"), spec=spec)
+    status = JobStatus(job_template="gpu, edition 3")
+    same, edited = (JobTemplate(metadata=Meta(name="gpu", edition=n)) for n in (3, 5))
+    found = view.FoundObjects(job, status, (), (), same)
+    assert any(line.endswith("gpu, edition 3") for line in view.lines(found))
+    found.template = edited
+    assert any("it has 5 by now" in line for line in view.lines(found))

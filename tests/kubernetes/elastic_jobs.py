@@ -28,6 +28,7 @@ sys.path.append(str(Path(__file__).parents[1] / "process"))
 from jobs import SCRIPT, Job, Step, newest, until
 
 from elastane.kubernetes.manifests import as_yaml, roles_for_jobs
+from elastane.kubernetes.model.names import PLURAL, TEMPLATE_PLURAL
 
 IN_PLACE = Path(__file__).parent / "scripts" / "kube_steps.py"
 STOCK = SCRIPT.with_name("torchrun_steps.py")
@@ -106,7 +107,8 @@ def install_definition(plane: ControlPlane) -> None:
     assert done.process is not None
     assert done.process.wait(60) == 0, done.tail()
     plane.kubectl("apply", "-f", str(done.log))
-    plane.kubectl("wait", "--for=condition=Established", "crd/elasticjobs.elastic.pytorch.org")
+    made = [f"crd/{plural}.elastic.pytorch.org" for plural in (PLURAL, TEMPLATE_PLURAL)]
+    plane.kubectl("wait", "--for=condition=Established", *made)
     plane.kubectl("apply", "-f", "-", given=as_yaml(ROLES))
     done.log.unlink()
     _installed[plane] = _found(plane)

@@ -11,6 +11,8 @@ from bed.parts import Part
 from elastic_jobs import JOBS, install_definition, older_server
 from jobs import until
 
+from elastane.kubernetes.model.names import API_VERSION
+
 VERB = [sys.executable, "-m", "elastane", "kubernetes"]
 
 
@@ -97,6 +99,75 @@ def test_a_job_lives_and_ends_with_the_rights_that_install_gives(control_plane, 
         lacking = [x for x in lines if "forbidden" in x and "being terminated" not in x]
         assert not lacking, lacking
         assert "Traceback" not in part.tail(200), part.tail(200)
+
+
+TEMPLATE = {
+    "apiVersion": API_VERSION,
+    "kind": "ElasticJobTemplate",
+    "metadata": {"name": "gpu"},
+    "spec": {
+        "overridable": ["args", "replicas"],
+        "job": {
+            "minReplicas": 1,
+            "maxReplicas": 4,
+            "replicaSpecs": {
+                "Worker": {
+                    "template": {
+                        "spec": {
+                            "containers": [
+                                {
+                                    "name": "elasticjob-worker",
+                                    "image": "none",
+                                    "args": ["--max-restarts=9"],
+                                }
+                            ]
+                        }
+                    }
+                }
+            },
+        },
+    },
+}
+
+
+def test_a_job_is_made_once_of_the_template_that_it_names(control_plane, namespace, start):
+    plane = control_plane
+    root = f"/apis/{API_VERSION}/namespaces/{namespace}"
+    templates = f"{root}/elasticjobtemplates"
+
+    def failure(job="train"):
+        status = plane.ask("GET", f"{root}/elasticjobs/{job}").get("status", {})
+        told = (one for one in status.get("conditions", ()) if one["type"] == "Failed")
+        return next(told, {}).get("message", "")
+
+    start("one")
+    job = printed(
+        "render", "--template", "gpu", "--name", "train", "--replicas", "2", "train.py", "--lr=1"
+    )
+    plane.kubectl("apply", "-f", "-", given=job, namespace=namespace)
+    until(lambda: "the name of an ElasticJobTemplate" in failure(), "the template is missing")
+    plane.ask("POST", templates, TEMPLATE)
+    until(lambda: pods(plane, namespace) == workers(2), "two pods")
+    pod = plane.ask("GET", f"/api/v1/namespaces/{namespace}/pods/train-worker-0")
+    args = pod["spec"]["containers"][0]["args"]
+    assert args[-3:] == ["--max-restarts=9", "train.py", "--lr=1"]
+    # Neither its user's manifest, applied again, nor another template of that name changes the job.
+    plane.ask("DELETE", f"{templates}/gpu")
+    assert "unchanged" in plane.kubectl("apply", "-f", "-", given=job, namespace=namespace)
+    plane.ask("POST", templates, TEMPLATE)
+    three = {"spec": {"replicas": 3}}
+    plane.ask("PATCH", f"{root}/elasticjobs/train/scale", three, kind="merge-patch+json")
+    until(lambda: pods(plane, namespace) == workers(3), "three pods")
+    made = plane.ask("GET", f"{root}/elasticjobs/train")
+    assert made["status"]["jobTemplate"] == "gpu, edition 1"
+    head = {"apiVersion": made["apiVersion"], "kind": made["kind"]}
+    asked = {"templateRef": {"name": "gpu", "image": "mine"}}
+    plane.ask("POST", f"{root}/elasticjobs", head | {"metadata": {"name": "other"}, "spec": asked})
+    until(lambda: "templateRef.image" in failure("other"), "what the template does not allow")
+    wrong = TEMPLATE | {"metadata": {"name": "b"}, "spec": TEMPLATE["spec"] | {"overridable": [1]}}
+    with pytest.raises(AssertionError, match="overridable"):
+        plane.ask("POST", templates, wrong)
+    end(plane, namespace)
 
 
 def test_of_two_operators_the_second_acts_once_the_first_is_asked_to_end(

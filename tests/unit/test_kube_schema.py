@@ -8,7 +8,7 @@ import pytest
 from kube_cluster import Cluster, spec_of
 
 from elastane.kubernetes.reconcile.settings import wrong_name
-from elastane.kubernetes.schema import definition
+from elastane.kubernetes.schema import NOT_OF_TEMPLATES, definition, template_definition
 
 # The original's own sample, as its README shows it; only the endpoint is filled in.
 IMAGENET = {
@@ -61,7 +61,15 @@ def parts(node, path=""):
             yield from parts(node[key], f"{path}.{key}")
 
 
-@pytest.mark.parametrize(("path", "node"), list(parts(schema())), ids=lambda one: str(one)[:60])
+def of_templates():
+    return template_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+
+@pytest.mark.parametrize(
+    ("path", "node"),
+    [*parts(schema()), *parts(of_templates())],
+    ids=lambda one: str(one)[:60],
+)
 def test_every_part_is_structural(path, node):
     """Check the rules of apiextensions.k8s.io/v1 that our schema could break."""
     assert ("type" in node) != ("x-kubernetes-int-or-string" in node), path
@@ -187,7 +195,15 @@ def test_the_status_has_no_defaults_which_would_come_back_as_if_written():
 def test_rules_between_fields_are_rendered_only_where_they_are_known():
     assert "x-kubernetes-validations" not in str(definition(with_rules=False))
     rules = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    assert len(rules["properties"]["spec"]["x-kubernetes-validations"]) == 8
+    assert len(rules["properties"]["spec"]["x-kubernetes-validations"]) == 9
+
+
+def test_a_template_has_the_fields_of_a_job_that_are_not_the_jobs_own():
+    job, template = at(schema(), "spec"), at(of_templates(), "spec")["properties"]["job"]
+    own = {*NOT_OF_TEMPLATES, "runPolicy", "RunPolicy"}
+    assert {*job["properties"]} - own == {*template["properties"]}
+    assert template["required"] == ["replicaSpecs"]
+    assert at(of_templates(), "spec")["required"] == ["job"]
 
 
 def test_every_field_of_the_spec_says_what_it_is():

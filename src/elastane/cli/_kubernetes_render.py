@@ -18,8 +18,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--name", required=True, help="name of the job")
     add("-n", "--namespace", default="", metavar="NAME", help="(default: that of the context)")
-    add("--image", required=True, help="image of the pods; its entry point is a launcher")
-    add("--replicas", type=int, default=1, metavar="N", help="desired number of pods (1)")
+    add("--image", default="", help="image of the pods; its entry point is a launcher")
+    add(
+        "--template",
+        default="",
+        metavar="NAME",
+        help="ElasticJobTemplate of the namespace, which has what is not given here",
+    )
+    add("--replicas", type=int, metavar="N", help="desired number of pods (1)")
     add("--min", type=int, metavar="N", help="pods without which the job waits (--replicas)")
     add("--max", type=int, metavar="N", help="maximum number of pods when scaling (--replicas)")
     add("--nproc-per-node", default="", metavar="N", help="workers in each pod")
@@ -63,13 +69,22 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the ElasticJob; UsageError if the options describe none."""
     from elastane.kubernetes.manifests import RequestedJob, job
 
+    if args.template:
+        return _job_of_template(args)
+    if not args.image:
+        raise UsageError(
+            "--image is missing",
+            slug="bad-option-value",
+            expected="the image of the pods, or --template",
+            next_step="elastane kubernetes render --help",
+        )
     made = job(
         RequestedJob(
             name=args.name,
             namespace=args.namespace,
             image=args.image,
             args=_words(args),
-            replicas=args.replicas,
+            replicas=1 if args.replicas is None else args.replicas,
             min=args.min,
             max=args.max,
             fields=_fields(args),
@@ -82,6 +97,48 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.restart_policy:
         made["spec"]["replicaSpecs"]["Worker"]["restartPolicy"] = args.restart_policy
     return _checked(made)
+
+
+# The options that a job of a template may have; those of the launcher become arguments.
+_WITH_TEMPLATE = {
+    "act", "args", "env", "image", "max", "max_restarts", "min", "name", "namespace",
+    "nproc_per_node", "replicas", "script", "suspend", "template", "verb",
+}  # fmt: skip
+
+
+def _job_of_template(args: argparse.Namespace) -> dict[str, Any]:
+    """Return a job that names a template; the operator knows whether it allows what is asked."""
+    from elastane.kubernetes.manifests import job_of_template
+    from elastane.kubernetes.reconcile.settings import wrong_name
+
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    for name, value in vars(args).items():
+        if name not in _WITH_TEMPLATE and value != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{option} with --template",
+                slug="bad-option-value",
+                expected="of a job of a template: --image, --env, --replicas, --min, --max,"
+                " --suspend, and arguments",
+                next_step=f"leave {option} to the template",
+            )
+    if wrong := wrong_name(args.name):
+        raise UsageError(
+            f"no ElasticJob: {wrong[0]}",
+            slug="bad-option-value",
+            next_step="elastane kubernetes render --help",
+        )
+    asked = {
+        "image": args.image or None,
+        "args": list(_words(args)) or None,
+        "env": [_env(text) for text in args.env] or None,
+        "replicas": args.replicas,
+        "minReplicas": args.min,
+        "maxReplicas": args.max,
+    }
+    ref = {"name": args.template} | {key: one for key, one in asked.items() if one is not None}
+    return job_of_template(args.name, args.namespace, ref, is_suspended=args.suspend)
 
 
 def _checked(made: dict[str, Any]) -> dict[str, Any]:

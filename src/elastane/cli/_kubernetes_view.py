@@ -1,6 +1,6 @@
 """The output of `elastane kubernetes status`: one ElasticJob in depth, for a person.
 
-`look` asks the API server with four requests; `lines` and `as_json` are pure. How it fails:
+`look` asks the API server with five requests; `lines` and `as_json` are pure. How it fails:
 ApiError, ConfigurationError if no server is found, UsageError if there is no such job.
 """
 
@@ -19,6 +19,7 @@ from elastane.kubernetes.model import (
     Condition,
     ElasticJob,
     JobStatus,
+    JobTemplate,
     Pod,
     as_wire,
     read_status,
@@ -26,7 +27,7 @@ from elastane.kubernetes.model import (
 )
 from elastane.kubernetes.model.names import CONTAINER, LABEL_INDEX, selector
 from elastane.kubernetes.model.observed import ContainerStatus
-from elastane.kubernetes.operator.view import JOBS
+from elastane.kubernetes.operator.view import JOBS, TEMPLATES
 from elastane.kubernetes.reconcile.settings import is_managed_elsewhere
 
 # More than fit on a screen are counted, not listed.
@@ -53,12 +54,14 @@ class EventSeen(msgspec.Struct, rename="camel"):
 
 
 class FoundObjects(msgspec.Struct):
-    """A job, its pods and its events."""
+    """A job, its pods, its events and its template."""
 
     job: ElasticJob
     status: JobStatus
     pods: Sequence[Pod]
     events: Sequence[EventSeen]
+    # The ElasticJobTemplate that the job names, as it is now.
+    template: JobTemplate | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -80,8 +83,20 @@ async def look(access: ClusterAccess, name: str) -> FoundObjects:
             )
         pods = await api.list(PODS, namespace, Pod, Selector(labels=selector(name)))
         events = await _events(api, namespace, job)
+        template = await _named_template(api, job)
     ordered = sorted(pods.items, key=lambda pod: (_index(pod), pod.metadata.name))
-    return FoundObjects(job, read_status(job.status), ordered, events)
+    return FoundObjects(job, read_status(job.status), ordered, events, template)
+
+
+async def _named_template(api: Api, job: ElasticJob) -> JobTemplate | None:
+    """Return the job's template; None if it has none, or if it may not be read."""
+    ref = job.spec.get("templateRef") if isinstance(job.spec, dict) else None
+    if not isinstance(ref, dict):
+        return None
+    try:
+        return await api.find(TEMPLATES, job.metadata.namespace, str(ref["name"]), JobTemplate)
+    except ApiError:
+        return None
 
 
 async def _events(api: Api, namespace: str, job: ElasticJob) -> list[EventSeen]:
@@ -132,6 +147,7 @@ def _facts(found: FoundObjects) -> list[tuple[str, str]]:
     return [
         ("operator", _operator(found)),
         ("pods", f"{status.ready_replicas} ready, {status.desired_replicas} wanted{bounds}"),
+        ("template", _template(found)),
         ("outdated", f"{status.outdated} of an older template" if status.outdated else ""),
         ("world", world),
         ("step", "" if status.step is None else f"{status.step}{pace}"),
@@ -140,6 +156,14 @@ def _facts(found: FoundObjects) -> list[tuple[str, str]]:
         ("last failure", "" if failure is None else f"{failure.cause}{_ago(failure.time)}"),
         ("started", _span(status)),
     ]
+
+
+def _template(found: FoundObjects) -> str:
+    """Return of what the job was made, and whether that was changed since."""
+    made, now = found.status.job_template, found.template
+    if not made or now is None or made == f"{now.metadata.name}, edition {now.metadata.edition}":
+        return made
+    return f"{made} (it has {now.metadata.edition} by now; the job keeps what it was made of)"
 
 
 def _operator(found: FoundObjects) -> str:

@@ -131,9 +131,9 @@ def _configure_crd(parser: argparse.ArgumentParser) -> None:
 
 
 def _crd(args: argparse.Namespace) -> int:
-    from elastane.kubernetes.schema import definition
+    from elastane.kubernetes.schema import definitions
 
-    print_yaml([definition(with_rules=not args.without_rules)])
+    print_yaml(definitions(with_rules=not args.without_rules))
     return 0
 
 
@@ -243,7 +243,9 @@ ACTS = {
         _operator,
     ),
     "status": _Act("show a job: pods, round, step, events", _configure_status, _status),
-    "crd": _Act("print the CustomResourceDefinition of ElasticJob", _configure_crd, _crd),
+    "crd": _Act(
+        "print the CustomResourceDefinitions of ElasticJob and its templates", _configure_crd, _crd
+    ),
     "install": _Act("print the manifests that install the operator", _configure_install, _install),
     "render": _Act("print an ElasticJob made from options", rendering.configure, _render),
 }

@@ -21,8 +21,9 @@ from elastane.kubernetes.model.names import (
     KIND,
     PLURAL,
     POD_GROUP_APIS,
+    TEMPLATE_PLURAL,
 )
-from elastane.kubernetes.schema import definition
+from elastane.kubernetes.schema import definitions
 
 Object = dict[str, Any]
 _WORD = re.compile(r"[A-Za-z/-][A-Za-z0-9 ./_(),;=+-]*")
@@ -35,7 +36,13 @@ _POD_GROUPS = {name: apis[0].split("/")[0] for name, apis in POD_GROUP_APIS.item
 # ClusterRole and change none. So an attacker with its account learns no secret, and gets no right
 # that ElasticJobs do not have.
 RIGHTS = (
-    (GROUP, (PLURAL,), ("get", "list", "watch", "delete"), "to see jobs, and remove old ones"),
+    (
+        GROUP,
+        (PLURAL,),
+        ("get", "list", "watch", "patch", "delete"),
+        "to see jobs, to write the specs of those that name a template, and to remove old ones",
+    ),
+    (GROUP, (TEMPLATE_PLURAL,), ("get",), "to make jobs of them"),
     (GROUP, (f"{PLURAL}/status",), ("patch", "update"), "to say how they are"),
     # Some clusters require this right for owner references that block the owner's deletion.
     (GROUP, (f"{PLURAL}/finalizers",), ("update",), "to own what belongs to them"),
@@ -98,12 +105,17 @@ USER_ROLES = (
             (GROUP, (PLURAL,), _EDIT, "jobs"),
             (GROUP, (f"{PLURAL}/scale",), ("get", "update", "patch"), "kubectl scale"),
             (GROUP, (f"{PLURAL}/status",), _READ, "how jobs are"),
+            (GROUP, (TEMPLATE_PLURAL,), _READ, "what jobs may be made of"),
         ),
     ),
+    ("elastane-templates-edit", ("admin",), ((GROUP, (TEMPLATE_PLURAL,), _EDIT, "templates"),)),
     (
         "elastane-jobs-view",
         ("view",),
-        ((GROUP, (PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"), _READ, "jobs"),),
+        (
+            (GROUP, (PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"), _READ, "jobs"),
+            (GROUP, (TEMPLATE_PLURAL,), _READ, "what jobs may be made of"),
+        ),
     ),
 )
 NODE_RIGHTS = (("", ("nodes",), ("get", "list", "watch"), "to know which are lost"),)
@@ -124,14 +136,14 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def installation(wanted: Installation) -> list[Object]:
-    """Return namespace, definition, rights, Service and Deployment of an operator."""
+    """Return namespace, definitions, rights, Service and Deployment of an operator."""
     return [
         {
             "apiVersion": "v1",
             "kind": "Namespace",
             "metadata": {"name": wanted.namespace, "labels": _labels()},
         },
-        definition(with_rules=wanted.with_rules),
+        *definitions(with_rules=wanted.with_rules),
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(wanted.namespace)},
         *_rights(wanted),
         *roles_for_jobs(),
@@ -365,6 +377,18 @@ def job(requested: RequestedJob) -> Object:
                 "Worker": {"replicas": requested.replicas, "template": {"spec": pod}},
             },
         },
+    }
+
+
+def job_of_template(
+    name: str, namespace: str, ref: Mapping[str, Any], *, is_suspended: bool
+) -> Object:
+    """Return an ElasticJob whose spec the operator makes of a template; `ref`: its templateRef."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": name, **({"namespace": namespace} if namespace else {})},
+        "spec": {"templateRef": dict(ref), **({"suspend": True} if is_suspended else {})},
     }
 
 

@@ -1,4 +1,4 @@
-"""The definition of the ElasticJob resource (CustomResourceDefinition v1), made of the types.
+"""The definitions of ElasticJob and ElasticJobTemplate (CustomResourceDefinition v1), of the types.
 
 The schema is a structural one: each field has one type, without references. It is derived from the
 types that the operator decodes with, so the API server and the operator refuse the same values.
@@ -9,13 +9,17 @@ which is a bug of elastane.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import NODEFAULT, inspect
 
 from elastane.kubernetes.model import names
-from elastane.kubernetes.model.spec import ElasticJobSpec, RunPolicy
+from elastane.kubernetes.model.spec import (
+    ElasticJobSpec,
+    ElasticJobTemplateSpec,
+    RunPolicy,
+)
 from elastane.kubernetes.model.status import JobStatus
 
 Schema = dict[str, Any]
@@ -24,6 +28,7 @@ Schema = dict[str, Any]
 _NAME = {"type": "string", "maxLength": names.NAME_CHARS_MAX, "pattern": f"^{names.NAME_PATTERN}$"}
 # (expression, message) about spec. Fields that are not set are not compared.
 _RULES = (
+    ("has(self.replicaSpecs) || has(self.templateRef)", "replicaSpecs or a templateRef is needed"),
     (
         "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
         "minReplicas is at most maxReplicas",
@@ -34,7 +39,7 @@ _RULES = (
     ),
     (
         "!has(self.exitCodeRules) || size(self.exitCodeRules) == 0"
-        " || self.replicaSpecs.Worker.restartPolicy == 'ExitCode'",
+        " || (has(self.replicaSpecs) && self.replicaSpecs.Worker.restartPolicy == 'ExitCode')",
         "exitCodeRules need restartPolicy ExitCode",
     ),
     (
@@ -82,59 +87,108 @@ _COLUMNS = (
     ("Outdated", "integer", ".status.outdated", 1),
     ("Incident", "string", ".status.lastIncident.cause", 1),
     ("Endpoint", "string", ".spec.rdzvEndpoint", 1),
+    ("Template", "string", ".spec.templateRef.name", 1),
 )
+_WORKER = ".spec.job.replicaSpecs.Worker"
+_TEMPLATE_COLUMNS = (
+    ("Replicas", "integer", f"{_WORKER}.replicas", 0),
+    ("Min", "integer", ".spec.job.minReplicas", 0),
+    ("Max", "integer", ".spec.job.maxReplicas", 0),
+    ("Description", "string", ".spec.description", 0),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+    ("Image", "string", f"{_WORKER}.template.spec.containers[0].image", 1),
+    ("Overridable", "string", ".spec.overridable", 1),
+)
+# Fields of a job's spec that no template has: they are of the job itself.
+NOT_OF_TEMPLATES = ("managedBy", "suspend", "templateRef")
 
 
-def definition(*, with_rules: bool = True) -> Schema:
-    """Return the manifest of the definition.
+def definitions(*, with_rules: bool = True) -> list[Schema]:
+    """Return the manifests of all definitions.
 
     `with_rules`: with rules between fields (CEL), which Kubernetes knows since 1.25.
     """
+    return [definition(with_rules=with_rules), template_definition()]
+
+
+def definition(*, with_rules: bool = True) -> Schema:
+    """Return the manifest of the definition of ElasticJob; `with_rules` as for `definitions`."""
+    version = _version(_whole(with_rules), _COLUMNS)
+    version["subresources"] = {
+        "status": {},
+        "scale": {
+            "specReplicasPath": ".spec.replicaSpecs.Worker.replicas",
+            "statusReplicasPath": ".status.replicas",
+            "labelSelectorPath": ".status.selector",
+        },
+    }
+    return _definition(names.KIND, names.PLURAL, "ej", version)
+
+
+def template_definition() -> Schema:
+    """Return the manifest of the definition of ElasticJobTemplate.
+
+    It has no rules between fields: what contradicts in a template is reported by the jobs of it.
+    """
+    spec = schema_of(ElasticJobTemplateSpec)
+    for name in NOT_OF_TEMPLATES:
+        del spec["properties"]["job"]["properties"][name]
+    schema = {
+        "description": "A template of ElasticJobs, for those who run a platform to offer.",
+        "type": "object",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": spec,
+        },
+    }
+    version = _version(schema, _TEMPLATE_COLUMNS)
+    return _definition(names.TEMPLATE_KIND, names.TEMPLATE_PLURAL, "ejt", version)
+
+
+def _definition(kind: str, plural: str, short: str, version: Schema) -> Schema:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{names.PLURAL}.{names.GROUP}"},
+        "metadata": {"name": f"{plural}.{names.GROUP}"},
         "spec": {
             "group": names.GROUP,
             "scope": "Namespaced",
             # Explicit, since this definition may replace TorchElastic's, which has the value true.
             "preserveUnknownFields": False,
             "names": {
-                "kind": names.KIND,
-                "listKind": f"{names.KIND}List",
-                "plural": names.PLURAL,
-                "singular": names.KIND.lower(),
-                "shortNames": ["ej"],
+                "kind": kind,
+                "listKind": f"{kind}List",
+                "plural": plural,
+                "singular": kind.lower(),
+                "shortNames": [short],
             },
-            "versions": [_version(with_rules)],
+            "versions": [version],
         },
     }
 
 
-def _version(with_rules: bool) -> Schema:
-    columns = [
-        {"name": name, "type": kind, "jsonPath": path} | ({"priority": place} if place else {})
-        for name, kind, path, place in _COLUMNS
-    ]
+def _version(schema: Schema, columns: Sequence[tuple[str, str, str, int]]) -> Schema:
     return {
         "name": names.VERSION,
         "served": True,
         "storage": True,
-        "schema": {"openAPIV3Schema": _whole(with_rules)},
-        "subresources": {
-            "status": {},
-            "scale": {
-                "specReplicasPath": ".spec.replicaSpecs.Worker.replicas",
-                "statusReplicasPath": ".status.replicas",
-                "labelSelectorPath": ".status.selector",
-            },
-        },
-        "additionalPrinterColumns": columns,
+        "schema": {"openAPIV3Schema": schema},
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path} | ({"priority": place} if place else {})
+            for name, kind, path, place in columns
+        ],
     }
 
 
 def _whole(with_rules: bool) -> Schema:
     spec = schema_of(ElasticJobSpec)
+    # The operator makes them of the template where a job names one.
+    spec["required"].remove("replicaSpecs")
+    if not spec["required"]:
+        del spec["required"]
     for spelling in ("runPolicy", "RunPolicy"):
         spec["properties"][spelling] = schema_of(RunPolicy)
     if with_rules:

@@ -19,6 +19,7 @@ from elastane.kubernetes.model.decision import (
 )
 from elastane.kubernetes.model.observed import (
     ElasticJob,
+    JobTemplate,
     Meta,
     Observed,
     OwnedObjects,
@@ -52,6 +53,7 @@ __all__ = [
     "ElasticJob",
     "ElasticJobSpec",
     "JobStatus",
+    "JobTemplate",
     "Meta",
     "Observed",
     "OwnedObjects",

@@ -12,6 +12,8 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "ElasticJob"
 PLURAL = "elasticjobs"
+TEMPLATE_KIND = "ElasticJobTemplate"
+TEMPLATE_PLURAL = "elasticjobtemplates"
 CONTAINER = "elasticjob-worker"
 REPLICA_TYPE = "Worker"
 

@@ -271,6 +271,13 @@ class ElasticJob(_Read, frozen=True, kw_only=True):
     status: Any = {}
 
 
+class JobTemplate(_Read, frozen=True, kw_only=True):
+    """An ElasticJobTemplate as received: metadata decoded, spec complete and unchanged."""
+
+    metadata: Meta = Meta()
+    spec: Any = {}
+
+
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """The objects of one job, as last seen.
 
@@ -278,7 +285,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     another object controls them. `gone`: deleted pods, each in its last state. `services` and
     `objects`: like `pods`. `nodes`: the nodes of these pods; a node that is missing here counts as
     healthy. `refused`: see Refusal. `unserved`: kinds of objects that cannot be read, and why:
-    their API is not installed, or the operator has no right to it.
+    their API is not installed, or the operator has no right to it. `template`: the job template
+    that the spec has to be made of; it is read only for such a job, and None if there is none.
     """
 
     job: ElasticJob
@@ -290,3 +298,4 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     report: JobReport | None = None
     refused: tuple[Refusal, ...] = ()
     unserved: Mapping[str, str] = {}
+    template: JobTemplate | None = None

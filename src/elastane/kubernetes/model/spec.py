@@ -27,6 +27,8 @@ Backend = Literal["c10d", "elastane", "etcd", "etcd-v2", "file", "kubernetes", "
 ScaleDownPolicy = Literal["HighestIndex", "PendingFirst"]
 UpdateStrategy = Literal["OnDelete", "RollingUpdate"]
 PodGroupKind = Literal["Coscheduling", "Kubernetes", "Volcano"]
+# The fields of a job template that a job may set, unless the template allows fewer.
+Overridable = Literal["args", "env", "image", "maxReplicas", "minReplicas", "replicas"]
 
 Replicas = Annotated[int, Meta(ge=1, le=REPLICAS_MAX)]
 # int32, as Kubernetes' own fields of these names.
@@ -144,6 +146,39 @@ class ReplicaSpecs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     Worker: WorkersSpec
 
 
+class MadeOf(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Set by the operator once the spec is made of the template, which is not read again."""
+
+    edition: Annotated[int, _meaning("The edition of the template.")]
+    of: Annotated[str, _meaning("A digest of the other fields of templateRef.")]
+
+
+class TemplateRef(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """The ElasticJobTemplate of the job's namespace that the other fields of the spec are made of.
+
+    A job sets the fields below instead of those of the spec.
+    """
+
+    name: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=253)], _meaning("Name of the template.")
+    ]
+    image: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=1024)] | None,
+        _meaning("Instead of the template's. Of the container elasticjob-worker, as the next two."),
+    ] = None
+    args: Annotated[
+        Annotated[tuple[str, ...], Meta(max_length=1024)], _meaning("After the template's.")
+    ] = ()
+    env: Annotated[
+        Annotated[tuple[dict[str, Any], ...], Meta(max_length=1024)],
+        _meaning("Variables, instead of the template's of the same names."),
+    ] = ()
+    replicas: Annotated[Count | None, _meaning("Instead of the template's.")] = None
+    min_replicas: Annotated[Replicas | None, _meaning("Instead of the template's.")] = None
+    max_replicas: Annotated[Replicas | None, _meaning("Instead of the template's.")] = None
+    made: MadeOf | None = None
+
+
 class ElasticJobSpec(RunPolicy, frozen=True, kw_only=True):
     """The specification of the job."""
 
@@ -212,3 +247,17 @@ class ElasticJobSpec(RunPolicy, frozen=True, kw_only=True):
             " job has lost it too, or when the node is deleted."
         ),
     ] = 10
+    template_ref: TemplateRef | None = None
+
+
+class ElasticJobTemplateSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A spec that jobs of the same namespace may name, and what they may set of it."""
+
+    description: Annotated[
+        Annotated[str, Meta(max_length=1024)] | None, _meaning("For those who choose a template.")
+    ] = None
+    overridable: Annotated[
+        tuple[Overridable, ...] | None,
+        _meaning("The fields that a job may set in its templateRef. Not set: all of them."),
+    ] = None
+    job: ElasticJobSpec

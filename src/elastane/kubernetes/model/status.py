@@ -106,7 +106,8 @@ class JobStatus(_StatusPart, frozen=True, kw_only=True):
     `last_failure` is of a pod or container. `last_incident` was reported by the coordinator.
 
     `replicas` counts living pods, for the scale subresource. `outdated` counts pods of an older
-    template. `counted`: uids of ended pods, which are counted before they are deleted. `fenced`:
+    template. `job_template`: the ElasticJobTemplate that the spec was made of, and its edition.
+    `counted`: uids of ended pods, which are counted before they are deleted. `fenced`:
     uids of pods on lost nodes, which may neither rejoin nor publish.
 
     `first_start_time`: the time at which a pod of the job had run. `stuck_since_time`: the time
@@ -123,6 +124,7 @@ class JobStatus(_StatusPart, frozen=True, kw_only=True):
     desired_replicas: int = 0
     outdated: int = 0
     selector: str = ""
+    job_template: str = ""
     start_time: _Time = None
     completion_time: _Time = None
     ended_well_time: _Time = None

@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from elastane.errors import LeaseLostError
 from elastane.kubernetes.client import Api, ApiError, ApiForbiddenError, Resource
 from elastane.kubernetes.client.resource import EVERYTHING
-from elastane.kubernetes.model import Decision, ElasticJob, Observed, ReportedEvent
+from elastane.kubernetes.model import Decision, ElasticJob, JobTemplate, Observed, ReportedEvent
 from elastane.kubernetes.operator.bounds import RESYNC_S, WORKERS
 from elastane.kubernetes.operator.executor import Executor, StaleError, StatusRefusedError
 from elastane.kubernetes.operator.informer import Informer, WatchConnection, Watched
@@ -31,9 +33,11 @@ from elastane.kubernetes.operator.view import (
     OURS,
     POD_GROUPS,
     RESOURCES,
+    TEMPLATES,
     ClusterView,
     type_of,
 )
+from elastane.kubernetes.reconcile import template_to_read
 
 _log = logging.getLogger(__name__)
 _NODES = BY_KIND["Node"]
@@ -134,10 +138,7 @@ class OperatorSession:
             self.queue.forget(key)
             return
         try:
-            await self.view.nodes.look(self._api, self.view.nodes_in_doubt(key))
-            seen = self.view.observed(key)
-            if seen is None:
-                raise StaleError("the job was deleted")
+            seen = await self._observe(key)
             job = seen.job
             decision = self._decide(seen, time.time())
             await self._executor.carry_out(key, job, decision)
@@ -161,6 +162,18 @@ class OperatorSession:
                 self._recorder.record(_about(job), event)
             if decision.again_in_s is not None:
                 self.queue.add_in(key, decision.again_in_s)
+
+    async def _observe(self, key: str) -> Observed:
+        """Return the objects of a job; what is not cached, or in doubt, is read."""
+        await self.view.nodes.look(self._api, self.view.nodes_in_doubt(key))
+        seen = self.view.observed(key)
+        if seen is None:
+            raise StaleError("the job was deleted")
+        if name := template_to_read(seen.job):
+            space = seen.job.metadata.namespace
+            template = await self._api.find(TEMPLATES, space, name, JobTemplate)
+            return msgspec.structs.replace(seen, template=template)
+        return seen
 
     def _give_up(self, key: str, job: ElasticJob, error: ApiError) -> None:
         """Leave a job alone until it changes, or the next resync."""

@@ -44,6 +44,8 @@ from elastane.kubernetes.model.names import (
     PLURAL,
     POD_GROUP_APIS,
     POD_SELECTOR,
+    TEMPLATE_KIND,
+    TEMPLATE_PLURAL,
     VERSION,
     pod_group_kind,
 )
@@ -60,6 +62,8 @@ from elastane.kubernetes.operator.informer import Cache, HasMeta, Index, key_of
 from elastane.protocol.unreadable import UNREADABLE
 
 JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
+# Read when a job has to be made of one, and not watched.
+TEMPLATES = Resource(GROUP, VERSION, TEMPLATE_PLURAL, TEMPLATE_KIND)
 OURS = Selector(labels=POD_SELECTOR)
 # Most clusters serve none or one of these.
 POD_GROUPS = tuple(

@@ -7,8 +7,9 @@ written before the actions that the status counts.
 
 It uses no clock, I/O or randomness. It does not fail: an unreadable object is reported in a
 condition. The rules of a decision, in their order: a job of another controller; one that is being
-deleted; a wrong spec; a job that has ended; fencing of pods on lost nodes; counting of ended pods;
-the end of the job; a suspended job; a job that finishes; a job that runs.
+deleted; one whose spec is to be made of a job template; a wrong spec; a job that has ended; fencing
+of pods on lost nodes; counting of ended pods; the end of the job; a suspended job; a job that
+finishes; a job that runs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from elastane.kubernetes.reconcile.ending import (
     refuse,
     start_again,
 )
+from elastane.kubernetes.reconcile.job_templates import make_of_template, template_to_read
 from elastane.kubernetes.reconcile.ledger import count
 from elastane.kubernetes.reconcile.node_loss import fence
 from elastane.kubernetes.reconcile.objects import drop_group, keep_directive
@@ -37,7 +39,7 @@ from elastane.kubernetes.reconcile.running import finish, live, pause, wanted_sl
 from elastane.kubernetes.reconcile.settings import is_managed_elsewhere, read
 from elastane.kubernetes.reconcile.status import status_of
 
-__all__ = ["reconcile"]
+__all__ = ["reconcile", "template_to_read"]
 
 
 def reconcile(seen: Observed, now_s: float) -> Decision:
@@ -51,6 +53,8 @@ def reconcile(seen: Observed, now_s: float) -> Decision:
     before = read_status(seen.job.status)
     if seen.job.metadata.is_leaving:
         return _leave(seen, before)
+    if template_to_read(seen.job) is not None:
+        return make_of_template(seen, before, now_s)
     reading = read(seen.job)
     if reading.settings is None:
         return refuse(seen, before, reading.wrong, now_s)

@@ -55,3 +55,7 @@ TEXT_CHARS_MAX = 400
 EVENTS_MAX = 64
 # How many mistakes of a manifest one message lists.
 FAULTS_SHOWN_MAX = 8
+# A job template that is missing or wrong is read again after a tenth of the job's age, between
+# these bounds: it may be applied a moment after the job, or never.
+TEMPLATE_LOOK_MIN_S = 1.0
+TEMPLATE_LOOK_MAX_S = 30.0

@@ -43,13 +43,13 @@ def has_ended(status: JobStatus) -> bool:
 
 def may_start_again(status: JobStatus, edition: int) -> bool:
     """Whether a job whose specification kept it from starting has been edited since it failed."""
+    return is_corrigible(status) and status.observed_generation != edition
+
+
+def is_corrigible(status: JobStatus) -> bool:
+    """Whether the job failed since its specification kept it from starting."""
     failed = status.condition("Failed")
-    return (
-        failed is not None
-        and failed.status == "True"
-        and failed.reason in _CORRIGIBLE
-        and status.observed_generation != edition
-    )
+    return failed is not None and failed.status == "True" and failed.reason in _CORRIGIBLE
 
 
 def start_again(status: JobStatus) -> JobStatus:

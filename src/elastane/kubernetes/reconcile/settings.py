@@ -215,7 +215,9 @@ def wrong_types(raw: dict[str, Any]) -> list[Wrong]:
         path = f"spec.{field.encode_name}"
         if field.encode_name not in raw:
             if field.required:
-                wrong.append(_wrong(path, msgspec.UNSET, "what the job consists of"))
+                wrong.append(
+                    _wrong(path, msgspec.UNSET, "what the job consists of, or a templateRef")
+                )
             continue
         value = raw[field.encode_name]
         try:

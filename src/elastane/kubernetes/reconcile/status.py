@@ -59,6 +59,7 @@ def status_of(context: DecisionContext, verdict: JobVerdict | None) -> JobStatus
         desired_replicas=context.settings.desired,
         outdated=sum(pod.lives and pod.is_outdated for pod in context.own),
         selector=selector(context.job.name),
+        job_template=_job_template(context),
         start_time=context.start_time,
         completion_time=context.completion_time,
         ended_well_time=context.ended_well_time,
@@ -84,6 +85,12 @@ def status_of(context: DecisionContext, verdict: JobVerdict | None) -> JobStatus
         early_ends=tuple(one for i, one in sorted(context.early_ends.items()) if i in slots),
         nodes=tuple(context.nodes.values()),
     )
+
+
+def _job_template(context: DecisionContext) -> str:
+    ref = context.settings.spec.template_ref
+    made = ref.made if ref is not None else None
+    return "" if ref is None or made is None else f"{ref.name}, edition {made.edition}"
 
 
 def _replicas(context: DecisionContext) -> ReplicaStatus:
