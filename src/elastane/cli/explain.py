@@ -79,6 +79,9 @@ def story_lines(story: JobStory, account: Account | None = None) -> list[str]:
         lines.append(f"next: {story.next_step}")
     if story.restarts_used:
         lines.append(_budget_line(story))
+    if story.earlier_runs:
+        runs = counted(story.earlier_runs, "earlier run")
+        lines.append(f"of the newest run; the log has {runs} of jobs of this name")
     for attempt in story.attempts:
         lines += ["", *_attempt_lines(attempt)]
     if story.departures:

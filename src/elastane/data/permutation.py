@@ -9,8 +9,8 @@ not a cipher.
 Sources: Luby and Rackoff 1988 (the network); Black and Rogaway 2002 (cycle walking, halves of
 unequal size); the multipliers are those of Wellons' lowbias32 hash.
 
-It knows nothing of ranks, batches or torch. How it fails: ConfigurationError without NumPy and for
-n, seed or epoch out of range, IndexError for a position out of range.
+It knows nothing of ranks, batches or torch. How it fails: ConfigurationError for n, seed or epoch
+out of range, IndexError for a position out of range.
 """
 
 from __future__ import annotations
@@ -18,18 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from elastane.data.checks import N_MAX, SEED_END, whole
-from elastane.errors import ConfigurationError
+import numpy as np
 
-try:
-    import numpy as np
-except ModuleNotFoundError as missing:  # an optional extra, which only elastic data needs
-    raise ConfigurationError(
-        "the elastic samplers need numpy, which is not installed",
-        expected="numpy 1.23 or later",
-        next_step="pip install 'elastane[data]'",
-        slug="extra-missing",
-    ) from missing
+from elastane.data.checks import N_MAX, SEED_END, whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -268,8 +268,9 @@ def _straggler(event: LoggedEvent) -> SeenStraggler:
 
 
 class JobStory(msgspec.Struct, kw_only=True):
-    """All attempts of a job in order, and how it ended; `ended` is empty until then.
+    """All attempts of a job's newest run in order, and how it ended; `ended` is empty until then.
 
+    `earlier_runs`: the runs of jobs of this name that the log has before it.
     `restarts_used` is the use of the restart budget, which covers restarts of all workers and
     `replacements` of lost ones. `agents_left`: how each agent that stopped has ended.
     `agents_here`: the number of agents that have not stopped. `injected`: faults that were injected
@@ -292,6 +293,7 @@ class JobStory(msgspec.Struct, kw_only=True):
     injected: list[str] = []
     notices: list[str] = []
     last_event: str = ""
+    earlier_runs: int = 0
     version: int = 1
 
     def add(self, event: LoggedEvent, here: set[tuple[str, int]]) -> None:
@@ -365,8 +367,20 @@ _OF_JOB: dict[str, Callable[[JobStory, LoggedEvent], None]] = {
 }
 
 
+def _begins_run(
+    event: LoggedEvent, story: JobStory, table: dict[tuple[int, int], AttemptStory]
+) -> bool:
+    """Whether another run begins under the name of one that has ended, or was killed."""
+    if event.kind == EventKind.COORDINATOR_STARTED:
+        return bool(story.ended)
+    if event.kind != EventKind.ROUND_SETTLED or event.round is None or event.attempt is None:
+        return False
+    before = table.get((event.round, event.attempt))
+    return before is not None and bool(before.began)
+
+
 def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
-    """Return the story in the events, which may come in any order of hosts."""
+    """Return the story of the newest run in the events, which may come in any order of hosts."""
     story = JobStory(job=job, log_dir=log_dir)
     table: dict[tuple[int, int], AttemptStory] = {}
     began_s: dict[tuple[int, int], float] = {}
@@ -377,6 +391,9 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
         is_count = event.kind in MEASURED
         if is_count and (event.round, event.attempt) in table:
             continue
+        if _begins_run(event, story, table):
+            story = JobStory(job=job, log_dir=log_dir, earlier_runs=story.earlier_runs + 1)
+            table, began_s = {}, {}
         story.add(event, here)
         if event.round is None or event.attempt is None:
             continue

@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-import subprocess
 import sys
 import tracemalloc
 import types
@@ -170,16 +169,6 @@ def test_a_copy_of_a_sampler_is_one_of_its_own():
         assert list(other) == list(sampler)
         other.commit()
         assert sampler.next_step == 0
-
-
-def test_without_numpy_the_sampler_is_refused_by_name():
-    code = "import sys; sys.modules['numpy'] = None; import elastane; elastane.ElasticBatchSampler"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert "need numpy, which is not installed" in done.stderr
-    assert "[extra-missing]" in done.stderr
-    assert "pip install 'elastane[data]'" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -361,3 +361,18 @@ def test_only_the_cause_shows_its_traceback_and_no_line_that_only_marks_another(
         "Traceback", "  total = loss / count", "ZeroDivisionError: by zero",
         "RuntimeError: Connection closed by peer",
     ]  # fmt: skip
+
+
+def ran(at_s, *, ends=True):
+    """Return the events of a run whose one attempt ended with an error."""
+    begun = event(at_s, EventKind.COORDINATOR_STARTED, fence=None), settled(at_s + 1)
+    ended = event(at_s + 3, EventKind.JOB_ENDED, "too many restarts", ok=False, exit_code=1)
+    return [*begun, exited(at_s + 2, 0, message=f"of {at_s}"), *([ended] if ends else [])]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_of_several_runs_under_one_name_the_newest_is_told(ends):
+    text = "\n".join(told(*ran(0, ends=ends), *ran(100, ends=False)))
+    assert "of 100" in text and "of 0" not in text
+    assert "no end is on file" in text and text.count("round 0 attempt 0") == 1
+    assert "the log has 1 earlier run of jobs of this name" in text
