@@ -146,13 +146,24 @@ class Exhausted(StrEnum):
     DEVICE = "memory of its device"
     DISK = "disk"
     KILLED = "unknown: a child of it, or its shell, reports SIGKILL"
+    LOADER = "unknown: a process of its data loader was killed"
+    SHARED = "shared memory"
 
 
 # Signs in the line that names an error, the first that fits counts.
 _EXHAUSTED = (
     (Exhausted.DEVICE, re.compile(r"(CUDA|HIP|XPU) out of memory|OutOfMemoryError")),
     (Exhausted.MEMORY, re.compile(r"^MemoryError|Cannot allocate memory|can't allocate memory")),
-    (Exhausted.DISK, re.compile(r"No space left on device|Disk quota exceeded")),
+    # torch.save on a full disk says one of the last two (torch 2.13).
+    (
+        Exhausted.DISK,
+        re.compile(
+            r"No space left on device|Disk quota exceeded|basic_ios::clear: iostream error"
+            r"|PytorchStreamWriter failed writing"
+        ),
+    ),
+    (Exhausted.SHARED, re.compile(r"DataLoader worker .*killed by signal: Bus error")),
+    (Exhausted.LOADER, re.compile(r"DataLoader worker .*killed by signal: Killed")),
 )
 
 

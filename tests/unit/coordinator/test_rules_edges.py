@@ -154,6 +154,9 @@ def test_the_next_step_fits_the_way_a_worker_ended(exit_code, words):
     assert words in one.persisted[-1].outcome.next_step
 
 
+LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal:"
+
+
 @pytest.mark.parametrize(
     ("found", "words"),
     [
@@ -161,6 +164,9 @@ def test_the_next_step_fits_the_way_a_worker_ended(exit_code, words):
         ({"message": f"{STACK}MemoryError"}, "more memory"),
         ({"message": f"{STACK}torch.OutOfMemoryError: CUDA out of memory."}, "of its GPU"),
         ({"message": f"{STACK}OSError: [Errno 28] No space left on device"}, "df -h"),
+        ({"message": f"{STACK}RuntimeError: basic_ios::clear: iostream error"}, "df -h"),
+        ({"message": f"{STACK}{LOADER} Killed."}, "fewer num_workers"),
+        ({"message": f"{STACK}{LOADER} Bus error. It is possible that"}, "/dev/shm"),
         ({"message": "No space left on device", "exit_code": -9, "output": True}, "SIGKILL"),
         (
             {

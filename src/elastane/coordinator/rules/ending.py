@@ -227,6 +227,14 @@ _FREE = {
     ),
     Exhausted.DEVICE: "let each worker use less memory of its GPU: smaller batches, sharding",
     Exhausted.DISK: "free space on the disk of that node (df -h), or write elsewhere",
+    Exhausted.SHARED: (
+        "give the data loader more shared memory (df -h /dev/shm; docker run --shm-size), or let it"
+        " use less: fewer num_workers, smaller batches"
+    ),
+    Exhausted.LOADER: (
+        "find who killed the process of the data loader: often the kernel or a container that ran"
+        " out of memory (dmesg | grep -i killed); fewer num_workers need less"
+    ),
     Exhausted.KILLED: (
         "find who sent SIGKILL, which a shell reports as exit code 137: often the kernel or a"
         " container that ran out of memory (dmesg | grep -i killed)"
