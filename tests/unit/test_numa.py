@@ -107,9 +107,12 @@ def test_a_gpu_whose_node_has_no_cpu_for_us_is_refused():
 )
 def test_every_mode_binds_as_torch_does(monkeypatch, there, mode):
     binding = pytest.importorskip("torch.numa.binding")
+    device = "device" if hasattr(binding, "_get_device_count") else "gpu"  # torch 2.13 says gpu
     tell = {
-        "_get_gpu_count": lambda: len(there.gpus),
-        "_get_numa_node_index_for_gpu_index": lambda gpu_index: there.gpus[gpu_index],
+        f"_get_{device}_count": lambda: len(there.gpus),
+        f"_get_numa_node_index_for_{device}_index": lambda **index: there.gpus[
+            index[f"{device}_index"]
+        ],
         "_get_allowed_logical_cpu_indices_for_numa_node": lambda numa_node_index: set(
             there.nodes[numa_node_index]
         ),
@@ -126,7 +129,7 @@ def test_every_mode_binds_as_torch_does(monkeypatch, there, mode):
         monkeypatch.setattr(binding, name, answer)
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
     theirs = [
-        binding._get_logical_cpus_to_bind_to(gpu_index=index, numa_options=options)
+        binding._get_logical_cpus_to_bind_to(**{f"{device}_index": index}, numa_options=options)
         for index in range(len(there.gpus))
     ]
     assert list(bind(there, mode, len(there.gpus))) == theirs

@@ -103,6 +103,13 @@ class ErrorHandler(job_record.ErrorFileHandler):
         """Set the exit code in the content of `rootcause_error_file`, in place."""
         rootcause_error.update(with_error_code(rootcause_error, error_code))
 
+    def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:
+        """Return the text of a worker that a signal ended; `error_file` lies beside its logs.
+
+        torch has this hook from 2.14 on, for subclasses that know more; here it changes nothing.
+        """
+        return message
+
 
 def get_error_handler() -> ErrorHandler:
     """Return a handler that writes to the file that TORCHELASTIC_ERROR_FILE names."""
