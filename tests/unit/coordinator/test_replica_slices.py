@@ -232,6 +232,25 @@ def test_a_new_coordinator_continues_levelling_a_world(part):
     assert regrouped(after, "b") == (Fence(3, 0), 0, (0, 1), 4)
 
 
+def test_level_workers_are_not_interrupted_before_all_of_their_world_can_be_regrouped():
+    """A node whose workers are of an older world holds a slice while they stop."""
+    before = two_replicas()
+    job = Driver(job_spec(2, 4, 1))
+    for node_id in "bcd":
+        job.join(node_id)
+    job.passes(4.0, alive="bcd")
+    job.fails("b"), job.stops("b", "c", "d")
+    sharding = Sharding(span=2, part=0)
+    job.join("a", holding=before.holding("a", able=(0, 1), in_place=True, sharding=sharding))
+    assert Stop in kinds(job, "a"), kinds(job, "a")
+    job.inbox.clear()
+    says(job, "b", NO_SLICE, level=job.assigned["b"].fence)
+    job.passes(1.0, alive="abcd")
+    assert not any(kinds(job, each) for each in "bcd")
+    says(job, "c", NO_SLICE), says(job, "d", NO_SLICE)
+    assert [kinds(job, each)[:2] for each in "bc"] == [[Interrupt, Assign]] * 2
+
+
 def test_a_first_world_without_whole_replicas_begins_again_once_enough_nodes_are_there():
     """Its workers have no state yet. One of the two has not reported that it can recover."""
     job = Driver(job_spec(1, 2, 0))

@@ -118,7 +118,12 @@ def end_if_stalled(state: State) -> bool:
 
 
 def end_if_level(state: State) -> bool:
-    """End a world with a partial replica once all its members are at one step."""
+    """End a world with a partial replica once all its members are at one step.
+
+    Not before all of its workers can be regrouped: the others would be interrupted for ever.
+    """
+    if not state.in_place.active:
+        return False
     if not any(sizing.reports_level(state, node) for node in state.roster.members()):
         return False
     reason = "some of its nodes complete no replica and leave the world"
