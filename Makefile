@@ -23,6 +23,8 @@ TRAINED := $(wildcard tests/kubernetes/test_bed.py tests/kubernetes/test_elastic
 	tests/kubernetes/test_kube_rendezvous.py tests/kubernetes/test_walkthrough.py \
 	tests/process/test_kubernetes_jobs.py)
 KUBERNETES := tests/kubernetes tests/conformance tests/process/test_kubernetes_jobs.py
+# The suites of `make matrix`: what decides, on each Python. The rest is processes, which take long.
+CORE := tests/properties tests/unit tests/cli tests/simulation tests/conformance/test_storages.py
 # What to build beside lint and the pure tests: BED=kubernetes-bed, where the lanes are to have it.
 BED ?=
 # The control plane takes 4% of a processor while it waits, so its tests come last: it starts for
@@ -55,7 +57,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where this is set, each agent that a test starts would compile its imports anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help env demo test pure-1 pure-2 lane-1 lane-2 lane-3 lane-4 lint bench soak nightly gpu kubernetes kubernetes-bed \
+.PHONY: help env demo test pure-1 pure-2 lane-1 lane-2 lane-3 lane-4 lint bench soak nightly gpu matrix kubernetes kubernetes-bed \
 	coverage covered-1 covered-2 covered-3 covered-4 release docs man constraints format clean
 
 help: ## list what can be made
@@ -137,6 +139,11 @@ gpu: env ## what needs an NVIDIA GPU: make gpu TORCH="torch --index-url ..."
 	GPU_BACKEND=gloo $(PYTEST) -n $(JOBS) $(addprefix tests/process/test_, recovery_in_place.py \
 		deterministic_in_place.py hangs_in_place.py heal_in_place.py shards_in_place.py \
 		checkpoint_jobs.py zygote.py) $(ARGS)
+
+# Environments are kept in ~/.cache/elastane-matrix. VERSIONS=3.12,3.13 runs these alone.
+VERSIONS ?= 3.11,3.12,3.13,3.14
+matrix: ## the core suites on each Python from 3.11 to 3.14 that is here, and a table of what ran
+	@$(PYTHON) tests/shared/matrix.py --torch '$(TORCH)' --versions $(VERSIONS) $(CORE) $(ARGS)
 
 kubernetes-bed: ## build the control plane that tests/kubernetes need, once (three minutes)
 	tests/kubernetes/bed/build.sh

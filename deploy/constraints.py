@@ -67,7 +67,8 @@ def offered() -> Iterator[Requirement]:
                 waiting += wanted.extras
             else:
                 yield wanted
-    yield from (one for one in map(Requirement, extras["test"]) if one.name in BROUGHT)
+    tested = map(Requirement, (*extras["test"], *extras["test-core"]))
+    yield from (one for one in tested if one.name in BROUGHT)
 
 
 def _needs(name: str, extras: set[str]) -> Iterator[Requirement]:

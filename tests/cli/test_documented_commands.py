@@ -138,6 +138,7 @@ def test_elastic_with_two_of_four_nodes(here, program, text):
     assert {worker["GROUP_RANK"] for worker in told.values()} == {"0", "1"}
 
 
+@pytest.mark.torch
 def test_torchrun_with_a_process_group_over_two_nodes(here):
     text = FIXED.format(nproc="--nproc-per-node")
     address = f"localhost:{free_port()}"

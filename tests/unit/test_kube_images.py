@@ -154,6 +154,7 @@ RUN = {
 }
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("path", ALL)
 def test_an_image_has_what_its_programs_import(path, tmp_path):
     """In an environment of the packages that its recipe installs, and no others."""

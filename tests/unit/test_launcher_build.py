@@ -334,6 +334,7 @@ def test_the_kinds_of_command(make, script):
     assert (config.command.kind, config.command.zygote) == ("exec", False)
 
 
+@pytest.mark.torch
 def test_the_zygote_forks_only_its_own_interpreter(make):
     assert make().command.zygote
     assert "torch" in make().command.preload
