@@ -8,6 +8,7 @@ heading in docs/errors.md. This module imports nothing of elastane.
 from __future__ import annotations
 
 import copyreg
+import sys
 from enum import IntEnum
 from typing import Any
 
@@ -65,6 +66,21 @@ class ConfigurationError(ElastaneError):
     """The job, the environment or a file is configured in a way that cannot work."""
 
     exit_code = ExitCode.CONFIGURATION
+
+
+def missing_extra(what: str, extra: str, expected: str = "") -> ConfigurationError:
+    """Return the error of a feature whose optional packages are not installed.
+
+    `what` says which feature lacks which package, `extra` is the extra of elastane that has it, and
+    `expected` the version or the alternative, if there is one to name.
+    """
+    return ConfigurationError(
+        what,
+        slug="extra-missing",
+        where=sys.executable,
+        expected=expected or f"the packages of elastane's extra `{extra}`",
+        next_step=f"pip install 'elastane[{extra}]'",
+    )
 
 
 class NodeUnfitError(ElastaneError):

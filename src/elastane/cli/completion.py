@@ -6,12 +6,11 @@ It prints a script for the shell, which shtab makes of the parsers of all verbs.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, cast
 
-from elastane.errors import ConfigurationError
+from elastane.errors import missing_extra
 
 SHELLS = ("bash", "zsh", "tcsh")
 _FILES = frozenset({"FILE", "SCRIPT", "SCRIPT ...", "DIGEST_LOG", "OTHER_DIGEST_LOG"})
@@ -28,13 +27,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
-        raise ConfigurationError(
-            "elastane completion needs shtab",
-            slug="extra-missing",
-            where=sys.executable,
-            expected="the package of elastane's extra `completion`",
-            next_step="pip install 'elastane[completion]'",
-        ) from None
+        raise missing_extra("elastane completion needs shtab", "completion") from None
     print(shtab.complete(_parser_of_all(shtab.FILE, shtab.DIRECTORY), args.shell))
     return 0
 

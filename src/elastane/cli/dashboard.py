@@ -7,14 +7,13 @@ which another machine reaches through `ssh -L`.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastane.cli._serving import check_port, listener_on, shown_host
 from elastane.cli.parser import add_job_options
 from elastane.cli.status import add_tls_options
-from elastane.errors import ConfigurationError, UsageError
+from elastane.errors import UsageError, missing_extra
 
 if TYPE_CHECKING:
     from elastane.dashboard.following import Jobs
@@ -74,13 +73,7 @@ def check_packages() -> None:
 
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise ConfigurationError(
-            f"the page of a job needs {' and '.join(missing)}",
-            slug="extra-missing",
-            where=sys.executable,
-            expected="the packages of elastane's extra `dashboard`",
-            next_step="pip install 'elastane[dashboard]'",
-        )
+        raise missing_extra(f"the page of a job needs {' and '.join(missing)}", "dashboard")
 
 
 def _jobs(args: argparse.Namespace) -> Jobs:

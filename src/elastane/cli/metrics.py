@@ -7,13 +7,12 @@ interrupted. The metrics name jobs and nodes, and contain no output of workers.
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from elastane.cli._serving import check_port, listener_on, shown_host
 from elastane.cli.parser import add_job_options
 from elastane.cli.status import add_tls_options, tls_of
-from elastane.errors import ConfigurationError
+from elastane.errors import missing_extra
 
 if TYPE_CHECKING:
     import asyncio
@@ -64,13 +63,7 @@ def check_package() -> None:
     from importlib.util import find_spec
 
     if find_spec("prometheus_client") is None:
-        raise ConfigurationError(
-            "elastane metrics needs prometheus_client",
-            slug="extra-missing",
-            where=sys.executable,
-            expected="the package of elastane's extra `metrics`",
-            next_step="pip install 'elastane[metrics]'",
-        )
+        raise missing_extra("elastane metrics needs prometheus_client", "metrics")
 
 
 async def _print_once(exporter: MetricsExporter) -> int:

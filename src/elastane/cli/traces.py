@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from elastane.cli.parser import add_job_options
-from elastane.errors import ConfigurationError, ElastaneError, UsageError
+from elastane.errors import ElastaneError, UsageError, missing_extra
 
 if TYPE_CHECKING:
     from elastane.dashboard.traces import JobTrace
@@ -75,12 +75,10 @@ def _check_package() -> None:
     except ModuleNotFoundError:
         spec = None
     if spec is None:
-        raise ConfigurationError(
+        raise missing_extra(
             "elastane traces needs opentelemetry-sdk and its exporter for OTLP over HTTP",
-            slug="extra-missing",
-            where=sys.executable,
-            expected="both importable there; --json needs neither",
-            next_step="pip install 'elastane[otel]'",
+            "otel",
+            "both importable there; --json needs neither",
         )
 
 

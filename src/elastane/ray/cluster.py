@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from elastane.errors import ConfigurationError
+from elastane.errors import ConfigurationError, missing_extra
 from elastane.process import environment
 from elastane.ray.host import AgentHost
 from elastane.ray.rules import RayDrain, RayNode, drains_of, nodes_of
@@ -37,11 +37,10 @@ def connected(address: str) -> Iterator[RayCluster]:
     try:
         import ray
     except ImportError:
-        raise ConfigurationError(
+        raise missing_extra(
             "elastane ray needs the package ray, which is not installed",
-            slug="extra-missing",
-            expected="Ray, in the version of the cluster",
-            next_step="pip install 'elastane[ray]'",
+            "ray",
+            "Ray, in the version of the cluster",
         ) from None
     try:
         ray.init(address=address or "auto", logging_level=logging.WARNING)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastane.errors import ConfigurationError
+from elastane.errors import missing_extra
 from elastane.protocol.checkpoints import CHUNK_BYTES, FileRecord
 
 if TYPE_CHECKING:
@@ -22,11 +22,8 @@ def _xxhash() -> ModuleType:
     try:
         import xxhash
     except ModuleNotFoundError as missing:
-        raise ConfigurationError(
-            "checkpoints need xxhash, which is not installed",
-            expected="xxhash 3.4 or later",
-            next_step="pip install 'elastane[checkpoints]'",
-            slug="extra-missing",
+        raise missing_extra(
+            "checkpoints need xxhash, which is not installed", "checkpoints", "xxhash 3.4 or later"
         ) from missing
     return xxhash
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from elastane.errors import ConfigurationError, StoreError
+from elastane.errors import ConfigurationError, StoreError, missing_extra
 from elastane.process.endpoint import parse_endpoint
 from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S
 from elastane.stores.protocol import (
@@ -497,11 +497,8 @@ def _connection(settings: RedisSettings) -> Any:
     try:
         module: Any = import_module("redis.asyncio.connection")
     except ImportError:
-        raise ConfigurationError(
-            "--rdzv-backend redis needs the package redis, which is not installed",
-            slug="extra-missing",
-            expected="elastane with its extra redis",
-            next_step="pip install 'elastane[redis]'",
+        raise missing_extra(
+            "--rdzv-backend redis needs the package redis, which is not installed", "redis"
         ) from None
     common = {
         "host": settings.host,

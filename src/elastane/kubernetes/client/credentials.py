@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from elastane.errors import ConfigurationError
+from elastane.errors import ConfigurationError, missing_extra
 from elastane.kubernetes.client.identity import (
     ClientProof,
     FileIdentity,
@@ -219,11 +219,8 @@ def _load(path: Path) -> Mapping[str, Any]:
     try:
         import yaml
     except ImportError:
-        raise ConfigurationError(
-            "a kubeconfig needs the package PyYAML, which is not installed",
-            slug="extra-missing",
-            expected="elastane with its extra kubernetes",
-            next_step="pip install 'elastane[kubernetes]'",
+        raise missing_extra(
+            "a kubeconfig needs the package PyYAML, which is not installed", "kubernetes"
         ) from None
     try:
         with path.open("rb") as file:

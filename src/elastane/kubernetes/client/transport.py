@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from elastane.errors import ConfigurationError
+from elastane.errors import missing_extra
 from elastane.kubernetes.client.credentials import ClusterAccess
 from elastane.kubernetes.client.errors import (
     ApiError,
@@ -179,11 +179,8 @@ class Transport:
         try:
             import httpx
         except ImportError:
-            raise ConfigurationError(
-                "Kubernetes needs the package httpx, which is not installed",
-                slug="extra-missing",
-                expected="elastane with its extra kubernetes",
-                next_step="pip install 'elastane[kubernetes]'",
+            raise missing_extra(
+                "Kubernetes needs the package httpx, which is not installed", "kubernetes"
             ) from None
         # httpx logs each request at INFO; a lease is renewed twice a second.
         logging.getLogger("httpx").setLevel(logging.WARNING)

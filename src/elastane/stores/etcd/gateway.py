@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from elastane.errors import ConfigurationError, StoreError
+from elastane.errors import ConfigurationError, StoreError, missing_extra
 from elastane.protocol.limits import STORE_TIMEOUT_S
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.stores.etcd.server import short_path
@@ -232,11 +232,8 @@ class Gateway:
             try:
                 import httpx
             except ImportError:
-                raise ConfigurationError(
-                    "--rdzv-backend etcd needs the package httpx, which is not installed",
-                    slug="extra-missing",
-                    expected="elastane with its extra etcd",
-                    next_step="pip install 'elastane[etcd]'",
+                raise missing_extra(
+                    "--rdzv-backend etcd needs the package httpx, which is not installed", "etcd"
                 ) from None
             # httpx logs each request at INFO; a lease is renewed twice a second.
             logging.getLogger("httpx").setLevel(logging.WARNING)
