@@ -121,6 +121,26 @@ def test_the_page_of_a_job_that_waits_fits_a_small_phone(served):
     assert found == {"page": 360, "wide": [], "small": [], "overlapping": []}
 
 
+def test_a_long_error_in_the_events_takes_the_width_of_a_phone(served):
+    url, job = served
+    failed = job.parent / "failed"
+    failed.mkdir()
+    said = "worker of rank 0 ended with exit code 1: torch.OutOfMemoryError: " + "CUDA " * 40
+    (failed / "events.h.jsonl").write_bytes(
+        encode_line(event("agent-started", "node-a", time_s=1.0))
+        + encode_line(event("job-ended", "node-a", said, ok=False, exit_code=1, time_s=2.0))
+    )
+
+    async def look(page):
+        cells = "[...document.querySelectorAll('#events td:last-child')]"
+        width = await page.run(f"Math.min(...{cells}.map((cell) => cell.offsetWidth))")
+        return width, await shape(page)
+
+    width, found = seen(f"{url}?job=failed", look, 390, 844, mobile=True)
+    assert width > 300
+    assert found == {"page": 390, "wide": [], "small": [], "overlapping": []}
+
+
 def test_the_page_shows_the_job_and_an_incident_opens_from_the_time_that_it_cost(served):
     async def look(page):
         parts = ("answers", "nodes", "scalars", "account", "checkpoints", "events")

@@ -235,7 +235,7 @@ def state_of(view: JobView, source: SourceFacts) -> str:
         return "reading"
     if view.end is not None:
         return "done" if view.end.ok else "failed"
-    if _is_stopped(view):
+    if view.all_left:
         return "stopped"
     if not _is_alive(view, source):
         return "silent"
@@ -267,17 +267,11 @@ def _is_alive(view: JobView, source: SourceFacts) -> bool:
     return source.has_agents or source.now_s - (view.last_s or 0.0) < SILENT_S
 
 
-def _is_stopped(view: JobView) -> bool:
-    """Return whether all nodes left before the job's end, so that nothing of it runs."""
-    states = {node.state for node in view.nodes.values()}
-    return bool(states) and states <= {"left", "gone"} and "left" in states
-
-
 def shown_until_s(view: JobView, source: SourceFacts) -> float:
     """Return until when the job is shown: now, its end, or its last event."""
     if view.end is not None:
         return view.end.time_s
-    if view.last_s is None or (_is_alive(view, source) and not _is_stopped(view)):
+    if view.last_s is None or (_is_alive(view, source) and not view.all_left):
         return max(source.now_s, view.last_s or 0.0)
     return view.last_s
 
@@ -285,7 +279,7 @@ def shown_until_s(view: JobView, source: SourceFacts) -> float:
 def _ended_s(view: JobView) -> float | None:
     if view.end is not None:
         return view.end.time_s
-    return view.last_s if _is_stopped(view) else None
+    return view.last_s if view.all_left else None
 
 
 def _reason(view: JobView, source: SourceFacts) -> str:
@@ -298,7 +292,7 @@ def _reason(view: JobView, source: SourceFacts) -> str:
         return stall.cause
     if source.report is not None:
         return source.report.reason
-    if _is_stopped(view):
+    if view.all_left:
         return "all nodes left before the job's end; it can be started again"
     return view.waiting
 

@@ -55,6 +55,9 @@ def _after_the_end(view: JobView) -> list[Need]:
 
 
 def _while_it_runs(view: JobView) -> list[Need]:
+    if view.all_left:
+        text = "Start it again with the same command"
+        return [Need(severity="next", text=text, hint=_from_where(view))]
     found = [*_open_incidents(view.incidents), *_budget(view), *_repeated(view)]
     found += [*_checkpoints(view), *_stragglers(view.stragglers)]
     if view.waiting:
@@ -67,6 +70,12 @@ def _while_it_runs(view: JobView) -> list[Need]:
         hint = "The disk of the log folder was full or unreachable: this page has gaps."
         found.append(Need(severity="watch", text=text, hint=hint))
     return found
+
+
+def _from_where(view: JobView) -> str:
+    saved = [made for made in view.checkpoints if not made.slug]
+    step = f" Step {saved[-1].step:,} is saved." if saved else ""
+    return f"All nodes left before the job's end.{step}"
 
 
 def troubles_of(incidents: IncidentHistory, stragglers: Mapping[int, StragglerView]) -> list[Need]:

@@ -254,6 +254,12 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     events_lost: int = 0
     end: JobEnd | None = None
 
+    @property
+    def all_left(self) -> bool:
+        """Whether all nodes left before the job's end, so that nothing of it runs."""
+        states = {node.state for node in self.nodes.values()}
+        return self.end is None and states <= {"left", "gone"} and "left" in states
+
     def node(self, name: str) -> NodeView | None:
         """Return a node by its name."""
         return self.nodes.get(name)

@@ -54,6 +54,15 @@ def test_the_state_of_a_job_is_one_word(events, facts, state):
     assert state_of(training(*events), source(**facts)) == state
 
 
+def test_a_job_that_all_nodes_left_needs_a_new_start_and_waits_for_nothing():
+    went = [event("node-released", node) for node in "ab"]
+    left = training(event("waiting", min_nodes=2), *went)
+    assert state_of(left, source()) == "stopped"
+    assert [(need.severity, need.text) for need in needs_of(left)] == [
+        ("next", "Start it again with the same command")
+    ]
+
+
 def test_checkpoints_are_counted_also_those_without_an_event_of_their_own():
     def saved(step, **more):
         return event("checkpoint-saved", step=step, location="/c", time_s=100.0 + step, **more)
