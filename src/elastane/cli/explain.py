@@ -7,8 +7,10 @@ running job, on one that ended long ago, and on one whose agents were all killed
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastane.cli.parser import add_job_options
@@ -65,16 +67,35 @@ def main(args: argparse.Namespace) -> int:
         found = {**msgspec.to_builtins(story), "account": account}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     else:
-        lines = (printable(line.expandtabs()) for line in story_lines(story, account))
+        told = story_lines(story, account, runs_here=_runs_here(folder))
+        lines = (printable(line.expandtabs()) for line in told)
         sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
-def story_lines(story: JobStory, account: Account | None = None) -> list[str]:
-    """Return the story for a person, with the account of where the time went."""
+def _runs_here(folder: Path) -> bool:
+    """Whether an agent of this user that logs to this job's folder runs on this machine."""
+    from elastane.errors import ElastaneError
+    from elastane.process import environment
+    from elastane.process.files import JobRegistry, runtime_folder
+
+    with contextlib.suppress(ElastaneError):
+        running = JobRegistry(runtime_folder(environment.snapshot())).running(folder.name)
+        known = (Path(one.log_dir).resolve() for one in running if one.log_dir)
+        return folder.resolve().parent in known
+    return False
+
+
+def story_lines(
+    story: JobStory, account: Account | None = None, *, runs_here: bool = False
+) -> list[str]:
+    """Return the story for a person, with the account of where the time went.
+
+    `runs_here`: an agent of the job runs on this machine.
+    """
     from elastane.observe.account import account_lines
 
-    lines = [f"job {story.job}: {_verdict(story)}"]
+    lines = [f"job {story.job}: {_verdict(story, runs_here=runs_here)}"]
     if story.next_step:
         lines.append(f"next: {story.next_step}")
     if story.restarts_used:
@@ -108,9 +129,11 @@ def _budget_line(story: JobStory) -> str:
     )
 
 
-def _verdict(story: JobStory) -> str:
+def _verdict(story: JobStory, *, runs_here: bool) -> str:
     if not story.attempts and not story.ended:
         return "no attempt is on file" + (f"; last: {story.last_event}" if story.last_event else "")
+    if not story.ended and runs_here:
+        return f"it runs; last: {story.last_event}"
     if not story.ended and story.agents_left and not story.agents_here:
         return (
             "no outcome: all agents whose logs are here left before the job ended; the last at"

@@ -1,13 +1,16 @@
 """`elastane explain`: the story of a job from invented event logs."""
 
 import json
+import os
 
 import pytest
+from msgspec.structs import replace
 
 from elastane.cli.explain import story_lines
 from elastane.cli.main import main
 from elastane.observe.events import LoggedEvent, encode_line, iso_time
 from elastane.observe.story import story_of
+from elastane.process.files import JobEntry, JobRegistry, process_start, runtime_folder
 from elastane.protocol.log_events import EventKind
 
 START_S = 1_700_000_000
@@ -152,6 +155,22 @@ def test_a_workers_text_cannot_steer_the_terminal(folder, capsys):
     out = capsys.readouterr().out
     assert "gone" in out
     assert not {"\x1b", "\x07"} & set(out)
+
+
+def test_a_job_whose_agent_runs_on_this_machine_is_said_to_run(tmp_path, monkeypatch, capsys):
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    folder = tmp_path / "logs" / "training"
+    folder.mkdir(parents=True)
+    (folder / "events.a.jsonl").write_bytes(encode_line(settled(0)))
+    own = {"pid": os.getpid(), "process": process_start(os.getpid())}
+    entry = JobEntry(job="training", node="a", endpoint="h:1", token="", **own)
+    registry = JobRegistry(runtime_folder({"XDG_RUNTIME_DIR": str(runtime)}))
+    for log_dir, says in ((tmp_path, "no end is on file"), (folder.parent, "it runs; last: ")):
+        registry.write(replace(entry, log_dir=str(log_dir)))
+        assert main(["explain", str(folder)]) == 0
+        assert capsys.readouterr().out.startswith(f"job training: {says}")
 
 
 def test_a_failed_job_is_shown_with_its_exit_code():
