@@ -76,6 +76,10 @@ _RETURN_LATE_S = 2.0
 RETURNED = "its program returned{} while others still trained"
 _TRACEBACK = "Traceback (most recent call last):"
 _OWN_ERRORS = "elastane.errors."
+# An error of ours as the last one of a worker, with its slug and what to do.
+_OWN_NEXT = re.compile(
+    r"^\S*Error: .* \[[a-z-]+\]\n(?:  \w+: .*\n)*  next: (.+)\s*\Z", re.MULTILINE
+)
 _STATE_LOST = "[job-state-lost]"
 _OTHER_MESH = "[job-mesh-size]"
 _ASKS_RESTART = "[in-place-restart]"
@@ -102,6 +106,12 @@ def is_lost_peer(failure: Failure) -> bool:
 def says_mismatch(failure: Failure) -> bool:
     """Whether the worker ended because another one sent more than it expected."""
     return not _is_unexplained(failure) and _TOO_MUCH in failure.message.lower()
+
+
+def own_next_step(failure: Failure) -> str:
+    """Return what the last error says is to be done, if it is one of ours; "" otherwise."""
+    found = None if _is_unexplained(failure) else _OWN_NEXT.search(failure.message)
+    return found.group(1) if found else ""
 
 
 def is_state_lost(failure: Failure) -> bool:

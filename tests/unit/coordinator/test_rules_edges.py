@@ -24,6 +24,9 @@ from elastane.protocol.model import (
 from elastane.protocol.wire import NONCE_BYTES, ServerHandshake, SessionKeys, codec_for_agent
 
 SPEC = job_spec(1, 4)
+OWN = """ConfigurationError: a group of some: not possible with --in-place [in-place-refused]
+  expected: DistributedDataParallel
+  next: start the script without --in-place"""
 STACK = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n'
 
 
@@ -162,6 +165,9 @@ LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal:"
     [
         ({"exit_code": -9, "evidence": "out of memory: the kernel killed it"}, "more memory"),
         ({"message": f"{STACK}MemoryError"}, "more memory"),
+        ({"message": f"{STACK}elastane.errors.{OWN}"}, "start the script without --in-place"),
+        ({"message": OWN}, "start the script without --in-place"),
+        ({"message": f"{OWN}\n\n{STACK}ValueError: x"}, "mend the script"),
         ({"message": f"{STACK}torch.OutOfMemoryError: CUDA out of memory."}, "of its GPU"),
         ({"message": f"{STACK}OSError: [Errno 28] No space left on device"}, "df -h"),
         ({"message": f"{STACK}RuntimeError: basic_ios::clear: iostream error"}, "df -h"),

@@ -23,6 +23,7 @@ from elastane.protocol.diagnosis import (
     failures_in_order,
     find_mismatch,
     is_from_outside,
+    own_next_step,
     root_cause,
     says_mismatch,
     says_other_program,
@@ -250,8 +251,8 @@ def _advice(cause: Cause, failure: Failure, allowed: int) -> str:
     if failure.exit_code == 0:
         return "let all ranks make the same number of steps, or end together"
     what = exhausted(failure)
-    if what:
-        return _FREE[what]
+    if known := own_next_step(failure) or (what and _FREE[what]):
+        return known
     if is_from_outside(failure):
         kernel = ", or the kernel (dmesg | grep -i killed)" if failure.exit_code == -9 else ""
         return f"find who sent {exit_text(failure.exit_code)}: a scheduler, a person{kernel}"
