@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from drawn_program import Joining, deaths_at, model_of, optimizer_of, training_set, uses_other
-from drawn_training import evaluate, extra, record, state_of, wrapped
-from torch.utils.data import DataLoader, TensorDataset
+from drawn_program import Joining, deaths_at, model_of, optimizer_of, uses_other
+from drawn_training import evaluate, extra, loader_of, record, state_of, wrapped
 
 import elastane
 
@@ -113,9 +112,7 @@ def main() -> None:
     OWN.mkdir()
     dist.init_process_group("gloo")
     training = Training()
-    data = TensorDataset(*training_set(PROGRAM))
-    sampler = elastane.ElasticBatchSampler(len(data), PROGRAM.batch, seed=PROGRAM.seed)
-    batches = DataLoader(data, batch_sampler=sampler)
+    batches = loader_of(PROGRAM)
     loader = elastane.ElasticLoader(batches, accumulate=PROGRAM.micro, **training.named)
     resume(loader, **training.named)
     passes: list[tuple[list[int], float, list[int]]] = []

@@ -209,7 +209,10 @@ def losses_of(
 
 @dataclass(frozen=True)
 class Joining:
-    """A training script with an ElasticLoader; of a death, `rank` is the local rank."""
+    """A training script with an ElasticLoader; of a death, `rank` is the local rank.
+
+    `stream`: the samples are in shards whose lengths are not known.
+    """
 
     seed: int
     workers: int
@@ -228,6 +231,7 @@ class Joining:
     extras: tuple[str, ...]
     save_every: int
     deaths: tuple[Death, ...]
+    stream: bool
     batch_norm: bool = False
     may_change: bool = True
 
@@ -268,6 +272,7 @@ class Joining:
             extras=draw.choice(((), (), ("max",), ("sum",), ("barrier", "max"))),
             save_every=draw.choice((0, 1, 3)),
             deaths=tuple(deaths),
+            stream=random.Random(f"stream {seed}").random() < 0.3,
         )
 
 
@@ -276,15 +281,13 @@ class Stepping(Joining):
     """A training script with `job.steps()`.
 
     `two`: two optimizers have half of the parameters each. `closure`: the optimizer calls the
-    passes. `stream`: the samples are in shards whose lengths are not known. `waits`: a worker
-    builds once it has its place. `loops`: a loop for each epoch, and not one for all. `verify`:
-    the workers compare their replicas after this many steps; 0: never.
+    passes. `waits`: a worker builds once it has its place. `loops`: a loop for each epoch, and not
+    one for all. `verify`: the workers compare their replicas after this many steps; 0: never.
     """
 
     may_change: bool = False
     two: bool = False
     closure: bool = False
-    stream: bool = False
     waits: bool = True
     loops: bool = False
     verify: int = 0

@@ -11,26 +11,14 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from drawn_program import (
-    Pair,
-    Stepping,
-    deaths_at,
-    model_of,
-    optimizer_of,
-    training_set,
-    uses_other,
-)
-from drawn_training import evaluate, extra, record, state_of, wrapped
-from torch.utils.data import DataLoader, TensorDataset
+from drawn_program import Pair, Stepping, deaths_at, model_of, optimizer_of, uses_other
+from drawn_training import evaluate, extra, loader_of, record, state_of, wrapped
 
 import elastane
-from elastane.data.sources import ShardSource
 
 FOLDER, PROGRAM = Path(sys.argv[1]), Stepping.drawn(int(sys.argv[2]))
 if sys.argv[3:]:
@@ -41,21 +29,6 @@ OWN = FOLDER / str(os.getpid())
 def passed(step: int, place: str) -> None:
     """Die here if the program says so."""
     deaths_at(FOLDER, PROGRAM.deaths, int(os.environ["LOCAL_RANK"]), step, place)
-
-
-def loader_of(data: TensorDataset) -> Any:
-    """Return the loader of the steps."""
-    if not PROGRAM.stream:
-        sampler = elastane.ElasticBatchSampler(len(data), PROGRAM.batch, seed=PROGRAM.seed)
-        return DataLoader(data, batch_sampler=sampler)
-    shards = [range(15), range(15, 15), range(15, 16), range(16, 30), range(30, len(data))]
-
-    def samples(shard: int, start: int, _epoch: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        return (data[number] for number in shards[shard][start:])
-
-    return elastane.ElasticStream(
-        ShardSource(range(len(shards)), samples), PROGRAM.batch, seed=PROGRAM.seed
-    )
 
 
 class Body:
@@ -144,7 +117,7 @@ def main() -> None:
     OWN.mkdir()
     with elastane.init(wait_for_place=PROGRAM.waits) as job:
         body = Body(job)
-        loader = loader_of(TensorDataset(*training_set(PROGRAM)))
+        loader = loader_of(PROGRAM)
         ends = range(1, PROGRAM.epochs + 1) if PROGRAM.loops else [PROGRAM.epochs]
         for until in ends:
             more = {"accumulate": PROGRAM.micro, "verify_every": PROGRAM.verify}

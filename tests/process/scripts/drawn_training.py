@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from drawn_program import Joining, Pair, evaluation_set
+from drawn_program import Joining, Pair, evaluation_set, training_set
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastane
+from elastane.data.sources import ShardSource
 
 
 def record(own: Path, name: str, **what: object) -> None:
@@ -23,6 +28,21 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Pair) ->
     """Return a copy of the state of both."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     return copy.deepcopy(state)
+
+
+def loader_of(program: Joining) -> Any:
+    """Return what loads the samples of each step."""
+    data = TensorDataset(*training_set(program))
+    if not program.stream:
+        sampler = elastane.ElasticBatchSampler(len(data), program.batch, seed=program.seed)
+        return DataLoader(data, batch_sampler=sampler)
+    shards = [range(15), range(15, 15), range(15, 16), range(16, 30), range(30, len(data))]
+
+    def samples(shard: int, start: int, _epoch: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        return (data[number] for number in shards[shard][start:])
+
+    source = ShardSource(range(len(shards)), samples)
+    return elastane.ElasticStream(source, program.batch, seed=program.seed)
 
 
 def wrapped(
