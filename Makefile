@@ -145,7 +145,7 @@ VERSIONS ?= 3.11,3.12,3.13,3.14
 matrix: ## the core suites on each Python from 3.11 to 3.14 that is here, and a table of what ran
 	@$(PYTHON) tests/shared/matrix.py --torch '$(TORCH)' --versions $(VERSIONS) $(CORE) $(ARGS)
 
-kubernetes-bed: ## build the control plane that tests/kubernetes need, once (three minutes)
+kubernetes-bed: ## build the control plane that tests/kubernetes need, once (two minutes)
 	tests/kubernetes/bed/build.sh
 
 # What fails here and not in `make test` fails for being traced, which takes twice as long.
