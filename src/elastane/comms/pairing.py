@@ -146,12 +146,15 @@ def odd_pair(records: Sequence[CollectiveRecord]) -> tuple[int, int]:
 def odd_survivors(
     records: Sequence[CollectiveRecord], committed: Sequence[CollectiveRecord] = ()
 ) -> tuple[int, int] | None:
-    """Return two ranks of which one keeps an update with wrongly paired collectives. Pure.
+    """Return two ranks whose collectives were paired wrongly, if one keeps its update. Pure.
 
-    `records`: of the last world that each was in. `committed`: what each had made there at its last
-    commit. Members may have been at different places of a body, so only this is certain. At the
-    same collective they had made the same ones. No member had made more than a member that was
-    further. If no member keeps an update, nothing is wrong yet.
+    `records` has a record for each rank, of the last world that it was in. `committed` has the
+    record of each rank at its last commit there.
+
+    Members may have stopped at different points of a step, so only two rules hold for a pair of
+    members at the same commit. Members that stopped at the same collective made the same ones. A
+    member that got further made at least as many as the other. A pair that breaks a rule counts
+    only if one of the two keeps its update: otherwise the step is retried.
     """
     for one, two in combinations(range(len(records)), 2):
         a, b = at_one_commit(records, committed or records, (one, two))
@@ -179,7 +182,7 @@ def at_one_commit(
 
 
 def _contradict(a: CollectiveRecord, b: CollectiveRecord) -> bool:
-    """Whether one of two members keeps an update, and their collectives cannot agree."""
+    """Whether one of two members keeps an update and their collectives break a rule."""
     if max(a.reached, b.reached) == IN_BODY:
         return False
     if a.count == b.count or a.reached == b.reached == ENDED:

@@ -30,7 +30,10 @@ _COUNT_BYTES_MIN = 2
 
 
 class ProgramStage(Enum):
-    """What the program does as it calls, as far as the meaning of integers depends on it."""
+    """What the script was doing when it called a collective.
+
+    It decides how integers are read: as gradients in a backward pass, else as counts or labels.
+    """
 
     EVALUATION = "an evaluation"
     TRAINING = "a training step, outside of its backward pass"
