@@ -215,7 +215,7 @@ def fill(path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("kind", ["lines", "tensorboard"])
+@pytest.mark.parametrize("kind", ["lines", pytest.param("tensorboard", marks=pytest.mark.torch)])
 def test_a_full_disk_loses_no_value_and_is_reported_once(small_disk, capfd, kind):
     tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     target = TensorBoard(small_disk / "t") if kind == "tensorboard" else small_disk / "t"
