@@ -113,11 +113,15 @@ class Reports:
         before = self.current
         if before is not None and (before.is_certain or not verdict.is_certain):
             return False
-        passed_s = self._passed_s.get((verdict.kind, verdict.place), 0.0)
-        if not verdict.is_certain and still_s < PASSED_FACTOR * passed_s:
+        if still_s < self.due_after_s(verdict):
             return False
         self.current = verdict
         return True
+
+    def due_after_s(self, verdict: Verdict) -> float:
+        """Return how long a wait has to last before this verdict of it is reported."""
+        passed_s = self._passed_s.get((verdict.kind, verdict.place), 0.0)
+        return 0.0 if verdict.is_certain else PASSED_FACTOR * passed_s
 
     def end(self, still_s: float) -> bool:
         """Record that the workers move again; return whether their standstill was reported."""

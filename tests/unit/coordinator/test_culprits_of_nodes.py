@@ -1,5 +1,6 @@
 """The coordinator compares the workers of all nodes once all of them stand still."""
 
+import pytest
 from coordinator_driver import Driver, job_spec
 
 from elastane.protocol.culprits import ProcessFacts, StandstillEvidence
@@ -197,6 +198,21 @@ def test_a_wait_that_passed_is_reported_again_once_it_lasts_twice_as_long():
         assert len(culprits(job)) == reports, still_s
         stands_still(job, "b")
         stands_still(job, "a")
+
+
+def test_a_wait_that_passed_before_is_reported_without_another_report_once_it_lasts_long():
+    job = running()
+    for _ in range(2):
+        stands_still(job, "a", 10, 10)
+        stands_still(job, "b", 9, 10)
+        assert len(culprits(job)) == 1
+        if job.machine.report().stalled:
+            stands_still(job, "b")
+            stands_still(job, "a")
+    job.passes(20.0, alive="ab")
+    assert len(culprits(job)) == 1
+    job.passes(2.0, alive="ab")
+    assert [one.data["still_s"] for one in culprits(job)] == pytest.approx([21.0, 42.0], abs=0.2)
 
 
 def test_workers_that_all_compute_have_no_culprit():

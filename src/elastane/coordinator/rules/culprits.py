@@ -25,7 +25,9 @@ def find_culprit(state: State) -> None:
     """Compare the workers of all nodes, once none makes progress and a new report is here."""
     assert state.world is not None
     standstill = state.incidents.standstill
-    if not standstill.is_new:
+    if not standstill.is_to_be_compared(state.now_s):
+        if standstill.again_s is not None:
+            state.queue.wait_until(standstill.again_s)
         return
     members = [*state.roster.members()]
     if len(state.roster.at_standstill) < len(state.world.members):
@@ -35,14 +37,20 @@ def find_culprit(state: State) -> None:
             state.log(EventKind.CULPRIT_ENDED, reason, still_s=round(still_s, 1))
         standstill.compared(state.now_s)
         return
-    still_s = min(node.progress.still_s for node in members)
-    standstill.compared(state.now_s - still_s)
+    if standstill.is_new:
+        since_s = state.now_s - min(node.progress.still_s for node in members)
+        standstill.compared(since_s)
+    still_s = state.now_s - standstill.since_s
     evidence = [each for node in members for each in node.progress.evidence]
     verdict = judge(evidence, state.world.world_size)
     if verdict is None:
         return
     is_due = verdict.is_mismatch or still_s >= state.spec.timing.hang_floor_s
     if not is_due or not standstill.reports.is_new(verdict, still_s):
+        later_s = standstill.since_s + standstill.reports.due_after_s(verdict)
+        if later_s > state.now_s:
+            standstill.compare_again(later_s)
+            state.queue.wait_until(later_s)
         return
     culprits = (each.node_id for each in evidence if each.rank in verdict.ranks[:1])
     node_id = next(culprits, "")

@@ -271,12 +271,21 @@ class Standstill:
     reports: Reports = field(default_factory=Reports)
     is_new: bool = False  # an agent has reported since the last comparison
     since_s: float = 0.0
+    again_s: float | None = None  # when to compare again, since such a wait has passed before
     mismatch: Blame | None = None  # these workers recover in place, and can make no step
+
+    def is_to_be_compared(self, now_s: float) -> bool:
+        """Whether an agent has reported, or a wait lasts longer than one that has passed."""
+        return self.is_new or (self.again_s is not None and now_s >= self.again_s)
+
+    def compare_again(self, at_s: float) -> None:
+        """Record when to compare the same reports again."""
+        self.again_s = at_s
 
     def forget(self) -> None:
         """Record that other workers, or other places, come next."""
         self.reports.forget()
-        self.is_new, self.mismatch = False, None
+        self.is_new, self.again_s, self.mismatch = False, None, None
 
     def blame(self, found: Blame) -> None:
         """Record who called another collective than the others."""
@@ -288,7 +297,7 @@ class Standstill:
 
     def compared(self, since_s: float) -> None:
         """Record that the reports were compared; the workers stand still since `since_s`."""
-        self.is_new, self.since_s = False, since_s
+        self.is_new, self.again_s, self.since_s = False, None, since_s
 
 
 @dataclass(frozen=True, slots=True)
