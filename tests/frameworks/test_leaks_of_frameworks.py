@@ -1,10 +1,8 @@
 """A survivor in a framework's loop holds after many lost workers what it held after a few."""
 
 import pytest
-from held import held_by_worker, holds_again
-from joining import kill
+from held import outlives
 
-FEW, MANY = 10, 60
 OPTIONS = {"max_restarts": 1000, "rdzv_conf": "last_call=0.1,crash_loop=0"}
 
 
@@ -37,11 +35,5 @@ def test_a_survivor_in_a_frameworks_loop_holds_after_many_losses_what_it_held(tm
     with job.cluster as cluster:
         cluster.start("a")
         survivor = min(job.wait_size(3))
-        for number in range(MANY):
-            if number == FEW:
-                before = held_by_worker(survivor)
-            kill({max(job.wait_size(3, count=1) - {survivor})})
-            job.wait_size(2, count=1)
-        job.wait_size(3)
-        holds_again(job, survivor, before)
+        outlives(job, survivor, few=10, many=60)
         job.ends_well()

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from held import SLACK, held_by_worker, holds_again
+from held import SLACK, held_by_worker, holds_again, outlives
 from jobs import PRELOAD_COMPILER
 from joining import JoiningJob, kill
 from test_recovery_in_place import InPlace
@@ -81,12 +81,6 @@ def test_a_survivor_of_an_elastic_loader_holds_after_a_hundred_losses_what_it_he
     with job.cluster as cluster:
         cluster.start("a")
         survivor = min(job.wait_size(3))
-        for number in range(100):
-            if number == 10:
-                before = held_by_worker(survivor)
-            kill({max(job.wait_size(3, count=1) - {survivor})})
-            job.wait_size(2, count=1)
-        job.wait_size(3)
-        holds_again(job, survivor, before)
+        outlives(job, survivor, few=10, many=100)
         job.ends_well()
         assert job.missing() == 0
