@@ -27,6 +27,7 @@ from elastane.synchrony.rules import (
     Delivery,
     Gift,
     Plan,
+    RefusedCall,
     Start,
     Table,
     View,
@@ -40,6 +41,7 @@ _OPERATIONS = 16
 # Kinds of operations whose interruption never restarts a job, and all of them.
 _KEPT = ("max", "count", "true sum", "authority", "barrier")
 _ALL = (*_KEPT, "sum", "broadcast", "gather", "private")
+_REFUSAL = RefusedCall("RuntimeError", "Invalid scalar type")
 
 
 class CollectiveViolation(AssertionError):
@@ -158,6 +160,10 @@ class CollectiveHistory:
         self.program = [
             replace(act, kind="first size") if act.kind == "max" and aside.random() < 0.5 else act
             for act in program
+        ]
+        self.program = [
+            replace(act, kind="refused") if act.kind == "barrier" and aside.random() < 0.5 else act
+            for act in self.program
         ]
         # How often new members may still be admitted, and the boundary at which all are held.
         self.admissions = self.choose.randint(1, 3) if admits else 0
@@ -314,6 +320,7 @@ class CollectiveHistory:
             "sum": Signature("allreduce", reduction="sum"),
             "first size": Signature("allreduce", reduction="sum", site=Site.FIRST_SIZE),
             "barrier": Signature("barrier"),
+            "refused": Signature("allreduce", reduction="max"),
             "broadcast": Signature("broadcast", root=root),
             "authority": Signature("broadcast", root=root, site=Site.AUTHORITY),
             "gather": Signature("allgather", shaped=len(visible)),
@@ -340,6 +347,8 @@ class CollectiveHistory:
         if process.identity not in started or number in process.complete:
             return False
         signature, start = started[process.identity]
+        if self._kind(number) == "refused":
+            return True
         if signature.kind == "broadcast":
             return start.root == process.identity or start.root in started
         return {*self.views[view].members} <= {*started}
@@ -356,8 +365,9 @@ class CollectiveHistory:
             parts = frozenset({(source, 0)})
         else:
             parts = frozenset((who, begun.divisor) for who, (_, begun) in started.items())
-        process.complete[number] = CollectiveResult(number, parts)
-        process.member.complete(number, self.views[view])
+        is_refused = self._kind(number) == "refused"
+        process.complete[number] = CollectiveResult(number, frozenset() if is_refused else parts)
+        process.member.complete(number, self.views[view], _REFUSAL if is_refused else None)
         self._deliver(process)
 
     def _deliver(self, process: Process) -> None:
@@ -365,11 +375,13 @@ class CollectiveHistory:
             self._return(process, delivery)
             self.counts["delivered"] += len(delivery.numbers)
             self.counts["handed"] += len(delivery.handed)
+            self.counts["told"] += len(delivery.refused)
 
     def _return(self, process: Process, delivery: Delivery) -> None:
         for number in delivery.numbers:
             source = process.handed if number in delivery.handed else process.complete
-            result = source.pop(number)
+            is_told = number in delivery.refused
+            result = CollectiveResult(number, frozenset()) if is_told else source.pop(number)
             process.complete.pop(number, None)
             process.returned[number] = process.kept[number] = result
             if self._is_bucket(number):
@@ -388,7 +400,9 @@ class CollectiveHistory:
         size = len(process.member.visible)
         if kind == "broadcast" and result.parts != {(process.roots[number], 0)}:
             raise CollectiveViolation(f"root: operation {number} came from {result.parts}")
-        if kind in ("broadcast", "authority"):
+        if kind == "refused" and result.parts:
+            raise CollectiveViolation(f"refusal: operation {number} has {result.parts}")
+        if kind in ("broadcast", "authority", "refused"):
             return
         if process.identity not in {who for who, _ in result.parts}:
             raise CollectiveViolation(

@@ -120,6 +120,10 @@ def no_vote(patch):
     patch.setattr(ViewMember, "deliver", wrong)
 
 
+def refusals_not_told(patch):
+    patch.setattr(rules, "_refusals", lambda survivors, cut: {})
+
+
 def passed_switches_forgotten(patch):
     right = ViewMember.table
 
@@ -267,6 +271,7 @@ BUGS = {
     buckets_delivered_one_by_one: 36,
     handed_results_are_held: 30_975,
     no_vote: 24,
+    refusals_not_told: 980,
     passed_switches_forgotten: 2164,
     delivered_operations_run_again: 0,
     roots_by_rank: 23,

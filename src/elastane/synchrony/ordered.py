@@ -519,10 +519,10 @@ class OrderedGroup(ElasticGroup):
             ):
                 self._host.restart(why)
             pending = self._issue(call, slices)
-            refusal = pending.refusal
             if own is OwnSum.COUNT:
                 self._counting.add(pending.number)
             self._pump()
+            refusal = pending.refusal if pending.is_refused_at_call else None
             self._changed.notify_all()
         if refusal is not None:
             raise refusal
@@ -740,11 +740,7 @@ class OrderedGroup(ElasticGroup):
         with self._changed:
             if world.aborted:
                 raise self._peer_lost()
-            why = ""
-            if pending.refusal is not None:
-                what = pending.call.signature.described()
-                why = f"{what} was refused by torch: {pending.refusal}"
-            self._member.complete(pending.number, self._member.view, why)
+            self._member.complete(pending.number, self._member.view, pending.told_refusal())
             self._pump()
             self._changed.notify_all()
 
@@ -803,7 +799,9 @@ class OrderedGroup(ElasticGroup):
     def _deliver(self, delivery: Delivery) -> None:
         done = [self._pending.pop(number) for number in delivery.numbers]
         for pending in done:
-            if pending.number in delivery.handed:
+            if pending.number in delivery.refused:
+                pending.refuse(delivery.refused[pending.number])
+            elif pending.number in delivery.handed:
                 pending.accept(self._handed.pop(pending.number))
             elif pending.refusal is None and pending.call.signature.root in (
                 None,

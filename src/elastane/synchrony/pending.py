@@ -18,9 +18,12 @@ from elastane.comms.works import Waited, WorkLog
 from elastane.synchrony import callsites
 from elastane.synchrony.calls import Call
 from elastane.synchrony.contributions import Contribution, Copied, Gradients, overwrite
-from elastane.synchrony.rules import Start
+from elastane.synchrony.rules import RefusedCall, Start
 
 T = TypeVar("T")
+
+# The types of errors that torch raises for a wrong call, by name.
+_REFUSALS = {e.__name__: e for e in (RuntimeError, ValueError, TypeError, NotImplementedError)}
 
 
 class Reader(Protocol):
@@ -42,8 +45,9 @@ class PendingOperation:
         self.contribution = contribution
         self.over = threading.Event()
         # Why torch refuses the call by itself, such as for a type that gloo cannot sum; the program
-        # gets this error, as without elastane.
+        # gets this error, as without elastane: from the call, or from the wait.
         self.refusal: Exception | None = None
+        self.is_refused_at_call = False
         self._work: Waited | None = None
         self._failure: Exception | None = None
         self._future: OrderedFuture[list[torch.Tensor]] | None = None
@@ -62,11 +66,12 @@ class PendingOperation:
     def begin(self, world: WorldGroup, root: int | None, log: WorkLog) -> None:
         """Start it in `world`; a failure is raised by `wait`."""
         self._work = self._failure = self.refusal = None
+        self.is_refused_at_call = False
         try:
             work = self.call.begin(world.group, root)
         except Exception as error:
             if world.refuses(error):
-                self.refusal = error.with_traceback(None)
+                self.refusal, self.is_refused_at_call = error.with_traceback(None), True
                 return
             if not world.aborted:
                 log.note(error)
@@ -87,6 +92,17 @@ class PendingOperation:
             if not world.refuses(error):
                 raise
             self.refusal = error.with_traceback(None)
+
+    def refuse(self, refusal: RefusedCall) -> None:
+        """Take the refusal of another member, whose call was the same."""
+        self.refusal = _REFUSALS.get(refusal.kind, RuntimeError)(refusal.text)
+        self.is_refused_at_call = refusal.is_at_call
+
+    def told_refusal(self) -> RefusedCall | None:
+        """Return its refusal as other members are told of it, if it has one."""
+        if self.refusal is None:
+            return None
+        return RefusedCall(type(self.refusal).__name__, str(self.refusal), self.is_refused_at_call)
 
     def gathers(self, rank: int, size: int, lost: Sequence[int]) -> bool:
         """Whether the sum that is to be scaled gathers a slice of each rank, with zeros elsewhere.

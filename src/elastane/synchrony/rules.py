@@ -31,7 +31,8 @@ enter the next view and exchange their `Table`. `plan` is a function of these ta
 survivors decide the same:
 
 1. The *cut* is the highest count that any survivor has delivered. A survivor that has less receives
-   the results up to there from one that keeps them.
+   the results up to there from one that keeps them. A call that torch has refused has no result:
+   it would be refused to each, so each gets the error.
 2. Everything after the cut runs again over the survivors, from the contributions that were kept. A
    member that has not issued such an operation issues it when its program reaches it.
 3. Rank and world size, as the program reads them, change when the program has waited for the first
@@ -118,6 +119,19 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedCall:
+    """Why torch refuses a call by itself, such as for a type that gloo cannot sum.
+
+    `kind` and `text`: the name of the error's type, and its text. `is_at_call`: the call raises it;
+    else the wait does.
+    """
+
+    kind: str
+    text: str
+    is_at_call: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """What one member tells the others before they decide together.
 
@@ -126,12 +140,12 @@ class Table:
     results it keeps. `received`: the numbers of operations that it has completed and not delivered,
     whose result another member may take from it. `signatures`: of its unstable operations, by
     number. `refusals`: why torch has refused delivered ones, by number. `refused`: why the job can
-    only restart; or "". `first`: the member of rank 0 in the
-    first view. `node_first`: that of local rank 0 on this member's node; None if another takes its
-    place. `keeps_ranks`: the program may have kept its rank. `all_ended`: the programs of all
-    members have ended. `leaves`: this member's program has ended, or ended its group, and issues no
-    more. `is_new`: the member has no state; the other fields are void. `boundary`: the number of
-    the boundary at which the program waits; None elsewhere.
+    only restart; or "". `first`: the member of rank 0 in the first view. `node_first`: that of
+    local rank 0 on this member's node; None if another takes its place. `keeps_ranks`: the program
+    may have kept its rank. `all_ended`: the programs of all members have ended. `leaves`: this
+    member's program has ended, or ended its group, and issues no more. `is_new`: the member has no
+    state; the other fields are void. `boundary`: the number of the boundary at which the program
+    waits; None elsewhere.
     """
 
     identity: Identity
@@ -143,7 +157,7 @@ class Table:
     kept: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
     signatures: Mapping[int, Signature] = field(default_factory=dict)
-    refusals: Mapping[int, str] = field(default_factory=dict)
+    refusals: Mapping[int, RefusedCall] = field(default_factory=dict)
     refused: str = ""
     first: Identity | None = None
     node_first: Identity | None = None
@@ -170,7 +184,8 @@ class Plan:
     `survivors`: members of the new view that were never left out, in the order of their ranks.
     `left_out`: the other members of the new view. `cut`: how many operations are delivered when
     everything was handed over. `restart`: why the job has to restart instead; or "".
-    `state_lost`: since no member holds the state of the job.
+    `state_lost`: since no member holds the state of the job. `refusals`: what torch has refused to
+    one survivor, and so refuses to those that lack it, by number.
     `newcomers`: members that enter with the state of the first survivor. `boundary`: the number
     of the boundary at which all survivors are, if they are. `first`: the member of rank 0 in the
     first view.
@@ -187,6 +202,7 @@ class Plan:
     newcomers: tuple[Identity, ...] = ()
     boundary: int | None = None
     first: Identity | None = None
+    refusals: Mapping[int, RefusedCall] = field(default_factory=dict)
 
 
 def plan(tables: Sequence[Table]) -> Plan:
@@ -222,6 +238,7 @@ def plan(tables: Sequence[Table]) -> Plan:
         newcomers=newcomers,
         boundary=boundary,
         first=survivors[0].first,
+        refusals=_refusals(survivors, cut),
     )
 
 
@@ -262,6 +279,13 @@ def _cut(survivors: Sequence[Table]) -> int:
     return cut
 
 
+def _refusals(survivors: Sequence[Table], cut: int) -> dict[int, RefusedCall]:
+    """Return why torch has refused operations that a survivor lacks, by number."""
+    least = min(table.delivered for table in survivors)
+    found = ((n, why) for table in survivors for n, why in table.refusals.items())
+    return {n: why for n, why in found if least <= n < cut}
+
+
 def _receiver(survivors: Sequence[Table], number: int) -> Table | None:
     """Return the first survivor that can hand over the result of an operation."""
     holders = (t for t in survivors if number in t.kept or number in t.received)
@@ -283,7 +307,10 @@ def _why_not(survivors: Sequence[Table], cut: int) -> str:
     signatures: dict[int, Signature] = {}
     if why := _why_programs_differ(survivors, signatures):
         return why
+    refusals = _refusals(survivors, cut)
     for number in range(min(table.delivered for table in survivors), cut):
+        if number in refusals:
+            continue
         reason = _why_not_given(survivors, number, signatures)
         if reason:
             return reason
@@ -296,13 +323,13 @@ def _why_not(survivors: Sequence[Table], cut: int) -> str:
 
 
 def _why_calls_differ(survivors: Sequence[Table]) -> str:
-    """Return which call torch has refused to some survivors only; "" if none is.
-
-    A refused call has no result for a survivor whose own call was not refused, or not yet.
-    """
-    for number, why in sorted((n, why) for table in survivors for n, why in table.refusals.items()):
-        if any(number >= t.stable and number not in t.refusals for t in survivors):
-            return why
+    """Return which call torch has refused to some survivors, and done for others; "" if none."""
+    for table in survivors:
+        for number, refusal in sorted(table.refusals.items()):
+            for other in survivors:
+                if other.stable <= number < other.delivered and number not in other.refusals:
+                    what = other.signatures[number].described()
+                    return f"{what} was refused by torch on some workers only: {refusal.text}"
     return ""
 
 
@@ -411,7 +438,10 @@ def root_in(signature: Signature, view: View) -> Identity:
 
 def _gifts_of_delivered(survivors: Sequence[Table], cut: int) -> Iterable[Gift]:
     """Hand what any survivor has delivered to those who lack it."""
+    refusals = _refusals(survivors, cut)
     for number in range(min(table.delivered for table in survivors), cut):
+        if number in refusals:
+            continue
         giver = _receiver(survivors, number)
         assert giver is not None, "_why_not_given() has looked"
         takers = tuple(t.identity for t in survivors if t.delivered <= number)
@@ -492,11 +522,13 @@ class Issued:
 class Delivery:
     """An effect: return these operations to the program, in order.
 
-    `handed`: those of them whose result came from another member.
+    `handed`: those of them whose result came from another member. `refused`: why torch refuses
+    those of which another member has told.
     """
 
     numbers: tuple[int, ...]
     handed: frozenset[int]
+    refused: Mapping[int, RefusedCall] = field(default_factory=dict)
 
 
 def why_not_issued(signature: Signature, members: Sequence[Identity]) -> str:
@@ -535,8 +567,10 @@ class ViewMember:
         self._waited = 0
         # Why the next fault can only restart the job, as the first such use; or "".
         self.refused = ""
-        # Why torch has refused operations, by number.
-        self._refusals: dict[int, str] = {}
+        # Why torch has refused operations, by number; and those of which another member has told,
+        # and that are not delivered.
+        self._refusals: dict[int, RefusedCall] = {}
+        self._told: dict[int, RefusedCall] = {}
         # Why the job has to restart now; or "".
         self.restart = ""
         # Operations whose result depends on the size, and that the program has not waited for.
@@ -588,7 +622,7 @@ class ViewMember:
         assert self.phase is ViewPhase.RUNNING, self.phase
         number = self.issued
         operation = Operation(number, signature, unit, divided_by, self._waited)
-        if number in self._handed:
+        if self._needs_no_start(number):
             operation.is_complete = True
         elif self.visible != self.view.members:
             # Its ranks and buffers are those of an older view, as the program still sees it.
@@ -653,16 +687,20 @@ class ViewMember:
             self._entering = None
         return True
 
-    def complete(self, number: int, view: View, refusal: str = "") -> None:
+    def _needs_no_start(self, number: int) -> bool:
+        """Whether another member has handed its result over, or told that torch refuses it."""
+        return number in self._handed or number in self._told
+
+    def complete(self, number: int, view: View, refusal: RefusedCall | None = None) -> None:
         """Record that an operation has completed in `view`; ignored if that view is sealed.
 
-        `refusal`: why torch has refused the call, on this member or on all; "" if it has not.
+        `refusal`: why torch has refused the call, on this member or on all.
         """
         is_current = self.phase is ViewPhase.RUNNING and view.number == self.view.number
         if is_current and number in self._operations:
             operation = self._operations[number]
-            operation.is_complete, operation.is_held = True, not refusal
-            if refusal:
+            operation.is_complete, operation.is_held = True, refusal is None
+            if refusal is not None:
                 self._refusals[number] = refusal
 
     def next_incomplete(self) -> int | None:
@@ -683,6 +721,8 @@ class ViewMember:
         if not all(self._operations[number].is_complete for number in numbers):
             return None
         handed = frozenset(numbers) & self._handed
+        told = {number: self._told.pop(number) for number in numbers if number in self._told}
+        self._refusals |= told
         for number in numbers:
             operation = self._operations.pop(number)
             self._kept[number] = operation.signature
@@ -696,7 +736,7 @@ class ViewMember:
         self.delivered = numbers[-1] + 1
         self._switch()
         self._forget()
-        return Delivery(tuple(numbers), handed)
+        return Delivery(tuple(numbers), handed, told)
 
     def vote_passed(self, view: View) -> None:
         """Record that all members of `view` have delivered what the current vote is about."""
@@ -720,12 +760,15 @@ class ViewMember:
     def seal(self) -> None:
         """End the current view: nothing of it counts as completed any more. Idempotent.
 
-        Results that were handed over in it and not delivered are void. A newcomer stays one.
+        Results that were handed over in it and not delivered are void, and so are refusals. A
+        newcomer stays one.
         """
         if self.phase in (ViewPhase.NEW, ViewPhase.LEFT):
             return
         self.phase = ViewPhase.SEALED
         self._handed.clear()
+        self._told.clear()
+        self._refusals = {n: why for n, why in self._refusals.items() if n < self.delivered}
 
     def table(self) -> Table:
         """Return what this member brings into the next meeting."""
@@ -749,7 +792,7 @@ class ViewMember:
             kept=tuple(sorted(self._kept)),
             received=tuple(sorted(received)),
             signatures={**self._kept, **undelivered},
-            refusals={n: why for n, why in self._refusals.items() if n < self.delivered},
+            refusals=dict(self._refusals),
             refused=self.refused,
             first=self._first,
             node_first=self._node_first,
@@ -776,6 +819,7 @@ class ViewMember:
         self.phase = ViewPhase.RUNNING
         self.view = view
         self._handed = {g.number for g in decided.gifts if self.identity in g.takers}
+        self._told = {n: why for n, why in decided.refusals.items() if n >= self.delivered}
         self.stable = max(self.stable, decided.stable)
         if self.vote is not None and self.vote <= self.stable:
             self.vote = None
@@ -788,7 +832,7 @@ class ViewMember:
         starts = []
         for number in range(self.delivered, self.issued):
             operation = self._operations[number]
-            operation.is_complete = number in self._handed
+            operation.is_complete = self._needs_no_start(number)
             if not operation.is_complete:
                 operation.is_held = False
                 starts.append(self._start(operation, is_repeated=True))

@@ -12,7 +12,8 @@ save` all workers save together while they train. With `end` rank 1 of the first
 it has destroyed the group, then rank 0 before it saves its model; rank 1 of the second one dies as
 its interpreter exits. With `fails` rank 1 of the first attempt raises an exception, and destroys
 the group in a `finally`; with `returns` it ends its program. With `refused` all workers sum a type
-that gloo cannot sum. With `last save` rank 0 of the first attempt dies as it saves its model at the
+that gloo cannot sum; with `caught` they do so in each step, and rank 1 once waits for a loss before
+that. With `last save` rank 0 of the first attempt dies as it saves its model at the
 end, and the others wait.
 """
 
@@ -150,12 +151,22 @@ def end(model):
         save_after_the_end(rank)
 
 
+def call_what_torch_refuses(step, rank):
+    """Sum a type that gloo cannot sum; with `caught` rank 1 does so once after a loss."""
+    if MODE == "caught" and (step, rank) == (DIES_AT, 1):
+        while not (FOLDER / "regrouped").exists():
+            time.sleep(0.01)
+    with contextlib.suppress(RuntimeError if MODE == "caught" else ()):
+        dist.all_reduce(torch.zeros(1, dtype=torch.int16))
+    if step == DIES_AT and rank == 0:
+        (FOLDER / "caught").touch()
+
+
 def fail_or_return(step, rank):
     """Return whether this program ends here; raise ValueError in the mode that does so."""
     is_place = (step, rank) == (DIES_AT, 1) and is_first_attempt()
     if MODE == "caught" or (MODE == "refused" and step == DIES_AT):
-        with contextlib.suppress(RuntimeError if MODE == "caught" else ()):
-            dist.all_reduce(torch.zeros(1, dtype=torch.int16))
+        call_what_torch_refuses(step, rank)
     if is_place and MODE == "fails":
         raise ValueError("a fault of the script")
     return is_place and MODE == "returns"

@@ -27,7 +27,9 @@ def group_of_three(monkeypatch, *, keeps_ranks=False, shrinks=True):
     """Return a group of three members; the program sees two of them if it has shrunk."""
     host = SimpleNamespace(follows=False, restart=restart, show=lambda *_: None)
     group = OrderedGroup(host, keeps_ranks=keeps_ranks)
-    monkeypatch.setattr(group, "_issue", lambda *_: SimpleNamespace(number=NUMBER, refusal=None))
+    monkeypatch.setattr(
+        group, "_issue", lambda *_: SimpleNamespace(number=NUMBER, is_refused_at_call=False)
+    )
     group._member.identity = A
     group._member.begin(View((1, 0), (A, B, C)))
     group._show_if_changed()

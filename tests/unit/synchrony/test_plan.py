@@ -12,7 +12,15 @@ from elastane.synchrony.operations import (
     rule_of,
     why_parts_are_lost,
 )
-from elastane.synchrony.rules import Switch, Table, View, ViewMember, plan, why_not_issued
+from elastane.synchrony.rules import (
+    RefusedCall,
+    Switch,
+    Table,
+    View,
+    ViewMember,
+    plan,
+    why_not_issued,
+)
 
 A, B, C = (Identity(n) for n in (1, 2, 3))
 FIRST = View((1, 0), (A, B, C))
@@ -20,6 +28,7 @@ MAX = Signature("allreduce", reduction="max")
 SUM = Signature("allreduce", reduction="sum")
 BUCKET = Signature("allreduce", reduction="sum", site=Site.REDUCER)
 SHARDS = Signature("reduce_scatter", reduction="sum", shaped=3)
+REFUSAL = RefusedCall("RuntimeError", "Invalid scalar type")
 
 
 def table(identity, delivered, issued, *signatures, view=FIRST, **more):
@@ -66,20 +75,67 @@ def test_the_loss_of_local_rank_0_restarts_while_others_of_its_node_are_left():
 
 
 def test_a_call_that_torch_has_refused_to_all_survivors_does_not_restart():
-    refused = {"refusals": {0: "allreduce (max) was refused by torch"}}
+    refused = {"refusals": {0: REFUSAL}}
     one, knows_of_all = table(A, 1, 1, MAX, **refused), Table(B, FIRST, 1, 1, 1)
     assert not plan([one, table(B, 1, 1, MAX, **refused)]).restart
     assert not plan([one, knows_of_all]).restart
-    for other in (table(B, 1, 1, MAX), table(B, 0, 1, MAX), table(B, 0, 0)):
-        assert "was refused by torch" in plan([one, other]).restart
+    restart = plan([one, table(B, 1, 1, MAX)]).restart
+    assert restart == (
+        "allreduce (max) was refused by torch on some workers only: Invalid scalar type"
+    )
+
+
+@pytest.mark.parametrize("signature", [MAX, SUM, SHARDS])
+@pytest.mark.parametrize("has_issued", [False, True])
+def test_a_survivor_gets_the_error_of_a_call_that_torch_has_refused_to_another(
+    signature, has_issued
+):
+    member = ViewMember(B)
+    member.begin(FIRST)
+    if has_issued:
+        member.issue(signature)
+    member.seal()
+    decided = plan([table(A, 1, 1, signature, refusals={0: REFUSAL}), member.table()])
+    assert not decided.restart and not decided.gifts and decided.refusals == {0: REFUSAL}
+    starts = member.install(View((2, 0), (A, B)), decided)
+    starts += [] if has_issued else [each for each in [member.issue(signature).start] if each]
+    delivery = member.deliver()
+    assert not starts and delivery is not None and delivery.refused == {0: REFUSAL}
+    member.seal()
+    assert member.table().refusals == {0: REFUSAL}
+
+
+def test_a_refusal_that_another_has_told_is_void_once_that_member_is_lost():
+    member = ViewMember(B)
+    member.begin(FIRST)
+    member.seal()
+    member.install(
+        View((2, 0), (A, B)), plan([table(A, 1, 1, MAX, refusals={0: REFUSAL}), member.table()])
+    )
+    member.seal()
+    decided = plan([member.table()])
+    assert not decided.restart and not decided.refusals
+    assert not member.install(View((3, 0), (B,)), decided)
+    assert member.issue(MAX).start is not None
+
+
+def test_a_refused_call_that_was_not_delivered_is_made_again():
+    member = ViewMember(B)
+    member.begin(FIRST)
+    member.issue(MAX)
+    member.complete(0, FIRST, REFUSAL)
+    member.seal()
+    assert not member.table().refusals
+    starts = member.install(View((2, 0), (A, B)), plan([table(A, 0, 0), member.table()]))
+    assert [start.number for start in starts] == [0]
 
 
 def test_a_call_that_torch_refuses_tells_nothing_about_the_other_members():
     stable = []
-    for refusal in ("", "Invalid scalar type"):
+    for refusal in (None, REFUSAL):
         member = ViewMember(A)
         member.begin(FIRST)
-        for number, why in enumerate(("", refusal)):
+        for number, why in enumerate((None, refusal)):
             member.issue(MAX)
             member.complete(number, FIRST, why)
             member.deliver()
