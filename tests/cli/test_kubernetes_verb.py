@@ -144,10 +144,19 @@ def test_render_prints_the_job_of_its_options(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--replicas", "2", "--min", "3", "--max", "1"], "minReplicas"),
+        (["--replicas", "2", "--min", "3", "--max", "1"], "at most --max, 1"),
         (["--env", "A"], "--env A"),
         (["--volume", "data"], "WHAT:/PATH"),
         (["--host-path", "/a:/b:rw"], "WHAT:/PATH"),
+        (["--host-path", "a:/b"], "an absolute folder"),
+        (["--volume", "Data_1:/data"], "--volume Data_1"),
+        (["--namespace", "Team_A"], "--namespace Team_A"),
+        (["--image", "a b"], "--image a b"),
+        (["--memory", "16GB"], "a quantity of Kubernetes, such as 16Gi"),
+        (["--cpu", "lots"], "--cpu lots"),
+        (["--shm", "8 Gi"], "--shm 8 Gi"),
+        (["--gpus", "-1"], "--gpus -1"),
+        (["--replicas", "-1"], "--replicas -1"),
     ],
 )
 def test_render_refuses_specs_that_the_operator_refuses(words, said, capsys):
@@ -291,12 +300,35 @@ def test_render_prints_a_job_of_a_template(capsys):
     [
         (["--template", "gpu", "--gpus", "1", "t.py"], "--gpus with --template"),
         (["--template", "gpu", "--shm", "8Gi", "t.py"], "--shm with --template"),
+        (["--template", "GPU_8", "t.py"], "--template GPU_8"),
+        (["--template", "gpu..8", "t.py"], "at most 253 of a-z, 0-9, - and ."),
+        (["--template", "gpu", "--min", "3", "--max", "2", "t.py"], "at most --max, 2"),
         (["t.py"], "--image is missing"),
     ],
 )
 def test_render_refuses_options_that_a_template_has(words, said, capsys):
     assert cli.main(["kubernetes", "render", "--name", "x", *words]) == ExitCode.USAGE
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["install", "--image", "i", "--namespace", "Foo_"], "--namespace Foo_"),
+        (["install", "--image", "i", "--watch-namespace", "a.b"], "--watch-namespace a.b"),
+        (["install", "--image", "i", "--replicas", "0"], "1 or more"),
+        (["install", "--image", "i j"], "without spaces"),
+        (["status", "A_b"], "ElasticJob A_b"),
+        (["status", ""], "ElasticJob ''"),
+        (["operator", "--metrics-port", "65536"], "0 to 65535"),
+        (["operator", "--lease-name", "A"], "--lease-name A"),
+        (["operator", "--lease-namespace", "-a"], "--lease-namespace"),
+    ],
+)
+def test_names_and_numbers_that_no_cluster_takes_are_refused_at_once(words, said, capsys):
+    assert cli.main(["kubernetes", *words]) == ExitCode.USAGE
+    told = capsys.readouterr()
+    assert said in told.err and not told.out
 
 
 def test_status_says_of_which_template_a_job_was_made():

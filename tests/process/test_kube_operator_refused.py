@@ -2,6 +2,7 @@
 
 from kube_operators import GROUP_OF_JOBS, job, operator_over, play, pods, status
 
+from elastane.kubernetes.model.names import API_VERSION, TEMPLATE_KIND, TEMPLATE_PLURAL
 from elastane.kubernetes.reconcile import reconcile
 from elastane.kubernetes.reconcile.bounds import REFUSED_MAX_S
 
@@ -56,6 +57,31 @@ def test_a_namespace_that_is_being_deleted_is_no_fault_of_the_rights(caplog):
     play(scenario)
     assert "its namespace is being deleted" in caplog.text
     assert "forbidden" not in caplog.text.lower()
+
+
+def test_a_refused_spec_of_a_template_is_an_event_and_a_condition_until_it_is_accepted():
+    async def scenario(kube):
+        whole = job()["spec"]
+        head = {"apiVersion": API_VERSION, "kind": TEMPLATE_KIND, "metadata": {"name": "gpu"}}
+        template = head | {"spec": {"job": whole}}
+        kube.create(TEMPLATE_PLURAL, template, group=GROUP_OF_JOBS)
+        message = 'ElasticJob "x" is invalid: spec.stalledSeconds: Invalid value: 1'
+        refused = {"status": 422, "reason": "Invalid", "message": message, "times": 99}
+        kube.inject("PATCH", "/elasticjobs/x$", **refused)
+        asked = job() | {"spec": {"templateRef": {"name": "gpu"}}}
+        kube.create("elasticjobs", asked, group=GROUP_OF_JOBS)
+        async with operator_over(kube, decide=reconcile):
+            (event,) = await kube.wait(lambda: kube.all("events"))
+            assert (event["type"], event["reason"]) == ("Warning", "InvalidSpec")
+            assert message in event["message"]
+            await kube.wait(lambda: status(kube).get("phase") == "Failed")
+            (failed,) = [one for one in status(kube)["conditions"] if one["type"] == "Failed"]
+            assert message in failed["message"]
+            kube.faults.clear()
+            await kube.wait(lambda: len(pods(kube)) == 2)
+            assert status(kube)["jobTemplate"] == "gpu, edition 1"
+
+    play(scenario)
 
 
 def test_a_refused_status_is_reported_once_and_retried_when_the_job_changes():

@@ -16,6 +16,7 @@ from elastane.kubernetes.model import (
     Meta,
     Observed,
     PatchObject,
+    Refusal,
     as_time,
     as_wire,
 )
@@ -47,6 +48,7 @@ class Server:
         self.found = found
         self.status, self.edition = {}, 1
         self.now_s = BEGIN_S + age_s
+        self.refused = ()
 
     def job(self):
         meta = Meta(
@@ -60,7 +62,8 @@ class Server:
         return ElasticJob(metadata=meta, spec=copy.deepcopy(self.spec), status=self.status)
 
     def decide(self):
-        decision = reconcile(Observed(job=self.job(), template=self.found), self.now_s)
+        seen = Observed(job=self.job(), template=self.found, refused=self.refused)
+        decision = reconcile(seen, self.now_s)
         if decision.status is not None:
             self.status = as_wire(decision.status)
         for action in decision.actions:
@@ -196,6 +199,30 @@ def test_the_reason_why_no_spec_can_be_made_is_reported(server, said):
     decision = server.decide()
     assert not decision.actions and said in server.failure()
     assert [one.reason for one in decision.events] == ["InvalidSpec"]
+
+
+def test_the_refusal_of_a_spec_that_was_made_is_reported_once_and_the_spec_made_again_later():
+    server = Server(found=template())
+    why = 'ElasticJob "j" is invalid: spec.minReplicas: Invalid value: 1'
+    server.refused = (
+        Refusal(verb="patch", kind="ElasticJob", name="j", code=422, message=why, at_s=BEGIN_S),
+    )
+    decision = server.decide()
+    assert not decision.actions
+    assert server.failure() == (
+        'spec.templateRef.name = "gpu": expected an ElasticJobTemplate of which the API server'
+        f" accepts a job; it answered: {why}"
+    )
+    (event,) = decision.events
+    assert (event.type, event.reason) == ("Warning", "InvalidSpec") and why in event.message
+    server.now_s += 0.25
+    decision = server.decide()
+    assert not decision.events and decision.again_in_s == 0.75
+    server.now_s += decision.again_in_s
+    assert server.decide().actions, "it is made again"
+    server.refused = ()
+    server.decide()
+    assert server.failure() is None
 
 
 def test_another_fault_of_a_template_replaces_the_first():

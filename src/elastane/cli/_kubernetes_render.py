@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from elastane.cli import _kubernetes_checks as checks
 from elastane.errors import UsageError
 
 if TYPE_CHECKING:
     from elastane.kubernetes.manifests import Volume
 
 GPU = "nvidia.com/gpu"
+_HELP = "elastane kubernetes render --help"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +71,7 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the ElasticJob; UsageError if the options describe none."""
     from elastane.kubernetes.manifests import RequestedJob, job
 
+    _check(args)
     if args.template:
         return _job_of_template(args)
     if not args.image:
@@ -76,7 +79,7 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
             "--image is missing",
             slug="bad-option-value",
             expected="the image of the pods, or --template",
-            next_step="elastane kubernetes render --help",
+            next_step=_HELP,
         )
     made = job(
         RequestedJob(
@@ -97,6 +100,23 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.restart_policy:
         made["spec"]["replicaSpecs"]["Worker"]["restartPolicy"] = args.restart_policy
     return _checked(made)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise UsageError for a value that the API server or a kubelet would refuse later."""
+    checks.check_namespace("--namespace", args.namespace)
+    if args.template:
+        checks.check_object("--template", args.template, "elasticjobtemplates")
+    checks.check_image("--image", args.image)
+    checks.check_quantity("--cpu", args.cpu, "4 or 500m")
+    checks.check_quantity("--memory", args.memory, "16Gi")
+    checks.check_quantity("--shm", args.shm, "8Gi")
+    checks.check_least("--gpus", args.gpus, 0)
+    checks.check_least("--replicas", args.replicas, 0)
+    checks.check_least("--min", args.min, 1)
+    checks.check_least("--max", args.max, 1)
+    if args.min is not None and args.max is not None and args.min > args.max:
+        raise checks.wrong_value("--min", str(args.min), f"at most --max, {args.max}", _HELP)
 
 
 # The options that a job of a template may have; those of the launcher become arguments.
@@ -127,7 +147,7 @@ def _job_of_template(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(
             f"no ElasticJob: {wrong[0]}",
             slug="bad-option-value",
-            next_step="elastane kubernetes render --help",
+            next_step=_HELP,
         )
     asked = {
         "image": args.image or None,
@@ -156,7 +176,7 @@ def _checked(made: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(
             f"no ElasticJob: {wrong[0]}",
             slug="bad-option-value",
-            next_step="elastane kubernetes render --help",
+            next_step=_HELP,
         )
     return made
 
@@ -184,7 +204,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
 def _env(text: str) -> dict[str, str]:
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise _unreadable("--env", text, "NAME=VALUE")
+        raise checks.wrong_value("--env", text, "NAME=VALUE", _HELP)
     return {"name": name, "value": value}
 
 
@@ -197,10 +217,13 @@ def _volumes(args: argparse.Namespace) -> list[Volume]:
         found.append(Volume("dshm", memory, "/dev/shm"))
     for number, text in enumerate(args.volume):
         claim, path, read_only = _mount("--volume", text)
+        checks.check_object("--volume", claim, "persistentvolumeclaims")
         source = {"persistentVolumeClaim": {"claimName": claim}}
         found.append(Volume(f"volume-{number}", source, path, read_only))
     for number, text in enumerate(args.host_path):
         folder, path, read_only = _mount("--host-path", text)
+        if not folder.startswith("/"):
+            raise checks.wrong_value("--host-path", text, "an absolute folder of the node", _HELP)
         found.append(Volume(f"host-{number}", {"hostPath": {"path": folder}}, path, read_only))
     return found
 
@@ -209,19 +232,10 @@ def _mount(option: str, text: str) -> tuple[str, str, bool]:
     what, _, rest = text.partition(":")
     path, _, mode = rest.partition(":")
     if not what or not path.startswith("/") or mode not in ("", "ro"):
-        raise _unreadable(option, text, "WHAT:/PATH or WHAT:/PATH:ro")
+        raise checks.wrong_value(option, text, "WHAT:/PATH or WHAT:/PATH:ro", _HELP)
     return what, path, mode == "ro"
 
 
 def _limits(args: argparse.Namespace) -> dict[str, str]:
     said = {GPU: str(args.gpus) if args.gpus else "", "memory": args.memory}
     return {key: value for key, value in said.items() if value}
-
-
-def _unreadable(option: str, text: str, expected: str) -> UsageError:
-    return UsageError(
-        f"{option} {text}",
-        slug="bad-option-value",
-        expected=expected,
-        next_step="elastane kubernetes render --help",
-    )

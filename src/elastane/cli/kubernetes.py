@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from elastane.cli import _kubernetes_checks as checks
 from elastane.cli import _kubernetes_render as rendering
 
 if TYPE_CHECKING:
@@ -102,6 +103,11 @@ def _operator(args: argparse.Namespace) -> int:
     from elastane.kubernetes import operator
     from elastane.observe.logging import flush
 
+    checks.check_namespace("--namespace", args.namespace)
+    checks.check_namespace("--lease-namespace", args.lease_namespace)
+    if args.lease_name:
+        checks.check_object("--lease-name", args.lease_name, "leases")
+    checks.check_port("--metrics-port", args.metrics_port)
     access = _access(args)
     settings = operator.OperatorSettings(
         namespace=args.namespace,
@@ -166,6 +172,10 @@ def _configure_install(parser: argparse.ArgumentParser) -> None:
 def _install(args: argparse.Namespace) -> int:
     from elastane.kubernetes.manifests import Installation, installation
 
+    checks.check_namespace("--namespace", args.namespace)
+    checks.check_namespace("--watch-namespace", args.watch_namespace)
+    checks.check_image("--image", args.image)
+    checks.check_least("--replicas", args.replicas, 1)
     wanted = Installation(
         namespace=args.namespace,
         image=args.image,
@@ -212,6 +222,8 @@ def _status(args: argparse.Namespace) -> int:
 
     from elastane.cli import _kubernetes_view as view
 
+    checks.check_namespace("--namespace", args.namespace)
+    checks.check_object("ElasticJob", args.job, "elasticjobs")
     found = asyncio.run(view.look(_access(args), args.job))
     if args.json:
         print(view.as_json(found))

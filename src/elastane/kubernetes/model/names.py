@@ -53,7 +53,24 @@ NAME_CHARS_MAX = 51
 # A label of RFC 1123 that begins with a letter, as names of Services must.
 NAME_PATTERN = "[a-z]([-a-z0-9]*[a-z0-9])?"
 
+# A label of RFC 1123: the name of a namespace or a container, of at most 63 characters.
+_LABEL = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_LABEL_CHARS_MAX = 63
+# A subdomain of RFC 1123: such labels, joined by dots.
+_SUBDOMAIN_CHARS_MAX = 253
+
 _POD = re.compile(r"-worker-(\d+)(?:-r(\d+))?$")
+
+
+def is_label(name: str) -> bool:
+    """Whether a namespace or a container can have this name."""
+    return len(name) <= _LABEL_CHARS_MAX and _LABEL.fullmatch(name) is not None
+
+
+def is_subdomain(name: str) -> bool:
+    """Whether an object of most kinds can have this name, such as a template or a claim."""
+    parts = name.split(".")
+    return len(name) <= _SUBDOMAIN_CHARS_MAX and all(_LABEL.fullmatch(part) for part in parts)
 
 
 def pod_name(job: str, index: int, replacement: int = 0) -> str:

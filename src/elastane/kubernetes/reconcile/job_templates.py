@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import re
 from typing import Any, get_args
 
 import msgspec
@@ -25,20 +24,21 @@ from elastane.kubernetes.model import (
     JobStatus,
     Observed,
     PatchObject,
+    Refusal,
     ReportedEvent,
     merge_patch,
     since_epoch,
 )
-from elastane.kubernetes.model.names import CONTAINER, KIND, TEMPLATE_KIND
+from elastane.kubernetes.model.names import CONTAINER, KIND, TEMPLATE_KIND, is_subdomain
 from elastane.kubernetes.model.spec import ElasticJobSpec, Overridable
 from elastane.kubernetes.reconcile.bounds import TEMPLATE_LOOK_MAX_S, TEMPLATE_LOOK_MIN_S
+from elastane.kubernetes.reconcile.context import refusal_text
 from elastane.kubernetes.reconcile.ending import has_ended, is_corrigible, refuse, start_again
 from elastane.kubernetes.reconcile.settings import Wrong, merged_policy, read, shown
 
 _REF = "spec.templateRef"
 # The job's own, whatever it is made of: Kueue sets the first, and controllers go by the second.
 _OWN = ("suspend", "managedBy", "templateRef")
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _DEFAULTS = {
     field.encode_name: msgspec.to_builtins(field.default)
     for field in msgspec.structs.fields(ElasticJobSpec)
@@ -55,7 +55,7 @@ def template_to_read(job: ElasticJob) -> str | None:
     if ref is None or _is_made(ref):
         return None
     name = ref.get("name")
-    return name if isinstance(name, str) and _NAME.fullmatch(name) else ""
+    return name if isinstance(name, str) and is_subdomain(name) else ""
 
 
 def _ref_of(job: ElasticJob) -> dict[str, Any] | None:
@@ -78,13 +78,17 @@ def make_of_template(seen: Observed, before: JobStatus, now_s: float) -> Decisio
     if has_ended(before) and not is_corrigible(before):
         return Decision(status=before)
     spec, wrong = _spec_of(seen)
+    meta = seen.job.metadata
+    # A template that is missing or wrong may be applied after the job.
+    age_s = now_s - (since_epoch(meta.creation_timestamp) or now_s)
+    again_in_s = min(TEMPLATE_LOOK_MAX_S, max(TEMPLATE_LOOK_MIN_S, age_s / 10))
+    refusal = None if wrong else _refusal_of(seen)
+    if refusal is not None and now_s < refusal.at_s + again_in_s:
+        wrong.append(_refused(seen, refusal))
+        again_in_s = refusal.at_s + again_in_s - now_s
     if wrong:
         decision = _refuse(seen, before, tuple(wrong), now_s)
-        # A template that is missing or wrong may be applied after the job.
-        age_s = now_s - (since_epoch(seen.job.metadata.creation_timestamp) or now_s)
-        again_in_s = min(TEMPLATE_LOOK_MAX_S, max(TEMPLATE_LOOK_MIN_S, age_s / 10))
         return msgspec.structs.replace(decision, again_in_s=again_in_s)
-    meta = seen.job.metadata
     patch = {
         # Of another version of the job, the fields that are its own may be others.
         "metadata": {"uid": meta.uid, "resourceVersion": meta.resource_version},
@@ -97,6 +101,19 @@ def make_of_template(seen: Observed, before: JobStatus, now_s: float) -> Decisio
         actions=(PatchObject(kind=KIND, name=meta.name, patch=patch),),
         events=(ReportedEvent(type="Normal", reason="MadeOfTemplate", message=text),),
     )
+
+
+def _refusal_of(seen: Observed) -> Refusal | None:
+    """Return the API server's refusal of the spec that was made last, if it refused that."""
+    what = ("patch", KIND, seen.job.metadata.name)
+    found = (no for no in seen.refused if (no.verb, no.kind, no.name) == what)
+    return next(found, None)
+
+
+def _refused(seen: Observed, refusal: Refusal) -> Wrong:
+    name = (_ref_of(seen.job) or {}).get("name")
+    what = f"an {TEMPLATE_KIND} of which the API server accepts a job; it answered:"
+    return _wrong(f"{_REF}.name", name, f"{what} {refusal_text(refusal)}")
 
 
 def _refuse(seen: Observed, before: JobStatus, wrong: tuple[Wrong, ...], now_s: float) -> Decision:

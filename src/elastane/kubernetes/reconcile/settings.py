@@ -27,6 +27,7 @@ from elastane.kubernetes.model.names import (
     MANAGER,
     NAME_CHARS_MAX,
     NAME_PATTERN,
+    is_label,
     pod_name,
 )
 from elastane.kubernetes.model.spec import REPLICAS_MAX, ElasticJobSpec, RestartPolicy, RunPolicy
@@ -351,7 +352,6 @@ def _plain(info: Any) -> Any:
 
 
 _TEMPLATE = "spec.replicaSpecs.Worker.template"
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 # YAML 1.1 reads N, Y, no, on as booleans: `{name: N}`.
 _QUOTE = "a string (in quotes: YAML reads N, Y, no and on as booleans, and 1 as a number)"
 
@@ -399,7 +399,7 @@ def _wrong_container(path: str, container: Any) -> Iterator[Wrong]:
         yield _wrong_template(path, container, "a container")
         return
     name = container.get("name", msgspec.UNSET)
-    if not isinstance(name, str) or not _LABEL.fullmatch(name):
+    if not isinstance(name, str) or not is_label(name):
         yield _wrong_template(
             f"{path}.name", name, "at most 63 of a-z, 0-9 and -, in quotes if need be"
         )
