@@ -276,13 +276,14 @@ def test_parameters_that_are_sharded_over_the_workers_are_refused(tmp_path, mode
     script = str(SCRIPT.parent / "sharded.py")
     cluster = LocalCluster(
         [script, mode], folder=tmp_path, in_place=True, preload=PRELOAD_COMPILER, nnodes="1",
-        nproc_per_node=2, min_workers=1,
+        nproc_per_node=2, min_workers=1, max_restarts=3,
     )  # fmt: skip
     with cluster:
         node = cluster.start("a")
         assert node.wait() != 0
         assert "of FSDP or tensor parallelism: not possible with --in-place" in node.output
         assert "start the script without --in-place" in node.output
+        assert not cluster.events("restart"), "no other attempt could succeed"
 
 
 def test_an_asynchronous_save_by_all_workers_is_refused_at_its_first_call(tmp_path):

@@ -80,6 +80,35 @@ _OWN_ERRORS = "elastane.errors."
 _OWN_NEXT = re.compile(
     r"^\S*Error: .* \[[a-z-]+\]\n(?:  \w+: .*\n)*  next: (.+)\s*\Z", re.MULTILINE
 )
+_OWN_SLUG = re.compile(r"^elastane\.errors\.\w+: .* \[([a-z-]+)\]$")
+# Errors by which elastane refuses what a script does, on whatever node and in whatever attempt.
+REFUSALS = frozenset(
+    {
+        "accelerate-adopt",
+        "any-source",
+        "checkpoint-restore-first",
+        "data-loader",
+        "data-source",
+        "deterministic-use",
+        "elastic-loader",
+        "elastic-strategy",
+        "elastic-trainer",
+        "in-place-refused",
+        "job-backend",
+        "job-ddp",
+        "job-early",
+        "job-mesh",
+        "job-place",
+        "job-retry",
+        "job-steps",
+        "job-track",
+        "job-update",
+        "joins-later",
+        "state-kind",
+        "subgroup",
+        "world-change",
+    }
+)
 _STATE_LOST = "[job-state-lost]"
 _OTHER_MESH = "[job-mesh-size]"
 _ASKS_RESTART = "[in-place-restart]"
@@ -112,6 +141,13 @@ def own_next_step(failure: Failure) -> str:
     """Return what the last error says is to be done, if it is one of ours; "" otherwise."""
     found = None if _is_unexplained(failure) else _OWN_NEXT.search(failure.message)
     return found.group(1) if found else ""
+
+
+def refusal(failure: Failure) -> str:
+    """Return the slug of the error by which elastane refused what the script does, otherwise ""."""
+    error = "" if _is_unexplained(failure) else headline(failure.message)
+    found = _OWN_SLUG.search(error)
+    return found.group(1) if found and found.group(1) in REFUSALS else ""
 
 
 def is_state_lost(failure: Failure) -> bool:

@@ -14,7 +14,7 @@ from elastane.protocol.diagnosis import (
     is_lost_peer,
     root_cause,
 )
-from elastane.protocol.limits import Timing
+from elastane.protocol.limits import VERDICT_S, Timing
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Able,
@@ -540,6 +540,49 @@ def test_the_same_crash_before_a_step_ends_the_job_at_the_third_time(driver):
     assert outcome.slug == "worker-failed" and "3 attempts in a row" in outcome.reason
     assert "/job/train.py:2" in outcome.reason and "same_crash=0" in outcome.reason
     assert job.machine.report().restarts_used == SAME_CRASHES_MAX - 1
+
+
+REFUSED = "elastane.errors.ConfigurationError: new_group([0]): not possible [in-place-refused]"
+
+
+@pytest.mark.parametrize("allowed", [100, 0])
+def test_what_elastane_refuses_ends_the_job_at_the_first_time_whatever_it_has_done(driver, allowed):
+    job = driver(job_spec(1, 1, restarts=allowed))
+    job.join("a")
+    crashes(job, 1, error=lambda _: f"{REFUSED}\n  next: leave it out", steps=5, lives_s=100.0)
+    job.passes(VERDICT_S + 0.1, alive="a")
+    outcome = job.persisted[-1].outcome
+    assert (
+        "elastane refuses what the script does, in each attempt [in-place-refused]"
+        in outcome.reason
+    )
+    assert outcome.next_step == "leave it out"
+    assert job.machine.report().restarts_used == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (REFUSED, {"same_crash_s": 0.0}),
+        ("elastane.errors.JobError: the holders are lost [job-state-lost]", {}),
+        (f"ValueError: the log has {REFUSED}", {}),
+    ],
+    ids=["turned off", "another error of elastane", "an error of the script that cites it"],
+)
+def test_other_errors_than_refusals_use_the_budget(driver, error, how):
+    job = alone(driver, **how)
+    crashes(job, 2, error=lambda _: error, steps=5)
+    assert job.phase == "running"
+
+
+def test_a_worker_of_several_that_elastane_refuses_something_ends_the_job(driver):
+    job = driver(job_spec(restarts=100))
+    job.join("a")
+    job.join("b")
+    fence = job.assigned["a"].fence
+    job.says("a", Failed(fence=fence, failures=(crash(REFUSED, pid=10),)))
+    job.stops("a", "b")
+    assert job.persisted[-1].outcome.cause.node_id == "a"
 
 
 @pytest.mark.parametrize(

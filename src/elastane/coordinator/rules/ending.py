@@ -24,6 +24,7 @@ from elastane.protocol.diagnosis import (
     find_mismatch,
     is_from_outside,
     own_next_step,
+    refusal,
     root_cause,
     says_mismatch,
     says_other_program,
@@ -168,16 +169,16 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
     if incident is state.incidents.current:
         state.incidents.explain_by_return()
     cause = _root_cause(state, incident, state.world.fence)
-    crash = None
+    crash, refused = None, ""
     if kind is EventKind.RESTART and cause.failure is not None:
-        site = crash_site(cause.failure)
+        site, refused = crash_site(cause.failure), refusal(cause.failure)
         nodes = tuple(sorted(member.node_id for member in state.world.members))
         crash = Crash(site, nodes) if site else None
     lived_s = incident.at_s - state.worlds.began_s
     # A world may be charged for several incidents of workers without a place, which do not end it.
     is_of_world = incident is state.incidents.current
     verdict = state.budget.find_charge(state.world.fence) if is_of_world else None
-    verdict = verdict or state.budget.charge(lived_s, state.spec.timing, crash)
+    verdict = verdict or state.budget.charge(lived_s, state.spec.timing, crash, refused)
     if verdict.restart:
         incident.charge()
         if is_of_world:

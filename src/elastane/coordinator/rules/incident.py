@@ -195,16 +195,24 @@ class RestartBudget(msgspec.Struct, kw_only=True):
         """Record that an earlier coordinator used that many restarts."""
         self.used = max(self.used, min(used, self.allowed))
 
-    def charge(self, lived_s: float, timing: Timing, crash: Crash | None = None) -> BudgetVerdict:
+    def charge(
+        self, lived_s: float, timing: Timing, crash: Crash | None = None, refused: str = ""
+    ) -> BudgetVerdict:
         """Use one restart for an attempt that failed after `lived_s` seconds.
 
         A life shorter than `crash_loop_s` is a quick failure. The first one restarts at once; from
         the second in a row, a pause doubles up to its bound. The same `crash` SAME_CRASHES_MAX
-        times in a row, each sooner than `same_crash_s`, gets no restart. An exhausted budget counts
-        nothing more.
+        times in a row, each sooner than `same_crash_s`, gets no restart; nor does what elastane
+        refuses, by the error `refused`. An exhausted budget counts nothing more.
         """
         self.quick_failures = self.quick_failures + 1 if lived_s < timing.crash_loop_s else 0
         self._count_crash(crash if lived_s < timing.same_crash_s else None)
+        if refused and timing.same_crash_s:
+            reason = (
+                f"elastane refuses what the script does, in each attempt [{refused}], so no other"
+                " one is started; --rdzv-conf same_crash=0 restarts all the same"
+            )
+            return BudgetVerdict(restart=False, delay_s=0.0, reason=reason)
         if self.used >= self.allowed:
             reason = self._exhausted(timing.crash_loop_s)
             return BudgetVerdict(restart=False, delay_s=0.0, reason=reason)
