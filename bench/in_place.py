@@ -46,6 +46,8 @@ STORE_SERVERS = {
     ),
     "redis": ("redis-server", "--port", "{port}", "--dir", "{folder}", "--appendonly", "yes"),
 }
+# Between two faults: each finds the processes prepared that the one before has used.
+APART_S = 1.0
 # From the start of a spare until it waits, on a machine that is busy with four workers.
 SPARE_READY_S = 6.0
 
@@ -76,8 +78,9 @@ def worker_lost(
     with Trainers() as job:
         job.start_agent(WORKERS, "--standalone")
         for _ in range(times(setting, victim, number)):
+            job.wait_world(WORKERS)
+            time.sleep(APART_S + rng.random() * 0.2)  # at a random moment of a step
             here = job.wait_world(WORKERS)
-            time.sleep(rng.random() * 0.2)  # at a random moment of a step
             hit = [pid for pid, last in here.items() if victim in (None, last.rank)]
             pid = rng.choice(hit)
             at_s = time.monotonic()

@@ -26,7 +26,7 @@ from process_harness import (
 
 from elastane.process.kernel import become_subreaper
 from elastane.process.orphan_reaper import sweep
-from elastane.process.process import reap_orphans
+from elastane.process.process import WorkerProcess, reap_orphans
 from elastane.process.zygote import client
 from elastane.process.zygote.client import ZygoteSpawner
 
@@ -417,7 +417,7 @@ def test_a_worker_dies_with_its_agent_even_where_the_zygote_made_it(
     assert left.out == "9\n"
 
 
-@pytest.mark.parametrize("how", ["fork", "exec"])
+@pytest.mark.parametrize("how", ["fork", "exec", "spare", "spare that died"])
 def test_the_store_is_served_on_the_agents_socket(
     runner: asyncio.Runner,
     zygote: ZygoteSpawner,
@@ -431,14 +431,19 @@ def test_the_store_is_served_on_the_agents_socket(
         "store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)\n"
         "print(store.add('n', 2), store.add('n', 1))"
     )
+    monkeypatch.setattr(client, "SPARE_STORE_AFTER_S", DEADLINE_S)  # None that is not asked for.
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-            if how == "exec":
-                monkeypatch.setattr(zygote, "warm", asyncio.Event())
-            store = await zygote.serve_store(listener)
-            monkeypatch.undo()
-            assert store is not None
+            with monkeypatch.context() as patch:
+                if how == "exec":
+                    patch.setattr(zygote, "warm", asyncio.Event())
+                spare = await prepared(zygote) if "spare" in how else None
+                if spare is not None and how == "spare that died":
+                    spare.kill_group(signal.SIGKILL)
+                    assert await ended(spare) == -signal.SIGKILL
+                store = await zygote.serve_store(listener)
+            assert store is not None and (store is spare) is (how == "spare")
             port = str(listener.getsockname()[1])
             left = await run_spawned(zygote, command("script", script, port), tmp_path)
             assert left.out == "2 3\n", left.err
@@ -447,6 +452,32 @@ def test_the_store_is_served_on_the_agents_socket(
             assert await ended(store) == -signal.SIGKILL
 
     runner.run(scenario())
+
+
+async def prepared(zygote: ZygoteSpawner) -> WorkerProcess:
+    """Return the process that waits for the next store's socket."""
+    zygote._spare_store = store = await zygote._start_store()
+    return store.process
+
+
+def test_a_spare_store_comes_after_the_first_and_ends_with_the_spawner(
+    runner: asyncio.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "SPARE_STORE_AFTER_S", 0.0)
+
+    async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            first = await spawner.serve_store(listener)
+        await eventually(lambda: spawner._spare_store is not None, "a spare store")
+        assert first is not None and spawner._spare_store is not None
+        spare = spawner._spare_store.process
+        assert spare.exit_code is None and spare is not first and not told.of("fallback")
+        await spawner.close()
+        assert spare.exit_code == -signal.SIGKILL and spawner._spare_store is None
+        first.kill_group(signal.SIGKILL)
+        await ended(first)
+
+    in_folder(tmp_path, scenario, "torch")
 
 
 def test_twenty_forks_leave_nothing(

@@ -6,7 +6,8 @@ process-group store. Only the processes that run `server` or `store` import torc
 """
 
 # torch, and what the first optimizer imports: 823 modules by way of torch._dynamo, half of a
-# worker's start (torch 2.13, two cores, 2026-11-20: 0.56 s and 0.67 s).
+# worker's start (torch 2.13, two cores, 2026-11-20: 0.56 s and 0.67 s). Then what init() imports,
+# and what --in-place does: 40 ms in each worker (2026-11-30).
 DEFAULT_PRELOAD = (
     "torch",
     "torch.distributed",
@@ -18,4 +19,7 @@ DEFAULT_PRELOAD = (
     "multiprocessing.popen_fork",
     "multiprocessing.queues",
     "multiprocessing.synchronize",
+    "elastane.worker.job",
+    "elastane.synchrony.ordered",
+    "encodings.idna",
 )

@@ -15,11 +15,13 @@ import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from elastane.errors import ElastaneError
 from elastane.process.execspawn import ExecSpawner, launch
 from elastane.process.process import WorkerCommand, WorkerProcess, adopt, spawning
 from elastane.process.zygote import DEFAULT_PRELOAD, fitness, protocol
+from elastane.process.zygote.store import send_listener
 
 # A fork takes milliseconds, or tens of them with many gigabytes preloaded.
 SPAWN_TIMEOUT_S = 5.0
@@ -34,8 +36,27 @@ COMMAND_LINE_BYTES = 2048
 LEARN_TRIES = 4
 # While the serving zygote has open requests, the new one waits; a fork takes milliseconds.
 SWAP_POLL_S = 0.05
+# The next process for a store is forked once the workers of a world are probably at work. A fork
+# takes 20 to 50 ms on two cores (2026-11-30), which a recovery would wait for.
+SPARE_STORE_AFTER_S = 0.5
 
 Report = Callable[[str, str], None]
+
+
+class _StoreProcess(NamedTuple):
+    """A process that waits for the socket of the process-group store that it is to serve."""
+
+    process: WorkerProcess
+    channel: socket.socket
+
+    def serve(self, listener: socket.socket) -> bool:
+        """Let it serve on `listener`; return whether it still lives."""
+        with self.channel:
+            try:
+                send_listener(self.channel, listener)
+            except OSError:
+                return False
+        return True
 
 
 class ZygoteSpawner:
@@ -71,6 +92,9 @@ class ZygoteSpawner:
         self._has_torch = False
         self._runner: asyncio.Task[None] | None = None
         self._learner: asyncio.Task[None] | None = None
+        # A process for the next store, and the task that forks it.
+        self._spare_store: _StoreProcess | None = None
+        self._store_forker: asyncio.Task[None] | None = None
         self._first_warm_up: asyncio.Future[None] | None = None
 
     @property
@@ -107,19 +131,41 @@ class ZygoteSpawner:
     async def serve_store(self, listener: socket.socket) -> WorkerProcess | None:
         """Start a process that serves the process-group store on `listener`.
 
-        Returns None if torch cannot be imported. Without a warm zygote the process is an exec,
-        which imports torch first; clients wait in the listener's backlog.
+        Returns None if torch cannot be imported. Without a spare process and a warm zygote the
+        process is an exec, which imports torch first; clients wait in the listener's backlog.
         """
         await self._wait_for_first_warm_up()
         if not self._has_torch:
             return None
-        result = await self._ask({"op": "store"}, [listener.fileno()])
-        if isinstance(result, WorkerProcess):
-            return result
-        self._report("fallback", result)
-        argv = [self._python, "-m", "elastane.process.zygote.store", str(protocol.ZYGOTE_FD)]
-        fds = {0: 0, 1: 2, 2: 2, protocol.ZYGOTE_FD: listener.fileno()}
-        return await launch(argv, self._env, self._cwd, fds)
+        store, self._spare_store = self._spare_store, None
+        if store is None or not store.serve(listener):
+            store = await self._start_store()
+            store.serve(listener)  # If it has ended by now, its end shows so.
+        if self._store_forker is None or self._store_forker.done():
+            self._store_forker = asyncio.create_task(self._fork_spare_store())
+        return store.process
+
+    async def _start_store(self) -> _StoreProcess:
+        mine, its = socket.socketpair()
+        try:
+            with its:
+                process = await self._ask({"op": "store"}, [its.fileno()])
+                if isinstance(process, str):
+                    self._report("fallback", process)
+                    where = str(protocol.ZYGOTE_FD)
+                    argv = [self._python, "-m", "elastane.process.zygote.store", where]
+                    fds = {0: 0, 1: 2, 2: 2, protocol.ZYGOTE_FD: its.fileno()}
+                    process = await launch(argv, self._env, self._cwd, fds)
+        except BaseException:
+            mine.close()
+            raise
+        return _StoreProcess(process, mine)
+
+    async def _fork_spare_store(self) -> None:
+        """Fork the process for the next store; without a warm zygote it is started when needed."""
+        await asyncio.sleep(SPARE_STORE_AFTER_S)
+        if self.warm.is_set() and self._spare_store is None:
+            self._spare_store = await self._start_store()
 
     def learn(self, modules: tuple[str, ...]) -> None:
         """Fork a zygote that imports `modules` too, and let it replace this one; once.
@@ -134,11 +180,17 @@ class ZygoteSpawner:
     async def close(self) -> None:
         """End the zygote and wait for it; workers live on."""
         self.why_cold = "the zygote was closed"
-        tasks = [task for task in (self._runner, self._learner) if task is not None]
+        owned = (self._runner, self._learner, self._store_forker)
+        tasks = [task for task in owned if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._give_up("the zygote was closed")
+        if self._spare_store is not None:
+            self._spare_store.channel.close()
+            self._spare_store.process.kill_group(signal.SIGKILL)
+            await self._spare_store.process.wait()
+            self._spare_store = None
         if self._zygote is not None:
             await self._zygote.wait()
 
