@@ -10,6 +10,8 @@ from collections import Counter
 import pytest
 from culprit_jobs import CLASSES, ENDED, CulpritJob
 
+from elastane.observe.report import read_report
+from elastane.observe.story import story_of
 from elastane.observe.view import JobView, after_event
 
 SOAK_FAULTS = int(os.environ.get("SOAK_FAULTS", "400"))
@@ -62,26 +64,64 @@ def test_the_culprit_of_several_nodes_is_named_and_ended_where_the_wait_never_en
         assert "is stopped by a signal" in job.cluster.events("restart")[-1].data["cause"]
 
 
-def test_programs_that_differ_in_place_are_one_incident_with_one_cause(tmp_path):
-    """The group finds it, the survivors meet, find that they differ, and all workers restart."""
-    job = CulpritJob(tmp_path, in_place=True)
+def test_all_views_name_one_process_as_the_cause_whose_calls_differ(tmp_path):
+    """Rank 3 on the one node sends too much, so that gloo ends a worker of the other node too."""
+    job = CulpritJob(
+        tmp_path, workers=2, nodes="ab", max_restarts=0,
+        report_file=str(tmp_path / "report.json"),
+    )  # fmt: skip
     with job.cluster:
         job.start()
+        pid = job.steps()[3][0]
+        node = next(node for node in job.cluster.nodes if pid in node.workers())
+        found, _ = job.begin_fault("large", 3)
+        job.cluster.wait(lambda: not any(one.is_alive for one in job.cluster.nodes), "the end")
+        ended = job.cluster.wait_event("job-ended").data
+        story = story_of("job", "", job.cluster.events())
+        [incident] = play(job).incidents.listed
+        boxes = [" ".join(one.output.replace("║", "").split()) for one in job.cluster.nodes]
+    where = node.name, 3, 1, pid
+    names = "node", "rank", "local_rank", "pid"
+    assert found.data["culprit_node"] == node.name and found.data["ranks"] == "3", found.reason
+    assert tuple(ended[f"cause_{name}"] for name in names) == where, ended
+    root = read_report(str(tmp_path / "report.json")).root_cause
+    assert tuple(getattr(root, name) for name in names) == where, root
+    assert tuple(getattr(incident, name) for name in names) == where, incident
+    assert (story.attempts[-1].root_node, story.attempts[-1].root_rank) == where[:2]
+    for box in boxes:
+        assert f"rank 3 (local rank 1, pid {pid})" in box.partition("where ")[2], box
+        assert box.partition("where ")[2].startswith(f"node {node.name}, round "), box
+
+
+def play(job):
+    """Return the view after all events of a job."""
+    view = JobView()
+    for event in job.cluster.events():
+        view = after_event(view, event)
+    return view
+
+
+def test_programs_that_differ_in_place_are_one_incident_with_one_cause(tmp_path):
+    """The group finds it, the survivors meet, find that they differ, and all workers restart."""
+    job = CulpritJob(tmp_path, workers=2, nodes="ab", in_place=True)
+    with job.cluster:
+        job.start()
+        pid = job.steps()[1][0]
+        node = next(node for node in job.cluster.nodes if pid in node.workers())
         job.told.write_text("other 1")
         job.cluster.wait_event("restart")
         job.told.unlink()
         job.wait_steps(20)
-        view = JobView()
-        for event in job.cluster.events():
-            view = after_event(view, event)
-    [one] = view.incidents.listed
+        [one] = play(job).incidents.listed
     assert (one.kind, one.rank, one.state) == ("stall", 1, "recovered"), one
     assert "rank 1 called broadcast (waits_for_a_culprit.py:" in one.cause
     assert any("do not run the same program" in line for line in one.evidence), one.evidence
     restart = job.cluster.events("restart")[-1].data
     cause = restart["cause"]
-    assert (restart["cause_node"], restart["cause_rank"]) == ("a", 1)
-    assert cause.startswith("rank 1 on node a: collective #"), cause
+    found = tuple(restart[f"cause_{name}"] for name in ("node", "rank", "local_rank", "pid"))
+    assert found == (node.name, 1, 1, pid), restart
+    assert (one.node, one.pid) == (node.name, pid), one
+    assert cause.startswith(f"rank 1 on node {node.name}: collective #"), cause
     assert not job.cluster.events("stall"), "no wait corrects that, so none is needed"
 
 

@@ -24,7 +24,7 @@ from elastane.protocol.culprits import (
     is_shown,
 )
 from elastane.protocol.limits import WHERE_CHARS_MAX
-from elastane.protocol.model import Failure
+from elastane.protocol.model import Failure, NamedWorker
 from elastane.protocol.verdicts import Verdict
 
 # After this long without progress, workers are sampled at each look.
@@ -143,9 +143,9 @@ class StandstillWatch:
     def _evidence(
         self, worker: LocalWorker, now_s: float, stops: int = _STOPS
     ) -> StandstillEvidence:
-        return evidence_of(
-            worker.rank, self._node_id, worker.page.ring(), self._facts(worker, now_s, stops)
-        )
+        pid = worker.process.pid if worker.process is not None else 0
+        place = NamedWorker(self._node_id, worker.rank, worker.local_rank, pid)
+        return evidence_of(place, worker.page.ring(), self._facts(worker, now_s, stops))
 
     def _facts(self, worker: LocalWorker, now_s: float, stops: int) -> ProcessFacts:
         process = worker.process

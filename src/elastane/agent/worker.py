@@ -181,7 +181,12 @@ class LocalWorker:
 
     def last_calls(self) -> WorkerCalls:
         """Return the last collectives that it called, as its page shows them."""
-        return WorkerCalls(rank=self.rank, calls=self.page.ring().calls[-CALLS_SENT_MAX:])
+        return WorkerCalls(
+            rank=self.rank,
+            local_rank=self.local_rank,
+            pid=self.process.pid if self.process is not None else 0,
+            calls=self.page.ring().calls[-CALLS_SENT_MAX:],
+        )
 
     async def last_words(self, setup: GroupSetup) -> LastWords:
         """Return what the worker left about its end; empty if the log folder does not answer."""

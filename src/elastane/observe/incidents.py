@@ -252,7 +252,10 @@ def _worker_exited(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
     if incident is not None:
         evidence = (*incident.evidence, text)[:EVIDENCE_MAX]
         others = (*incident.others, failed)[:EVIDENCE_MAX]
-        return _changed(history, incident, evidence=evidence, others=others)
+        changes: dict[str, object] = {"evidence": evidence, "others": others}
+        if incident.standstill and rank is not None and rank == incident.rank:
+            changes |= {"message": failed.message, "log_file": failed.log_file}
+        return _changed(history, incident, **changes)
     restarted = _cause_of_restart(history, event)
     said = event.text("message")
     if restarted is not None and says_restart(code, said):
@@ -495,6 +498,8 @@ def _culprit(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
         "title": _sentence(event.reason)[:TITLE_CHARS_MAX],
         "node": event.text("culprit_node") or event.node,
         "rank": int(first) if first.isdecimal() else None,
+        "local_rank": event.number("culprit_local_rank"),
+        "pid": event.number("culprit_pid"),
         "standstill": event.text("class") or "unknown",
     }
     stall = _open_stall(history, event)
@@ -502,8 +507,11 @@ def _culprit(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
         return _changed(history, stall, **found)
     incident = _of_world(history, event)
     if incident is not None:
-        if found["rank"] != incident.rank:  # Those are of the worker that failed for it.
-            found |= {"local_rank": None, "pid": None, "log_file": ""}
+        if found["rank"] != incident.rank:
+            # The incident shows a worker that failed for it.
+            own = next((one for one in incident.others if one.rank == found["rank"]), None)
+            found["message"] = own.message if own is not None else ""
+            found["log_file"] = own.log_file if own is not None else ""
         return _changed(history, incident, **found)
     history = _opened(history, event, "stall", str(found["title"]))
     from_s = event.time_s - still_s

@@ -15,7 +15,7 @@ import msgspec
 
 from elastane.process.errorfile import read_error_file, with_error_code, write_content
 from elastane.process.files import write_atomic
-from elastane.protocol.diagnosis import evidence_text, exit_text
+from elastane.protocol.diagnosis import LIVES, evidence_text, exit_text
 from elastane.protocol.model import Failure, Outcome
 
 _NS = 1_000_000_000
@@ -138,7 +138,7 @@ def _reported(node_id: str, failure: Failure, now_ns: int) -> ReportedFailure:
         local_rank=failure.local_rank,
         pid=failure.pid,
         exit_code=failure.exit_code,
-        exit=exit_text(failure.exit_code),
+        exit=LIVES if failure.lives else exit_text(failure.exit_code),
         time_ns=now_ns - int(failure.age_s * _NS),
         evidence=evidence_text(failure),
         message=failure.message,

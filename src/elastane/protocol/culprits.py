@@ -22,7 +22,7 @@ import msgspec
 from elastane.protocol.hangs import HANG_CEILING_S, ranks_text
 from elastane.protocol.limits import REASON_CHARS_MAX
 from elastane.protocol.mismatches import judge_boards, judge_calls
-from elastane.protocol.model import Count, Name
+from elastane.protocol.model import Count, Name, NamedWorker
 from elastane.protocol.ring import (
     CALLS_SENT_MAX,
     GROUPS_MAX,
@@ -86,10 +86,17 @@ class StandstillEvidence(msgspec.Struct, frozen=True, kw_only=True):
     rank: Count
     node_id: Name
     facts: ProcessFacts
+    local_rank: Count = 0
+    pid: Count = 0
     groups: Annotated[dict[Short, GroupBoard], msgspec.Meta(max_length=GROUPS_MAX)] = {}
     where: Short = ""
     debugged: bool = False
     calls: Annotated[tuple[RecordedCall, ...], msgspec.Meta(max_length=CALLS_SENT_MAX)] = ()
+
+    @property
+    def place(self) -> NamedWorker:
+        """The worker's process, and where it is."""
+        return NamedWorker(self.node_id, self.rank, self.local_rank, self.pid)
 
     def waits_in(self) -> set[str]:
         """Return the groups in which this worker has begun a collective that is not complete."""
@@ -204,12 +211,14 @@ class StandstillRules:
             self._longest_s = max(self._longest_s, still_s)
 
 
-def evidence_of(rank: int, node_id: str, ring: Ring, facts: ProcessFacts) -> StandstillEvidence:
+def evidence_of(place: NamedWorker, ring: Ring, facts: ProcessFacts) -> StandstillEvidence:
     """Return a worker's evidence, from its ring and the facts about its process."""
     return StandstillEvidence(
-        rank=rank,
-        node_id=node_id,
+        rank=place.rank,
+        node_id=place.node_id,
         facts=facts,
+        local_rank=place.local_rank,
+        pid=place.pid,
         groups=ring.board.groups,
         where=ring.board.where,
         debugged=ring.board.debugged,
@@ -227,7 +236,13 @@ def hung_alone(worker: StandstillEvidence, reason: str) -> Verdict:
     who = f"rank {worker.rank} on node {worker.node_id}"
     text = f"{who} hangs, {reason}; {_doing(worker, kind)}"
     ranks = (worker.rank,)
-    return Verdict(kind=kind, ranks=ranks, sentence=text[:REASON_CHARS_MAX], ends=ranks)
+    return Verdict(
+        kind=kind,
+        ranks=ranks,
+        sentence=text[:REASON_CHARS_MAX],
+        worker=worker.place,
+        ends=ranks,
+    )
 
 
 def is_shown(worker: StandstillEvidence) -> bool:
@@ -248,6 +263,8 @@ def judge(evidence: Iterable[StandstillEvidence], world_size: int) -> Verdict | 
     if not case.waiters:
         return None
     found = case.of_stopped() or case.of_mismatch() or case.of_missing() or case.of_no_worker()
+    first = workers[found.ranks[0]].place if found.ranks else None
+    found = msgspec.structs.replace(found, worker=first)
     if not found.is_certain:
         return found
     has_living = found.ranks and found.kind is not Kind.ENDED

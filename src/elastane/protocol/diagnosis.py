@@ -16,7 +16,7 @@ from enum import StrEnum
 import msgspec
 
 from elastane.protocol.mismatches import judge_calls
-from elastane.protocol.model import NO_RANK, Cause, FailedWorker, Failure, Fence
+from elastane.protocol.model import NO_RANK, Cause, FailedWorker, Failure, Fence, NamedWorker
 from elastane.protocol.ring import WorkerCalls
 from elastane.protocol.verdicts import Verdict
 from elastane.protocol.words import OTHER_PROGRAM, counted
@@ -57,6 +57,7 @@ _FROM_OUTSIDE = frozenset(
     }
 )
 _HEADLINE_CHARS_MAX = 200
+LIVES = "it had not failed when the others did"
 STOPPED_IN_ITS_END = "its own error came first; it was stopped while it was ending"
 _FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)', re.MULTILINE)
 # Errors that may not occur in the next attempt: those of the system and requests to exit, ...
@@ -259,6 +260,8 @@ def exit_text(exit_code: int) -> str:
 
 def failure_text(failure: Failure) -> str:
     """Return in words how a worker ended, with the evidence of its agent."""
+    if failure.lives:
+        return LIVES
     if failure.stopped:
         return f"an error of its own; {exit_text(failure.exit_code)} came while it was ending"
     evidence = f" ({failure.evidence})" if failure.evidence else ""
@@ -367,17 +370,45 @@ def _first_cause(sightings: Sequence[Sighting], fence: Fence) -> Cause:
     failure = msgspec.structs.replace(first.failure, calls=())
     error, mismatch = _own_error(failure), find_mismatch(sightings)
     alike = sum(bool(error) and _own_error(s.failure) == error for s in sightings) - bool(error)
-    what = f"{_named(first)} {end_text(failure)}{_error_text(failure)}"
-    return Cause(
+    cause = Cause(
         kind="worker",
-        what=what if mismatch is None else f"{mismatch.sentence}; so {what}",
-        node_id=culprit_node(sightings, mismatch) or first.node_id,
+        what=f"{_named(first)} {end_text(failure)}{_error_text(failure)}",
+        node_id=first.node_id,
         fence=fence,
         failure=failure,
         consequences=len(sightings) - 1 - alike,
         alike=alike,
-        culprits=() if mismatch is None else mismatch.ranks,
-        is_mismatch=mismatch is not None,
+    )
+    if mismatch is None:
+        return cause
+    return after_mismatch(cause, mismatch.sentence, mismatch.worker, sightings)
+
+
+def after_mismatch(
+    cause: Cause, sentence: str, worker: NamedWorker | None, sightings: Sequence[Sighting]
+) -> Cause:
+    """Return the cause of failures that followed since `worker` called another collective.
+
+    The worker's own failure, if it has failed, says only that it lost its peers. Without a worker,
+    that differs from most, the first failure remains the cause.
+    """
+    cause = msgspec.structs.replace(cause, what=f"{sentence}; so {cause.what}", is_mismatch=True)
+    if worker is None:
+        return cause
+    own = [s for s in sightings if (s.node_id, s.failure.pid) == (worker.node_id, worker.pid)]
+    return msgspec.structs.replace(
+        cause,
+        node_id=worker.node_id,
+        failure=msgspec.structs.replace(own[0].failure, calls=()) if own else _living(worker),
+        consequences=len(sightings) - len(own),
+        alike=0,
+    )
+
+
+def _living(worker: NamedWorker) -> Failure:
+    """Return, as a failure, a worker that had not failed when others did because of it."""
+    return Failure(
+        local_rank=worker.local_rank, rank=worker.rank, pid=worker.pid, exit_code=0, lives=True
     )
 
 
@@ -395,13 +426,6 @@ def find_mismatch(sightings: Sequence[Sighting]) -> Verdict | None:
             calls.setdefault(each.rank, each)
             nodes.setdefault(each.rank, one.node_id)
     return judge_calls(calls.values(), nodes)
-
-
-def culprit_node(sightings: Sequence[Sighting], mismatch: Verdict | None) -> str:
-    """Return the node of the first rank that differs; "" if it is not known."""
-    ranks = () if mismatch is None else mismatch.ranks[:1]
-    carried = ((one.node_id, each.rank) for one in sightings for each in one.failure.calls)
-    return next((node_id for node_id, rank in carried if rank in ranks), "")
 
 
 def crash_site(failure: Failure) -> str:

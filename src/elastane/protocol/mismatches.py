@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from elastane.protocol.hangs import ranks_text
 from elastane.protocol.limits import REASON_CHARS_MAX
+from elastane.protocol.model import NamedWorker
 from elastane.protocol.ring import GroupBoard, RecordedCall, WorkerCalls
 from elastane.protocol.verdicts import Kind, Verdict
 
@@ -72,14 +75,18 @@ def judge_calls(
     has counted fewer. `only_open`: compare a collective only if a worker has not returned from it.
     """
     groups: dict[int, dict[int, dict[int, RecordedCall]]] = {}
+    places: dict[int, NamedWorker] = {}
     for worker in workers:
+        rank = worker.rank
+        places[rank] = NamedWorker(nodes[rank], rank, worker.local_rank, worker.pid)
         for call in worker.calls:
             calls = groups.setdefault(call.group, {}).setdefault(worker.rank, {})
             calls[call.count] = call
     for group in sorted(groups):
         found = _differing(group, groups[group], nodes, only_open=only_open)
         if found is not None:
-            return found
+            first = places[found.ranks[0]] if found.ranks else None
+            return msgspec.structs.replace(found, worker=first)
     return None
 
 

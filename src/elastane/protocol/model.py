@@ -212,7 +212,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     last collectives if it lost a peer; those of all workers of the node if it received too much.
 
     Where a program returned on one rank while the others still trained, that end is the failure
-    which the others follow from: its `exit_code` is 0.
+    which the others follow from: its `exit_code` is 0. So it is where a worker called another
+    collective than the others and had not failed when they did: then `lives` is true.
     """
 
     local_rank: int
@@ -226,8 +227,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Text = ""
     output: bool = False
     stopped: bool = False
+    lives: bool = False
     steps: Count = 0
     calls: Annotated[tuple[WorkerCalls, ...], msgspec.Meta(max_length=CALLERS_MAX)] = ()
+
+
+class NamedWorker(msgspec.Struct, frozen=True):
+    """A worker's process, by its node, its rank, its rank on the node, and its pid there."""
+
+    node_id: str
+    rank: int
+    local_rank: int
+    pid: int
 
 
 class FailedWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,9 +251,9 @@ class FailedWorker(msgspec.Struct, frozen=True, kw_only=True):
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """The root cause of an incident, found over all nodes.
 
-    `alike` counts the other failures by the same error, `consequences` the failures that followed.
-    `is_mismatch`: gloo ended the worker, since ranks called different collectives; `culprits` are
-    those that differ from most.
+    `failure` is the worker that is the cause, on the node `node_id`. `alike` counts the other
+    failures by the same error, `consequences` the failures that followed. `is_mismatch`: ranks
+    called different collectives; the worker is then the first that differs from most.
     """
 
     kind: str  # "worker" | "timeout" | "request" | "configuration"
@@ -252,7 +263,6 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     consequences: int = 0
     alike: int = 0
-    culprits: tuple[Count, ...] = ()
     is_mismatch: bool = False
 
 

@@ -80,6 +80,8 @@ class WorkerCalls(msgspec.Struct, frozen=True, kw_only=True):
     """The last collectives that the worker of a rank called, the oldest first."""
 
     rank: Number
+    local_rank: Number = 0
+    pid: Number = 0
     calls: Annotated[tuple[RecordedCall, ...], msgspec.Meta(max_length=CALLS_SENT_MAX)] = ()
 
 

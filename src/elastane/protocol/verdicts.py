@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from elastane.protocol.model import Count
+from elastane.protocol.model import Count, NamedWorker
 
 
 class Kind(StrEnum):
@@ -64,13 +64,15 @@ OUTLOOKS: Mapping[Kind, Outlook] = {
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The culprits by rank, and the cause in one sentence; no ranks if no worker is behind.
 
-    `place` is where the others wait. `ends`: the ranks that the coordinator ends if the wait would
-    last for ever. They are the culprits, or one of the waiting workers if no culprit is alive.
+    `worker` is the first of them. `place` is where the others wait. `ends`: the ranks that the
+    coordinator ends if the wait would last for ever. They are the culprits, or one of the waiting
+    workers if no culprit is alive.
     """
 
     kind: Kind
     ranks: tuple[Count, ...]
     sentence: str
+    worker: NamedWorker | None = None
     group: str = ""
     sequence: int = 0
     place: str = ""
@@ -94,7 +96,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def culprit_data(verdict: Verdict, still_s: float) -> dict[str, str | int | float | bool]:
     """Return the fields of a verdict that the event log keeps."""
+    worker, named = verdict.worker, dict[str, str | int]()
+    if worker is not None:
+        named = {
+            "culprit_node": worker.node_id,
+            "culprit_local_rank": worker.local_rank,
+            "culprit_pid": worker.pid,
+        }
     return {
+        **named,
         "class": verdict.kind.value,
         "ranks": ",".join(map(str, verdict.ranks)),
         "outlook": verdict.outlook.value,

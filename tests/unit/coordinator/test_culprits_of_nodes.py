@@ -236,7 +236,7 @@ def made(rank, nbytes, site):
         )
         for count in (4, 5)
     )
-    return WorkerCalls(rank=rank, calls=calls)
+    return WorkerCalls(rank=rank, local_rank=rank % 2, pid=50 + rank, calls=calls)
 
 
 def fails(job, node_id, rank, message, *calls, code=1):
@@ -257,5 +257,5 @@ def test_the_rank_that_sent_too_much_is_the_culprit_of_a_worker_that_gloo_ended(
     fails(job, "b", 3, "Connection closed by peer", made(3, 28, "a.py:1"))
     [found] = culprits(job)
     assert found.data["class"] == "other-shape" and found.data["ranks"] == "2"
-    assert found.data["culprit_node"] == "b"
+    assert (found.data["culprit_node"], found.data["culprit_pid"]) == ("b", 52)
     assert "rank 2 called all_reduce of 4,000 bytes (a.py:2)" in found.reason

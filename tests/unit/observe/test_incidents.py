@@ -246,13 +246,14 @@ def test_a_culprit_that_is_found_after_a_failure_is_the_cause_of_its_incident():
         exited(0, round=1, time_s=20.0, log_file="/logs/0"),
         event("incident", round=1, attempt=0, time_s=20.1, reason="worker of rank 0 ended"),
         event("culprit", "a", round=1, attempt=0, time_s=20.1, reason="rank 2 on node b: differs",
-              ranks="2", still_s=0.0, culprit_node="b", **{"class": "other-shape"}),
+              ranks="2", still_s=0.0, culprit_node="b", culprit_local_rank=1, culprit_pid=77,
+              **{"class": "other-shape"}),
         event("restart", round=1, attempt=0, time_s=20.2, cause="rank 0", cause_rank=0),
     )  # fmt: skip
     [one] = view.incidents.listed
     assert (one.kind, one.rank, one.node) == ("worker", 2, "b")
     assert one.cause == "rank 2 on node b: differs"
-    assert (one.local_rank, one.pid, one.log_file) == (None, None, "")
+    assert (one.local_rank, one.pid, one.log_file) == (1, 77, "")
     assert one.evidence == ("rank 0 on a: SIGKILL (from outside)",)
 
 

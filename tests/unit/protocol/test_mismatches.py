@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from elastane.protocol.culprits import ProcessFacts, StandstillEvidence, judge
-from elastane.protocol.diagnosis import Sighting, find_mismatch, root_cause
+from elastane.protocol.diagnosis import Sighting, failure_text, find_mismatch, root_cause
 from elastane.protocol.mismatches import judge_calls
 from elastane.protocol.model import Failure, Fence
 from elastane.protocol.ring import CALLS_SENT_MAX, GroupBoard, Position, RecordedCall, WorkerCalls
@@ -41,7 +41,7 @@ def workers(size, odd, **changes):
     for rank in range(size):
         own = changes if rank in odd else {}
         calls = *(call(count) for count in range(34, 41)), call(41, is_open=True, **own)
-        found.append(WorkerCalls(rank=rank, calls=calls))
+        found.append(WorkerCalls(rank=rank, local_rank=rank % 2, pid=50 + rank, calls=calls))
     return found
 
 
@@ -167,8 +167,18 @@ def test_the_root_cause_of_a_worker_that_gloo_ended_is_the_rank_that_sent_too_mu
     cause = root_cause(seen, Fence(1, 0))
     assert cause.what.startswith("rank 2 on node n1: collective #41 of group '0' differs: ")
     assert "so worker of rank 1 (local rank 1, pid 51) on node n0 ended with SIGABRT" in cause.what
-    assert (cause.node_id, cause.culprits, cause.is_mismatch) == ("n1", (2,), True)
+    assert cause.is_mismatch and (cause.consequences, cause.alike) == (1, 0)
+    assert (cause.node_id, cause.failure.rank, cause.failure.pid) == ("n1", 2, 52)
+    assert cause.failure.message == LOST, "what the others lost is not put under its name"
     assert not cause.failure.calls, "each agent receives the outcome"
+
+
+def test_a_rank_that_has_not_failed_is_the_root_cause_of_those_that_it_ended():
+    of = workers(4, [1], nbytes=4000)
+    cause = root_cause(sightings(failure(0, TOO_MUCH, (*of[:3],))), Fence(1, 0))
+    assert (cause.node_id, cause.failure.rank, cause.failure.local_rank) == ("n0", 1, 1)
+    assert (cause.failure.pid, cause.failure.lives, cause.consequences) == (51, True, 1)
+    assert failure_text(cause.failure) == "it had not failed when the others did"
 
 
 def test_no_rank_is_blamed_without_gloos_words_or_without_a_difference():

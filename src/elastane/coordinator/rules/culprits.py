@@ -52,12 +52,9 @@ def find_culprit(state: State) -> None:
             standstill.compare_again(later_s)
             state.queue.wait_until(later_s)
         return
-    culprits = (each.node_id for each in evidence if each.rank in verdict.ranks[:1])
-    node_id = next(culprits, "")
-    data = {**culprit_data(verdict, still_s), "culprit_node": node_id}
-    state.log(EventKind.CULPRIT, verdict.sentence, **data)
+    state.log(EventKind.CULPRIT, verdict.sentence, **culprit_data(verdict, still_s))
     if verdict.is_mismatch and state.in_place.active:
-        standstill.blame(Blame(verdict.sentence, verdict.ranks, node_id))
+        standstill.blame(Blame(verdict.sentence, verdict.worker))
     else:
         _ask_agents(state, verdict)
 

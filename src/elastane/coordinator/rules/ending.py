@@ -15,8 +15,8 @@ from elastane.errors import ExitCode
 from elastane.protocol.diagnosis import (
     Exhausted,
     Sighting,
+    after_mismatch,
     crash_site,
-    culprit_node,
     exhausted,
     exit_text,
     failure_text,
@@ -73,7 +73,7 @@ def failure(state: State, incident: Incident, why: str) -> bool:
             exit_code=ExitCode.WORKER_FAILED,
             cause=cause,
             next_step=_advice(cause, cause.failure, state.budget.allowed),
-            failures=failures_in_order(_sightings(state, incident), state.now_s),
+            failures=failures_in_order(_sightings(state, incident, cause), state.now_s),
             fence=state.world.fence,
             before=_before(state, incident),
         ),
@@ -88,11 +88,9 @@ def _root_cause(state: State, incident: Incident, fence: Fence) -> Cause:
     if earlier is None:
         return cause
     if not earlier.sightings or _differ(incident):
-        cause = msgspec.structs.replace(cause, what=f"{earlier.reason}; so {cause.what}")
-        blame = earlier.blame
-        if blame is None or not blame.ranks:
-            return cause
-        return msgspec.structs.replace(cause, culprits=blame.ranks, node_id=blame.node_id)
+        if earlier.blame is not None:
+            return after_mismatch(cause, earlier.reason, earlier.blame.worker, incident.sightings)
+        return msgspec.structs.replace(cause, what=f"{earlier.reason}; so {cause.what}")
     first = root_cause(earlier.sightings, earlier.fence)
     return msgspec.structs.replace(
         first,
@@ -111,18 +109,27 @@ def _explanation(state: State, incident: Incident) -> EndedWorld | None:
     return state.incidents.explains if incident.only_asks_restart else None
 
 
-def _sightings(state: State, incident: Incident) -> tuple[Sighting, ...]:
+def _sightings(state: State, incident: Incident, cause: Cause) -> tuple[Sighting, ...]:
     """Return the failures of an incident, and of the one for which workers ask for a restart.
 
-    A program that returned, so that the others failed, counts as one of them.
+    A program that returned, so that the others failed, counts as one of them. So does a worker that
+    is the cause and had not failed.
     """
     earlier = _explanation(state, incident)
     left = _return_of(state, incident)
     return (
         *(() if earlier is None else earlier.sightings),
         *(() if left is None else (left,)),
+        *_living(incident, cause),
         *incident.sightings,
     )
+
+
+def _living(incident: Incident, cause: Cause) -> tuple[Sighting, ...]:
+    if cause.failure is None or not cause.failure.lives:
+        return ()
+    at_s = min(one.at_s for one in incident.sightings)
+    return (Sighting(node_id=cause.node_id, at_s=at_s, failure=cause.failure),)
 
 
 def _return_of(state: State, incident: Incident) -> Sighting | None:
@@ -146,8 +153,7 @@ def note_mismatch(state: State, incident: Incident, *, is_over: bool = False) ->
     if found is None or not (found.ranks or is_over):
         return
     incident.note_mismatch()
-    data = {**culprit_data(found, 0.0), "culprit_node": culprit_node(incident.sightings, found)}
-    state.log(EventKind.CULPRIT, found.sentence, **data)
+    state.log(EventKind.CULPRIT, found.sentence, **culprit_data(found, 0.0))
 
 
 def verdict_pending(state: State, incident: Incident) -> bool:
@@ -184,7 +190,7 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
         if is_of_world:
             state.budget.charged = state.world.fence
         budget, reason = state.budget, verdict.reason
-        if cause.failure is not None and cause.failure.exit_code == 0:
+        if cause.failure is not None and cause.failure.exit_code == 0 and not cause.is_mismatch:
             reason = f"{reason}: {incident.reason}"  # The log has named another worker so far.
         if kind is EventKind.REPLACEMENT:
             reason = (
@@ -202,20 +208,14 @@ def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:
     if cause is None or cause.failure is None:
         return {}
     failure = cause.failure
-    rank = cause.culprits[0] if cause.culprits else failure.rank
-    worker: dict[str, str | int] = {}
-    if rank == failure.rank:
-        worker = {
-            "cause_local_rank": failure.local_rank,
-            "cause_pid": failure.pid,
-            "cause_exit": failure_text(failure),
-            "cause_log": failure.log_file,
-        }
     return {
         "cause": cause.what,
         "cause_node": cause.node_id,
-        **({} if rank == NO_RANK else {"cause_rank": rank}),
-        **worker,
+        **({} if failure.rank == NO_RANK else {"cause_rank": failure.rank}),
+        "cause_local_rank": failure.local_rank,
+        "cause_pid": failure.pid,
+        "cause_exit": failure_text(failure),
+        "cause_log": failure.log_file,
         "consequences": cause.consequences,
         "alike": cause.alike,
     }

@@ -23,7 +23,7 @@ from elastane.protocol.diagnosis import (
     sighting_text,
 )
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, Timing
-from elastane.protocol.model import Crash, Failure, Fence, JobRecord
+from elastane.protocol.model import Crash, Failure, Fence, JobRecord, NamedWorker
 
 # This many attempts in a row that fail alike end the job: the third shows that it is no chance.
 SAME_CRASHES_MAX = 3
@@ -31,11 +31,13 @@ SAME_CRASHES_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The ranks that called other collectives, in one sentence, and the node of the first."""
+    """The ranks that called other collectives, in one sentence, and the first of their workers.
+
+    `worker` is None if no rank differs from most.
+    """
 
     sentence: str
-    ranks: tuple[int, ...]
-    node_id: str
+    worker: NamedWorker | None
 
 
 @dataclass(slots=True, kw_only=True)
