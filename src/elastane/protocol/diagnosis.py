@@ -82,7 +82,8 @@ _OWN_NEXT = re.compile(
     r"^\S*Error: .* \[[a-z-]+\]\n(?:  \w+: .*\n)*  next: (.+)\s*\Z", re.MULTILINE
 )
 _OWN_SLUG = re.compile(r"^elastane\.errors\.\w+: .* \[([a-z-]+)\]$")
-# Errors by which elastane refuses what a script does, on whatever node and in whatever attempt.
+# Errors by which elastane refuses what a script does, on whatever node and in whatever attempt. Not
+# those of a worker that comes later than the others, which a restart of all mends, nor of a size.
 REFUSALS = frozenset(
     {
         "accelerate-adopt",
@@ -97,14 +98,10 @@ REFUSALS = frozenset(
         "in-place-refused",
         "job-backend",
         "job-ddp",
-        "job-early",
-        "job-mesh",
-        "job-place",
         "job-retry",
         "job-steps",
         "job-track",
         "job-update",
-        "joins-later",
         "state-kind",
         "subgroup",
         "world-change",

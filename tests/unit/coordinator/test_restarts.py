@@ -566,8 +566,9 @@ def test_what_elastane_refuses_ends_the_job_at_the_first_time_whatever_it_has_do
         (REFUSED, {"same_crash_s": 0.0}),
         ("elastane.errors.JobError: the holders are lost [job-state-lost]", {}),
         (f"ValueError: the log has {REFUSED}", {}),
+        ("elastane.errors.JobError: a collective, by a worker that came later [job-early]", {}),
     ],
-    ids=["turned off", "another error of elastane", "an error of the script that cites it"],
+    ids=["turned off", "the state is lost", "the script's own error cites it", "came later"],
 )
 def test_other_errors_than_refusals_use_the_budget(driver, error, how):
     job = alone(driver, **how)
