@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from supervise import Agent, agent, ask, words_agent, write_script
+
+from elastane.agent.worker import CONTROL_FD
 
 STANDALONE = ("--standalone", "--log-dir", "logs")
 SHOW = 'import sys\ntell("ran", repr([__name__, sys.argv[1:]]))\nraise SystemExit(3)\n'
@@ -126,6 +130,38 @@ def test_a_worker_has_the_descriptor_limit_of_a_program_started_by_hand(
     with agent(tmp_path, *options, body=body) as one:
         assert one.wait() == 0
         assert one.told("limit.0.0", 0) == str(resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+@pytest.mark.parametrize("options", [("--no-zygote",), ("--preload", "json")], ids=["exec", "fork"])
+def test_a_soft_limit_below_the_numbers_of_a_workers_descriptors_is_no_fault(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    body = "import resource\ntell('limit', resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (CONTROL_FD - 50, hard))
+    try:
+        with agent(tmp_path, *options, body=body) as one:
+            assert one.wait() == 0
+            assert one.told("limit.0.0", 0) == str(CONTROL_FD - 50)
+            assert "Traceback" not in one.err and "zygote-died" not in one.err
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_module_of_the_folder_hides_none_that_the_zygote_needs(tmp_path: Path) -> None:
+    (tmp_path / "selectors.py").write_text("raise RuntimeError('mine')\n")
+    script = "import sys\nprint(sys.path[0], flush=True)\nimport selectors\n"
+    (tmp_path / "script.py").write_text(script)
+    # Not `python -m elastane`, which searches the folder itself.
+    begin = "import sys; del sys.path[0]; from elastane.cli.main import main; sys.exit(main())"
+    words = ("run", *STANDALONE, "--preload", "json", "script.py")
+    ran = subprocess.run(
+        [sys.executable, "-c", begin, *words],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1, "the script imports its own module, as it does alone"
+    assert ran.stdout == f"{tmp_path}\n"
+    assert "zygote-died" not in ran.stderr and "RuntimeError: mine" in ran.stderr
 
 
 def test_the_secret_is_in_no_process_but_the_agent(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from elastane.coordinator.leadership import (
     StoreLeadership,
     first_contact,
 )
-from elastane.errors import ElastaneError, ExitCode, StoreError
+from elastane.errors import ConfigurationError, ElastaneError, ExitCode, StoreError
 from elastane.notices.watch import NoticeWatch
 from elastane.observe import logging as console
 from elastane.options.config import AgentConfig
@@ -58,6 +58,8 @@ from elastane.stores import JobKeys, make_store
 _log = logging.getLogger("elastane.options")
 # Sessions of a large job on the coordinator's host; the administrator sets the hard limit.
 _DESCRIPTORS_WANTED = 65536
+# A worker's own descriptors, at most a dozen, are moved above CONTROL_FD before they are placed.
+_DESCRIPTORS_MIN = 300
 
 
 def launch(config: AgentConfig) -> int:
@@ -331,6 +333,13 @@ def _tls(config: AgentConfig) -> TlsConfig | None:
 def _raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else hard
+    limit = max(soft, min(wanted, _DESCRIPTORS_WANTED))
+    if limit < _DESCRIPTORS_MIN:
+        raise ConfigurationError(
+            f"an agent and its workers may open {limit} files each",
+            slug="descriptor-limit",
+            expected=f"{_DESCRIPTORS_MIN} or more",
+            next_step="ulimit -n 1024",
+        )
     with contextlib.suppress(ValueError, OSError):
-        limit = max(soft, min(wanted, _DESCRIPTORS_WANTED))
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -6,6 +6,7 @@ line. Linux only. They fail with OSError, as the os module does.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -15,7 +16,7 @@ import platform
 import resource
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -163,6 +164,18 @@ def bind_to_cpus(cpus: Iterable[int]) -> None:
         os.sched_setaffinity(0, wanted)
 
 
+@contextlib.contextmanager
+def _raised_descriptor_limit() -> Iterator[None]:
+    """Use descriptors up to the hard limit here; one above the soft limit stays open afterwards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # more than the kernel's fs.nr_open
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def place_descriptors(wanted: Mapping[int, int], keep: Iterable[int] = ()) -> dict[int, int]:
     """Give each descriptor of `wanted` (number -> descriptor) its number; close all but `keep`.
 
@@ -170,10 +183,11 @@ def place_descriptors(wanted: Mapping[int, int], keep: Iterable[int] = ()) -> di
     the new number of each.
     """
     floor = max(wanted, default=2) + 1
-    high = {n: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for n, fd in wanted.items()}
-    moved = {fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for fd in keep}
-    for number, fd in high.items():
-        os.dup2(fd, number, inheritable=True)
+    with _raised_descriptor_limit():
+        high = {n: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for n, fd in wanted.items()}
+        moved = {fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for fd in keep}
+        for number, fd in high.items():
+            os.dup2(fd, number, inheritable=True)
     lowest = 0
     for fd in sorted({*wanted, *moved.values()}):
         if lowest < fd:  # an empty range at 0 would mean all

@@ -76,10 +76,11 @@ _KILLED_IN_SHELL = 137
 _RETURN_LATE_S = 2.0
 RETURNED = "its program returned{} while others still trained"
 _TRACEBACK = "Traceback (most recent call last):"
-_OWN_ERRORS = "elastane.errors."
+# The beginnings of errors of ours, whose next lines say what is to be done.
+_OWN_ERRORS = ("elastane.errors.", "not started: ")
 # An error of ours as the last one of a worker, with its slug and what to do.
 _OWN_NEXT = re.compile(
-    r"^\S*Error: .* \[[a-z-]+\]\n(?:  \w+: .*\n)*  next: (.+)\s*\Z", re.MULTILINE
+    r"^(?:\S*Error|not started): .* \[[a-z-]+\]\n(?:  \w+: .*\n)*  next: (.+)\s*\Z", re.MULTILINE
 )
 _OWN_SLUG = re.compile(r"^elastane\.errors\.\w+: .* \[([a-z-]+)\]$")
 # Errors by which elastane refuses what a script does, on whatever node and in whatever attempt. Not
@@ -192,8 +193,11 @@ class Exhausted(StrEnum):
     KILLED = "unknown: a child of it, or its shell, reports SIGKILL"
     LOADER = "unknown: a process of its data loader was killed"
     SHARED = "shared memory"
+    FILES = "open files"
 
 
+# Of an import, and of `python -m`. What follows the name is of a file that hides a package.
+_NO_MODULE = re.compile(r"(?:\S+: ){1,2}No module named '?([\w.]+)'?")
 # Signs in the line that names an error, the first that fits counts.
 _EXHAUSTED = (
     (Exhausted.DEVICE, re.compile(r"(CUDA|HIP|XPU) out of memory|OutOfMemoryError")),
@@ -208,6 +212,8 @@ _EXHAUSTED = (
     ),
     (Exhausted.SHARED, re.compile(r"DataLoader worker .*killed by signal: Bus error")),
     (Exhausted.LOADER, re.compile(r"DataLoader worker .*killed by signal: Killed")),
+    # The second is what a data loader says whose tensors come as descriptors (torch 2.13).
+    (Exhausted.FILES, re.compile(r"Too many open files|received 0 items of ancdata")),
 )
 
 
@@ -220,6 +226,13 @@ def exhausted(failure: Failure) -> Exhausted | None:
     error = "" if _is_unexplained(failure) else headline(failure.message)
     signs = (one for one, sign in _EXHAUSTED if sign.search(error))
     return next(signs, None)
+
+
+def missing_module(failure: Failure) -> str:
+    """Return the module that the worker's Python could not find; "" if that was not its end."""
+    error = "" if _is_unexplained(failure) else headline(failure.message)
+    found = _NO_MODULE.fullmatch(error)
+    return found.group(1) if found else ""
 
 
 def _is_unexplained(failure: Failure) -> bool:

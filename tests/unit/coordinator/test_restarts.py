@@ -263,6 +263,7 @@ TRACE = "Traceback (most recent call last):\n  File x, line 1, in f\n    f()\n"
         (TRACE + "pkg.Error: bad\n  next: mend it\nand so on", "pkg.Error: bad"),
         (TRACE + "KeyError: 1\n\nDuring handling ...\n\n" + TRACE + "OSError: 2", "OSError: 2"),
         ("elastane.errors.UsageError: no\n  next: x", "elastane.errors.UsageError: no"),
+        ("not started: no /py [worker-start]\n  next: x", "not started: no /py [worker-start]"),
     ],
 )
 def test_the_headline_is_the_line_that_names_the_error(said, line):

@@ -172,6 +172,22 @@ LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal:"
         ({"message": f"{STACK}OSError: [Errno 28] No space left on device"}, "df -h"),
         ({"message": f"{STACK}RuntimeError: basic_ios::clear: iostream error"}, "df -h"),
         ({"message": f"{STACK}{LOADER} Killed."}, "fewer num_workers"),
+        ({"message": f"{STACK}OSError: [Errno 24] Too many open files"}, "ulimit -n 65536"),
+        ({"message": f"{STACK}RuntimeError: received 0 items of ancdata"}, "ulimit -n 65536"),
+        ({"message": f"{STACK}ModuleNotFoundError: No module named 'torch'"}, "install torch in"),
+        ({"message": f"{STACK}SystemExit: /py: No module named a.b"}, "install a.b in"),
+        ({"message": "/py: No module named a", "output": True}, "install a in"),
+        (
+            {"message": f"{STACK}ModuleNotFoundError: No module named 'a.b'; 'a' is not a package"},
+            "mend the script",
+        ),
+        (
+            {
+                "message": "not started: no /py [worker-start]\n  where: folder /\n"
+                "  next: run it by hand"
+            },
+            "run it by hand",
+        ),
         ({"message": f"{STACK}{LOADER} Bus error. It is possible that"}, "/dev/shm"),
         ({"message": "No space left on device", "exit_code": -9, "output": True}, "SIGKILL"),
         (

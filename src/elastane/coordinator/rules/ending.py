@@ -23,6 +23,7 @@ from elastane.protocol.diagnosis import (
     failures_in_order,
     find_mismatch,
     is_from_outside,
+    missing_module,
     own_next_step,
     refusal,
     root_cause,
@@ -221,6 +222,7 @@ def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:
     }
 
 
+_INSTALL = "install {} in the Python environment of elastane run, or add its folder to PYTHONPATH"
 _SAME_CALLS = "let all ranks call the same collectives in the same order, with equal sizes"
 _FREE = {
     Exhausted.MEMORY: (
@@ -233,6 +235,7 @@ _FREE = {
         "give the data loader more shared memory (df -h /dev/shm; docker run --shm-size), or let it"
         " use less: fewer num_workers, smaller batches"
     ),
+    Exhausted.FILES: "raise the limit of open files where elastane run is started: ulimit -n 65536",
     Exhausted.LOADER: (
         "find who killed the process of the data loader: often the kernel or a container that ran"
         " out of memory (dmesg | grep -i killed); fewer num_workers need less"
@@ -252,7 +255,9 @@ def _advice(cause: Cause, failure: Failure, allowed: int) -> str:
     if failure.exit_code == 0:
         return "let all ranks make the same number of steps, or end together"
     what = exhausted(failure)
-    if known := own_next_step(failure) or (what and _FREE[what]):
+    module = missing_module(failure)
+    known = own_next_step(failure) or (what and _FREE[what]) or (module and _INSTALL.format(module))
+    if known:
         return known
     if is_from_outside(failure):
         kernel = ", or the kernel (dmesg | grep -i killed)" if failure.exit_code == -9 else ""
