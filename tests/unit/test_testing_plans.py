@@ -6,7 +6,8 @@ import subprocess
 from types import SimpleNamespace
 from unittest import mock
 
-from elastane.testing import FaultPlan
+from elastane.testing import FaultPlan, LocalCluster
+from elastane.testing.cluster import ClusterWorld, LocalNode
 from elastane.testing.plans import Fault
 
 
@@ -26,6 +27,19 @@ def test_a_worker_is_killed_even_if_its_world_was_replaced_meanwhile():
         worker.wait()
     assert told.endswith(f"kill-worker {worker.pid} of a")
     assert recorded == [("kill-worker", "a", f"kill-worker {worker.pid} of a")]
+
+
+def test_a_worker_is_killed_even_if_the_next_world_is_settled_just_after_it_was_named(tmp_path):
+    worker = subprocess.Popen(["sleep", "600"])
+    try:
+        cluster = LocalCluster(["script.py"], folder=tmp_path)
+        worlds = iter([ClusterWorld(1, 0, ("a",), {"a": (worker.pid,)})])
+        cluster.world = lambda: next(worlds, ClusterWorld(2, 0, ("a",), {}))
+        assert LocalNode("a", worker, tmp_path / "log", cluster).kill_worker() == worker.pid
+        assert worker.wait(60) == -9
+    finally:
+        worker.kill()
+        worker.wait()
 
 
 def test_one_number_chooses_among_all_workers_of_all_nodes():

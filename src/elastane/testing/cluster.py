@@ -162,8 +162,15 @@ class LocalNode:
         Waits until the agent has named its workers: a script may train a moment before. Raises
         ClusterError if it names none within `deadline_s`, UsageError if it has none of this number.
         """
-        self._cluster.wait(self.workers, f"node {self.name} has workers", deadline_s)
-        pids = self.workers()
+        pids: tuple[int, ...] = ()
+
+        def has_workers() -> bool:
+            nonlocal pids
+            pids = self.workers()
+            return bool(pids)
+
+        # A world that is settled after this look has no named workers yet.
+        self._cluster.wait(has_workers, f"node {self.name} has workers", deadline_s)
         if not 0 <= local_rank < len(pids):
             raise UsageError(
                 f"kill_worker({local_rank}): node {self.name} has {len(pids)} workers",
