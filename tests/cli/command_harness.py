@@ -42,7 +42,7 @@ def running(folder, argv, name, **environ):
         finally:
             if agent.poll() is None:
                 agent.send_signal(signal.SIGKILL)  # its orphan reaper ends the workers
-                agent.wait(30)
+                agent.wait(90)
 
 
 def end_of(folder, argv, nodes=1, **environ):
@@ -52,14 +52,14 @@ def end_of(folder, argv, nodes=1, **environ):
             stack.enter_context(running(folder, argv, f"node{node}", **environ))
             for node in range(nodes)
         ]
-        codes = [agent.wait(60) for agent in agents]
+        codes = [agent.wait(90) for agent in agents]
     logs = "".join(path.read_text() for path in sorted(folder.glob("node*.log")))
     assert codes == [0] * nodes, logs
     found = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
     return {int(worker["RANK"]): worker for worker in found}
 
 
-def until(condition, what, deadline_s=30):
+def until(condition, what, deadline_s=90):
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"

@@ -243,4 +243,4 @@ def test_the_first_process_of_a_container_handles_sigterm_from_the_start():
     with subprocess.Popen([sys.executable, "-c", slow], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"in\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143
+        assert process.wait(90) == 143

@@ -178,7 +178,7 @@ def test_follow_shows_existing_lines_new_lines_and_later_workers(base):
         late.say("lo", 301)
         assert process.stdout.readline() == b"[default5 host-c r2.0 out]: hello\n"
         process.send_signal(2)
-        assert process.wait(10) == 0
+        assert process.wait(90) == 0
     finally:
         process.kill()
         process.communicate()

@@ -14,7 +14,7 @@ from elastane.cli.main import main
 from elastane.errors import ExitCode
 from elastane.process.files import JobEntry, JobRegistry, process_start, runtime_folder
 
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from elastane.stores.protocol import Store
 from elastane.stores.register import RegisterStore
 from elastane.stores.registry import backend
 
-DEADLINE_S = 20.0
+DEADLINE_S = 90.0
 
 
 class Harness:

@@ -102,16 +102,18 @@ class LightningJob:
         """Wait until `world` workers have each made `count` steps in a world of that size."""
         begun = {pid: len(lines) for pid, lines in self.steps().items()}
 
-        def there() -> set[int]:
-            new = {pid: own[begun.get(pid, 0) :] for pid, own in self.steps().items()}
-            return {
-                pid
-                for pid, own in new.items()
-                if len(own) >= count and all(line["world"] == world for line in own[-count:])
-            }
+        found: set[int] = set()
 
-        self.cluster.wait(lambda: len(there()) == world, f"steps in a world of {world}")
-        return there()
+        def there() -> bool:
+            found.clear()
+            for pid, lines in self.steps().items():
+                own = lines[begun.get(pid, 0) :]
+                if len(own) >= count and all(line["world"] == world for line in own[-count:]):
+                    found.add(pid)
+            return len(found) == world
+
+        self.cluster.wait(there, f"steps in a world of {world}")
+        return found
 
     def kill_in(self, place: str, pids: set[int]) -> set[int]:
         """Kill a worker while it is in this place, which the others do not pass without it."""

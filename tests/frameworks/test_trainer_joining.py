@@ -53,7 +53,7 @@ def test_lost_workers_of_a_trainer_are_replaced_in_place(tmp_path, mode):
         first = job.wait_size(3)
         lost = job.rank_0()
         job.kill_at(lost, "train")
-        job.wait_size(2, count=1)
+        job.passes_size(2)
         assert first - {lost} < job.wait_size(3), "the survivors kept their processes"
         job.ends_well()
         assert job.missing() == 0

@@ -217,7 +217,7 @@ class Watch:
         assert gap_s < BREAK_MAX_S
         assert grown_bytes < RSS_GROWTH_BYTES_MAX
         assert "Traceback" not in self.victim.a.words + self.victim.b.words
-        until(lambda: descriptors(self.pid) <= self.descriptors, "descriptors return", 20.0)
+        until(lambda: descriptors(self.pid) <= self.descriptors, "descriptors return")
 
 
 def longest_break_s(times: Iterable[float]) -> float:

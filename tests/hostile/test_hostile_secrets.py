@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from etcd_server import etcd
-from hostile_support import listening
+from hostile_support import links, listening
 from jobs import until
 from ports import free_port
 from supervise import Agent, ask, children, command_line, descendants, words_agent, write_script
@@ -150,7 +150,7 @@ def test_no_password_of_a_store_is_visible_anywhere(tmp_path):
         ):
             data = json.dumps(what).encode()
             url = f"{cluster.members[0].url}/v3/auth/{path}"
-            urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=5)
+            urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=60)
         words = ["--nnodes", "1", "--rdzv-backend", "etcd", "--rdzv-endpoint", cluster.endpoint]
         words += ["--rdzv-id", "stored", "--preload", "json", "--report-file", "report"]
         words += ["--tee", "3", write_script(tmp_path, BODY)]
@@ -223,6 +223,6 @@ def test_an_agents_named_pipe_and_its_one_named_socket_are_private(tmp_path):
         assert stat.S_IMODE(listener.parent.lstat().st_mode) == 0o700
         named = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
         inodes = {words[6]: words[7] for words in named if len(words) > 7}
-        held = {os.readlink(path) for path in Path(f"/proc/{one.pid}/fd").iterdir()}
-        mine = {name for inode, name in inodes.items() if f"socket:[{inode}]" in held}
+        held = links(one.pid)
+        mine = {name for inode, name in inodes.items() if ("socket", inode) in held}
         assert [Path(name).name for name in mine] == [listener.name]

@@ -153,7 +153,7 @@ class EtcdHosts(StoreHosts):
     def start(self, *names: str) -> Self:
         for name in names or self.names:
             self.launch(name)
-        until(lambda: all(self.status(n) for n in names or self.names), "etcd is ready", 30)
+        until(lambda: all(self.status(n) for n in names or self.names), "etcd is ready", 90)
         return self
 
     def launch(self, name: str) -> None:
@@ -204,7 +204,7 @@ class RedisHosts(StoreHosts):
 
     def start(self) -> Self:
         self.launch(self.names)
-        until(self._answers, "redis is ready", 30)
+        until(self._answers, "redis is ready", 90)
         return self
 
     def launch(self, name: str) -> None:

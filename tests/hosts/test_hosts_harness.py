@@ -84,7 +84,7 @@ def test_nothing_is_left_of_hosts_whose_test_was_killed(tmp_path: Path) -> None:
         assert one.stdout is not None and one.stdout.readline() == b"made\n"
         assert len(left_over(mark)) >= 6, "hosts, the switch and what runs on them"
         one.kill()
-    until(lambda: not left_over(mark), "all of it ended", 10.0)
+    until(lambda: not left_over(mark), "all of it ended")
 
 
 def test_a_host_that_cannot_be_made_is_a_failure_where_everything_is_to_be_tested(

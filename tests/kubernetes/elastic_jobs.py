@@ -81,7 +81,7 @@ class Operator:
         """As by Kubernetes: SIGTERM, and it ends by itself."""
         self.part.send(signal.SIGTERM)
         assert self.part.process is not None
-        self.part.process.wait(20)
+        self.part.process.wait(90)
 
 
 def older_server(plane: ControlPlane) -> list[str]:

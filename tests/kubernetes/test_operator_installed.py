@@ -189,7 +189,7 @@ def test_of_two_operators_the_second_acts_once_the_first_is_asked_to_end(
     assert asked("/healthz") == "ok\n"
     assert "elastane_operator_leader 0" in asked("/metrics")
     first.send(signal.SIGTERM)
-    assert first.process.wait(30) == 0, first.tail()
+    assert first.process.wait(90) == 0, first.tail()
     plane.kubectl("scale", "ej/train", "--replicas=2", namespace=namespace)
     until(lambda: pods(plane, namespace) == workers(2), "two pods")
     until(lambda: "elastane_operator_leader 1" in asked("/metrics"), "the second to lead")

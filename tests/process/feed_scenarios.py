@@ -78,14 +78,14 @@ def current(feed):
     return [worker.pid for worker in feed._batches._workers]
 
 
-def wait_gone(pids, deadline_s=20.0):
+def wait_gone(pids, deadline_s=60.0):
     end = time.monotonic() + deadline_s
     while set(pids) & set(workers()) and time.monotonic() < end:
         time.sleep(0.01)
     return not set(pids) & set(workers())
 
 
-def only_current(feed, deadline_s=20.0):
+def only_current(feed, deadline_s=60.0):
     """Wait until the present iterator's workers are the only ones; return how many there are.
 
     A worker that has just been forked has not named itself yet, and is no worker to workers().

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_harness import until, worker_environment
+from process_harness import DEADLINE_S, until, worker_environment
 from supervise import MARK, alive, command_line, marked
 
 import elastane
@@ -75,7 +75,7 @@ class Program:
         }
         return worker_environment(**{**own, **more})
 
-    def wait(self, deadline_s: float = 30.0) -> int:
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """Return its exit code; if it does not end in time, fail with its output."""
         assert self.process is not None
         try:
@@ -113,7 +113,7 @@ class Program:
 
     def gone(self) -> None:
         """Wait until no process that it started is left."""
-        until(lambda: not marked(self.mark), "nothing of the program is left", 10.0)
+        until(lambda: not marked(self.mark), "nothing of the program is left")
 
     def folders(self) -> list[Path]:
         """Return the existing folders of calls."""
@@ -125,7 +125,7 @@ class Program:
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
         if self.process is not None:
-            self.process.wait(10)
+            self.process.wait(DEADLINE_S)
 
 
 @contextmanager

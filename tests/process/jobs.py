@@ -122,7 +122,7 @@ class Job:
                 agent.process.kill()
                 agent.process.wait()
         try:
-            until(lambda: not left_over(self.mark), "no process of the job is left", 15.0)
+            until(lambda: not left_over(self.mark), "no process of the job is left")
         finally:
             for pid, _ in left_over(self.mark):
                 os.kill(pid, signal.SIGKILL)
@@ -195,9 +195,15 @@ class Job:
         return [_step(line) for line in lines if line.endswith("\n")]
 
     def wait(self, what: str, condition: Callable[[list[Step]], object]) -> list[Step]:
-        """Wait until `condition` holds for the steps so far, and return them."""
-        until(lambda: condition(self.seen()), what)
-        return self.seen()
+        """Wait until `condition` holds for the steps so far, and return those of that look."""
+        seen: list[Step] = []
+
+        def holds() -> object:
+            seen[:] = self.seen()
+            return condition(seen)
+
+        until(holds, what)
+        return seen
 
     def wait_step(
         self, *, world: int, fence: tuple[int, int] | None = None, count: int = 3

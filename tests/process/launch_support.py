@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from process_harness import until, worker_environment
+from process_harness import DEADLINE_S, until, worker_environment
 from supervise import MARK, alive, marked
 
 _HEAD = """
@@ -112,7 +112,7 @@ class Program:
         assert path.exists(), f"it ended, and did not tell {name}\n{self.words}"
         return json.loads(path.read_text())
 
-    def wait(self, deadline_s: float = 30.0) -> int:
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -120,12 +120,12 @@ class Program:
 
     def gone(self) -> None:
         """Wait until all processes that it started have ended."""
-        until(lambda: not marked(self.mark), f"nothing is left\n{self.words}", 10.0)
+        until(lambda: not marked(self.mark), f"nothing is left\n{self.words}")
 
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(DEADLINE_S)
         for pid in marked(self.mark):
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -52,7 +52,7 @@ def openssl(folder, *arguments):
     subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
 
-async def until(condition, what, within_s=10.0):
+async def until(condition, what, within_s=60.0):
     """Wait for `condition`, which is tested every few turns of the loop."""
     deadline_s = asyncio.get_running_loop().time() + within_s
     while not condition():
@@ -60,7 +60,7 @@ async def until(condition, what, within_s=10.0):
         await asyncio.sleep(0.005)
 
 
-def play(scenario, within_s=30.0):
+def play(scenario, within_s=90.0):
     """Run a scenario in its own loop; an error that only the loop gets fails the test."""
     unseen = []
 

@@ -13,6 +13,7 @@ from elastane.protocol.model import JobSpec
 from elastane.stores.file import FileStore
 from elastane.stores.jobs import JobKeys
 
+DEADLINE_S = 90.0
 QUICK = Timing(lease_ttl_s=0.5, lease_renew_s=0.1)
 
 
@@ -20,7 +21,7 @@ def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(*args: object, **kwargs: object) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(DEADLINE_S):
                 await test(*args, **kwargs)
 
         asyncio.run(bounded())
@@ -29,7 +30,7 @@ def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 def poll(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, f"never came: {what}"
         time.sleep(0.005)

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,8 @@ def children(pid: int) -> set[int]:
     """Return the pids of a process's own children."""
     found: set[int] = set()
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        found.update(map(int, task.read_text().split()))
+        with suppress(OSError):  # the thread has ended
+            found.update(map(int, task.read_text().split()))
     return found
 
 
@@ -128,6 +129,10 @@ def _environ(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return []
+
+
+# Less than the 30 s that a worker may take to end: what is left then was not killed.
+GONE_S = 20.0
 
 
 class Agent:
@@ -210,9 +215,9 @@ class Agent:
         """Return the processes of this job that are alive."""
         return {pid for pid in self.family() | self._seen if alive(pid)}
 
-    def gone(self, deadline_s: float = 5.0) -> None:
+    def gone(self) -> None:
         """Wait until no process of this job is left."""
-        until(lambda: not self.left(), "nothing of the job is left", deadline_s)
+        until(lambda: not self.left(), "nothing of the job is left", GONE_S)
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
         """Return the events so far, of one kind or all."""
@@ -252,7 +257,7 @@ class Agent:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        self._process.wait(10)
+        self._process.wait(DEADLINE_S)
 
 
 @contextmanager

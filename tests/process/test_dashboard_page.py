@@ -155,7 +155,9 @@ def test_the_page_shows_the_job_and_an_incident_opens_from_the_time_that_it_cost
         await page.until("document.getElementById('incident-body').innerText.includes('node-d')")
         return texts
 
-    texts = seen(f"{served[0]}?job={served[1].name}", look)
+    # Written now: a job without a line for a minute is silent.
+    job = write_job(served[1].parent, "training")
+    texts = seen(f"{served[0]}?job={job.name}", look)
     assert "Training" in texts["answers"] and "Goodput" in texts["answers"]
     assert "The save of step" in texts["answers"], "what needs a person"
     for curve in ("loss", "learning_rate", "accuracy", "up to step"):
@@ -194,7 +196,7 @@ def test_a_chart_of_what_the_script_logs_reads_out_and_grows(served):
 
 def test_the_heat_map_works_by_keyboard_and_opens_the_output_of_a_worker(served):
     url, job = served
-    shutil.copytree(job, job.parent / "slow")
+    write_job(job.parent, "slow")
     output = job.parent / "slow" / "round_6" / "attempt_0" / "rank_9"
     output.mkdir(parents=True)
     (output / "worker.jsonl").write_text('{"node": "node-c", "local_rank": 1}\n')

@@ -105,6 +105,9 @@ def test_kills_an_arrival_and_a_departure_change_no_bit(tmp_path):
         job.start("a", "b", "c")
         by_rank = {ls[-1]["rank"]: int(pid) for pid, ls in job.told.lines().items() if ls}
         nodes = job.cluster.nodes
+        job.cluster.wait(
+            lambda: all(node.workers() for node in nodes), "the agents name their workers"
+        )
         next(node for node in nodes if by_rank[0] in node.workers()).kill_worker()
         job.settle()
         job.drop("b", "kill")

@@ -121,7 +121,7 @@ def test_a_killed_worker_restarts_all_until_the_budget_is_used_up(tmp_path, run)
     second = told(tmp_path, 2, TORCHELASTIC_RESTART_COUNT="1")
     assert gone(first), "the other one was stopped"
     kill(second[0])
-    result = running.result(30)
+    result = running.result(90)
     assert {rank: f.exitcode for rank, f in result.failures.items()} == {0: -9}
     assert "Signal 9 (SIGKILL) received by PID" in result.failures[0].message
     assert handler.rounds == 2
@@ -205,7 +205,7 @@ def test_the_shutdown_timeout_holds_where_a_failure_stops_the_others(tmp_path):
 def ask(port):
     """Return the status of a health check, 0 without an answer."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=30) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -230,7 +230,7 @@ def test_health_checks_are_answered_over_restarts_and_no_more_at_the_end(
     assert ask(port) == 503, "the timers tell of no progress"
     agent._worker_watchdog = None
     kill(second[0])
-    assert running.result(30).is_failed()
+    assert running.result(90).is_failed()
     assert ask(port) == 0
 
 
@@ -316,5 +316,5 @@ def test_workers_that_are_not_the_agents_own_are_an_unknown_state(tmp_path, run)
     envs = told(tmp_path, 2)
     agent.get_worker_group().workers[0].id = 1
     with pytest.raises(RuntimeError, match="UNKNOWN"):
-        running.result(30)
+        running.result(90)
     assert gone(envs)

@@ -215,7 +215,7 @@ def test_an_unusable_configuration_is_refused_before_any_start():
 def test_a_queue_for_the_workers_has_the_agent_run_here():
     queue = multiprocessing.get_context("spawn").Queue()
     assert elastic_launch(config(), put)(queue, "${local_rank}") == {0: "put", 1: "put"}
-    assert sorted(queue.get(timeout=10) for _ in range(2)) == ["0", "1"]
+    assert sorted(queue.get(timeout=90) for _ in range(2)) == ["0", "1"]
     queue.close()
     queue.join_thread()
 
@@ -264,7 +264,7 @@ def test_a_registered_handler_is_used_from_a_thread_too(registered):
     before = signals()
     with ThreadPoolExecutor(1) as pool:
         launched = elastic_launch(config(rdzv_backend="local-test"), "true")
-        assert pool.submit(launched).result(30) == {0: None, 1: None}
+        assert pool.submit(launched).result(90) == {0: None, 1: None}
     assert signals() == before
 
 

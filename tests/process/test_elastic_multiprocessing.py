@@ -40,7 +40,7 @@ def large(value):
 def fail_at(rank, bad):
     if rank == bad:
         raise ValueError(f"of rank {rank}")
-    time.sleep(60)  # until it is stopped
+    time.sleep(200)  # until it is stopped
 
 
 def unpicklable(rank):
@@ -102,7 +102,7 @@ def start(fn, args, specs=None, method="fork"):
 def test_values_and_output_of_each_function_come_back(method):
     context = start(echo, args_of(2), SPECS(redirects=Std.ALL), method)
     assert isinstance(context, MultiprocessContext)
-    result = context.wait(30)
+    result = context.wait(90)
     assert result.return_values == {r: {"value": r, "mine": str(r)} for r in range(2)}
     assert not result.is_failed()
     assert [Path(result.stdouts[r]).read_text() for r in range(2)] == ["out 0\n", "out 1\n"]
@@ -110,7 +110,7 @@ def test_values_and_output_of_each_function_come_back(method):
 
 
 def test_a_value_larger_than_a_pipe_comes_back():
-    result = start(large, {0: (5_000_000,)}).wait(30)
+    result = start(large, {0: (5_000_000,)}).wait(90)
     assert len(result.return_values[0]) == 5_000_000
 
 
@@ -149,8 +149,8 @@ def test_the_first_failure_ends_the_others_at_once_and_they_are_no_failures():
     context = start(fail_at, args_of(3, 1))
     pids = context.pids()
     began = time.monotonic()
-    result = context.wait(30, period=10)
-    assert time.monotonic() - began < 5, "an end is noticed at once, whatever the period is"
+    result = context.wait(90, period=80)
+    assert time.monotonic() - began < 60, "an end is noticed at once, whatever the period is"
     assert set(result.failures) == {1} and result.return_values == {}
     assert result.failures[1].message["message"] == "ValueError: of rank 1"
     assert not any(alive(pid) for pid in pids.values())
@@ -165,7 +165,7 @@ def test_the_first_failure_ends_the_others_at_once_and_they_are_no_failures():
     ],
 )
 def test_a_child_that_gives_no_value_has_failed(fn, exitcode, said):
-    result = start(fn, args_of(1)).wait(30)
+    result = start(fn, args_of(1)).wait(90)
     failure = result.failures[0]
     assert failure.exitcode == exitcode and said in str(failure.message)
 
@@ -175,7 +175,7 @@ def test_commands_run_in_sessions_of_their_own_and_fail_by_exit_code():
     args = dict.fromkeys(range(2), ("-c", script))
     context = start_processes("t", sys.executable, args, envs_of(2), SPECS())
     assert isinstance(context, SubprocessContext)
-    result = context.wait(30)
+    result = context.wait(90)
     assert {r: f.exitcode for r, f in result.failures.items()} == {1: 3}
     assert all(os.getsid(0) != pid for pid in context.pids().values())
 
@@ -189,7 +189,7 @@ def test_close_ends_a_child_that_ignores_sigterm_and_what_it_started(tmp_path):
     grandchild = int((tmp_path / "pid").read_text())
     began = time.monotonic()
     context.close(timeout=1)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     until(lambda: not alive(grandchild), "the grandchild is gone")
     assert not alive(context.pids()[0])
     context.close()
@@ -214,7 +214,7 @@ def test_teed_output_is_shown_under_its_name_and_matching_lines_are_copied(capfd
         specs,
         duplicate_stdout_filters=["keep"],
     )
-    result = context.wait(30)
+    result = context.wait(90)
     shown = capfd.readouterr().out
     assert "[t0]:keep 0" in shown and "[t1]:drop 1" in shown
     (filtered,) = tmp_path.rglob("filtered_stdout.log")
@@ -234,11 +234,11 @@ def test_maps_that_are_not_of_all_local_ranks_are_refused():
 def test_processes_can_start_from_a_thread_and_foreign_children_are_left_alone():
     foreign = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(7)"])
     found = []
-    thread = threading.Thread(target=lambda: found.append(start(echo, args_of(2)).wait(30)))
+    thread = threading.Thread(target=lambda: found.append(start(echo, args_of(2)).wait(90)))
     thread.start()
     thread.join(60)
     assert set(found[0].return_values) == {0, 1}
-    assert foreign.wait(30) == 7, "its exit code was left to who started it"
+    assert foreign.wait(90) == 7, "its exit code was left to who started it"
 
 
 PARENT = """
@@ -255,7 +255,7 @@ def test_children_die_with_a_parent_that_is_killed():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     pids = list(map(int, parent.stdout.readline().split()))
     parent.kill()
-    parent.wait(10)
+    parent.wait(90)
     until(lambda: not any(map(alive, pids)), "the children are gone")
 
 
@@ -266,7 +266,7 @@ os.register_at_fork(after_in_child=lambda: time.sleep(1))
 context = start_processes("t", time.sleep, {0: (300,)}, {0: {}}, DefaultLogsSpecs(),
                           start_method="fork")
 os.kill(context.pids()[0], signal.SIGTERM)
-result = context.wait(30)
+result = context.wait(90)
 print("it lives on" if result is None else f"failed: {result.is_failed()}")
 context.close(signal.SIGKILL)
 """

@@ -230,7 +230,7 @@ def test_explain_works_for_a_job_whose_agents_were_all_killed(tmp_path: Path) ->
         (tmp_path / "end").touch()
         one.told("on.0.2")
         one.process.kill()
-        one.process.wait(10)
+        one.process.wait(90)
         told = ask(one, "explain", "logs")
     assert told.returncode == 0
     assert "no end is on file" in told.stdout and "the first attempt is bad" in told.stdout

@@ -18,7 +18,7 @@ from elected_jobs import (
 )
 from etcd_server import EtcdCluster, etcd, shared_cluster
 from jobs import Job, newest, until
-from supervise import agent
+from supervise import agent, command_line
 
 V2 = ("--enable-v2",)
 
@@ -34,7 +34,7 @@ def _post(cluster: EtcdCluster, path: str, what: dict) -> dict:
     request = urllib.request.Request(
         cluster.members[0].url + path, json.dumps(what).encode(), method="POST"
     )
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)
 
 
@@ -85,7 +85,7 @@ def _leader(cluster: EtcdCluster):
         request = urllib.request.Request(
             member.url + "/v3/maintenance/status", b"{}", method="POST"
         )
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=30) as answer:
             status = json.load(answer)
         if status["leader"] == status["header"]["member_id"]:
             return member
@@ -123,9 +123,7 @@ def test_standalone_starts_an_etcd_and_ends_it(tmp_path: Path) -> None:
     options = ("--rdzv-backend", "etcd", "--rdzv-id", "side")
     with agent(tmp_path, *options, body="tell('ran')\nwait_for('end')") as one:
         one.told("ran.0.0")
-        servers = [
-            p for p in one.family() if "--data-dir" in Path(f"/proc/{p}/cmdline").read_text()
-        ]
+        servers = [p for p in one.family() if "--data-dir" in command_line(p)]
         assert len(servers) == 1
         (tmp_path / "end").touch()
         assert one.wait() == 0

@@ -52,7 +52,7 @@ async def write(store: EtcdV3Store, key: str, values: list[bytes], after: Entry 
 
 
 async def soon(watch: AsyncIterator[Entry | None]) -> Entry | None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(90):
         return await anext(watch)
 
 

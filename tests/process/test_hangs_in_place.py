@@ -20,7 +20,9 @@ ONE_NODE = {"nnodes": "1", "nproc_per_node": 3, "min_workers": 2}
 
 def told_to_hang(job, how, rank=1):
     """Let the worker of a rank hang in some way; return its pid and those of the others."""
-    living = {pid for node in job.cluster.nodes for pid in node.workers()}
+    [node] = job.cluster.nodes
+    living: set[int] = set()
+    job.cluster.wait(lambda: living.update(node.workers()) or living, "its agent names its workers")
     by_rank = {lines[-1]["rank"]: pid for pid, lines in job.said().items() if pid in living}
     hung = by_rank.pop(rank)
     (job.folder / "said" / f"{hung}.new").write_text(how)
@@ -69,7 +71,8 @@ def test_a_worker_whose_abort_never_returns_is_killed_and_replaced(tmp_path):
         hung, others = told_to_hang(job, "abort")
         told = job.folder / "said" / f"{hung}.hang"
         job.cluster.wait(lambda: not told.exists(), "its abort is planted")
-        [dead] = [pid for pid in others if pid == node.kill_worker(0)]
+        dead = node.kill_worker(0)
+        assert dead in others
         job.cluster.wait_event("replacement", count=2)
         after = job.wait_steps(5, 3)
         assert others - {dead} < set(after) and hung not in after

@@ -108,7 +108,7 @@ def test_a_signal_ends_an_agent_whose_health_check_still_runs(tmp_path):
         begun_s = time.monotonic()
         one.send(signal.SIGTERM)
         one.wait()
-        assert time.monotonic() - begun_s < 10
+        assert time.monotonic() - begun_s < 60
         one.gone()
 
 

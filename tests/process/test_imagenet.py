@@ -147,12 +147,14 @@ def test_in_place_a_lost_worker_a_lost_node_and_the_loss_of_all_leave_no_trace(
     with job.cluster:
         a, b = job.start("a", "b")
         job.go(EARLY)
+        job.cluster.wait(a.workers, "its agent names its worker")
         survivor = a.workers()
         b.kill_worker()
         job.go(MIDDLE)
         b.kill()
         (c,) = job.start("c")  # which holds nothing
         job.go(LATE)
+        job.cluster.wait(a.workers, "its agent names the workers of this world")
         assert a.workers() == survivor
         job.cluster.wait(
             lambda: any(event.node == "c" for event in job.cluster.events("checkpoint-saved")),

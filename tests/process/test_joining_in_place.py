@@ -22,7 +22,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train_on(tmp_path, mode):
         first = job.wait_size(3)
         lost = {min(first)}
         kill(lost)
-        job.wait_size(2, count=1)
+        job.passes_size(2)
         second = job.wait_size(3)
         assert first - lost < second, "the survivors kept their processes"
         job.ends_well()
@@ -38,7 +38,7 @@ def test_no_sample_of_a_stream_is_wrong_wherever_in_a_step_a_worker_is_lost(tmp_
         for place in ("read", "second", "last"):
             lost = max(left)
             job.kill_at(lost, place)
-            job.wait_size(3, count=1)
+            job.passes_size(3)
             assert left - {lost} < job.wait_size(4), place
             left = job.wait_size(4)
         job.ends_well()

@@ -385,7 +385,7 @@ def test_sigterm_gives_the_lease_back():
         kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
         async with operator_over(kube) as running:
             await settled(kube)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(90):
                 await running.stop()
         lease = kube.one("leases", "elastane-operator", group="coordination.k8s.io")
         assert not lease["spec"].get("holderIdentity")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -55,7 +56,7 @@ def listening(session):
         pid = waiting.pop()
         waiting += children.get(pid, [])
         try:
-            links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+            links = list(_links(pid))
             line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
@@ -63,6 +64,12 @@ def listening(session):
             if link.startswith("socket:[") and link[8:-1] in sockets:
                 found.setdefault(sockets[link[8:-1]], set()).add(f"{pid} {line[:80]}")
     return found
+
+
+def _links(pid):
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            yield os.readlink(fd)
 
 
 def _listening_inodes():
@@ -110,7 +117,7 @@ def test_a_job_on_one_machine_listens_on_the_loopback_alone(tmp_path, options):
         assert job.wait(60) == 0
     finally:
         job.terminate()
-        job.wait(30)
+        job.wait()
 
 
 OWN = sorted(a for a in local_addresses() if "." in a and not a.startswith("127."))[:1]

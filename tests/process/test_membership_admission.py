@@ -29,7 +29,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 def assert_refused(agent: Agent, code: int, *words: str) -> None:
-    assert agent.wait(30) == code, agent.words
+    assert agent.wait() == code, agent.words
     for word in (*words, "next"):
         assert word in agent.box, f"{word!r} in {agent.box}"
     assert "Traceback" not in agent.words
@@ -120,7 +120,7 @@ def test_a_port_that_another_program_has_is_named(tmp_path: Path) -> None:
         threading.Thread(target=web.serve_forever, daemon=True).start()
         try:
             agent = job.start("a")
-            assert agent.wait(30) != 0
+            assert agent.wait() != 0
             assert job.endpoint in agent.box and "next" in agent.box, agent.box
             assert "Traceback" not in agent.words
         finally:

@@ -31,7 +31,7 @@ from elastane.protocol.model import JobSpec
 from elastane.stores.file import FileStore
 
 LED = Path(__file__).parent / "scripts" / "member_process.py"
-WAIT_S = 20.0
+WAIT_S = 90.0
 QUICK = Timing(last_call_s=0.3, gather_s=0.2)
 
 
@@ -310,8 +310,12 @@ def test_a_close_survives_the_coordinator_that_received_it(cluster: Cluster) -> 
 
 def test_an_interrupted_join_leaves_and_the_next_one_joins(cluster: Cluster) -> None:
     a, b = cluster.new(), cluster.new()
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+
+    def interrupt() -> None:
+        cluster.wait_served()  # by the join of `a`, which waits for another node
+        os.kill(os.getpid(), signal.SIGINT)
+
+    cluster.run(interrupt)
     with pytest.raises(KeyboardInterrupt):
         a.join()
     assert a.place is None

@@ -61,7 +61,7 @@ def test_the_host_of_the_endpoint_is_killed_and_the_other_agent_of_that_address_
         survivor = job.coordinator()
         assert survivor is not host and alone.node == survivor.name
         assert alone.restarts == 0 and alone.round == 2, "the round goes on counting"
-        assert alone.time_s - killed_s < 15
+        assert alone.time_s - killed_s < 45
         survivor.send(signal.SIGTERM)
         assert survivor.wait() == 143
 
@@ -82,7 +82,7 @@ def test_a_coordinator_that_is_no_member_ends_and_nothing_restarts(
         lone.send(end)
         ended_s = time.time()
         resumed = job.wait_event(EventKind.ROUND_RESUMED)
-        assert resumed.time_s - ended_s < 10
+        assert resumed.time_s - ended_s < 45
         assert job.coordinator() is not lone
         assert_trains_on(job)
 

@@ -28,7 +28,7 @@ def test_a_killed_node_loses_its_workers_and_the_survivor_continues_without_a_ch
         host, guest = host_and_guest(job)
         victims = [s.pid for s in newest(job.seen()) if s.node == guest.name]
         guest.send(signal.SIGKILL)
-        until(lambda: not any(map(runs, victims)), "workers die", 5)
+        until(lambda: not any(map(runs, victims)), "workers die")
         alone = job.wait_step(world=1)
         assert (alone.node, alone.restarts, alone.round) == (host.name, 0, 2)
         assert host.wait() == 0
@@ -53,13 +53,13 @@ def test_a_fixed_job_waits_for_a_replacement_which_takes_the_place_and_the_rank(
 def test_a_fixed_job_whose_replacement_does_not_come_ends_with_75_and_says_what_it_waited_for(
     tmp_path: Path,
 ) -> None:
-    with Job(tmp_path, mode="alone", conf="join_timeout=3") as job:
+    with Job(tmp_path, mode="alone", conf="join_timeout=6") as job:
         job.start("a"), job.start("b")
         job.wait_step(world=2)
         host, guest = host_and_guest(job)
         guest.send(signal.SIGKILL)
-        assert host.wait(20) == 75
-        assert "1 of at least 2 nodes" in host.box and "3 s" in host.box, host.box
+        assert host.wait() == 75
+        assert "1 of at least 2 nodes" in host.box and "6 s" in host.box, host.box
         assert host.name in host.box and "next" in host.box
 
 
@@ -101,7 +101,7 @@ def test_agents_that_wait_for_others_end_at_once_on_sigterm(tmp_path: Path) -> N
         host, guest = host_and_guest(job)
         for agent in (guest, host):
             agent.send(signal.SIGTERM)
-            assert agent.wait(10) == 143
+            assert agent.wait() == 143
             assert not agent.box
 
 
@@ -112,7 +112,7 @@ def test_all_agents_may_get_sigterm_at_once_and_the_checkpoint_is_of_the_last_st
         a, b = job.start("a"), job.start("b")
         job.wait_step(world=2, count=13)
         a.send(signal.SIGTERM), b.send(signal.SIGTERM)
-        assert (a.wait(20), b.wait(20)) == (143, 143)
+        assert (a.wait(), b.wait()) == (143, 143)
         done = [s.step for s in job.seen() if s.rank == 0]
         assert done == list(range(1, len(done) + 1))
         assert int((job.folder / "steps.ck").read_text()) == done[-1]
@@ -159,7 +159,7 @@ def test_a_stopped_agent_departs_by_silence_and_returns_as_an_arrival(
         stopped_s = time.time()
         alone = job.wait_step(world=1)
         assert alone.node == host.name
-        assert alone.time_s - stopped_s < 15.0, "by silence, not by the collective's timeout"
+        assert alone.time_s - stopped_s < 30.0, "by silence, not by the collective's timeout"
         assert "silent" in job.wait_event(EventKind.NODE_DEPARTED, guest.name).reason
         guest.send(signal.SIGCONT)
         both = job.wait_step(world=2, fence=(alone.round, alone.attempt))
@@ -185,5 +185,4 @@ def test_a_killed_agent_leaves_no_process_behind(tmp_path: Path) -> None:
         until(
             lambda: not left_over(job.mark),
             "workers, zygote, store process and orphan reaper end",
-            10,
         )

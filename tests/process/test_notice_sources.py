@@ -23,7 +23,7 @@ def file(path: Path) -> FileReader:
 async def notice_of(reader: FileReader | CommandReader) -> Notice:
     """Wait until a source shows a notice."""
     found: list[Notice] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while not found:
             found = await reader.read()
             await asyncio.sleep(0.01)
@@ -116,7 +116,7 @@ def test_a_command_that_cannot_be_run_is_an_error_each_time_and_no_notice(tmp_pa
     async def body():
         reader = run_command("./nothing", monkeypatch, tmp_path)
         errors = 0
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while errors < 2:
                 try:
                     assert await reader.read() == []

@@ -22,7 +22,7 @@ def test_a_custom_framework_replaces_rank_0_and_admits_a_node(tmp_path):
         lost = {job.rank_0()}
         kill(lost)
         job.killed |= lost
-        job.wait_size(1, count=1)
+        job.passes_size(1)
         second = job.wait_size(2)
         assert first - lost < second, "the survivor kept its process"
         cluster.start("b")

@@ -104,6 +104,7 @@ def test_series_and_alerts_of_a_job_say_what_its_event_log_says(tmp_path):
         wait(lambda: server.ask("elastane_training_step"), "steps are counted")
         assert server.alerts() == set()
         for kills in (1, 2):
+            wait(lambda: len(cluster.nodes[0].workers()) == 3, "the agent names its workers")
             pids = cluster.nodes[0].workers()
             os.kill(pids[kills], signal.SIGKILL)
             gone = {pids[kills]}

@@ -43,7 +43,7 @@ from elastane.elastic.rendezvous.dynamic_rendezvous import (
 from elastane.elastic.rendezvous.etcd_server import EtcdServer
 from elastane.elastic.rendezvous.registry import get_rendezvous_handler
 
-WAIT_S = 20.0
+WAIT_S = 90.0
 BARRIER = "torchelastic/agent/terminal_state/num_members"
 CONF = {"last_call": "0.3", "gather": "0.2"}
 Make = Callable[..., RendezvousHandler]

@@ -132,7 +132,7 @@ def test_the_agent_answers_health_checks(tmp_path: Path) -> None:
     body = "tell('up')\nwait_for('asked')"
     with agent(tmp_path, body=body, TORCHELASTIC_HEALTH_CHECK_PORT=str(port)) as one:
         one.told("up.0.0")
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=30) as answer:
             assert answer.status == 200
             assert json.load(answer)["alive"] is True
         (tmp_path / "asked").touch()

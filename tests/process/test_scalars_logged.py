@@ -44,6 +44,20 @@ class Logged:
                 continue
         return None
 
+    def writer_but(self, others):
+        """Wait until another worker than these writes, and return its pid."""
+        found = []
+        until(
+            lambda: found.append(self.writer()) or found[-1] not in (None, *others),
+            "another writes",
+            DEADLINE_S,
+        )
+        return found[-1]
+
+    def enough(self):
+        """Let the job make its last step."""
+        (self.folder / "enough").touch()
+
     def wait_step(self, step):
         until(lambda: max(self.progress().values(), default=0) >= step, f"step {step}", DEADLINE_S)
 
@@ -134,9 +148,10 @@ def test_each_value_is_logged_once_though_the_writer_is_killed_again_and_again(t
         writers = []
         for step in (15, 40, 65):
             job.wait_step(step)
-            until(lambda: job.writer() not in (None, *writers), "another writes", DEADLINE_S)
-            writers.append(job.writer())
+            writers.append(job.writer_but(writers))
             os.kill(writers[-1], signal.SIGKILL)
+            cluster.wait_event("replacement", count=len(writers))
+        job.enough()
         cluster.wait_done(DEADLINE_S)
         assert node.wait(DEADLINE_S) == 0
         assert len(cluster.events("replacement")) == 3
@@ -150,6 +165,7 @@ def test_steps_that_are_made_again_after_a_restart_of_all_are_logged_once(tmp_pa
         job.wait_step(25)
         for (_, pid), _ in job.progress().items():
             os.kill(pid, signal.SIGKILL)
+        job.enough()
         cluster.wait_done(DEADLINE_S)
     job.check()
 
@@ -169,9 +185,10 @@ def test_a_real_service_gets_each_value_once_though_its_writers_are_killed(
         writers = []
         for step in (100, 250):
             job.wait_step(step)
-            until(lambda: job.writer() not in (None, *writers), "another writes", DEADLINE_S)
-            writers.append(job.writer())
+            writers.append(job.writer_but(writers))
             os.kill(writers[-1], signal.SIGKILL)
+            cluster.wait_event("replacement", count=len(writers))
+        job.enough()
         cluster.wait_done(2 * DEADLINE_S)
         assert node.wait(DEADLINE_S) == 0
         assert len(cluster.events("replacement")) == 2

@@ -28,10 +28,9 @@ def spares(job):
 
 
 def test_a_spare_takes_the_place_of_a_lost_worker_with_its_variables_and_its_log(job):
-    job.wait_steps(5, 2)
+    before = set(job.wait_steps(5, 2))
     job.cluster.wait(lambda: spares(job), "a spare waits")
     [spare] = spares(job)
-    before = set(job.cluster.nodes[0].workers())
     dead = job.cluster.nodes[0].kill_worker(1)
     assert set(job.wait_steps(5, 2)) == before - {dead} | {spare}
     assert [e.data["used"] for e in job.cluster.events("replacement")] == [1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -95,8 +96,12 @@ def test_past_its_deadline_a_worker_begins_no_step_before_a_new_deadline(
     page: StatusPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited_s: list[float] = []
+    sleep, here = time.sleep, threading.current_thread()
 
     def pause(seconds: float) -> None:
+        if threading.current_thread() is not here:
+            sleep(seconds)  # of another test
+            return
         waited_s.append(seconds)
         if len(waited_s) == 3:
             page.allow_until(time.clock_gettime_ns(time.CLOCK_BOOTTIME) + 600 * 10**9)
@@ -194,7 +199,7 @@ def test_a_second_process_with_the_page_does_not_count(
 def test_waiting_for_a_target_is_bounded_and_not_repeated(page: StatusPage) -> None:
     code = (
         "from elastane.worker import drain\ndrain.AGREEMENT_TIMEOUT_S = 0.2\n"
-        "print([drain.should_checkpoint() for _ in range(50)].count(False))"
+        "print([drain.should_checkpoint() for _ in range(500)].count(False))"
     )
     page.gate()
     env = dict(os.environ, ELASTANE_STATUS_PAGE_FD=str(page.fd))
@@ -205,7 +210,7 @@ def test_waiting_for_a_target_is_bounded_and_not_repeated(page: StatusPage) -> N
         pass_fds=(page.fd,),
         check=True,
         capture_output=True,
-        timeout=20,
+        timeout=90,  # less than 500 waits take
     )
-    assert done.stdout == b"50\n"
-    assert 0.2 <= time.monotonic() - begun < 5
+    assert done.stdout == b"500\n"
+    assert time.monotonic() - begun >= 0.2

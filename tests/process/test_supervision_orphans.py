@@ -91,8 +91,8 @@ def test_a_killed_agent_leaves_no_process(tmp_path: Path, kill: Callable[[Agent]
         assert len(one.forks_of_the_zygote()) == 1, "the store process"
         assert len(family) == 10
         kill(one)
-        one.wait(5)
-        one.gone(2)
+        one.wait()
+        one.gone()
 
 
 def test_a_killed_orphan_reaper_is_replaced(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_a_killed_orphan_reaper_is_replaced(tmp_path: Path) -> None:
         until(lambda: reapers() - {first}, "another orphan reaper runs")
         one.family()
         kill_agent(one)
-        one.wait(5)
-        one.gone(2)
+        one.wait()
+        one.gone()
 
 
 def test_a_closed_terminal_drains_the_job_and_leaves_nothing(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_closed_terminal_drains_the_job_and_leaves_nothing(tmp_path: Path) -> 
         assert all(alive(pid) for pid in told)
         one.family()
         os.close(master)
-        one.gone(10)
+        one.gone()
         assert [event["reason"] for event in one.events("signal")] == ["SIGHUP: draining"]
         assert one.events("agent-stopped")[-1]["data"]["exit_code"] == 143
 
@@ -138,7 +138,7 @@ def test_daemons_that_end_while_the_worker_runs_do_not_pile_up_as_zombies(tmp_pa
 
     with agent(tmp_path, body=body) as one:
         one.told("left.0.0")
-        until(lambda: not zombies(), "the agent reaps what it adopted", 5)
+        until(lambda: not zombies(), "the agent reaps what it adopted")
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.1, 0.2, 0.3])
@@ -152,8 +152,8 @@ def test_an_agent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay_s:
             until(lambda: False, "some time passes", delay_s)
         one.family()
         kill_agent(one)
-        one.wait(5)
-        one.gone(2)
+        one.wait()
+        one.gone()
 
 
 def test_a_job_inside_a_worker_ends_with_the_outer_agent(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_a_job_inside_a_worker_ends_with_the_outer_agent(tmp_path: Path) -> None
         one.told("inner.0.0")
         assert len(one.family()) == 6, "two agents, two orphan reapers, two workers"
         kill_agent(one)
-        one.wait(5)
-        one.gone(3)
+        one.wait()
+        one.gone()
 
 
 def test_ctrl_c_at_the_terminal_reaches_the_agent_and_not_its_workers(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_ctrl_c_at_the_terminal_reaches_the_agent_and_not_its_workers(tmp_path: 
     with terminal(tmp_path, body) as (one, master):
         one.told("family.0.0")
         os.write(master, b"\x03")
-        one.gone(10)
+        one.gone()
         assert one.told("asked.0.0", 0) == ""
         assert not (tmp_path / "interrupted.0.0").exists()
         assert [event["reason"] for event in one.events("signal")] == ["SIGINT: draining"]
@@ -201,7 +201,7 @@ def test_processes_that_a_successful_worker_left_behind_end_with_the_job(tmp_pat
         assert one.wait() == 0
         daemons = [int(one.told(f"daemon.{rank}.0")) for rank in (0, 1)]
         assert not any(alive(pid) for pid in daemons)
-        one.gone(2)
+        one.gone()
 
 
 def test_processes_that_a_failed_worker_left_behind_are_killed_before_the_next_attempt(

@@ -34,7 +34,7 @@ def test_the_shutdown_timeout_holds_on_restarts(tmp_path: Path) -> None:
         assert one.wait() == 0
         stopping, stopped = one.events("workers-stopping")[0], one.events("workers-stopped")[0]
         took_s = stopped["mono_s"] - stopping["mono_s"]
-        assert 1.0 <= took_s < 6.0
+        assert 1.0 <= took_s < 20.0
         (other,) = [e for e in one.events("worker-exited") if e["data"].get("local_rank") == 0][:1]
         assert other["data"]["exit_code"] == -signal.SIGKILL
         assert not alive(int(one.told("up.0.0")))
@@ -169,7 +169,7 @@ def test_workers_outlive_their_zygote_and_the_next_attempt_starts(tmp_path: Path
         assert alive(worker)
         os.kill(worker, signal.SIGKILL)
         assert one.wait() == 0
-        one.gone(2)
+        one.gone()
 
 
 def test_an_agent_that_was_blocked_restarts_nothing(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_each_signal_drains_with_143_and_workers_are_asked_once(
         assert one.told("asked.0.0", 0) == "SIGTERM"
         assert f"{signum.name}: draining" in [e["reason"] for e in one.events("signal")]
         assert "Traceback" not in one.err
-        one.gone(2)
+        one.gone()
 
 
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(
@@ -51,17 +51,17 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(
         assert one.wait() == DRAINED
         assert time.monotonic() - begun_s >= 0.5
         assert one.events("worker-exited")[-1]["data"]["exit_code"] == -signal.SIGKILL
-        one.gone(2)
+        one.gone()
 
 
 def test_a_second_signal_hurries(tmp_path: Path) -> None:
-    with agent(tmp_path, "--shutdown-timeout", "60", body=STUBBORN) as one:
+    with agent(tmp_path, "--shutdown-timeout", "600", body=STUBBORN) as one:
         one.told("up.0.0")
         one.send(signal.SIGINT)
         until(lambda: one.events("signal"), "the first signal is logged")
         one.send(signal.SIGINT)
-        assert one.wait(20) == DRAINED
-        one.gone(2)
+        assert one.wait() == DRAINED
+        one.gone()
 
 
 def test_a_stopped_worker_does_not_outlast_the_shutdown_timeout(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_a_stopped_worker_does_not_outlast_the_shutdown_timeout(tmp_path: Path) 
         pid = int(one.told("up.0.0"))
         os.kill(pid, signal.SIGSTOP)
         one.send(signal.SIGTERM)
-        assert one.wait(20) == DRAINED
-        one.gone(2)
+        assert one.wait() == DRAINED
+        one.gone()
 
 
 def test_ctrl_c_while_the_zygote_imports_ends_promptly(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_ctrl_c_while_the_zygote_imports_ends_promptly(tmp_path: Path) -> None:
         until(lambda: one.events("agent-started"), "the agent is at work")
         one.family()
         one.send(signal.SIGINT)
-        assert one.wait(10) == DRAINED
-        one.gone(2)
+        assert one.wait() == DRAINED
+        one.gone()
         assert not (tmp_path / "up.0.0").exists()
 
 
@@ -91,9 +91,9 @@ def test_ctrl_c_at_the_very_start_leaves_nothing_and_no_traceback(tmp_path: Path
         until(lambda: children(one.pid), "the first child")
         one.family()
         one.send(signal.SIGINT)
-        assert one.wait(10) in (DRAINED, 128 + signal.SIGINT)
+        assert one.wait() in (DRAINED, 128 + signal.SIGINT)
         assert "Traceback" not in one.err
-        one.gone(2)
+        one.gone()
 
 
 def test_only_the_signals_to_handle_drain(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_only_the_signals_to_handle_drain(tmp_path: Path) -> None:
         one.family()
         one.send(signal.SIGTERM)
         assert one.wait() == -signal.SIGTERM
-        one.gone(2)
+        one.gone()
 
 
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_worker_that_stops_asking_does_not_outlast_the_drain_timeout(tmp_path:
     with agent(tmp_path, "--drain-timeout", "0.5", body=body) as one:
         one.told("up.0.0")
         one.send(signal.SIGTERM)
-        assert one.wait(15) == DRAINED
+        assert one.wait(40) == DRAINED
         (ended,) = one.events("drain-ended")
         assert "did not checkpoint" in ended["reason"]
 
@@ -165,7 +165,7 @@ def test_a_drain_gives_all_workers_the_same_step_to_checkpoint_at(tmp_path: Path
         assert one.wait() == DRAINED
         steps = [int(one.told(f"checkpoint.{rank}.0", 0)) for rank in (0, 1)]
         assert steps[0] == steps[1] > 10
-        one.gone(2)
+        one.gone()
 
 
 def test_an_agent_whose_parent_ignores_sigchld_sees_its_workers_end(tmp_path: Path) -> None:

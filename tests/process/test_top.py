@@ -196,8 +196,9 @@ def test_a_job_is_watched_from_its_start_over_a_kill_and_a_resized_window_to_its
         node = cluster.start("a")
         cluster.wait_event("workers-training")
         with Person() as person:
-            seen = person.sees("● training", "2 workers on 1 node", "steps/s", "none so far")
-            assert re.search(r"a \*  +● training +[\d,]+ +[\d.]+  0-1", seen)
+            person.sees("● training", "2 workers on 1 node", "steps/s", "none so far")
+            row = re.compile(r"a \*  +● training +[\d,]+ +[\d.]+  0-1")
+            person.looks(lambda: row.search(person.screen.text()), "the node with its rate")
             cluster.node("a").kill_worker(1)
             person.sees("1 fault", "recovered", "SIGKILL", "restarts 1 of 3 used", "rebuilding")
             once = printed(cluster.job)

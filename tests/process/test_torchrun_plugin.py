@@ -63,7 +63,7 @@ class Torchruns:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         for name in self.agents:
             self.kill_node(name)
-        until(lambda: not left_over(self.mark), "no process of the job is left", 15.0)
+        until(lambda: not left_over(self.mark), "no process of the job is left")
         if isinstance(error, Exception):
             error.add_note("\n".join(f"--- {name}\n{self.words(name)}" for name in self.agents))
 

@@ -47,6 +47,20 @@ class Unmodified:
 
         self.cluster.wait(there, f"{count} steps of {sorted(pids)} in a world of {world}")
 
+    def restarted(self) -> set[int]:
+        """Wait until all workers have restarted, and return those of the next world."""
+        lost = self.cluster.wait_event("restart")
+        world = self.cluster.world()
+
+        def is_next() -> bool:
+            nonlocal world
+            world = self.cluster.world()
+            is_newer = world.fence > (lost.round, lost.attempt)
+            return is_newer and len(world.pids) == len(world.nodes)
+
+        self.cluster.wait(is_next, "the agents name the workers of the next world")
+        return {pid for pids in world.pids.values() for pid in pids}
+
     def ends_alike(self, survivors: set[int]) -> None:
         """End the job; assert that survivors had one state and one world size after each step."""
         (self.folder / "enough").touch()
@@ -134,7 +148,7 @@ def test_collectives_without_a_meaning_for_fewer_workers_restart_all(
     with job.cluster as cluster:
         node = cluster.start("a")
         cluster.wait(lambda: len(job.said()) == 4, "two workers, and two more after the restart")
-        job.ends_alike({*cluster.world().pids["a"]})
+        job.ends_alike(job.restarted())
         assert reason in node.output and "[in-place-restart]" in node.output
 
 
@@ -149,11 +163,11 @@ def test_values_that_a_script_may_have_kept_restart_all(tmp_path, mode, lost, re
     job = Unmodified(tmp_path, mode, nproc_per_node=3, max_restarts=1)
     with job.cluster as cluster:
         node = cluster.start("a")
-        cluster.wait_world(nodes=1)
-        job.wait_steps({*cluster.world().pids["a"]}, 3)
+        first = cluster.wait_world(nodes=1)
+        job.wait_steps({*first.pids["a"]}, 3)
         node.kill_worker(lost)
         cluster.wait(lambda: len(job.said()) == 6, "three workers, and three after the restart")
-        again = {*cluster.world().pids["a"]}
+        again = job.restarted()
         job.wait_steps(again, 3)
         job.ends_alike(again)
         assert reason in node.output and "add --ranks-may-change" in node.output
@@ -163,13 +177,12 @@ def test_the_loss_of_local_rank_0_restarts_all_since_scripts_save_on_each_node(t
     job = Unmodified(tmp_path, "ordinary", nnodes="2", nproc_per_node=2, max_restarts=1)
     with job.cluster as cluster:
         cluster.start("a"), cluster.start("b")
-        cluster.wait_world(nodes=2)
-        job.wait_steps({*cluster.world().pids["a"], *cluster.world().pids["b"]}, 4)
-        lost = cluster.world().nodes[1]
+        first = cluster.wait_world(nodes=2)
+        job.wait_steps({*first.pids["a"], *first.pids["b"]}, 4)
+        lost = first.nodes[1]
         cluster.node(lost).kill_worker(0)
         cluster.wait(lambda: len(job.said()) == 8, "four workers, and four after the restart")
-        world = cluster.world().pids
-        again = {*world["a"], *world["b"]}
+        again = job.restarted()
         job.wait_steps(again, 4)
         job.ends_alike(again)
         assert "the worker of local rank 0 on a node is lost" in cluster.node(lost).output
@@ -183,7 +196,7 @@ def test_the_loss_of_rank_0_in_its_last_save_restarts_all_though_ranks_may_chang
         job.wait_steps({*cluster.world().pids["a"]}, 2)
         (job.folder / "enough").touch()
         cluster.wait(lambda: len(job.said()) == 4, "two workers, and two more after the restart")
-        job.ends_alike({*cluster.world().pids["a"]})
+        job.ends_alike(job.restarted())
         assert "the worker of rank 0 was lost after the last step" in node.output
         assert (job.folder / "model.pt").exists()
 
@@ -246,7 +259,7 @@ def test_a_program_that_ends_before_the_others_restarts_all_with_what_they_wait_
     with job.cluster as cluster:
         node = cluster.start("a")
         cluster.wait(lambda: len(job.said()) == 4, "two workers, and two more after the restart")
-        job.ends_alike({*cluster.world().pids["a"]})
+        job.ends_alike(job.restarted())
         assert "has called destroy_process_group(), after" in node.output
         assert "and another waits in allreduce (max)" in node.output
 

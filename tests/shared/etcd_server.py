@@ -95,7 +95,7 @@ class EtcdMember:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGCONT)
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(90)
 
 
 class EtcdCluster:

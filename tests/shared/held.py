@@ -28,7 +28,7 @@ def outlives(job, survivor, few, many):
         if number == few:
             before = held_by_worker(survivor)
         kill({max(job.wait_size(3, count=1) - {survivor})})
-        job.wait_size(2, count=1)
+        job.passes_size(2)
     job.wait_size(3)
     holds_again(job, survivor, before)
 

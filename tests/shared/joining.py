@@ -117,16 +117,31 @@ class JoiningJob:
         """Wait until `world` workers have each made `count` steps in a world of that size."""
         begun = {pid: len(lines) for pid, lines in self.said().items()}
 
-        def there() -> set[int]:
-            new = {pid: lines[begun.get(pid, 0) :] for pid, lines in self.said().items()}
-            return {
-                pid
-                for pid, lines in new.items()
-                if len(lines) >= count and all(line["world"] == world for line in lines[-count:])
-            }
+        found: set[int] = set()
 
-        self.cluster.wait(lambda: len(there()) == world, f"steps in a world of {world}")
-        return there()
+        def there() -> bool:
+            new = {pid: lines[begun.get(pid, 0) :] for pid, lines in self.said().items()}
+            found.clear()
+            for pid, lines in new.items():
+                if len(lines) >= count and all(line["world"] == world for line in lines[-count:]):
+                    found.add(pid)
+            return len(found) == world
+
+        self.cluster.wait(there, f"steps in a world of {world}")
+        return found
+
+    def passes_size(self, world: int) -> None:
+        """Wait until `world` workers have made a step in a world of that size.
+
+        Workers that join may have made the world larger again before this looks.
+        """
+        begun = {pid: len(lines) for pid, lines in self.said().items()}
+
+        def there() -> bool:
+            new = (lines[begun.get(pid, 0) :] for pid, lines in self.said().items())
+            return sum(any(line["world"] == world for line in lines) for lines in new) >= world
+
+        self.cluster.wait(there, f"a step in a world of {world}")
 
     def ends_well(self) -> None:
         """Let the job end; all workers had one state after each step, and nobody restarted."""

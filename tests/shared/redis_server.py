@@ -97,7 +97,7 @@ class RedisServer:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGCONT)
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(90)
             self.process = None
 
 

@@ -18,7 +18,7 @@ def named() -> list[threading.Thread]:
 
 
 async def until(condition) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.005)

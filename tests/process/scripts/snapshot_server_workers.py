@@ -106,7 +106,7 @@ def main():
     for life in range(1, LIVES + 1):
         told = Told()
         pids = [fork(work, local, life, start, told) for local in range(LOCALS)]
-        until_s = time.monotonic() + 30
+        until_s = time.monotonic() + 90
         while min(told[n][0] for n in range(LOCALS)) < start + 2:
             assert time.monotonic() < until_s, "the workers make no snapshot"
             time.sleep(0.0005)

@@ -4,9 +4,9 @@ Each sample adds its own row to the gradient, so the model counts the committed 
 whatever happens to the workers. Lines as those of in_place.py go into FOLDER/PID.jsonl. KIND names
 the source: lists of numbers, WebDataset's tar files, a Hugging Face IterableDataset, or a dataset
 of LitData or MosaicML that is in FOLDER/KIND. A worker that finds FOLDER/PID.hang takes that file
-and hangs while it reads its list.
+and hangs while it reads its list. All stop after the epoch in which rank 0 finds FOLDER/enough.
 
-    streamed.py FOLDER EPOCHS STEP_S KIND
+    streamed.py FOLDER STEP_S KIND
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main() -> None:
 
     import elastane
 
-    folder, epochs, step_s, kind = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+    folder, step_s, kind = sys.argv[1], float(sys.argv[2]), sys.argv[3]
     folder = Path(folder)
     log = open(folder / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - to the end
     with elastane.init() as job:
@@ -111,14 +111,15 @@ def main() -> None:
         saver.restore(job)
         loader = loader_of(kind, folder)
         ends = []
-        for step, samples in job.steps(loader, until_epoch=epochs):
+        for step, samples in job.steps(loader, until_epoch=10**6):
             with step:
-                total = torch.zeros(1, SAMPLES, dtype=torch.float64)
+                total = torch.zeros(1, SAMPLES + 1, dtype=torch.float64)
+                total[0, SAMPLES] = job.rank == 0 and (folder / "enough").exists()
                 for number in samples if step.samples else ():
                     total[0, number] -= 1
                 time.sleep(step_s)
                 dist.all_reduce(total, group=job.process_group)
-                net.weight.grad = total
+                net.weight.grad = total[:, :SAMPLES]
                 optimizer.step()
                 optimizer.zero_grad()
             if step.committed:
@@ -126,6 +127,8 @@ def main() -> None:
                 line = {"what": "committed", "step": step.number, "rank": job.rank}
                 log.write(json.dumps({**line, "world": job.world_size}) + "\n")
                 saver.maybe_save(step)
+                if step.last_of_epoch and total[0, SAMPLES]:
+                    break
         saver.close()
         found = {"steps": job.committed, "counts": net.weight.flatten().tolist(), "ends": ends}
         (folder / f"{os.getpid()}.final").write_text(json.dumps(found))

@@ -25,7 +25,7 @@ def told(caplog) -> int:
 
 
 def until(condition) -> None:
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + 90
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.005)
