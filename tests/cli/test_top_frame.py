@@ -244,6 +244,18 @@ def test_a_node_for_which_others_wait_is_never_omitted():
     assert "  90 ms 3.60×  4 workers" in said
 
 
+def test_the_node_for_which_a_stalled_job_waits_is_never_omitted():
+    names = [f"n{number:03}" for number in range(200)]
+    waits = event(
+        "culprit", "n150", "rank 601 on node n150 computes", ranks="601", still_s=30.0,
+        round=1, attempt=0, culprit_node="n150", **{"class": "busy"}, **at(60),
+    )  # fmt: skip
+    said = text(picture(settled(1, " ".join(names), 800, nodes=200, **at(0)),
+                        *workers_of(1, 1, names), waits))  # fmt: skip
+    assert "n150    ! stalled          -        -  601 awaited; 600,602-603" in said
+    assert "n000    ! stalled" in said and "training" not in said
+
+
 def test_failing_nodes_are_never_omitted_and_others_are_counted():
     names = [f"n{number:03}" for number in range(200)]
     events = [settled(1, " ".join(names), 800, nodes=200, **at(0)), *workers_of(1, 1, names)]

@@ -345,7 +345,7 @@ def _nodes(sections: Sections) -> Panel:
 
 
 def _is_well(row: NodeRow) -> bool:
-    is_well = row.state in ("training", "done")
+    is_well = row.state in ("training", "done", "stalled")
     return is_well and all(w.state == row.state and not w.slow for w in row.workers)
 
 

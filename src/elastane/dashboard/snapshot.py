@@ -34,6 +34,7 @@ CHECKPOINTS_LISTED = 30
 INTERVAL_SAVES = 10
 GONE_LISTED = 20
 _WELL = frozenset({"training", "done"})
+_STALLED = "stalled"
 
 
 class JobSection(msgspec.Struct, kw_only=True):
@@ -67,8 +68,8 @@ class JobSection(msgspec.Struct, kw_only=True):
 class WorkerRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One worker; `rank` is missing where the log does not say it.
 
-    `state`: `awaited` is that of one for which the others wait in a standstill. `slow`: why the
-    others wait for it in each step, in a word.
+    `state`: `awaited` is that of one for which the others wait in a standstill, `stalled` that of
+    the others. `slow`: why the others wait for it in each step, in a word.
     """
 
     local_rank: int
@@ -375,11 +376,11 @@ def _row(
     well = well and marks.awaited not in ranks and not any(rank in marks.slow for rank in ranks)
     row = NodeRow(
         name=node.name,
-        state=_node_state(node, status),
+        state=_node_state(node, status, marks),
         worker_count=len(node.workers),
         coordinates=node.coordinates,
     )
-    if well and not detailed and row.state == node.state:
+    if well and not detailed and row.state in (node.state, _STALLED):
         return row
     row.host, row.why, row.since_s = node.host, node.why, node.since_s
     row.workers = [
@@ -400,18 +401,20 @@ def _row(
     return row
 
 
-def _node_state(node: NodeView, status: NodeStatus | None) -> str:
+def _node_state(node: NodeView, status: NodeStatus | None, marks: _Marks) -> str:
     if status is not None and status.state == "away":
         return "away"
     if node.state == "training" and any(worker.state == "failed" for worker in node.workers):
         return "failed"
-    return node.state
+    return _STALLED if node.state == "training" and marks.stands_still else node.state
 
 
 def _worker_state(node: NodeView, state: str, rank: int | None, marks: _Marks) -> str:
-    if state == "training" and rank is not None and rank == marks.awaited:
+    if state != "training":
+        return state
+    if rank is not None and rank == marks.awaited:
         return "awaited"
-    return node.state if state == "training" else state
+    return _STALLED if node.state == "training" and marks.stands_still else node.state
 
 
 def _mark(one: IncidentView) -> Mark:

@@ -85,15 +85,18 @@ def test_no_pace_is_logged_of_ranks_that_make_no_steps_or_report_them():
 def test_own_parts_of_all_workers_are_logged_at_intervals_while_they_make_steps():
     job = running()
     beats(job, 40, SLOW)
-    first, second, *more = found(job, EventKind.STEP_TIMES)
+    first, named, later, *more = found(job, EventKind.STEP_TIMES)
     ranks = {node: job.assigned[node].rank_base for node in "ab"}
     own_ms = {ranks["a"]: "75", ranks["a"] + 1: "75", ranks["b"]: "98", ranks["b"] + 1: "75"}
     listed = ",".join(own_ms[rank] for rank in sorted(own_ms))
     assert first.data == {"own_ms": listed, "median_ms": 75.0, "workers": 4}
-    assert second.data == first.data and not more, "every 30 s"
+    kinds = [event.kind for event in job.events]
+    at = kinds.index(EventKind.STRAGGLER)
+    assert kinds[at + 1] is EventKind.STEP_TIMES and job.events[at + 1] is named, "at once"
+    assert named.data == later.data == first.data and not more, "every 30 s"
     for _ in range(60):
         beat(job, SLOW, WINDOW_STEPS + 40 * COMPARED_STEPS)
-    assert len(found(job, EventKind.STEP_TIMES)) == 3, "not without new steps"
+    assert len(found(job, EventKind.STEP_TIMES)) == 4, "not without new steps"
 
 
 def test_no_straggler_is_named_while_a_node_shows_nothing_of_the_world():

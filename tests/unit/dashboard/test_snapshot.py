@@ -98,7 +98,8 @@ def test_a_worker_that_all_others_wait_for_is_awaited_and_the_job_stalled():
     shown = sections_of(training(event("culprit", "b", text, **found)), source(report=report))
     assert (shown.job.state, shown.job.reason, shown.rate.now) == ("stalled", text, 0.0)
     ranks = [(w.rank, w.state) for node in shown.nodes.here for w in node.workers]
-    assert ranks == [(0, "training"), (1, "training"), (2, "awaited"), (3, "training")]
+    assert ranks == [(0, "stalled"), (1, "stalled"), (2, "awaited"), (3, "stalled")]
+    assert [node.state for node in shown.nodes.here] == ["stalled", "stalled"]
     assert shown.nodes.here[0].rate == 0.0
     [need] = shown.needs
     assert (need.severity, need.incident) == ("act", 1)

@@ -94,13 +94,14 @@ class StragglerWatch:
         self.compared_s = now_s
         return True
 
-    def is_to_log(self, now_s: float, steps: int) -> bool:
+    def is_to_log(self, now_s: float, steps: int, *, is_news: bool) -> bool:
         """Whether step times are to be logged now, which then counts as done.
 
         They are logged at intervals, and not again before the slowest rank, which has made `steps`,
-        makes another step.
+        makes another step. `is_news`: they are logged at once.
         """
-        if now_s - self.logged_s < STEP_TIMES_LOG_S or steps == self.logged_steps:
+        is_early = now_s - self.logged_s < STEP_TIMES_LOG_S or steps == self.logged_steps
+        if is_early and not is_news:
             return False
         self.logged_s, self.logged_steps = now_s, steps
         return True

@@ -29,12 +29,18 @@ def find_stragglers(state: State) -> None:
         text = f"rank {found.rank} on node {node_id} is as fast as the others again"
         state.log(EventKind.STRAGGLER_ENDED, text, node_id, rank=found.rank)
     if 1 < len(paces) == state.world.world_size:
-        _log_step_times(state, paces, nodes)
+        _log_step_times(state, paces, nodes, is_news=bool(begun or ended))
 
 
-def _log_step_times(state: State, paces: dict[int, Pace], nodes: dict[int, str]) -> None:
-    """Log how long each worker's own part of a step takes, at intervals."""
-    if not state.stragglers.is_to_log(state.now_s, min(pace.step for pace in paces.values())):
+def _log_step_times(
+    state: State, paces: dict[int, Pace], nodes: dict[int, str], *, is_news: bool
+) -> None:
+    """Log how long each worker's own part of a step takes, at intervals.
+
+    `is_news`: a rank has become slow or usual, so that the last line is no longer true.
+    """
+    steps = min(pace.step for pace in paces.values())
+    if not state.stragglers.is_to_log(state.now_s, steps, is_news=is_news):
         return
     listed = listed_parts(paces)
     data: dict[str, str | int | float | bool] = {

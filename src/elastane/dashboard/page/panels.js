@@ -135,7 +135,9 @@ function gone(nodes) {
 }
 
 function nodeMap(body, rows, nodes, page) {
-  const unwell = rows.filter((node) => toneOf(node.state) !== "use");
+  // Of nodes that stand still, those that the others wait for come first.
+  const isAwaited = (node) => (node.workers ?? []).some((worker) => worker.state === "awaited");
+  const unwell = rows.filter((node) => toneOf(node.state) !== "use").sort((one, other) => isAwaited(other) - isAwaited(one));
   const canvas = element("canvas", { tabindex: 0, role: "img", "aria-label": `${rows.length} nodes, ${unwell.length} not well; arrow keys read them out` });
   const note = element("p", { class: "quiet", text: "One square a node, in the order of their ranks; point at one, or use the arrow keys." });
   const table = element("table", {}, element("thead", {}, element("tr", {}, element("th", { text: `Not well: ${count(unwell.length)} of ${count(rows.length)}` }), element("th", { text: "state" }), element("th", { text: "why" }))));
