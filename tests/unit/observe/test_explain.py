@@ -389,6 +389,29 @@ def ran(at_s, *, ends=True):
     return [*begun, exited(at_s + 2, 0, message=f"of {at_s}"), *([ended] if ends else [])]
 
 
+@pytest.mark.parametrize("is_new", [False, True], ids=["same agents", "new agents"])
+def test_a_world_that_is_settled_twice_is_of_another_run_only_if_its_agents_are_new(is_new):
+    """A coordinator without a store was lost as it settled round 1; the next one knew nothing."""
+
+    def starts(seconds):
+        return [event(seconds, EventKind.AGENT_STARTED, node=node, fence=None) for node in "abc"]
+
+    text = "\n".join(
+        told(
+            *starts(0),
+            settled(1),
+            exited(2, 0, message="of round 0"),
+            settled(3, (1, 0)),
+            *starts(4)[: 3 if is_new else 1],  # the node of the lost coordinator comes again
+            event(5, EventKind.COORDINATOR_STARTED, node="b", fence=None),
+            settled(6, (1, 0)),
+        )
+    )
+    assert ("of round 0" in text) is not is_new
+    assert ("earlier run" in text) is is_new
+    assert text.count("round 1 attempt 0") == 1
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_of_several_runs_under_one_name_the_newest_is_told(ends):
     text = "\n".join(told(*ran(0, ends=ends), *ran(100, ends=False)))
