@@ -5,7 +5,14 @@ Names resolve when they are used, so that `import elastane` costs nothing and ne
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
+
+# pip asks for the version, but a clone in PYTHONPATH gets here under any.
+if sys.version_info < (3, 11):  # noqa: UP036
+    raise ImportError(
+        f"elastane needs Python 3.11 or later; {sys.executable} is {sys.version.split()[0]}"
+    )
 
 from elastane.version import __version__
 

@@ -366,6 +366,19 @@ def test_a_script_that_only_one_worker_could_read_is_refused(script, tmp_path):
     build(parse([str(tmp_path / "folder")], {}), {})
 
 
+def test_a_script_that_this_user_may_not_read_is_refused(script, monkeypatch):
+    def is_denied(path, *_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    # Root may read all, so the answers of the system are put in their place.
+    for target, name, answer in ((os, "access", lambda *_: False), (Path, "stat", is_denied)):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, answer)
+            with pytest.raises(UsageError, match=r"train\.py: this user may not read it") as caught:
+                build(parse(["train.py"], {}), {})
+            assert caught.value.next_step.startswith("chmod a+r train.py")
+
+
 # Output and signals
 
 

@@ -1,12 +1,15 @@
 """Streams of a group whose log folder hangs."""
 
 import asyncio
+import errno
 import json
 import logging
 import os
 import threading
 import time
 from pathlib import Path
+
+import pytest
 
 from elastane.process.streams import group
 from elastane.process.streams.group import GroupStreams
@@ -48,6 +51,30 @@ def test_hanging_log_folder_is_given_up_once_and_never_blocks_the_event_loop(
     assert len(hung) == 1, "each worker waited for the folder"
     assert caplog.text.count("no log files") == 1
     assert len(os.listdir("/proc/self/fd")) <= fds, "what opened too late was not closed"
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.ENOSPC, "Next: free space there"), (errno.EACCES, "a folder you can write to")],
+)
+def test_a_log_folder_that_fails_is_warned_of_with_what_to_do(
+    number, advice, tmp_path, monkeypatch, caplog
+):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(group, "make_rank_dir", fail)
+    plan = LogPlan(str(tmp_path), redirects={0: StreamChoice.ALL})
+    streams = GroupStreams(plan, "job", "host-a", Fence(1, 0))
+
+    async def scenario():
+        opened = await streams.open_soon(0, 0, "default")
+        await streams.finish()
+        return opened
+
+    with caplog.at_level(logging.WARNING, "elastane.streams"):
+        assert asyncio.run(scenario()).stdout == 1
+    assert advice in caplog.text
 
 
 def test_streams_are_opened_off_the_event_loop(tmp_path, monkeypatch):

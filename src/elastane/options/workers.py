@@ -261,7 +261,11 @@ def _check_target(kind: WorkerKind, target: str) -> None:
             )
         return
     path = Path(target)
-    if target and path.exists():
+    try:
+        is_there = bool(target) and path.exists()
+    except PermissionError as error:
+        raise _unreadable(path) from error
+    if is_there:
         _check_readable_again(path)
         return
     raise UsageError(
@@ -290,6 +294,18 @@ def _check_readable_again(path: Path) -> None:
             expected="a regular file, which each worker reads, and again after a restart",
             next_step="write the script into a file",
         )
+    elif not os.access(path, os.R_OK):
+        raise _unreadable(path)
+
+
+def _unreadable(path: Path) -> UsageError:
+    return UsageError(
+        f"{path}: this user may not read it",
+        slug="script-not-a-file",
+        where=str(path.absolute().parent),
+        expected="a script that the user of elastane run can read",
+        next_step=f"chmod a+r {shlex.quote(str(path))}, and a+x for the folders above it",
+    )
 
 
 def _nearest(path: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -41,6 +42,7 @@ from elastane.process.streams.tailer import Filtered, Tail, Tailer
 from elastane.protocol.model import Fence
 
 _log = logging.getLogger("elastane.streams")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _CONSOLE_FDS = {StreamChoice.OUT: 1, StreamChoice.ERR: 2}
 
 
@@ -279,11 +281,12 @@ class GroupStreams:
         self._warned = True
         _log.warning(
             "node %s, %s: no log files: %s: %s; output goes to the console instead. "
-            "Next: free space there, or give another --log-dir [log-dir]",
+            "Next: %s, or give another --log-dir [log-dir]",
             self._node,
             self._fence,
             path,
             error.strerror or error,
+            "free space there" if error.errno in _FULL else "make that a folder you can write to",
         )
 
 
