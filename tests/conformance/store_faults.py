@@ -1,6 +1,7 @@
 """Runs clients of one store under faults from a seed, and checks their history.
 
-Processes of `store_client.py` are killed, stopped and restarted. A bed makes faults of servers and
+Processes of `store_client.py` are killed, stopped and restarted, and the time of day of their hosts
+is set. A bed makes faults of servers and
 links. Then all faults end, the clients stop writing, and every watcher must see the last version.
 `read_run` reads the history of a run from its folder.
 """
@@ -37,6 +38,9 @@ SCRIPT = Path(__file__).with_name("store_client.py")
 KEYS = ("job/a", "job/b")
 CLIENTS = 3
 CLIENT_FAULTS = ("kill-client", "stop-client")
+JUMPING_CLOCK = Path(__file__).parents[1] / "hosts" / "programs" / "jumping_clock"
+# The clock of one client is set by one of these with each fault. It does not go back by itself.
+JUMPS_S = (0.0, 3600.0, -3600.0, 2.0, -2.0)
 # Most stopped clients are stopped for longer than their lease.
 FAULT_S = (0.1, 1.6)
 HASTE = 0.3
@@ -111,6 +115,7 @@ class FaultRun:
                 self._kill(client)
 
     def _begin(self, fault: Fault) -> End:
+        self._set_clock(random.Random(f"clock {fault.draw}"))
         draw = random.Random(fault.draw)
         if fault.kind not in CLIENT_FAULTS:
             return self.bed.begin(fault.kind, draw)
@@ -123,6 +128,16 @@ class FaultRun:
         self._send(client, signal.SIGSTOP)
         return lambda: self._send(client, signal.SIGCONT)
 
+    def _set_clock(self, draw: random.Random) -> None:
+        """Set the time of day of one client."""
+        clock = self._clock(draw.choice(self._clients))
+        new = clock.with_suffix(".new")
+        new.write_text(str(draw.choice(JUMPS_S)))
+        new.replace(clock)
+
+    def _clock(self, client: _Client) -> Path:
+        return self.folder / f"c{client.index}.clock"
+
     def _start(self, client: _Client, dead_term: int = 0) -> None:
         if client.process is not None:  # The end of another fault has started it.
             return
@@ -134,7 +149,11 @@ class FaultRun:
             client.process = subprocess.Popen(
                 [sys.executable, SCRIPT, *words, ",".join(KEYS), str(dead_term)],
                 stderr=errors,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                env=os.environ
+                | {
+                    "PYTHONPATH": os.pathsep.join([str(JUMPING_CLOCK), *sys.path]),
+                    "JUMPING_CLOCK": str(self._clock(client)),
+                },
                 preexec_fn=_die_with_parent,  # noqa: PLW1509
             )
 
