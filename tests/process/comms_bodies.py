@@ -27,7 +27,11 @@ TIMEOUT_S = 60.0
 
 def serve_store(worker, listener):
     """Serve the store as an agent does, on a socket that listens before its port is announced."""
-    store.serve(listener.detach())
+    ours, theirs = socket.socketpair()
+    with ours:
+        store.send_listener(ours, listener)
+    listener.close()
+    store.serve(theirs.detach())
 
 
 def wiring(worker, fence, rank, size, timeout_s=TIMEOUT_S):

@@ -337,7 +337,10 @@ class _Imported:
             known = {name: set(vars(module)) for name, module in sys.modules.items()}
             self._import(_AGENT_MODULES)
             agents, self._filters = set(sys.modules), [*warnings.filters]
-            self._import((*DEFAULT_PRELOAD, *_MODULES_OF_SAVES, *large))
+            # A zygote imports ours itself: those here refer to modules that are hidden from it, and
+            # it would have these twice.
+            preload = [name for name in DEFAULT_PRELOAD if name.partition(".")[0] != "elastane"]
+            self._import((*preload, *_MODULES_OF_SAVES, *large))
         assert not check_forkable()
         ours = {name for name in agents if name.partition(".")[0] == "elastane"}
         self._agents_alone = ours - known.keys()
