@@ -56,7 +56,7 @@ class DrawnJob:
     @property
     def deaths(self) -> int:
         """The number of workers that have died at drawn places."""
-        return len([*self.records.glob("death*")])
+        return len([*self.records.glob("death*"), *self.records.glob("all.*")])
 
     @property
     def final(self) -> dict:
@@ -130,11 +130,37 @@ def check_update(program: Program | Joining, before: dict, record: dict, what: s
     model.load_state_dict(before["model"])
     optimizer = optimizer_of(program, model)
     optimizer.load_state_dict(before["optimizer"])
-    for parameter, grad in zip(model.parameters(), record["grads"], strict=True):
+    grads = record["evaluations"][-1]["grads"] if "evaluations" in record else record["grads"]
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
         parameter.grad = None if grad is None else grad.clone()
     if program.clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
     optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter, record["model"][name], **NEAR), f"{what}: {name}"
+
+
+def check_lbfgs(program: Joining, before: dict, record: dict, what: str) -> None:
+    """Assert that LBFGS makes the recorded weights, at each evaluation and at the end."""
+    model = model_of(program)
+    model.load_state_dict(before["model"])
+    optimizer = optimizer_of(program, model)
+    optimizer.load_state_dict(before["optimizer"])
+    evaluations = iter(record["evaluations"])
+
+    def closure() -> torch.Tensor:
+        each = next(evaluations)
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(parameter, each["before"]["model"][name], **NEAR), (what, name)
+        for parameter, grad in zip(model.parameters(), each["grads"], strict=True):
+            parameter.grad = None if grad is None else grad.clone()
+        if program.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        loss: torch.Tensor = each["loss"]
+        return loss
+
+    optimizer.step(closure)
+    assert next(evaluations, None) is None, f"{what}: fewer evaluations"
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter, record["model"][name], **NEAR), f"{what}: {name}"
 
@@ -406,7 +432,7 @@ class MadeStep:
 
     def __init__(self, program: Stepping, step: int, ends: list[dict], lost: list[dict]) -> None:
         self.program, self.step, self.ends = program, step, ends
-        self._passes = [each["passes"] for each in (*ends, *lost)]
+        self._evaluations = [each["evaluations"] for each in (*ends, *lost)]
 
     def check(self, batch: list[int] | None) -> list[int]:
         """Check it; return its samples, or none if those of a lost worker are not known.
@@ -420,26 +446,42 @@ class MadeStep:
                     first["before"][kind], each["before"][kind], f"step {self.step}: {kind}"
                 )
                 check_equal(first[kind], each[kind], f"step {self.step}: {kind} after it")
-            check_equal(first["grads"], each["grads"], f"step {self.step}: gradients")
+            for one, other in zip(first["evaluations"], each["evaluations"], strict=True):
+                weights = (of["before"]["model"] for of in (one, other))
+                check_equal(*weights, f"step {self.step}: evaluated weights")
+                check_equal(one["grads"], other["grads"], f"step {self.step}: gradients")
             assert each["schedule"] == self.step + 1, f"step {self.step}: {each['schedule']}"
             if program.batch_norm:
                 passes = int(each["model"]["norm.num_batches_tracked"])
                 assert passes == program.micro * (self.step + 1), f"step {self.step}: {passes}"
-        check_update(program, first["before"], first, f"step {self.step}")
-        used = sorted(n for own in self._passes for numbers, _, _ in own for n in numbers)
-        if len(self._passes) == first["world"]:
+        check = check_lbfgs if program.optimizer == "LBFGS" else check_update
+        check(program, first["before"], first, f"step {self.step}")
+        found = [self._check_evaluation(n, batch) for n in range(len(first["evaluations"]))]
+        assert all(each == found[0] for each in found), f"step {self.step}: {found}"
+        return found[0]
+
+    def _check_evaluation(self, number: int, batch: list[int] | None) -> list[int]:
+        """Check that a gradient is the mean over the samples; return them as `check` does."""
+        first = self.ends[0]
+        known = [each[number]["passes"] for each in self._evaluations if number < len(each)]
+        used = sorted(n for own in known for numbers, _, _ in own for n in numbers)
+        right = {"before": first["evaluations"][number]["before"]}
+        right["grads"] = first["evaluations"][number]["grads"]
+        if len(known) == first["world"]:
             assert batch is None or used == sorted(batch), f"step {self.step}: {used}, {batch}"
-            self._check_gradient([each for own in self._passes for each in own], first["world"])
+            passes = [each for own in known for each in own]
+            self._check_gradient(right, passes, first["world"])
             return used
         assert batch is None or {*used} <= {*batch}, f"step {self.step}: {used}, {batch}"
-        if batch is not None and not program.batch_norm:
-            self._check_gradient([(batch, 1.0, batch)], 1)
+        if batch is not None and not self.program.batch_norm:
+            self._check_gradient(right, [(batch, 1.0, batch)], 1)
         return []
 
-    def _check_gradient(self, passes: list[tuple[list[int], float, list[int]]], over: int) -> None:
-        first = self.ends[0]
-        parts = [gradients(self.program, first["before"], self.step, n, w) for _, w, n in passes]
-        for number, grad in enumerate(first["grads"]):
+    def _check_gradient(
+        self, found: dict, passes: list[tuple[list[int], float, list[int]]], over: int
+    ) -> None:
+        parts = [gradients(self.program, found["before"], self.step, n, w) for _, w, n in passes]
+        for number, grad in enumerate(found["grads"]):
             right = sum(part[number] for part in parts) / over
             got = torch.zeros_like(right) if grad is None else grad
             error = ((got - right).abs().max() / (1e-3 + right.abs().max())).item()
@@ -454,12 +496,18 @@ class Steps:
         self.made: dict[int, dict[int, dict]] = defaultdict(dict)
         self.begun: dict[int, dict[int, dict]] = defaultdict(dict)
         self.values: dict[int, list[float]] = defaultdict(list)
-        for file in records.glob("*/*.*"):
-            own, step = int(file.parent.name), int(file.stem)
+        self.saved: list[tuple[tuple[int, int], int, bool]] = []
+        self.restored: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for file in records.glob("[0-9]*/*.*"):
+            own, step, found = int(file.parent.name), int(file.stem), torch.load(file)
             if file.suffix == ".value":
-                self.values[step].append(torch.load(file)["value"])
+                self.values[step].append(found["value"])
+            elif file.suffix == ".saved":
+                self.saved.append((found["fence"], step, found["began"]))
+            elif file.suffix == ".restored":
+                self.restored[found["fence"]].add(step)
             else:
-                (self.made if file.suffix == ".pt" else self.begun)[step][own] = torch.load(file)
+                (self.made if file.suffix == ".pt" else self.begun)[step][own] = found
 
     @property
     def began_again(self) -> bool:
@@ -472,7 +520,8 @@ class Steps:
 
     def check(self) -> None:
         """Check each step, and that each sample is in one step of each epoch."""
-        once = not self.began_again
+        self._check_restored()
+        once = not self.began_again and not self.restored
         used: dict[int, Counter] = defaultdict(Counter)
         unknown = set()
         for step in sorted(self.made):
@@ -482,22 +531,40 @@ class Steps:
             known = [each for each in samples if each]
             assert not once or all(each == known[0] for each in known), f"step {step}: {known}"
             epoch = worlds[0][0]["epoch"]
-            used[epoch].update(known[0] if known else ())
-            if not known:
+            # A world that has restored a save may deal the shards of a stream otherwise.
+            final = samples[-1] or (known[-1] if once and known else [])
+            used[epoch].update(final)
+            if not final:
                 unknown.add(epoch)
             for value in self.values[step] if not self.program.batch_norm else ():
                 self._check_value(value, worlds)
         assert {*self.made} == {*range(max(self.made) + 1)}, "steps are missing"
-        for epoch in {*range(self.program.epochs)} - unknown if once else ():
+        for epoch in {*range(self.program.epochs)} - unknown:
             wrong = {n: used[epoch][n] for n in range(self.program.samples) if used[epoch][n] != 1}
             assert not wrong, f"epoch {epoch}: samples not used once: {wrong}"
 
+    def _check_restored(self) -> None:
+        """All workers of a world continue at one save: the newest, or the one before it.
+
+        A save that is not written, since another one is, may be in memory all the same.
+        """
+        for fence, steps in self.restored.items():
+            offered = {step for of, step, _ in self.saved if of < fence}
+            began = sorted({step for of, step, began in self.saved if of < fence and began})
+            (step,) = steps
+            assert step in offered, f"{fence} restored step {step}, of {sorted(offered)}"
+            assert step >= min(began[-2:]), f"{fence} restored step {step}, of {began}"
+            of_world = {
+                n for n, own in self.made.items() for r in own.values() if r["fence"] == fence
+            }
+            assert not of_world or min(of_world) == step, f"{fence}: {step}, {min(of_world)}"
+
     def _worlds(self, step: int) -> list[list[dict]]:
-        """Return the records of a step, by the world that made it."""
-        worlds: dict[str, list[dict]] = defaultdict(list)
+        """Return the records of a step, by the world that made it, the newest last."""
+        worlds: dict[tuple[int, int], list[dict]] = defaultdict(list)
         for each in self.made[step].values():
             worlds[each["fence"]].append(each)
-        return [*worlds.values()]
+        return [worlds[fence] for fence in sorted(worlds)]
 
     def _check_world(self, step: int, ends: list[dict]) -> list[int]:
         fence, program = ends[0]["fence"], self.program
@@ -556,4 +623,5 @@ def check_steps(program: Stepping, job: DrawnJob) -> str:
     joined = len({own for each in steps.made.values() for own in each}) - program.workers
     counts = f"{job.deaths} deaths, {restarts} restarts, {joined} joined, {job.faults}"
     again = ", began again" if steps.began_again else ""
+    again += f", restored {[*steps.restored.values()]}" if steps.restored else ""
     return f"{counts}, {len(steps.made)} steps{again}"

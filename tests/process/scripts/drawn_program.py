@@ -173,6 +173,9 @@ def optimizer_of(
 ) -> torch.optim.Optimizer | Pair:
     """Return the optimizer of a model."""
     kind = getattr(torch.optim, program.optimizer)
+    if program.optimizer == "LBFGS":
+        lbfgs: torch.optim.Optimizer = kind(model.parameters(), lr=0.02, max_iter=3, history_size=3)
+        return lbfgs
     more = {"momentum": 0.9} if program.optimizer == "SGD" else {}
     make = partial(kind, lr=0.02, foreach=False, **more)
     parameters = [*model.parameters()]
@@ -281,8 +284,10 @@ class Stepping(Joining):
     """A training script with `job.steps()`.
 
     `two`: two optimizers have half of the parameters each. `closure`: the optimizer calls the
-    passes. `waits`: a worker builds once it has its place. `loops`: a loop for each epoch, and not
-    one for all. `verify`: the workers compare their replicas after this many steps; 0: never.
+    passes; LBFGS does so several times in a step. `waits`: a worker builds once it has its place.
+    `loops`: a loop for each epoch, and not one for all. `verify`: the workers compare their
+    replicas after this many steps; 0: never. `saves`: a Checkpointer saves after this many steps;
+    0: there is none. `all_die`: in this step all workers die; 0: in none.
     """
 
     may_change: bool = False
@@ -291,6 +296,13 @@ class Stepping(Joining):
     waits: bool = True
     loops: bool = False
     verify: int = 0
+    saves: int = 0
+    all_die: int = 0
+
+    @property
+    def evaluations(self) -> int:
+        """How often the optimizer computes the gradient in a step, at most."""
+        return 3 if self.optimizer == "LBFGS" else 1
 
     @classmethod
     def drawn(cls, seed: int) -> Stepping:
@@ -311,6 +323,13 @@ class Stepping(Joining):
             "loops": draw.random() < 0.4,
             "verify": draw.choice((0, 0, 3)),
         }
+        if closure and draw.random() < 0.6:
+            # It would count the batches of BatchNorm once in each of its evaluations.
+            more |= {"optimizer": "LBFGS", "batch_norm": False}
+        if draw.random() < 0.5:
+            steps = base.epochs * (base.samples // base.batch)
+            more["saves"] = draw.choice((1, 3, 5))
+            more["all_die"] = draw.choice((0, draw.randrange(1, steps), draw.randrange(8, steps)))
         return cls(**{**vars(base), **more})
 
 
@@ -324,6 +343,14 @@ def deaths_at(folder: Path, deaths: tuple[Death, ...], rank: int, step: int, pla
                 threading.Thread(target=_die, args=(death.delay_s,), daemon=True).start()
             else:
                 _die(0.0)
+
+
+def die_once(folder: Path, name: str) -> None:
+    """Die here if no process has died by this name."""
+    mark = folder / name
+    if not mark.exists():
+        mark.write_text(str(os.getpid()))
+        _die(0.0)
 
 
 def _die(delay_s: float) -> None:

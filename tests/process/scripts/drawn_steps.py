@@ -1,13 +1,15 @@
 """Run the training program of a seed as a loop of `job.steps()`, and record each step.
 
 Usage: drawn_steps.py FOLDER SEED [outside]. Each process writes FOLDER/PID/N.begin before each
-backward pass of its step N, and FOLDER/PID/N.pt after it has committed the step. Each death happens
-once: its file in FOLDER says so.
+backward pass of its step N, and FOLDER/PID/N.pt after it has committed the step. With a
+Checkpointer it writes N.saved after it has offered N steps to it, and N.restored if it has restored
+N steps. Each death happens once: its file in FOLDER says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
 import time
@@ -15,20 +17,32 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from drawn_program import Pair, Stepping, deaths_at, model_of, optimizer_of, uses_other
+import torch.distributed as dist
+from drawn_program import (
+    Pair,
+    Stepping,
+    deaths_at,
+    die_once,
+    model_of,
+    optimizer_of,
+    uses_other,
+)
 from drawn_training import evaluate, extra, loader_of, record, state_of, wrapped
 
 import elastane
 
 FOLDER, PROGRAM = Path(sys.argv[1]), Stepping.drawn(int(sys.argv[2]))
 if sys.argv[3:]:
-    PROGRAM = replace(PROGRAM, deaths=())
+    PROGRAM = replace(PROGRAM, deaths=(), all_die=0)
 OWN = FOLDER / str(os.getpid())
 
 
 def passed(step: int, place: str) -> None:
     """Die here if the program says so."""
-    deaths_at(FOLDER, PROGRAM.deaths, int(os.environ["LOCAL_RANK"]), step, place)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    deaths_at(FOLDER, PROGRAM.deaths, local_rank, step, place)
+    if PROGRAM.all_die and (step, place) == (PROGRAM.all_die, "reduced"):
+        die_once(FOLDER, f"all.{local_rank}")
 
 
 class Body:
@@ -48,13 +62,12 @@ class Body:
 
     def make(self, step: elastane.Step) -> None:
         """Make the step."""
-        self.optimizer.zero_grad()
         before = state_of(self.model, self.optimizer)
         world = {
             "fence": (self.job.fence.round, self.job.fence.attempt),
             "world": self.job.world_size,
         }
-        self._found = {"before": before, "passes": [], **world}
+        self._found = {"before": before, "evaluations": [], **world}
         if PROGRAM.closure:
             self.optimizer.step(lambda: self._gradients(step))
         else:
@@ -69,31 +82,46 @@ class Body:
             passed(step.number, "extra made")
 
     def _gradients(self, step: elastane.Step) -> torch.Tensor:
+        """Compute the gradient at the current weights; return the mean loss of all workers."""
+        self.optimizer.zero_grad()
+        model = copy.deepcopy(self.model.state_dict())
+        evaluation = {"before": {"model": model}, "passes": []}
+        self._found["evaluations"].append(evaluation)
+        total = torch.zeros((), dtype=torch.float64)
         for micro, batch in enumerate(step.batches):
             quiet = PROGRAM.no_sync and micro < PROGRAM.micro - 1
             with self._trained.no_sync() if quiet else contextlib.nullcontext():
                 loss = self._backward(step, batch, is_last=micro == PROGRAM.micro - 1)
-        passed(step.number, "reduced")
+            total += loss.detach() * step.weight / dist.get_world_size()
+        self._passed(step, "reduced")
         parameters = [*self.model.parameters()]
         grads = [None if p.grad is None else p.grad.clone() for p in parameters]
-        self._found["grads"] = grads
         if PROGRAM.clip:
             torch.nn.utils.clip_grad_norm_(parameters, 0.3)
-        return loss
+        if PROGRAM.optimizer == "LBFGS":  # It decides by the loss when to stop.
+            dist.all_reduce(total)
+        evaluation.update(grads=grads, loss=total)
+        return total
+
+    def _passed(self, step: elastane.Step, place: str) -> None:
+        """Die here if the program says so, in one of the step's evaluations."""
+        if len(self._found["evaluations"]) == 1 + step.number % PROGRAM.evaluations:
+            passed(step.number, place)
 
     def _backward(
         self, step: elastane.Step, batch: tuple[torch.Tensor, ...], *, is_last: bool
     ) -> torch.Tensor:
         number, (samples, inputs, labels) = step.number, batch
         used = samples.tolist()
-        self._found["passes"].append((used if step.weight else [], step.weight, used))
+        passes = self._found["evaluations"][-1]["passes"]
+        passes.append((used if step.weight else [], step.weight, used))
         record(OWN, f"{number}.begin", **self._found)
         time.sleep(PROGRAM.pause_s)
-        passed(number, "forward")
+        self._passed(step, "forward")
         logits = self._trained(inputs, other=uses_other(PROGRAM, number))
         loss = torch.nn.functional.cross_entropy(logits, labels)
         if is_last:
-            loss.register_hook(lambda _: passed(number, "backward"))
+            loss.register_hook(lambda _: self._passed(step, "backward"))
         step.backward(loss)
         return loss
 
@@ -101,6 +129,12 @@ class Body:
         """Record a step that is committed."""
         more = {"epoch": step.epoch, "schedule": self._schedules[0].last_epoch, **self._found}
         record(OWN, f"{step.number}.pt", **more, **state_of(self.model, self.optimizer))
+
+    @property
+    def fence(self) -> tuple[int, int]:
+        """The world of the last step."""
+        fence: tuple[int, int] = self._found["fence"]
+        return fence
 
     def evaluated(self, number: int) -> float:
         """Return the mean loss over all samples, of which this worker has a part."""
@@ -111,12 +145,25 @@ class Body:
         return value
 
 
+def checkpointer_of(job: elastane.Job) -> elastane.Checkpointer | None:
+    """Return what saves the job, which goes on at its newest save; None if nothing does."""
+    if not PROGRAM.saves:
+        return None
+    checkpointer = elastane.Checkpointer(FOLDER / "checkpoints", every_steps=PROGRAM.saves)
+    restored = checkpointer.restore(job)
+    if restored is not None:
+        fence = (job.fence.round, job.fence.attempt)
+        record(OWN, f"{restored.step}.restored", fence=fence, where=restored.where)
+    return checkpointer
+
+
 def main() -> None:
     """Train to the last epoch."""
     torch.set_num_threads(1)
     OWN.mkdir()
     with elastane.init(wait_for_place=PROGRAM.waits) as job:
         body = Body(job)
+        checkpointer = checkpointer_of(job)
         loader = loader_of(PROGRAM)
         ends = range(1, PROGRAM.epochs + 1) if PROGRAM.loops else [PROGRAM.epochs]
         for until in ends:
@@ -127,9 +174,14 @@ def main() -> None:
                 if not step.committed:
                     continue
                 body.write(step)
+                if checkpointer is not None:
+                    began = checkpointer.maybe_save(step)
+                    record(OWN, f"{step.number + 1}.saved", fence=body.fence, began=began)
                 if step.last_of_epoch:
                     value = job.retry(body.evaluated, step.number)
                     record(OWN, f"{step.number}.value", value=value)
+        if checkpointer is not None:
+            checkpointer.wait()
         if job.rank == 0:
             torch.save(body.model.state_dict(), FOLDER / "final.pt")
 
