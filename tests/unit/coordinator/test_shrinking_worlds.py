@@ -76,6 +76,11 @@ def test_too_few_survivors_restart_at_once():
     dies(job, "a", local_rank=1)
     assert Stop in kinds(job, "a") and Stop in kinds(job, "b")
     assert Prepare not in kinds(job, "a")
+    job.stops("a", "b")
+    restart = [one for one in job.events if one.kind is EventKind.RESTART][-1]
+    assert restart.reason.endswith(
+        "3 workers of at least 4 left; a smaller --min-workers lets them continue"
+    )
 
 
 def shrunk(**more):

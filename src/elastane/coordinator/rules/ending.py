@@ -193,6 +193,8 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
         budget, reason = state.budget, verdict.reason
         if cause.failure is not None and cause.failure.exit_code == 0 and not cause.is_mismatch:
             reason = f"{reason}: {incident.reason}"  # The log has named another worker so far.
+        if incident.why_stopped:
+            reason = f"{reason}: {incident.why_stopped}"
         if kind is EventKind.REPLACEMENT:
             reason = (
                 "lost workers are replaced, the others continue:"

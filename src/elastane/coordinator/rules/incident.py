@@ -57,6 +57,7 @@ class Incident:
     has_mismatch: bool = False  # it was logged which rank called another collective
     blame: Blame | None = None  # who did, if that was found while the workers stood still
     own_causes: int = 0  # failures that none of these explains, nor a lost peer
+    why_stopped: str = ""  # why the workers that are left do not recover in place
     follows_loss: bool = False  # a worker or a node was lost since all workers started
     follows_settled: bool = False  # the last change of the world was charged, or cost nothing
 
@@ -115,6 +116,10 @@ class Incident:
         explained = self.lost_state and self.follows_loss
         explained = explained or (self.asked_restart and self.follows_settled)
         return self.own_causes > 0 or not (explained or self.other_mesh)
+
+    def explain_stop(self, why: str) -> None:
+        """Record why the workers that are left do not recover in place."""
+        self.why_stopped = why
 
     def follow(self, *, loss: bool, settled: bool) -> None:
         """Record whether an earlier incident lost a worker or a node, and its state with it.

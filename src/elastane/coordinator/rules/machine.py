@@ -544,7 +544,9 @@ def _regrouping(state: State) -> bool:
             state, f"{state.incidents.current.reason}; others have finished their steps"
         )
     if recovery.is_too_small(state):
-        return _stop_world(state, f"{state.incidents.current.reason}; too few workers are left")
+        too_few = recovery.too_few_text(state)
+        state.incidents.current.explain_stop(too_few)
+        return _stop_world(state, f"{state.incidents.current.reason}; {too_few}")
     _release_leaving(state)
     if recovery.must_wait_for_state(state):
         return _await_possibly_training(state)

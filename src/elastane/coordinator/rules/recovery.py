@@ -27,6 +27,7 @@ from elastane.protocol.limits import FENCE_WAIT_S, LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Interrupt, Prepare
 from elastane.protocol.model import NO_RANK, Assignment, Failure, Fence, Joining, World
+from elastane.protocol.words import counted
 
 _WITH_WORLD = (MembershipPhase.RUNNING, MembershipPhase.DRAINING, MembershipPhase.REGROUPING)
 
@@ -224,6 +225,18 @@ def is_too_small(state: State) -> bool:
     if state.roster.unreachable or next_world.joining(state) is Joining.ANYTIME:
         return False
     return not next_world.are_enough(state, next_world.next_world(state))
+
+
+def too_few_text(state: State) -> str:
+    """Return in words why the workers that are left do not continue, and what would let them."""
+    found = next_world.next_world(state)
+    fewest, here = sizing.fewest_nodes(state), sum(len(one.workers) for one in found)
+    if len(found) < fewest:
+        return f"{counted(len(found), 'node')} of at least {fewest} left (--nnodes)"
+    return (
+        f"{counted(here, 'worker')} of at least {next_world.workers_needed(state, found)} left;"
+        " a smaller --min-workers lets them continue"
+    )
 
 
 def may_return(state: State) -> bool:
