@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import time
+from collections import Counter
 
+import pytest
 from test_recovery_in_place import SCRIPT, InPlace, starts
 
 from elastane.protocol.hangs import HANG_STALL_S
@@ -138,3 +141,63 @@ def test_a_worker_in_a_debugger_is_not_judged(tmp_path):
 def waited_s(job):
     """Return for how long no worker has made a step."""
     return time.monotonic() - max(lines[-1]["at_s"] for lines in job.said().values())
+
+
+# Class of the verdict by the fault; "" where the worker ends and is named by its end alone.
+KINDS = {
+    "loop": "busy",
+    "sleep": "sleeps",
+    "lock": "lock-held",
+    "loader": "data-loader",
+    "disk": "disk",
+    "stop": "stopped",
+    "other": "other-collective",
+    "large": "other-shape",
+    "small": "other-shape",
+    "killed": "",
+    "raised": "",
+    "exited": "",
+}
+SOAK_FAULTS = int(os.environ.get("SOAK_FAULTS", "130"))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_random_faults_of_steps_in_place_name_the_right_rank_and_kind(tmp_path):
+    """At least 95 of 100 are right; prints the table. SOAK_FAULTS sets the number of faults."""
+    os.mkfifo(tmp_path / "disk")
+    # A held lock is seen by a thread that is two seconds late, on a busy host some more.
+    conf = {"hang_floor": 2 * FLOOR_S, "crash_loop": 0, "same_crash": 0}
+    job = InPlace(tmp_path, rdzv_conf=conf, env={"HANG_DISK": str(tmp_path / "disk")}, **ONE_NODE)
+    choose, right, all_of = random.Random(7), Counter(), Counter()
+    with job.cluster:
+        starts(job, "a", world=3)
+        for number in range(SOAK_FAULTS):
+            fault, rank = [*KINDS][number % len(KINDS)], choose.randrange(3)
+            job.wait_steps(choose.randrange(1, 30), 3)
+            known = len(job.cluster.events())
+            pid, _ = told_to_hang(job, fault, rank)
+            job.cluster.wait(lambda n=known: ended(job.cluster.events()[n:]), fault)
+            job.wait_steps(5, 3)
+            found = named(job.cluster.events()[known:])
+            right[fault] += found == (KINDS[fault], pid)
+            all_of[fault] += 1
+            if found != (KINDS[fault], pid):
+                print(fault, rank, found, [one.reason for one in job.cluster.events()[known:]])
+    for fault in KINDS:
+        print(f"{fault:8} {right[fault]:4} of {all_of[fault]}")
+    assert sum(right.values()) >= 0.95 * SOAK_FAULTS, right
+
+
+def ended(events):
+    """Return the events that end a world by a fault."""
+    return [event for event in events if event.kind == "incident"]
+
+
+def named(events):
+    """Return the class and the process of the first culprit, or the process of the root cause."""
+    for event in events:
+        if event.kind == "culprit":
+            return event.data["class"], event.data.get("culprit_pid")
+    causes = [event for event in events if event.kind in ("replacement", "restart")]
+    return "", causes[0].data.get("cause_pid") if causes else None

@@ -104,6 +104,7 @@ class StandstillWatch:
 
     def describe(self, worker: LocalWorker, reason: str) -> None:
         """Report the activity of a worker that hangs by another rule, unless it is being ended."""
+        self._rules.note_report()
         if not (worker.hung or worker.given_up):
             evidence = self._evidence(worker, self._rules.now_s, _STOPS_OF_HUNG)
             self._post.culprit(hung_alone(evidence, reason), self._still_s)

@@ -212,6 +212,9 @@ def _opened(
     if replaced is not None and replaced.state == "open" and kind not in BESIDE:
         did = _with_did(replaced, "another incident came before its workers had started")
         history = _changed(history, replaced, state="recovered", to_s=event.time_s, did=did)
+    stall = history.beside("stall")
+    if stall is not None and kind not in BESIDE:
+        history = _ended(history, stall, event)  # Its world is over.
     last = history.last()
     opened = IncidentView(
         id=last.id + 1 if last else 1,
@@ -369,9 +372,10 @@ def _incident(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
     restarted = _cause_of_restart(history, event)
     if restarted is not None and event.reason.endswith(TO_RESTART):
         return _ends_next_world(history, restarted, event, event.reason)
-    stall = _open_stall(history, event)
-    if stall is None:
-        return _opened(history, event, "failure", _sentence(event.reason), cause=event.reason)
+    stall, is_lost = _open_stall(history, event), bool(event.number("departed"))
+    if stall is None or is_lost:
+        kind = "node" if is_lost else "failure"
+        return _opened(history, event, kind, _sentence(event.reason), cause=event.reason, node="")
     history = _changed(history, stall, ended_world=True)
     return msgspec.structs.replace(history, newest={**history.newest, "": stall.id})
 

@@ -35,7 +35,8 @@ class StepTimesNow(msgspec.Struct, frozen=True, kw_only=True):
     """The own parts of the current world's workers, measured at `time_s`.
 
     `nodes`: the measured nodes; of a large world, only those with the slowest workers. `waits`: in
-    words, how many workers wait, how long and for which; empty while none waits.
+    words, how many workers wait, how long and for which; empty while none waits, and while no
+    worker makes steps.
     """
 
     time_s: float
@@ -57,6 +58,8 @@ def step_times_of(view: JobView) -> StepTimesNow | None:
     if point is None or (view.worlds and point.time_s < view.worlds[-1].time_s):
         return None
     usual = _usual(point)
+    last = view.incidents.of_world()
+    makes_steps = view.incidents.beside("stall") is None and (last is None or last.state != "open")
     workers = [
         _worker(at, name, ratio, usual, point)
         for at, (name, ratio) in enumerate(zip(point.workers, point.ratios, strict=True))
@@ -78,7 +81,7 @@ def step_times_of(view: JobView) -> StepTimesNow | None:
             )
             for one in slowest.values()
         ],
-        waits=_waits([one for one in workers if one.is_slow], usual, point),
+        waits=_waits([one for one in workers if one.is_slow and makes_steps], usual, point),
     )
 
 

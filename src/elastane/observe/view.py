@@ -356,8 +356,8 @@ class IncidentTrack:
 def after_straggler_event(
     stragglers: dict[int, StragglerView], event: LoggedEvent
 ) -> dict[int, StragglerView]:
-    """Return the ranks for which the others wait, by rank; a new world has none."""
-    if event.kind == EventKind.ROUND_SETTLED:
+    """Return the ranks for which the others wait, by rank; none once their world has ended."""
+    if event.kind in (EventKind.ROUND_SETTLED, EventKind.INCIDENT):
         return {}
     rank = event.number("rank")
     if rank is None or event.kind not in (EventKind.STRAGGLER, EventKind.STRAGGLER_ENDED):
@@ -735,6 +735,7 @@ _RULES: dict[EventKind, Callable[[JobView, LoggedEvent], JobView]] = {
     EventKind.CHECKPOINT_SAVED: _with_checkpoint,
     EventKind.CHECKPOINT_FAILED: _with_checkpoint,
     EventKind.WAITING: _with_waiting,
+    EventKind.INCIDENT: _with_straggler,
     EventKind.STRAGGLER: _with_straggler,
     EventKind.STRAGGLER_ENDED: _with_straggler,
     EventKind.EVENTS_LOST: _with_losses,

@@ -32,6 +32,7 @@ from elastane.process.collective_ring import CallSites, write_board
 from elastane.process.frames import described, is_debugged, main_frames
 from elastane.process.status_page import WorkerPage
 from elastane.process.step_meter import Loading, StepMark, StepMeter
+from elastane.protocol.limits import COUNT_MAX
 from elastane.protocol.ring import (
     CALLS_MAX,
     GROUP_MASK,
@@ -41,6 +42,7 @@ from elastane.protocol.ring import (
     RECORD,
     RECORDS,
     SITE_SHIFT,
+    WORLD_SHIFT,
     Board,
     GroupBoard,
     GroupCall,
@@ -130,6 +132,11 @@ class CollectiveRecorder:
         self.groups[id(group)] = entry
         return entry
 
+    def begin_world(self, number: int) -> None:
+        """Count the calls of each group anew, as all members of the world do."""
+        for entry in self.groups.values():
+            entry[1] = number << WORLD_SHIFT
+
 
 def _digest(group: Any) -> int:
     """Return a number of 24 bits for a group, equal on all of its members; never 0."""
@@ -171,6 +178,15 @@ def watch_torch() -> None:
     cell = _cell(getattr(module, "init_process_group", None))
     if cell is not None:
         cell.cell_contents = _watching(cell.cell_contents)
+
+
+def begin_world(number: int) -> None:
+    """Count collectives from here on as those of the world with this number, if they are recorded.
+
+    All of its members call this between the same two collectives.
+    """
+    if _state.recorder is not None:
+        _state.recorder.begin_world(number % (COUNT_MAX >> WORLD_SHIFT))
 
 
 def begin(page: WorkerPage) -> None:

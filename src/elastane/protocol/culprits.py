@@ -261,8 +261,12 @@ def judge(evidence: Iterable[StandstillEvidence], world_size: int) -> Verdict | 
         return None
     case = _Case(workers, _groups(workers, world_size))
     if not case.waiters:
+        # torch does not count the collectives of elastane's own groups, which are only recorded.
+        found = case.of_calls() if all(map(_is_in_call, workers.values())) else None
+    else:
+        found = case.of_stopped() or case.of_mismatch() or case.of_missing() or case.of_no_worker()
+    if found is None:
         return None
-    found = case.of_stopped() or case.of_mismatch() or case.of_missing() or case.of_no_worker()
     first = workers[found.ranks[0]].place if found.ranks else None
     found = msgspec.structs.replace(found, worker=first)
     if not found.is_certain:
@@ -270,6 +274,11 @@ def judge(evidence: Iterable[StandstillEvidence], world_size: int) -> Verdict | 
     has_living = found.ranks and found.kind is not Kind.ENDED
     ends = found.ranks if has_living else tuple(case.waiters[:1])
     return msgspec.structs.replace(found, ends=ends)
+
+
+def _is_in_call(worker: StandstillEvidence) -> bool:
+    """Whether the last collective that a worker has called has not returned."""
+    return bool(worker.calls) and not worker.calls[-1].returned_ns
 
 
 def _groups(
@@ -302,6 +311,7 @@ class _Case:
     ) -> None:
         self._workers = workers
         self._groups = groups
+        self._node_of = {rank: each.node_id for rank, each in workers.items()}
         self.waiters = [rank for rank in sorted(workers) if self._waits(rank)]
         self._own_kinds = {rank: self._find_own_kind(rank) for rank in workers}
         # By group and position: a world of thousands waits in a few collectives.
@@ -317,18 +327,25 @@ class _Case:
 
     def of_mismatch(self) -> Verdict | None:
         """Blame workers that called another collective than most, or with another shape."""
-        nodes = {rank: each.node_id for rank, each in self._workers.items()}
+        nodes = self._node_of
         places = {rank: place_of(each.where) for rank, each in self._workers.items()}
         for name in sorted(self._groups):
             boards = {rank: self._workers[rank].groups[name] for rank in self._groups[name]}
             found = judge_boards(name, boards, places, nodes)
             if found is not None:
                 return found
+        return self.of_calls()
+
+    def of_calls(self) -> Verdict | None:
+        """Blame workers by the collectives that the script called, as each of them recorded these.
+
+        Other backends than gloo were not tried.
+        """
         groups = [each for worker in self._workers.values() for each in worker.groups.values()]
         if any(each.backend not in ("", "gloo") for each in groups):
             return None
         calls = (WorkerCalls(rank=r, calls=each.calls) for r, each in self._workers.items())
-        return judge_calls(calls, nodes, only_open=True)
+        return judge_calls(calls, self._node_of, only_open=True)
 
     def of_missing(self) -> Verdict | None:
         """Blame the workers for which others wait, and which wait for no other themselves."""

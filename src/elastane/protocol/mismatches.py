@@ -16,7 +16,7 @@ import msgspec
 from elastane.protocol.hangs import ranks_text
 from elastane.protocol.limits import REASON_CHARS_MAX
 from elastane.protocol.model import NamedWorker
-from elastane.protocol.ring import GroupBoard, RecordedCall, WorkerCalls
+from elastane.protocol.ring import CALL_MASK, GroupBoard, RecordedCall, WorkerCalls
 from elastane.protocol.verdicts import Kind, Verdict
 
 # Collectives that all members of a group call with tensors of one shape: as torch's flight
@@ -107,7 +107,7 @@ def _differing(
         if count == alike + 1 and (is_open or not only_open):
             places = {rank: call.site for rank, call in seen.items()}
             name = "0" if group == 0 else "of fewer workers"
-            return _verdict(kind, name, count, sides, places, nodes)
+            return _verdict(kind, name, count & CALL_MASK, sides, places, nodes)
     return None
 
 

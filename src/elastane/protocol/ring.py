@@ -43,6 +43,10 @@ CALLERS_MAX = 64
 # The second word of a record holds three numbers: group, site and operation.
 GROUP_SHIFT, SITE_SHIFT, LOW_BITS = 40, 8, 8
 GROUP_MASK = (1 << 64 - GROUP_SHIFT) - 1
+# The count of a call begins at the number of its world, so that it is equal on all members, also on
+# those that joined later.
+WORLD_SHIFT = 32
+CALL_MASK = (1 << WORLD_SHIFT) - 1
 _SITE_MASK = (1 << (GROUP_SHIFT - SITE_SHIFT)) - 1
 
 # The operations by their numbers in a record. New ones are appended, so that numbers stay.

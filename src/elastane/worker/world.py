@@ -339,6 +339,8 @@ class Worlds:
             torch.cuda.set_device(device)
             wiring = dataclasses.replace(wiring, device_type="cuda", backend=self._backend)
         self._connect(self.group, wiring)
+        if place is not None:
+            collectives.begin_world(place.fence.round)
 
     def _take_coordinate(self, mesh: MeshGroups) -> None:
         """Agree on all mesh coordinates, and connect to the same row and column."""

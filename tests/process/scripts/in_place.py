@@ -16,6 +16,7 @@ import ctypes
 import json
 import os
 import pdb
+import signal
 import socket
 import sys
 import time
@@ -58,34 +59,73 @@ class Samples:
         return number
 
 
-def hang(folder: Path, *here: str) -> None:
-    """Hang, if the test asked this process to hang in one of these ways."""
+def ordinary(dist, total, group) -> None:
+    """Reduce as all other ranks do."""
+    dist.all_reduce(total, group=group)
+
+
+# Collectives that differ from those of the other ranks, instead of the reduction of a step.
+ODD = {
+    "large": lambda dist, total, group: dist.all_reduce(total.repeat(100), group=group),
+    "small": lambda dist, total, group: dist.all_reduce(total[:3], group=group),
+    "other": lambda dist, total, group: dist.broadcast(total, src=dist.get_rank(), group=group),
+}
+
+
+def _loop() -> None:
+    while True:
+        pass
+
+
+def _abort() -> None:
+    from elastane.comms import sockets
+
+    sockets.cut = lambda _inodes: time.sleep(100_000)
+
+
+def _pdb() -> None:
+    sys.stdin = open(os.open(os.environ["HANG_STDIN"], os.O_RDONLY))  # noqa: SIM115
+    pdb.Pdb(stdin=sys.stdin).set_trace()
+
+
+def _receive() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.recv(torch.zeros(1), (dist.get_rank() + 1) % dist.get_world_size())
+
+
+def _raise() -> None:
+    raise ValueError("planted")
+
+
+HANGS = {
+    "loop": _loop,
+    "lock": lambda: ctypes.PyDLL(None).sleep(100_000),  # with the interpreter's lock
+    "loader": lambda: time.sleep(100_000),
+    "sleep": lambda: time.sleep(100_000),
+    "disk": lambda: Path(os.environ["HANG_DISK"]).read_bytes(),  # a FIFO without a writer
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "receive": _receive,
+    "abort": _abort,
+    "pdb": _pdb,
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "raised": _raise,
+    "exited": lambda: os._exit(3),
+}
+
+
+def hang(folder: Path, *here: str) -> str:
+    """Show the fault for which the test asked this process; return one that is in ODD."""
     told = folder / f"{os.getpid()}.hang"
     how = told.read_text() if told.exists() else ""
     if how not in here:
-        return
+        return ""
     told.unlink()
-    if how == "loop":
-        while True:
-            pass
-    if how == "lock":
-        ctypes.PyDLL(None).sleep(100_000)  # with the interpreter's lock
-    if how == "abort":
-        from elastane.comms import sockets
-
-        sockets.cut = lambda _inodes: time.sleep(100_000)
-        return
-    if how == "pdb":
-        sys.stdin = open(os.open(os.environ["HANG_STDIN"], os.O_RDONLY))  # noqa: SIM115
-        pdb.Pdb(stdin=sys.stdin).set_trace()
-        return
-    if how == "receive":
-        import torch
-        import torch.distributed as dist
-
-        other = (dist.get_rank() + 1) % dist.get_world_size()
-        dist.recv(torch.zeros(1), other)
-    time.sleep(100_000)
+    if how in ODD:
+        return how
+    HANGS[how]()
+    return ""
 
 
 def in_loops(job, loader, steps, say):
@@ -168,14 +208,15 @@ def main() -> None:
             with step:
                 say("body", step.number)
                 net.bodies += 1
-                hang(folder, "loop", "lock", "sleep", "receive", "pdb", "abort")
+                odd = hang(folder, *HANGS.keys() - {"loader"}, *ODD)
                 mine = [gradient(step.number, int(s)) for s in samples] if step.samples else []
                 total = torch.tensor(mine, dtype=torch.float64).reshape(-1, SIZE).sum(dim=0)
                 enough = job.rank == 0 and (folder / "enough").exists()
                 total = torch.cat([total, torch.tensor([float(enough)], dtype=torch.float64)])
                 total = total.to(job.device)
                 time.sleep(step_s / 2)
-                dist.all_reduce(total, group=job.process_group)
+                reduce = ODD.get(odd, ordinary)
+                reduce(dist, total, job.process_group)
                 net.weight.grad = total[:SIZE].reshape(1, SIZE)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -1,10 +1,11 @@
 """Worlds that were durable when their coordinator died, and that no agent had received."""
 
 import msgspec
-from coordinator_driver import Driver
+from coordinator_driver import Driver, job_spec
 from test_in_place_recovery import able, dies, in_place, kinds
 from test_state_holders import steps
 
+from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Failed, Holding, Stop, Stopped
 from elastane.protocol.model import Failure, Fence, PortOffer
 
@@ -42,3 +43,17 @@ def test_a_node_that_stopped_its_workers_before_its_assignment_has_none():
     after.says("a", Stopped(Fence(1, 0), PortOffer(9000, True)))
     node = after.machine._state.roster.nodes["a"]
     assert node.fence is None and not (node.workers.ranks or node.workers.recoverable)
+
+
+def test_a_member_that_does_not_come_back_to_a_new_coordinator_is_an_incident():
+    """A coordinator without a store ended with its node; the other agent reports its world."""
+    job = Driver(job_spec(2, 2, 1))
+    for node_id in "ab":
+        job.join(node_id)
+    job.passes(4.0, alive="ab")
+    after = Driver(job.spec)
+    after.join("b", holding=Holding(assignment=job.assigned["b"], state="running"))
+    after.passes(60.0, alive="b")
+    [found] = [event for event in after.events if event.kind is EventKind.INCIDENT]
+    assert found.reason.endswith("did not come back to the coordinator within the time")
+    assert found.data == {"departed": 1}

@@ -26,6 +26,7 @@ from elastane.cli._demo_story import (
 )
 from elastane.observe.events import read_events
 from elastane.observe.screen import LiveScreen, PlainLines, face_for, sparkline
+from elastane.observe.step_times import step_times_of
 from elastane.observe.view import (
     HISTORY_MAX,
     LINES_MAX,
@@ -319,3 +320,25 @@ def test_the_account_of_a_log_follows_the_same_incidents_as_the_view(tmp_path):
         assert (track.run, track.incidents) == (view.run, view.incidents), one
         assert track.stragglers == view.stragglers, one
     assert track.run == 2 and track.incidents.beside("stall") is not None
+
+
+def test_a_slow_rank_and_a_stall_are_over_once_their_world_has_ended():
+    """The node of the coordinator was lost while all waited for a rank that had been slow."""
+    lost = "the node of rank 0 did not come back to the coordinator within the time"
+    view = play(
+        settled(1, "a b", 2, time_s=1.0),
+        started("a", 1, round=1, attempt=0),
+        started("b", 2, round=1, attempt=0),
+        event("step-times", time_s=10.0, own_ms="26,39", median_ms=32.5),
+        event("straggler", "b", "rank 1 is slow", rank=1, why="loader", time_s=10.0),
+    )
+    assert view.stragglers and step_times_of(view).waits
+    found = {"ranks": "1", "class": "busy", "still_s": 5.0, "round": 1, "attempt": 0}
+    stalled = after_event(view, event("culprit", "a", "rank 1 computes", time_s=20.0, **found))
+    assert stalled.incidents.beside("stall") and not step_times_of(stalled).waits
+    gone = event("incident", "b", lost, departed=1, round=1, attempt=0, time_s=30.0)
+    ended = after_event(stalled, gone)
+    assert not ended.stragglers and not step_times_of(ended).waits
+    stall, node = ended.incidents.listed
+    assert (stall.state, stall.to_s, node.kind, node.state) == ("recovered", 30.0, "node", "open")
+    assert (node.title, node.node) == (lost[0].upper() + lost[1:], "")

@@ -11,7 +11,14 @@ from elastane.protocol.culprits import ProcessFacts, StandstillEvidence, judge
 from elastane.protocol.diagnosis import Sighting, failure_text, find_mismatch, root_cause
 from elastane.protocol.mismatches import judge_calls
 from elastane.protocol.model import Failure, Fence
-from elastane.protocol.ring import CALLS_SENT_MAX, GroupBoard, Position, RecordedCall, WorkerCalls
+from elastane.protocol.ring import (
+    CALLS_SENT_MAX,
+    WORLD_SHIFT,
+    GroupBoard,
+    Position,
+    RecordedCall,
+    WorkerCalls,
+)
 from elastane.protocol.verdicts import Kind
 
 TOO_MUCH = (
@@ -145,6 +152,24 @@ def test_a_standstill_compares_only_what_a_worker_has_not_returned_from():
     nccl = {"0": msgspec.structs.replace(at, backend="nccl")}
     untried = [msgspec.structs.replace(each, groups=nccl) for each in evidence]
     assert judge(untried, 4).kind is Kind.NETWORK
+
+
+def test_calls_of_groups_that_torch_does_not_count_are_compared_once_all_wait():
+    """Those of `elastane.init()`: only the ring shows them. Their counts begin with the world."""
+    first = 7 << WORLD_SHIFT
+    made = [
+        (call(first + 1), call(first + 2, operation=operation, is_open=True))
+        for operation in ("broadcast", "all_reduce", "all_reduce")
+    ]
+    evidence = [
+        StandstillEvidence(rank=rank, node_id="n", facts=ProcessFacts(), pid=50 + rank, calls=calls)
+        for rank, calls in enumerate(made)
+    ]
+    found = judge(evidence, 3)
+    assert (found.kind, found.ranks, found.worker.pid) == (Kind.OTHER_COLLECTIVE, (0,), 50)
+    assert found.sentence.startswith("rank 0 on node n: collective #2 of group '0' differs: ")
+    returned = msgspec.structs.replace(evidence[2], calls=(call(first + 1),))
+    assert judge([*evidence[:2], returned], 3) is None, "one of them computes"
 
 
 def failure(rank, message, calls, code=-6):

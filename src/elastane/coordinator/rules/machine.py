@@ -359,6 +359,7 @@ def _end_incomplete_world(state: State, returned: _Returned) -> bool:
     gone = missing + without or ["others"]
     incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=gone)
     state.incidents.open(incident)
+    state.log(EventKind.INCIDENT, reason, departed=len(gone))
     state.in_place.begin(active=recovery.is_in_place(state))
     state.stage.assume_running()
     agents = {m.node_id: m.incarnation for m in state.world.members} if state.world else {}
