@@ -19,13 +19,16 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from jobs import Agent, Job, until
+from supervise import children
 
 from elastane.protocol.log_events import EventKind
 
 TOKEN = "correct horse battery staple"
 # Two agents, four processes with torch, and the attackers share two cores here.
-BREAK_MAX_S = 1.5
+BREAK_MAX_S = 5.0
 RSS_GROWTH_BYTES_MAX = 12 << 20
+# Two agents, two orphan reapers, two zygotes, a store's process, and one for the next store.
+CONTROL = 8
 _AT_ONCE = 48
 # What a change of membership, or a loss of anything, would be told as.
 _CHANGES = (
@@ -166,6 +169,8 @@ class Victim:
         own = ("--rdzv-conf", "is_host=false", "--token-file", str(self.token_of_b))
         self.b = self.job.start("b", "--rdzv-endpoint", endpoint, *own)
         self.job.wait_step(world=2, count=20)
+        # The process for the next store comes last, and its descriptor is one of the agent's.
+        until(lambda: len(self.control()) == CONTROL, "all processes of both agents run")
         return self
 
     def __exit__(self, *how) -> None:
@@ -176,6 +181,12 @@ class Victim:
     @property
     def port(self) -> int:
         return self.job.port
+
+    def control(self) -> set[int]:
+        """Return the agents and their children that are no workers."""
+        agents = {one.process.pid for one in (self.a, self.b)}
+        workers = {step.pid for step in self.job.seen()}
+        return agents.union(*(children(pid) for pid in agents)) - workers
 
     def watch(self) -> Watch:
         return Watch(self)

@@ -14,10 +14,19 @@ import time
 import msgspec
 import pytest
 from attackers import connected, hear_end
-from hostile_support import Victim, descriptors, dice, links, listening, processes_of, storm
+from hostile_support import (
+    CONTROL,
+    Victim,
+    descriptors,
+    dice,
+    links,
+    listening,
+    processes_of,
+    storm,
+)
 from jobs import until
 from ports import free_port
-from supervise import agent, alive, children
+from supervise import agent, alive
 
 from elastane.process import health
 from elastane.process.timers import REQUEST_BYTES_MAX, WorkerTimer
@@ -84,7 +93,7 @@ class AtPort:
 
 
 def is_healthy(port):
-    with socket.create_connection(("127.0.0.1", port), 5) as sock:
+    with socket.create_connection(("127.0.0.1", port), 60) as sock:
         sock.settimeout(60)
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
         return sock.recv(100).startswith(b"HTTP/1.1 200")
@@ -103,7 +112,7 @@ def test_held_connections_to_the_health_port_are_bounded_and_block_no_probe(vict
     before = descriptors(pid)
     with victim.watch(), contextlib.ExitStack() as stack:
         for number in range(300):
-            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
             with contextlib.suppress(OSError):
                 sock.sendall(b"GET / HTTP"[: number % 9])
         assert is_healthy(port)
@@ -160,9 +169,8 @@ def test_a_worker_holds_no_descriptor_by_which_an_agent_is_steered(victim):
     """It has no zygote socket, no orphan reaper pipe, no session, and no other worker's output."""
     workers = {step.pid: step.node for step in victim.job.seen()}
     living = {pid for pid in workers if alive(pid)}
-    agents = {one.process.pid for one in (victim.a, victim.b)}
-    control = agents.union(*(children(pid) for pid in agents)) - set(workers)
-    assert len(living) == 2 and len(control) == 7, "agents, orphan reapers, zygotes, a store"
+    control = victim.control()
+    assert len(living) == 2 and len(control) == CONTROL
     for pid in living:
         streams = {
             (match[1], match[2])

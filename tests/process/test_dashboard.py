@@ -164,7 +164,10 @@ def test_other_sites_neither_read_nor_drive_the_page(served, headers, status):
 
 def test_nothing_can_be_changed(served):
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
-        assert httpx.request(method, f"{served.url}/api/jobs/ended").status_code == 405
+        assert (
+            httpx.request(method, f"{served.url}/api/jobs/ended", timeout=DEADLINE_S).status_code
+            == 405
+        )
 
 
 def test_a_stream_continues_where_a_lost_connection_ended(served):
@@ -245,7 +248,7 @@ def test_the_token_is_required_unless_on_the_loopback(tmp_path):
         assert served.get("/api/jobs").status_code == 401
         assert served.get("/api/jobs", authorization="Bearer wrong").status_code == 401
         assert served.get("/api/jobs", authorization="Bearer correct horse").status_code == 200
-        with httpx.Client(base_url=served.url) as browser:
+        with httpx.Client(base_url=served.url, timeout=DEADLINE_S) as browser:
             assert browser.get("/").headers["location"] == "/login"
             assert browser.post("/login", content="token=wrong\r\n").status_code == 401
             answer = browser.post("/login", content="token=correct horse\r\n")

@@ -170,7 +170,7 @@ def test_garbage_at_the_ports_of_a_node_ends_its_own_connection_alone():
     try:
         for at in (port, probe.ports[0]):
             for garbage in (b"\xff" * 64, b"\x00\x00\x00\x02{}", b"GET / HTTP/1.1\r\n\r\n", b""):
-                with socket.create_connection(("127.0.0.1", at), 5) as sock:
+                with socket.create_connection(("127.0.0.1", at), WAIT_S) as sock:
                     sock.settimeout(WAIT_S)
                     with contextlib.suppress(OSError):  # closed before, or reset
                         sock.sendall(garbage)

@@ -122,7 +122,7 @@ def test_all_get_a_place_after_the_store_of_rank_0_listens(
     assert places[0].listener is not None and places[1].listener is None
     where = places[1].assignment
     assert places[0].listener.getsockname()[1] == where.master_port
-    socket.create_connection((where.master_addr, where.master_port), 5).close()
+    socket.create_connection((where.master_addr, where.master_port), WAIT_S).close()
     assert not a.has_changed and not b.has_changed
 
 

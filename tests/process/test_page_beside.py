@@ -16,6 +16,7 @@ from process_harness import until
 
 from elastane.errors import ExitCode
 
+DEADLINE_S = 60.0
 # It ends once the test says so.
 SCRIPT = """
 import pathlib, time
@@ -51,7 +52,7 @@ class Run:
         return address[0]
 
     def state(self, address: str) -> str:
-        found = httpx.get(f"{address}/api/jobs/shown").json()
+        found = httpx.get(f"{address}/api/jobs/shown", timeout=DEADLINE_S).json()
         return found["job"]["state"]
 
     def page(self) -> int:
@@ -67,7 +68,7 @@ class Run:
 
     def end(self) -> int:
         (self.folder / "end").touch()
-        return self.process.wait(60)
+        return self.process.wait(DEADLINE_S)
 
 
 def _read(path: Path) -> bytes:
@@ -79,7 +80,7 @@ def _read(path: Path) -> bytes:
 
 def answers(address: str) -> bool:
     try:
-        return httpx.get(address).is_success
+        return httpx.get(address, timeout=DEADLINE_S).is_success
     except httpx.TransportError:
         return False
 
@@ -88,12 +89,16 @@ def test_page_and_metrics_end_with_the_run_and_no_other_site_reads_the_page(tmp_
     run = Run(tmp_path, "--serve", "0", "--metrics-port", "127.0.0.1:0")
     try:
         address = run.address()
-        assert httpx.get(address, headers={"Host": "elsewhere.example"}).status_code == 421
+        other = httpx.get(address, headers={"Host": "elsewhere.example"}, timeout=DEADLINE_S)
+        assert other.status_code == 421
         [scraped] = re.findall(
             r"the metrics of this job are (http://127.+)\n", run.said.read_text()
         )
         state = 'elastane_training_state{job_name="shown",state="training"} 1.0'
-        until(lambda: state in httpx.get(scraped).text, "the job's state in its metrics")
+        until(
+            lambda: state in httpx.get(scraped, timeout=DEADLINE_S).text,
+            "the job's state in its metrics",
+        )
         assert run.end() == 0
         until(lambda: not answers(address), "the end of the page")
         until(lambda: not answers(scraped), "the end of the metrics")
@@ -126,7 +131,7 @@ def test_a_port_that_is_taken_is_an_error_before_the_job_begins(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         run = Run(tmp_path, "--serve", str(port))
-        assert run.process.wait(60) == ExitCode.CONFIGURATION
+        assert run.process.wait(DEADLINE_S) == ExitCode.CONFIGURATION
     said = run.said.read_text()
     assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in said
     assert "next: --serve 0, which takes a free port" in said

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from process_harness import until
 from supervise import agent, words_agent, write_script
 
 GROUP = """
@@ -60,7 +61,8 @@ tell("sum", total(RANK + 1))
     with agent(tmp_path, *options, body=body) as one:
         for rank in (0, 1):
             one.told(f"up.{rank}.0")
-        (store,) = one.forks_of_the_zygote()
+        until(lambda: len(one.forks_of_the_zygote()) == 2, "a store, and a process for the next")
+        store, _ = one.forks_of_the_zygote()
         os.kill(store, signal.SIGKILL)
         (tmp_path / "go").touch()
         assert one.wait(60) == 0, one.err

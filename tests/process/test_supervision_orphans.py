@@ -87,9 +87,9 @@ def kill_zygote_and_agent(one: Agent) -> None:
 def test_a_killed_agent_leaves_no_process(tmp_path: Path, kill: Callable[[Agent], None]) -> None:
     options = ("--nproc-per-node", "2", "--preload", "json")
     with agent(tmp_path, *options, body=FAMILY) as one:
-        family = family_of(one)
-        assert len(one.forks_of_the_zygote()) == 1, "the store process"
-        assert len(family) == 10
+        family_of(one)
+        until(lambda: len(one.forks_of_the_zygote()) == 2, "a store, and a process for the next")
+        assert len(family_of(one)) == 11
         kill(one)
         one.wait()
         one.gone()
