@@ -98,8 +98,6 @@ REFUSALS = frozenset(
         "elastic-trainer",
         "in-place-refused",
         "job-backend",
-        "job-ddp",
-        "job-retry",
         "job-steps",
         "job-track",
         "job-update",
