@@ -69,6 +69,16 @@ def wait_trains(cluster: LocalCluster, folder: Path) -> None:
     cluster.wait(lambda: path.exists() and path.stat().st_mtime > begun, "a checkpoint")
 
 
+def wait_prepared(cluster: LocalCluster, agent: int) -> None:
+    """Wait until an agent has its zygote, and from it the store of this world and of the next."""
+
+    def forked() -> list[int]:
+        lines = ((pid, Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in below(agent))
+        return [pid for pid, line in lines if b"elastane.process.zygote" in line]
+
+    cluster.wait(lambda: len(forked()) == 3, "the process of the next store")
+
+
 def run(folder: Path, soak_s: float) -> None:
     seed = int(os.environ.get("FAULT_SEED", "1"))
     options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 100_000, "tee": "0"}
@@ -86,13 +96,16 @@ def run(folder: Path, soak_s: float) -> None:
         warm = FaultPlan.random(seed, 20.0, 2.0, KINDS, spare=("stays",))
         told = warm.run(cluster)
         wait_trains(cluster, folder)
+        wait_prepared(cluster, stays.process.pid)
         before = use_of(stays.process.pid)
         plan = FaultPlan.random(seed + 1, soak_s - 20, EVERY_S, KINDS, spare=("stays",))
         told += plan.run(cluster)
         wait_trains(cluster, folder)
+        # While a world is replaced, there are the stores of both.
+        stays_so = f"{before.processes} processes again"
+        cluster.wait(lambda: use_of(stays.process.pid).processes == before.processes, stays_so)
         after = use_of(stays.process.pid)
         print("\n".join(told), before, after, sep="\n")
-        assert after.processes == before.processes
         # An hour's faults are some thousand events; a leak of one world each would be far more.
         assert after.threads <= before.threads + 2
         assert after.descriptors <= before.descriptors + 2
