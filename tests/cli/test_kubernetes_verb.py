@@ -316,7 +316,7 @@ def test_render_refuses_options_that_a_template_has(words, said, capsys):
     [
         (["install", "--image", "i", "--namespace", "Foo_"], "--namespace Foo_"),
         (["install", "--image", "i", "--watch-namespace", "a.b"], "--watch-namespace a.b"),
-        (["install", "--image", "i", "--replicas", "0"], "1 or more"),
+        (["install", "--image", "i", "--replicas", "-1"], "0 or more"),
         (["install", "--image", "i j"], "without spaces"),
         (["status", "A_b"], "ElasticJob A_b"),
         (["status", ""], "ElasticJob ''"),

@@ -163,7 +163,7 @@ def _configure_install(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="number of operator pods; one is active",
+        help="number of operator pods; one is active, and 0 installs all but these",
     )
     _configure_crd(parser)
     parser.epilog = "elastane kubernetes install --image IMAGE | kubectl apply -f -"
@@ -175,7 +175,7 @@ def _install(args: argparse.Namespace) -> int:
     checks.check_namespace("--namespace", args.namespace)
     checks.check_namespace("--watch-namespace", args.watch_namespace)
     checks.check_image("--image", args.image)
-    checks.check_least("--replicas", args.replicas, 1)
+    checks.check_least("--replicas", args.replicas, 0)
     wanted = Installation(
         namespace=args.namespace,
         image=args.image,
