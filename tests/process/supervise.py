@@ -86,6 +86,14 @@ def state(pid: int, thread: int | str = "") -> str:
         return ""
 
 
+def zygote_and_stores(agent: int) -> list[int]:
+    """Return the pids of an agent's zygote, and of its forks that are not workers.
+
+    At rest these are three: the zygote, the process of this world's store, and that of the next.
+    """
+    return [pid for pid in children(agent) if "elastane.process.zygote" in command_line(pid)]
+
+
 def children(pid: int) -> set[int]:
     """Return the pids of a process's own children."""
     found: set[int] = set()
@@ -243,10 +251,7 @@ class Agent:
         return self._of_the_zygote()[1:]
 
     def _of_the_zygote(self) -> list[int]:
-        found = [
-            pid for pid in children(self.pid) if "elastane.process.zygote" in command_line(pid)
-        ]
-        return sorted(found, key=started_at)
+        return sorted(zygote_and_stores(self.pid), key=started_at)
 
     def kill_all(self) -> None:
         """Kill the remaining processes by pid."""

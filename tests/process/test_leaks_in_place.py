@@ -9,6 +9,7 @@ import pytest
 from held import SLACK, held_by_worker, holds_again, outlives
 from jobs import PRELOAD_COMPILER
 from joining import JoiningJob, kill
+from supervise import zygote_and_stores
 from test_recovery_in_place import InPlace
 from test_spares_in_place import spares
 
@@ -21,6 +22,7 @@ def held(job):
     pid = job.cluster.nodes[0].process.pid
     if job.spares:
         job.cluster.wait(lambda: spares(job), "a spare waits")
+    job.cluster.wait(lambda: len(zygote_and_stores(pid)) == 3, "the process of the next store")
     counts = []
     for _ in range(2):
         job.wait_steps(2, 2)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from supervise import zygote_and_stores
 
 from elastane.testing import FaultPlan, LocalCluster
 from elastane.testing.processes import below, marked
@@ -69,16 +70,6 @@ def wait_trains(cluster: LocalCluster, folder: Path) -> None:
     cluster.wait(lambda: path.exists() and path.stat().st_mtime > begun, "a checkpoint")
 
 
-def wait_prepared(cluster: LocalCluster, agent: int) -> None:
-    """Wait until an agent has its zygote, and from it the store of this world and of the next."""
-
-    def forked() -> list[int]:
-        lines = ((pid, Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in below(agent))
-        return [pid for pid, line in lines if b"elastane.process.zygote" in line]
-
-    cluster.wait(lambda: len(forked()) == 3, "the process of the next store")
-
-
 def run(folder: Path, soak_s: float) -> None:
     seed = int(os.environ.get("FAULT_SEED", "1"))
     options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 100_000, "tee": "0"}
@@ -96,7 +87,8 @@ def run(folder: Path, soak_s: float) -> None:
         warm = FaultPlan.random(seed, 20.0, 2.0, KINDS, spare=("stays",))
         told = warm.run(cluster)
         wait_trains(cluster, folder)
-        wait_prepared(cluster, stays.process.pid)
+        agent = stays.process.pid
+        cluster.wait(lambda: len(zygote_and_stores(agent)) == 3, "the process of the next store")
         before = use_of(stays.process.pid)
         plan = FaultPlan.random(seed + 1, soak_s - 20, EVERY_S, KINDS, spare=("stays",))
         told += plan.run(cluster)

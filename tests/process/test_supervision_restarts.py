@@ -199,12 +199,13 @@ def test_restarts_leak_neither_descriptors_nor_threads_and_the_agent_stays_small
     wait_for(f"fail.{RESTARTS}")
     raise SystemExit(1)
     """
-    restarts = 12
+    restarts, stores = 12, 0 if "--no-zygote" in options else 2
 
     def sizes(restart: int) -> tuple[int, int, int]:
         for rank in (0, 1):
             one.told(f"up.{rank}.{restart}")
         until(lambda: len(one.events("workers-started")) > restart, "the start is over")
+        until(lambda: len(one.forks_of_the_zygote()) == stores, "the process of the next store")
         status = Path(f"/proc/{one.pid}/status").read_text()
         (rss_kb,) = [int(line.split()[1]) for line in status.splitlines() if "VmRSS" in line]
         (threads,) = [int(line.split()[1]) for line in status.splitlines() if "Threads" in line]

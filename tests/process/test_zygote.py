@@ -444,6 +444,7 @@ def test_the_store_is_served_on_the_agents_socket(
                     assert await ended(spare) == -signal.SIGKILL
                 store = await zygote.serve_store(listener)
             assert store is not None and (store is spare) is (how == "spare")
+            assert zygote._store_forker is not None and zygote._store_forker.cancel()
             port = str(listener.getsockname()[1])
             left = await run_spawned(zygote, command("script", script, port), tmp_path)
             assert left.out == "2 3\n", left.err
