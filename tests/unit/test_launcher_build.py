@@ -420,6 +420,25 @@ def test_a_flag_without_effect_gets_a_note(make):
     assert not make().notes
 
 
+MEETING = ("--rdzv-backend", "elastane", "--rdzv-endpoint", "host:29400")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        (["--nproc-per-node", "4"], True),
+        (["--nnodes", "2", *MEETING], True),
+        (["--nproc-per-node", "4", "--min-workers", "1"], False),
+        (["--nnodes", "1:2", *MEETING], False),
+        ([], False),
+    ],
+)
+def test_a_job_in_place_that_can_miss_no_worker_says_so(make, options, is_told):
+    notes = make("--in-place", *options).notes
+    assert any("--min-workers 1 lets the others" in note for note in notes) is is_told
+    assert not any("--min-workers" in note for note in make(*options).notes)
+
+
 def test_the_thread_default_is_noted_once_where_it_applies(make):
     assert len([n for n in make("--nproc-per-node", "2").notes if "OMP_NUM_THREADS" in n]) == 1
     assert not make("--nproc-per-node", "2", OMP_NUM_THREADS="3").notes

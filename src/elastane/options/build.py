@@ -63,18 +63,20 @@ def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
         *_advice(rendezvous, node, environ),
         *variable_notes(environ),
     ]
+    spec = JobSpec(
+        job=job,
+        min_nodes=nodes[0],
+        max_nodes=nodes[1],
+        max_restarts=_at_least_0(options, "max_restarts"),
+        min_workers=_min_workers(options, nodes[1] * node.local_world_size),
+        in_place=options.flag("in_place"),
+        identical_workers=environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1",
+        static=static,
+        timing=_timing(options, conf, environ, rendezvous.backend),
+    )
+    notes += _advice_in_place(spec, node)
     return AgentConfig(
-        spec=JobSpec(
-            job=job,
-            min_nodes=nodes[0],
-            max_nodes=nodes[1],
-            max_restarts=_at_least_0(options, "max_restarts"),
-            min_workers=_min_workers(options, nodes[1] * node.local_world_size),
-            in_place=options.flag("in_place"),
-            identical_workers=environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1",
-            static=static,
-            timing=_timing(options, conf, environ, rendezvous.backend),
-        ),
+        spec=spec,
         node=node,
         rendezvous=rendezvous,
         command=command,
@@ -230,6 +232,17 @@ def _topology(text: str) -> str:
             next_step="name the parts of the network, the largest first, or leave --topology out",
         )
     return topology
+
+
+def _advice_in_place(spec: JobSpec, node: RequestedNode) -> list[str]:
+    """Say that no worker of a fixed size can be missed, so that none recovers in place."""
+    is_fixed = spec.min_nodes == spec.max_nodes and not spec.min_workers
+    if not (spec.in_place and is_fixed) or spec.max_nodes * node.local_world_size == 1:
+        return []
+    return [
+        "--in-place without --min-workers: all workers are needed, so the loss of one restarts all;"
+        " --min-workers 1 lets the others continue"
+    ]
 
 
 def _advice(
