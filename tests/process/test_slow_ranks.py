@@ -30,7 +30,8 @@ def test_the_step_rate_of_a_script_that_reports_no_steps_is_shown(tmp_path, caps
 
         cluster.wait(shown, "a measured rate")
         node = measured[0]
-        assert node["steps_per_s"] < 70.0, "steps take 15 ms and more"
+        # Steps take 15 ms and more; a first rate, of 0.2 s, may count one that began before.
+        assert node["steps_per_s"] < 100.0
         assert node["progress"] is None
 
 
