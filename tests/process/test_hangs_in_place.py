@@ -10,6 +10,7 @@ import time
 from collections import Counter
 
 import pytest
+from culprit_jobs import CLASSES
 from test_recovery_in_place import SCRIPT, InPlace, starts
 
 from elastane.protocol.hangs import HANG_STALL_S
@@ -145,15 +146,7 @@ def waited_s(job):
 
 # Class of the verdict by the fault; "" where the worker ends and is named by its end alone.
 KINDS = {
-    "loop": "busy",
-    "sleep": "sleeps",
-    "lock": "lock-held",
-    "loader": "data-loader",
-    "disk": "disk",
-    "stop": "stopped",
-    "other": "other-collective",
-    "large": "other-shape",
-    "small": "other-shape",
+    **{kind: named for kind, named in CLASSES.items() if kind != "extra"},
     "killed": "",
     "raised": "",
     "exited": "",

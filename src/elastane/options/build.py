@@ -235,7 +235,7 @@ def _topology(text: str) -> str:
 
 
 def _advice_in_place(spec: JobSpec, node: RequestedNode) -> list[str]:
-    """Say that no worker of a fixed size can be missed, so that none recovers in place."""
+    """Return a note for a job in place whose workers are all needed: each loss restarts all."""
     is_fixed = spec.min_nodes == spec.max_nodes and not spec.min_workers
     if not (spec.in_place and is_fixed) or spec.max_nodes * node.local_world_size == 1:
         return []

@@ -133,7 +133,7 @@ class CollectiveRecorder:
         return entry
 
     def begin_world(self, number: int) -> None:
-        """Count the calls of each group anew, as all members of the world do."""
+        """Restart the count of calls of each group at the number of the world."""
         for entry in self.groups.values():
             entry[1] = number << WORLD_SHIFT
 

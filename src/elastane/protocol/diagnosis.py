@@ -83,8 +83,9 @@ _OWN_NEXT = re.compile(
     r"^(?:\S*Error|not started): .* \[[a-z-]+\]\n(?:  \w+: .*\n)*  next: (.+)\s*\Z", re.MULTILINE
 )
 _OWN_SLUG = re.compile(r"^elastane\.errors\.\w+: .* \[([a-z-]+)\]$")
-# Errors by which elastane refuses what a script does, on whatever node and in whatever attempt. Not
-# those of a worker that comes later than the others, which a restart of all mends, nor of a size.
+# Errors by which elastane refuses what a script does, on each node and in each attempt. Errors that
+# only a worker gets that joins later, or that depend on the number of workers, are not among them:
+# a restart of all may mend those.
 REFUSALS = frozenset(
     {
         "accelerate-adopt",

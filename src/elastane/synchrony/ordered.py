@@ -740,7 +740,7 @@ class OrderedGroup(ElasticGroup):
         with self._changed:
             if world.aborted:
                 raise self._peer_lost()
-            self._member.complete(pending.number, self._member.view, pending.told_refusal())
+            self._member.complete(pending.number, self._member.view, pending.refused_call())
             self._pump()
             self._changed.notify_all()
 

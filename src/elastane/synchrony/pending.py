@@ -98,8 +98,8 @@ class PendingOperation:
         self.refusal = _REFUSALS.get(refusal.kind, RuntimeError)(refusal.text)
         self.is_refused_at_call = refusal.is_at_call
 
-    def told_refusal(self) -> RefusedCall | None:
-        """Return its refusal as other members are told of it, if it has one."""
+    def refused_call(self) -> RefusedCall | None:
+        """Return its refusal in the form that other members receive; None if torch accepts it."""
         if self.refusal is None:
             return None
         return RefusedCall(type(self.refusal).__name__, str(self.refusal), self.is_refused_at_call)

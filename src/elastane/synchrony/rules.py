@@ -570,7 +570,7 @@ class ViewMember:
         # Why torch has refused operations, by number; and those of which another member has told,
         # and that are not delivered.
         self._refusals: dict[int, RefusedCall] = {}
-        self._told: dict[int, RefusedCall] = {}
+        self._refused_elsewhere: dict[int, RefusedCall] = {}
         # Why the job has to restart now; or "".
         self.restart = ""
         # Operations whose result depends on the size, and that the program has not waited for.
@@ -689,7 +689,7 @@ class ViewMember:
 
     def _needs_no_start(self, number: int) -> bool:
         """Whether another member has handed its result over, or told that torch refuses it."""
-        return number in self._handed or number in self._told
+        return number in self._handed or number in self._refused_elsewhere
 
     def complete(self, number: int, view: View, refusal: RefusedCall | None = None) -> None:
         """Record that an operation has completed in `view`; ignored if that view is sealed.
@@ -721,8 +721,12 @@ class ViewMember:
         if not all(self._operations[number].is_complete for number in numbers):
             return None
         handed = frozenset(numbers) & self._handed
-        told = {number: self._told.pop(number) for number in numbers if number in self._told}
-        self._refusals |= told
+        refused = {
+            number: self._refused_elsewhere.pop(number)
+            for number in numbers
+            if number in self._refused_elsewhere
+        }
+        self._refusals |= refused
         for number in numbers:
             operation = self._operations.pop(number)
             self._kept[number] = operation.signature
@@ -736,7 +740,7 @@ class ViewMember:
         self.delivered = numbers[-1] + 1
         self._switch()
         self._forget()
-        return Delivery(tuple(numbers), handed, told)
+        return Delivery(tuple(numbers), handed, refused)
 
     def vote_passed(self, view: View) -> None:
         """Record that all members of `view` have delivered what the current vote is about."""
@@ -767,7 +771,7 @@ class ViewMember:
             return
         self.phase = ViewPhase.SEALED
         self._handed.clear()
-        self._told.clear()
+        self._refused_elsewhere.clear()
         self._refusals = {n: why for n, why in self._refusals.items() if n < self.delivered}
 
     def table(self) -> Table:
@@ -819,7 +823,9 @@ class ViewMember:
         self.phase = ViewPhase.RUNNING
         self.view = view
         self._handed = {g.number for g in decided.gifts if self.identity in g.takers}
-        self._told = {n: why for n, why in decided.refusals.items() if n >= self.delivered}
+        self._refused_elsewhere = {
+            n: why for n, why in decided.refusals.items() if n >= self.delivered
+        }
         self.stable = max(self.stable, decided.stable)
         if self.vote is not None and self.vote <= self.stable:
             self.vote = None

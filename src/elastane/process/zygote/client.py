@@ -10,6 +10,7 @@ a late fork finds it shut and exits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -164,8 +165,10 @@ class ZygoteSpawner:
     async def _fork_spare_store(self) -> None:
         """Fork the process for the next store; without a warm zygote it is started when needed."""
         await asyncio.sleep(SPARE_STORE_AFTER_S)
-        if self.warm.is_set() and self._spare_store is None:
-            self._spare_store = await self._start_store()
+        # If it cannot be started, the next store starts its own, and an error shows then.
+        with contextlib.suppress(ElastaneError, OSError):
+            if self.warm.is_set() and self._spare_store is None:
+                self._spare_store = await self._start_store()
 
     def learn(self, modules: tuple[str, ...]) -> None:
         """Fork a zygote that imports `modules` too, and let it replace this one; once.
