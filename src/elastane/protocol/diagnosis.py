@@ -62,11 +62,12 @@ STOPPED_IN_ITS_END = "its own error came first; it was stopped while it was endi
 _FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)', re.MULTILINE)
 # Errors that may not occur in the next attempt: those of the system and requests to exit, ...
 _PASSING_ERRORS = (OSError, MemoryError, KeyboardInterrupt, SystemExit)
-# ... and those of the network and the device, by words that torch and its libraries use.
+# ... and those of the network and the device, by words that torch and its libraries use. An
+# `accelerator` alone is an argument of Lightning, Fabric and others, which refuse what it has.
 _PASSING = re.compile(
-    r"connect|time[d ]*-?out|\bhttp|\burl|ssl|network|socket|resolve|gaierror|unavailable|"
-    r"out ?of ?memory|\bcuda|cudnn|cublas|nccl|gloo|\bhip\b|accelerator|"
-    r"\bDist\w*Error|store",
+    r"connect|time[d ]*-?out|\bhttp|\burl|\bssl|network|socket|resolve|gaierror|unavailable|"
+    r"out ?of ?memory|\bcuda|cudnn|cublas|nccl|gloo|\bhip\b|accelerator ?(?:error|device)|"
+    r"\bDist\w*Error|(?<!re)store",
     re.IGNORECASE,
 )
 # What a shell, or a program that starts another, makes of its SIGKILL: 128 and its number.

@@ -493,6 +493,24 @@ def test_the_place_of_a_crash_is_its_error_and_the_innermost_line():
     assert crash_site(crash()) == "ModuleNotFoundError: No module named 'x', /job/train.py:2"
 
 
+FABRIC_REFUSES = (
+    "ValueError: You selected the FSDP strategy but FSDP is only available on GPU. Set"
+    " `Fabric(accelerator='gpu', ...)` to continue or select a different strategy."
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FABRIC_REFUSES,
+        "KeyError: 'no state to restore'",
+        "ValueError: no lossless codec named 'x'",
+    ],
+)
+def test_a_refused_argument_is_a_crash_of_the_script_whatever_words_it_has(error):
+    assert crash_site(crash(error)).startswith(error)
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -501,6 +519,10 @@ def test_the_place_of_a_crash_is_its_error_and_the_innermost_line():
         crash("torch.distributed.DistNetworkError: The client socket has failed to connect"),
         crash("torch.OutOfMemoryError: tried to allocate"),
         crash("RuntimeError: CUDA error: uncorrectable ECC error"),
+        crash("torch.AcceleratorError: an illegal memory access was encountered"),
+        crash("RuntimeError: Cannot access accelerator device when none is available."),
+        crash("ssl.SSLError: certificate verify failed"),
+        crash("torch.distributed.DistStoreError: wait of the TCPStore"),
         crash("RuntimeError: [gloo] Connection closed by peer"),
         crash("RuntimeError: Broken pipe"),
         crash("requests.exceptions.ReadTimeout: hub"),
