@@ -1,5 +1,6 @@
 """The command: verbs, help, exit codes, and modules that it must not import."""
 
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -43,6 +44,29 @@ def test_help_imports_nothing_heavy(argv):
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert done.stderr.strip() == "heavy: []"
+
+
+@pytest.mark.parametrize("verb", ["run", "doctor", "explain", "kubernetes"])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("raise ImportError('no libc')", "msgspec cannot be imported: ImportError: no libc"),
+        ("__version__ = '0.9.1'", "msgspec 0.9.1 is too old"),
+    ],
+)
+def test_a_msgspec_that_cannot_serve_is_named_with_its_file(verb, text, says, tmp_path):
+    (tmp_path / "msgspec.py").write_text(text)
+    words = {"run": ["run", "t.py"], "kubernetes": ["kubernetes", "manifests"]}
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    done = run(*words.get(verb, [verb]), env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == ExitCode.CONFIGURATION, done.stderr
+    assert f"{says} [package-unusable]\n  where: {tmp_path}/msgspec.py" in done.stderr
+    assert "Traceback" not in done.stderr and "next: python -m pip install" in done.stderr
+
+
+def test_the_oldest_msgspec_is_that_of_the_packages_metadata():
+    oldest = ".".join(map(str, cli.MSGSPEC_MIN))
+    assert f"msgspec>={oldest}" in importlib.metadata.requires("elastane")
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

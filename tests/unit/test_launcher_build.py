@@ -1,10 +1,12 @@
 """Options and environment give a checked configuration, or an error with a next step."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+import elastane
 from elastane.errors import ConfigurationError, ElastaneError, UsageError
 from elastane.options.build import build, read_nnodes, read_nproc
 from elastane.options.facts import cpu_count
@@ -377,6 +379,42 @@ def test_a_script_that_this_user_may_not_read_is_refused(script, monkeypatch):
             with pytest.raises(UsageError, match=r"train\.py: this user may not read it") as caught:
                 build(parse(["train.py"], {}), {})
             assert caught.value.next_step.startswith("chmod a+r train.py")
+
+
+def test_a_file_of_the_users_that_hides_the_package_is_refused(script, tmp_path):
+    def refusal(argv, environ=None):
+        with pytest.raises(UsageError) as caught:
+            build(parse(argv, {}), environ or {})
+        assert caught.value.slug == "package-hidden", caught.value
+        return caught.value
+
+    own = tmp_path / "elastane.py"
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "train.py").touch()
+    own.write_text("import elastane; elastane.init()")
+    error = refusal(["elastane.py"])
+    assert str(own) in error.what and error.next_step == f"mv {own} {tmp_path}/my_elastane.py"
+    # The zygote and modules start in the current folder.
+    for argv in (["train.py"], ["-m", "train"], ["--run-path", "train.py"], ["deep/train.py"]):
+        refusal(argv)
+    build(parse(["train.py"], {}), {"PYTHONSAFEPATH": "1"})
+    build(parse(["--no-python", "sh"], {}), {})
+    own.rename(tmp_path / "deep" / "elastane.py")
+    build(parse(["train.py"], {}), {})
+    refusal(["deep/train.py"])
+    (tmp_path / "link.py").symlink_to("deep/train.py")
+    refusal(["link.py"])
+
+
+def test_a_folder_of_logs_or_a_clone_named_elastane_hides_nothing(script, tmp_path):
+    (tmp_path / "elastane").mkdir()
+    build(parse(["train.py"], {}), {})
+    (tmp_path / "elastane" / "__init__.py").touch()
+    with pytest.raises(UsageError, match="hides the package elastane"):
+        build(parse(["train.py"], {}), {})
+    shutil.rmtree(tmp_path / "elastane")
+    (tmp_path / "elastane").symlink_to(Path(elastane.__file__).parent)
+    build(parse(["train.py"], {}), {})
 
 
 # Output and signals

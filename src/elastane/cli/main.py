@@ -18,7 +18,7 @@ from importlib import import_module
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from elastane.errors import ElastaneError, ExitCode, UsageError
+from elastane.errors import ConfigurationError, ElastaneError, ExitCode, UsageError
 from elastane.version import __version__
 
 if TYPE_CHECKING:
@@ -49,6 +49,9 @@ VERBS = {
 MODULES = {
     "launch": "start a job as torch.distributed.launch does: the script gets --local-rank",
 }
+
+# As in pyproject.toml.
+MSGSPEC_MIN = (0, 19)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "elastane") -> int:
@@ -144,13 +147,42 @@ def _dispatch(words: list[str], prog: str) -> int:
 
 def run_verb(verb: str, words: list[str], prog: str) -> int:
     """Parse the words of one verb and run it."""
-    module = import_module(f"elastane.cli.{verb.replace('-', '_')}")
+    try:
+        module = import_module(f"elastane.cli.{verb.replace('-', '_')}")
+    except (ImportError, AttributeError):
+        _check_msgspec()
+        raise
     parser = make_parser(module, prog, VERBS.get(verb) or MODULES[verb])
     try:
         args = parser.parse_args(words)
     except SystemExit as stop:  # how argparse ends after --help
         return int(stop.code or 0)
+    _check_msgspec()
     return int(module.main(args))
+
+
+def _check_msgspec() -> None:
+    """Refuse a msgspec that is missing, broken or too old: all messages and records need it."""
+    try:
+        import msgspec
+
+        found = f"msgspec {msgspec.__version__} is too old"
+        if tuple(int(part) for part in msgspec.__version__.split(".")[:2]) >= MSGSPEC_MIN:
+            return
+    except Exception as error:
+        found = f"msgspec cannot be imported: {type(error).__name__}: {error}"
+    from importlib.machinery import PathFinder
+
+    spec = PathFinder.find_spec("msgspec")
+    oldest = ".".join(map(str, MSGSPEC_MIN))
+    raise ConfigurationError(
+        found,
+        slug="package-unusable",
+        where=(spec and spec.origin) or sys.executable,
+        expected=f"msgspec {oldest} or later; PYTHONPATH goes before the installed packages",
+        next_step=f"python -m pip install 'msgspec>={oldest}', or leave that folder out of"
+        " PYTHONPATH",
+    )
 
 
 def make_parser(module: ModuleType, prog: str, description: str) -> argparse.ArgumentParser:

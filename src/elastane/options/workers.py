@@ -9,6 +9,7 @@ value has no effect, as in torchrun, and produces a note.
 
 from __future__ import annotations
 
+import importlib.machinery
 import math
 import os
 import shlex
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import elastane
 from elastane.errors import ConfigurationError, UsageError
 from elastane.notices.rules import SHELL_WORDS, NoticeSource, read_sources
 from elastane.observe.logging import HANDLERS
@@ -70,6 +72,8 @@ def read_command(options: Options, environ: Mapping[str, str]) -> Command:
     fresh = options.flag("no_zygote") or _asks_for_spawn(options, kind)
     zygote = kind != "exec" and same_python and not fresh
     _check_target(kind, options.script)
+    if kind != "exec" and not environ.get("PYTHONSAFEPATH"):
+        _check_package(kind, options.script)
     target, args = options.script, options.script_args
     if options.flag("in_place"):
         kind, target, args = _in_place(kind, target, args, options.flag("ranks_may_change"))
@@ -306,6 +310,38 @@ def _unreadable(path: Path) -> UsageError:
         expected="a script that the user of elastane run can read",
         next_step=f"chmod a+r {shlex.quote(str(path))}, and a+x for the folders above it",
     )
+
+
+def _check_package(kind: WorkerKind, target: str) -> None:
+    """Refuse a file of the user's that workers would import in place of elastane.
+
+    Python looks in the script's folder before the installed packages. The zygote and modules start
+    in the current folder.
+    """
+    path = Path(target)
+    folders = [Path.cwd()]
+    if kind == "script":
+        folders.append(path if path.is_dir() else path.resolve().parent)
+    for folder in folders:
+        spec = importlib.machinery.PathFinder.find_spec("elastane", [str(folder)])
+        # A folder without __init__.py has no origin; an installed package goes before it.
+        if spec is None or spec.origin is None or _is_ours(spec.origin):
+            continue
+        hides = Path(spec.origin)
+        hides = hides.parent if hides.stem == "__init__" else hides
+        raise UsageError(
+            f"{hides} hides the package elastane from the workers",
+            slug="package-hidden",
+            where=str(folder),
+            expected="no file of this name in the folder of the script or in the current folder",
+            next_step=f"mv {shlex.quote(str(hides))} "
+            f"{shlex.quote(str(hides.with_stem('my_elastane')))}",
+        )
+
+
+def _is_ours(origin: str) -> bool:
+    assert elastane.__file__ is not None
+    return Path(origin).resolve() == Path(elastane.__file__).resolve()
 
 
 def _nearest(path: Path) -> str:
