@@ -46,6 +46,18 @@ def test_help_imports_nothing_heavy(argv):
     assert done.stderr.strip() == "heavy: []"
 
 
+def test_letters_that_the_console_lacks_are_escaped():
+    code = (
+        "import sys; from elastane.cli import main as cli; cli.usage = lambda prog: 'na\\xefve';"
+        "sys.exit(cli.main(['--help']))"
+    )
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
+    )
+    assert (done.returncode, done.stdout) == (0, "na\\xefve\n"), done.stderr
+
+
 @pytest.mark.parametrize("verb", ["run", "doctor", "explain", "kubernetes"])
 @pytest.mark.parametrize(
     ("text", "says"),

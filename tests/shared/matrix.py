@@ -23,12 +23,15 @@ import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 TREE = Path(__file__).parents[2]
 # Parts of the names of packages that only a CUDA build of torch needs.
 _CUDA = re.compile(r"(nvidia|cuda)-")
+_CONFLICT = "The conflict is caused by:"
+_REASON_CHARS_MAX = 240
 _VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 _HEAD = (
     "Python",
@@ -108,7 +111,8 @@ def make_ready(row: Row, python: str, torch: str) -> Path:
     return own
 
 
-_PIP = ("-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check")
+# Not --quiet: pip then says that requirements conflict, and not which.
+_PIP = ("-m", "pip", "install", "--no-compile", "--disable-pip-version-check")
 
 
 def _has_torch(own: Path) -> bool:
@@ -117,11 +121,12 @@ def _has_torch(own: Path) -> bool:
 
 
 def _fault_of(own: Path, torch: str) -> str:
-    words = [own, *_PIP, "--dry-run", "--report", "-", *shlex.split(torch)]
+    report = own.parents[1] / "torch.json"
+    words = [own, *_PIP, "--dry-run", "--report", report, *shlex.split(torch)]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
-        return f"torch: {_last(done.stderr)}"
-    return torch_fault(done.stdout)
+        return f"torch: {reason(done.stdout, done.stderr)}"
+    return torch_fault(report.read_text())
 
 
 def run_suites(row: Row, own: Path, suites: Sequence[str], jobs: str) -> None:
@@ -155,18 +160,22 @@ def table(rows: Sequence[Row]) -> str:
 def _run(words: Sequence[str | Path], what: str) -> None:
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise NotReadyError(f"{what}: {_last(done.stderr)}")
+        raise NotReadyError(f"{what}: {reason(done.stdout, done.stderr)}")
 
 
 def _output(words: Sequence[str | Path]) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-def _last(text: str) -> str:
-    """Return pip's last line that is an error, of bounded length."""
-    lines = [line for line in text.splitlines() if line.strip() and "notice" not in line]
+def reason(out: str, err: str) -> str:
+    """Return why pip failed, of bounded length: what conflicts, or the last line of an error."""
+    lines = out.partition(_CONFLICT)[2].splitlines()[1:]
+    conflict = [line.strip() for line in takewhile(str.strip, lines)]
+    if conflict:
+        return "; ".join(conflict)[:_REASON_CHARS_MAX]
+    lines = [line for line in err.splitlines() if line.strip() and "notice" not in line]
     errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no reason given"]
-    return errors[-1][:160]
+    return errors[-1][:_REASON_CHARS_MAX]
 
 
 def main() -> int:

@@ -51,6 +51,14 @@ def test_a_torch_that_cannot_be_imported_is_an_error(monkeypatch, text, error):
     assert facts.read_torch(dict(os.environ), text).error == error
 
 
+def test_a_shared_memory_that_cannot_be_written_is_an_error(monkeypatch):
+    own = facts.read_facts({}, 1, None, {})
+    assert own.shared_memory and not own.shared_memory_error
+    # No user may write there, and root neither.
+    monkeypatch.setattr(facts, "_SHARED_MEMORY", "/proc/self/fdinfo")
+    assert facts.read_facts({}, 1, None, {}).shared_memory_error
+
+
 def test_a_missing_folder_is_tested_at_its_parent_without_changes(tmp_path):
     found = facts.read_folder("logs", str(tmp_path / "not" / "yet"))
     assert found.error == "" and found.free > 0 and found.locks

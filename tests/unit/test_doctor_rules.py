@@ -70,6 +70,7 @@ def test_the_name_of_the_host_is_not_used_where_gloo_has_a_card():
             "GPU 0", "warning", "20 GiB of 80 GiB",
         ),
         ({"shared_memory": 64 << 20}, "shared memory", "warning", "64 MiB"),
+        ({"shared_memory_error": "Read-only"}, "shared memory", "warning", "remount,rw"),
         ({"shared_memory": None}, "shared memory", "warning", "none"),
         ({"memory": GIB}, "memory", "warning", "1.0 GiB"),
         ({"soft_descriptors": 1024}, "open files", "warning", "ulimit -n 65536"),

@@ -37,6 +37,18 @@ def test_the_table_says_what_ran_and_what_could_not() -> None:
     ]
 
 
+def test_the_reason_names_the_requirements_that_conflict() -> None:
+    out = (
+        "Collecting a\n\nThe conflict is caused by:\n    The user requested b<2\n"
+        "    a 1.0 depends on b==3\n\nTo fix this you could try to:\n1. loosen\n"
+    )
+    err = "ERROR: Cannot install a\nERROR: ResolutionImpossible: for help visit x\n"
+    assert matrix.reason(out, err) == "The user requested b<2; a 1.0 depends on b==3"
+    none = "ERROR: No matching distribution found for torch==9\n[notice] A new release of pip\n"
+    assert matrix.reason("Looking in indexes\n", none) == none.splitlines()[0]
+    assert matrix.reason("", "") == "no reason given"
+
+
 def test_without_torch_its_tests_are_left_out_and_others_still_fail(tmp_path: Path) -> None:
     missing = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
     (tmp_path / "test_importing.py").write_text(missing)

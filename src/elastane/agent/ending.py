@@ -46,7 +46,7 @@ def show(outcome: Outcome, log_dir: str) -> None:
     """Print the box after everything that was logged before."""
     say.flush()
     try:
-        sys.stderr.write(render_box(outcome, log_dir) + "\n")
+        sys.stderr.write(render_box(outcome, log_dir, sys.stderr.encoding) + "\n")
         sys.stderr.flush()
     except OSError:
         # The console is closed. That must not change how the job ends, nor must Python's last

@@ -75,6 +75,9 @@ def main_of(verb: str, argv: Sequence[str], prog: str) -> int:
 
 def _with_exit_codes(action: Callable[[], int], prog: str) -> int:
     _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A job may have names and errors in letters that the encoding of LC_ALL=C lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     own = sys.__stderr__
     if own is not None and sys.stderr is own:
         sys.stderr = io.TextIOWrapper(

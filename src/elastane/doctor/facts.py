@@ -58,6 +58,7 @@ _CALLS = ("pidfd_open", "memfd_create", "pidfd_send_signal")
 _PORT_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 _SIOCGIFADDR = 0x8915
 # adjtimex's state of a clock that is not synchronized.
+_SHARED_MEMORY = "/dev/shm"
 _UNSYNCHRONIZED, _CLOCK_ERROR = 0x40, 5
 
 
@@ -82,7 +83,8 @@ def read_facts(
         missing_calls=_missing_calls(),
         gpus=gpus,
         gpu_error=gpu_error,
-        shared_memory=_free("/dev/shm"),
+        shared_memory=_free(_SHARED_MEMORY),
+        shared_memory_error=read_folder("shared memory", _SHARED_MEMORY).error,
         descriptors=hard,
         soft_descriptors=soft,
         processes_left=_processes_left(),

@@ -110,6 +110,7 @@ class NodeFacts:
     gpus: tuple[GpuFacts, ...]
     gpu_error: str  # why the driver's own command failed; empty: it did not, or there is none
     shared_memory: int | None
+    shared_memory_error: str = ""  # why it cannot be written
     descriptors: int  # the hard limit: agents and workers raise theirs up to it
     soft_descriptors: int
     processes_left: int | None
@@ -258,7 +259,15 @@ def _gpus(facts: NodeFacts) -> Iterator[Finding]:
 
 
 def _memory(facts: NodeFacts) -> Iterator[Finding]:
-    if facts.shared_memory is None or facts.shared_memory < SHARED_MEMORY_MIN:
+    if facts.shared_memory is not None and facts.shared_memory_error:
+        yield Finding(
+            "shared memory",
+            Level.WARNING,
+            f"/dev/shm: {facts.shared_memory_error}",
+            "the workers of data loaders pass batches there, and fail where it cannot be written",
+            "mount -o remount,rw,mode=1777 /dev/shm; for a container: --shm-size=8g",
+        )
+    elif facts.shared_memory is None or facts.shared_memory < SHARED_MEMORY_MIN:
         size = "none" if facts.shared_memory is None else _size(facts.shared_memory)
         yield Finding(
             "shared memory",

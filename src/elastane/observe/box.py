@@ -16,12 +16,15 @@ from elastane.protocol.model import NO_RANK, Cause, Failure, Outcome
 WIDTH = 100
 MESSAGE_LINES_MAX = 12
 _LABEL_CHARS = 12
+# Side, rule, and the corners from the upper left one.
+_FRAME = "║═╔╗╚╝"
+_ASCII_FRAME = "|-++++"
 
 
-def render_box(outcome: Outcome, log_dir: str = "") -> str:
+def render_box(outcome: Outcome, log_dir: str = "", encoding: str = "utf-8") -> str:
     """Return the box of an outcome, at most `WIDTH` columns; `log_dir` is the job's own folder.
 
-    A job that ended well gets one line.
+    What `encoding` lacks is escaped. A job that ended well gets one line.
     """
     if outcome.ok:
         return f"elastane: {outcome.reason}"
@@ -43,9 +46,27 @@ def render_box(outcome: Outcome, log_dir: str = "") -> str:
     if log_dir:
         body += _wrapped("logs", log_dir)
         body += _wrapped("more", f"elastane explain {shlex.quote(log_dir)}")
-    rule = "═" * (WIDTH - 2)
-    lines = [f"║ {_padded(printable(line))} ║" for line in body]
-    return "\n".join([f"╔{rule}╗", *lines, f"╚{rule}╝"])
+    lines = [part for line in body for part in _encodable(printable(line), encoding)]
+    return _framed(lines, _FRAME if _escaped(_FRAME, encoding) == _FRAME else _ASCII_FRAME)
+
+
+def _framed(lines: Sequence[str], frame: str) -> str:
+    side, rule = frame[0], frame[1] * (WIDTH - 2)
+    middle = [f"{side} {_padded(line)} {side}" for line in lines]
+    return "\n".join([f"{frame[2]}{rule}{frame[3]}", *middle, f"{frame[4]}{rule}{frame[5]}"])
+
+
+def _encodable(line: str, encoding: str) -> list[str]:
+    """Return the line with escapes for what the encoding lacks, wrapped again if it has any."""
+    escaped = _escaped(line, encoding)
+    if escaped == line:
+        return [line]
+    indent = " " * _LABEL_CHARS
+    return textwrap.wrap(escaped, WIDTH - 4, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _escaped(text: str, encoding: str) -> str:
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _cause_lines(cause: Cause) -> list[str]:

@@ -220,6 +220,15 @@ def test_box_is_as_wide_as_its_frame_for_wide_characters_and_accents():
     assert {sum(map(columns, line)) for line in box.splitlines()} == {100}
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_box_has_only_what_the_encoding_of_the_console_has(encoding):
+    box = render_box(outcome("ValueError: naïve ✗ " + "漢" * 70), "/logs/job", encoding)
+    box.encode(encoding)
+    assert {len(line) for line in box.splitlines()} == {100}
+    assert box.startswith("+--") and "\\u2717" in box
+    assert ("naïve" in box) == (encoding == "latin-1")
+
+
 def test_box_shows_the_last_lines_of_a_long_message():
     box = render_box(outcome("\n".join(f"line {n}" for n in range(500))))
     assert "line 499" in box
