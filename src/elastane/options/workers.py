@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import elastane
 from elastane.errors import ConfigurationError, UsageError
 from elastane.notices.rules import SHELL_WORDS, NoticeSource, read_sources
 from elastane.observe.logging import HANDLERS
@@ -53,6 +52,7 @@ from elastane.process.worker_environment import (
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
+_PACKAGE = Path(__file__).resolve().parents[1] / "__init__.py"
 _UNHANDLED = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 _PORT_MAX = 65535
 # The default of --health-check-timeout.
@@ -325,7 +325,7 @@ def _check_package(kind: WorkerKind, target: str) -> None:
     for folder in folders:
         spec = importlib.machinery.PathFinder.find_spec("elastane", [str(folder)])
         # A folder without __init__.py has no origin; an installed package goes before it.
-        if spec is None or spec.origin is None or _is_ours(spec.origin):
+        if spec is None or spec.origin is None or Path(spec.origin).resolve() == _PACKAGE:
             continue
         hides = Path(spec.origin)
         hides = hides.parent if hides.stem == "__init__" else hides
@@ -337,11 +337,6 @@ def _check_package(kind: WorkerKind, target: str) -> None:
             next_step=f"mv {shlex.quote(str(hides))} "
             f"{shlex.quote(str(hides.with_stem('my_elastane')))}",
         )
-
-
-def _is_ours(origin: str) -> bool:
-    assert elastane.__file__ is not None
-    return Path(origin).resolve() == Path(elastane.__file__).resolve()
 
 
 def _nearest(path: Path) -> str:
