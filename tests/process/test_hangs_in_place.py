@@ -98,6 +98,37 @@ def test_workers_in_a_deadlock_continue_in_another_world(tmp_path):
         job.ends_exact()
 
 
+def test_other_calls_of_a_rank_are_named_before_a_stall_however_long_steps_took(tmp_path):
+    """After a pause of 1.6 s, calls are compared after 16 s. A stall ends its world after 10 s."""
+    job = InPlace(tmp_path, **ONE_NODE)
+    with job.cluster:
+        starts(job, "a", world=3)
+        job.wait_steps(5, 3)
+        told_to_hang(job, "pause", 0)
+        job.wait_steps(10, 3)
+        pid, _ = told_to_hang(job, "other", 2)
+        job.cluster.wait_event("incident")
+        job.wait_steps(5, 3)
+        [found] = job.cluster.events("culprit")
+        assert found.data["class"] == "other-collective" and found.data["ranks"] == "2"
+        assert (found.data["culprit_pid"], found.data["culprit_node"]) == (pid, "a")
+        [incident] = job.cluster.events("incident")
+        assert incident.reason == found.reason
+        job.ends_exact()
+
+
+def test_other_calls_of_a_rank_in_the_first_steps_of_a_world_are_named(tmp_path):
+    """The first moves of a world are not judged, since they wait for compilers and downloads."""
+    job = InPlace(tmp_path, **ONE_NODE)
+    (job.folder / "said" / "rank-1.hang").write_text("other")
+    with job.cluster:
+        starts(job, "a", world=3)
+        [found] = job.cluster.events("culprit")
+        assert found.data["class"] == "other-collective" and found.data["ranks"] == "1"
+        assert job.cluster.events("incident")[0].reason == found.reason
+        job.ends_exact()
+
+
 def test_a_stall_of_an_arrival_is_reported_by_rank_and_ended_by_another_world(tmp_path):
     """Each step ends with an evaluation; the arrival broadcasts buffers, and the others do not."""
     options = {"script_path": SCRIPT.with_name("ddp_in_place.py"), "env": {"PLANT": "sync"}}

@@ -109,7 +109,7 @@ class HangMonitor:
             for pid, reason in found.hung.items():
                 self._standstill.describe(alive[pid], reason)
                 self._end_hung(alive[pid], reason)
-            self._standstill.look(members, time.monotonic())
+            self._standstill.look(members, time.monotonic(), all_wait=bool(self.waits.at))
             self._looks += 1
             if self._looks % _PACE_LOOKS == 0:
                 self.paces = self._step_paces.look(members)

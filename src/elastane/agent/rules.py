@@ -873,7 +873,10 @@ class LocalWorkers:
             if event.world == group.fence:
                 self._outbox.send(
                     StandstillReport(
-                        fence=group.fence, still_s=event.still_s, evidence=event.evidence
+                        fence=group.fence,
+                        still_s=event.still_s,
+                        evidence=event.evidence,
+                        early=event.early,
                     )
                 )
             return

@@ -44,12 +44,13 @@ _NO_FILES = ("/dev/", "socket:", "pipe:", "anon_inode:", "/memfd:")
 class MonitorPosts:
     """The receivers of a monitor's findings.
 
-    `evidence` receives that of all workers here; empty once they move again.
+    `evidence` receives that of all workers here, and whether it is early, so that it serves to find
+    a mismatch alone; empty once they move again.
     """
 
     failed: Callable[[Failure, float], None]
     culprit: Callable[[Verdict, float], None]
-    evidence: Callable[[tuple[StandstillEvidence, ...], float], None]
+    evidence: Callable[[tuple[StandstillEvidence, ...], float, bool], None]
 
 
 @dataclass
@@ -67,7 +68,8 @@ class StandstillWatch:
     """Sends the evidence of the workers of one node, once they have come to a standstill.
 
     It is sent early for a mismatch of collectives, which no wait corrects, and again once any other
-    standstill is judged.
+    standstill is judged. Where another rule finds that all workers wait for one another, it is sent
+    before that rule ends their world, which names no worker.
     """
 
     def __init__(self, setup: GroupSetup, post: MonitorPosts) -> None:
@@ -84,8 +86,11 @@ class StandstillWatch:
         self._samples.clear()
         self._sent = ()
 
-    def look(self, members: Sequence[LocalWorker], now_s: float) -> None:
-        """Look at the members of a world, and send their evidence if it is due."""
+    def look(self, members: Sequence[LocalWorker], now_s: float, *, all_wait: bool = False) -> None:
+        """Look at the members of a world, and send their evidence if it is due.
+
+        `all_wait`: each of them has waited for others for a while, by a rule of its own.
+        """
         shown = {w.process.pid: w.page.moves for w in members if w.process is not None}
         self._still_s = self._rules.look(shown, now_s)
         now_s = self._rules.now_s
@@ -95,11 +100,11 @@ class StandstillWatch:
         for worker in members:
             self._sample(worker, now_s)
         is_due = self._rules.is_due(self._still_s)
-        if not (is_due or self._rules.is_due(self._still_s, MISMATCH_FLOOR_S)):
+        if not (is_due or all_wait or self._rules.is_due(self._still_s, MISMATCH_FLOOR_S)):
             return
         evidence = [self._evidence(worker, now_s) for worker in members]
         is_late = self._rules.is_due(self._still_s - _SHOWN_LATE_S)
-        if is_late or all(map(is_shown, evidence)):
+        if is_late or all_wait or all(map(is_shown, evidence)):
             self._send(evidence, is_due=is_due)
 
     def describe(self, worker: LocalWorker, reason: str) -> None:
@@ -114,7 +119,7 @@ class StandstillWatch:
         self._samples.clear()
         if self._sent:
             self._sent = ()
-            self._post.evidence((), 0.0)
+            self._post.evidence((), 0.0, False)
 
     def _send(self, evidence: Sequence[StandstillEvidence], *, is_due: bool) -> None:
         """Send the evidence of the workers, and again if one of their processes has changed."""
@@ -126,7 +131,7 @@ class StandstillWatch:
             self._sent = (is_due, *facts)
             if is_due:
                 self._rules.note_report()
-            self._post.evidence(tuple(evidence), self._still_s)
+            self._post.evidence(tuple(evidence), self._still_s, not is_due)
 
     def _sample(self, worker: LocalWorker, now_s: float) -> None:
         process = worker.process

@@ -381,8 +381,11 @@ class LocalWorkerGroup:
     def _post_culprit(self, verdict: Verdict, still_s: float) -> None:
         self.post(CulpritFound(self.assignment.fence, verdict, still_s))
 
-    def _post_evidence(self, evidence: tuple[StandstillEvidence, ...], still_s: float) -> None:
-        self.post(GroupStandstill(self.assignment.fence, self.world.fence, evidence, still_s))
+    def _post_evidence(
+        self, evidence: tuple[StandstillEvidence, ...], still_s: float, early: bool
+    ) -> None:
+        at = self.assignment.fence, self.world.fence
+        self.post(GroupStandstill(*at, evidence, still_s, early))
 
     def show_stacks(self, ranks: Sequence[int]) -> None:
         """Post the stacks of the local workers of these ranks, if py-spy is installed."""

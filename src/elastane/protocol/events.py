@@ -212,13 +212,14 @@ class WorkerStacks(msgspec.Struct, frozen=True, kw_only=True):
 class GroupStandstill(msgspec.Struct, frozen=True):
     """The local workers have made no collective in `world` for `still_s`.
 
-    Empty `evidence`: they make collectives again.
+    Empty `evidence`: they make collectives again. `early`: it serves to find a mismatch alone.
     """
 
     fence: Fence
     world: Fence
     evidence: tuple[StandstillEvidence, ...]
     still_s: float
+    early: bool = False
 
 
 class GroupMarked(msgspec.Struct, frozen=True):

@@ -216,14 +216,16 @@ class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
 
 
 class StandstillReport(msgspec.Struct, frozen=True, tag="stands-still", kw_only=True):
-    """The workers of `fence` have made no collective for `still_s`, far longer than usual.
+    """The workers of `fence` have made no collective for `still_s`, longer than usual.
 
-    `evidence`: one entry for each worker; empty once the workers make collectives again.
+    `evidence`: one entry for each worker; empty once the workers make collectives again. `early`:
+    only a mismatch of collectives is proved by it, since the wait may still end by itself.
     """
 
     fence: Fence
     still_s: Seconds = 0.0
     evidence: tuple[StandstillEvidence, ...] = ()
+    early: bool = False
 
     def __post_init__(self) -> None:
         if len(self.evidence) > EVIDENCE_MAX:

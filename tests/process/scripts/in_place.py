@@ -3,9 +3,10 @@
 Gradients are sums of integers, so neither their order nor the number of workers matters: each step
 adds what each of its samples and its number say. A buffer counts the bodies that happened. Each
 body that begins, and each step that is committed, is a line in FOLDER/PID.jsonl. All stop after the
-step in which rank 0 finds FOLDER/enough, or after STEPS. One that finds FOLDER/PID.hang takes that
-file and hangs as it says. FOLDER/PID.spare is there once a process waits as a spare. While
-FOLDER/hold is there, a worker waits between init() and its first step.
+step in which rank 0 finds FOLDER/enough, or after STEPS. One that finds FOLDER/PID.hang, or
+FOLDER/rank-RANK.hang, takes that file and hangs as it says. FOLDER/PID.spare is there once a
+process waits as a spare. While FOLDER/hold is there, a worker waits between init() and its first
+step.
 
     in_place.py FOLDER STEPS STEP_S
 """
@@ -108,6 +109,7 @@ HANGS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "receive": _receive,
     "abort": _abort,
+    "pause": lambda: time.sleep(1.6),
     "pdb": _pdb,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "raised": _raise,
@@ -117,7 +119,8 @@ HANGS = {
 
 def hang(folder: Path, *here: str) -> str:
     """Show the fault for which the test asked this process; return one that is in ODD."""
-    told = folder / f"{os.getpid()}.hang"
+    names = f"{os.getpid()}.hang", f"rank-{os.environ.get('RANK')}.hang"
+    told = next((folder / name for name in names if (folder / name).exists()), folder / names[0])
     how = told.read_text() if told.exists() else ""
     if how not in here:
         return ""

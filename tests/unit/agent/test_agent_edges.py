@@ -164,9 +164,9 @@ def test_a_newer_drain_ends_one_whose_end_was_not_heard_of():
 def test_workers_that_stand_still_are_reported_in_their_own_world_only():
     agent = Agent().running()
     standing = StandstillEvidence(rank=0, node_id="a", facts=ProcessFacts())
-    agent.does(GroupStandstill(FENCE, FENCE, (standing,), 21.0))
+    agent.does(GroupStandstill(FENCE, FENCE, (standing,), 21.0, early=True))
     assert agent.sent(StandstillReport) == [
-        StandstillReport(fence=FENCE, still_s=21.0, evidence=(standing,))
+        StandstillReport(fence=FENCE, still_s=21.0, evidence=(standing,), early=True)
     ]
     agent.does(GroupStandstill(FENCE, Fence(9, 9), (), 0.0))
     assert not agent.sent(StandstillReport)

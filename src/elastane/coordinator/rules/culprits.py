@@ -45,7 +45,7 @@ def find_culprit(state: State) -> None:
     verdict = judge(evidence, state.world.world_size)
     if verdict is None:
         return
-    is_due = verdict.is_mismatch or still_s >= state.spec.timing.hang_floor_s
+    is_due = verdict.is_mismatch or not any(node.progress.is_early for node in members)
     if not is_due or not standstill.reports.is_new(verdict, still_s):
         later_s = standstill.since_s + standstill.reports.due_after_s(verdict)
         if later_s > state.now_s:

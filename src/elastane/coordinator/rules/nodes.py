@@ -192,6 +192,7 @@ class NodeProgress:
     is_stalled: bool = False  # all of them have waited too long
     evidence: tuple[StandstillEvidence, ...] = ()  # what each worker shows, once all stand still
     still_s: float = 0.0  # how long they had stood still at that report
+    is_early: bool = False  # that evidence serves to find a mismatch alone
     paces: tuple[Pace, ...] = ()  # the step times of each worker
     measured: StepPace = field(default_factory=StepPace)  # the step rate by `paces`
     copies: NodeCopies | None = None  # the newest copies of the workers' state
@@ -216,9 +217,11 @@ class NodeProgress:
         self.waits_at, self.is_stalled = waits_at, all_wait
         return True
 
-    def record_evidence(self, evidence: tuple[StandstillEvidence, ...], still_s: float) -> None:
+    def record_evidence(
+        self, evidence: tuple[StandstillEvidence, ...], still_s: float, *, early: bool
+    ) -> None:
         """Record the evidence of a standstill; empty once the workers move again."""
-        self.evidence, self.still_s = evidence, still_s
+        self.evidence, self.still_s, self.is_early = evidence, still_s, early
 
     def record_paces(self, now_s: float, message: Heartbeat, *, is_of_now: bool) -> None:
         """Record the step times of the workers in the current world."""
@@ -237,7 +240,7 @@ class NodeProgress:
         """Record that the workers entered another world."""
         self.record_steps(now_s, None)
         self.waits_at, self.is_stalled = (), False
-        self.record_evidence((), 0.0)
+        self.record_evidence((), 0.0, early=False)
         self.paces = ()
         self.measured.note(now_s, None)
 

@@ -150,7 +150,7 @@ def _record_workers(
         case Checkpointed(fence=fence) if node.is_of(fence) and node.is_member:
             growth.record_checkpoint(state, message.where, resumed=message.resumed)
         case StandstillReport(fence=fence) if fence == node.fence:
-            node.progress.record_evidence(message.evidence, message.still_s)
+            node.progress.record_evidence(message.evidence, message.still_s, early=message.early)
             state.incidents.standstill.note()
         case Able():
             node.renew_offer(message.offer, message.fence)
