@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import subprocess
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -100,16 +101,33 @@ def test_a_user_with_rights_to_the_prefix_only_is_enough(tmp_path: Path) -> None
         with redis(tmp_path) as server:
             server.tell(
                 "ACL SETUSER job on >secret ~mine/* +eval +info +hmget +hget +hset +get +set +del"
-                " +exists +pexpire +persist +time +zadd +zrem +zrange +zremrangebyscore"
+                " +exists +pexpire +pttl +persist +time +zadd +zrem +zrange +zremrangebyscore"
             )
             conf = {"user": "job", "password": "secret"}
             store = store_at(server, **conf, redis_prefix="mine")
             await store.compare_and_set("j/k", b"1", 0)
             assert await store.lease("j/leadership", b"n", 1.0) is not None
+            assert await store.lease("j/leadership", b"other", 1.0) is None
             await store.purge("j")
             assert await store.get("j/k") is None
             with pytest.raises((ConfigurationError, StoreError), match=r"permission|NOPERM|access"):
                 await store_at(server, **conf, redis_prefix="other").get("k")
+
+    run(body)
+
+
+def test_a_lease_outlives_a_clock_that_is_set_back_by_one_ttl_at_most(tmp_path: Path) -> None:
+    async def body() -> None:
+        with redis(tmp_path) as server:
+            candidate = store_at(server)
+            assert await store_at(server).lease("k", b"dead", 0.5) is not None
+            # What the server makes of its expiry once its clock is an hour behind.
+            server.tell("PEXPIRE elastane/lease/k 3600000")
+            begun_s = time.monotonic()
+            while await candidate.lease("k", b"next", 0.5) is None:
+                assert time.monotonic() - begun_s < 20.0
+                await asyncio.sleep(0.02)
+            assert time.monotonic() - begun_s >= 0.45, "its holder may count on a whole ttl"
 
     run(body)
 

@@ -11,6 +11,9 @@ server without an append-only file lost some: a number is never given twice whil
 go back. This process remembers the highest number that it has seen. A server that is behind it has
 lost acknowledged writes, perhaps the job's record, and is refused for good.
 
+A key expires by the server's time of day. Each candidate shortens a lease that has longer to live
+than it was taken for, so a clock that is set back delays the next holder by one ttl at most.
+
 How it fails: StoreError while the server is away, loading, or out of memory. ConfigurationError for
 a login or certificate that it refuses, a replica, a cluster, and lost data.
 """
@@ -103,12 +106,16 @@ return {redis.call('DEL', KEYS[3]), '0', ''}
 _HOLD = """
 local held, term = redis.call('HGET', KEYS[3], 'term'), ARGV[2]
 if term == '0' then
-  if held then return {0, held, ''} end
+  if held then
+    local ttl = redis.call('HGET', KEYS[3], 'ttl')
+    if redis.call('PTTL', KEYS[3]) > tonumber(ttl) then redis.call('PEXPIRE', KEYS[3], ttl) end
+    return {0, held, ''}
+  end
   term = number()
 elseif held ~= term and (held or redis.call('GET', KEYS[4]) ~= term) then
   return {0, held or redis.call('GET', KEYS[4]) or '0', ''}
 end
-redis.call('HSET', KEYS[3], 'term', term, 'value', ARGV[3])
+redis.call('HSET', KEYS[3], 'term', term, 'value', ARGV[3], 'ttl', ARGV[4])
 redis.call('PEXPIRE', KEYS[3], ARGV[4])
 redis.call('SET', KEYS[4], term, 'PX', ARGV[6])
 list(ARGV[5], ARGV[6])
