@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from elastane.coordinator.rules import MembershipPhase
-from elastane.protocol.limits import BACKOFF_MAX_S, FENCE_WAIT_S, STOP_MARGIN_S
+from elastane.protocol.limits import BACKOFF_MAX_S, STOP_MARGIN_S
 from simulation.checks import Violation
 from simulation.cluster import SimulatedCluster
 from simulation.faults import Faults
@@ -28,7 +28,7 @@ LIVENESS_S = (
     TIMING.silence_s
     + TIMING.lease_ttl_s
     + TIMING.reregister_s
-    + FENCE_WAIT_S
+    + TIMING.fence_wait_s
     + TIMING.shutdown_timeout_s
     + STOP_MARGIN_S
     + BACKOFF_MAX_S

@@ -10,7 +10,7 @@ import random
 
 import msgspec
 
-from elastane.protocol.limits import Timing
+from elastane.protocol.limits import ISOLATION_LIMIT_MIN_S, Timing
 from elastane.protocol.model import JobSpec
 from simulation.script import Script
 
@@ -150,13 +150,16 @@ def setup_of(
     low = rng.randint(1, nodes)
     unequal = rng.random() < 0.3
     asks = rng.random() < 0.6
+    # A job of four has the shortest isolation limit.
+    short = random.Random(f"isolation {seed}").random() < 0.25
+    limit_s = ISOLATION_LIMIT_MIN_S if short else TIMING.isolation_limit_s
     spec = JobSpec(
         job=f"seed-{seed}",
         min_nodes=low,
         max_nodes=rng.choice((nodes, nodes, low)),
         max_restarts=rng.choice((0, 1, 3, 10, 10, 10) if in_place else (0, 1, 3, 10)),
         min_workers=rng.choice((0, 0, 1, 2)) if in_place else 0,
-        timing=TIMING,
+        timing=msgspec.structs.replace(TIMING, isolation_limit_s=limit_s),
     )
     script = Script(
         steps=rng.choice((15, 40, 10_000, 10_000)),

@@ -41,6 +41,7 @@ from script_promises import ScriptBody, ScriptPromised, check_script
 from timed_faults import End, carry_out
 
 from elastane.observe.events import LoggedEvent
+from elastane.protocol.limits import Timing
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.wire import MAGIC
 
@@ -57,8 +58,8 @@ EVERY_PID = -1
 DISK_BYTES = 4 << 20
 # The last line of a file of notes is within this.
 LINE_BYTES_MAX = 1024
-# A coordinator that reaches no member of the last world waits for 138 s, and a drain takes 30 s.
-SETTLE_S = 138.0 + 30.0 + 60.0
+# A coordinator that reaches no member of the last world waits, and so does a drain.
+SETTLE_S = Timing().fence_wait_s + Timing().drain_timeout_s + 60.0
 END_S = 90.0
 # What all hosts do together, over several checkpoints.
 STEPS_AFTER = 50

@@ -12,7 +12,8 @@ from drawn_checks import JOINS, check_joining, check_loop, play_seeds, run_job
 from drawn_faults import faults_of
 from drawn_program import Joining, Program, from_outside
 
-GROWS = {"crash_loop": 0, "growth_interval": 2}
+# A world lost as a whole delays the next one as little as it may.
+GROWS = {"crash_loop": 0, "growth_interval": 2, "isolation_limit": 15}
 # Steps of a joining program: about as many as its epochs have.
 _FIRST_STEPS = 20
 

@@ -19,7 +19,7 @@ def test_an_agent_that_is_stopped_alone_does_not_leave_two_worlds_training(tmp_p
     with Job(
         tmp_path,
         nnodes="1:1",
-        options=("--max-restarts", "0"),
+        options=("--max-restarts", "0", "--rdzv-conf", "isolation_limit=4"),
         backend="file",
         endpoint=store,
         mode="alone",

@@ -13,7 +13,6 @@ from elastane.coordinator.rules import (
     admission,
     drain,
     ending,
-    forming,
     liveness,
     machine,
     next_world,
@@ -25,6 +24,7 @@ from elastane.coordinator.rules.nodes import Roster
 from elastane.coordinator.rules.ranks import WorldAssignment, assignments, member_of
 from elastane.coordinator.rules.worlds import WorldHistory
 from elastane.protocol.effects import Persist, Send
+from elastane.protocol.limits import Timing
 from elastane.protocol.messages import Assign, Stopped
 from elastane.protocol.model import Fence, PortOffer
 from simulation import HistoryFailedError, run_seed
@@ -348,7 +348,7 @@ def test_a_world_committed_without_waiting_for_its_predecessor_is_found(monkeypa
 
 
 def test_the_other_side_of_a_partition_forgotten_is_found(monkeypatch):
-    monkeypatch.setattr(forming, "FENCE_WAIT_S", 0.0)
+    monkeypatch.setattr(Timing, "fence_wait_s", 0.0)
     assert "two sides train" in first_failure(2000)
 
 

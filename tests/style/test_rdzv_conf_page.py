@@ -21,7 +21,7 @@ from elastane.options import rendezvous
 from elastane.options.build import build
 from elastane.options.parser import parse
 from elastane.options.show import as_lines
-from elastane.protocol.limits import ISOLATION_LIMIT_S, OUTCOME_KEPT_S, PAIRS, Timing
+from elastane.protocol.limits import OUTCOME_KEPT_S, PAIRS, Timing, check
 from elastane.stores import registry
 from elastane.stores.etcd.settings import CONF_KEYS, read_settings
 
@@ -189,7 +189,11 @@ def test_every_backend_has_a_section_whose_line_means_it(here):
 
 
 def test_the_figures_of_the_text_are_those_of_the_code():
-    assert f"for {ISOLATION_LIMIT_S:g} s. After that, workers stop" in PAGE
+    assert f"for {Timing().isolation_limit_s:g} s ([`isolation_limit`]" in PAGE
+    for limit, _, wait in table(section("The isolation limit"), "`isolation_limit`"):
+        timing = Timing(isolation_limit_s=float(limit.split(",")[0]))
+        assert wait == f"{timing.fence_wait_s:g} s"
+        assert not check(timing)
     assert f"its outcome for {OUTCOME_KEPT_S:g} s" in PAGE
     ttl, renew = keyed("Durations")["lease_ttl"][3], keyed("Durations")["lease_renew"][3]
     assert f"its default is {TIMING.lease_ttl_s:g}" in ttl

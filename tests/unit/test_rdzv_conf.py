@@ -30,8 +30,18 @@ def test_torchruns_keys_set_our_durations(key, field):
 
 @pytest.mark.parametrize("field", Timing.__struct_fields__)
 def test_every_duration_can_be_set_with_and_without_its_unit(field):
+    value = 45.0 if field == "isolation_limit_s" else 0.75
     for key in (field, field.removesuffix("_s"), field.replace("_", "-")):
-        assert getattr(timing(f"{key}=0.75"), field) == 0.75
+        assert getattr(timing(f"{key}={value}"), field) == value
+
+
+def test_a_short_isolation_limit_is_refused_and_a_long_silence_lengthens_it():
+    with pytest.raises(ConfigurationError, match="must be at least 15 s"):
+        timing("isolation_limit=14")
+    assert timing("silence=100").isolation_limit_s == 200
+    assert timing("silence=60").isolation_limit_s == 120
+    with pytest.raises(ConfigurationError, match="needs isolation_limit_s >= 40 s"):
+        timing("silence=20,isolation_limit=30")
 
 
 def test_keep_alive_attempts_are_how_long_silence_may_last():

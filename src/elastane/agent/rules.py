@@ -100,12 +100,11 @@ from elastane.protocol.hangs import ranks_text
 from elastane.protocol.limits import (
     FAILURES_MAX,
     ISOLATION_GRACE_S,
-    ISOLATION_LIMIT_S,
     LEAVE_ALONE_S,
     NOTICE_MARGIN_S,
-    STANDSTILL_LIMIT_S,
     STOP_MARGIN_S,
     WAITING_MAX,
+    Timing,
 )
 from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.messages import (
@@ -235,9 +234,9 @@ class Leaving:
 class AgentCore:
     """Decides for one agent; `handle` takes an event and returns effects.
 
-    `self_fencing`: whether the agent must stop its workers after ISOLATION_LIMIT_S without contact
-    to a coordinator with authority. It is set for jobs with a store, where another coordinator may
-    be elected.
+    `self_fencing`: whether the agent must stop its workers after the isolation limit without
+    contact to a coordinator with authority. It is set for jobs with a store, where another
+    coordinator may be elected.
     """
 
     def __init__(
@@ -255,7 +254,7 @@ class AgentCore:
         self.node = node
         self.self_fencing = self_fencing
         self.ready = ready
-        self.contact = Contact(now_s)
+        self.contact = Contact(now_s, spec.timing)
         self.outcome: Outcome | None = None
         self.welcomed = False
         self._now_s = now_s
@@ -313,7 +312,7 @@ class AgentCore:
         """The latest time of the next Tick, in monotonic seconds."""
         due = self._heartbeat_s
         if self.self_fencing and self.group is not None and self.group.phase == "running":
-            due = min(due, self.contact.authority_s + ISOLATION_LIMIT_S)
+            due = min(due, self.contact.isolated_from_s)
         if self._leaving is not None and self._leaving.by_s is not None:
             due = min(due, self._leaving.by_s)
         return max(due, self._now_s)
@@ -326,7 +325,7 @@ class AgentCore:
         """
         if not self.self_fencing or self.group is None or self.group.phase == "succeeded":
             return None
-        return self.contact.authority_boot_s + STANDSTILL_LIMIT_S
+        return self.contact.standstill_boot_s
 
     @property
     def linked(self) -> bool:
@@ -528,18 +527,18 @@ class AgentCore:
             self._leave_now(leaving, f"no coordinator with authority for {silent_s:.0f} s")
 
     def _check_isolation(self) -> None:
-        away_s = self._now_s - self.contact.authority_s
-        group = self.group
-        if not self.self_fencing or group is None or away_s < ISOLATION_LIMIT_S:
+        group, since_s = self.group, self.contact.isolated_from_s
+        if not self.self_fencing or group is None or self._now_s < since_s:
             return
         if group.phase == "succeeded":
             return  # No worker is left, and their success is still to be reported.
         self._workers.stop(
             group,
             min(self.spec.timing.shutdown_timeout_s, ISOLATION_GRACE_S),
-            f"no coordinator with authority for {away_s:.0f} s: another side of the network may"
+            f"no coordinator with authority for {self._now_s - self.contact.authority_s:.0f} s:"
+            " another side of the network may"
             " have continued the job",
-            since_s=self.contact.authority_s + ISOLATION_LIMIT_S,
+            since_s=since_s,
         )
 
     def _check_absence(self) -> None:
@@ -682,7 +681,7 @@ class LocalWorkers:
     def _may_act(self) -> bool:
         """Whether the deciding coordinator had authority recently enough."""
         self._contact.decision_received()
-        return self.now_s - self._contact.authority_s < ISOLATION_LIMIT_S
+        return self.now_s < self._contact.isolated_from_s
 
     def _regroup(self, assignment: Assignment, *, leaving: bool) -> None:
         """Give the running workers their places in another world."""
@@ -1172,11 +1171,12 @@ class Group:
 class Contact:
     """The history of the sessions with coordinators, on the agent's own monotonic clock."""
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, timing: Timing) -> None:
         self.linked = False
         self.away_s = now_s
         self.reason = "no search has started yet"
         self.authority_s = now_s
+        self._timing = timing
         self._asked_s: deque[float] = deque()
         self._sent_s = now_s
         self._slept_s: float | None = None
@@ -1195,9 +1195,14 @@ class Contact:
             self._asked_s = deque(asked_s - suspended_s for asked_s in self._asked_s)
 
     @property
-    def authority_boot_s(self) -> float:
-        """When authority was last proved, in seconds of this host's CLOCK_BOOTTIME."""
-        return self.authority_s + (self._slept_s or 0.0)
+    def isolated_from_s(self) -> float:
+        """When another side of the network may train, unless authority is proved before."""
+        return self.authority_s + self._timing.isolation_limit_s
+
+    @property
+    def standstill_boot_s(self) -> float:
+        """When a stopped agent's workers are killed, in seconds of this host's CLOCK_BOOTTIME."""
+        return self.authority_s + (self._slept_s or 0.0) + self._timing.standstill_limit_s
 
     def session_started(self, now_s: float) -> None:
         """Record a new session; every message on it is sent from now on."""

@@ -9,6 +9,8 @@ other: at import for the defaults, when an agent starts for a user's.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 # One frame of the wire protocol. The largest honest frame is a status report of 1,024 nodes, some
@@ -72,21 +74,20 @@ CLOSE_S = 5.0
 # How long an agent that wants to leave waits for a coordinator to release it. If the coordinator's
 # host has died, a new one is elected sooner.
 LEAVE_ALONE_S = 10.0
-# An agent of a job with a store stops its workers after this long without authority: another side
-# may have formed a world by then. Longer than a minute's outage of the store.
-ISOLATION_LIMIT_S = 120.0
-# ... and gives them no longer than this to end, whatever --shutdown-timeout is.
+# An agent without authority for Timing.isolation_limit_s gives its workers no longer than this to
+# end, whatever --shutdown-timeout is.
 ISOLATION_GRACE_S = 5.0
-# The orphan reaper kills the workers of a stopped agent once authority was last confirmed this long
-# ago. It is later than the end of the agent's own stop, ...
-STANDSTILL_LIMIT_S = 126.0
+# The orphan reaper kills the workers of a stopped agent this long after the isolation limit. It is
+# later than the end of the agent's own stop, ...
+STANDSTILL_MARGIN_S = 6.0
 # ... which leaves the orphan reaper this long to find and kill them, ...
 STANDSTILL_SWEEP_S = 1.0
-# ... before a coordinator that reaches no member of the last world stops waiting for it, ...
-FENCE_WAIT_S = 138.0
-# ... although the clocks of two hosts may differ by this share. A quartz is wrong by less than
-# 0.0001.
+# ... before a coordinator that reaches no member of the last world stops waiting for it, although
+# the clocks of two hosts may differ by this share. A quartz is wrong by less than 0.0001.
 CLOCK_DRIFT_MAX = 0.03
+# No isolation limit is shorter: coordinators retry their store and leaving agents wait for nearly
+# as long, and no worker may be stopped meanwhile.
+ISOLATION_LIMIT_MIN_S = 15.0
 # The orphan reaper reads its deadline this often, since a suspended host delays its timer.
 STANDSTILL_LOOK_S = 1.0
 # One operation on a store; NFS and a dead server would otherwise block for minutes.
@@ -106,8 +107,8 @@ OUTCOME_KEPT_S = 900.0
 # different speeds.
 LEASE_MARGIN = 0.1
 # A candidate ends a lease of at most this long if the holder's address refuses connections. If the
-# holder is alive and reaches no store, it may confirm its authority for this long, which the wait
-# of FENCE_WAIT_S covers. A longer lease has to run out. (Kubernetes has the longest default.)
+# holder is alive and reaches no store, it may confirm its authority for this long, which
+# Timing.fence_wait_s covers. A longer lease has to run out. (Kubernetes has the longest default.)
 ENDED_LEASE_S = 3.0
 
 
@@ -167,6 +168,23 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     lease_ttl_s: float = 2.0
     # ... and is renewed this often.
     lease_renew_s: float = 0.5
+    # An agent of a job with a store stops its workers after this long without authority: another
+    # side may have formed a world by then. Longer than a minute's outage of the store.
+    isolation_limit_s: float = 120.0
+
+    @property
+    def standstill_limit_s(self) -> float:
+        """How long after the last proof of authority the orphan reaper lets workers train."""
+        return self.isolation_limit_s + STANDSTILL_MARGIN_S
+
+    @property
+    def fence_wait_s(self) -> float:
+        """How long a coordinator waits for a world of which it reaches no member: 138 by default.
+
+        By then its workers are dead, by the clock of a host that runs slower than this one.
+        """
+        slowest_s = self.standstill_limit_s / (1 - CLOCK_DRIFT_MAX)
+        return math.ceil((slowest_s + STANDSTILL_SWEEP_S + ENDED_LEASE_S) * (1 + CLOCK_DRIFT_MAX))
 
 
 # A grace of 0 is SIGKILL at once, and a crash loop of 0 never pauses.
@@ -178,6 +196,8 @@ PAIRS = (
     ("last_call_s", "last_call_max_s", 1.0, "the bound of all last calls covers one"),
     ("gather_s", "gather_max_s", 1.0, "the bound of all gathering covers one arrival"),
     ("last_call_max_s", "join_timeout_s", 1.0, "a last call must end before the job gives up"),
+    ("silence_s", "isolation_limit_s", 2.0, "the election of a coordinator must stop no worker"),
+    ("lease_ttl_s", "isolation_limit_s", 2.0, "the election of a coordinator must stop no worker"),
 )
 
 
@@ -193,6 +213,12 @@ def check(timing: Timing) -> list[str]:
         for field in _MAY_BE_ZERO
         if not (value := getattr(timing, field)) >= 0
     ]
+    if not timing.isolation_limit_s >= ISOLATION_LIMIT_MIN_S:
+        faults.append(
+            f"isolation_limit_s = {timing.isolation_limit_s:g} s: must be at least"
+            f" {ISOLATION_LIMIT_MIN_S:g} s: a store that elects another leader may be away for that"
+            " long"
+        )
     for small, large, factor, why in PAIRS:
         a, b = getattr(timing, small), getattr(timing, large)
         if a * factor > b:
@@ -201,19 +227,14 @@ def check(timing: Timing) -> list[str]:
 
 
 assert not check(Timing()), check(Timing())
-assert Timing().silence_s < ISOLATION_LIMIT_S
-# The agent stops its workers before the orphan reaper would, and the reaper before others may
-# train.
-assert ISOLATION_LIMIT_S + ISOLATION_GRACE_S < STANDSTILL_LIMIT_S
-assert STANDSTILL_LIMIT_S / (
-    1 - CLOCK_DRIFT_MAX
-) + STANDSTILL_SWEEP_S + ENDED_LEASE_S < FENCE_WAIT_S / (1 + CLOCK_DRIFT_MAX)
+# The agent stops its workers before the orphan reaper would.
+assert ISOLATION_GRACE_S < STANDSTILL_MARGIN_S
 assert Timing().lease_ttl_s <= ENDED_LEASE_S
 # A group that starts gets a deadline that the orphan reaper has read before it passes.
-assert STANDSTILL_LOOK_S < STANDSTILL_LIMIT_S - ISOLATION_LIMIT_S
-assert Timing().silence_s + Timing().lease_ttl_s < LEAVE_ALONE_S < ISOLATION_LIMIT_S
+assert STANDSTILL_LOOK_S < STANDSTILL_MARGIN_S
+assert Timing().silence_s + Timing().lease_ttl_s < LEAVE_ALONE_S < ISOLATION_LIMIT_MIN_S
 assert REJOIN_GRACE_S < VERDICT_S < CONTEST_S < Timing().silence_s
 assert Timing().reregister_s > HOLDER_GRACE_S
 assert VERDICT_S < LOST_PEER_S
-assert STORE_TIMEOUT_S < SAVE_TIMEOUT_S < ISOLATION_LIMIT_S
+assert STORE_TIMEOUT_S < SAVE_TIMEOUT_S < ISOLATION_LIMIT_MIN_S
 assert UNPROVEN_TIMEOUT_S < HANDSHAKE_TIMEOUT_S

@@ -28,7 +28,7 @@ from elastane.protocol.events import (
     WorkerFailed,
     WorkerSucceeded,
 )
-from elastane.protocol.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S, STANDSTILL_LIMIT_S
+from elastane.protocol.limits import ISOLATION_GRACE_S, Timing
 from elastane.protocol.messages import (
     Alive,
     Assign,
@@ -62,10 +62,14 @@ def assignment(fence=FENCE):
 
 
 class Agent:
-    def __init__(self, *, self_fencing=True, linked=True):
+    def __init__(self, *, self_fencing=True, linked=True, **timing):
         self.now_s = self.slept_s = 0.0
         self.core = AgentCore(
-            job_spec(), node_spec("a"), PortOffer(1, True), 0.0, self_fencing=self_fencing
+            job_spec(timing=timing),
+            node_spec("a"),
+            PortOffer(1, True),
+            0.0,
+            self_fencing=self_fencing,
         )
         if linked:
             self.does(Linked())
@@ -205,9 +209,10 @@ def test_failed_workers_are_not_kept_for_a_coordinator_that_never_comes():
     assert agent.effect(Exit).code == 75
 
 
-def test_an_agent_without_authority_for_too_long_stops_its_workers():
-    agent = Agent().running()
-    agent.passes(ISOLATION_LIMIT_S - 1.0, answer=False)
+@pytest.mark.parametrize("limit_s", [15.0, Timing().isolation_limit_s])
+def test_an_agent_without_authority_for_too_long_stops_its_workers(limit_s):
+    agent = Agent(isolation_limit_s=limit_s).running()
+    agent.passes(limit_s - 1.0, answer=False)
     assert agent.core.group.phase == "running"
     agent.passes(2.0, answer=False)
     assert agent.effect(StopGroup).grace_s == ISOLATION_GRACE_S
@@ -218,7 +223,7 @@ def test_time_in_which_its_host_was_suspended_counts():
     agent = Agent().running()
     agent.passes(10.0, answer=True)
     agent.slept_s = 30.0
-    agent.passes(ISOLATION_LIMIT_S - 32.0)
+    agent.passes(Timing().isolation_limit_s - 32.0)
     assert not agent.effect(StopGroup)
     agent.passes(3.0)
     assert agent.effect(StopGroup)
@@ -228,29 +233,29 @@ def test_the_orphan_reapers_deadline_follows_proved_authority_and_counts_suspend
     agent = Agent()
     assert agent.core.train_until_s is None, "there are no workers"
     agent.running()
-    assert agent.core.train_until_s == STANDSTILL_LIMIT_S
+    assert agent.core.train_until_s == Timing().standstill_limit_s
     agent.slept_s = 500.0  # Suspended before this agent's first look: it counts from there.
     agent.does(Tick())
     agent.passes(10.0, answer=True)
-    proved_s = agent.core.train_until_s - STANDSTILL_LIMIT_S
+    proved_s = agent.core.train_until_s - Timing().standstill_limit_s
     assert 508.0 <= proved_s <= 510.0
     agent.passes(20.0, answer=False)
-    assert agent.core.train_until_s == proved_s + STANDSTILL_LIMIT_S
+    assert agent.core.train_until_s == proved_s + Timing().standstill_limit_s
     agent.slept_s += 50.0  # The deadline stays where it is on the clock that counts sleep.
     agent.does(Tick())
-    assert agent.core.train_until_s == proved_s + STANDSTILL_LIMIT_S
+    assert agent.core.train_until_s == proved_s + Timing().standstill_limit_s
 
 
 def test_without_elections_the_orphan_reaper_has_no_deadline():
     agent = Agent(self_fencing=False).running()
-    agent.passes(5 * ISOLATION_LIMIT_S)
+    agent.passes(5 * Timing().isolation_limit_s)
     assert agent.core.train_until_s is None and not agent.effect(StopGroup)
 
 
 def test_workers_that_the_orphan_reaper_killed_while_this_agent_stood_still_did_not_fail():
     agent = Agent().running()
     agent.passes(5.0, answer=True)
-    agent.now_s += 2 * ISOLATION_LIMIT_S
+    agent.now_s += 2 * Timing().isolation_limit_s
     # The ends of the workers may be handled before the timer.
     killed = Failure(local_rank=0, rank=0, pid=1, exit_code=-9)
     agent.does(WorkerFailed(FENCE, killed, agent.now_s - 1.0))
@@ -262,7 +267,7 @@ def test_workers_that_the_orphan_reaper_killed_while_this_agent_stood_still_did_
 def test_a_worker_that_failed_before_this_agent_stood_still_is_reported():
     agent = Agent().running()
     agent.passes(5.0, answer=True)
-    agent.now_s += 2 * ISOLATION_LIMIT_S
+    agent.now_s += 2 * Timing().isolation_limit_s
     agent.does(WorkerFailed(FENCE, Failure(local_rank=0, rank=0, pid=1, exit_code=1), 5.5))
     assert agent.sent(Failed)
 
@@ -271,21 +276,21 @@ def test_an_answer_to_a_heartbeat_from_before_a_suspension_proves_authority_only
     agent = Agent().running()
     agent.passes(1.0)
     assert agent.sent(Heartbeat)
-    agent.slept_s = ISOLATION_LIMIT_S
+    agent.slept_s = Timing().isolation_limit_s
     agent.told(Alive(True))
     assert agent.effect(StopGroup)
 
 
 def test_proved_authority_keeps_the_workers_running():
     agent = Agent().running()
-    agent.passes(5 * ISOLATION_LIMIT_S, answer=True)
+    agent.passes(5 * Timing().isolation_limit_s, answer=True)
     assert agent.core.group.phase == "running"
 
 
 def test_answers_that_waited_in_a_buffer_prove_no_authority():
     agent = Agent().running()
     agent.passes(1.0)
-    agent.now_s += 2 * ISOLATION_LIMIT_S  # The host stood still.
+    agent.now_s += 2 * Timing().isolation_limit_s  # The host stood still.
     agent.told(Alive(True))
     assert agent.effect(StopGroup)
 
@@ -303,7 +308,7 @@ def test_an_assignment_with_a_closed_port_is_not_started():
 
 def test_an_assignment_that_waited_in_a_buffer_is_not_started():
     agent = Agent()
-    agent.now_s += 2 * ISOLATION_LIMIT_S
+    agent.now_s += 2 * Timing().isolation_limit_s
     agent.told(Assign(assignment()))
     assert agent.effect(StartGroup) is None
     assert agent.effect(Decline).fence == FENCE
@@ -325,7 +330,7 @@ def test_a_session_offers_a_new_port_also_while_workers_run():
 
 def test_a_welcome_alone_proves_no_authority():
     agent = Agent().running()
-    for _ in range(int(ISOLATION_LIMIT_S) + 1):
+    for _ in range(int(Timing().isolation_limit_s) + 1):
         agent.now_s += 1.0
         agent.does(Unlinked("EOF"))
         agent.does(Linked())
@@ -338,7 +343,7 @@ def test_workers_that_have_succeeded_are_not_forgotten_in_isolation():
     for rank in range(2):
         agent.does(WorkerSucceeded(FENCE, rank))
     assert agent.sent(Succeeded)
-    agent.passes(2 * ISOLATION_LIMIT_S, answer=False)
+    agent.passes(2 * Timing().isolation_limit_s, answer=False)
     agent.does(Linked())
     assert agent.sent(Join)[0].holding.state == "succeeded"
 

@@ -17,7 +17,7 @@ from elastane.protocol.events import (
     WorkerLost,
     WorkerSucceeded,
 )
-from elastane.protocol.limits import ISOLATION_LIMIT_S, LOST_PEER_S
+from elastane.protocol.limits import LOST_PEER_S, Timing
 from elastane.protocol.messages import (
     Able,
     Assign,
@@ -105,7 +105,7 @@ def test_an_outdated_place_is_declined_and_the_coordinator_is_informed():
     """Otherwise its workers would wait for a place for ever, and no report would say so."""
     agent = Agent()
     agent.does(MessageReceived(Interrupt(fence=FIRST.fence, reason="c departed")))
-    agent.now_s += 2 * ISOLATION_LIMIT_S  # The host stood still.
+    agent.now_s += 2 * Timing().isolation_limit_s  # The host stood still.
     agent.does(MessageReceived(Assign(NEXT)))
     assert not [e for e in agent.effects if isinstance(e, RegroupWorkers)]
     assert [m.fence for m in agent.sent(Lost)] == [NEXT.fence]

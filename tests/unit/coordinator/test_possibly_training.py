@@ -5,12 +5,12 @@ from test_in_place_recovery import able, kinds, regrouped
 from test_state_holders import unheard
 
 from elastane.protocol.effects import Persist, Send
-from elastane.protocol.limits import FENCE_WAIT_S
+from elastane.protocol.limits import Timing
 from elastane.protocol.messages import Prepare, Release, Stopped
 from elastane.protocol.model import Fence, PortOffer
 
 JOIN_S = 40.0
-assert JOIN_S < FENCE_WAIT_S
+assert Timing().fence_wait_s > JOIN_S
 
 
 def spec():
@@ -27,14 +27,14 @@ def test_an_arrival_prepares_while_unreachable_state_holders_are_awaited():
     job = in_doubt()
     job.join("d")
     assert kinds(job, "d")[-1] is Prepare
-    job.passes(FENCE_WAIT_S, alive="cd")
+    job.passes(Timing().fence_wait_s, alive="cd")
     able(job, "d")
     assert regrouped(job, "d") == (Fence(3, 0), 2, (0, 1), 4)
 
 
 def test_join_timeout_starts_after_the_wait_for_state_holders():
     job = in_doubt()
-    job.passes(FENCE_WAIT_S + JOIN_S / 2, alive="c")
+    job.passes(Timing().fence_wait_s + JOIN_S / 2, alive="c")
     assert job.machine.phase == "regrouping"
     job.join("d")
     able(job, "d")
@@ -43,7 +43,7 @@ def test_join_timeout_starts_after_the_wait_for_state_holders():
 
 def test_join_timeout_is_not_extended_further():
     job = in_doubt()
-    job.passes(FENCE_WAIT_S + JOIN_S + 5.0, alive="c")
+    job.passes(Timing().fence_wait_s + JOIN_S + 5.0, alive="c")
     assert job.persisted[-1].outcome.slug == "rdzv-timeout"
 
 
@@ -55,7 +55,7 @@ def test_join_timeout_starts_after_the_wait_without_any_member_left():
     after.join("c")
     after.passes(5.0, alive="c")
     assert "no node of the last world can be reached" in after.machine.report().reason
-    after.passes(FENCE_WAIT_S + JOIN_S / 2, alive="c")
+    after.passes(Timing().fence_wait_s + JOIN_S / 2, alive="c")
     assert after.machine.phase == "forming"
     after.join("d")
     after.passes(1.0, alive="cd")

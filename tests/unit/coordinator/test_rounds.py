@@ -3,7 +3,7 @@
 import pytest
 from coordinator_driver import job_spec
 
-from elastane.protocol.limits import FENCE_WAIT_S
+from elastane.protocol.limits import Timing
 from elastane.protocol.messages import Assign, Drain, Release, Stop
 from elastane.protocol.model import Fence, JobRecord
 
@@ -166,14 +166,16 @@ def test_a_spare_that_leaves_disturbs_no_worker(pair):
     assert not pair.got("a", Stop)
 
 
-def test_an_unreachable_world_delays_the_next_until_it_must_have_stopped(driver):
-    world_of_a = driver(job_spec(1, 1), store_backed=True)
+@pytest.mark.parametrize("limit_s", [15.0, Timing().isolation_limit_s])
+def test_an_unreachable_world_delays_the_next_until_it_must_have_stopped(driver, limit_s):
+    timing = Timing(isolation_limit_s=limit_s)
+    world_of_a = driver(job_spec(1, 1, timing={"isolation_limit_s": limit_s}), store_backed=True)
     world_of_a.join("a")
     world_of_a.join("spare")
     world_of_a.passes(3.2, alive=["spare"])
     assert world_of_a.phase == "forming"
     assert "may still train" in world_of_a.machine.report().reason
-    world_of_a.passes(FENCE_WAIT_S - 1.0, alive=["spare"])
+    world_of_a.passes(timing.fence_wait_s - 1.0, alive=["spare"])
     assert world_of_a.phase == "forming"
     world_of_a.passes(2.0, alive=["spare"])
     assert world_of_a.ranks() == ["spare"]

@@ -9,7 +9,7 @@ from coordinator_driver import Driver, job_spec
 from elastane.agent.rules import FULL_TEXTS_MAX, SHORT_TEXT_CHARS, Contact, Group
 from elastane.coordinator.rules import invariants, machine
 from elastane.errors import WireError
-from elastane.protocol.limits import FAILURES_MAX
+from elastane.protocol.limits import FAILURES_MAX, Timing
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Drained, Failed, Heartbeat, Succeeded
 from elastane.protocol.model import (
@@ -283,7 +283,7 @@ def test_the_master_is_reached_by_what_other_hosts_see():
 
 
 def test_an_unexpected_answer_proves_nothing_new():
-    contact = Contact(5.0)
+    contact = Contact(5.0, Timing())
     contact.session_started(6.0)
     contact.heartbeat_answered(authority=True)
     assert contact.authority_s == 6.0, "as of the session's begin, and no later"

@@ -11,7 +11,7 @@ from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 from elastane.coordinator.rules import MembershipPhase
 from elastane.errors import JobError
 from elastane.protocol.events import Resized
-from elastane.protocol.limits import FENCE_WAIT_S
+from elastane.protocol.limits import Timing
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Assign,
@@ -70,7 +70,7 @@ def test_joining_workers_wait_while_state_holders_may_train_out_of_sight():
     job = unheard()
     job.join("d")
     able(job, "d")
-    job.passes(FENCE_WAIT_S - 20.0, alive="cd")
+    job.passes(Timing().fence_wait_s - 20.0, alive="cd")
     assert job.machine.phase is MembershipPhase.REGROUPING
     assert Assign not in kinds(job, "c") and Assign not in kinds(job, "d")
     waits = [n.reason for n in job.events if n.kind is EventKind.WAITING]
@@ -205,7 +205,7 @@ def test_a_displaced_node_does_not_rule_out_a_world_it_was_not_in():
     assert "b" not in job.machine._state.roster.nodes
     assert settled(job)[-1] == Fence(3, 0)
     assert job.machine.phase is MembershipPhase.REGROUPING
-    for _ in range(int(2 * FENCE_WAIT_S)):
+    for _ in range(int(2 * Timing().fence_wait_s)):
         job.passes(0.5, alive="d")
         steps(job, "c", met=1)
     assert settled(job)[-1] == Fence(4, 0)  # By now a and b have stopped themselves.
@@ -250,7 +250,7 @@ def test_an_exhausted_budget_ends_the_job_only_if_no_member_may_train_unseen(b_i
     if b_is == "heard":  # Round 2 makes no step without it.
         steps(job, "b")
     elif b_is == "silent":
-        job.passes(FENCE_WAIT_S - 3.0)
+        job.passes(Timing().fence_wait_s - 3.0)
     else:
         held = Holding(assignment=job.assigned["a"], state="running", able=(1,))
         job.join("a", holding=held)
@@ -281,7 +281,7 @@ def test_an_exhausted_budget_waits_for_members_to_come_back(comes):
     if comes:
         job.join("a", holding=before.holding("a", able=(0, 1), in_place=True))
         assert regrouped(job, "a")[3] == 5
-    job.passes(FENCE_WAIT_S - 60.0, alive="abc" if comes else "bc")
+    job.passes(Timing().fence_wait_s - 60.0, alive="abc" if comes else "bc")
     assert any(record.outcome for record in job.persisted) != comes
 
 
@@ -329,7 +329,7 @@ def test_displaced_nodes_continue_under_a_new_coordinator():
         after.assigned[node_id] = first
     after.passes(20.0, alive="bc")
     assert Stop not in kinds(after, "b") + kinds(after, "c")
-    after.passes(FENCE_WAIT_S, alive="bc")  # The node that displaced them may train until then.
+    after.passes(Timing().fence_wait_s, alive="bc")  # The node that displaced them may train.
     assert regrouped(after, "b") == (Fence(3, 0), 0, (0, 1), 2)
 
 

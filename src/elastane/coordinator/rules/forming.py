@@ -10,7 +10,6 @@ from __future__ import annotations
 from elastane.coordinator.rules import ending, next_world, sizing
 from elastane.coordinator.rules.nodes import Place, named
 from elastane.coordinator.rules.state import MembershipPhase, State
-from elastane.protocol.limits import FENCE_WAIT_S
 from elastane.protocol.log_events import EventKind
 
 # More nodes than this are not named while the job waits for others.
@@ -68,7 +67,7 @@ def commit_when_due(state: State) -> bool:
         state.enter(MembershipPhase.RECOVERING, f"{named(holders)} still has its workers")
         return True
     fenced_s = (
-        state.stage.began_s + FENCE_WAIT_S
+        state.stage.began_s + state.spec.timing.fence_wait_s
         if state.term.store_backed and state.worlds.intact
         else 0.0
     )
@@ -105,8 +104,9 @@ def _commit(state: State, why: str) -> bool:
 
 def _explain_wait(state: State) -> None:
     reason = (
-        "no node of the last world can be reached; it may still train where this"
-        " coordinator cannot see it, and stops itself before this wait ends"
+        "no node of the last world can be reached; it may still train where this coordinator"
+        f" cannot see it, and stops itself before this wait of {state.spec.timing.fence_wait_s:g} s"
+        " ends (--rdzv-conf isolation_limit sets it)"
     )
     if state.stage.explain(reason):
         state.log(EventKind.WAITING, reason)

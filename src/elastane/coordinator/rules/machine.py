@@ -92,7 +92,6 @@ from elastane.protocol.events import (
 )
 from elastane.protocol.limits import (
     CLOSE_S,
-    FENCE_WAIT_S,
     HOLDER_GRACE_S,
     REJOIN_GRACE_S,
     STOP_MARGIN_S,
@@ -144,7 +143,7 @@ class Rendezvous:
             CoordinatorTerm(now_s, store_backed, previous_holder, previous_refuses),
             budget,
             Stage(now_s),
-            StateHolders(store_backed),
+            StateHolders(store_backed, spec.timing.fence_wait_s),
             WaitingCapacity(now_s),
             incidents=Incidents.of(record),
         )
@@ -556,9 +555,10 @@ def _regrouping(state: State) -> bool:
 
 def _await_possibly_training(state: State) -> bool:
     """Wait for unreachable state holders: they come back, or stop themselves in time."""
+    wait_s = state.spec.timing.fence_wait_s
     reason = (
         f"{named(state.holders.possibly_training)} may hold the state of the job and train where"
-        f" this coordinator cannot see it; the others wait, {FENCE_WAIT_S:g} s at most"
+        f" this coordinator cannot see it; the others wait, {wait_s:g} s at most"
     )
     if state.stage.reason != reason:
         state.enter(MembershipPhase.REGROUPING, reason)

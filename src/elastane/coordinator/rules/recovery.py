@@ -23,7 +23,7 @@ from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.diagnosis import sighting_text, without_noise
 from elastane.protocol.hangs import HANG_STALL_S, waiting_text
-from elastane.protocol.limits import FENCE_WAIT_S, LOST_PEER_S
+from elastane.protocol.limits import LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Interrupt, Prepare
 from elastane.protocol.model import NO_RANK, Assignment, Failure, Fence, Joining, World
@@ -356,7 +356,7 @@ def _returning_until_s(state: State) -> float:
     lacking = [m for m in members if m.node_id not in state.roster.nodes]
     late_s = 0.0
     if not all(state.owner.is_dead(member.incarnation) for member in lacking):
-        late_s = since_s + FENCE_WAIT_S
+        late_s = since_s + state.spec.timing.fence_wait_s
     return max(state.holders.possibly_training_until_s(), late_s)
 
 

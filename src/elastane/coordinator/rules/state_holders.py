@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from elastane.coordinator.rules.nodes import KnownNode, Place
-from elastane.protocol.limits import FENCE_WAIT_S
 from elastane.protocol.messages import Heartbeat
 from elastane.protocol.model import World
 
@@ -27,6 +26,7 @@ class StateHolders:
     """The nodes outside the current world whose workers hold the state, or may train on."""
 
     store_backed: bool  # without a store, nothing waits for unreachable workers
+    fence_wait_s: float  # by then an unreachable world has stopped itself
     # Unreachable nodes whose workers may still train: since when, and which incarnation.
     possibly_training: dict[str, tuple[float, str]] = field(default_factory=dict)
     # Nodes that hold the state that the current world began with, without a place in it: their
@@ -119,7 +119,7 @@ class StateHolders:
     def possibly_training_until_s(self) -> float:
         """Return until when unreachable workers may train; 0: there are none."""
         since = [since_s for since_s, _ in self.possibly_training.values()]
-        return max(since) + FENCE_WAIT_S if since and self.store_backed else 0.0
+        return max(since) + self.fence_wait_s if since and self.store_backed else 0.0
 
     def wait_until_s(self, members: Iterable[KnownNode], world: World | None) -> float:
         """Return until when only unreachable workers may hold the state; 0: others hold it."""
