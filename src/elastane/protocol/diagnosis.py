@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -70,6 +70,8 @@ _PASSING = re.compile(
     r"\bDist\w*Error|(?<!re)store",
     re.IGNORECASE,
 )
+# Crash sites of the workers of one attempt: enough for an error that names its rank to come again.
+CRASH_SITES_MAX = 16
 # What a shell, or a program that starts another, makes of its SIGKILL: 128 and its number.
 _KILLED_IN_SHELL = 137
 # A process needs this long to end after its program has returned and its sockets were closed, and
@@ -455,6 +457,22 @@ def crash_site(failure: Failure) -> str:
         return ""
     file, line = frames[-1]
     return f"{error[:_HEADLINE_CHARS_MAX]}, {file}:{line}"
+
+
+def crash_sites(cause: Failure, others: Iterable[str]) -> tuple[str, ...]:
+    """Return the crash site of the cause, and those of `others` with its error and line.
+
+    Empty if the cause has none.
+    """
+    site = crash_site(cause)
+    if not site:
+        return ()
+    alike = {other for other in others if _place_of_site(other) == _place_of_site(site)}
+    return tuple(sorted({site, *alike})[:CRASH_SITES_MAX])
+
+
+def _place_of_site(site: str) -> tuple[str, str]:
+    return site.partition(":")[0], site.rpartition(", ")[2]
 
 
 def _own_error(failure: Failure) -> str:

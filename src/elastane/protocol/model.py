@@ -285,10 +285,18 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Crash(msgspec.Struct, frozen=True):
-    """An error of the script itself, and the nodes on which it ended an attempt."""
+    """An error of the script itself, and the nodes on which it ended an attempt.
 
-    site: str
+    `sites`: the error and its place, as each worker told them. An error's text may name the rank.
+    """
+
+    sites: tuple[str, ...]
     nodes: tuple[str, ...]
+
+    def common(self, other: Crash) -> Crash | None:
+        """Return what two crashes have in common; None if they are not the same."""
+        sites = tuple(site for site in self.sites if site in other.sites)
+        return Crash(sites, self.nodes) if sites and self.nodes == other.nodes else None
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from elastane.protocol import limits
 from elastane.protocol.diagnosis import (
     Sighting,
     crash_site,
+    crash_sites,
     exit_text,
     headline,
     is_lost_peer,
@@ -565,6 +566,41 @@ def test_the_same_crash_before_a_step_ends_the_job_at_the_third_time(driver):
     assert job.machine.report().restarts_used == SAME_CRASHES_MAX - 1
 
 
+def names_its_rank(rank):
+    return f"ValueError: device_ids [{rank}] on a CPU"
+
+
+def two_crash(job, first):
+    """Let both workers of a node crash by an error that names their rank, one of them `first`."""
+    found = [
+        crash(names_its_rank(rank=each), pid=10 + each, local_rank=each, rank=each)
+        for each in (0, 1)
+    ]
+    found[first] = replace(found[first], age_s=0.1)
+    job.says("a", Failed(fence=job.assigned["a"].fence, failures=tuple(found)))
+    job.stops("a")
+    while job.phase == "forming":
+        job.passes(0.1, alive="a")
+
+
+def test_the_same_crash_of_all_workers_counts_whichever_of_them_reports_it_first(driver):
+    job = driver(job_spec(1, 1, restarts=100))
+    job.join("a")
+    for attempt in range(SAME_CRASHES_MAX):
+        assert job.phase == "running"
+        two_crash(job, first=attempt % 2)
+    assert "3 attempts in a row" in job.persisted[-1].outcome.reason
+    assert names_its_rank(0) in job.persisted[-1].outcome.reason
+
+
+def test_errors_of_other_lines_are_not_the_same_crash():
+    own = "ValueError: nan at step 12, /job/train.py:2"
+    others = ["ValueError: nan at step 12, /job/train.py:9", "KeyError: 3, /job/train.py:2"]
+    found = crash_sites(crash("ValueError: nan at step 12"), others)
+    assert found == (own,)
+    assert crash_sites(crash("ConnectionResetError: x"), others) == ()
+
+
 REFUSED = "elastane.errors.ConfigurationError: new_group([0]): not possible [in-place-refused]"
 
 
@@ -639,12 +675,12 @@ def test_a_new_coordinator_continues_the_count_of_the_same_crash_and_of_quick_fa
 def test_the_same_crash_on_other_nodes_starts_a_new_count():
     budget = RestartBudget(allowed=100)
     for nodes in (("a", "b"), ("a", "b"), ("a", "c"), ("a", "c")):
-        assert budget.charge(1.0, Timing(), Crash("ValueError: x", nodes)).restart
-    assert not budget.charge(1.0, Timing(), Crash("ValueError: x", ("a", "c"))).restart
+        assert budget.charge(1.0, Timing(), Crash(("ValueError: x",), nodes)).restart
+    assert not budget.charge(1.0, Timing(), Crash(("ValueError: x",), ("a", "c"))).restart
 
 
 def test_a_failure_of_another_kind_breaks_the_row_of_the_same_crash():
-    budget, same = RestartBudget(allowed=100), Crash("ValueError: x", ("a",))
+    budget, same = RestartBudget(allowed=100), Crash(("ValueError: x",), ("a",))
     for crash_or_none in (same, same, None, same, same):
         assert budget.charge(1.0, Timing(), crash_or_none).restart
     assert not budget.charge(1.0, Timing(), same).restart

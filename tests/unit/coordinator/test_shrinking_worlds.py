@@ -2,8 +2,10 @@
 
 from coordinator_driver import Driver, job_spec
 from test_in_place_recovery import able, dies, kinds, regrouped
+from test_restarts import crash
 
 from elastane.coordinator.rules import growth
+from elastane.coordinator.rules.incident import SAME_CRASHES_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Assign,
@@ -11,6 +13,7 @@ from elastane.protocol.messages import (
     Checkpointed,
     Drain,
     DrainTarget,
+    Failed,
     Interrupt,
     Prepare,
     Stop,
@@ -81,6 +84,22 @@ def test_too_few_survivors_restart_at_once():
     assert restart.reason.endswith(
         "3 workers of at least 4 left; a smaller --min-workers lets them continue"
     )
+
+
+def test_workers_that_crash_one_after_the_other_before_a_step_are_one_crash_of_the_script():
+    job = shrinking(low=1, high=1, nodes="a", min_workers=1, restarts=100)
+    for attempt in range(SAME_CRASHES_MAX):
+        assert job.persisted[-1].outcome is None
+        # The text names the rank, and another worker is the last one in each attempt.
+        for local_rank in ((0, 1), (1, 0))[attempt % 2]:
+            crashed = crash(f"ValueError: of rank {local_rank}", local_rank=local_rank)
+            job.says("a", Failed(fence=job.assigned["a"].fence, failures=(crashed,)))
+        job.stops("a")
+        job.passes(1.0, alive="a")
+        if attempt < SAME_CRASHES_MAX - 1:
+            able(job, "a", joining=Joining.NEVER)
+    assert "3 attempts in a row" in job.persisted[-1].outcome.reason
+    assert job.persisted[-1].restarts_used == SAME_CRASHES_MAX - 1
 
 
 def shrunk(**more):

@@ -17,6 +17,7 @@ from elastane.protocol.diagnosis import (
     Sighting,
     after_mismatch,
     crash_site,
+    crash_sites,
     exhausted,
     exit_text,
     failure_text,
@@ -178,9 +179,11 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
     cause = _root_cause(state, incident, state.world.fence)
     crash, refused = None, ""
     if kind is EventKind.RESTART and cause.failure is not None:
-        site, refused = crash_site(cause.failure), refusal(cause.failure)
+        refused = refusal(cause.failure)
+        own = (crash_site(one.failure) for one in _sightings(state, incident, cause))
+        sites = crash_sites(cause.failure, {*own, *state.incidents.crash_sites})
         nodes = tuple(sorted(member.node_id for member in state.world.members))
-        crash = Crash(site, nodes) if site else None
+        crash = Crash(sites, nodes) if sites else None
     lived_s = incident.at_s - state.worlds.began_s
     # A world may be charged for several incidents of workers without a place, which do not end it.
     is_of_world = incident is state.incidents.current

@@ -14,8 +14,10 @@ import msgspec
 
 from elastane.protocol.culprits import Reports
 from elastane.protocol.diagnosis import (
+    CRASH_SITES_MAX,
     Sighting,
     asks_restart,
+    crash_site,
     find_return,
     has_other_mesh,
     is_lost_peer,
@@ -226,7 +228,7 @@ class RestartBudget(msgspec.Struct, kw_only=True):
         if self.crash is not None and self.crashes >= SAME_CRASHES_MAX:
             reason = (
                 f"{self.crashes} attempts in a row failed before their first step with the same"
-                f" error at the same place ({self.crash.site}), so no other one is started;"
+                f" error at the same place ({self.crash.sites[0]}), so no other one is started;"
                 " --rdzv-conf same_crash=0 restarts all the same"
             )
             return BudgetVerdict(restart=False, delay_s=0.0, reason=reason)
@@ -237,9 +239,9 @@ class RestartBudget(msgspec.Struct, kw_only=True):
         return msgspec.structs.replace(verdict, reason=verdict.reason + verdict.pause)
 
     def _count_crash(self, crash: Crash | None) -> None:
-        same = crash is not None and crash == self.crash
-        self.crashes = self.crashes + 1 if same else int(crash is not None)
-        self.crash = crash
+        same = crash.common(self.crash) if crash is not None and self.crash is not None else None
+        self.crashes = self.crashes + 1 if same is not None else int(crash is not None)
+        self.crash = same or crash
 
     def _delay_s(self) -> float:
         if self.quick_failures < 2:
@@ -337,6 +339,7 @@ class Incidents:
     explains: EndedWorld | None = None  # the same since all workers started
     has_lost: bool = False  # one since all workers started lost a worker or a node
     is_settled: bool = False  # the last change of the world was charged, or cost nothing
+    crash_sites: tuple[str, ...] = ()  # of workers that failed since all workers started
     unpaid: Incident | None = None  # the one whose replacements exceed the budget
     # The workers of this world whose programs have returned, by node id and local rank, ...
     _returned: dict[tuple[str, int], Sighting] = field(default_factory=dict)
@@ -403,6 +406,7 @@ class Incidents:
                 has_cause = self.current.own_causes and not self.current.departed
                 failures = self.current.sightings if has_cause else ()
                 self.explains = EndedWorld(why, failures, fence, self.current.blame)
+            self._note_crashes(self.current)
             if self.current.own_causes or self.current.departed:
                 self.has_lost = True
                 self.is_settled = self.current.charged or bool(self.current.departed)
@@ -410,8 +414,13 @@ class Incidents:
                 self.is_settled = True
         self.current = None
 
+    def _note_crashes(self, incident: Incident) -> None:
+        sites = {crash_site(one.failure) for one in incident.sightings} - {""}
+        self.crash_sites = tuple(sorted({*self.crash_sites, *sites})[:CRASH_SITES_MAX])
+
     def start_afresh(self) -> None:
         """Record that all workers start again, from the checkpoint."""
+        self.crash_sites = ()
         self.has_lost = self.is_settled = False
         self.explains = None
 
