@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ sys.path.insert(0, str(SCRIPTS))
 from drawn_program import (  # noqa: E402
     Joining,
     Program,
+    Sharding,
     Stepping,
     batch_of,
     evaluation_set,
@@ -79,14 +80,16 @@ def run_job(
     words = [str(SCRIPTS / script), str(records), str(program.seed)]
     if nodes > 1:
         options |= {"rdzv_backend": "file", "rdzv_endpoint": str(folder / "store")}
+    is_sharded = isinstance(program, Sharding)
+    words += ["outside"] * bool(faults) + ["sharded"] * is_sharded
     with LocalCluster(
-        [*words, "outside"] if faults else words,
+        words,
         folder=folder / "c",
         nnodes=f"1:{nodes}" if nodes > 1 else "1",
         nproc_per_node=-(-program.workers // nodes),
         min_workers=1,
         max_restarts=20,
-        preload=PRELOAD_COMPILER,
+        preload=f"{PRELOAD_COMPILER},torch.distributed.fsdp" if is_sharded else PRELOAD_COMPILER,
         **{"in_place": True, "ranks_may_change": program.may_change, **options},
     ) as cluster:
         for name in "ab"[:nodes]:
@@ -126,18 +129,25 @@ def check_equal(one: object, other: object, what: str) -> None:
 
 def check_update(program: Program | Joining, before: dict, record: dict, what: str) -> None:
     """Assert that the recorded gradients make the recorded weights of those before."""
+    grads = record["evaluations"][-1]["grads"] if "evaluations" in record else record["grads"]
+    for name, parameter in updated(program, before, grads)["model"].items():
+        assert torch.allclose(parameter, record["model"][name], **NEAR), f"{what}: {name}"
+
+
+def updated(
+    program: Program | Joining, before: dict, grads: Sequence[torch.Tensor | None]
+) -> dict[str, dict]:
+    """Return the parameters that an update makes of a state and gradients, and the optimizer's."""
     model = model_of(program)
     model.load_state_dict(before["model"])
     optimizer = optimizer_of(program, model)
     optimizer.load_state_dict(before["optimizer"])
-    grads = record["evaluations"][-1]["grads"] if "evaluations" in record else record["grads"]
     for parameter, grad in zip(model.parameters(), grads, strict=True):
         parameter.grad = None if grad is None else grad.clone()
     if program.clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
     optimizer.step()
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter, record["model"][name], **NEAR), f"{what}: {name}"
+    return {"model": dict(model.named_parameters()), "optimizer": optimizer.state_dict()}
 
 
 def check_lbfgs(program: Joining, before: dict, record: dict, what: str) -> None:
@@ -537,7 +547,7 @@ class Steps:
             if not final:
                 unknown.add(epoch)
             for value in self.values[step] if not self.program.batch_norm else ():
-                self._check_value(value, worlds)
+                self._check_value(value, [self.weights(step, ends) for ends in worlds])
         assert {*self.made} == {*range(max(self.made) + 1)}, "steps are missing"
         for epoch in {*range(self.program.epochs)} - unknown:
             wrong = {n: used[epoch][n] for n in range(self.program.samples) if used[epoch][n] != 1}
@@ -577,7 +587,12 @@ class Steps:
             order = Permutation(program.samples, program.seed, epoch)
             places = range(number * program.batch, program.samples)[: program.batch]
             batch = [*map(order.at, places)]
-        return MadeStep(program, step, ends, lost).check(batch)
+        return self._check_made(step, ends, lost, batch)
+
+    def _check_made(
+        self, step: int, ends: list[dict], lost: list[dict], batch: list[int] | None
+    ) -> list[int]:
+        return MadeStep(self.program, step, ends, lost).check(batch)
 
     def _check_follows(self, step: int) -> None:
         """Each worker begins a step with what some worker had after the one before it."""
@@ -593,12 +608,22 @@ class Steps:
         model = model_of(self.program)
         return state_of(model, optimizer_of(self.program, model))
 
-    def _check_value(self, value: float, worlds: list[list[dict]]) -> None:
+    def weights(self, step: int, ends: list[dict]) -> dict[str, torch.Tensor]:
+        """Return the weights after a step that one world has made."""
+        weights: dict[str, torch.Tensor] = ends[0]["model"]
+        return weights
+
+    def final(self) -> dict[str, torch.Tensor]:
+        """Return the weights after the last step."""
+        last = max(self.made)
+        return self.weights(last, self._worlds(last)[-1])
+
+    def _check_value(self, value: float, weights: list[dict[str, torch.Tensor]]) -> None:
         inputs, labels = evaluation_set(self.program)
         found = []
-        for ends in worlds:
+        for each in weights:
             model = model_of(self.program)
-            model.load_state_dict(ends[0]["model"])
+            model.load_state_dict(each)
             with torch.no_grad():
                 found.append(torch.nn.functional.cross_entropy(model(inputs), labels).item())
         assert any(abs(each - value) < 1e-9 for each in found), (value, found)
@@ -613,13 +638,12 @@ def _is_equal(one: dict, other: dict) -> bool:
     return True
 
 
-def check_steps(program: Stepping, job: DrawnJob) -> str:
+def check_steps(program: Stepping, job: DrawnJob, of: type[Steps] = Steps) -> str:
     """Check all steps of a job of drawn_steps.py; return its counts in words."""
     restarts = job.restarts + job.restarts_of_all
-    steps = Steps(program, job.records)
+    steps = of(program, job.records)
     steps.check()
-    ends = {each["fence"]: each for each in steps.made[max(steps.made)].values()}
-    check_equal(job.final, ends[max(ends)]["model"], "the final weights")
+    check_equal(job.final, steps.final(), "the final weights")
     joined = len({own for each in steps.made.values() for own in each}) - program.workers
     counts = f"{job.deaths} deaths, {restarts} restarts, {joined} joined, {job.faults}"
     again = ", began again" if steps.began_again else ""

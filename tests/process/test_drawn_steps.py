@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from drawn_checks import JOINS, check_steps, play_seeds, run_job
 from drawn_faults import faults_of
-from drawn_program import Stepping
+from drawn_program import Sharding, Stepping
+from drawn_shards import ShardedSteps
 
 _FIRST_STEPS = 20
 
@@ -39,8 +40,38 @@ def outside(seed: int, folder: Path) -> str:
     return check_steps(program, job)
 
 
+def sharded(seed: int, folder: Path) -> str:
+    """Run a program with fully_shard() whose workers die at drawn places, and check all steps."""
+    program = Sharding.drawn(seed)
+    job = run_job("drawn_steps.py", program, folder, in_place=False, rdzv_conf=JOINS)
+    return check_steps(program, job, ShardedSteps)
+
+
+def sharded_outside(seed: int, folder: Path) -> str:
+    """Run a program on two nodes, each a replica, that are stopped and killed from outside."""
+    program, faults = Sharding.of_nodes(seed), faults_of(seed, _FIRST_STEPS, nodes=True)
+    job = run_job(
+        "drawn_steps.py",
+        program,
+        folder,
+        faults=faults,
+        nodes=2,
+        in_place=False,
+        rdzv_conf=JOINS,
+    )
+    return check_steps(program, job, ShardedSteps)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("play", [inside, outside])
-def test_each_step_of_drawn_loops_is_right_as_workers_are_lost_and_join(tmp_path, play):
-    play_seeds(play, Stepping.drawn, tmp_path)
+@pytest.mark.parametrize(
+    ("play", "drawn"),
+    [
+        (inside, Stepping.drawn),
+        (outside, Stepping.drawn),
+        (sharded, Sharding.drawn),
+        (sharded_outside, Sharding.of_nodes),
+    ],
+)
+def test_each_step_of_drawn_loops_is_right_as_workers_are_lost_and_join(tmp_path, play, drawn):
+    play_seeds(play, drawn, tmp_path)

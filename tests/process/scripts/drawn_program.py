@@ -333,6 +333,50 @@ class Stepping(Joining):
         return cls(**{**vars(base), **more})
 
 
+@dataclass(frozen=True)
+class Sharding(Stepping):
+    """A training script with `job.steps()` and `fully_shard()`.
+
+    `shard`: the number of workers of a replica. `quiet`: what the passes before the last one of a
+    step leave out, "gradient_sync", "all_reduce" (of a reduced shard) or "" for nothing.
+    """
+
+    shard: int = 2
+    quiet: str = ""
+
+    @classmethod
+    def drawn(cls, seed: int) -> Sharding:
+        """Draw a program whose workers are on one node; the same seed gives the same one."""
+        draw = random.Random(f"shards {seed}")
+        base = Stepping.drawn(seed)
+        workers = draw.choice((4, 4, 6))
+        shard = draw.choice((workers // 2, workers // 2, workers // 2, workers))
+        more = {
+            "workers": workers,
+            "shard": shard,
+            "quiet": draw.choice(("", "gradient_sync", "all_reduce")),
+            "batch_norm": False,
+            "stream": False,
+            "no_sync": False,
+            "verify": 0,
+            "optimizer": "Adam" if base.optimizer == "LBFGS" else base.optimizer,
+            "deaths": tuple(replace(each, rank=draw.randrange(workers)) for each in base.deaths),
+        }
+        return cls(**{**vars(base), **more})
+
+    @classmethod
+    def of_nodes(cls, seed: int) -> Sharding:
+        """Draw a program of which each of two nodes has a replica."""
+        program = cls.drawn(seed)
+        return replace(program, shard=program.workers // 2, deaths=(), all_die=0)
+
+
+def part_of(whole: torch.Tensor, shard: int, shards: int) -> torch.Tensor:
+    """Return the part of a tensor that `fully_shard()` gives to a shard."""
+    parts = whole.chunk(shards) if whole.dim() else [whole] * shards
+    return parts[shard] if shard < len(parts) else whole[:0]
+
+
 def deaths_at(folder: Path, deaths: tuple[Death, ...], rank: int, step: int, place: str) -> None:
     """Die here if one of these deaths says so, and has not happened."""
     for number, death in enumerate(deaths):

@@ -1,7 +1,7 @@
 """Run the training program of a seed as a loop of `job.steps()`, and record each step.
 
-Usage: drawn_steps.py FOLDER SEED [outside]. Each process writes FOLDER/PID/N.begin before each
-backward pass of its step N, and FOLDER/PID/N.pt after it has committed the step. With a
+Usage: drawn_steps.py FOLDER SEED [outside] [sharded]. Each process writes FOLDER/PID/N.begin before
+each backward pass of its step N, and FOLDER/PID/N.pt after it has committed the step. With a
 Checkpointer it writes N.saved after it has offered N steps to it, and N.restored if it has restored
 N steps. Each death happens once: its file in FOLDER says so.
 """
@@ -9,7 +9,6 @@ N steps. Each death happens once: its file in FOLDER says so.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from drawn_program import (
     Pair,
+    Sharding,
     Stepping,
     deaths_at,
     die_once,
@@ -27,13 +27,30 @@ from drawn_program import (
     optimizer_of,
     uses_other,
 )
-from drawn_training import evaluate, extra, loader_of, record, state_of, wrapped
+from drawn_training import (
+    evaluate,
+    extra,
+    held,
+    loader_of,
+    own_part,
+    record,
+    state_of,
+    wrapped,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import elastane
 
-FOLDER, PROGRAM = Path(sys.argv[1]), Stepping.drawn(int(sys.argv[2]))
-if sys.argv[3:]:
-    PROGRAM = replace(PROGRAM, deaths=(), all_die=0)
+FOLDER, SEED = Path(sys.argv[1]), int(sys.argv[2])
+OUTSIDE, SHARDED = (word in sys.argv[3:] for word in ("outside", "sharded"))
+PROGRAM: Stepping
+if SHARDED:
+    PROGRAM = Sharding.of_nodes(SEED) if OUTSIDE else Sharding.drawn(SEED)
+else:
+    PROGRAM = Stepping.drawn(SEED)
+    PROGRAM = replace(PROGRAM, deaths=(), all_die=0) if OUTSIDE else PROGRAM
 OWN = FOLDER / str(os.getpid())
 
 
@@ -50,11 +67,14 @@ class Body:
 
     def __init__(self, job: elastane.Job) -> None:
         self.model = model_of(PROGRAM)
+        self._mesh = sharded(self.model, job) if SHARDED else None
         self.optimizer = optimizer_of(PROGRAM, self.model)
         pair = isinstance(self.optimizer, Pair)
         self._parts = self.optimizer.parts if pair else [self.optimizer]
         self._schedules = [torch.optim.lr_scheduler.StepLR(part, 7, 0.9) for part in self._parts]
-        self._trained = wrapped(PROGRAM, self.model, job.process_group)
+        self._trained: torch.nn.Module = self.model
+        if self._mesh is None:
+            self._trained = wrapped(PROGRAM, self.model, job.process_group)
         self.job, self._found = job, {}
         named = {f"optimizer{n}": each for n, each in enumerate(self._parts)}
         named |= {f"schedule{n}": each for n, each in enumerate(self._schedules)}
@@ -66,6 +86,7 @@ class Body:
         world = {
             "fence": (self.job.fence.round, self.job.fence.attempt),
             "world": self.job.world_size,
+            "shard": self._mesh.get_local_rank("shard") if self._mesh is not None else 0,
         }
         self._found = {"before": before, "evaluations": [], **world}
         if PROGRAM.closure:
@@ -84,18 +105,20 @@ class Body:
     def _gradients(self, step: elastane.Step) -> torch.Tensor:
         """Compute the gradient at the current weights; return the mean loss of all workers."""
         self.optimizer.zero_grad()
-        model = copy.deepcopy(self.model.state_dict())
-        evaluation = {"before": {"model": model}, "passes": []}
+        evaluation = {"before": {"model": held(self.model.state_dict())}, "passes": []}
         self._found["evaluations"].append(evaluation)
         total = torch.zeros((), dtype=torch.float64)
         for micro, batch in enumerate(step.batches):
-            quiet = PROGRAM.no_sync and micro < PROGRAM.micro - 1
+            is_last = micro == PROGRAM.micro - 1
+            if isinstance(PROGRAM, Sharding) and PROGRAM.quiet:
+                getattr(self.model, f"set_requires_{PROGRAM.quiet}")(is_last)
+            quiet = PROGRAM.no_sync and not is_last
             with self._trained.no_sync() if quiet else contextlib.nullcontext():
-                loss = self._backward(step, batch, is_last=micro == PROGRAM.micro - 1)
+                loss = self._backward(step, batch, is_last=is_last)
             total += loss.detach() * step.weight / dist.get_world_size()
         self._passed(step, "reduced")
         parameters = [*self.model.parameters()]
-        grads = [None if p.grad is None else p.grad.clone() for p in parameters]
+        grads = [None if p.grad is None else own_part(p.grad).clone() for p in parameters]
         if PROGRAM.clip:
             torch.nn.utils.clip_grad_norm_(parameters, 0.3)
         if PROGRAM.optimizer == "LBFGS":  # It decides by the loss when to stop.
@@ -145,6 +168,23 @@ class Body:
         return value
 
 
+def sharded(model: torch.nn.Module, job: elastane.Job) -> DeviceMesh:
+    """Shard a model over the replicas of a job; return their mesh."""
+    assert isinstance(PROGRAM, Sharding)
+    mesh = job.device_mesh(shard=PROGRAM.shard)
+    for layer in model.children():
+        if [*layer.parameters()]:
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return mesh
+
+
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights of a model, whole if it is sharded; called by all workers together."""
+    state = model.state_dict().items()
+    return {n: each.full_tensor() if isinstance(each, DTensor) else each for n, each in state}
+
+
 def checkpointer_of(job: elastane.Job) -> elastane.Checkpointer | None:
     """Return what saves the job, which goes on at its newest save; None if nothing does."""
     if not PROGRAM.saves:
@@ -182,8 +222,9 @@ def main() -> None:
                     record(OWN, f"{step.number}.value", value=value)
         if checkpointer is not None:
             checkpointer.wait()
+        final = job.retry(whole_weights, body.model)
         if job.rank == 0:
-            torch.save(body.model.state_dict(), FOLDER / "final.pt")
+            torch.save(final, FOLDER / "final.pt")
 
 
 main()

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from drawn_program import Joining, Pair, evaluation_set, training_set
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastane
@@ -26,8 +28,17 @@ def record(own: Path, name: str, **what: object) -> None:
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Pair) -> dict[str, object]:
     """Return a copy of the state of both."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    return copy.deepcopy(state)
+    return held({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def held(state: Any) -> Any:
+    """Return a copy of a state; of a sharded tensor it has the part of this worker."""
+    return copy.deepcopy(tree_map(own_part, state))
+
+
+def own_part(leaf: Any) -> Any:
+    """Return the part of a sharded tensor that this worker holds; anything else as it is."""
+    return leaf.detach().to_local() if isinstance(leaf, DTensor) else leaf
 
 
 def loader_of(program: Joining) -> Any:
