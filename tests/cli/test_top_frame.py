@@ -92,6 +92,19 @@ def picture(*events, now=500, report=None, **facts):
     return Picture(sections_of(view, source, account), view, BEGUN_S + now)
 
 
+def test_of_a_job_whose_agents_were_killed_and_started_again_the_new_run_is_shown():
+    again = [
+        *(event("agent-started", node, **at(500)) for node in NODES[:2]),
+        event("coordinator-started", "node-b", **at(501)),
+        settled(1, " ".join(NODES[:2]), 8, nodes=2, **at(502)),
+        *workers_of(1, 504, NODES[:2]),
+        event("progress", "node-a", round=1, attempt=0, steps=30, **at(520)),
+    ]
+    said = text(picture(*begun(), *killed(), *again, now=520))
+    assert "8 workers on 2 nodes   20 s   round 1, attempt 0   run 2" in said
+    assert "0 faults" in said and "node-c" not in said and "step 30 " in said
+
+
 def test_the_last_logged_scalars_are_on_one_line():
     curves = [
         ScalarCurve(name="loss", steps=[10, 20], values=[2.5, 0.251234]),

@@ -12,7 +12,7 @@ import time
 import pytest
 from chromium import MISSING, PROGRAM, Browser
 from shown_job import write_job
-from view_events import event
+from view_events import event, settled, started
 
 from elastane.observe.events import encode_line
 
@@ -244,3 +244,31 @@ def test_the_page_follows_the_job_without_a_reload(served):
 
     shutil.copytree(job, job.parent / "moving")
     assert seen(f"{url}?job=moving", look) == 1
+
+
+def test_the_page_shows_another_run_of_the_job_and_nothing_that_was_chosen_of_the_last(served):
+    """Its agents were killed, so that the log has no end of the run before."""
+    url, job = served
+    nodes, again = ("node-a", "node-f"), job.parent / "again"
+
+    async def look(page):
+        await page.until("document.getElementById('incident-body').innerText.includes('node-d')")
+        now_s = time.time()
+        with (again / "events.h.jsonl").open("ab") as file:
+            for node in nodes:
+                file.write(encode_line(event("agent-started", node, time_s=now_s)))
+            file.write(encode_line(event("coordinator-started", "node-f", time_s=now_s)))
+            file.write(encode_line(settled(1, " ".join(nodes), 8, time_s=now_s)))
+            for node in nodes:
+                at = {"round": 1, "attempt": 0, "time_s": now_s}
+                file.write(encode_line(started(node, 1, 2, 3, 4, **at)))
+        await page.until("document.getElementById('about').innerText.includes('run 2')")
+        await page.until("document.getElementById('incident-head').innerText === 'Incidents'")
+        parts = ("answers", "nodes", "incident-body")
+        texts = [await page.run(f"document.getElementById('{one}').innerText") for one in parts]
+        return *texts, await page.run("location.search")
+
+    shutil.copytree(job, again)
+    answers, shown, incident, address = seen(f"{url}?job=again&incident=2&from=1&to=2", look)
+    assert "8 of 8 workers" in answers and "node-d" not in shown and "node-f" in shown
+    assert incident == "No incident so far." and address == "?job=again"

@@ -200,6 +200,8 @@ def _state(picture: Picture, width: int) -> Text:
         more.append(duration(max(0.0, until_s - job.started_s)))
     if job.round is not None:
         more.append(f"round {job.round}, attempt {job.attempt}")
+    if job.run > 1:
+        more.append(f"run {job.run}")
     return _joined(text, [Text(part) for part in more], width)
 
 

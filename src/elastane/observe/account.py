@@ -203,7 +203,8 @@ class Accountant:
     def add(self, event: LoggedEvent, view: JobView | IncidentTrack) -> None:
         """Add an event; `view` is the view after it, with its run and its incident."""
         if self._machine is None or view.run != self._run:
-            self._machine = _Machine(event.time_s)
+            begun_s = event.time_s if view.started_s is None else view.started_s
+            self._machine = _Machine(begun_s)
             self._run = view.run
         self._machine.add(event, view.incidents.belongs_to)
 

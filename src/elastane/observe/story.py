@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from elastane.observe.events import TIME_MAX_S, LoggedEvent, iso_time
+from elastane.observe.runs import RunTrack
 from elastane.protocol.log_events import MEASURED, EventKind
 from elastane.protocol.model import NO_RANK
 
@@ -367,55 +368,21 @@ _OF_JOB: dict[str, Callable[[JobStory, LoggedEvent], None]] = {
 }
 
 
-class _RunWatch:
-    """Finds where another run begins under the name of one that has ended, or was killed.
-
-    A run that was killed has no end in the log; the next one settles the same worlds again. So does
-    a new coordinator without a store, if the one before was lost as it settled a world. Then some
-    of the world's agents were here before that.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._started: dict[str, int] = {}  # by node: when its agent started, in events so far
-        self._settled: dict[tuple[int, int], int] = {}  # by fence, the same
-
-    def begins(self, event: LoggedEvent, *, is_over: bool) -> bool:
-        """Whether this event is the first of another run; `is_over`: the last one has ended."""
-        self._count += 1
-        if event.kind == EventKind.AGENT_STARTED:
-            self._started[event.node] = self._count
-        if event.kind == EventKind.COORDINATOR_STARTED:
-            if is_over:
-                self._settled.clear()
-            return is_over
-        if event.kind != EventKind.ROUND_SETTLED or event.round is None or event.attempt is None:
-            return False
-        fence = event.round, event.attempt
-        before = self._settled.get(fence)
-        is_other = before is not None and not any(
-            self._started.get(node, self._count) < before for node in event.text("members").split()
-        )
-        if is_other:
-            self._settled.clear()
-        self._settled[fence] = self._count
-        return is_other
-
-
 def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     """Return the story of the newest run in the events, which may come in any order of hosts."""
     story = JobStory(job=job, log_dir=log_dir)
     table: dict[tuple[int, int], AttemptStory] = {}
     began_s: dict[tuple[int, int], float] = {}
     here: set[tuple[str, int]] = set()
-    runs = _RunWatch()
+    runs = RunTrack()
     event: LoggedEvent | None = None
     for event in events:
         # Most events of a long job are step counts, and a story has only the last one.
         is_count = event.kind in MEASURED
         if is_count and (event.round, event.attempt) in table:
             continue
-        if runs.begins(event, is_over=bool(story.ended)):
+        runs, is_first = runs.after(event, is_over=bool(story.ended))
+        if is_first:
             story = JobStory(job=job, log_dir=log_dir, earlier_runs=story.earlier_runs + 1)
             table, began_s = {}, {}
         story.add(event, here)

@@ -13,6 +13,7 @@ import msgspec
 
 from elastane.observe.events import TIME_MAX_S, LoggedEvent, described
 from elastane.observe.incidents import IncidentHistory, after_incident_event
+from elastane.observe.runs import RunTrack
 from elastane.protocol.log_events import MEASURED, EventKind
 from elastane.protocol.unreadable import UNREADABLE
 
@@ -227,6 +228,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str = ""
     run: int = 1
+    runs: RunTrack = RunTrack()
     started_s: float | None = None
     last_s: float | None = None
     nodes: dict[str, NodeView] = {}
@@ -282,8 +284,9 @@ def after_event(view: JobView, event: LoggedEvent) -> JobView:
     if not 0.0 <= event.time_s <= TIME_MAX_S:
         return view
     kind = _KINDS.get(event.kind)
-    if kind is EventKind.COORDINATOR_STARTED and view.end is not None:
-        view = _next_run(view)
+    runs, begins = view.runs.after(event, is_over=view.end is not None)
+    if begins:
+        view = _next_run(view, event)
     node = view.node(event.node)
     incidents = msgspec.structs.replace(view.incidents, belongs_to=0)
     if view.end is None:
@@ -291,6 +294,7 @@ def after_event(view: JobView, event: LoggedEvent) -> JobView:
     view = msgspec.structs.replace(
         view,
         job=event.job or view.job,
+        runs=runs,
         started_s=event.time_s if view.started_s is None else view.started_s,
         last_s=max(event.time_s, view.last_s or 0.0),
         incidents=incidents,
@@ -314,8 +318,10 @@ class IncidentTrack:
 
     def __init__(self) -> None:
         self.run = 1
+        self.started_s: float | None = None
         self.incidents = IncidentHistory()
         self.stragglers: dict[int, StragglerView] = {}
+        self._runs = RunTrack()
         self._states: dict[str, str] = {}  # of each node, the one that changed last at the end
         self._is_over = False
 
@@ -324,8 +330,13 @@ class IncidentTrack:
         kind = _KINDS.get(event.kind)
         if kind is None or not 0.0 <= event.time_s <= TIME_MAX_S:
             return
+        before = self._runs
+        self._runs, begins = before.after(event, is_over=self._is_over)
+        if begins:
+            self._begin_run(before, event)
+        if self.started_s is None:
+            self.started_s = event.time_s
         if kind is EventKind.COORDINATOR_STARTED:
-            self._begin_run()
             self._states.setdefault(event.node, "starting")
         state = self._states.get(event.node)
         if self.incidents.belongs_to:
@@ -337,11 +348,14 @@ class IncidentTrack:
         self._is_over = self._is_over or kind is EventKind.JOB_ENDED
         self.stragglers = {} if self._is_over else after_straggler_event(self.stragglers, event)
 
-    def _begin_run(self) -> None:
-        """Begin another job under the same name, if the one before has ended."""
-        if self._is_over:
-            self._states = {name: one for name, one in self._states.items() if one == "starting"}
-            self.run, self.incidents, self._is_over = self.run + 1, IncidentHistory(), False
+    def _begin_run(self, before: RunTrack, event: LoggedEvent) -> None:
+        """Begin another run under the same name; `before`: the track before its first event."""
+        here = before.newer()
+        self._states = {
+            name: one for name, one in self._states.items() if name in here and one not in _ENDED
+        }
+        self.started_s = _begun_s(before, event)
+        self.run, self.incidents, self._is_over = self.run + 1, IncidentHistory(), False
 
     def _set(self, name: str, state: str) -> None:
         if self._states.get(name) == state:
@@ -472,10 +486,20 @@ def _tone(node: NodeView | None, kind: EventKind | None, event: LoggedEvent) -> 
     return TONES.get(kind, "plain") if kind else "plain"
 
 
-def _next_run(view: JobView) -> JobView:
-    """Return the view of another job that begins under the same name."""
-    nodes = {name: node for name, node in view.nodes.items() if node.state == "starting"}
-    return JobView(job=view.job, run=view.run + 1, nodes=nodes)
+def _next_run(view: JobView, event: LoggedEvent) -> JobView:
+    """Return the view of another run under the same name, which begins with the event."""
+    here = view.runs.newer()
+    nodes = {
+        name: node for name, node in view.nodes.items() if name in here and node.state not in _ENDED
+    }
+    started_s = _begun_s(view.runs, event)
+    return JobView(job=view.job, run=view.run + 1, nodes=nodes, started_s=started_s)
+
+
+def _begun_s(before: RunTrack, event: LoggedEvent) -> float:
+    """Return since when a run lasts whose first event this is: the start of its first agent."""
+    started_s = before.newer_s()
+    return event.time_s if started_s is None else min(started_s, event.time_s)
 
 
 def _next_node(

@@ -384,7 +384,8 @@ def test_only_the_cause_shows_its_traceback_and_no_line_that_only_marks_another(
 
 def ran(at_s, *, ends=True):
     """Return the events of a run whose one attempt ended with an error."""
-    begun = event(at_s, EventKind.COORDINATOR_STARTED, fence=None), settled(at_s + 1)
+    agents = [event(at_s, EventKind.AGENT_STARTED, node=node, fence=None) for node in "abc"]
+    begun = *agents, event(at_s, EventKind.COORDINATOR_STARTED, fence=None), settled(at_s + 1)
     ended = event(at_s + 3, EventKind.JOB_ENDED, "too many restarts", ok=False, exit_code=1)
     return [*begun, exited(at_s + 2, 0, message=f"of {at_s}"), *([ended] if ends else [])]
 

@@ -7,6 +7,7 @@ from view_events import event, exited, play, settled, started
 from elastane.observe.account import TimeCause, account_of
 from elastane.observe.incidents import DID_MAX, EVIDENCE_MAX
 from elastane.observe.needs import needs_of
+from elastane.observe.view import after_event
 
 
 def killed(**more):
@@ -419,6 +420,31 @@ def test_a_job_that_runs_again_under_its_name_is_another_run():
     )
     assert (view.run, view.incidents.listed, view.end) == (2, (), None)
     assert set(view.nodes) == {"c"}
+
+
+@pytest.mark.parametrize("comes", ["ac", "a", "b"])
+def test_a_job_whose_agents_were_killed_is_another_run_once_new_agents_settle_a_world(comes):
+    """Its log has no end of the first run. With an agent of before it is the same run."""
+    begun = [event("agent-started", name, time_s=9.0) for name in "ab"]
+    story = [
+        *begun,
+        *killed(),
+        *(event("agent-started", name, time_s=60.0) for name in comes),
+        event("coordinator-started", comes[0], time_s=60.1),
+        *(event("node-joined", name, time_s=60.2) for name in comes),
+    ]
+    before, settles = play(*story), settled(1, " ".join(sorted({"a", *comes})), 2, time_s=62.0)
+    view = after_event(before, settles)
+    assert (before.run, len(before.incidents.listed)) == (1, 1)
+    if comes == "b":  # the agent of a has stayed, and lost its coordinator
+        assert view.run == 1 and view.incidents.listed[:1] == before.incidents.listed
+        return
+    assert (view.run, view.incidents.listed, view.started_s) == (2, (), 60.0)
+    assert set(view.nodes) == set(comes) and view.nodes["a"].coordinates
+    assert (view.round, view.worlds[0].time_s, view.step, view.restarts) == (1, 62.0, 0, (0, None))
+    account = account_of([*story, settles, event("progress", steps=3, time_s=70.0)])
+    assert (account.from_s, account.to_s) == (60.0, 70.0)
+    assert {one.cause for one in account.intervals} == {TimeCause.STARTING}
 
 
 @pytest.mark.parametrize("value", ["x", True, -1, 1e308, 10**400])

@@ -312,6 +312,12 @@ def test_the_account_of_a_log_follows_the_same_incidents_as_the_view(tmp_path):
         event("agent-started", "node-a", time_s=5060.0),
         event("coordinator-started", "node-a", time_s=5061.0),
         event("culprit", "node-a", ranks="", still_s=3.0, time_s=5070.0, round=1, attempt=0),
+        settled(1, "node-a", 4, time_s=5080.0),
+        # All agents were killed, and started again.
+        event("agent-started", "node-a", time_s=5090.0),
+        event("coordinator-started", "node-a", time_s=5091.0),
+        settled(1, "node-a", 4, time_s=5092.0),
+        event("culprit", "node-a", ranks="", still_s=3.0, time_s=5095.0, round=1, attempt=0),
     ]
     view, track = JobView(), IncidentTrack()
     for one in story:
@@ -319,7 +325,8 @@ def test_the_account_of_a_log_follows_the_same_incidents_as_the_view(tmp_path):
         track.add(one)
         assert (track.run, track.incidents) == (view.run, view.incidents), one
         assert track.stragglers == view.stragglers, one
-    assert track.run == 2 and track.incidents.beside("stall") is not None
+        assert track.started_s == view.started_s, one
+    assert track.run == 3 and track.incidents.beside("stall") is not None
 
 
 def test_a_slow_rank_and_a_stall_are_over_once_their_world_has_ended():

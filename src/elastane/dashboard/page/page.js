@@ -14,7 +14,7 @@ const page = {
   sections: null, now_s: 0, job: asked.get("job") ?? "", chosen: Number(asked.get("incident")) || 0, follows: !asked.get("incident"),
   range: asked.get("from") && asked.get("to") ? [Number(asked.get("from")), Number(asked.get("to"))] : null,
   wanted: { group: asked.get("group") ?? "", text: asked.get("text") ?? "", incident: 0, node: "" }, before: null,
-  details: null, zoomed: null, heat: null, choose, openLog, showEvents, zoomTo, olderEvents,
+  run: 0, details: null, zoomed: null, heat: null, choose, openLog, showEvents, zoomTo, olderEvents,
   end_s: () => { const { series } = page.sections; return series.from_s + series.bucket_s * series.rate.length; },
 };
 let source = null, heardMs = 0, isLate = false, drawnEvents = "";
@@ -86,6 +86,8 @@ function watch() {
 
 function draw(changed) {
   const { job, incidents } = page.sections;
+  if (page.run && page.run !== job.run) forgetRun();
+  page.run = job.run;
   document.title = `${{ failed: "✕ failed", done: "✓ done", stopped: "■ stopped" }[job.state] ?? `● ${count(job.step)}`} · ${job.name}`;
   const round = job.round === null ? "" : ` · round ${job.round}.${job.attempt}`;
   byId("about").textContent = `since ${job.started_s === null ? "–" : clock(job.started_s, true)}${round}${job.run > 1 ? ` · run ${job.run} of this name` : ""}`;
@@ -100,6 +102,13 @@ function draw(changed) {
   drawCheckpoints(page);
   const key = JSON.stringify([job.events, page.wanted, page.before, page.chosen, job.run]);
   if (key !== drawnEvents) { drawnEvents = key; events(); }
+}
+
+// Another run has its own incidents and times, so nothing that was chosen of the last one is left.
+function forgetRun() {
+  Object.assign(page, { chosen: 0, follows: true, range: null, zoomed: null, heat: null, details: null, before: null });
+  page.wanted.incident = 0;
+  remember();
 }
 
 // A button that is replaced between press and release gets no click; the next message draws it.
