@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from elastane.comms.elastic import ElasticGroup
+from elastane.comms.works import WorkLog
 from elastane.errors import PeerLostError
 
 
@@ -24,7 +25,9 @@ def begins_with_the_dead(worker, operation):
     }
     error, end = None, time.monotonic() + 10.0
     while error is None and time.monotonic() < end:
-        elastic._works.clear()  # as if nothing was under way when the peer died
+        elastic._works = WorkLog(
+            elastic.world.refuses
+        )  # as if nothing was under way when the peer died
         try:
             begins[operation]()
         except (RuntimeError, PeerLostError) as raised:

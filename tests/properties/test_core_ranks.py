@@ -12,10 +12,10 @@ from elastane.coordinator.rules.ranks import (
     assignments,
     choose,
     grouped,
+    member_of,
     next_fence,
-    world_of,
 )
-from elastane.protocol.model import Fence, NodeSpec, PortOffer, Versions
+from elastane.protocol.model import Fence, NodeSpec, PortOffer, Versions, World
 
 VERSIONS = Versions(elastane="0.1", python="3.11")
 IDS = [f"n{i}" for i in range(12)]
@@ -41,6 +41,10 @@ def nodes(draw, has_topology=False):
         )
         for node_id in draw(SOME_IDS)
     ]
+
+
+def world_of(fence, specs):
+    return World(fence=fence, members=tuple(member_of(spec) for spec in specs))
 
 
 def candidates(specs):

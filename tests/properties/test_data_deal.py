@@ -1,6 +1,7 @@
 """The shares of an epoch equal those of a model that lists every position."""
 
 from fractions import Fraction
+from itertools import islice
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,11 @@ from elastane.data.shards import Lanes
 sizes = st.tuples(st.integers(1, 90), st.integers(1, 100), st.booleans()).filter(
     lambda size: not (size[2] and size[0] < size[1])
 )
+
+
+def deal(ledger, step, rank, world, micro_batches=1):
+    """Return a rank's shares of one step."""
+    return list(islice(ledger.deal_epoch(step, rank, world, micro_batches), micro_batches))
 
 
 def model_steps(n, batch, drop_last):
@@ -28,8 +34,10 @@ def test_the_shares_of_a_world_cover_each_step_exactly_once(size, world, micro_b
     assert ledger.steps_per_epoch == len(steps)
     assert ledger.samples_per_epoch == sum(map(len, steps))
     for number, step in enumerate(steps):
-        dealt = [list(ledger.deal(number, r, world, micro_batches)) for r in range(world)]
-        assert all(len(shares) == micro_batches for shares in dealt)
+        dealt = [deal(ledger, number, r, world, micro_batches) for r in range(world)]
+        assert {(s.step, s.micro) for shares in dealt for s in shares} == {
+            (number, micro) for micro in range(micro_batches)
+        }
         flat = [share for shares in dealt for share in shares]
         assert [p for s in flat for p in range(s.start, s.stop)] == step
         of_ranks = [sum(s.samples for s in shares) for shares in dealt]
@@ -96,7 +104,7 @@ def test_lanes_read_each_sample_of_each_shard_once(lengths, lanes, batch, world,
     for number in range(ledger.steps_per_epoch):
         span = ledger.span(number)
         for rank in range(world):
-            for share in ledger.deal(number, rank, world, 2):
+            for share in deal(ledger, number, rank, world, 2):
                 runs = list(plan.runs(span, (share.start, share.stop)))
                 samples = [(r.shard, i) for r in runs for i in range(r.start, r.stop)]
                 assert len(samples) == share.samples
@@ -116,7 +124,7 @@ def test_a_rank_reads_only_its_own_lanes_if_the_world_divides_them(world, batch)
         lanes = {
             run.lane
             for number in range(ledger.steps_per_epoch)
-            for share in ledger.deal(number, rank, world)
+            for share in deal(ledger, number, rank, world)
             for run in plan.runs(ledger.span(number), (share.start, share.stop))
         }
         assert lanes == set(range(rank * 16 // world, (rank + 1) * 16 // world))

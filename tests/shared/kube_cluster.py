@@ -110,13 +110,13 @@ class Cluster:
 
     def start(self, pod, node):
         """A kubelet starts a pod."""
-        if pod.phase == "Pending" and pod.asked_s is None and self.nodes[node].ready:
+        if pod.phase == "Pending" and pod.asked_s is None and _is_up(self.nodes[node]):
             pod.phase, pod.node, pod.alive, pod.waiting = "Running", node, True, ""
             pod.started_s = self.now_s
 
     def exit(self, pod, code, reason=""):
         """The process of a pod ends."""
-        if pod.phase != "Running" or not self.nodes[pod.node].ready:
+        if pod.phase != "Running" or not _is_up(self.nodes[pod.node]):
             return
         in_place = self.job["spec"]["replicaSpecs"]["Worker"]["restartPolicy"] == "OnFailure"
         if in_place and code and not reason:
@@ -135,7 +135,7 @@ class Cluster:
 
     def _remove(self, pod):
         self.removed[pod.uid] = copy.deepcopy(self.pods.pop(pod.uid))
-        if pod.alive and pod.node and not self.nodes[pod.node].ready:
+        if pod.alive and pod.node and not _is_up(self.nodes[pod.node]):
             self.zombies[pod.uid] = pod
         else:
             pod.alive = False
@@ -144,18 +144,18 @@ class Cluster:
         """Kubelets that can be reached end what was deleted."""
         for pod in list(self.pods.values()):
             node = self.nodes.get(pod.node)
-            if pod.asked_s is not None and (node is None or node.ready):
+            if pod.asked_s is not None and (node is None or _is_up(node)):
                 pod.alive = False
                 if pod.phase == "Running":
                     pod.phase, pod.code, pod.finished_s = "Failed", 143, self.now_s
                 self._remove(pod)
 
     def lose(self, name):
-        if self.nodes[name].ready:
-            self.nodes[name] = SeenNode(name=name, ready=False, unreachable_since_s=self.now_s)
+        if _is_up(self.nodes[name]):
+            self.nodes[name] = SeenNode(name=name, unreachable_since_s=self.now_s)
 
     def remove_node(self, name):
-        self.nodes[name] = SeenNode(name=name, ready=False, exists=False)
+        self.nodes[name] = SeenNode(name=name, exists=False)
 
     def heal(self, name):
         self.nodes[name] = SeenNode(name=name)
@@ -375,7 +375,7 @@ class Cluster:
             before = self._all()
             self.collect()
             self.end_deleted()
-            up = [name for name, node in self.nodes.items() if node.ready]
+            up = [name for name, node in self.nodes.items() if _is_up(node)]
             for pod in list(self.pods.values()):
                 if up and not pod.waiting:
                     self.start(pod, up[pod.index % len(up)])
@@ -388,6 +388,10 @@ class Cluster:
             if quiet == 2:
                 return decision
         raise AssertionError(f"nothing settles: {decision}")
+
+
+def _is_up(node):
+    return node.exists and node.unreachable_since_s is None
 
 
 def _merged(before, patch):

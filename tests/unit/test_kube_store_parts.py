@@ -15,7 +15,6 @@ from elastane.kubernetes.store.objects import (
     LeaseObject,
     SecretObject,
     StoredMeta,
-    config_maps_of,
     job_label,
     lease_of,
     manifest_of,
@@ -28,7 +27,7 @@ from elastane.kubernetes.store.store import AllowedAccess
 
 
 def test_a_plain_job_has_readable_names():
-    assert config_maps_of("run-7") == ("elastane-run-7.coordinator", "elastane-run-7.record")
+    assert object_name("run-7/record") == "elastane-run-7.record"
     assert token_of("run-7") == "elastane-run-7.token"
     assert lease_of("run-7") == "elastane-run-7.leadership"
     assert job_label("run-7/record") == "run-7"

@@ -205,7 +205,7 @@ class Checkpointer:
         try:
             agreed = self._agree(self._saver, captured, order)
             self._log_failures(self._saver.progress.failures)
-            if not self._schedule.accept(agreed[0].word, step):
+            if not self._schedule.accept(agreed[0].word):
                 return False
             key, began = self._saver.save(captured, order, self._era, agreed)
         except (ElastaneError, RuntimeError) as error:

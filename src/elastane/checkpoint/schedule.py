@@ -141,7 +141,7 @@ class SaveSchedule:
         due = reason != "time" or now_s - self._saved_s >= self.interval_s()
         return stride if due else -stride
 
-    def accept(self, word: int, step: int) -> bool:
+    def accept(self, word: int) -> bool:
         """Apply rank 0's decision; returns whether to save."""
         self.stride = max(1, abs(word))
         if word > 0:

@@ -83,7 +83,7 @@ class ElasticGroup(ProcessGroup):
         super().__init__(0, 1)  # type: ignore[call-arg]  # as torch has it for subclasses
         self._label = name
         self._world: WorldGroup | None = None
-        self._works = WorkLog(lambda error: self._world is not None and self._world.refuses(error))
+        self._works = WorkLog()
         # By id, in the order of construction, which is the same on all members.
         self._ddps: dict[int, weakref.ref[DistributedDataParallel]] = {}
         self._registered = False
@@ -139,7 +139,8 @@ class ElasticGroup(ProcessGroup):
         """
         broke = self.failed
         former, self._world = self._world, world
-        self._works.clear()
+        self._works.close()
+        self._works = WorkLog(world.refuses)
         world.when_aborted = self._works.releaser()
         if former is not None and former is not world:
             self.pairing.left(former.wiring.fence, former.size, broke=broke)
@@ -166,8 +167,8 @@ class ElasticGroup(ProcessGroup):
         """End the world, and remove this group from torch's tables. Idempotent."""
         self.unregister()
         world, self._world = self._world, None
-        self._works.clear()
         self._works.close()
+        self._works = WorkLog()
         if world is not None:
             world.close()
 

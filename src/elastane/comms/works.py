@@ -220,7 +220,7 @@ class Waiter:
 
 
 class WorkLog:
-    """The works that have not been completed, and the first failure. Thread-safe.
+    """The works of one world that have not been completed, and the first failure. Thread-safe.
 
     `refuses`: whether an error is torch's refusal of a wrong call. It is no failure of the world,
     and `refusal` if the program has not got it from a wait of its own.
@@ -239,18 +239,15 @@ class WorkLog:
         self._idle: list[Waiter] = []
         self._is_closed = False
 
-    def clear(self) -> None:
-        """Forget everything, since another world begins."""
+    def close(self) -> None:
+        """Forget the works, since another world begins; futures of them are not completed later.
+
+        The threads that wait for works end: those without one now, the others after theirs.
+        """
         with self.lock:
+            self._is_closed = True
             self._open = []
             self._promised.clear()
-            self.failure = self.refusal = None
-        self._end_idle()
-        self.released = threading.Event()
-
-    def close(self) -> None:
-        """End the threads that wait for works: those without one now, the others after theirs."""
-        self._is_closed = True
         self._end_idle()
 
     def _end_idle(self) -> None:
@@ -331,18 +328,17 @@ class WorkLog:
             self._promised.discard(work)
 
     def releaser(self) -> Callable[[], None]:
-        """Return a function that ends all remaining waits, a moment after the current world ended.
+        """Return a function that ends all remaining waits, a moment after the world ended.
 
         gloo sometimes queues a send on a closed connection and never reports its failure (2.13).
         Without this, a wait for it would last until the operation's timeout.
         """
-        released = self.released
 
         def later() -> None:
             time.sleep(_GRACE_S)
-            released.set()
+            self.released.set()
             with self.lock:
-                waiting = list(self._promised) if self.released is released else []
+                waiting = list(self._promised)
             for work in waiting:
                 work.release()
 

@@ -19,8 +19,7 @@ PAGE_EVENTS_MAX = 200
 # A search reads lines from disk: some ten microseconds each.
 SEARCHED_MAX = 50_000
 EVENTS_MAX = 4_000_000
-# Words that the page filters by, and the kinds that they mean by their tone or name.
-_TROUBLE = ("stall", "restart", "replacement", "waiting", "not-resumed", "events-lost")
+# The kinds of events, by the beginnings of their names, that two of the page's filters mean.
 _WORLD = ("round-", "node-", "drain-", "growth", "resized", "workers-", "in-place")
 _SAVED = ("checkpoint-", "restored", "snapshot-")
 

@@ -284,16 +284,6 @@ class Ledger:
             high = self.span(end - 1)[1]
             yield from self._deal(end - 1, (high, high), now, world, micro_batches)
 
-    def deal(
-        self, step: int, rank: int, world_size: int, micro_batches: int = 1
-    ) -> Iterator[LedgerShare]:
-        """Yield this rank's share of a step, cut into its micro-batches.
-
-        A share is a contiguous part of the step, as even as possible; so is each micro-batch of the
-        share. Every rank has all micro-batches, so that all call the same collectives.
-        """
-        yield from self._deal(step, self.span(step), (), (rank, world_size), micro_batches)
-
     def _deal(
         self,
         step: int,
@@ -302,6 +292,11 @@ class Ledger:
         world: tuple[int, int],
         micro_batches: int,
     ) -> Iterator[LedgerShare]:
+        """Yield this rank's share of a step, cut into its micro-batches.
+
+        A share is a contiguous part of the step, as even as possible; so is each micro-batch of the
+        share. Every rank has all micro-batches, so that all call the same collectives.
+        """
         epoch, (low, high) = step // self.steps_per_epoch, span
         first, end = cut(low - length_of_spans(owed), high, *world)
         for micro in range(micro_batches):

@@ -15,7 +15,6 @@ out of range, IndexError for a position out of range.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,18 +73,9 @@ class Permutation:
     def __len__(self) -> int:
         return self.n
 
-    def at(self, position: int) -> int:
-        """Return the sample at one position."""
-        return int(self.map(np.array([position], dtype=np.int64))[0])
-
     def block(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the samples at the positions from `start` up to `stop`."""
         return self.map(np.arange(start, stop, dtype=np.int64))
-
-    def blocks(self, start: int, stop: int, size: int = BLOCK) -> Iterator[NDArray[np.int64]]:
-        """Yield the samples from `start` up to `stop`, `size` at a time."""
-        for begin in range(start, stop, size):
-            yield self.block(begin, min(begin + size, stop))
 
     def map(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at these positions; needs memory for some blocks besides the result.

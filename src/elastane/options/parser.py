@@ -426,10 +426,9 @@ def words_of(options: Options) -> list[str]:
 def parse(
     argv: Sequence[str],
     environ: Mapping[str, str],
-    prog: str = "elastane run",
     settings: OptionValues | None = None,
 ) -> Options:
     """Read a command line of `elastane run` (without the verb) and the variables beside it."""
-    parser = RunParser(prog=prog, allow_abbrev=False)
+    parser = RunParser(prog="elastane run", allow_abbrev=False)
     add_options(parser)
     return read(parser.parse_args(list(argv)), environ, settings)

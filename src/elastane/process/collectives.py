@@ -106,7 +106,6 @@ class CollectiveRecorder:
     """Records the collectives of this process on its page."""
 
     def __init__(self, page: WorkerPage, meter: StepMeter) -> None:
-        self.page = page
         self.memory = page.ring_memory
         self.words = page.ring_words
         self.record_words = self.memory.cast("Q")

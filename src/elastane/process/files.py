@@ -239,8 +239,7 @@ class NodeSlot:
     this process starts do not inherit the lock's descriptor.
     """
 
-    def __init__(self, index: int, node_id: str, path: Path, descriptor: int) -> None:
-        self.index = index
+    def __init__(self, node_id: str, path: Path, descriptor: int) -> None:
         self.node_id = node_id
         self._path = path
         self._descriptor = descriptor
@@ -255,7 +254,7 @@ class NodeSlot:
             descriptor = _lock(path)
             if descriptor is not None:
                 host = safe_name(hostname)
-                return cls(index, f"{host}.{index}" if index else host, path, descriptor)
+                return cls(f"{host}.{index}" if index else host, path, descriptor)
         raise ConfigurationError(
             f"job {job} has {_SLOTS_MAX} agents on this machine already", slug="node-slots"
         )

@@ -162,22 +162,14 @@ class Repository:
             self._verified.add(found.folder)
         return reason
 
-    def newest_valid(
-        self,
-        *,
-        strict: bool = False,
-        full: bool = True,
-        progress: Progress | None = None,
-        stop: Stop = never,
-    ) -> RestorePoint:
+    def newest_valid(self, *, strict: bool = False) -> RestorePoint:
         """Return the newest valid checkpoint, and why newer ones are invalid.
 
-        Without `full`, validity means records and sizes, and the reader of the files compares their
-        digests. Raises CheckpointError if checkpoints were published and none is valid: starting
+        Raises CheckpointError if checkpoints were published and none is valid: starting
         from zero would be a silent loss. With `strict` it raises if the newest is invalid.
         """
         for _ in range(_LOOKS_MAX):
-            choice, gone = self._look(self.published(), strict, full, (progress, stop))
+            choice, gone = self._look(self.published(), strict)
             if not gone:
                 break
         else:
@@ -213,18 +205,11 @@ class Repository:
                 self.storage.make_durable(one.folder)
         return [one for one in going if self._remove(one)]
 
-    def _look(
-        self,
-        published: list[FoundCheckpoint],
-        strict: bool,
-        full: bool,
-        how: tuple[Progress | None, Stop],
-    ) -> tuple[RestorePoint, bool]:
+    def _look(self, published: list[FoundCheckpoint], strict: bool) -> tuple[RestorePoint, bool]:
         """Return the choice, and whether a candidate was removed meanwhile."""
         skipped: list[FoundCheckpoint] = []
-        progress, stop = how
         for found in published:
-            reason = self.verify(found, progress, stop=stop) if full else found.reason
+            reason = self.verify(found)
             if not reason:
                 return RestorePoint(found, tuple(skipped)), False
             if not publishing.is_published(self.storage, found.folder):

@@ -25,7 +25,7 @@ def drive(clock, ranks, steps, step_s):
         assert len(set(reasons)) == 1, "ranks do not agree that there is something to ask"
         if reasons[0]:
             word = ranks[0].word(step, reasons[0])
-            heard = [rank.accept(word, step) for rank in ranks]
+            heard = [rank.accept(word) for rank in ranks]
             assert len(set(heard)) == 1
             if heard[0]:
                 saved.append(step)

@@ -32,7 +32,7 @@ def waiters():
 
 
 def end_of(ledger, threads):
-    ledger.clear()
+    ledger.close()
     for thread in threads:
         thread.join(30)
     assert not {*threads} & {*waiters()}
@@ -94,12 +94,25 @@ def test_aborting_a_world_ends_its_waits_and_drops_their_threads():
     with pytest.raises(RuntimeError, match="the world was ended"):
         Waited(stuck, ledger, [], sliced=False).wait()
     (left,) = [thread for thread in waiters() if thread not in before]
-    ledger.clear()
-    assert Waited(Step(), ledger, [], sliced=False).wait()
+    ledger.close()
     stuck.over.set()
     left.join(30)
     assert not left.is_alive()
-    end_of(ledger, [thread for thread in waiters() if thread not in before])
+    assert not [thread for thread in waiters() if thread not in before]
+
+
+def test_a_work_of_the_former_world_that_fails_late_does_not_fail_the_next():
+    group, former = ElasticGroup("late"), WorldGroup(ALONE).build()
+    group.replace(former)
+    late = Waited(Step("connection closed"), group._works, [], sliced=False)
+    following = WorldGroup(ALONE).build()
+    group.replace(following)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        late.wait()
+    try:
+        assert not group.failed
+    finally:
+        group.close()
 
 
 class Pending(Step):

@@ -139,15 +139,6 @@ def test_strict_refuses_if_the_newest_is_invalid(place):
     assert refused.value.slug == "checkpoint-invalid"
 
 
-def test_without_reading_all_sizes_and_records_are_judged(place):
-    repository, folder = place
-    data = folder / "__0_0.distcp"
-    data.write_bytes(bytes(35))
-    assert repository.newest_valid(full=False).found.key.step == 2
-    data.write_bytes(bytes(34))
-    assert repository.newest_valid(full=False).found.key.step == 1
-
-
 def test_a_file_that_the_disk_cannot_read_is_of_that_checkpoint_alone(place, monkeypatch):
     repository, _ = place
     reads = FolderStorage.open_local

@@ -83,11 +83,6 @@ def _place(survivors: list[NodeSpec], arrivals: list[NodeSpec]) -> list[NodeSpec
     return order
 
 
-def world_of(fence: Fence, specs: Sequence[NodeSpec]) -> World:
-    """Return the world whose members are `specs`, in that order."""
-    return World(fence=fence, members=tuple(member_of(spec) for spec in specs))
-
-
 def member_of(spec: NodeSpec, workers: tuple[int, ...] = ()) -> WorldMember:
     """Return the member that `spec` describes, with `workers`; () means all of them."""
     return WorldMember(

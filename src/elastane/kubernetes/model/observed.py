@@ -168,7 +168,6 @@ class ContainerStatus(_Read, frozen=True, kw_only=True):
 
     name: str = ""
     image: str = ""
-    ready: bool = False
     restart_count: int = 0
     state: ContainerState = ContainerState()
     last_state: ContainerState = ContainerState()
@@ -184,10 +183,9 @@ class PodCondition(_Read, frozen=True, kw_only=True):
 
 
 class PodSpec(_Read, frozen=True, kw_only=True):
-    """The part of a pod's spec that is read: its node, and whether its containers are restarted."""
+    """The part of a pod's spec that is read: its node."""
 
     node_name: str = ""
-    restart_policy: str = ""
 
 
 class PodStatus(_Read, frozen=True, kw_only=True):
@@ -218,16 +216,14 @@ class SeenService(_Read, frozen=True, kw_only=True):
 class SeenNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node that has pods of the job.
 
-    `ready`: the node's Ready condition is True. `unreachable_since_s`: since when, in seconds
-    since the epoch, that condition has been Unknown, by its lastTransitionTime; None if it is not
-    Unknown. `exists` is False for a node that was deleted. `cordoned` is spec.unschedulable.
+    `unreachable_since_s`: since when, in seconds since the epoch, the node's Ready condition has
+    been Unknown, by its lastTransitionTime; None if it is not Unknown. `exists` is False for a node
+    that was deleted.
     """
 
     name: str
     exists: bool = True
-    ready: bool = True
     unreachable_since_s: float | None = None
-    cordoned: bool = False
 
 
 class OwnedObjects(msgspec.Struct, frozen=True, kw_only=True):

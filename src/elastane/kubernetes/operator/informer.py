@@ -22,7 +22,7 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -67,10 +67,6 @@ class Index(Generic[T]):
 
     def __getitem__(self, key: str) -> tuple[T, ...]:
         return tuple(self._groups.get(key, {}).values())
-
-    def keys(self) -> Iterable[str]:
-        """Return the keys with at least one object."""
-        return self._groups.keys()
 
     def add(self, name: str, one: T) -> None:
         """Add an object; it replaces the one with the same name and key."""

@@ -93,12 +93,6 @@ class NodeCondition(msgspec.Struct, frozen=True, rename="camel"):
     last_transition_time: str | None = None
 
 
-class KubernetesNodeSpec(msgspec.Struct, frozen=True):
-    """The part of a node's spec that is read: whether it takes new pods."""
-
-    unschedulable: bool = False
-
-
 class KubernetesNodeStatus(msgspec.Struct, frozen=True):
     """The part of a node's status that is read: its conditions."""
 
@@ -109,7 +103,6 @@ class KubernetesNode(msgspec.Struct, frozen=True):
     """A node."""
 
     metadata: Meta = Meta()
-    spec: KubernetesNodeSpec = KubernetesNodeSpec()
     status: KubernetesNodeStatus = KubernetesNodeStatus()
 
 
@@ -117,13 +110,7 @@ def node_state(node: KubernetesNode) -> SeenNode:
     """Return the state of a node, as decisions use it."""
     found = next((one for one in node.status.conditions if one.type == "Ready"), NodeCondition())
     since_s = since_epoch(found.last_transition_time) if found.status == "Unknown" else None
-    return SeenNode(
-        name=node.metadata.name,
-        # A node that has just registered has no condition yet, and counts as ready.
-        ready=found.status in ("True", ""),
-        unreachable_since_s=since_s,
-        cordoned=node.spec.unschedulable,
-    )
+    return SeenNode(name=node.metadata.name, unreachable_since_s=since_s)
 
 
 _TYPES: dict[str, Any] = {

@@ -225,9 +225,9 @@ def _state(
     if phase == "Succeeded" or _succeeded(pod, worker, settings):
         return "succeeded", None
     if phase == "Failed":
-        return "failed", _ending(pod, ended, settings)
+        return "failed", _ending(pod, ended)
     if ended is not None and not settings.restarts_in_place:
-        return "failed", _ending(pod, ended, settings)
+        return "failed", _ending(pod, ended)
     is_running = worker is not None and worker.state.running is not None
     return ("running" if is_running else "pending"), None
 
@@ -249,7 +249,7 @@ def _by_cluster(pod: Pod) -> Cause | None:
     return _BY_REASON.get(pod.status.reason)
 
 
-def _ending(pod: Pod, ended: ContainerEnd | None, settings: JobSettings) -> PodEnd:
+def _ending(pod: Pod, ended: ContainerEnd | None) -> PodEnd:
     ended = ended or _failed_before(pod)
     cause = _by_cluster(pod)
     if cause is None and ended is None:

@@ -136,7 +136,7 @@ def keep_pods(context: DecisionContext, *, may_create: bool) -> None:
             _scale_away(context, pod)
     for index in context.slots:
         there = by_index.get(index, [])
-        if _needs_one(context, index, there) and may_create:
+        if _needs_one(context, there) and may_create:
             _create(context, index, there)
 
 
@@ -196,8 +196,8 @@ def _scale_away(context: DecisionContext, pod: Judged) -> None:
         context.dismiss(pod, f"{context.settings.desired} pods are wanted")
 
 
-def _needs_one(context: DecisionContext, index: int, there: list[Judged]) -> bool:
-    """Whether to create a pod of the index; delete surplus and ended pods of it."""
+def _needs_one(context: DecisionContext, there: list[Judged]) -> bool:
+    """Whether to create a pod of the index of `there`; delete surplus and ended pods of it."""
     own = [pod for pod in there if pod.uid not in context.fenced]
     alive = [pod for pod in own if pod.lives]
     staying = sorted(

@@ -67,12 +67,6 @@ def token_of(job: str) -> str:
     return object_name(JobNames(job).token_key)
 
 
-def config_maps_of(job: str) -> tuple[str, ...]:
-    """Return the names of the ConfigMaps that a job (`--rdzv-id`) keeps."""
-    keys = JobNames(job)
-    return tuple(object_name(key) for key in (keys.coordinator, keys.record))
-
-
 def lease_of(job: str) -> str:
     """Return the name of the Lease by which a job elects its coordinator."""
     return object_name(JobNames(job).leadership)

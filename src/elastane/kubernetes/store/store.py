@@ -173,11 +173,6 @@ class KubernetesStore:
         """The namespace of the objects."""
         return self.api.access.namespace
 
-    @property
-    def owner(self) -> dict[str, Any] | None:
-        """The owner of new objects; None before the look-up, or without an owner."""
-        return self._owner
-
     async def get(self, key: str) -> Entry | None:
         """See Store.get."""
         check_key(key)

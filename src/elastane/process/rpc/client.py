@@ -37,16 +37,6 @@ class Session:
         self._woken: asyncio.Future[None] | None = None
 
     @property
-    def peer_host(self) -> str:
-        """The coordinator's address as this host reaches it."""
-        return self.link.peer_host
-
-    @property
-    def local_host(self) -> str:
-        """The address of this host that the coordinator sees, before any address translation."""
-        return self.link.local_host
-
-    @property
     def closed(self) -> bool:
         """Whether either side has ended the session."""
         return self.link.is_over

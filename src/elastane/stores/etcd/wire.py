@@ -32,7 +32,6 @@ class KeyValue(msgspec.Struct):
 
     key: bytes = b""
     value: bytes = b""
-    create_revision: int = 0
     mod_revision: int = 0
     version: int = 0
     lease: int = 0
