@@ -279,7 +279,8 @@ def check_saves(seen: SeenJob) -> None:
         behind = [f for f in sorted(first) if f > saved and first[f].step < save.steps]
         if behind and began_s.get(behind[0], 0.0) > save.at_s:
             raise BrokenJobError(
-                f"a world begins behind a checkpoint of {saved}:\n  {save}\n  {first[behind[0]]}"
+                f"a world begins with an earlier step than a checkpoint of {saved}:\n"
+                f"  {save}\n  {first[behind[0]]}"
             )
 
 

@@ -114,7 +114,7 @@ def test_workers_that_restart_make_steps_again_but_none_that_was_durable_before(
     seen = replace(seen, worlds=[*seen.worlds[:2], SettledWorld((3, 0), ("b", "c"), 2, 300.0)])
     late = DurableState(8, 208.0, 301.0)
     check_job(replace(seen, saves=[good().saves[0], late]), PROMISED)
-    with pytest.raises(BrokenJobError, match="begins behind a checkpoint"):
+    with pytest.raises(BrokenJobError, match="begins with an earlier step than a checkpoint"):
         check_job(seen, PROMISED)
 
 
@@ -168,7 +168,7 @@ PLANTED = {
         "a worker went back",
     ),
     "a step is made by nobody": (without(at(2, 6)), r"steps \[6\] of 12"),
-    "a world begins behind the last step": (
+    "a world begins after the last step": (
         without(lambda body: body.fence == (2, 0)),
         r"steps \[6, 7, 8\] of 12",
     ),

@@ -111,7 +111,7 @@ def test_a_step_of_too_few_workers_is_found():
         check_script(good(), replace(PROMISED, bounds=bounds))
 
 
-def test_a_world_that_starts_behind_a_durable_checkpoint_is_found():
+def test_a_world_that_starts_before_a_durable_checkpoint_is_found():
     late = DurableState(8, 107.6, 108.0)
-    with pytest.raises(BrokenJobError, match="begins behind a checkpoint"):
+    with pytest.raises(BrokenJobError, match="begins with an earlier step than a checkpoint"):
         check_script(replace(good(), saves=[late]), PROMISED)

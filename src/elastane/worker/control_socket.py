@@ -45,7 +45,7 @@ _lines: list[ControlSocket] = []
 
 
 class ControlSocket:
-    """The control socket of one worker; `begin` starts the thread, after `first` was read."""
+    """The control socket of one worker; `begin` starts the thread that reads it after `first`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -53,9 +53,8 @@ class ControlSocket:
         self._place: AssignedPlace | None = None
         self._interrupted = ""
         self._waits = self._ends = False
-        self._closed = False
-        self._end_world: Callable[[], None] = _nothing
-        self._doing: Callable[[], Doing] = _not_waiting
+        # Whether either side has closed it; whether this side has.
+        self._closed = self._has_left = False
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -110,9 +109,9 @@ class ControlSocket:
 
         The thread also calls `doing`, when the agent asks what this worker does.
         """
-        self._end_world = end_world
-        self._doing = doing
-        self._thread = threading.Thread(target=self._read, name="elastane-control", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read, args=(end_world, doing), name="elastane-control", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -163,9 +162,7 @@ class ControlSocket:
 
     def close(self) -> None:
         """Close the socket and join the thread, so that it is not killed in the middle of torch."""
-        self._closed = True
-        self._end_world = _nothing
-        self._doing = _not_waiting
+        self._closed = self._has_left = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
@@ -193,7 +190,7 @@ class ControlSocket:
         with contextlib.suppress(OSError):  # Without its agent this worker is killed anyway.
             self._socket.send(control_socket.encode(message))
 
-    def _read(self) -> None:
+    def _read(self, end_world: Callable[[], None], doing: Callable[[], Doing]) -> None:
         while not self._closed:
             try:
                 packet = self._socket.recv(control_socket.PACKET_BYTES_MAX)
@@ -201,7 +198,7 @@ class ControlSocket:
             except (OSError, ValueError):
                 word = None
             if isinstance(word, StatusQuery):
-                self._send(self._doing())
+                self._send(doing())
                 continue
             with self._news:
                 if isinstance(word, AssignedPlace):
@@ -216,7 +213,8 @@ class ControlSocket:
                 elif word is None:
                     self._closed = True
                 self._news.notify_all()
-            self._end_world()
+            if not self._has_left:
+                end_world()
 
     def _end_if_waiting(self) -> None:
         """End this process if it waits for a place and is to be stopped; the lock is held.
@@ -229,14 +227,6 @@ class ControlSocket:
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     stream.flush()
             os._exit(ExitCode.DRAINED)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _not_waiting() -> Doing:
-    return Doing(waits=False)
 
 
 def _no_agent(why: str) -> JobError:
