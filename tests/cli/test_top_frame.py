@@ -92,6 +92,23 @@ def picture(*events, now=500, report=None, **facts):
     return Picture(sections_of(view, source, account), view, BEGUN_S + now)
 
 
+def test_a_node_that_was_lost_is_named_with_the_time_of_its_loss():
+    fence = {"round": 1, "attempt": 0}
+    how = "the last coordinator ran on it; it did not come back within the time"
+    lost = [
+        event("node-departed", "node-c", how, **fence, **at(420)),
+        event(
+            "incident", "node-b", "node node-c did not come back", departed=1, **fence, **at(420)
+        ),
+        settled(2, " ".join(NODES[:2]), 8, nodes=2, **at(421)),
+        *workers_of(2, 422, NODES[:2]),
+    ]
+    said = text(picture(*begun(), *lost), 100, 40)
+    assert "8 of 12 workers on 2 nodes" in said and "Node node-c was lost" in said
+    assert "no longer here: 1 node: node-c lost 11:53:40" in said
+    assert how[:60] in said and "1 fault" in said
+
+
 def test_of_a_job_whose_agents_were_killed_and_started_again_the_new_run_is_shown():
     again = [
         *(event("agent-started", node, **at(500)) for node in NODES[:2]),

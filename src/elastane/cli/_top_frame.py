@@ -88,7 +88,7 @@ class Picture:
 def frame(picture: Picture, width: int, height: int) -> list[Text]:
     """Return at most `height` lines of at most `width` columns."""
     sections = picture.sections
-    nodes = _nodes(sections)
+    nodes = _nodes(picture)
     incidents = _incidents(picture)
     account, checkpoints = _account(sections), _checkpoints(picture)
     below: Panel
@@ -313,8 +313,9 @@ def _sign(one: IncidentView) -> str:
     return "≠" if one.kind == "difference" else "!"
 
 
-def _nodes(sections: Sections) -> Panel:
+def _nodes(picture: Picture) -> Panel:
     """Return the table of nodes; if it is cut, nodes with a fault are kept."""
+    sections = picture.sections
     here = sections.nodes.here
     names = [printable(row.name) for row in here]
     longest = min(24, max(map(len, names), default=4))
@@ -337,13 +338,18 @@ def _nodes(sections: Sections) -> Panel:
             )
             for row in here
         ]
-        gone = ", ".join(f"{printable(row.name)} ({row.state})" for row in sections.nodes.gone)
+        gone = ", ".join(_gone(row, picture) for row in sections.nodes.gone)
         if gone:
             text = f"no longer here: {counted(sections.nodes.gone_count, 'node')}: {gone}"
             rows.append(entry(Text(text, style="dim")))
         return rows
 
     return Listed(title, entries, least=min(5, 1 + max(1, len(here))))
+
+
+def _gone(row: NodeRow, picture: Picture) -> str:
+    how = "lost" if row.state == "gone" else "left"
+    return f"{printable(row.name)} {how} {_clock(row.since_s, picture)}"
 
 
 def _is_well(row: NodeRow) -> bool:

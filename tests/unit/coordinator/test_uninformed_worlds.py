@@ -55,5 +55,22 @@ def test_a_member_that_does_not_come_back_to_a_new_coordinator_is_an_incident():
     after.join("b", holding=Holding(assignment=job.assigned["b"], state="running"))
     after.passes(60.0, alive="b")
     [found] = [event for event in after.events if event.kind is EventKind.INCIDENT]
-    assert found.reason.endswith("did not come back to the coordinator within the time")
+    assert found.reason.endswith("did not come back to the new coordinator within the time")
     assert found.data == {"departed": 1}
+
+
+def test_a_node_that_was_lost_with_its_coordinator_departs_by_name():
+    """The record names it; no session of it ends at the next coordinator."""
+    job = Driver(job_spec(1, 3, 1))
+    for node_id in "abc":
+        job.join(node_id)
+    job.passes(4.0, alive="abc")
+    after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="a")
+    for node_id in "bc":
+        after.join(node_id, holding=Holding(assignment=job.assigned[node_id], state="running"))
+    after.passes(10.0, alive="bc")
+    found = [(one.kind, one.node_id, one.reason) for one in after.events]
+    how = "did not come back to the new coordinator within the time"
+    departed = (EventKind.NODE_DEPARTED, "a", f"the last coordinator ran on it; it {how}")
+    assert found.count(departed) == 1
+    assert found.index(departed) < found.index((EventKind.INCIDENT, "", f"node a {how}"))

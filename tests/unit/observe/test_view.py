@@ -331,7 +331,7 @@ def test_the_account_of_a_log_follows_the_same_incidents_as_the_view(tmp_path):
 
 def test_a_slow_rank_and_a_stall_are_over_once_their_world_has_ended():
     """The node of the coordinator was lost while all waited for a rank that had been slow."""
-    lost = "the node of rank 0 did not come back to the coordinator within the time"
+    lost = "the node of rank 0 did not come back to the new coordinator within the time"
     view = play(
         settled(1, "a b", 2, time_s=1.0),
         started("a", 1, round=1, attempt=0),

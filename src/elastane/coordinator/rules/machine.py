@@ -271,6 +271,7 @@ class _Returned:
     present: list[KnownNode]
     missing: list[str]
     awaited: list[str]  # the missing ones that are not known to be dead
+    are_named: bool  # the missing ones by their ids; of a world that is on no record by their ranks
 
     @property
     def members(self) -> list[KnownNode]:
@@ -319,6 +320,7 @@ def _returned(state: State) -> _Returned:
         present=[nodes[node_id] for node_id in ids if node_id in here],
         missing=missing,
         awaited=[node_id for node_id in missing if node_id not in dead],
+        are_named=state.world is not None,
     )
 
 
@@ -351,9 +353,13 @@ def _end_incomplete_world(state: State, returned: _Returned) -> bool:
     missing = returned.missing
     without = [node.id for node in returned.present if not node.is_member]
     lost = named(missing) or f"workers of {named(without) or 'other nodes'}"
-    how = "did not come back to the coordinator within the time"
+    if missing and returned.are_named:
+        lost = f"node{'s' if len(missing) > 1 else ''} {lost}"
+    how = "did not come back to the new coordinator within the time"
     how = how if returned.awaited or not missing else "ended, as the job's owner says"
     reason = f"{lost} {how}"
+    if returned.are_named:
+        _log_departures(state, missing, how)
     # Later failures on the members here follow from the broken world, and are not charged.
     gone = missing + without or ["others"]
     incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=gone)
@@ -367,6 +373,15 @@ def _end_incomplete_world(state: State, returned: _Returned) -> bool:
     state.holders.note_resumed_without(state.now_s)
     _apply_reported_failures(state)
     return _end_world(state, reason)
+
+
+def _log_departures(state: State, missing: list[str], how: str) -> None:
+    """Log that nodes departed which this coordinator never met; the others depart on their own."""
+    for node_id in missing:
+        if node_id not in state.roster.nodes:
+            was_last = node_id == state.term.previous_node
+            why = f"the last coordinator ran on it; it {how}" if was_last else f"it {how}"
+            state.log(EventKind.NODE_DEPARTED, why, node_id)
 
 
 def _adopt_reported_world(state: State, present: list[KnownNode]) -> None:
