@@ -10,6 +10,8 @@ import pytest
 from host_jobs import HostJob, job_on, let_pass, wait_world
 from jobs import newest, until
 
+from elastane.observe.deposed import decided
+from elastane.observe.story import story_of
 from elastane.protocol.log_events import EventKind
 
 # Silence is 3 s, a lease 2 s, the wait for the last world's agents 2 s; the rest is room for a
@@ -113,6 +115,8 @@ def test_the_coordinator_is_cut_off_from_all_and_etcd_and_the_majority_elects_an
         assert job.coordinator().name in "bc"
         lost = [e for e in job.events(EventKind.AUTHORITY_LOST) if e.host == "a"]
         assert lost, "the old coordinator knows that it may not decide"
+        story = story_of(job.name, "", decided(job.events()))
+        assert {line.split()[1] for line in story.departures} == {"a:"}, "the side that trains"
         comes_back(job, "abc")
 
 

@@ -48,12 +48,13 @@ def main(args: argparse.Namespace) -> int:
     from elastane.cli.logs import find_job
     from elastane.observe.account import LogAccount
     from elastane.observe.box import printable
+    from elastane.observe.deposed import decided
     from elastane.observe.events import read_events
     from elastane.observe.story import story_of
 
     folder = find_job(args.job, args.log_dir, "explain")
     accounting = LogAccount()
-    events = accounting.through(read_events(folder, all_counts=False))
+    events = accounting.through(decided(read_events(folder, all_counts=False)))
     story = story_of(folder.name, str(folder), events)
     account = accounting.account()
     story.attempts = [
@@ -107,6 +108,8 @@ def story_lines(
         lines += ["", *_attempt_lines(attempt)]
     if story.departures:
         lines += ["", "nodes that departed:", *(f"  {line}" for line in story.departures)]
+    if story.outages:
+        lines += ["", "no coordinator could decide:", *(f"  {line}" for line in story.outages)]
     if story.notices:
         lines += ["", "notices about nodes:"]
         lines += [f"  {line}" for line in story.notices[-_NOTICES_SHOWN_MAX:]]

@@ -206,6 +206,7 @@ def _add_events(view: _View, log_dir: str, *, all_counts: bool, must_exist: bool
     """Add the events and the account; `all_counts`: read all step counts, to show all events."""
     from elastane.cli.logs import find_job
     from elastane.observe.account import LogAccount
+    from elastane.observe.deposed import decided
     from elastane.observe.events import read_events
 
     try:
@@ -217,7 +218,7 @@ def _add_events(view: _View, log_dir: str, *, all_counts: bool, must_exist: bool
     view.job = view.job if view.job != str(folder) else folder.name
     view.folder = str(folder)
     accounting = LogAccount()
-    events = accounting.through(read_events(folder, all_counts=all_counts))
+    events = accounting.through(decided(read_events(folder, all_counts=all_counts)))
     view.events = list(events) if all_counts else _shown(events)
     view.account = accounting.account()
 
@@ -238,6 +239,7 @@ def _add_account(view: _View) -> None:
     """Add the account and the troubles of a job whose coordinator has answered, from its log."""
     from elastane.cli.logs import find_job
     from elastane.observe.account import LogAccount
+    from elastane.observe.deposed import decided
     from elastane.observe.events import read_events
 
     if view.log_dir is None:
@@ -247,7 +249,7 @@ def _add_account(view: _View) -> None:
     except UsageError:
         return
     accounting = LogAccount()
-    for event in read_events(folder, all_counts=False):
+    for event in decided(read_events(folder, all_counts=False)):
         accounting.add(event)
     view.account, view.troubles = accounting.account(time.time()), accounting.troubles()
 

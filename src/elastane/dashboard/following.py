@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -29,6 +29,7 @@ from elastane.dashboard.snapshot import (
 from elastane.errors import ElastaneError
 from elastane.observe.account import Accountant
 from elastane.observe.box import without_carets
+from elastane.observe.deposed import Decided
 from elastane.observe.events import EventReader, PlacedEvent
 from elastane.observe.incidents import IncidentView
 from elastane.observe.rates import Series, series_of
@@ -105,6 +106,7 @@ class JobFollower:
         self._share_read = 0.0
         self._accountant = Accountant()
         self._reader = EventReader(folder)
+        self._decided: Decided[PlacedEvent] = Decided(lambda placed: placed.event)
         self._scalars = ScalarReader(folder)
         self._find_agents = find_agents
         self._agents: list[JobEntry] = []
@@ -190,15 +192,20 @@ class JobFollower:
             placed = await asyncio.to_thread(self._reader.read, READ_EVENTS)
             for begin in range(0, len(placed), PIECE_EVENTS):
                 for one in placed[begin : begin + PIECE_EVENTS]:
-                    self._add(one)
+                    self._add_all(self._decided.take(one))
                 await self._publish()
                 await asyncio.sleep(0)
             await asyncio.to_thread(self._scalars.read)
             if len(placed) < READ_EVENTS:
+                self._add_all(self._decided.due(time.time()))
                 self._has_read.set()
             self._share_read = await asyncio.to_thread(self._reader.share)
             await self._publish()
             await asyncio.sleep(0 if len(placed) == READ_EVENTS else PUBLISH_S)
+
+    def _add_all(self, found: Iterable[PlacedEvent]) -> None:
+        for one in found:
+            self._add(one)
 
     def _add(self, placed: PlacedEvent) -> None:
         """Add one event to the view and the account."""

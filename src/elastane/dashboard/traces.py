@@ -9,13 +9,15 @@ It fails with ConfigurationError if the collector takes no spans.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastane.errors import ConfigurationError
 from elastane.observe.account import Accountant
-from elastane.observe.events import EventReader
+from elastane.observe.deposed import Decided
+from elastane.observe.events import EventReader, PlacedEvent
 from elastane.observe.spans import Span, spans_of, trace_key
 from elastane.observe.view import JobView, after_event
 from elastane.version import __version__
@@ -38,6 +40,7 @@ class JobTrace:
     def __init__(self, folder: Path) -> None:
         self.view = JobView()
         self._reader = EventReader(folder)
+        self._decided: Decided[PlacedEvent] = Decided(lambda placed: placed.event)
         self._accountant = Accountant()
         self._taken: set[str] = set()
         self._earlier: list[tuple[str, list[Span]]] = []
@@ -46,12 +49,17 @@ class JobTrace:
         """Read what the log has now."""
         while placed := self._reader.read(PIECE_EVENTS):
             for one in placed:
-                view = after_event(self.view, one.event)
-                if view.run != self.view.run:
-                    self._earlier.append((trace_key(self.view), self._new()))
-                    self._taken.clear()
-                self.view = view
-                self._accountant.add(one.event, view)
+                self._add_all(self._decided.take(one))
+        self._add_all(self._decided.due(time.time()))
+
+    def _add_all(self, found: Iterable[PlacedEvent]) -> None:
+        for one in found:
+            view = after_event(self.view, one.event)
+            if view.run != self.view.run:
+                self._earlier.append((trace_key(self.view), self._new()))
+                self._taken.clear()
+            self.view = view
+            self._accountant.add(one.event, view)
 
     def take(self, *, all_: bool = False) -> list[tuple[str, list[Span]]]:
         """Return the spans of each run that are over and were not taken yet; `all_`: open ones too.

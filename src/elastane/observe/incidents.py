@@ -636,6 +636,7 @@ _RULES: dict[str, Callable[[IncidentHistory, LoggedEvent], IncidentHistory]] = {
     EventKind.PACE: _progress,
     EventKind.AUTHORITY_LOST: _authority_lost,
     EventKind.AUTHORITY_REGAINED: _authority_regained,
+    EventKind.COORDINATOR_STARTED: _authority_regained,
     EventKind.REPLICA_DIFFERED: _replica_differed,
     EventKind.JOB_ENDED: _job_ended,
 }

@@ -275,7 +275,7 @@ class JobStory(msgspec.Struct, kw_only=True):
     `restarts_used` is the use of the restart budget, which covers restarts of all workers and
     `replacements` of lost ones. `agents_left`: how each agent that stopped has ended.
     `agents_here`: the number of agents that have not stopped. `injected`: faults that were injected
-    into the job. `notices`: announcements about nodes.
+    into the job. `notices`: announcements about nodes. `outages`: when no coordinator could decide.
     """
 
     job: str
@@ -291,6 +291,7 @@ class JobStory(msgspec.Struct, kw_only=True):
     agents_here: int = 0
     attempts: list[AttemptStory] = []
     departures: list[str] = []
+    outages: list[str] = []
     injected: list[str] = []
     notices: list[str] = []
     last_event: str = ""
@@ -332,6 +333,13 @@ class JobStory(msgspec.Struct, kw_only=True):
         """Record a node that left."""
         self.departures.append(f"{event.time} {event.node}: {event.reason}")
 
+    def add_outage(self, event: LoggedEvent) -> None:
+        """Record that the coordinator may not decide, or that one may again."""
+        if event.kind == EventKind.AUTHORITY_LOST:
+            self.outages.append(f"{event.time} {event.node}: {event.reason}")
+        elif self.outages and " until " not in self.outages[-1]:
+            self.outages[-1] += f", until {event.time}"
+
     def add_injected(self, event: LoggedEvent) -> None:
         """Record an injected fault."""
         self.injected.append(f"{event.time} {event.reason}")
@@ -362,6 +370,9 @@ _OF_JOB: dict[str, Callable[[JobStory, LoggedEvent], None]] = {
     EventKind.RESTART: JobStory.charge,
     EventKind.REPLACEMENT: JobStory.charge,
     EventKind.NODE_DEPARTED: JobStory.add_departure,
+    EventKind.AUTHORITY_LOST: JobStory.add_outage,
+    EventKind.AUTHORITY_REGAINED: JobStory.add_outage,
+    EventKind.COORDINATOR_STARTED: JobStory.add_outage,
     EventKind.FAULT_INJECTED: JobStory.add_injected,
     EventKind.NOTICE: JobStory.add_notice,
     EventKind.HEALTH_CHECK: JobStory.add_health_check,

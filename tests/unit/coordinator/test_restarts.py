@@ -419,6 +419,15 @@ def test_workers_of_an_older_world_whose_node_leaves_are_not_charged_as_they_fai
     assert job.assigned["b"].fence.round == 2 and job.assigned["b"].restarts_used == 0
 
 
+def test_a_node_that_stops_its_workers_while_the_store_is_away_is_said_to_do_so_for_that(pair):
+    pair.authority(False)
+    pair.says("a", Stopped(pair.assigned["a"].fence, PortOffer(9000, True), True))
+    [incident] = [one for one in pair.events if one.kind is EventKind.INCIDENT]
+    assert incident.reason == (
+        "node a stopped its workers by itself, since the store accepts no decisions"
+    )
+
+
 @pytest.mark.parametrize("unasked", [False, True])
 def test_a_node_that_stopped_its_workers_unasked_is_the_cause_of_other_failures(pair, unasked):
     """Its message came late; until then the cause of the other failures was unknown."""

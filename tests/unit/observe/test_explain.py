@@ -289,6 +289,19 @@ def test_departures_and_differing_replicas_are_shown():
     assert lines[where + 1] == f"  {at(4)} b: no heartbeat for 10 s"
 
 
+def test_the_times_without_a_coordinator_that_may_decide_are_shown():
+    lines = told(
+        settled(0),
+        event(3, EventKind.AUTHORITY_LOST, "the store is silent"),
+        event(9, EventKind.AUTHORITY_REGAINED, "term 2 is held again"),
+        event(20, EventKind.AUTHORITY_LOST, "the store is silent"),
+    )
+    where = lines.index("no coordinator could decide:")
+    assert lines[where + 1] == f"  {at(3)} a: the store is silent, until {at(9)}"
+    assert lines[where + 2] == f"  {at(20)} a: the store is silent"
+    assert "no coordinator could decide:" not in told(settled(0))
+
+
 def test_injected_faults_are_named_as_such():
     lines = told(settled(0), event(3, EventKind.FAULT_INJECTED, "kill-worker 7 of a", node="a"))
     where = lines.index("faults that were injected:")

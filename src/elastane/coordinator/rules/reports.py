@@ -285,7 +285,10 @@ def _stopped(state: State, node: KnownNode, message: Stopped) -> None:
     if (state.phase in with_world or before_its_stop) and node.is_member:
         # Its agent was isolated for too long, or its user stopped it. Other failures follow from
         # that.
-        incident = liveness.ensure_incident(state, f"node {node.id} stopped its workers by itself")
+        why = f"node {node.id} stopped its workers by itself"
+        if not state.term.has_authority:
+            why += ", since the store accepts no decisions"
+        incident = liveness.ensure_incident(state, why)
         incident.blame_departure(node.id)
     state.holders.note_accounted(node)
     node.forget_workers()
