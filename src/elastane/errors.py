@@ -44,8 +44,13 @@ class ElastaneError(Exception):
         """Support pickle, by which pools of processes pass errors on."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
+    @property
+    def line(self) -> str:
+        """What is wrong, and the slug, without the other parts."""
+        return f"{self.what} [{self.slug}]"
+
     def __str__(self) -> str:
-        lines = [f"{self.what} [{self.slug}]"]
+        lines = [self.line]
         for label, text in (
             ("where", self.where),
             ("expected", self.expected),

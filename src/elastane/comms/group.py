@@ -164,7 +164,7 @@ class WorldGroup:
             failure, self._failure = self._failure, None
         if isinstance(failure, ElastaneError):
             raise failure
-        raise self._not_built() from failure
+        raise self._not_built(failure) from failure
 
     def abort(self) -> None:
         """Abort the world: threads that wait in its construction or in a collective return.
@@ -229,9 +229,10 @@ class WorldGroup:
             raise self._not_built()
         return made
 
-    def _not_built(self) -> PeerLostError:
+    def _not_built(self, failure: BaseException | None = None) -> PeerLostError:
+        why = str(failure).partition("\n")[0] if failure else f"it is {self._phase.value}"
         return PeerLostError(
-            f"world {self.wiring.fence} has no process group: it is {self._phase.value}",
+            f"world {self.wiring.fence} has no process group: {why}",
             slug="group-not-built",
             where=f"rank {self.rank} of {self.size}",
             expected=f"{self.size} connected members within {self.wiring.timeout_s:g} s",

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from elastane.errors import ExitCode, JobError
+from elastane.errors import ElastaneError, ExitCode, JobError
 from elastane.process import control_socket
 from elastane.process.control_socket import (
     AssignedPlace,
@@ -152,9 +152,10 @@ class ControlSocket:
         """Report that all steps are done; `program_ended`: the programs of all workers are too."""
         self._send(WorkerFinished(program_ended))
 
-    def lost(self, fence: Fence, reason: str) -> None:
-        """Report that a peer was lost in the world of `fence`."""
-        self._send(PeerLost(fence, reason[:1000]))
+    def lost(self, fence: Fence, error: Exception | None) -> None:
+        """Report that a peer was lost in the world of `fence`, as `error` says."""
+        said = error.line if isinstance(error, ElastaneError) else str(error)
+        self._send(PeerLost(fence, f"lost a peer: {said}"[:1000]))
 
     def differed(self, rank: int, steps: int, reason: str) -> None:
         """Report that this worker's replica differed from the majority after `steps` steps."""

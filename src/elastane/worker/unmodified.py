@@ -116,7 +116,7 @@ class UnmodifiedWorker:
     def enter(self, error: Exception | None) -> WorldGroup:
         """Report the loss, wait for a place in the next world, and build that."""
         if self._place is not None and not self._line.world_has_ended:
-            self._line.lost(self._place.fence, f"lost a peer: {error}")
+            self._line.lost(self._place.fence, error)
         self._place = self._line.next_place()
         return self._build(self._place)
 

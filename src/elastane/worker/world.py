@@ -278,7 +278,7 @@ class Worlds:
                 slug="job-alone",
             ) from error
         if not self.world_has_ended:
-            self._line.lost(self.fence, f"lost a peer: {error}")
+            self._line.lost(self.fence, error)
 
     def close(self) -> None:
         """Close the control socket and all groups. Idempotent."""

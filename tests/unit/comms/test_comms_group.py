@@ -1,10 +1,13 @@
-"""The groups of a world that was closed are destroyed by a thread of their own."""
+"""The groups of a closed world are destroyed by a thread of their own; one not built says why."""
 
 import queue
 import threading
 
-from elastane.comms.construction import Made
+import pytest
+
+from elastane.comms.construction import Construction, Made
 from elastane.comms.group import ALONE, WorldGroup
+from elastane.errors import PeerLostError
 
 DEADLINE_S = 30.0
 
@@ -36,3 +39,15 @@ def test_a_group_that_an_exception_still_refers_to_is_destroyed_by_the_closing_t
     assert destroyed.empty(), "the frame of the exception refers to it"
     del held
     assert destroyed.get(timeout=DEADLINE_S) == "elastane-close"
+
+
+def test_a_group_that_is_not_built_says_why_and_which_member_was_not_reached(monkeypatch):
+    said = "Gloo connectFullMesh failed with No route to host, remote=[10.0.0.2]:4711\nmore"
+
+    def fail(_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(Construction, "run", fail)
+    with pytest.raises(PeerLostError) as caught:
+        WorldGroup(ALONE).build()
+    assert caught.value.what == f"world alone has no process group: {said.splitlines()[0]}"
