@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -29,19 +30,37 @@ N, BATCH = 97, 10
 if "FEED_FLAGS" not in os.environ:
     os.environ["FEED_FLAGS"] = tempfile.mkdtemp(prefix="feed-")
 FLAGS = Path(os.environ["FEED_FLAGS"])
+# How often torch looks for dead workers while it waits for one; 5 s if not set.
+TORCH_LOOKS_S = 60.0
+
+
+def read_slowly():
+    """Note that a sample is being read, which lasts while the gate is shut."""
+    with (FLAGS / "reads").open("ab", buffering=0) as reads:
+        reads.write(b".")
+    while (FLAGS / "shut").exists():
+        time.sleep(0.001)
+
+
+def count_reads():
+    """Return the number of samples whose reading has begun, of those that note it."""
+    return (FLAGS / "reads").stat().st_size if (FLAGS / "reads").exists() else 0
 
 
 class Numbers(Dataset):
-    """Sample i is (i, the worker's pid, a random number); it may be slow, stuck or broken."""
+    """Sample i is (i, the worker's pid, a random number); it may be slow, stuck or broken.
 
-    def __init__(self, slow_s=0.0):
-        self.slow_s = slow_s
+    `before` is called with i before the sample is made.
+    """
+
+    def __init__(self, before):
+        self.before = before
 
     def __len__(self):
         return N
 
     def __getitem__(self, index):
-        time.sleep(self.slow_s)
+        self.before(index)
         while (FLAGS / "hang").exists():
             time.sleep(0.01)
         if (FLAGS / "broken").exists():
@@ -49,10 +68,10 @@ class Numbers(Dataset):
         return index, os.getpid(), random.getrandbits(30)
 
 
-def make(slow_s=0.0, batches=None, **loader):
+def make(before=lambda index: None, batches=None, **loader):
     sampler = batches or ElasticBatchSampler(N, BATCH, seed=3)
     options = {"num_workers": 2, "prefetch_factor": 3, **loader}
-    return Feed(DataLoader(Numbers(slow_s), batch_sampler=sampler, **options))
+    return Feed(DataLoader(Numbers(before), batch_sampler=sampler, **options))
 
 
 def indices(portion):
@@ -162,7 +181,7 @@ def whole_epochs(persistent):
 
 
 def killed_worker(persistent):
-    with make(slow_s=0.002, persistent_workers=persistent) as feed:
+    with make(lambda index: time.sleep(0.002), persistent_workers=persistent) as feed:
         feed.commit(next(feed).step)
         old = workers()
         raised = ""
@@ -186,17 +205,23 @@ def killed_worker(persistent):
 
 
 def killed_worker_unseen():
-    """Kill a worker while no data is requested, and rewind."""
-    with make(persistent_workers=True) as feed:
-        feed.commit(next(feed).step)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises in this very loop
-        victim = workers()[0]
-        feed.rewind()
-        os.kill(victim, signal.SIGKILL)
-        os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
-        begun = time.monotonic()
-        step = next(feed).step
-        return {"step": step, "seconds": time.monotonic() - begun}
+    """Kill a worker while no data is requested, and rewind; its last results were received."""
+    torchs_look = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
+    defaults, torchs_look.__defaults__ = torchs_look.__defaults__, (TORCH_LOOKS_S,)
+    try:
+        with slow_after_first_step(persistent_workers=True) as feed:
+            shut_gate(feed)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises in this very loop
+            victim = workers()[0]
+            feed.rewind()
+            os.kill(victim, signal.SIGKILL)
+            os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
+            (FLAGS / "shut").unlink()
+            begun = time.monotonic()
+            step = next(feed).step
+            return {"step": step, "first": time.monotonic() - begun < TORCH_LOOKS_S}
+    finally:
+        torchs_look.__defaults__ = defaults
 
 
 def broken_sample():
@@ -215,18 +240,37 @@ def broken_sample():
 
 
 def slow_loader(persistent):
-    """Rewind while a slow sample is being read."""
-    with make(slow_s=0.05, persistent_workers=persistent) as feed:
-        feed.commit(next(feed).step)
-        begun = time.monotonic()
-        feed.rewind(0, 5)
-        rewound_s = time.monotonic() - begun
-        samples = next(feed).samples
-        return {
-            "rewound_s": rewound_s,
-            "next_s": time.monotonic() - begun,
-            "samples": samples,
-        }
+    """Rewind while each worker reads a slow sample of a later step."""
+    with slow_after_first_step(persistent_workers=persistent) as feed:
+        return rewound_in_the_middle(feed, 5)
+
+
+def slow_after_first_step(**loader):
+    """Return a feed whose samples of later steps are slow."""
+    first = set(next(iter(ElasticBatchSampler(N, BATCH, seed=3))))
+    return make(lambda index: index in first or read_slowly(), **loader)
+
+
+def shut_gate(feed):
+    """Commit the first step, while both workers begin a sample that lasts until the gate opens."""
+    (FLAGS / "reads").unlink(missing_ok=True)
+    (FLAGS / "shut").touch()
+    feed.commit(next(feed).step)
+    while count_reads() < 2:
+        time.sleep(0.001)
+
+
+def rewound_in_the_middle(feed, world):
+    """Rewind into a world while both workers read a sample that ends after the rewind."""
+    shut_gate(feed)
+    opens = threading.Timer(100.0, (FLAGS / "shut").unlink)
+    opens.start()
+    feed.rewind(0, world)
+    waited = not (FLAGS / "shut").exists()
+    opens.cancel()
+    (FLAGS / "shut").unlink(missing_ok=True)
+    samples = next(feed).samples
+    return {"waited": waited, "reads": count_reads(), "samples": samples}
 
 
 def slow_shards():
@@ -234,11 +278,7 @@ def slow_shards():
     data = ElasticShards([(0, 400)], open_slowly, 40, lanes=1)
     loader = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=True)
     with Feed(loader) as feed:
-        next(feed)
-        begun = time.monotonic()
-        feed.rewind(0, 20)
-        samples = next(feed).samples
-        return {"next_s": time.monotonic() - begun, "samples": samples}
+        return rewound_in_the_middle(feed, 20)
 
 
 def hung_worker():
@@ -284,8 +324,10 @@ def open_numbers(shard, start):
 
 
 def open_slowly(shard, start):
+    is_first = (FLAGS / "shut").exists()  # It is opened before the rewind.
     for number in range(start, 400):
-        time.sleep(0.02)
+        if is_first and number >= 40:  # after the first step
+            read_slowly()
         yield number
 
 

@@ -72,7 +72,7 @@ def test_a_killed_loader_worker_is_reported_and_replaced_at_the_rewind(found, na
 
 def test_a_loader_worker_killed_unseen_is_replaced_at_the_rewind(found):
     assert found["killed-unseen"]["step"] == 1
-    assert found["killed-unseen"]["seconds"] < 4.0  # torch would look for it after 5 s
+    assert found["killed-unseen"]["first"], "else torch finds it, which looks now and then"
 
 
 def test_a_datasets_exception_reaches_the_caller_and_the_step_can_be_retried(found):
@@ -82,16 +82,18 @@ def test_a_datasets_exception_reaches_the_caller_and_the_step_can_be_retried(fou
 
 @pytest.mark.parametrize("name", ["slow", "slow-persistent"])
 def test_a_rewind_does_not_wait_for_samples_that_are_being_read(found, name):
-    assert found[name]["rewound_s"] < 0.1
+    assert not found[name]["waited"]
     assert found[name]["samples"] == 2
-    # Asked ahead: 6 batches of 10 samples of 0.05 s, on 2 workers. Of the new one: 2 samples.
-    assert found[name]["next_s"] < 1.0
+    # Each worker was reading a void sample, and has 3 batches of 2 samples to read, then a fourth.
+    # The void batches have 10 samples each.
+    assert found[name]["reads"] <= 2 + 2 * 4 * 2
 
 
 def test_workers_of_shards_stop_reading_void_batches(found):
-    """Each worker gets two void batches of 40 samples of 0.02 s; the new batches have 2 samples."""
+    """Each worker gets two void batches of 40 samples, and reads one when they become void."""
+    assert not found["slow-shards"]["waited"]
     assert found["slow-shards"]["samples"] == 2
-    assert found["slow-shards"]["next_s"] < 0.7
+    assert found["slow-shards"]["reads"] == 2
 
 
 def test_hung_workers_are_replaced_when_asked(found):
