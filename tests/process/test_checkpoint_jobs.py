@@ -179,18 +179,20 @@ def test_steps_continue_while_the_snapshot_server_is_stopped(tmp_path):
         node = job.cluster.start("a")
         job.wait_steps(5)
         (stopped,) = snapshot_servers(node.process.pid)
+        before = node.output.count("does not answer")
         os.kill(stopped, signal.SIGSTOP)
         job.wait_steps(20)
         job.cluster.wait(
             lambda: snapshot_servers(node.process.pid) - {stopped},
             "another snapshot server follows",
         )
+        # The next one may be slow on a busy host, too.
+        silent = node.output.count("does not answer") - before
         lost = job.cluster.events("snapshot-server-lost")
         job.wait_steps(20)
         final = job.ends()
     assert len(lost) == 1 and "SIGKILL" in lost[0].reason
-    words = node.output
-    assert words.count("does not answer") == 2, "once a worker"
+    assert silent == 2, "once a worker"
     assert job.cluster.events("checkpoint-saved")[-1].data["step"] == final["steps"]
     assert len(job.said("restored")) == 2, "no worker was started again"
 
