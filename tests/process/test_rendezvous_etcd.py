@@ -73,7 +73,7 @@ def test_a_get_waits_for_its_key_and_no_longer_than_its_time(stores: list[EtcdSt
         one.get("never")
     with pytest.raises(LookupError, match="never"):
         one.wait(["later", "never"], timedelta(milliseconds=200))
-    assert 1.0 <= time.monotonic() - begun < 5.0
+    assert 1.0 <= time.monotonic() - begun < 30.0, "torch waits 300 s"
     one.wait(["later"])
     assert (one.check(["later"]), one.check(["later", "never"])) == (True, False)
 

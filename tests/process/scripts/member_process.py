@@ -22,7 +22,7 @@ membership = Membership(
             min_nodes=low,
             max_nodes=high,
             max_restarts=100,
-            timing=Timing(last_call_s=0.3, gather_s=0.2),
+            timing=Timing(last_call_s=0.3, gather_s=0.2, silence_s=float(sys.argv[3])),
         ),
         endpoint=Endpoint("127.0.0.1", port),
     ),
