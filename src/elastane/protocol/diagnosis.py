@@ -204,12 +204,12 @@ _NO_MODULE = re.compile(r"(?:\S+: ){1,2}No module named '?([\w.]+)'?")
 _EXHAUSTED = (
     (Exhausted.DEVICE, re.compile(r"(CUDA|HIP|XPU) out of memory|OutOfMemoryError")),
     (Exhausted.MEMORY, re.compile(r"^MemoryError|Cannot allocate memory|can't allocate memory")),
-    # torch.save on a full disk says one of the last two (torch 2.13).
+    # torch.save on a full disk says one of the last three (torch 2.13).
     (
         Exhausted.DISK,
         re.compile(
             r"No space left on device|Disk quota exceeded|basic_ios::clear: iostream error"
-            r"|PytorchStreamWriter failed writing"
+            r"|PytorchStreamWriter failed writing|inline_container.* unexpected pos \d+ vs \d+"
         ),
     ),
     (Exhausted.SHARED, re.compile(r"DataLoader worker .*killed by signal: Bus error")),

@@ -79,7 +79,25 @@ def test_an_outcome_names_the_failure_right_before_the_last_restart(driver, live
     outcome = job.got("a", Close)[0].outcome
     assert "ValueError: second" in outcome.reason
     assert ("restart 1 of 1" in outcome.before) == is_named
-    assert ("worker of rank 0 on node a ended with exit code 1" in outcome.before) == is_named
+    first = "worker of rank 0 (local rank 0, pid 4242) on node a ended with exit code 1: ValueError"
+    assert outcome.before.startswith(f"{first}: first") == is_named
+
+
+def test_an_outcome_names_the_failure_before_those_that_repeat_one_error(driver):
+    """A full disk left half a checkpoint, which no restart could read."""
+    job = driver(job_spec(1, 1, restarts=3))
+    job.join("a")
+    full = "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"
+    for error in (full, *["FileNotFoundError: checkpoint-150/trainer_state.json"] * 3):
+        job.passes(2.0, alive="a")
+        job.fails("a", error)
+        job.stops("a")
+        job.passes(1.0, alive="a")
+        assert error in job.machine.report().last_incident
+    outcome = job.got("a", Close)[0].outcome
+    assert "trainer_state.json" in outcome.cause.what and full in outcome.before
+    assert outcome.before.endswith("; restart 1 of 3")
+    assert "free space on the disk" in outcome.next_step
 
 
 def test_the_first_of_two_failures_of_a_node_is_the_cause_even_if_reported_late(driver):
@@ -212,7 +230,7 @@ def test_a_program_that_returned_on_one_rank_is_the_cause_of_the_peers_lost_on_o
     assert [restart.data[f"cause_{one}"] for one in named] == ["b", 1, 0, 9, "/logs/b"]
     assert restart.data["consequences"] == 1
     assert restart.reason.endswith(f"worker of rank 1 on node b {early}")
-    assert pair.machine.report().last_incident.startswith("worker of rank 1 on node b")
+    assert pair.machine.report().last_incident.startswith("worker of rank 1 (local rank 0, pid 9)")
 
 
 @pytest.mark.parametrize(

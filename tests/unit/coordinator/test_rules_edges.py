@@ -171,6 +171,13 @@ LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal:"
         ({"message": f"{STACK}torch.OutOfMemoryError: CUDA out of memory."}, "of its GPU"),
         ({"message": f"{STACK}OSError: [Errno 28] No space left on device"}, "df -h"),
         ({"message": f"{STACK}RuntimeError: basic_ios::clear: iostream error"}, "df -h"),
+        (
+            {
+                "message": f"{STACK}RuntimeError: [enforce fail at inline_container.cc:672] ."
+                " unexpected pos 8512 vs 8406"
+            },
+            "df -h",
+        ),
         ({"message": f"{STACK}{LOADER} Killed."}, "fewer num_workers"),
         ({"message": f"{STACK}OSError: [Errno 24] Too many open files"}, "ulimit -n 65536"),
         ({"message": f"{STACK}RuntimeError: received 0 items of ancdata"}, "ulimit -n 65536"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from elastane.coordinator.rules.incident import BudgetVerdict, EndedWorld, Incident
+from elastane.coordinator.rules.incident import BudgetVerdict, EndedWorld, Incident, PastIncident
 from elastane.coordinator.rules.nodes import named
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.errors import ExitCode
@@ -23,6 +23,7 @@ from elastane.protocol.diagnosis import (
     failure_text,
     failures_in_order,
     find_mismatch,
+    headline,
     is_from_outside,
     missing_module,
     own_next_step,
@@ -30,6 +31,7 @@ from elastane.protocol.diagnosis import (
     root_cause,
     says_mismatch,
     says_other_program,
+    without_noise,
 )
 from elastane.protocol.limits import VERDICT_S
 from elastane.protocol.log_events import EventKind
@@ -66,6 +68,10 @@ def failure(state: State, incident: Incident, why: str) -> bool:
     note_mismatch(state, incident, is_over=True)
     cause = _root_cause(state, incident, state.world.fence)
     assert cause.failure is not None
+    before = _before(state, incident, cause)
+    advice = _advice(cause, cause.failure, state.budget.allowed)
+    if before.disk_was_full and not exhausted(cause.failure):
+        advice = f"{_FREE[Exhausted.DISK]}; then remove what is incomplete, such as a checkpoint"
     return _close(
         state,
         Outcome(
@@ -74,10 +80,10 @@ def failure(state: State, incident: Incident, why: str) -> bool:
             slug="worker-failed",
             exit_code=ExitCode.WORKER_FAILED,
             cause=cause,
-            next_step=_advice(cause, cause.failure, state.budget.allowed),
+            next_step=advice,
             failures=failures_in_order(_sightings(state, incident, cause), state.now_s),
             fence=state.world.fence,
-            before=_before(state, incident),
+            before=before.text,
         ),
     )
 
@@ -138,12 +144,26 @@ def _return_of(state: State, incident: Incident) -> Sighting | None:
     return state.incidents.find_return() if incident is state.incidents.current else None
 
 
-def _before(state: State, incident: Incident) -> str:
-    """Return the incident that restarted the workers, if they failed again soon after that."""
-    if incident.only_asks_restart:
-        return ""  # The root cause begins with it.
+def _before(state: State, incident: Incident, cause: Cause) -> PastIncident:
+    """Return the incident that restarted the workers, if they failed again soon after that.
+
+    If they failed by the same error several times, it is the last one with another error.
+    """
     lived_s = incident.at_s - state.worlds.began_s
-    return state.incidents.last if lived_s < max(state.spec.timing.crash_loop_s, _SOON_S) else ""
+    if incident.only_asks_restart or lived_s >= max(state.spec.timing.crash_loop_s, _SOON_S):
+        return PastIncident()  # In the first case the root cause begins with it.
+    last = state.incidents.last
+    is_same = bool(last.error) and _past(cause, "").error == last.error
+    return state.incidents.before if is_same else last
+
+
+def _past(cause: Cause, note: str) -> PastIncident:
+    """Return what is remembered of an incident with this cause."""
+    if cause.failure is None:
+        return PastIncident(cause.what + note)
+    error = without_noise(headline(cause.failure.message))
+    is_full = exhausted(cause.failure) is Exhausted.DISK
+    return PastIncident(cause.what + note, error, is_full)
 
 
 def note_mismatch(state: State, incident: Incident, *, is_over: bool = False) -> None:
@@ -189,6 +209,8 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
     is_of_world = incident is state.incidents.current
     verdict = state.budget.find_charge(state.world.fence) if is_of_world else None
     verdict = verdict or state.budget.charge(lived_s, state.spec.timing, crash, refused)
+    note = "" if kind is EventKind.REPLACEMENT else f"; {verdict.reason}"
+    state.incidents.explain(incident, _past(cause, note))
     if verdict.restart:
         incident.charge()
         if is_of_world:
@@ -299,7 +321,8 @@ def too_few(state: State, here: int, needed: int) -> bool:
     """End the job: not enough nodes came within join_timeout."""
     limit_s = state.spec.timing.join_timeout_s
     present = named(state.roster.idle) or "none"
-    lost = f"; before: {state.incidents.last}" if state.incidents.last else ""
+    last = state.incidents.last.text
+    lost = f"; before: {last}" if last else ""
     what = (
         f"rendezvous: {here} of at least {needed} nodes joined within {limit_s:g} s"
         f" (present: {present}{lost})"

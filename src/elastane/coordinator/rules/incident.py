@@ -42,6 +42,18 @@ class Blame:
     worker: NamedWorker | None
 
 
+@dataclass(frozen=True, slots=True)
+class PastIncident:
+    """An incident that is over: its cause in words, and the error of the worker that was the cause.
+
+    `disk_was_full`: the worker failed by that, so that it may explain later failures.
+    """
+
+    text: str = ""
+    error: str = ""
+    disk_was_full: bool = False
+
+
 @dataclass(slots=True, kw_only=True)
 class Incident:
     """Why the current world is ended, and the failures reported since."""
@@ -60,6 +72,7 @@ class Incident:
     blame: Blame | None = None  # who did, if that was found while the workers stood still
     own_causes: int = 0  # failures that none of these explains, nor a lost peer
     why_stopped: str = ""  # why the workers that are left do not recover in place
+    cause: PastIncident | None = None  # what is remembered of it, once its cause was found
     follows_loss: bool = False  # a worker or a node was lost since all workers started
     follows_settled: bool = False  # the last change of the world was charged, or cost nothing
 
@@ -92,6 +105,10 @@ class Incident:
     def charge(self) -> None:
         """Record that the budget was charged, or that no charge is due."""
         self.charged = True
+
+    def explain(self, cause: PastIncident) -> None:
+        """Record the root cause."""
+        self.cause = cause
 
     def note_mismatch(self) -> None:
         """Record that the rank that called another collective was logged."""
@@ -335,7 +352,10 @@ class Incidents:
     """The current incident, and evidence of one that no report explains yet."""
 
     current: Incident | None = None
-    last: str = ""  # the last unplanned one, in words, but for one that only asks for a restart
+    # The last unplanned one, but for one that only asks for a restart, ...
+    last: PastIncident = PastIncident()
+    # ... and the last one with another error than the newest.
+    before: PastIncident = PastIncident()
     explains: EndedWorld | None = None  # the same since all workers started
     has_lost: bool = False  # one since all workers started lost a worker or a node
     is_settled: bool = False  # the last change of the world was charged, or cost nothing
@@ -375,7 +395,8 @@ class Incidents:
     def last_reason(self) -> str:
         """The current unplanned incident in words, or the last one."""
         current = self.current
-        return current.reason if current is not None and not current.planned else self.last
+        is_now = current is not None and not current.planned
+        return current.reason if current is not None and is_now else self.last.text
 
     @property
     def stalled(self) -> str:
@@ -402,7 +423,7 @@ class Incidents:
             self.is_settled = True
         elif self.current is not None:
             if not (self.current.only_asks_restart and self.explains):
-                self.last = why
+                self.last = self.current.cause or PastIncident(why)
                 has_cause = self.current.own_causes and not self.current.departed
                 failures = self.current.sightings if has_cause else ()
                 self.explains = EndedWorld(why, failures, fence, self.current.blame)
@@ -417,6 +438,12 @@ class Incidents:
     def _note_crashes(self, incident: Incident) -> None:
         sites = {crash_site(one.failure) for one in incident.sightings} - {""}
         self.crash_sites = tuple(sorted({*self.crash_sites, *sites})[:CRASH_SITES_MAX])
+
+    def explain(self, incident: Incident, cause: PastIncident) -> None:
+        """Record the root cause of an incident, which may repeat the error of the last one."""
+        incident.explain(cause)
+        if not cause.error or cause.error != self.last.error:
+            self.before = self.last
 
     def start_afresh(self) -> None:
         """Record that all workers start again, from the checkpoint."""
