@@ -29,6 +29,8 @@ STEP_S, EVERY_S = 0.05, 5.0
 # `add-node` is left out: an added one stays for ever, as a spare.
 KINDS = ("kill-worker", "kill-node", "kill-agent", "stop-node", "pause-node")
 MIB = 1 << 20
+# Agent, orphan reaper, zygote, the stores of this world and of the next, and a worker.
+PROCESSES = 6
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,18 @@ def wait_trains(cluster: LocalCluster, folder: Path) -> None:
     cluster.wait(lambda: path.exists() and path.stat().st_mtime > begun, "a checkpoint")
 
 
+def wait_settled(cluster: LocalCluster, agent: int) -> Use:
+    """Return the use of a node once only its current world has processes, and those are all there.
+
+    While a world is replaced, there are the stores of both, and not yet that of the next one.
+    """
+    cluster.wait(
+        lambda: len(zygote_and_stores(agent)) == 3 and use_of(agent).processes == PROCESSES,
+        f"{PROCESSES} processes",
+    )
+    return use_of(agent)
+
+
 def run(folder: Path, soak_s: float) -> None:
     seed = int(os.environ.get("FAULT_SEED", "1"))
     options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 100_000, "tee": "0"}
@@ -87,16 +101,11 @@ def run(folder: Path, soak_s: float) -> None:
         warm = FaultPlan.random(seed, 20.0, 2.0, KINDS, spare=("stays",))
         told = warm.run(cluster)
         wait_trains(cluster, folder)
-        agent = stays.process.pid
-        cluster.wait(lambda: len(zygote_and_stores(agent)) == 3, "the process of the next store")
-        before = use_of(stays.process.pid)
+        before = wait_settled(cluster, stays.process.pid)
         plan = FaultPlan.random(seed + 1, soak_s - 20, EVERY_S, KINDS, spare=("stays",))
         told += plan.run(cluster)
         wait_trains(cluster, folder)
-        # While a world is replaced, there are the stores of both.
-        stays_so = f"{before.processes} processes again"
-        cluster.wait(lambda: use_of(stays.process.pid).processes == before.processes, stays_so)
-        after = use_of(stays.process.pid)
+        after = wait_settled(cluster, stays.process.pid)
         print("\n".join(told), before, after, sep="\n")
         # An hour's faults are some thousand events; a leak of one world each would be far more.
         assert after.threads <= before.threads + 2

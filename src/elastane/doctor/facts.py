@@ -57,8 +57,8 @@ _MIB = 1 << 20
 _CALLS = ("pidfd_open", "memfd_create", "pidfd_send_signal")
 _PORT_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 _SIOCGIFADDR = 0x8915
-# adjtimex's state of a clock that is not synchronized.
 _SHARED_MEMORY = "/dev/shm"
+# adjtimex's state of a clock that is not synchronized.
 _UNSYNCHRONIZED, _CLOCK_ERROR = 0x40, 5
 
 
