@@ -35,6 +35,9 @@ POLL_S = 0.05
 # most 200 operations a second, a history is short enough for the search.
 TTLS_S = (0.3, 1.0)
 PAUSES_S = (0.005, 0.02)
+# This key has a ttl in half of its writes; no watch is checked at it, since it goes by itself.
+BRIEF = "job/brief"
+ENTRY_TTLS_S = (0.2, 0.5)
 # The slugs of writes that are not done and never will be.
 NOT_DONE = ("store-unreachable", "store-refused", "store-busy", "kube-forbidden")
 
@@ -92,12 +95,15 @@ class Client:
     async def operate(self, kind: str, key: str, expected: int = 0) -> tuple[Entry | None] | None:
         self._count += 1
         number, value = self._count, f"{self.name}-{self._count}"
+        ttl_s = self._ttl_s(kind, key)
         call = {
             "get": lambda: self.store.get(key),
             "delete": lambda: self.store.delete(key, expected),
-            "compare_and_set": lambda: self.store.compare_and_set(key, value.encode(), expected),
+            "compare_and_set": lambda: self.store.compare_and_set(
+                key, value.encode(), expected, ttl_s
+            ),
         }[kind]
-        asked = {"kind": kind, "key": key, "expected": expected, "value": value}
+        asked = {"kind": kind, "key": key, "expected": expected, "value": value, "ttl_s": ttl_s}
         self.note("begin", number=number, at_s=time.monotonic(), **asked)
         outcome, found, why = "ok", None, ""
         try:
@@ -111,6 +117,10 @@ class Client:
         ended = {"outcome": outcome, "answer": answer, "why": why}
         self.note("end", number=number, at_s=time.monotonic(), **ended)
         return (found,) if outcome in ("ok", "conflict") else None
+
+    def _ttl_s(self, kind: str, key: str) -> float | None:
+        has_ttl = kind == "compare_and_set" and key == BRIEF and self.random.random() < 0.5
+        return self.random.choice(ENTRY_TTLS_S) if has_ttl else None
 
     # ---- the lease
 
@@ -178,7 +188,7 @@ class Client:
             with contextlib.suppress(StoreError):
                 await self.store.end_lease(LEASE, dead_term)
         watches = [asyncio.ensure_future(self.watch(key)) for key in keys]
-        active = asyncio.gather(self.write(keys), self.hold())
+        active = asyncio.gather(self.write([*keys, BRIEF]), self.hold())
         try:
             await active
             self.note("quiet")

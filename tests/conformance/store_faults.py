@@ -332,6 +332,7 @@ def _add(seen: Seen, client: str, begun: dict, ended: dict) -> None:
         expected=begun["expected"],
         value=begun["value"],
         answer=Versioned(*ended["answer"]) if ended["answer"] else None,
+        ttl_s=begun.get("ttl_s"),
     )
     seen.operations[begun["key"]].append(one)
 

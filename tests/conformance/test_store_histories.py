@@ -28,7 +28,7 @@ from store_beds import (
     small_disk_bed,
     small_etcd_bed,
 )
-from store_client import Client
+from store_client import BRIEF, Client
 from store_faults import CLIENTS, FaultRun, Seen, add_life, check_seen, read_run
 from store_harness import until
 from store_promises import BrokenPromiseError
@@ -174,6 +174,14 @@ class ConflictsWithWhatNeverWas(MemoryStore):
             raise
 
 
+class RemovesAnEntryTooEarly(MemoryStore):
+    """Planted bug: an entry with a ttl goes almost at once."""
+
+    async def compare_and_set(self, key, value, expected_version, ttl_s=None) -> Entry:
+        ttl_s = ttl_s and 0.0001
+        return await super().compare_and_set(key, value, expected_version, ttl_s)
+
+
 class GivesTheLeaseToAll(MemoryStore):
     """Planted bug: a lease can be taken while another client holds it."""
 
@@ -202,7 +210,7 @@ async def _played(make: Callable[[MemoryBackend], MemoryStore]) -> Seen:
 
     async def use(client: Client, lines: list[dict]) -> None:
         watch = asyncio.ensure_future(client.watch("k"))
-        working = asyncio.gather(client.hold(), client.write(["k"]))
+        working = asyncio.gather(client.hold(), client.write(["k", BRIEF]))
         await until(lambda: _is_enough(lines), "200 operations, and a look at the lease")
         client.quiet.set()
         await working
@@ -234,6 +242,7 @@ def test_a_correct_store_in_memory_passes_the_checks():
         SendsAWriteTwice,
         BeginsVersionsAgain,
         ConflictsWithWhatNeverWas,
+        RemovesAnEntryTooEarly,
     ],
 )
 def test_a_planted_bug_of_entries_is_found(planted):

@@ -16,6 +16,9 @@ unsure
     shows a value and its version, and says nothing of when.
 unreachable
     It did not happen. A read is counted so too, if it brought no answer.
+
+A server may remove an entry that was written with a ttl, at any moment once the ttl has passed.
+That is one more deletion of that version, of which it is not known whether it happened.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from typing import Literal, NamedTuple
 
 # A history of a minute had 4,100 operations on each key (etcd of three, 2026-11-28).
 STATES_MAX = 200_000
+# What a server's clock may gain on ours over a ttl, and what it rounds.
+CLOCK_S = 0.02
 
 Kind = Literal["get", "compare_and_set", "delete"]
 Outcome = Literal["ok", "conflict", "unsure", "unreachable"]
@@ -48,7 +53,8 @@ class Operation:
     """One operation of one client on the key; times in seconds of one clock.
 
     `value` is what a compare_and_set writes. `answer` is what a get or a conflict found (None: the
-    key was absent), or what a compare_and_set wrote, with its version.
+    key was absent), or what a compare_and_set wrote, with its version. `ttl_s`: after which the
+    server may remove what it writes.
     """
 
     client: str
@@ -59,6 +65,7 @@ class Operation:
     expected: int = 0
     value: str = ""
     answer: Versioned | None = None
+    ttl_s: float | None = None
 
     @property
     def writes(self) -> bool:
@@ -126,12 +133,30 @@ _BEGINNING = _State(None, 0)
 
 def check(operations: Iterable[Operation], states_max: int = STATES_MAX) -> None:
     """Raise NotLinearizableError if no order of the operations on one key explains all answers."""
-    history = sorted(operations, key=lambda operation: operation.begin_s)
+    history = [*operations]
+    history = sorted([*history, *_removals(history)], key=lambda operation: operation.begin_s)
     _check_values(history)
     stuck = _search(_known(history), [_BEGINNING], states_max)
     if stuck is not None:
         piece, stuck = _shortest(history, stuck, states_max)
         raise NotLinearizableError(str(stuck), piece)
+
+
+def _removals(history: Sequence[Operation]) -> list[Operation]:
+    """Return what the server may do of itself to entries that were written with a ttl."""
+    seen = {one.answer.value: one.answer.version for one in history if one.answer}
+    return [
+        Operation(
+            "the server",
+            "delete",
+            one.begin_s + one.ttl_s - CLOCK_S,
+            math.inf,
+            "unsure",
+            expected=seen[one.value],
+        )
+        for one in history
+        if one.ttl_s is not None and one.outcome in ("ok", "unsure") and one.value in seen
+    ]
 
 
 class _Stuck(NamedTuple):
