@@ -197,9 +197,11 @@ def test_a_standstill_and_a_slow_rank_are_said_while_the_job_runs():
         Need(severity="act", text=title, hint=found),
         Need(severity="watch", text="Rank 3 is slow", hint="it waits longer for its data loader"),
     ]
+    needs.append(Need(severity="next", text="kill -9 7 on b", hint="it costs one restart"))
     assert trouble_lines([]) == []
     _, *lines = trouble_lines(needs)
     assert max(map(len, lines)) <= 100
     assert " ".join(" ".join(lines).split()) == (
         f"needs you {found} needs you Rank 3 is slow: it waits longer for its data loader"
+        " next kill -9 7 on b: it costs one restart"
     )

@@ -359,7 +359,8 @@ def trouble_lines(troubles: Sequence[Need]) -> list[str]:
         known = need.hint.casefold().startswith(need.text.casefold())
         said = need.hint if known else ": ".join(filter(None, (need.text, need.hint)))
         wrapped = textwrap.wrap(said, WIDTH - _INDENT) or [""]
-        lines.append(f"  {'needs you':<{_INDENT - 2}}{wrapped[0]}")
+        label = "next" if need.severity == "next" else "needs you"
+        lines.append(f"  {label:<{_INDENT - 2}}{wrapped[0]}")
         lines += [" " * _INDENT + line for line in wrapped[1:]]
     return ["", *lines] if lines else []
 

@@ -12,15 +12,18 @@ import msgspec
 
 from elastane.observe.incidents import IncidentHistory
 from elastane.observe.view import JobView, StragglerView
+from elastane.protocol.verdicts import Kind
 
 NEEDS_MAX = 3
 # Two failures of one node may be chance; the third is a reason to look at the node.
 REPEATED = 3
 _RECENT = 20
+# Classes of a culprit that no agent ends and that a signal does.
+_LASTING = frozenset({Kind.BUSY, Kind.SLEEPS, Kind.LOCK_HELD, Kind.DATA_LOADER})
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """One need. `severity`: act, watch, or next (what can be done after the end)."""
+    """One need. `severity`: act, watch, or next (what a person does then)."""
 
     severity: str
     text: str
@@ -58,7 +61,8 @@ def _while_it_runs(view: JobView) -> list[Need]:
     if view.all_left:
         text = "Start it again with the same command"
         return [Need(severity="next", text=text, hint=_from_where(view))]
-    found = [*_open_incidents(view.incidents), *_budget(view), *_repeated(view)]
+    found = [*_open_incidents(view.incidents), *_standstill(view.incidents)]
+    found += [*_budget(view), *_repeated(view)]
     found += [*_checkpoints(view), *_stragglers(view.stragglers)]
     if view.waiting:
         found.append(Need(severity="act", text="The job waits", hint=view.waiting))
@@ -80,7 +84,8 @@ def _from_where(view: JobView) -> str:
 
 def troubles_of(incidents: IncidentHistory, stragglers: Mapping[int, StragglerView]) -> list[Need]:
     """Return the needs that follow from open incidents and slow ranks, worst first."""
-    return [*_open_incidents(incidents), *_stragglers(stragglers)][:NEEDS_MAX]
+    found = [*_open_incidents(incidents), *_stragglers(stragglers), *_standstill(incidents)]
+    return found[:NEEDS_MAX]
 
 
 def _open_incidents(incidents: IncidentHistory) -> list[Need]:
@@ -89,6 +94,16 @@ def _open_incidents(incidents: IncidentHistory) -> list[Need]:
         for one in incidents.listed[-_RECENT:]
         if one.state == "open" and one.kind != "change"
     ]
+
+
+def _standstill(incidents: IncidentHistory) -> list[Need]:
+    """Return how a person ends the worker for which the others wait, since no agent may do that."""
+    stall = incidents.beside("stall")
+    if stall is None or stall.pid is None or stall.standstill not in _LASTING:
+        return []
+    text = f"If rank {stall.rank} does not continue by itself: kill -9 {stall.pid} on {stall.node}"
+    hint = "the others wait until the timeout of the script's process group; it costs one restart"
+    return [Need(severity="next", text=text, hint=hint, incident=stall.id)]
 
 
 def _budget(view: JobView) -> list[Need]:

@@ -6,7 +6,7 @@ from view_events import event, exited, play, settled, started
 
 from elastane.observe.account import TimeCause, account_of
 from elastane.observe.incidents import DID_MAX, EVIDENCE_MAX
-from elastane.observe.needs import needs_of
+from elastane.observe.needs import needs_of, troubles_of
 from elastane.observe.view import after_event
 
 
@@ -222,6 +222,13 @@ def test_a_standstill_with_a_named_culprit_is_an_incident_until_the_next_steps()
         "Rank 1 on node b has not entered all_reduce #57", "b", 1,
     )  # fmt: skip
     assert [need.incident for need in needs_of(view)] == [1]
+    view = play(settled(1, "a b", 2), named(culprit_node="b", culprit_pid=77))
+    act, then = needs_of(view)
+    assert (act.severity, act.text, then.severity) == ("act", one.title, "next")
+    assert then.text == "If rank 1 does not continue by itself: kill -9 77 on b"
+    assert troubles_of(view.incidents, {}) == [act, then]
+    certain = named(culprit_node="b", culprit_pid=77, **{"class": "stopped"})
+    assert len(needs_of(play(settled(1, "a b", 2), certain))) == 1, "its agent ends it"
     [one] = play(settled(1, "a b", 2), named(), event("pace", time_s=60.0)).incidents.listed
     assert (one.state, one.to_s) == ("recovered", 60.0)
 
