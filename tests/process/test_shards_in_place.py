@@ -383,3 +383,18 @@ def test_the_last_replica_over_nodes_restarts_from_a_save(tmp_path, leaves):
         (restored,) = {line["step"] for ls in job.said("restored").values() for line in ls} - {0}
     made = [line["step"] for pid in before for line in job.said()[pid]]
     assert restored == max(made) + 1 if leaves else restored <= max(made) + 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_body_that_decays_shards_itself_decays_them_once_in_a_retried_step(tmp_path):
+    job, rng = Sharding(tmp_path, 2, env={"DECAYS": "1"}), random.Random(3)
+    with job.cluster:
+        node = job.cluster.start("a")
+        pids = job.wait_steps(3)
+        for victim in (0, 1, 2, 3) * 2:
+            until = time.monotonic() + rng.random() * 2 * STEP_S
+            job.cluster.wait(lambda until=until: time.monotonic() > until, "some instant")
+            pids = heals(job, node, pids, victim)
+        job.ends_exact()
+    made_once(job)

@@ -89,7 +89,7 @@ class RegisteredObjects:
     def sharded(self) -> list[Any]:
         """The sharded parameters (DTensor) of modules."""
         found = [parameter for module in self.modules for parameter in module.parameters()]
-        return [parameter for parameter in found if _is_dtensor(parameter)]
+        return [parameter for parameter in found if is_dtensor(parameter)]
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Yield each parameter once: those of the optimizers, then those of the modules."""
@@ -106,7 +106,7 @@ class RegisteredObjects:
         """
         for optimizer in self.optimizers:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            if any(map(_is_dtensor, parameters)) and not optimizer.state:
+            if any(map(is_dtensor, parameters)) and not optimizer.state:
                 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
                 _init_optim_state(optimizer)
@@ -227,7 +227,8 @@ def _is_delegate(thing: Any) -> bool:
     return not has_hooks and isinstance(inner, torch.optim.Optimizer)
 
 
-def _is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is sharded; without an import of its own, which is heavy."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -16,13 +16,19 @@ from __future__ import annotations
 
 import copy
 import operator
+import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from elastane.checkpoint.registered import RandomStreams, RegisteredObjects, load_exactly
+from elastane.checkpoint.registered import (
+    RandomStreams,
+    RegisteredObjects,
+    is_dtensor,
+    load_exactly,
+)
 
 # A GradScaler sets them during a fused optimizer's step. If that raises they stay set, and the next
 # step would divide by the product of both scales.
@@ -193,7 +199,7 @@ class _Parameters:
                 count += len(group["params"])
         if count != self._count:
             self._count = count
-            self._live = [each for each in tracked.parameters() if _is_plain(each)]
+            self._live = _live_parts(tracked)
             self._places = []
             self._kept = []
         places = [each.data_ptr() for each in self._live]
@@ -243,6 +249,23 @@ class _Parameters:
     def _sample(self) -> tuple[bytes, list[torch.Tensor]]:
         """Return the bytes of the sampled numbers; of a device, without waiting for it."""
         return b"".join(self._here), [torch.cat(ends) for ends in self._there.values()]
+
+
+def _live_parts(tracked: RegisteredObjects) -> list[torch.Tensor]:
+    """Return the memory of the parameters: of a sharded one, the part that this worker holds.
+
+    A sharded module that keeps whole parameters after a forward shows those, in memory that it
+    frees later. So it is resharded first.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in tracked.modules if fsdp is not None else ():
+        for each in module.modules():
+            if isinstance(each, fsdp.FSDPModule):
+                each.reshard()
+    parameters: Iterator[Any] = tracked.parameters()
+    with torch.no_grad():
+        parts = [each.to_local() if is_dtensor(each) else each for each in parameters]
+    return [each for each in parts if _is_plain(each)]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

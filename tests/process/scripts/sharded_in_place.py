@@ -8,6 +8,7 @@ FOLDER/PID.final: digests of what both have come to, and how far apart those are
 empty they save. In step CUT, once, the workers of coordinates 0 and 2 make their last update, the
 worker of coordinate 1 does not come to it, and the worker of coordinate 3 is killed. OPTIMIZERS=2
 trains the first layer by one of its own, and all wait for one another before the second one steps.
+With DECAYS=1 the body decays the weights itself before the update, and an evaluation comes first.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 import elastane
 
 WIDTH, BATCH = 24, 16
+DECAYS = os.environ.get("DECAYS") == "1"
 torch.set_num_threads(1)
 # What worlds of other sizes round otherwise is to stay small, for thousands of steps.
 torch.set_default_dtype(torch.float64)
@@ -86,6 +88,10 @@ class Training:
 
     def clip(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+        if DECAYS:
+            with torch.no_grad():
+                for parameter in self.net.parameters():
+                    parameter.mul_(0.999)
 
 
 def digest(result: torch.Tensor) -> str:
@@ -154,6 +160,9 @@ def main() -> None:
         job.track(**run.tracked())
         saver = elastane.Checkpointer(where, every_steps=2) if where else None
         restored = saver.restore(job) if saver else None
+        if DECAYS and job.fence.round == 1:
+            with torch.no_grad():
+                run.forward(run.data)  # which leaves the parameters of the outer module whole
         say("restored", restored.step if restored else 0, where=restored and restored.where)
         for step, batch in job.steps(loader, until_step=10**6):
             with step:

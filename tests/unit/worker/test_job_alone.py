@@ -239,6 +239,33 @@ def test_a_sharded_model_trains_in_a_job_of_one(job):
     assert not net[0].weight.full_tensor().equal(before)
 
 
+def test_shards_that_a_body_changes_itself_are_restored(job):
+    """The evaluation before leaves the layer's parameters whole, in memory that is freed later."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = torch.nn.Linear(4, 1)
+    fully_shard(net, mesh=job.device_mesh(shard=1))
+    sgd, tracked = torch.optim.SGD(net.parameters(), lr=0.1), RegisteredObjects()
+    tracked.add({"net": net, "sgd": sgd})
+    undo, weight = Undo(tracked), sgd.param_groups[0]["params"][0]
+    with torch.no_grad():
+        net(X)
+    for is_made in (True, False):  # The first step shows what its body changes.
+        undo.begin()
+        before = weight.to_local().clone()
+        net(X).mean().backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(0.9)
+        undo.called(sgd)
+        if is_made:
+            undo.before_update(sgd)
+            undo.after_update(sgd)
+    assert not weight.to_local().equal(before)
+    assert undo.restore()
+    assert weight.to_local().equal(before)
+
+
 def test_a_committed_sharded_step_survives_a_new_world(job):
     from torch.distributed.fsdp import fully_shard
 
