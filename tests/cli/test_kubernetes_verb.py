@@ -301,7 +301,7 @@ def test_render_prints_a_job_of_a_template(capsys):
         (["--template", "gpu", "--gpus", "1", "t.py"], "--gpus with --template"),
         (["--template", "gpu", "--shm", "8Gi", "t.py"], "--shm with --template"),
         (["--template", "GPU_8", "t.py"], "--template GPU_8"),
-        (["--template", "gpu..8", "t.py"], "at most 253 of a-z, 0-9, - and ."),
+        (["--template", "gpu..8", "t.py"], "at most 253 characters of a-z, 0-9, - and ."),
         (["--template", "gpu", "--min", "3", "--max", "2", "t.py"], "at most --max, 2"),
         (["t.py"], "--image is missing"),
     ],

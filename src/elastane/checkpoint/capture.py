@@ -47,9 +47,9 @@ class Captured:
     def update(self, state: Mapping[str, Any], doubtful: Sequence[int] | None = None) -> bool:
         """Replace the captured state by one of the same structure; returns False if it differs.
 
-        Then this object is of no use. If all tensors are the same objects as before, only the
-        `doubtful` ones, by number, are checked now. The caller must check `are_alike` for all
-        before it copies them.
+        After False, do not use this object again. If all tensors are the same objects as before,
+        only the `doubtful` ones, by number, are checked here. Check the others with `are_alike`
+        before you copy them.
         """
         local = self._localizer.update(state)
         if local is None or not self._flattening.again(local):
@@ -88,12 +88,15 @@ class Captured:
             self.chunks.append(Chunk(number, offsets, shape))
 
     def identity(self) -> bytes:
-        """Return everything that a layout depends on, as bytes."""
+        """Return the names, dtypes and shapes on which the state's layout depends, as bytes."""
         self._identity = self._identity or msgspec.msgpack.encode([self.specs, self.chunks])
         return self._identity
 
     def leaves(self) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-        """Return the leaves that are no tensors by torch's names, and torch's path of each name."""
+        """Return the values that are not tensors by name, and the path of each name in the state.
+
+        Names and paths are those of torch.distributed.checkpoint.
+        """
         if self._named is None:
             self._named = _named(self._state)
         leaves = {name: _at(self._state, keys) for name, keys in self._named.leaves.items()}

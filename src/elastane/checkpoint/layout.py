@@ -87,7 +87,10 @@ class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """The layout. `bounds` are the start of each rank's part of a sharded state, and the end."""
+    """Where the pieces of all tensors lie in the bytes of one saved state.
+
+    `bounds` are the start of each rank's part of a sharded state, and the end.
+    """
 
     tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=TENSORS_MAX)]
     pieces: Annotated[tuple[TensorPiece, ...], msgspec.Meta(max_length=PIECES_MAX)]
@@ -100,7 +103,7 @@ class Layout(msgspec.Struct, frozen=True):
         return not self.bounds
 
     def frame(self, piece: TensorPiece) -> Frame:
-        """Return the bytes around the data of a piece."""
+        """Return the header and the trailer that torch.load expects around the data of a piece."""
         return frame_of(dtype_of(self.tensors[piece.tensor].dtype), piece.shape)
 
     def data_at(self, piece: TensorPiece) -> int:
@@ -273,7 +276,10 @@ def overlap(one: Box | TensorPiece | Chunk, other: Box | TensorPiece | Chunk) ->
 
 
 class Frame(NamedTuple):
-    """The bytes around `data_bytes` of data, which is aligned if the blob is."""
+    """What torch.load expects before and after `data_bytes` of a tensor: together, one blob.
+
+    The data is aligned if the blob is.
+    """
 
     head: bytes
     data_bytes: int

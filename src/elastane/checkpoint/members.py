@@ -64,7 +64,7 @@ _TIMEOUT = PeerTimeout()
 
 
 class Members(Protocol):
-    """The collectives; all ranks call the same ones in the same order."""
+    """The collectives that saves and restores need; all ranks call them in the same order."""
 
     @property
     def rank(self) -> int:
@@ -88,7 +88,7 @@ class Members(Protocol):
 
 
 class SingleProcess:
-    """A single process."""
+    """The members of a save by one process alone: each collective returns at once."""
 
     rank, size = 0, 1
 

@@ -104,7 +104,7 @@ class SaveShare(msgspec.Struct, frozen=True):
 
 
 def shares(layout: Layout, members: Sequence[RankStatus]) -> list[SaveShare]:
-    """Return each rank's share."""
+    """Return what each rank copies and what its server writes, in the order of the ranks."""
     places: dict[str, dict[str, list[int]]] = {}
     for rank, member in enumerate(members):
         places.setdefault(member.place, {}).setdefault(member.server, []).append(rank)

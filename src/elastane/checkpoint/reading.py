@@ -93,7 +93,7 @@ class _CountedBytes:
 
 
 def counted(source: ByteSource, shown: ShownProgress | None) -> ByteSource:
-    """Return a source that reports what is read of it, if that is shown."""
+    """Return the source, wrapped to count the bytes read if `shown` displays progress."""
     return source if shown is None else _CountedBytes(source, shown)
 
 
@@ -115,7 +115,7 @@ class MemoryPieces:
         read_whole(*place, memory)
 
     def place(self, at: int, size: int) -> tuple[int, int] | None:
-        """Return the descriptor that has this whole range, and the offset in it, or None."""
+        """Return a descriptor that holds all of this range, and the offset in it; else None."""
         for first, end, fd in self._pieces:
             if first <= at and at + size <= end:
                 return fd, at - first
@@ -446,7 +446,7 @@ class _Announced(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CheckpointTransfer:
-    """The transfer of one checkpoint folder."""
+    """Copies a checkpoint folder from one rank's storage to that of ranks which lack it."""
 
     def __init__(self, members: Members, storage: Storage, folder: str) -> None:
         self._members = members
@@ -456,7 +456,10 @@ class CheckpointTransfer:
         self._shown: ShownProgress | None = None
 
     def run(self, source: int, writers: Collection[int], step: int) -> None:
-        """Copy it to the writers; all ranks take part. Raises CheckpointError if one failed."""
+        """Copy it from rank `source` to the ranks `writers`; all ranks call it.
+
+        Raises CheckpointError if one of them failed.
+        """
         self._source, mine = source, self._members.rank == source
         content, failure = self._manifest() if mine else (b"", "")
         content = self._members.texts(content)[source]

@@ -278,7 +278,10 @@ class Restorer:
         self.borrowed: CopyOnWriteRestore | None = None
 
     def newest(self, place: FolderIdentity, *, strict: bool) -> tuple[Restored | None, int]:
-        """Restore the newest valid state, if any; returns it with the era of this run.
+        """Restore the newest valid state, if any.
+
+        Returns it with the era of the checkpoints of this run: a run whose rounds begin again at 0
+        has a greater one, so that its checkpoints are newer than those of the former run.
 
         Raises CheckpointError if states exist and none can be restored.
         """
@@ -466,7 +469,7 @@ def open_files(storage: Storage, folder: str) -> tuple[Layout, StoredFiles, Chec
 
 
 def state_of(stored: StoredFiles, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Build the state around its tensors; raises CheckpointError if it has no names."""
+    """Return the saved state with these tensors in it; CheckpointError if it has no names."""
     try:
         state = build(stored.tree, tensors)
     except StateError as error:

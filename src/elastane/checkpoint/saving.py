@@ -49,7 +49,7 @@ WAIT_S = 3600.0
 
 
 class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
-    """The proposal of one rank before a save, exchanged as numbers.
+    """What one rank tells the others before a save; they exchange it as numbers.
 
     Rank 0's `nonce` and `word` (of the save schedule) count for all.
     """
@@ -92,10 +92,11 @@ class Saver:
         self._coming: Future[SnapshotClient] | None = None  # The connection to the next server.
 
     def continue_from(self, nonce: str, *, missed: bool) -> None:
-        """Continue from this save in memory on all ranks, or from none ("").
+        """Set the save in memory from which all ranks were restored: its nonce, "" for none.
 
-        `missed`: some node has nothing of it, so that it is safe to lose again. Otherwise the
-        servers know which save is safe.
+        `missed`: at least one node has nothing of it. Then it also counts as the last save of which
+        all nodes have replicas, and they are kept until a later one is replicated. Otherwise the
+        servers know which save that is.
         """
         self._together = int(nonce or "0", 16)
         self._safe = self._together if missed else 0
@@ -140,7 +141,7 @@ class Saver:
 
     @property
     def doubtful(self) -> Sequence[int] | None:
-        """The tensors that must be checked before the next save; None for all."""
+        """The numbers of the tensors whose dtype and shape the next save checks; None for all."""
         looks_late = self.copier.may_overlap and self.copier.may_look_late
         return self._plan.sources.doubtful if self._plan is not None and looks_late else None
 

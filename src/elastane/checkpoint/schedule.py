@@ -133,7 +133,7 @@ class SaveSchedule:
         return "time" if self._every_s is not None and step % self.stride == 0 else ""
 
     def word(self, step: int, reason: str) -> int:
-        """Return rank 0's decision: the next stride, negative if nothing is to be saved."""
+        """Return the decision of rank 0: the next stride in steps, negative if it does not save."""
         now_s = self._clock()
         stride = self.stride
         if self._every_s is not None:
@@ -142,7 +142,7 @@ class SaveSchedule:
         return stride if due else -stride
 
     def accept(self, word: int) -> bool:
-        """Apply rank 0's decision; returns whether to save."""
+        """Apply the `word` of rank 0 on this rank; returns whether to save."""
         self.stride = max(1, abs(word))
         if word > 0:
             self._saved_s = self._clock()
@@ -163,7 +163,7 @@ class SaveSchedule:
         return self._lived_s + self._clock() - self._began_s
 
     def resume(self, lived_s: float, failures: int, stride: int) -> None:
-        """Continue from the restored run's, or another member's, values."""
+        """Continue from the values of a restored run, or of another member."""
         self._lived_s = lived_s
         self._began_s = self._clock()
         self.failures = failures

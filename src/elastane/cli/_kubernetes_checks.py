@@ -22,7 +22,7 @@ def check_namespace(option: str, name: str) -> None:
         raise wrong_value(
             option,
             name,
-            "at most 63 of a-z, 0-9 and -, with a letter or digit at both ends",
+            "at most 63 characters of a-z, 0-9 and -, with a letter or digit at both ends",
             "kubectl get namespaces",
         )
 
@@ -33,7 +33,7 @@ def check_object(option: str, name: str, resource: str) -> None:
         raise wrong_value(
             option,
             name or "''",
-            "at most 253 of a-z, 0-9, - and ., with a letter or digit at both ends",
+            "at most 253 characters of a-z, 0-9, - and ., with a letter or digit at both ends",
             f"kubectl get {resource}",
         )
 

@@ -174,7 +174,10 @@ def dealt_evenly(shards: int, world_size: int) -> tuple[range, ...]:
 
 
 class Owing(NamedTuple):
-    """The owed positions of an epoch. `is_further`: all its own steps are committed."""
+    """The positions that lost workers left undone in an epoch, which later steps take.
+
+    `is_further`: all steps of the epoch's own are committed.
+    """
 
     spans: Spans
     is_further: bool

@@ -52,7 +52,7 @@ def mixed(*words: int) -> int:
 
 
 class Permutation:
-    """The order of one epoch: `order.at(position)` is the sample at that position.
+    """The order of one epoch: `order.block(start, stop)` has the samples at these positions.
 
     It is a bijection of [0, n) for each (n, seed, epoch), and holds a few numbers for any n.
     0 <= n <= 2**62, 0 <= seed < 2**64, 0 <= epoch.

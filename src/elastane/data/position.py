@@ -47,7 +47,7 @@ def world_of_process() -> tuple[int, int]:
 
 
 def matching(mine: Mapping[str, object], state: Mapping[str, Any], of: str) -> None:
-    """Raise ConfigurationError, with the field, if a state describes other data than `mine`."""
+    """Raise ConfigurationError, which names the field, if a state is of other data than `mine`."""
     if not isinstance(state, Mapping):
         raise _refused(f"the state for {of} is a {type(state).__name__}", "a mapping")
     for key, value in {"format": _FORMAT, **mine}.items():
@@ -304,7 +304,7 @@ class DataPosition:
         return next(islice(dealt, micro, None))
 
     def words(self, share: LedgerShare) -> tuple[int, ...]:
-        """Return the seed words of the random streams of a share's samples; often none."""
+        """Return the seed words of the random draws of a share's samples; () without shards."""
         if not self.virtual_shards:
             return ()
         return FOR_LOADER, self.stream_seed, share.step, share.shard

@@ -34,7 +34,7 @@ class RecalledError(Exception):
 
 
 class Recall:
-    """The recall of one feed. A copy, by pickle or otherwise, is a different recall."""
+    """Tells the loader workers of one feed which requests are void; a copy is another feed's."""
 
     def __init__(self) -> None:
         self._page = mmap.mmap(-1, _WIDTH)
@@ -46,7 +46,7 @@ class Recall:
 
     @property
     def number(self) -> int:
-        """The number of recalls so far."""
+        """How often `call` was called; workers see the new number at once."""
         return int.from_bytes(self._page[:_WIDTH], "little")
 
     def call(self) -> None:

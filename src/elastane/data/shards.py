@@ -238,7 +238,7 @@ class IterationBeginning:
         self._cells.copy_(torch.tensor([self._number, *plain, *virtual]))
 
     def of_worker(self, own: Begin) -> Begin | None:
-        """Return the parameters of a worker's next iteration; `own` has those of its copy.
+        """Return the parameters of a worker's next iteration; `own`: those it was started with.
 
         None if the worker has reached the end of its epoch and no iteration was published since.
         """

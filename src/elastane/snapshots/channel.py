@@ -39,7 +39,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class SnapshotChannel:
-    """A connected stream socket.
+    """Sends and receives frames, with descriptors, over a connected stream socket.
 
     `ends` is a descriptor that becomes readable when the peer dies: the peer's socket may stay open
     in a process that it forked. `say_s` bounds the sending of one message.
@@ -130,7 +130,7 @@ class SnapshotChannel:
 
 
 class OwnStatusPage:
-    """The owner's view of the page; its memory is freed with the last descriptor."""
+    """A page of shared memory that its owner writes; freed with the last descriptor of it."""
 
     def __init__(self) -> None:
         self._page = os.memfd_create("elastane-page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -155,7 +155,7 @@ class OwnStatusPage:
 
 
 class SnapshotStatusPage:
-    """Another process's view of the page; closes the descriptor."""
+    """The page of an `OwnStatusPage`, as another process reads it; closes the descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         try:
@@ -165,7 +165,7 @@ class SnapshotStatusPage:
             os.close(descriptor)
 
     def number(self) -> int:
-        """Return the current number."""
+        """Return the number of the owner's last write."""
         number: int = _HEAD.unpack_from(self._memory)[0]
         return number
 

@@ -104,7 +104,7 @@ class Contents:
         return packed_streams({local: piece.streams for local, piece in self.pieces.items()})
 
     def words(self, layouts: Layouts, *, verified: bool) -> SnapshotDescription:
-        """Return the description of it for a reader."""
+        """Return the description of this snapshot that a reading worker receives."""
         pieces, first = sorted(self.pieces.items()), self.first
         return SnapshotDescription(
             key=first.key,
@@ -122,7 +122,7 @@ class Contents:
         )
 
     def persist(self) -> PersistRequest:
-        """Return the request of all workers together, with the ranges of each of them."""
+        """Return one write request for this node: that of its workers, with the ranges of each."""
         requests = [piece.persist for _, piece in sorted(self.pieces.items())]
         return joined([request for request in requests if request is not None])
 

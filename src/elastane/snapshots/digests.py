@@ -73,7 +73,7 @@ class Digests:
         self._checked.clear()
 
     def doubt(self) -> Verification | None:
-        """Return the newest snapshot if it must be compared."""
+        """Return the newest snapshot if it was not verified since the last worker ended."""
         name = self.newest
         known = self._known.get(name) if name is not None else None
         if name is None or known is None or name in self._checked:

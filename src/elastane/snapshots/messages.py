@@ -125,9 +125,9 @@ class WriteProgress(msgspec.Struct, frozen=True, kw_only=True):
     """The status of a server's writes.
 
     `writing` is being written, `waiting` is next. `published` is the newest checkpoint that this
-    server knows to be durable. `failures` are the last ones, newest last. `last_write_s` and
-    `last_write_bytes` belong to the last durable one. `copying`: a replica is in transit to another
-    node. `copied` are the nonces of the replicas there, oldest first.
+    server knows to be durable. `failures` are the last ones, newest last. `last_write_s` is how
+    long the last durable write took. `copying`: a replica is in transit to another node. `copied`
+    are the nonces of the replicas there, oldest first.
     """
 
     writing: Key | None = None
@@ -135,7 +135,6 @@ class WriteProgress(msgspec.Struct, frozen=True, kw_only=True):
     published: Key | None = None
     failures: Annotated[tuple[SaveFailed, ...], msgspec.Meta(max_length=FAILURES_MAX)] = ()
     last_write_s: float = 0.0
-    last_write_bytes: int = 0
     copying: bool = False
     copied: Annotated[tuple[Nonce, ...], msgspec.Meta(max_length=COPIES_MAX)] = ()
 
@@ -203,7 +202,9 @@ class Slots(msgspec.Struct, frozen=True, tag="slots"):
 
 
 class SlotGrant(msgspec.Struct, frozen=True, tag="grant"):
-    """Asks for the slot to fill next. `overdue`: the wait for others' pieces was long enough.
+    """Asks for the slot to fill next.
+
+    `overdue`: an incomplete snapshot may be discarded, since other pieces of it are late.
 
     `together` is the field of that name in the `Snapshot` that will fill the slot.
     """

@@ -97,7 +97,7 @@ class Replicator:
         return tuple(name.nonce for name in self.table.there)
 
     def stop(self) -> None:
-        """Stop keeping snapshots for replication: a save without replicas is whole."""
+        """Keep no snapshot for replication: the workers ask for no replicas any more."""
         self.table.stop()
 
     def begin(

@@ -159,7 +159,7 @@ class SnapshotStore:
     def grant(
         self, worker: int, *, overdue: bool = False, spare: bool = False, together: str = ""
     ) -> int | None:
-        """Return the slot to fill, or None for not yet. `spare`: only one that is free already."""
+        """Return the slot to fill next, or None if there is none yet; `spare`: a free one only."""
         with self._lock:
             slot, effects = self._table.grant(
                 worker, overdue=overdue, spare=spare, together=together
@@ -491,7 +491,6 @@ class ServerStatus:
             published=self._table.published,
             failures=self._writer.failures,
             last_write_s=self._writer.last[0],
-            last_write_bytes=self._writer.last[1],
             copying=self._replicator.table.copying is not None,
             copied=self._replicator.copied,
         )

@@ -55,7 +55,10 @@ _DURABLE_MAX = 4096
 
 
 class FolderPage(msgspec.Struct, frozen=True, kw_only=True):
-    """One page. `nonce` is its writer's own; `before` is the nonce of the page it follows."""
+    """One version of a key, or one term of a lease: the content of a numbered file.
+
+    `nonce` is its writer's own; `before` is the nonce of the page it follows.
+    """
 
     number: int
     kind: str
@@ -199,7 +202,7 @@ class Root:
 
 
 class Pages:
-    """The pages of one folder below a root, which need not exist yet.
+    """All pages of one key or lease, in a folder below `root` that need not exist yet.
 
     With `whole`, a damaged newest page is an error and is not skipped. An older page would take
     the job back to a state that it has left.

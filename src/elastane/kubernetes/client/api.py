@@ -51,7 +51,7 @@ Change = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
 
 
 class SeenObject(msgspec.Struct, Generic[T], frozen=True):
-    """One event. `object` is None for a BOOKMARK, which only says how far the watch is.
+    """One event of a watch. `object` is None for a BOOKMARK, which only says how far it is.
 
     Each watch begins with a bookmark of ours, once the server has answered.
     """

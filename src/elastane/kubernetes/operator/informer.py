@@ -148,7 +148,7 @@ class Cache(Generic[T]):
             self._put(before, one)
 
     def lacks(self, key: str, uid: str) -> None:
-        """Remove an object that the server did not have at a write to it."""
+        """Remove an object, because a write to it was answered with 404."""
         self._remember_gone(uid)
         before = self._objects.get(key)
         if before is not None and before.metadata.uid == uid:
@@ -168,7 +168,7 @@ class Cache(Generic[T]):
             self._serving_changed()
 
     def withdraw(self, why: str) -> None:
-        """Drop all objects: their API is not served any more, or was not yet."""
+        """Drop all objects: the cluster does not serve their API now."""
         for before in list(self._objects.values()):
             self._put(before, None)
         was_served = not self.unserved

@@ -218,7 +218,7 @@ def _is_too_soon(context: DecisionContext, refusal: Refusal) -> bool:
 
 
 def refusal_text(refusal: Refusal) -> str:
-    """Return the text of a refusal for a condition."""
+    """Return what the server refused and why, as the message of a condition."""
     text = " ".join(refusal.message.split())
     return text[:TEXT_CHARS_MAX] or f"HTTP {refusal.code}"
 

@@ -75,7 +75,7 @@ class PodEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hindrance(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a pod does not run."""
+    """Why a pod does not run, for the conditions and Events of its job."""
 
     reason: str
     message: str

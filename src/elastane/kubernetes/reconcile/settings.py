@@ -205,7 +205,7 @@ def wrong_name(name: str) -> list[Wrong]:
     """Return what is wrong with the job's name: Services, labels and host names are made of it."""
     if _NAME.fullmatch(name) and len(name) <= NAME_CHARS_MAX:
         return []
-    expected = f"at most {NAME_CHARS_MAX} of a-z, 0-9 and -, beginning with a letter"
+    expected = f"at most {NAME_CHARS_MAX} characters of a-z, 0-9 and -, beginning with a letter"
     return [_wrong("metadata.name", name, expected)]
 
 
@@ -401,7 +401,7 @@ def _wrong_container(path: str, container: Any) -> Iterator[Wrong]:
     name = container.get("name", msgspec.UNSET)
     if not isinstance(name, str) or not is_label(name):
         yield _wrong_template(
-            f"{path}.name", name, "at most 63 of a-z, 0-9 and -, in quotes if need be"
+            f"{path}.name", name, "at most 63 characters of a-z, 0-9 and -, in quotes if need be"
         )
     image = container.get("image", msgspec.UNSET)
     if not isinstance(image, str) or not image or image != "".join(image.split()):

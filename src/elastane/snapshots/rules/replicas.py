@@ -53,7 +53,7 @@ class OutgoingReplicas:
         return True
 
     def stop(self) -> None:
-        """Keep nothing for replication: a save without replicas is whole."""
+        """Keep no snapshot for replication: the workers ask for no replicas any more."""
         self._stopped = True
         self.unpin()
 

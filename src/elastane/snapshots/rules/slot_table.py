@@ -259,7 +259,7 @@ class SlotTable:
     # Events from the server.
 
     def spoil(self, name: Name) -> list[Effect]:
-        """Mark a snapshot that does not match its digest: it is never read or written."""
+        """Mark a snapshot as damaged, since it differs from its digest: never read or write it."""
         if name in self._snapshots:
             self._snapshots[name].spoiled = True
             self._cancel_write(name)
@@ -267,7 +267,7 @@ class SlotTable:
         return self._take_effects()
 
     def pin(self, names: frozenset[Name]) -> list[Effect]:
-        """Keep these snapshots until others are pinned."""
+        """Keep these snapshots in memory, in place of those of the last call."""
         self._pinned = names
         self._trim()
         return self._take_effects()

@@ -32,7 +32,7 @@ _CLIENT_SOCKET, _PEER_SOCKET = "client.sock:1", "peer.sock:1"
 
 @dataclass(frozen=True)
 class LocalServer:
-    """A server of one member: its data folder, and its ports.
+    """An etcd of one member on this machine: its data folder, and its ports.
 
     Without ports it is private: it listens on sockets in its folder, whose mode is 0700. Every user
     of the machine reaches a port of the loopback, and etcd authenticates no user by default. Start

@@ -102,7 +102,7 @@ class EtcdV3Store:
             current = None if done.succeeded else _entry(_range(done, 0).first)
             raise ConflictError(key, expected_version, current)
 
-    async def lease(self, key: str, value: bytes, ttl_s: float) -> EtcdLease | None:
+    async def lease(self, key: str, value: bytes, ttl_s: float) -> EtcdV3Lease | None:
         """See Store.lease."""
         check_key(key)
         check_value(key, value)
@@ -111,7 +111,7 @@ class EtcdV3Store:
         if entry is not None:
             return None
         taken = await self.take(key, value, ttl_s)
-        return EtcdLease(self, key, value, ttl_s, taken) if taken is not None else None
+        return EtcdV3Lease(self, key, value, ttl_s, taken) if taken is not None else None
 
     async def take(
         self, key: str, value: bytes, ttl_s: float, after_term: int | None = None
@@ -218,8 +218,8 @@ class EtcdV3Store:
         await asyncio.sleep(_WATCH_PAUSE_S)
 
 
-class EtcdLease(HeldLease):
-    """A lease of an EtcdStore; the store makes it."""
+class EtcdV3Lease(HeldLease):
+    """A lease of an EtcdV3Store; the store makes it."""
 
     def __init__(
         self, store: EtcdV3Store, key: str, value: bytes, ttl_s: float, taken: _Taken

@@ -117,7 +117,10 @@ def decode(content: bytes, kind: type[T]) -> T:
 
 
 def is_(key: bytes, target: str, number: int) -> dict[str, Any]:
-    """Return the guard that the key's `target` (mod, create or version) is `number`."""
+    """Return the condition of a transaction that the key's `target` is `number`.
+
+    `target`: mod or create, which are revisions, or version.
+    """
     field = {"mod": "mod_revision", "create": "create_revision", "version": "version"}[target]
     return {"key": key, "target": target.upper(), "result": "EQUAL", field: str(number)}
 
@@ -125,7 +128,7 @@ def is_(key: bytes, target: str, number: int) -> dict[str, Any]:
 def txn(
     guards: list[dict[str, Any]], then: list[dict[str, Any]], otherwise: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a transaction."""
+    """Return a transaction: `then` is done if all `guards` hold, `otherwise` if not."""
     return {"compare": guards, "success": then, "failure": otherwise}
 
 
