@@ -6,6 +6,6 @@ which one. `query` asks a running coordinator for its status.
 """
 
 from elastane.coordinator.client import query
-from elastane.coordinator.server import Coordinator, Machine
+from elastane.coordinator.server import Coordinator
 
-__all__ = ["Coordinator", "Machine", "query"]
+__all__ = ["Coordinator", "query"]

@@ -6,15 +6,12 @@ from here, and from `digest` and `errors`.
 """
 
 from elastane.storage.places import open_storage
-from elastane.storage.protocol import Progress, Stop, Storage
-from elastane.storage.repository import FoundCheckpoint, Repository, RestorePoint
+from elastane.storage.protocol import Storage
+from elastane.storage.repository import FoundCheckpoint, Repository
 
 __all__ = [
     "FoundCheckpoint",
-    "Progress",
     "Repository",
-    "RestorePoint",
-    "Stop",
     "Storage",
     "open_storage",
 ]

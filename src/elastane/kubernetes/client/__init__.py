@@ -7,7 +7,7 @@ connection is first made. The room knows no ElasticJob: the caller names the msg
 object is read as, and only the fields of that type are decoded.
 """
 
-from elastane.kubernetes.client.api import Api, Deletion, ListPage, SeenObject
+from elastane.kubernetes.client.api import Api, Deletion
 from elastane.kubernetes.client.credentials import ClusterAccess, find_access
 from elastane.kubernetes.client.errors import (
     ApiAnswerError,
@@ -37,9 +37,7 @@ __all__ = [
     "ApiUnreachableError",
     "ClusterAccess",
     "Deletion",
-    "ListPage",
     "Resource",
-    "SeenObject",
     "Selector",
     "find_access",
 ]

@@ -31,7 +31,6 @@ from elastane.kubernetes.model.observed import (
     as_time,
     since_epoch,
 )
-from elastane.kubernetes.model.spec import ElasticJobSpec
 from elastane.kubernetes.model.status import (
     Condition,
     JobStatus,
@@ -51,7 +50,6 @@ __all__ = [
     "DeleteObject",
     "DeletePod",
     "ElasticJob",
-    "ElasticJobSpec",
     "JobStatus",
     "JobTemplate",
     "Meta",

@@ -5,7 +5,6 @@ connection that breaks a bound or the protocol is closed with a reason; nothing 
 """
 
 from elastane.process.rpc.client import Session, connect
-from elastane.process.rpc.link import LinkOwner, RpcLink
 from elastane.process.rpc.listener import Access, Listener, insist_on_room
 
-__all__ = ["Access", "LinkOwner", "Listener", "RpcLink", "Session", "connect", "insist_on_room"]
+__all__ = ["Access", "Listener", "Session", "connect", "insist_on_room"]
