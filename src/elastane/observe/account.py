@@ -297,6 +297,7 @@ class _World:
     failed_s: float | None = None  # when its first worker failed
     is_in_place: bool = False  # survivors entered it with their processes
     started_s: float | None = None
+    measured_s: float | None = None  # when the first step that was only measured was made
     trained: set[str] = field(default_factory=set)  # nodes with a first step
     built_s: float | None = None
     healed_s: float | None = None
@@ -424,8 +425,9 @@ class _Machine:
         if not event.measure("still_s"):
             return  # It was found after a failure, which ended the world.
         since_s = self._ledger.since(_WORKING)
-        if not self._has_steps and self._world.started_s is not None:
-            since_s = min(since_s, self._world.started_s)
+        begun_s = self._world.measured_s or self._world.started_s
+        if not self._has_steps and begun_s is not None:
+            since_s = min(since_s, begun_s)
         self._become_stalled(
             max(self._ledger.until_s - event.measure("still_s"), since_s), incident
         )
@@ -496,8 +498,20 @@ class _Machine:
         self._highest = max(before, steps)
 
     def pace(self, event: LoggedEvent, _incident: int) -> None:
-        if self._is_of_world(event) and self._moves_again(event):
+        if not self._is_of_world(event):
+            return
+        self._find_first_step(event)
+        if self._moves_again(event):
             self._become(TimeCause.PRODUCTIVE, 0)
+
+    def _find_first_step(self, event: LoggedEvent) -> None:
+        """Record when new workers made the first step that was measured, as their pace implies."""
+        world, made, before = self._world, event.number("made"), event.number("before")
+        is_known = world.measured_s is not None or world.is_in_place or world.started_s is None
+        if is_known or not made or before is None:
+            return
+        begun_s = event.time_s - event.measure("seconds") * (1.0 + before / made)
+        world.measured_s = max(begun_s, world.started_s or begun_s)
 
     def agent_started(self, event: LoggedEvent, _incident: int) -> None:
         self._agents.add((event.host, event.pid))
@@ -554,16 +568,23 @@ class _Machine:
         self._become(TimeCause.PRODUCTIVE, 0)
 
     def _end_world(self) -> None:
-        """Count the workers' time as productive if the script has reported no step."""
+        """Count the workers' time as productive if the script has reported no step.
+
+        If steps were measured, only the time since the first one; before it the workers start.
+        """
         started_s = self._world.started_s
         if self._has_steps or started_s is None:
             return
         self._world.started_s = None  # The world has ended, and so has the work of its workers.
+        begun_s = self._world.measured_s or started_s
         for one in tuple(self._ledger.entries):
             if one.to_s > started_s and one.cause in (TimeCause.STARTING, TimeCause.REBUILDING):
                 from_s = max(one.from_s, started_s)
                 self._assumed.append(Interval(from_s, one.to_s, one.cause, one.incident))
-                self._ledger.replace(from_s, one.to_s, TimeCause.PRODUCTIVE, 0)
+                self._ledger.replace(
+                    from_s, min(one.to_s, begun_s), TimeCause.STARTING, one.incident
+                )
+                self._ledger.replace(max(from_s, begun_s), one.to_s, TimeCause.PRODUCTIVE, 0)
 
     def _note_steps(self) -> None:
         """Undo the assumption that the script reports no steps, since it has reported one."""

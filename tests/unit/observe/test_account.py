@@ -245,6 +245,32 @@ def test_the_time_in_which_all_wait_for_a_named_worker_is_not_productive(kind):
     ]
 
 
+def test_a_script_without_steps_is_productive_from_the_first_one_that_was_measured():
+    """The workers import and build their model before it, also those that start again."""
+    of, then = {"round": 1, "attempt": 0}, {"round": 1, "attempt": 1}
+    events = [
+        settled(1, "a", 2, time_s=10.0, nodes=1),
+        started("a", 1, 2, time_s=12.0, **of),
+        event("pace", time_s=40.0, made=100, before=50, seconds=10.0, **of),
+        event("pace", time_s=50.0, made=100, before=150, seconds=10.0, **of),
+        exited(1, time_s=60.0, **of),
+        event("incident", time_s=60.0, **of),
+        event("round-settled", members="a", world_size=2, nodes=1, time_s=61.0, **then),
+        started("a", 3, 4, time_s=62.0, **then),
+        event("pace", time_s=90.0, made=100, before=100, seconds=10.0, **then),
+    ]
+    assert told(account_of(events, 100.0)) == [
+        (10.0, 25.0, "starting", 0),
+        (25.0, 60.0, "productive", 0),
+        (60.0, 62.0, "rebuilding", 1),
+        (62.0, 70.0, "starting", 1),
+        (70.0, 100.0, "productive", 0),
+    ]
+    early = event("pace", time_s=40.0, made=10, before=500, seconds=10.0, **of)
+    [_, second] = told(account_of([*events[:2], early], 50.0))
+    assert second == (12.0, 50.0, "productive", 0), "not before the workers have started"
+
+
 def test_time_in_which_events_were_lost_is_unknown():
     lost = event("events-lost", "a", time_s=140.0, events=3)
     assert told(account_of([*in_place(), lost], 150.0))[-2:] == [

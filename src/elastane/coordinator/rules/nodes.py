@@ -136,10 +136,13 @@ class LoggedProgress:
         changed, self.steps = steps != self.steps, steps
         return changed
 
-    def count(self, now_s: float, fence: Fence, counts: dict[int, int]) -> tuple[int, float] | None:
-        """Record measured steps; return how many all ranks made since the last call, in which time.
+    def count(
+        self, now_s: float, fence: Fence, counts: dict[int, int]
+    ) -> tuple[int, int, float] | None:
+        """Record measured steps; return how many all ranks made since the last call, and before it.
 
-        None at the first call for a world, and while the ranks make none.
+        The third number is the time since then. None at the first call for a world, and while the
+        ranks make none.
         """
         self.logged_s = now_s
         before, since_s = (self.counts, self.counted_s) if fence == self.of else ({}, now_s)
@@ -147,7 +150,7 @@ class LoggedProgress:
         if made == 0:
             return None
         self.of, self.counts, self.counted_s = fence, counts, now_s
-        return None if made < 0 else (made, now_s - since_s)
+        return None if made < 0 else (made, min(before.values()), now_s - since_s)
 
 
 class Place(StrEnum):

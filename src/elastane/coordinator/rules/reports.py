@@ -125,9 +125,10 @@ def _log_pace(state: State, world: World, counts: dict[int, int], age_s: float) 
         return
     counted = state.progress.count(state.now_s, world.fence, counts)
     if counted is not None:
-        made, took_s = counted
+        made, before, took_s = counted
         words = f"{made / took_s:.3g} steps/s, as the workers measure them"
-        data = {"made": made, "seconds": round(took_s, 3), "workers": world.world_size}
+        data = {"made": made, "before": before, "seconds": round(took_s, 3)}
+        data["workers"] = world.world_size
         state.log(EventKind.PACE, words, **data, age_s=age_s)
 
 
