@@ -137,6 +137,19 @@ def test_replicas_heal_lost_shards_also_where_only_the_dead_had_made_the_step(tm
     assert bodies.count(CUT) == 1, "the step is not dealt again"
 
 
+@pytest.mark.timeout(200)
+def test_a_body_cut_off_after_its_update_takes_what_the_rest_changed_from_the_others(tmp_path):
+    job = Sharding(tmp_path, 2, CUT, env={"LATE": "1"})
+    with job.cluster:
+        node = job.cluster.start("a")
+        job.cluster.wait((job.said_folder / "cut").exists, "the cut")
+        pids = job.wait_steps(3)
+        heals(job, node, pids, 0)
+        job.ends_exact()
+        assert not job.cluster.events("restored")
+    made_once(job)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("optimizers", ["1", "2"])

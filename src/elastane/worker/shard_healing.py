@@ -128,16 +128,22 @@ class Shards:
         torn = not health.holds and (health.torn or self._came_later)
         ready = self._agreement is not Agreement.NONE
         own = [progress.next_step, health.holds, torn, ready, self._mesh.coordinate]
-        received = healing.gathered(self._group, [*own, near.machine()])
+        received = healing.gathered(self._group, [*own, near.machine(), health.cut_short])
         return [
             ShardClaim(
-                n, bool(holds), bool(torn), bool(ready), self._mesh.shard_of(coordinate), machine
+                n,
+                bool(holds),
+                bool(torn),
+                bool(ready),
+                self._mesh.shard_of(coordinate),
+                machine,
+                bool(cut),
             )
-            for n, holds, torn, ready, coordinate, machine in received
+            for n, holds, torn, ready, coordinate, machine, cut in received
         ]
 
     def _advance(self, found: ShardPlan, progress: MemberProgress) -> None:
-        """Let ready members make the update that others have already made."""
+        """Let ready members make the update that others have made, and cut ones take its rest."""
         rank = self._group.rank()
         for each in found.advancing:
             handover = Handover(each, (found.leader,), near=False)

@@ -1,8 +1,10 @@
 """Decides which member gives which shard to which, when a world begins. Pure.
 
 A member makes an update only when all members hold their whole reductions (`Shards.agree`). If one
-member has made an update, every other can make it from what it holds. A member without its shard
-receives it from a member that holds the same one. No update is undone.
+member has made an update, every other can make it from what it holds. A member whose body was cut
+short after its update lacks what the rest of the body changes, and takes that from one whose body
+completed. A member without its shard receives it from a member that holds the same one. No update
+is undone.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ class ShardClaim:
     """What one member reports: its committed steps, and whether it holds its shard at that step.
 
     `torn`: it does not hold the initial state either, since half of it was overwritten or since it
-    joined later. `ready`: it holds its whole reduction of the next step. `machine`: as in
-    `MemberStatus`.
+    joined later. `ready`: it holds its whole reduction of the next step. `cut`: its body failed
+    after the last update. `machine`: as in `MemberStatus`.
     """
 
     committed: int
@@ -28,6 +30,7 @@ class ShardClaim:
     ready: bool
     shard: int
     machine: int
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class ShardPlan:
     """How all members reach `committed` steps, by rank.
 
     `leader` sends the `advancing` members what does not follow from their own shard, and they make
-    the update. Then all perform the `handovers` in order. No member holds the `lost` shards.
+    the update unless they have made it. Then all perform the `handovers` in order. No member holds
+    the `lost` shards.
     """
 
     committed: int
@@ -52,12 +56,14 @@ def plan(claims: Sequence[ShardClaim], shards: int) -> ShardPlan:
     """
     assert claims, "a world has members"
     committed = max((claim.committed for claim in claims if claim.holds), default=0)
-    right = [r for r, c in enumerate(claims) if c.holds and c.committed == committed]
+    newest = [r for r, c in enumerate(claims) if c.holds and c.committed == committed]
+    right = [rank for rank in newest if not claims[rank].cut] or newest
     advancing = [
         rank
         for rank, claim in enumerate(claims)
         if claim.holds and claim.ready and claim.committed == committed - 1
     ]
+    advancing = sorted([*advancing, *(rank for rank in newest if rank not in right)])
     handovers: list[Handover] = []
     lost = []
     for shard in range(shards):

@@ -8,6 +8,7 @@ FOLDER/PID.final: digests of what both have come to, and how far apart those are
 empty they save. In step CUT, once, the workers of coordinates 0 and 2 make their last update, the
 worker of coordinate 1 does not come to it, and the worker of coordinate 3 is killed. OPTIMIZERS=2
 trains the first layer by one of its own, and all wait for one another before the second one steps.
+With LATE=1 all make the update of step CUT, and worker 1 is cut off before its schedulers step.
 With DECAYS=1 the body decays the weights itself before the update, and an evaluation comes first.
 """
 
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 import elastane
 
 WIDTH, BATCH = 24, 16
+LATE = os.environ.get("LATE") == "1"
 DECAYS = os.environ.get("DECAYS") == "1"
 torch.set_num_threads(1)
 # What worlds of other sizes round otherwise is to stay small, for thousands of steps.
@@ -67,9 +69,14 @@ class Training:
             if number and group is not None:
                 dist.all_reduce(torch.ones(1), group=group)
             optimizer.step()
+        if group is not None:
+            self.after_update(group)
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
             scheduler.step()
             optimizer.zero_grad()
+
+    def after_update(self, group) -> None:
+        """Make the collective of the body that comes after the update; there is none at first."""
 
     def tracked(self) -> dict[str, object]:
         found = {"net": self.net}
@@ -140,11 +147,33 @@ def cut_at(folder: Path, number: int, now: dict[str, object]) -> None:
     Shards.agree = cut
 
 
+def cut_short_at(folder: Path, number: int, now: dict[str, object], job: elastane.Job) -> None:
+    """Let three workers make a collective after the update of a step, and one not see its end."""
+
+    def after_update(_self, group) -> None:
+        if now["step"] != number or (folder / "cut").exists():
+            return
+        coordinate = job._world.mesh.coordinate
+        (folder / f"there-{coordinate}").touch()
+        if coordinate == 3:
+            while len([*folder.glob("there-*")]) < 4:
+                time.sleep(0.001)
+            (folder / "cut").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if coordinate == 1:
+            while not group.failed:
+                time.sleep(0.001)
+            group.check()
+
+    Training.after_update = after_update
+
+
 def main() -> None:
     folder, shard, step_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     where, now = sys.argv[4], {"step": -1}
-    if len(sys.argv) > 5:
-        cut_at(folder, int(sys.argv[5]), now)
+    cut = int(sys.argv[5]) if len(sys.argv) > 5 else -1
+    if cut >= 0 and not LATE:
+        cut_at(folder, cut, now)
     log = open(folder / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - to the end
 
     def say(what: str, step: int, **more: object) -> None:
@@ -154,6 +183,8 @@ def main() -> None:
 
     with elastane.init(backend=os.environ.get("GPU_BACKEND", "")) as job:
         mesh = job.device_mesh(shard=shard or job.world_size)
+        if LATE:
+            cut_short_at(folder, cut, now, job)
         run = Training(mesh)
         now["last"] = run.optimizers[-1]
         loader = torch.utils.data.DataLoader(run.data, batch_sampler=run.batches)

@@ -13,8 +13,10 @@ from elastane.errors import JobError
 from elastane.worker.shard_plan import ShardClaim, plan
 
 
-def claim(shard: int, committed: int = 5, *, holds=True, torn=False, ready=False) -> ShardClaim:
-    return ShardClaim(committed, holds, torn, ready, shard, machine=1)
+def claim(
+    shard: int, committed: int = 5, *, holds=True, torn=False, ready=False, cut=False
+) -> ShardClaim:
+    return ShardClaim(committed, holds, torn, ready, shard, machine=1, cut=cut)
 
 
 NEW = {"committed": 0, "holds": False, "torn": True}
@@ -53,6 +55,17 @@ def test_a_ready_member_makes_the_missing_update_before_it_gives():
     assert found.handovers == (Handover(3, (1,), near=True),)
 
 
+def test_a_member_cut_short_takes_the_rest_of_the_step_before_it_gives():
+    found = plan([claim(0, cut=True), claim(1), claim(0, **NEW), claim(1)], 2)
+    assert found.leader == 1 and found.advancing == (0,)
+    assert found.handovers == (Handover(2, (0,), near=True),)
+
+
+def test_members_that_were_all_cut_short_exchange_nothing():
+    found = plan([claim(shard, cut=True) for shard in (0, 1, 0, 1)], 2)
+    assert (found.handovers, found.advancing, found.lost) == ((), (), ())
+
+
 def test_an_update_that_no_living_member_made_is_retried():
     found = plan([claim(shard, ready=True) for shard in (0, 1, 0)] + [claim(1, **NEW)], 2)
     assert found.committed == 5 and not found.advancing
@@ -75,7 +88,7 @@ def test_joining_workers_alone_do_not_restart_from_the_initial_state():
 
 
 def test_every_shard_of_four_workers_comes_from_its_holders_or_is_lost():
-    kinds = [{}, NEW, {"committed": 4, "ready": True}, {"committed": 5, "holds": False}]
+    kinds = [{}, NEW, {"committed": 4, "ready": True}, {"holds": False}, {"cut": True}]
     for chosen in itertools.product(kinds, repeat=4):
         claims = [claim(rank % 2, **kind) for rank, kind in enumerate(chosen)]
         found = plan(claims, 2)
