@@ -1,6 +1,7 @@
 """The images' recipes, checked without building them."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -164,3 +165,25 @@ def test_an_image_has_what_its_programs_import(path, tmp_path):
     words = [sys.executable, "-S", "-E", "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_operator_runs_without_what_its_image_leaves_out():
+    [step] = of(ROOT / "deploy" / "Dockerfile", "RUN")
+    left_out = [
+        name.replace("-py", "").replace("-", "_") for name in step.split("--yes")[1].split()
+    ]
+    assert "numpy" in left_out
+    code = (
+        "import importlib, pkgutil, sys\n"
+        f"sys.modules.update(dict.fromkeys({left_out}))\n"
+        "import elastane.kubernetes as room\n"
+        "for one in pkgutil.walk_packages(room.__path__, 'elastane.kubernetes.'):\n"
+        "    importlib.import_module(one.name)\n"
+        "from elastane.cli.main import main\n"
+        "sys.exit(main(['kubernetes', 'operator']))\n"
+    )
+    env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+    assert "[kube-no-cluster]" in done.stderr, done.stderr
