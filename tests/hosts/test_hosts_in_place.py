@@ -118,3 +118,21 @@ def test_after_a_power_loss_of_rank_0_and_coordinator_the_others_recover_in_plac
         assert job.pids("bc") == survivors, "nobody restarted"
         assert first.step <= last + 2 and first.restarts == 0
         assert job.coordinator().name in "bc"
+
+
+@pytest.mark.soak
+def test_after_a_cut_of_the_coordinator_from_all_agents_the_others_recover_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_place_on(tmp_path, "file", monkeypatch) as job:
+        last = max(s.step for s in job.seen())
+        survivor = job.pids("a")
+        job.lan.cut_off("a")
+        first = wait_world(job, "bc", (1, 0))
+        assert first.step <= last + 2 and first.restarts == 0
+        assert job.coordinator().name in "bc"
+        let_pass(1.0)
+        assert not [s for s in job.seen() if s.node == "a" and s.step >= first.step]
+        job.lan.heal()
+        wait_world(job, "abc", (first.round, first.attempt))
+        assert not job.pids("a") & survivor, "it came back as an arrival"

@@ -65,7 +65,12 @@ ECHOES = frozenset(
 )
 # Final states, which later events of the same agent must not overwrite.
 _ENDED = ("gone", "left", "done", "failed", "stopped")
-_REVIVING = (EventKind.AGENT_STARTED, EventKind.NODE_JOINED, EventKind.WORKERS_STARTING)
+_REVIVING = (
+    EventKind.AGENT_STARTED,
+    EventKind.NODE_JOINED,
+    EventKind.NODE_REGISTERED_AGAIN,
+    EventKind.WORKERS_STARTING,
+)
 TONES = {
     EventKind.INCIDENT: "bad",
     EventKind.NODE_DEPARTED: "bad",

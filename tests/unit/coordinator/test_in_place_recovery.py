@@ -3,6 +3,7 @@
 import pytest
 from coordinator_driver import Driver, job_spec
 
+from elastane.coordinator.rules import MembershipPhase
 from elastane.coordinator.rules.incident import SAME_CRASHES_MAX
 from elastane.coordinator.rules.machine import STALLS_MAX
 from elastane.protocol.limits import BACKOFF_FIRST_S, LOST_PEER_S
@@ -488,3 +489,13 @@ def test_the_others_save_if_more_nodes_leave_than_a_world_can_spare():
     assert reach_target(job, "a", "b", "c", leaves="c") == [False] * 3
     job.leaves("b")
     assert job.got("a", DrainTarget)[-1].stops
+
+
+def test_survivors_that_are_too_few_make_their_coordinator_short_of_nodes():
+    """Behind a cut network the lost nodes may reach one another, and elect another coordinator."""
+    job = in_place(low=2, high=3, nodes="abc")
+    job.breaks("b")
+    job.breaks("c")
+    job.passes(4.0, alive="a")
+    assert job.machine.phase is MembershipPhase.REGROUPING
+    assert 3.0 < job.machine.short_of_nodes_s < 4.5

@@ -329,6 +329,13 @@ def test_the_account_of_a_log_follows_the_same_incidents_as_the_view(tmp_path):
     assert track.run == 3 and track.incidents.beside("stall") is not None
 
 
+def test_a_node_that_registers_with_another_coordinator_is_here_again():
+    """The last one had lost its connection to the node, which trained on."""
+    lost = [started("node-b", 20), event(EventKind.NODE_DEPARTED, "node-b")]
+    view = play(*lost, event(EventKind.NODE_REGISTERED_AGAIN, "node-b"))
+    assert view.node("node-b").state == "waiting"
+
+
 def test_a_slow_rank_and_a_stall_are_over_once_their_world_has_ended():
     """The node of the coordinator was lost while all waited for a rank that had been slow."""
     lost = "the node of rank 0 did not come back to the new coordinator within the time"

@@ -174,11 +174,14 @@ class Rendezvous:
 
     @property
     def short_of_nodes_s(self) -> float:
-        """For how long there have been too few nodes for a world that follows another."""
+        """For how long there have been too few nodes for a world that follows another.
+
+        Survivors that keep their state for a world in place wait for such nodes, too.
+        """
         state = self._state
         here = len(state.roster.nodes) - len(state.roster.unreachable)
         if (
-            state.phase != MembershipPhase.FORMING
+            state.phase not in (MembershipPhase.FORMING, MembershipPhase.REGROUPING)
             or state.world is None
             or here >= sizing.fewest_nodes(state)
         ):
