@@ -586,7 +586,7 @@ class Steps:
             epoch, number = divmod(step, per_epoch)
             order = Permutation(program.samples, program.seed, epoch)
             places = range(number * program.batch, program.samples)[: program.batch]
-            batch = [*map(order.at, places)]
+            batch = order.block(places.start, places.stop).tolist()
         return self._check_made(step, ends, lost, batch)
 
     def _check_made(
