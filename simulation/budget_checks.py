@@ -12,6 +12,9 @@ from elastane.protocol.log_events import EventKind, LogEvent
 from elastane.protocol.model import Fence, JobRecord
 from simulation.observed import ObservedCluster
 
+# What a new coordinator says of a node that it never met.
+_NOT_BACK = "it did not come back to the new coordinator"
+
 
 class BudgetCheck:
     """Deaths of workers by world, and what was charged; each method returns what is broken."""
@@ -47,7 +50,12 @@ class BudgetCheck:
         """Record that workers of this world ended because all have to restart after a loss."""
 
     def noted(self, event: LogEvent) -> str:
-        """Check an event: a node departs only after a death, a hang or a loss of the network."""
+        """Check an event: a node departs only after a death, a hang or a loss of the network.
+
+        A new coordinator cannot tell a node that left from one that was lost with the last one.
+        """
+        if _NOT_BACK in event.reason:
+            return ""
         node = self._cluster.nodes.get(event.node_id)
         if event.kind is not EventKind.NODE_DEPARTED or self._cluster.upset or node is None:
             return ""

@@ -336,6 +336,13 @@ def test_a_node_that_registers_with_another_coordinator_is_here_again():
     assert view.node("node-b").state == "waiting"
 
 
+def test_a_node_that_left_with_its_coordinator_has_left_though_the_next_one_missed_it():
+    left = [started("node-b", 20), event(EventKind.AGENT_STOPPED, "node-b", exit_code=143)]
+    before = play(*left).node("node-b").state
+    missed = event(EventKind.NODE_DEPARTED, "node-b")
+    assert play(*left, missed).node("node-b").state == before != "gone"
+
+
 def test_a_slow_rank_and_a_stall_are_over_once_their_world_has_ended():
     """The node of the coordinator was lost while all waited for a rank that had been slow."""
     lost = "the node of rank 0 did not come back to the new coordinator within the time"
