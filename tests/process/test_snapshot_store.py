@@ -300,6 +300,32 @@ def test_a_save_that_lacks_a_lost_nodes_part_is_followed_by_the_newest_snapshot(
     assert (failure is None) == follows
 
 
+@pytest.mark.parametrize(("round_", "follows"), [(2, True), (1, False)])
+def test_a_save_that_lacks_an_ended_workers_piece_is_followed_by_the_next_snapshot(
+    one, round_, follows
+):
+    """The other worker waits for that save, and no worker asks for another before they end."""
+    other, late = WORKER + 1, WORKER + 2
+    mine = one.slots
+    one.begin(other)
+    one.slots |= mine
+    one.store.add_layout(LayoutFiles("L", {}, persist_to("/nowhere")))
+    one.save(1, persist=True, layout="L", local=0, locals=2)
+    one.store.gone(other)
+    mine = one.slots
+    one.begin(late)
+    one.slots |= mine
+    key = Key(0, round_, 0, 2)
+    for local, worker in reversed([*enumerate((WORKER, late))]):
+        one.save(2, worker=worker, key=key, layout="L", local=local, locals=2)
+    (failure,) = one.store.progress().failures
+    assert failure.key == Key(0, 1, 0, 1) and failure.slug == "checkpoint-incomplete"
+    one.let_go()
+    assert [order.name.key.step for order in one.storage.flushes] == [2] * follows
+    failure = one.store.progress().failure_of(Key(0, 1, 0, 1))
+    assert (failure is None) == follows
+
+
 def test_a_wait_for_a_failed_save_ends_with_the_newer_one_that_is_written_instead(monkeypatch):
     old, new = Key(0, 1, 0, 1), Key(0, 2, 0, 2)
     failures = (SaveFailed(old, "1 of 2 writers", "checkpoint-incomplete"),)

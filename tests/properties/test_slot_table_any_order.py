@@ -16,6 +16,7 @@ from elastane.snapshots.rules.slot_table import (
     WHOLE_MAX,
     Drop,
     Forget,
+    LostSave,
     Name,
     SlotTable,
     SnapshotPiece,
@@ -161,7 +162,7 @@ class Books(RuleBasedStateMachine):
                     self.writing = name
                     if not final:
                         self.asked.add(name)
-                case Superseded(name):
+                case LostSave(name) | Superseded(name):
                     assert name != self.writing
                     self.settled.add(name)
                 case Drop(slot):

@@ -39,6 +39,7 @@ from elastane.snapshots.rules.slot_table import (
     Drop,
     Effect,
     Forget,
+    LostSave,
     Name,
     SlotTable,
     SnapshotPiece,
@@ -48,6 +49,7 @@ from elastane.snapshots.rules.slot_table import (
 )
 from elastane.snapshots.shared_memory import Source, close_all, duplicates, make_slots
 from elastane.snapshots.writer import (
+    INCOMPLETE,
     PeerWait,
     SnapshotWriter,
     WriteFailure,
@@ -63,6 +65,7 @@ _log = logging.getLogger("elastane.snapshots")
 _CHECKER = 0
 # The share of one processor that computing digests may take.
 _DIGEST_SHARE = 0.05
+_WITHOUT_PIECE = "a worker of this node ended before it had kept its part"
 
 
 class SnapshotStore:
@@ -97,6 +100,7 @@ class SnapshotStore:
         self.status = ServerStatus(self._table, self._writer, self._replicator)
         self._in_memory, self._in_replica, self._in_storage = (CopyTimes() for _ in range(3))
         self._stored: tuple[Name, ...] = ()  # the newest durable one, if any
+        self._lost: Name | None = None  # a save that a worker's end left without its piece
         self._held = CopiesHeld()
         self._alone_since_s = time.monotonic()
         self._is_flushed = self._is_leaving = False
@@ -269,11 +273,15 @@ class SnapshotStore:
                     self._in_memory.add(name, began_s, time.monotonic() - began_s)
                     self._digester.submit(functools.partial(self._digest, name))
                     left.extend(self._copy(name))
+                    left.extend(self._replace_lost())
                 case Write(name, final):
                     left.extend(self._begin(name, final=final))
                 case Superseded(name):
                     reason = "storage was busy with an older one, and a newer one took its place"
                     self._writer.fail(name.key, WriteFailure(reason, slug="checkpoint-busy"))
+                case LostSave(name):
+                    self._lost = max(name, self._lost or name)
+                    self._writer.record(name.key, WriteFailure(_WITHOUT_PIECE, slug=INCOMPLETE))
                 case Forget(name):
                     del self._contents[name]
                     self._digests.forget(name)
@@ -366,6 +374,7 @@ class SnapshotStore:
             alone = lacks_other_parts(failure)
             instead = self._instead_of(order.name) if alone else None
             self._carry_out(self._table.written(order.name, alone=alone, instead=instead))
+            self._carry_out(self._replace_lost())
         self._free_dropped()
         self._wake()
 
@@ -381,6 +390,21 @@ class SnapshotStore:
             return None
         request = self._contents[newest].flush_request(self._layouts)
         return newest if request is not None else None
+
+    def _replace_lost(self) -> list[Effect]:
+        """Begin to write the newest snapshot of a later world in place of a save lost here.
+
+        Its workers wait for that save, and may not save again before they end. The others write no
+        other one while they wait for the part of this node.
+        """
+        if self._lost is None:
+            return []
+        published = self._table.published
+        if published is not None and published >= self._lost.key:
+            self._lost = None
+            return []
+        instead = self._instead_of(self._lost)
+        return [] if instead is None else self._table.write_instead(instead)
 
     def _slots(self, name: Name) -> list[int]:
         """Return the slots of a snapshot in the order of local ranks."""

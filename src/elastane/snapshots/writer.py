@@ -56,7 +56,8 @@ CLAIM = "claim"
 _NONCE_CHARS = 8
 
 
-_INCOMPLETE = "checkpoint-incomplete"
+# The slug of a save that lacks a part.
+INCOMPLETE = "checkpoint-incomplete"
 
 
 class WriteFailure(Exception):
@@ -381,10 +382,15 @@ class SnapshotWriter:
         )
         work.start()
 
-    def fail(self, key: Key, failure: WriteFailure, where: str = "") -> None:
-        """Record a failure, and log it if its reason differs from the last one."""
+    def record(self, key: Key, failure: WriteFailure) -> None:
+        """Record a failure for the workers that wait for this save."""
         with self._lock:
             self._failures.append(SaveFailed(key, failure.reason, failure.slug))
+
+    def fail(self, key: Key, failure: WriteFailure, where: str = "") -> None:
+        """Record a failure, and log it if its reason differs from the last one."""
+        self.record(key, failure)
+        with self._lock:
             is_new, self._logged = failure.reason != self._logged, failure.reason
         if is_new:  # A full disk fails every save.
             line = "the snapshot of step %d is not written to storage: %s [%s]"
@@ -438,7 +444,7 @@ class SnapshotWriter:
 
 def lacks_other_parts(failure: WriteFailure | None) -> bool:
     """Whether a write failed only because other nodes' parts are missing."""
-    return failure is not None and failure.slug == _INCOMPLETE
+    return failure is not None and failure.slug == INCOMPLETE
 
 
 class PeerWait:

@@ -8,6 +8,7 @@ from elastane.protocol.checkpoints import Key
 from elastane.snapshots.rules.slot_table import (
     Drop,
     Forget,
+    LostSave,
     Name,
     SlotTable,
     SnapshotPiece,
@@ -280,3 +281,36 @@ def test_the_last_save_of_all_nodes_is_dropped_last():
     desk.table.read(1, 1)
     slot, effects = desk.table.grant(1)
     assert slot is not None and effects == [Forget(name(1))], "the newest is being read"
+
+
+def test_a_save_that_lacks_the_piece_of_a_worker_that_ended_is_lost():
+    desk = Desk(1, 2)
+    for local, worker in enumerate((1, 2)):
+        desk.keep(worker, name(1), local, 2)
+    desk.keep(1, name(2), 0, 2, persist=True)
+    assert desk.table.gone(2)[:2] == [LostSave(name(2)), Forget(name(2))]
+    assert desk.table.is_idle
+
+
+def test_a_save_of_which_a_worker_kept_a_newer_one_first_is_lost():
+    desk = Desk(1, 2)
+    desk.keep(1, name(1), 0, 2, persist=True)
+    assert LostSave(name(1)) in desk.keep(2, name(2, round=2), 1, 2)
+
+
+def test_a_snapshot_that_was_not_to_be_written_is_forgotten_and_not_lost():
+    desk = Desk(1, 2)
+    desk.keep(2, name(1), 1, 2)
+    desk.keep(1, name(2), 0, 2)
+    assert not [effect for effect in desk.table.gone(2) if isinstance(effect, LostSave)]
+
+
+def test_a_whole_snapshot_is_written_instead_of_a_lost_one_unless_storage_is_busy():
+    desk = Desk(1)
+    desk.keep(1, name(1), persist=True)
+    desk.keep(1, name(2))
+    assert desk.table.write_instead(name(2)) == []
+    desk.table.written(name(1))
+    assert desk.table.write_instead(name(2)) == [Write(name(2), final=True)]
+    desk.table.written(name(2))
+    assert desk.table.write_instead(name(2)) == [], "once each"

@@ -55,6 +55,15 @@ class Superseded(NamedTuple):
     name: Name
 
 
+class LostSave(NamedTuple):
+    """This snapshot was to be written and will not be: a worker ended before it kept its piece.
+
+    Or that worker kept a newer one first. The other workers of this node may wait for the write.
+    """
+
+    name: Name
+
+
 class Forget(NamedTuple):
     """This snapshot is not held any more; free everything that belongs to it."""
 
@@ -67,7 +76,7 @@ class Drop(NamedTuple):
     slot: int
 
 
-Effect = Whole | Write | Superseded | Forget | Drop
+Effect = Whole | Write | Superseded | LostSave | Forget | Drop
 
 
 class SnapshotPiece(NamedTuple):
@@ -289,13 +298,14 @@ class SlotTable:
         self.writing = None
         if name in self._flushed and not alone:
             self._flushed |= {older for older in self.whole() if older < name}
-        if instead is not None and self.waiting is None and self._needs_flush(instead):
-            self._flushed |= {instead}
-            self.writing = instead
-            self._effects.append(Write(instead, final=True))
-        else:
+        if instead is None or not self._begin_instead(instead):
             self._write_next()
         self._trim()
+        return self._take_effects()
+
+    def write_instead(self, name: Name) -> list[Effect]:
+        """Write a whole snapshot in place of one that was lost, unless storage is busy."""
+        self._begin_instead(name)
         return self._take_effects()
 
     def flush(self, *, leaving: bool = False) -> list[Effect]:
@@ -349,6 +359,15 @@ class SlotTable:
         self.waiting = None
         if name is not None:
             self._effects.append(Write(name, final))
+
+    def _begin_instead(self, name: Name) -> bool:
+        """Begin the write of a snapshot that no worker asked for; returns whether it may."""
+        if not self.is_idle or not self._needs_flush(name):
+            return False
+        self._flushed |= {name}
+        self.writing = name
+        self._effects.append(Write(name, final=True))
+        return True
 
     def _cancel_write(self, name: Name) -> None:
         if name == self.waiting:
@@ -409,8 +428,11 @@ class SlotTable:
                 self._forget(name)
 
     def _forget(self, name: Name) -> None:
-        for slot in self._snapshots.pop(name).slots.values():
+        snapshot = self._snapshots.pop(name)
+        for slot in snapshot.slots.values():
             self._slots[slot].holds = None
+        if snapshot.persist and not snapshot.is_full:
+            self._effects.append(LostSave(name))
         self._flushed.discard(name)
         self._effects.append(Forget(name))
         self._drop_unused(lambda slot: slot.retired)
