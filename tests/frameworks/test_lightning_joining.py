@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from growing import Growing
+from joining import WorldSizes
 from small_regression import DECAY, STEPS, trained_alone, trained_by_hand
 
 from elastane.testing import LocalCluster
@@ -65,7 +66,7 @@ def by_kind(lines: dict[str, list[dict]]) -> dict[int, dict[str, list[dict]]]:
     return said
 
 
-class LightningJob:
+class LightningJob(WorldSizes):
     """A cluster that runs the script, and what its workers have written."""
 
     def __init__(self, folder: Path, mode: str = "plain", **options: object) -> None:
@@ -90,30 +91,13 @@ class LightningJob:
         """What each process has written, dead ones too."""
         return by_kind(self._growing.lines())
 
-    def steps(self) -> dict[int, list[dict]]:
-        """What each process has written after its steps."""
+    def step_lines(self) -> dict[int, list[dict]]:
+        """What each process has written after its steps, dead ones too."""
         return {pid: own["step"] for pid, own in self.said().items()}
 
     def last_step(self) -> int:
         """The number of the last step that any worker has made."""
-        return max((own[-1]["step"] for own in self.steps().values() if own), default=0)
-
-    def wait_size(self, world: int, count: int = 2) -> set[int]:
-        """Wait until `world` workers have each made `count` steps in a world of that size."""
-        begun = {pid: len(lines) for pid, lines in self.steps().items()}
-
-        found: set[int] = set()
-
-        def there() -> bool:
-            found.clear()
-            for pid, lines in self.steps().items():
-                own = lines[begun.get(pid, 0) :]
-                if len(own) >= count and all(line["world"] == world for line in own[-count:]):
-                    found.add(pid)
-            return len(found) == world
-
-        self.cluster.wait(there, f"steps in a world of {world}")
-        return found
+        return max((own[-1]["step"] for own in self.step_lines().values() if own), default=0)
 
     def kill_in(self, place: str, pids: set[int]) -> set[int]:
         """Kill a worker while it is in this place, which the others do not pass without it."""
@@ -309,12 +293,12 @@ def test_workers_killed_at_random_instants_leave_no_trace(tmp_path, mode, seed):
         cluster.start("a")
         job.wait_size(3)
         for _ in range(4):
-            known, at = {*job.steps()}, job.last_step() + chance.randrange(9)
+            known, at = {*job.step_lines()}, job.last_step() + chance.randrange(9)
             cluster.wait(lambda at=at: job.last_step() >= at, "steps before the next loss")
             pids = sorted(cluster.world().pids["a"])
             for pid in chance.sample(pids, min(chance.choice((1, 1, 2)), len(pids) - 1)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            cluster.wait(lambda known=known: {*job.steps()} - known, "a new worker")
+            cluster.wait(lambda known=known: {*job.step_lines()} - known, "a new worker")
         job.wait_size(3)
         job.ends_well()

@@ -24,7 +24,47 @@ SAMPLES, BATCH = 240, 24
 STEPS = SAMPLES // BATCH  # of an epoch
 
 
-class JoiningJob:
+class WorldSizes:
+    """What a job's workers have written after their steps, with the size of the world of each."""
+
+    cluster: LocalCluster
+
+    def step_lines(self) -> dict[int, list[dict]]:
+        """What each process has written after its steps, dead ones too."""
+        raise NotImplementedError
+
+    def wait_size(self, world: int, count: int = 3) -> set[int]:
+        """Wait until `world` workers have each made `count` steps in a world of that size."""
+        begun = {pid: len(lines) for pid, lines in self.step_lines().items()}
+
+        found: set[int] = set()
+
+        def there() -> bool:
+            new = {pid: lines[begun.get(pid, 0) :] for pid, lines in self.step_lines().items()}
+            found.clear()
+            for pid, lines in new.items():
+                if len(lines) >= count and all(line["world"] == world for line in lines[-count:]):
+                    found.add(pid)
+            return len(found) == world
+
+        self.cluster.wait(there, f"steps in a world of {world}")
+        return found
+
+    def passes_size(self, world: int) -> None:
+        """Wait until `world` workers have made a step in a world of that size.
+
+        Workers that join may have made the world larger again before this looks.
+        """
+        begun = {pid: len(lines) for pid, lines in self.step_lines().items()}
+
+        def there() -> bool:
+            new = (lines[begun.get(pid, 0) :] for pid, lines in self.step_lines().items())
+            return sum(any(line["world"] == world for line in lines) for lines in new) >= world
+
+        self.cluster.wait(there, f"a step in a world of {world}")
+
+
+class JoiningJob(WorldSizes):
     """A cluster that runs a script, and what its workers have written after each step."""
 
     def __init__(self, script: Path, folder: Path, mode: str = "plain", **options: object) -> None:
@@ -57,6 +97,10 @@ class JoiningJob:
     def all(self) -> dict[int, list[dict]]:
         """All that each process has written."""
         return {int(pid): lines for pid, lines in self._growing.lines().items()}
+
+    def step_lines(self) -> dict[int, list[dict]]:
+        """What each process has written after its steps, dead ones too."""
+        return self.said()
 
     def ready(self) -> set[int]:
         """All workers that have come to their loops, dead ones too."""
@@ -112,36 +156,6 @@ class JoiningJob:
     def steps(self) -> int:
         """The number of the last step that the worker which is furthest has made."""
         return max((lines[-1]["step"] for lines in self.said().values() if lines), default=0)
-
-    def wait_size(self, world: int, count: int = 3) -> set[int]:
-        """Wait until `world` workers have each made `count` steps in a world of that size."""
-        begun = {pid: len(lines) for pid, lines in self.said().items()}
-
-        found: set[int] = set()
-
-        def there() -> bool:
-            new = {pid: lines[begun.get(pid, 0) :] for pid, lines in self.said().items()}
-            found.clear()
-            for pid, lines in new.items():
-                if len(lines) >= count and all(line["world"] == world for line in lines[-count:]):
-                    found.add(pid)
-            return len(found) == world
-
-        self.cluster.wait(there, f"steps in a world of {world}")
-        return found
-
-    def passes_size(self, world: int) -> None:
-        """Wait until `world` workers have made a step in a world of that size.
-
-        Workers that join may have made the world larger again before this looks.
-        """
-        begun = {pid: len(lines) for pid, lines in self.said().items()}
-
-        def there() -> bool:
-            new = (lines[begun.get(pid, 0) :] for pid, lines in self.said().items())
-            return sum(any(line["world"] == world for line in lines) for lines in new) >= world
-
-        self.cluster.wait(there, f"a step in a world of {world}")
 
     def ends_well(self) -> None:
         """Let the job end; all workers had one state after each step, and nobody restarted."""
