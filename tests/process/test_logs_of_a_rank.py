@@ -28,8 +28,18 @@ def command(cluster: LocalCluster, *words: str) -> list[str]:
 
 
 def workers_of(said: str, rank: int) -> list[int]:
-    """Return the processes that printed as this rank, in order; assert that no other rank did."""
-    lines = [line.partition("]: ")[2] for line in said.splitlines() if not line.startswith("---")]
+    """Return the processes that printed as this rank, in order; assert that no other rank did.
+
+    What a survivor prints while it is told of its new rank may name the one before.
+    """
+    lines, is_new = [], False
+    for line in said.splitlines():
+        printed = line.partition("]: ")[2]
+        if line.startswith("---"):
+            is_new = True
+        elif not is_new or printed.startswith(f"rank {rank} of "):
+            lines.append(printed)
+            is_new = False
     found = [re.fullmatch(r"rank (\d+) of (\d+)", line) for line in lines]
     assert found and all(one is not None and int(one[1]) == rank for one in found), said[-2000:]
     pids = [int(one[2]) for one in found]
