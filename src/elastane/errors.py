@@ -46,7 +46,7 @@ class ElastaneError(Exception):
 
     @property
     def line(self) -> str:
-        """What is wrong, and the slug, without the other parts."""
+        """The first line of the error: its text and its slug."""
         return f"{self.what} [{self.slug}]"
 
     def __str__(self) -> str:

@@ -10,12 +10,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from drawn_checks import JOINS, check_steps, play_seeds, run_job
+from drawn_checks import JOINS, DrawnJob, check_steps, play_seeds, run_job
 from drawn_faults import faults_of
 from drawn_program import Sharding, Stepping
 from drawn_shards import ShardedSteps
 
 _FIRST_STEPS = 20
+
+
+def on_two_nodes(program: Stepping | Sharding, folder: Path) -> DrawnJob:
+    """Run a program on two nodes, which are stopped and killed from outside."""
+    faults = faults_of(program.seed, _FIRST_STEPS, nodes=True)
+    options = {"nodes": 2, "in_place": False, "rdzv_conf": JOINS}
+    return run_job("drawn_steps.py", program, folder, faults=faults, **options)
 
 
 def inside(seed: int, folder: Path) -> str:
@@ -27,16 +34,8 @@ def inside(seed: int, folder: Path) -> str:
 
 def outside(seed: int, folder: Path) -> str:
     """Run a program on two nodes, of which workers and whole nodes are stopped and killed."""
-    program, faults = Stepping.drawn(seed), faults_of(seed, _FIRST_STEPS, nodes=True)
-    job = run_job(
-        "drawn_steps.py",
-        program,
-        folder,
-        faults=faults,
-        nodes=2,
-        in_place=False,
-        rdzv_conf=JOINS,
-    )
+    program = Stepping.drawn(seed)
+    job = on_two_nodes(program, folder)
     return check_steps(program, job)
 
 
@@ -49,16 +48,8 @@ def sharded(seed: int, folder: Path) -> str:
 
 def sharded_outside(seed: int, folder: Path) -> str:
     """Run a program on two nodes, each a replica, that are stopped and killed from outside."""
-    program, faults = Sharding.of_nodes(seed), faults_of(seed, _FIRST_STEPS, nodes=True)
-    job = run_job(
-        "drawn_steps.py",
-        program,
-        folder,
-        faults=faults,
-        nodes=2,
-        in_place=False,
-        rdzv_conf=JOINS,
-    )
+    program = Sharding.of_nodes(seed)
+    job = on_two_nodes(program, folder)
     return check_steps(program, job, ShardedSteps)
 
 

@@ -30,7 +30,7 @@ def command(cluster: LocalCluster, *words: str) -> list[str]:
 def workers_of(said: str, rank: int) -> list[int]:
     """Return the processes that printed as this rank, in order; assert that no other rank did.
 
-    What a survivor prints while it is told of its new rank may name the one before.
+    A survivor may print its old rank once more while it is being regrouped.
     """
     lines, is_new = [], False
     for line in said.splitlines():

@@ -220,7 +220,7 @@ def test_worker_that_writes_100_mb_a_second_without_newlines_blocks_no_other(age
     print(f"{report=} {lasted_s=} {shown_bytes=} {written_bytes=} {skips=}")
     assert report["codes"] == [0, 0]
     assert turns == 15
-    assert 1 <= skips <= lasted_s / SKIP_TELL_S + 2, "a skip is told, at most once a second"
+    assert 1 <= skips <= lasted_s / SKIP_TELL_S + 2, "skips are reported, at most once a second"
     assert shown_bytes < written_bytes
     assert report["grown_kib"] < 8 << 10
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -24,14 +25,14 @@ SAMPLES, BATCH = 240, 24
 STEPS = SAMPLES // BATCH  # of an epoch
 
 
-class WorldSizes:
+class WorldSizes(ABC):
     """What a job's workers have written after their steps, with the size of the world of each."""
 
     cluster: LocalCluster
 
+    @abstractmethod
     def step_lines(self) -> dict[int, list[dict]]:
         """What each process has written after its steps, dead ones too."""
-        raise NotImplementedError
 
     def wait_size(self, world: int, count: int = 3) -> set[int]:
         """Wait until `world` workers have each made `count` steps in a world of that size."""

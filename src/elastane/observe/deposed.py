@@ -1,4 +1,4 @@
-"""Leaves out of an event log what a deposed coordinator says of its side of a cut network.
+"""Leaves out events of a coordinator that was cut off after another one was elected.
 
 A coordinator that is cut off from its store and from the other nodes hears none of them, and logs
 that they departed. Once another node leads, that was no decision: the other nodes train. Until that
@@ -35,7 +35,7 @@ _CLAIMS = frozenset({EventKind.NODE_DEPARTED, EventKind.INCIDENT})
 
 
 class Decided(Generic[T]):
-    """Passes on what counts; `event_of` returns the event of an item."""
+    """Filters the items of a log, in their order; `event_of` returns the event of an item."""
 
     def __init__(self, event_of: Callable[[T], LoggedEvent]) -> None:
         self._event_of = event_of
@@ -45,7 +45,7 @@ class Decided(Generic[T]):
         self._held: deque[T] = deque()
 
     def take(self, item: T) -> list[T]:
-        """Return what counts by now: of this item, and of those that were held back."""
+        """Return the items to show by now: this one, and those that were held back."""
         event = self._event_of(item)
         if not self._deposed and event.kind not in _TURNS:
             return [item]
@@ -63,14 +63,14 @@ class Decided(Generic[T]):
         return [*due, item]
 
     def due(self, now_s: float = math.inf) -> list[T]:
-        """Return what was held back for long enough, by default everything."""
+        """Return the items that were held back for HELD_S at `now_s`, by default all."""
         found = []
         while self._held and self._event_of(self._held[0]).time_s + HELD_S <= now_s:
             found.append(self._held.popleft())
         return found
 
     def _turn(self, event: LoggedEvent, writer: _Writer) -> list[T]:
-        """Note who leads; return what was held back of a coordinator that leads again."""
+        """Record which coordinator leads; return the held items of one that leads again."""
         if event.kind == EventKind.AUTHORITY_LOST:
             self._deposed[writer] = self._leader not in (None, writer)
             return []
@@ -92,7 +92,7 @@ class Decided(Generic[T]):
 
 
 def decided(events: Iterable[LoggedEvent]) -> Iterator[LoggedEvent]:
-    """Yield the events of a whole log that count."""
+    """Yield the events of a whole log, without those of deposed coordinators."""
     choice: Decided[LoggedEvent] = Decided(lambda event: event)
     for event in events:
         yield from choice.take(event)

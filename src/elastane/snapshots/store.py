@@ -100,7 +100,7 @@ class SnapshotStore:
         self.status = ServerStatus(self._table, self._writer, self._replicator)
         self._in_memory, self._in_replica, self._in_storage = (CopyTimes() for _ in range(3))
         self._stored: tuple[Name, ...] = ()  # the newest durable one, if any
-        self._lost: Name | None = None  # a save that a worker's end left without its piece
+        self._lost: Name | None = None  # the newest save that lacks a piece for good
         self._held = CopiesHeld()
         self._alone_since_s = time.monotonic()
         self._is_flushed = self._is_leaving = False
@@ -394,8 +394,8 @@ class SnapshotStore:
     def _replace_lost(self) -> list[Effect]:
         """Begin to write the newest snapshot of a later world in place of a save lost here.
 
-        Its workers wait for that save, and may not save again before they end. The others write no
-        other one while they wait for the part of this node.
+        Workers of this node wait for that save, and may end without another one. Meanwhile the
+        servers of other nodes are busy: they wait for this node's part.
         """
         if self._lost is None:
             return []

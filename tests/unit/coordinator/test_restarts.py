@@ -437,7 +437,7 @@ def test_workers_of_an_older_world_whose_node_leaves_are_not_charged_as_they_fai
     assert job.assigned["b"].fence.round == 2 and job.assigned["b"].restarts_used == 0
 
 
-def test_a_node_that_stops_its_workers_while_the_store_is_away_is_said_to_do_so_for_that(pair):
+def test_a_node_that_stops_its_workers_while_the_store_is_away_says_why(pair):
     pair.authority(False)
     pair.says("a", Stopped(pair.assigned["a"].fence, PortOffer(9000, True), True))
     [incident] = [one for one in pair.events if one.kind is EventKind.INCIDENT]

@@ -56,9 +56,10 @@ class Superseded(NamedTuple):
 
 
 class LostSave(NamedTuple):
-    """This snapshot was to be written and will not be: a worker ended before it kept its piece.
+    """This snapshot was to be written and never will be, since it lacks a worker's piece.
 
-    Or that worker kept a newer one first. The other workers of this node may wait for the write.
+    That worker ended, or it or its replacement kept a newer snapshot first. The other workers of
+    this node may be waiting for the write.
     """
 
     name: Name
