@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -193,7 +192,8 @@ class Election:
 
     async def _with_retries(self, write: Callable[[], Awaitable[None]]) -> None:
         """Retry a write until it is known to have succeeded, perhaps in an earlier attempt."""
-        deadline_s = time.monotonic() + self._timeout_s
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._timeout_s
         while True:
             try:
                 await write()
@@ -201,7 +201,7 @@ class Election:
                 raise
             except StoreError as error:
                 self._log_problem(error.what)
-                if time.monotonic() >= deadline_s:
+                if loop.time() >= deadline_s:
                     raise self._store_silent(error) from error
             else:
                 self._log_problem("")
