@@ -63,9 +63,9 @@ async def test_a_silent_holder_stops_before_another_takes_the_lease(harness: Har
     assert lease.remaining_s() <= TTL_S * (1 - LEASE_MARGIN)
 
     async def take():
-        was_held = lease.held()
         found = await other.lease("leadership", b"other", 60.0)
-        assert not (found and was_held), "two clients hold the lease"
+        # Asked afterwards: on a busy host the lease may run out between a question and the taking.
+        assert not (found and lease.held()), "two clients hold the lease"
         return found
 
     second = await until(take, "the lease runs out")

@@ -37,7 +37,7 @@ def test_faults_are_logged_as_events_and_the_job_continues(tmp_path, runtime):
     env = {"XDG_RUNTIME_DIR": str(runtime)}
     with LocalCluster(script, folder=tmp_path / "c", env=env, **options) as cluster:
         cluster.start("a"), cluster.start("b")
-        cluster.wait_world(nodes=2)
+        cluster.wait_event("workers-started", count=2)  # A fault of a worker needs one.
         plan = ["--kill-worker", "--kill-node", "--seed", "4", "--every", "0.7", "--duration", "5"]
         done = chaos(runtime, cluster.job, *plan)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -63,7 +63,7 @@ def test_a_job_that_ends_by_a_fault_gives_exit_code_1(tmp_path, runtime):
     env = {"XDG_RUNTIME_DIR": str(runtime)}
     with LocalCluster(script, folder=tmp_path / "c", env=env, **options) as cluster:
         cluster.start("a")
-        cluster.wait_world(nodes=1)
+        cluster.wait_event("workers-started")
         done = chaos(runtime, cluster.job, "--seed", "1", "--every", "0.5", "--duration", "2")
         assert done.returncode == 1, done.stdout + done.stderr
         assert cluster.node("a").wait() == 1

@@ -3,12 +3,12 @@
 import signal
 
 import pytest
-from comms_bodies import OPERATIONS
+from comms_bodies import OPERATIONS, TIMEOUT_S
 from comms_crew import Crew
 
-# Measured: 1 to 5 ms. The bound leaves room for a loaded machine, and none for a timeout of ours:
-# the shortest is the 5 s of a close.
-OUT_S = 4.0
+# Measured: 1 to 5 ms. The bound leaves room for a loaded machine, and none for the timeout of the
+# group, which would also end a wait.
+OUT_S = TIMEOUT_S / 2
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

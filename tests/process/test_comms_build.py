@@ -1,10 +1,11 @@
 """A world can be aborted while it is built; it leaves nothing and cuts no other connection."""
 
 import pytest
+from comms_bodies import TIMEOUT_S
 from comms_crew import Crew
 
 # As in test_comms_abort.
-OUT_S = 4.0
+OUT_S = TIMEOUT_S / 2
 
 
 @pytest.mark.parametrize("peer", ["silent", "dead", "stopped"])

@@ -197,7 +197,7 @@ def test_the_shutdown_timeout_holds_where_a_failure_stops_the_others(tmp_path):
     """
     started_s = time.monotonic()
     result = agent_of(args=(worker(tmp_path, then),), timeout=1).run()
-    assert time.monotonic() - started_s < 10.0
+    assert time.monotonic() - started_s < 25.0, "the default is 30 s"
     assert {rank: f.exitcode for rank, f in result.failures.items()} == {1: 4}
     assert gone(told(tmp_path, 2))
 

@@ -25,6 +25,8 @@ from elastane.elastic.multiprocessing import (
 from elastane.errors import ConfigurationError
 
 SPECS = DefaultLogsSpecs
+# A spawned child imports this module, and torch, beside whatever else this host does.
+WAIT_S = 180.0
 
 
 def echo(value):
@@ -102,7 +104,7 @@ def start(fn, args, specs=None, method="fork"):
 def test_values_and_output_of_each_function_come_back(method):
     context = start(echo, args_of(2), SPECS(redirects=Std.ALL), method)
     assert isinstance(context, MultiprocessContext)
-    result = context.wait(90)
+    result = context.wait(WAIT_S)
     assert result.return_values == {r: {"value": r, "mine": str(r)} for r in range(2)}
     assert not result.is_failed()
     assert [Path(result.stdouts[r]).read_text() for r in range(2)] == ["out 0\n", "out 1\n"]
@@ -110,7 +112,7 @@ def test_values_and_output_of_each_function_come_back(method):
 
 
 def test_a_value_larger_than_a_pipe_comes_back():
-    result = start(large, {0: (5_000_000,)}).wait(90)
+    result = start(large, {0: (5_000_000,)}).wait(WAIT_S)
     assert len(result.return_values[0]) == 5_000_000
 
 
@@ -118,7 +120,7 @@ def test_a_value_larger_than_a_pipe_comes_back():
     "method", ["spawn", "fork", pytest.param("forkserver", marks=pytest.mark.soak)]
 )
 def test_tensors_come_back_by_value(method):
-    result = start(tensors, args_of(2), method=method).wait(60)
+    result = start(tensors, args_of(2), method=method).wait(WAIT_S)
     assert not result.is_failed()
     for rank, found in result.return_values.items():
         assert found["rank"] == rank
@@ -131,14 +133,14 @@ def test_a_value_that_cannot_be_loaded_here_is_named(monkeypatch):
         patched.setitem(sys.modules, "torch", None)
         patched.setitem(sys.modules, "torch._utils", None)
         with pytest.raises(ConfigurationError, match=r"what tensors\(\) returned on rank 0"):
-            context.wait(60)
+            context.wait(WAIT_S)
     context.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_spawned_child_leaves_without_the_interpreters_teardown(rank):
     context = start(return_with_a_sentinel, {0: (rank,)}, SPECS(redirects=Std.ALL), "spawn")
-    result = context.wait(60)
+    result = context.wait(WAIT_S)
     assert [failure.exitcode for failure in result.failures.values()] == [1] * rank
     shown = Path(result.stdouts[0]).read_text()
     assert sorted(shown.split()) == ["at", "exit", "joined", "unflushed"]
@@ -149,8 +151,8 @@ def test_the_first_failure_ends_the_others_at_once_and_they_are_no_failures():
     context = start(fail_at, args_of(3, 1))
     pids = context.pids()
     began = time.monotonic()
-    result = context.wait(90, period=80)
-    assert time.monotonic() - began < 60, "an end is noticed at once, whatever the period is"
+    result = context.wait(WAIT_S, period=WAIT_S)
+    assert time.monotonic() - began < WAIT_S / 2, "an end is noticed at once, not at a period's"
     assert set(result.failures) == {1} and result.return_values == {}
     assert result.failures[1].message["message"] == "ValueError: of rank 1"
     assert not any(alive(pid) for pid in pids.values())
@@ -165,7 +167,7 @@ def test_the_first_failure_ends_the_others_at_once_and_they_are_no_failures():
     ],
 )
 def test_a_child_that_gives_no_value_has_failed(fn, exitcode, said):
-    result = start(fn, args_of(1)).wait(90)
+    result = start(fn, args_of(1)).wait(WAIT_S)
     failure = result.failures[0]
     assert failure.exitcode == exitcode and said in str(failure.message)
 
@@ -175,7 +177,7 @@ def test_commands_run_in_sessions_of_their_own_and_fail_by_exit_code():
     args = dict.fromkeys(range(2), ("-c", script))
     context = start_processes("t", sys.executable, args, envs_of(2), SPECS())
     assert isinstance(context, SubprocessContext)
-    result = context.wait(90)
+    result = context.wait(WAIT_S)
     assert {r: f.exitcode for r, f in result.failures.items()} == {1: 3}
     assert all(os.getsid(0) != pid for pid in context.pids().values())
 
@@ -214,7 +216,7 @@ def test_teed_output_is_shown_under_its_name_and_matching_lines_are_copied(capfd
         specs,
         duplicate_stdout_filters=["keep"],
     )
-    result = context.wait(90)
+    result = context.wait(WAIT_S)
     shown = capfd.readouterr().out
     assert "[t0]:keep 0" in shown and "[t1]:drop 1" in shown
     (filtered,) = tmp_path.rglob("filtered_stdout.log")
@@ -234,11 +236,11 @@ def test_maps_that_are_not_of_all_local_ranks_are_refused():
 def test_processes_can_start_from_a_thread_and_foreign_children_are_left_alone():
     foreign = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(7)"])
     found = []
-    thread = threading.Thread(target=lambda: found.append(start(echo, args_of(2)).wait(90)))
+    thread = threading.Thread(target=lambda: found.append(start(echo, args_of(2)).wait(WAIT_S)))
     thread.start()
-    thread.join(60)
+    thread.join(WAIT_S)
     assert set(found[0].return_values) == {0, 1}
-    assert foreign.wait(90) == 7, "its exit code was left to who started it"
+    assert foreign.wait(WAIT_S) == 7, "its exit code was left to who started it"
 
 
 PARENT = """
@@ -255,7 +257,7 @@ def test_children_die_with_a_parent_that_is_killed():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     pids = list(map(int, parent.stdout.readline().split()))
     parent.kill()
-    parent.wait(90)
+    parent.wait(WAIT_S)
     until(lambda: not any(map(alive, pids)), "the children are gone")
 
 
@@ -273,7 +275,7 @@ context.close(signal.SIGKILL)
 
 
 def test_a_signal_in_the_middle_of_a_childs_making_is_not_lost():
-    said = subprocess.check_output([sys.executable, "-c", IN_ITS_MAKING], text=True, timeout=60)
+    said = subprocess.check_output([sys.executable, "-c", IN_ITS_MAKING], text=True, timeout=WAIT_S)
     assert said == "failed: True\n"
 
 

@@ -25,6 +25,8 @@ from elastane.stores.file import FileStore
 from elastane.stores.pages import FolderPage, Hooks, PageReading, Pages, Root
 
 SCRIPT = Path(__file__).parent / "scripts" / "store_child.py"
+# Of a lease that must not run out before a busy host has looked at it.
+TTL_S = 1.0
 STEPS = ["opened", "half-written", "written", "synced", "linked", "durable"]
 SPEC = JobSpec(job="job", min_nodes=1, max_nodes=2, max_restarts=3)
 
@@ -150,12 +152,12 @@ async def test_a_late_renewal_and_a_candidate_that_had_judged_before_it_never_bo
     def on_step(step: str) -> None:
         if step == "synced":
             judged.set()
-            go_on.wait(10)
+            go_on.wait(DEADLINE_S)
 
-    holder = await FileStore(tmp_path).lease("leadership", b"holder", 0.3)
+    holder = await FileStore(tmp_path).lease("leadership", b"holder", TTL_S)
     assert holder
     candidate = asyncio.ensure_future(take(FileStore(tmp_path, on_step=on_step)))
-    await asyncio.to_thread(judged.wait, 10)
+    assert await asyncio.to_thread(judged.wait, DEADLINE_S)
     assert not holder.held()
     await holder.renew()
     term = holder.term
@@ -175,7 +177,7 @@ async def test_a_heartbeat_that_was_written_too_late_is_no_renewal(tmp_path) -> 
             poll(lambda: not leases[0].held(), "the lease runs out during the write")
             leases.clear()
 
-    lease = await FileStore(tmp_path, on_step=on_step).lease("leadership", b"holder", 0.3)
+    lease = await FileStore(tmp_path, on_step=on_step).lease("leadership", b"holder", TTL_S)
     assert lease
     term = lease.term
     leases.append(lease)

@@ -148,7 +148,7 @@ async def test_a_hanging_folder_blocks_neither_the_event_loop_nor_the_caller(
         if hanging.is_set() and step == "synced":
             release.wait(30)
 
-    patient, store = FileStore(tmp_path), FileStore(tmp_path, timeout_s=0.3, on_step=on_step)
+    patient, store = FileStore(tmp_path), FileStore(tmp_path, timeout_s=1.0, on_step=on_step)
     entry = await patient.compare_and_set("k", b"1", 0)
     monkeypatch.setattr(FileStore, "_replace", replaced)
     hanging.set()
@@ -157,10 +157,10 @@ async def test_a_hanging_folder_blocks_neither_the_event_loop_nor_the_caller(
     while not writing.done():
         await asyncio.sleep(0.01)
         turns += 1
-    with pytest.raises(StoreError, match=r"did not answer within 0\.3 s"):
+    with pytest.raises(StoreError, match="did not answer within 1 s"):
         await writing
     assert time.monotonic() - begun < 20.0, "the folder hangs for 30 s"
-    assert turns > 2
+    assert turns > 2, "the write blocked the event loop"
     hanging.clear()
     release.set()
     assert await patient.get("k") == entry

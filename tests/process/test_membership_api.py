@@ -145,10 +145,10 @@ def test_a_failure_of_one_ends_the_world_of_all_and_the_next_attempt_has_another
 
 
 def test_heartbeats_continue_between_calls(cluster: Cluster) -> None:
-    quick = Timing(last_call_s=0.3, heartbeat_s=0.1, silence_s=0.3)
+    quick = Timing(last_call_s=0.3, heartbeat_s=0.2, silence_s=1.5)
     a, b = cluster.new(timing=quick), cluster.new(timing=quick)
     cluster.all_of(a.join, b.join)
-    assert not a.wait_change(1.5)
+    assert not a.wait_change(2 * quick.silence_s)
     assert not b.has_changed
 
 
@@ -236,7 +236,7 @@ def test_closing_with_a_failure_ends_all_nodes_at_once(cluster: Cluster) -> None
 
 
 def test_closing_with_success_leaves_the_others_time_to_finish(cluster: Cluster) -> None:
-    a, b = cluster.new(close_grace_s=0.8), cluster.new(close_grace_s=0.8)
+    a, b = cluster.new(close_grace_s=3.0), cluster.new(close_grace_s=3.0)
     cluster.all_of(a.join, b.join)
     closing = cluster.run(lambda: a.close(True, "done"))
     until(b.has_ended, "b hears of it")

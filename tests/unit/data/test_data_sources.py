@@ -15,6 +15,7 @@ from elastane.data.shards import ElasticShards
 from elastane.data.stream import ElasticStream, StreamFeed
 from elastane.errors import ConfigurationError
 
+DEADLINE_S = 90.0
 LENGTHS = [7, 0, 30, 1, 12]
 SAMPLES = [100 * shard + number for shard, n in enumerate(LENGTHS) for number in range(n)]
 
@@ -124,10 +125,12 @@ def test_nodes_of_torchdata_are_dealt_by_index_and_leave_no_thread():
         def __iter__(self):
             return iter(self.nodes)
 
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     assert once(Loader, 50)
     gc.collect()
-    assert threading.active_count() == before
+    for thread in {*threading.enumerate()} - before:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), thread
 
 
 def test_chunks_of_litdata_are_read_once_in_any_world(tmp_path):

@@ -233,7 +233,7 @@ def test_the_ranks_to_end_where_the_wait_never_ends():
             assert list(found.ends) == cluster.culprits
 
 
-def test_thousands_of_workers_are_compared_within_a_second():
+def test_thousands_of_workers_are_compared_in_seconds():
     cluster = Cluster(1)
     cluster.size = 4096
     cluster.members = {"0": [*range(cluster.size)]}
@@ -245,7 +245,8 @@ def test_thousands_of_workers_are_compared_within_a_second():
     evidence = cluster.evidence()
     begun_s = time.process_time()
     assert judge(evidence, cluster.size).ranks == (4000,)
-    assert time.process_time() - begun_s < 1.0
+    # 0.3 s; a comparison of each worker with each other one would take minutes.
+    assert time.process_time() - begun_s < 10.0
 
 
 def test_a_wait_that_passed_is_reported_again_once_it_lasts_twice_as_long():
