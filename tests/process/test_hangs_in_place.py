@@ -183,17 +183,18 @@ KINDS = {
     "exited": "",
 }
 SOAK_FAULTS = int(os.environ.get("SOAK_FAULTS", "130"))
+SOAK_SEED = int(os.environ.get("SOAK_SEED", "7"))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_random_faults_of_steps_in_place_name_the_right_rank_and_kind(tmp_path):
-    """At least 95 of 100 are right; prints the table. SOAK_FAULTS sets the number of faults."""
+    """At least 95 of 100 are right; prints the table. SOAK_FAULTS and SOAK_SEED set the faults."""
     os.mkfifo(tmp_path / "disk")
     # A held lock is seen by a thread that is two seconds late, on a busy host some more.
     conf = {"hang_floor": 2 * FLOOR_S, "crash_loop": 0, "same_crash": 0}
     job = InPlace(tmp_path, rdzv_conf=conf, env={"HANG_DISK": str(tmp_path / "disk")}, **ONE_NODE)
-    choose, right, all_of = random.Random(7), Counter(), Counter()
+    choose, right, all_of = random.Random(SOAK_SEED), Counter(), Counter()
     with job.cluster:
         starts(job, "a", world=3)
         for number in range(SOAK_FAULTS):

@@ -30,6 +30,8 @@ _NOTICES_SHOWN_MAX = 20
 _CULPRITS_SHOWN_MAX = 8
 _STACKS_SHOWN_MAX = 2
 _STRAGGLERS_SHOWN_MAX = 8
+# The end of a worker's log in which signs of its failure are sought.
+_LOG_BYTES = 1 << 16
 # What follows the milliseconds in a time of the event log.
 _BEYOND_MILLISECONDS = re.compile(r"(?<=:\d\d\.\d{3})\d{6}Z")
 
@@ -40,18 +42,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--round", metavar="N", type=int, default=None, help="only this round")
     add("--attempt", metavar="N", type=int, default=None, help="only this attempt")
+    add("--patterns", metavar="FILE", default="",
+        help="TOML file with classes of failures of your own (or ELASTANE_PATTERNS)")  # fmt: skip
     add("--json", action="store_true", help="print everything as JSON")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the story; returns 0 for every outcome of the job."""
+    from elastane.cli._patterns import load_patterns
     from elastane.cli.logs import find_job
     from elastane.observe.account import LogAccount
     from elastane.observe.box import printable
     from elastane.observe.deposed import decided
     from elastane.observe.events import read_events
     from elastane.observe.story import story_of
+    from elastane.process import environment
 
+    own = load_patterns(args.patterns or environment.get("ELASTANE_PATTERNS"))
     folder = find_job(args.job, args.log_dir, "explain")
     accounting = LogAccount()
     events = accounting.through(decided(read_events(folder, all_counts=False)))
@@ -62,6 +69,8 @@ def main(args: argparse.Namespace) -> int:
         for one in story.attempts
         if args.round in (None, one.round) and args.attempt in (None, one.attempt)
     ]
+    for failure in (failure for attempt in story.attempts for failure in attempt.failures):
+        failure.classify(_end_of_log(folder, failure.log_file), own)
     if args.json:
         import msgspec
 
@@ -72,6 +81,20 @@ def main(args: argparse.Namespace) -> int:
         lines = (printable(line.expandtabs()) for line in told)
         sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _end_of_log(folder: Path, name: str) -> str:
+    """Return the end of a worker's log; empty if it is not below the job's folder, or not here.
+
+    A line of the event log must not choose which other file is read.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        path = Path(name).resolve()
+        if name and path.is_file() and path.is_relative_to(folder.resolve()):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+                return file.read(_LOG_BYTES).decode("utf-8", "replace")
+    return ""
 
 
 def _runs_here(folder: Path) -> bool:
@@ -223,6 +246,10 @@ def _failure_lines(one: SeenFailure, said_max: int, *, root: bool) -> list[str]:
     elif said:
         lines += ["    its last output:"] if one.output else []
         lines += [f"    | {line}" for line in said[-said_max:]]
+    if one.kind:
+        told = f": {one.clue}" if one.clue and one.clue not in one.message + one.exit else ""
+        lines.append(f"    class {one.kind}, another attempt {one.outlook}{told}")
+        lines += [f"    next: {one.next_step}"] if root and one.next_step else []
     for label, path in (("error file", one.error_file), ("its log", one.log_file)):
         lines += [f"    {label}: {path}"] if path else []
     return lines

@@ -7,14 +7,16 @@ single time line; the wall clocks of several hosts are displayed and never compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from elastane.observe.events import TIME_MAX_S, LoggedEvent, iso_time
 from elastane.observe.runs import RunTrack
+from elastane.protocol.diagnosis import headline, is_signal_from_outside
 from elastane.protocol.log_events import MEASURED, EventKind
 from elastane.protocol.model import NO_RANK
+from elastane.protocol.patterns import Pattern, class_of
 
 _NS = 1e9
 
@@ -23,6 +25,8 @@ class SeenFailure(msgspec.Struct, kw_only=True):
     """One worker's end. `stopped`: the agent stopped it, which is no failure.
 
     `output`: the message is only the end of its output. `rank` is None for a worker without one.
+    `kind`, `outlook`, `clue` and `next_step`: its class, a stable word, whether another attempt may
+    succeed, the line that tells it, and what a person can do; empty for a stopped one.
     """
 
     node: str
@@ -37,6 +41,24 @@ class SeenFailure(msgspec.Struct, kw_only=True):
     message: str = ""
     error_file: str = ""
     log_file: str = ""
+    kind: str = ""
+    outlook: str = ""
+    clue: str = ""
+    next_step: str = ""
+
+    def classify(self, log: str = "", own: Sequence[Pattern] = ()) -> None:
+        """Find its class, in its last output and in `log`, by the patterns of a user first."""
+        if self.stopped:
+            return
+        explains = (
+            not self.output or self.exit_code >= 0 or not is_signal_from_outside(self.exit_code)
+        )
+        said = self.message if explains else ""
+        lines = (*log.splitlines(), *said.splitlines()) if explains else ()
+        ends = (self.exit, headline(said)) if said else (self.exit,)
+        found = class_of(ends, lines, own)
+        self.kind, self.outlook = found.kind, found.outlook.value
+        self.clue, self.next_step = found.line, found.next_step
 
 
 class SeenStacks(msgspec.Struct, kw_only=True):

@@ -11,12 +11,12 @@ import builtins
 import re
 import signal
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 
 import msgspec
 
 from elastane.protocol.mismatches import judge_calls
 from elastane.protocol.model import NO_RANK, Cause, FailedWorker, Failure, Fence, NamedWorker
+from elastane.protocol.patterns import LOST_PEER, Clue, find_clue
 from elastane.protocol.ring import WorkerCalls
 from elastane.protocol.verdicts import Verdict
 from elastane.protocol.words import OTHER_PROGRAM, counted
@@ -27,19 +27,7 @@ OUTCOME_FAILURES_MAX = 64
 OUTCOME_FAILURES_WHOLE = 4
 OUTCOME_FAILURE_CHARS_MAX = 500
 
-# What gloo and NCCL say when a peer is gone (torch 2.13); compared in lower case.
-_LOST_PEER = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "remote process exited",
-    "ncclremoteerror",
-    "read timeout",
-    "timed out waiting",
-)
-# What gloo says around that: the line of its own source, and a guess.
+# What gloo says around a lost peer: the line of its own source, and a guess.
 _NOISE = re.compile(r"\[\S+\.cc:\d+\] |\. This is typically caused by .*$")
 # What gloo says as it ends a worker that received more than its tensor holds (torch 2.13).
 _TOO_MUCH = "received data size doesn't match expected size"
@@ -72,8 +60,6 @@ _PASSING = re.compile(
 )
 # Crash sites of the workers of one attempt: enough for an error that names its rank to come again.
 CRASH_SITES_MAX = 16
-# What a shell, or a program that starts another, makes of its SIGKILL: 128 and its number.
-_KILLED_IN_SHELL = 137
 # A process needs this long to end after its program has returned and its sockets were closed, and
 # its agent to report that.
 _RETURN_LATE_S = 2.0
@@ -130,7 +116,7 @@ def is_lost_peer(failure: Failure) -> bool:
     if _is_unexplained(failure):
         return False
     text = failure.message.lower()
-    return any(sign in text for sign in _LOST_PEER)
+    return any(sign in text for sign in LOST_PEER)
 
 
 def says_mismatch(failure: Failure) -> bool:
@@ -183,63 +169,23 @@ def says_other_program(failure: Failure) -> bool:
 
 def is_from_outside(failure: Failure) -> bool:
     """Whether a signal that other processes send ended the worker."""
-    return -failure.exit_code in _FROM_OUTSIDE and not failure.error_file
+    return is_signal_from_outside(failure.exit_code) and not failure.error_file
 
 
-class Exhausted(StrEnum):
-    """What a worker had too little of, as far as its end shows."""
-
-    MEMORY = "memory"
-    DEVICE = "memory of its device"
-    DISK = "disk"
-    KILLED = "unknown: a child of it, or its shell, reports SIGKILL"
-    LOADER = "unknown: a process of its data loader was killed"
-    SHARED = "shared memory"
-    FILES = "open files"
+def is_signal_from_outside(exit_code: int) -> bool:
+    """Whether an exit code is that of a signal that other processes send."""
+    return -exit_code in _FROM_OUTSIDE
 
 
-# Of an import, and of `python -m`. What follows the name is of a file that hides a package.
-_NO_MODULE = re.compile(r"(?:\S+: ){1,2}No module named '?([\w.]+)'?")
-# Signs in the line that names an error, the first that fits counts.
-_EXHAUSTED = (
-    (Exhausted.DEVICE, re.compile(r"(CUDA|HIP|XPU) out of memory|OutOfMemoryError")),
-    (Exhausted.MEMORY, re.compile(r"^MemoryError|Cannot allocate memory|can't allocate memory")),
-    # torch.save on a full disk says one of the last three (torch 2.13).
-    (
-        Exhausted.DISK,
-        re.compile(
-            r"No space left on device|Disk quota exceeded|basic_ios::clear: iostream error"
-            r"|PytorchStreamWriter failed writing|inline_container.* unexpected pos \d+ vs \d+"
-        ),
-    ),
-    (Exhausted.SHARED, re.compile(r"DataLoader worker .*killed by signal: Bus error")),
-    (Exhausted.LOADER, re.compile(r"DataLoader worker .*killed by signal: Killed")),
-    # The second is what a data loader says whose tensors come as descriptors (torch 2.13).
-    (Exhausted.FILES, re.compile(r"Too many open files|received 0 items of ancdata")),
-)
-
-
-def exhausted(failure: Failure) -> Exhausted | None:
-    """Return what the worker had too little of; None if nothing shows that."""
-    if failure.evidence.startswith("out of memory"):
-        return Exhausted.MEMORY
-    if failure.exit_code == _KILLED_IN_SHELL:
-        return Exhausted.KILLED
+def known_end(failure: Failure) -> Clue | None:
+    """Return what the table of patterns says of a worker's end; None if nothing fits."""
     error = "" if _is_unexplained(failure) else headline(failure.message)
-    signs = (one for one, sign in _EXHAUSTED if sign.search(error))
-    return next(signs, None)
-
-
-def missing_module(failure: Failure) -> str:
-    """Return the module that the worker's Python could not find; "" if that was not its end."""
-    error = "" if _is_unexplained(failure) else headline(failure.message)
-    found = _NO_MODULE.fullmatch(error)
-    return found.group(1) if found else ""
+    return find_clue((failure_text(failure), error))
 
 
 def _is_unexplained(failure: Failure) -> bool:
     """Whether another process's signal ended the worker, which its last output cannot explain."""
-    return failure.output and -failure.exit_code in _FROM_OUTSIDE
+    return failure.output and is_signal_from_outside(failure.exit_code)
 
 
 def without_noise(error: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 from msgspec.structs import replace
@@ -106,8 +107,11 @@ def test_each_attempt_shows_its_root_cause_first(folder, capsys):
         "    | Traceback",
         "    |   line",
         "    | ValueError: bad",
+        "    class python, another attempt unknown",
+        "    next: mend the script; the traceback has the line",
         "    its log: /l/stderr.log",
         f"  failure    rank 0 on node a (local rank 0, pid 100) at {at(5.5)}: SIGABRT",
+        "    class crash, another attempt unknown",
         "    error file: /l/error.json",
         "  others     1 worker was stopped",
         "",
@@ -146,6 +150,61 @@ def test_json_has_the_attempts_that_were_asked_for_and_all_of_the_job(
         first = story["attempts"][0]
         assert (first["root_node"], first["root_rank"], first["consequences"]) == ("b", 2, 1)
         assert [one["stopped"] for one in first["failures"]] == [False, False, True]
+
+
+PATTERNS = """
+[[pattern]]
+class = "license"
+sign = "licence server (\\\\S+) is away"
+outlook = "may-pass"
+next = "start the licence server of {}"
+
+[[pattern]]
+class = "no-seat"
+sign = "no seat is free"
+"""
+
+
+def test_a_user_adds_classes_and_the_log_of_a_worker_is_searched_too(folder, tmp_path, capsys):
+    """Only a log below the job's folder is read, which other files are not."""
+    log, outside = folder / "stderr.log", tmp_path / "secret.log"
+    log.write_text("licence server lic7 is away\nnothing else")
+    outside.write_text("no seat is free")
+    with (folder / "events.a.jsonl").open("ab") as file:
+        for rank, path in ((0, log), (1, outside)):
+            one = exited(20, rank, "SIGABRT", fence=(0, 1), exit_code=-6, log_file=str(path))
+            file.write(encode_line(one))
+    table = tmp_path / "patterns.toml"
+    table.write_text(PATTERNS)
+    assert main(["explain", str(folder), "--json", "--patterns", str(table)]) == 0
+    seen = json.loads(capsys.readouterr().out)["attempts"][1]["failures"]
+    found = [(one["kind"], one["outlook"], one["clue"], one["next_step"]) for one in seen]
+    first = "license", "may-pass", "licence server lic7 is away", "start the licence server of lic7"
+    assert found[0] == first
+    assert found[1][0] == "crash", "the other log is not read"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "No such file"),
+        ("a = 1", r"no table \[\[pattern\]\]"),
+        ("pattern = [7]", "pattern 1 is no table"),
+        ("[[pattern]]\nclass = 'A b'\nsign = 'x'", "needs a class of small letters"),
+        ("[[pattern]]\nclass = 'a'", "needs a class of small letters, and a sign"),
+        ("[[pattern]]\nclass = 'a'\nsign = '('", "no regular expression"),
+        ("[[pattern]]\nclass = 'a'\nsign = 'x'\noutlook = 'good'", "good"),
+        ("[[pattern]]\nclass = 'a'\nsign = 'x'\ncolour = 'red'", "colour = 'red'"),
+        ("[[pattern", "Expected ']]'"),
+    ],
+)
+def test_a_table_that_cannot_be_used_is_refused_by_its_entry(folder, tmp_path, capsys, text, says):
+    table = tmp_path / "patterns.toml"
+    if text is not None:
+        table.write_text(text)
+    assert main(["explain", str(folder), "--patterns", str(table)]) == 78
+    err = capsys.readouterr().err
+    assert re.search(says, err) and "[explain-patterns]" in err
 
 
 def test_a_workers_text_cannot_steer_the_terminal(folder, capsys):

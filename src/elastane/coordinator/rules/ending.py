@@ -13,19 +13,17 @@ from elastane.coordinator.rules.nodes import named
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.errors import ExitCode
 from elastane.protocol.diagnosis import (
-    Exhausted,
     Sighting,
     after_mismatch,
     crash_site,
     crash_sites,
-    exhausted,
     exit_text,
     failure_text,
     failures_in_order,
     find_mismatch,
     headline,
     is_from_outside,
-    missing_module,
+    known_end,
     own_next_step,
     refusal,
     root_cause,
@@ -37,6 +35,7 @@ from elastane.protocol.limits import VERDICT_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Close
 from elastane.protocol.model import NO_RANK, Cause, Crash, Failure, Fence, Outcome
+from elastane.protocol.patterns import DISK_FULL, MISSING_FILE
 from elastane.protocol.verdicts import culprit_data
 
 # A failure sooner after a restart may follow from the failure before it.
@@ -70,8 +69,9 @@ def failure(state: State, incident: Incident, why: str) -> bool:
     assert cause.failure is not None
     before = _before(state, incident, cause)
     advice = _advice(cause, cause.failure, state.budget.allowed)
-    if before.disk_was_full and not exhausted(cause.failure):
-        advice = f"{_FREE[Exhausted.DISK]}; then remove what is incomplete, such as a checkpoint"
+    clue = known_end(cause.failure)
+    if before.disk_was_full and (clue is None or clue.kind == MISSING_FILE.kind):
+        advice = f"{DISK_FULL.next_step}; then remove what is incomplete, such as a checkpoint"
     return _close(
         state,
         Outcome(
@@ -162,7 +162,8 @@ def _past(cause: Cause, note: str) -> PastIncident:
     if cause.failure is None:
         return PastIncident(cause.what + note)
     error = without_noise(headline(cause.failure.message))
-    is_full = exhausted(cause.failure) is Exhausted.DISK
+    clue = known_end(cause.failure)
+    is_full = clue is not None and clue.kind == DISK_FULL.kind
     return PastIncident(cause.what + note, error, is_full)
 
 
@@ -249,29 +250,7 @@ def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:
     }
 
 
-_INSTALL = "install {} in the Python environment of elastane run, or add its folder to PYTHONPATH"
 _SAME_CALLS = "let all ranks call the same collectives in the same order, with equal sizes"
-_FREE = {
-    Exhausted.MEMORY: (
-        "give the workers more memory, or let each use less: fewer of them on this node, smaller"
-        " batches, fewer loader processes"
-    ),
-    Exhausted.DEVICE: "let each worker use less memory of its GPU: smaller batches, sharding",
-    Exhausted.DISK: "free space on the disk of that node (df -h), or write elsewhere",
-    Exhausted.SHARED: (
-        "give the data loader more shared memory (df -h /dev/shm; docker run --shm-size), or let it"
-        " use less: fewer num_workers, smaller batches"
-    ),
-    Exhausted.FILES: "raise the limit of open files where elastane run is started: ulimit -n 65536",
-    Exhausted.LOADER: (
-        "find who killed the process of the data loader: often the kernel or a container that ran"
-        " out of memory (dmesg | grep -i killed); fewer num_workers need less"
-    ),
-    Exhausted.KILLED: (
-        "find who sent SIGKILL, which a shell reports as exit code 137: often the kernel or a"
-        " container that ran out of memory (dmesg | grep -i killed)"
-    ),
-}
 
 
 def _advice(cause: Cause, failure: Failure, allowed: int) -> str:
@@ -281,9 +260,8 @@ def _advice(cause: Cause, failure: Failure, allowed: int) -> str:
         return f"{_SAME_CALLS}; TORCH_DISTRIBUTED_DEBUG=DETAIL names the first that differs"
     if failure.exit_code == 0:
         return "let all ranks make the same number of steps, or end together"
-    what = exhausted(failure)
-    module = missing_module(failure)
-    known = own_next_step(failure) or (what and _FREE[what]) or (module and _INSTALL.format(module))
+    clue = known_end(failure)
+    known = own_next_step(failure) or (clue and clue.next_step)
     if known:
         return known
     if is_from_outside(failure):
