@@ -138,8 +138,9 @@ def test_replicas_heal_lost_shards_also_where_only_the_dead_had_made_the_step(tm
 
 
 @pytest.mark.timeout(200)
-def test_a_body_cut_off_after_its_update_takes_what_the_rest_changed_from_the_others(tmp_path):
-    job = Sharding(tmp_path, 2, CUT, env={"LATE": "1"})
+@pytest.mark.parametrize("late", ["1", "2"])
+def test_a_body_cut_off_after_its_update_takes_what_the_rest_changed_from_another(tmp_path, late):
+    job = Sharding(tmp_path, 2, CUT, env={"LATE": late})
     with job.cluster:
         node = job.cluster.start("a")
         job.cluster.wait((job.said_folder / "cut").exists, "the cut")
@@ -148,6 +149,21 @@ def test_a_body_cut_off_after_its_update_takes_what_the_rest_changed_from_the_ot
         job.ends_exact()
         assert not job.cluster.events("restored")
     made_once(job)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("average", [pytest.param("inside", marks=pytest.mark.soak), "behind"])
+def test_a_shard_whose_average_misses_a_step_is_restored_from_a_save(tmp_path, average):
+    saves, env = str(tmp_path / "ck"), {"AVERAGE": average}
+    job = Sharding(tmp_path, 2, CUT, where=saves, env=env)
+    with job.cluster:
+        job.cluster.start("a")
+        job.cluster.wait((job.said_folder / "cut").exists, "the cut")
+        after = job.wait_steps(3)
+        assert all(job.said("restored")[pid][0]["step"] for pid in after)
+        job.ends_exact()
+        (restored,) = {line["step"] for ls in job.said("restored").values() for line in ls} - {0}
+    assert restored <= CUT
 
 
 @pytest.mark.soak

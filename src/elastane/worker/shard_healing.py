@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms import near
@@ -25,7 +26,7 @@ from elastane.comms.state_plan import Handover
 from elastane.errors import JobError
 from elastane.worker import healing
 from elastane.worker.healing import MemberProgress
-from elastane.worker.shard_plan import ShardClaim, ShardPlan, plan
+from elastane.worker.shard_plan import OwnChanges, ShardClaim, ShardPlan, plan
 from elastane.worker.undo import Undo
 
 
@@ -57,6 +58,7 @@ class Shards:
         self._tracked = health.tracked
         self._health = health
         self._undo = undo
+        undo.follow()
         self._came_later = came_later
         self.is_healing = False
         self._agreement = Agreement.NONE
@@ -106,7 +108,8 @@ class Shards:
             raise self._lost(found)
         rank = self._group.rank()
         if self._agreement is not Agreement.NONE and rank not in found.advancing:
-            self._undo.restore()
+            if not self._undo.restore():
+                self._health.half_written()
             self.forget()
         self.is_healing = True
         try:
@@ -122,13 +125,15 @@ class Shards:
             dist.barrier(group=self._group)
         self._group.check()
         self._health.whole()
+        self._undo.healed()
 
     def _claims(self, progress: MemberProgress) -> list[ShardClaim]:
         health = self._health
         torn = not health.holds and (health.torn or self._came_later)
         ready = self._agreement is not Agreement.NONE
         own = [progress.next_step, health.holds, torn, ready, self._mesh.coordinate]
-        received = healing.gathered(self._group, [*own, near.machine(), health.cut_short])
+        own += [near.machine(), health.cut_short, self._own_changes()]
+        received = healing.gathered(self._group, [*own, ready and self._undo.is_stuck])
         return [
             ShardClaim(
                 n,
@@ -138,9 +143,21 @@ class Shards:
                 self._mesh.shard_of(coordinate),
                 machine,
                 bool(cut),
+                OwnChanges(changes),
+                bool(stuck),
             )
-            for n, holds, torn, ready, coordinate, machine, cut in received
+            for n, holds, torn, ready, coordinate, machine, cut, changes, stuck in received
         ]
+
+    def _own_changes(self) -> OwnChanges:
+        """Return what no member can change for another, in parameters and in sharded other state.
+
+        An average in an object that is no module may change in each step.
+        """
+        states = [thing.state_dict() for thing in self._tracked.others]
+        if any(isinstance(each, DTensor) for each in tree_leaves(states)):
+            return OwnChanges.INSIDE
+        return self._undo.own_changes
 
     def _advance(self, found: ShardPlan, progress: MemberProgress) -> None:
         """Let ready members make the update that others have made, and cut ones take its rest."""
@@ -192,16 +209,22 @@ class Shards:
         self._tracked.load(placed(own, found.state["tracked"]))
         progress.load_state_dict(found.state["data"])
         self._health.whole()
+        self._undo.received()
 
     def _state(self, progress: MemberProgress) -> dict[str, Any]:
         return {"tracked": local(self._tracked.state()), "data": progress.state_dict()}
 
     def _lost(self, found: ShardPlan) -> JobError:
         numbers = ", ".join(map(str, found.lost))
+        what = f"all workers that held shard {numbers} are lost"
+        expected = "one worker that holds it"
+        if found.own is not OwnChanges.NONE:
+            what += ", or were interrupted before the step changed their weights after its update"
+            expected = "one worker that completed the step, such as its average of the weights"
         return JobError(
-            f"all workers that held shard {numbers} are lost",
+            what,
             where=f"rank {self._group.rank()} of {self._group.size()}, step {found.committed}",
-            expected="of each shard, one worker that holds it",
+            expected=f"of each shard, {expected}",
             next_step="a Checkpointer in the script: all workers start again and continue from it",
             slug="job-state-lost",
         )

@@ -7,6 +7,9 @@ the body itself (a closure). Once a body was seen to change parameters by itself
 beginning of each step. If something changed that was not copied, `restore` returns False, and the
 member receives the state from another.
 
+Of a sharded state (`follow`), it also knows what a step changes of the parameters without an
+optimizer, and where: no other member can make such a change for this one.
+
 A body may change a buffer in place, as BatchNorm does, or assign a new tensor, as in `self.average
 = 0.9 * self.average + x`. To restore a buffer, its module and name are needed as well as its tensor
 (`BufferStatus`).
@@ -19,7 +22,7 @@ import operator
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -29,10 +32,12 @@ from elastane.checkpoint.registered import (
     is_dtensor,
     load_exactly,
 )
+from elastane.worker.shard_plan import OwnChanges
 
 # A GradScaler sets them during a fused optimizer's step. If that raises they stay set, and the next
 # step would divide by the product of both scales.
 _SCALED = ("grad_scale", "found_inf")
+_PLAIN = (int, float, bool, str, type(None))
 
 
 class Undo:
@@ -55,15 +60,25 @@ class Undo:
         # Whether an update can neither be undone nor count as the whole step.
         self._is_torn = False
         self.stepped: set[int] = set()
+        self._follows = False
+        self._is_committed = False
+        self._own_changes = OwnChanges.NONE
+        self._was_changed_early = False
+
+    def follow(self) -> None:
+        """Follow what steps change without an optimizer, from the next one on."""
+        self._follows = True
 
     def begin(self) -> None:
         """Save what this step may change."""
         tracked = self._tracked
+        self._own_changes = self.own_changes
+        self._is_committed = self._was_changed_early = False
         self._streams = RandomStreams()
         self._generators = [(g, g.get_state()) for g in tracked.generators]
         self._buffers.keep(tracked.modules)
         self._parameters.keep(tracked)
-        self._small = [(thing, dict(thing.state_dict())) for thing in tracked.others]
+        self._small = [(thing, _copied(thing.state_dict())) for thing in tracked.others]
         self._settings = [
             (optimizer, [_settings_of(group) for group in optimizer.param_groups])
             for optimizer in tracked.optimizers
@@ -88,7 +103,9 @@ class Undo:
         `runs_body`: it changes parameters, and then runs part of the body by its closure.
         """
         number = id(optimizer)
-        if not self.stepped and not self._inside.total():
+        if self._follows:
+            self._was_changed_early |= self._parameters.is_changed_lately()
+        if self._was_changed_early or (not self.stepped and not self._inside.total()):
             self._parameters.copy_if_changed()
         copies = runs_body or self.has_copies or number in self._repeating
         if copies and number not in self._updates and number not in self.stepped:
@@ -100,11 +117,39 @@ class Undo:
         self._called[id(optimizer)] -= 1
         self._inside[id(optimizer)] -= 1
         self.stepped.add(id(optimizer))
+        if self._follows:
+            self._parameters.look()
 
     def committed(self) -> None:
         """Record that the step was committed."""
         if not self.stepped:
             self._parameters.copy_if_changed()
+        if self._follows:
+            self._is_committed, self._own_changes = True, OwnChanges.NONE
+            if self._parameters.is_changed_lately():
+                self._own_changes = OwnChanges.INSIDE
+
+    @property
+    def own_changes(self) -> OwnChanges:
+        """What the last committed step changed after its update."""
+        is_asked = self._is_committed and self._own_changes is OwnChanges.NONE
+        if is_asked and self._parameters.is_changed_lately():
+            return OwnChanges.OUTSIDE
+        return self._own_changes
+
+    def received(self) -> None:
+        """Record that the state is another member's, which may have made changes of its own."""
+        self._is_committed, self._own_changes = False, OwnChanges.INSIDE
+
+    def healed(self) -> None:
+        """Record that all members hold one state: the last step is of no further interest."""
+        self._is_committed, self._own_changes = False, OwnChanges.NONE
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the step cannot be undone, as far as that is known before `restore`."""
+        was_changed = self._was_changed_early or self._parameters.is_changed_lately()
+        return not self.is_revocable or (was_changed and not self._parameters.has_copies)
 
     @property
     def has_copies(self) -> bool:
@@ -153,6 +198,19 @@ class Undo:
         return is_revocable and not self._parameters.is_changed()
 
 
+def _copied(state: Any) -> Any:
+    """Return a copy of a small state, which may hold an object's own lists and tensors."""
+    if type(state) in _PLAIN:
+        return state
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if type(state) is dict:
+        return {key: _copied(each) for key, each in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_copied, state))
+    return copy.deepcopy(state)
+
+
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
@@ -173,6 +231,10 @@ class _Update:
                 live.copy_(kept)
 
 
+# The bytes of the sampled numbers that are in memory, and those that are on devices.
+_Sample: TypeAlias = tuple[bytes, list[torch.Tensor]]
+
+
 class _Parameters:
     """The parameters at a step's beginning: two numbers of each, and copies if those are needed.
 
@@ -187,7 +249,8 @@ class _Parameters:
         self._places: list[int] = []
         self._here: list[memoryview] = []
         self._there: dict[torch.device, list[torch.Tensor]] = {}
-        self._sampled: tuple[bytes, list[torch.Tensor]] = (b"", [])
+        self._sampled: _Sample = (b"", [])
+        self._lately: _Sample = self._sampled
         self._is_copied = False
         self._kept: list[torch.Tensor] = []
 
@@ -205,9 +268,14 @@ class _Parameters:
         places = [each.data_ptr() for each in self._live]
         if places != self._places:
             self._locate(places)
-        self._sampled = self._sample()
+        self._sampled = self._lately = self._sample()
         if self._is_copied and self._live:
             self._copy()
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether their values at the step's beginning are kept."""
+        return bool(self._kept)
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -223,9 +291,20 @@ class _Parameters:
 
     def is_changed(self) -> bool:
         """Whether they differ from the step's beginning."""
+        return self._differs(self._sampled)
+
+    def look(self) -> None:
+        """Sample them for `is_changed_lately`."""
+        self._lately = self._sample()
+
+    def is_changed_lately(self) -> bool:
+        """Whether they differ from the last `look`, or from the step's beginning if it is later."""
+        return self._differs(self._lately)
+
+    def _differs(self, sample: _Sample) -> bool:
         if self._places != [each.data_ptr() for each in self._live]:
             return True
-        (here, there), (now_here, now_there) = self._sampled, self._sample()
+        (here, there), (now_here, now_there) = sample, self._sample()
         return here != now_here or not all(map(torch.equal, there, now_there))
 
     @torch.no_grad()
@@ -246,7 +325,7 @@ class _Parameters:
         self._here = here
         self._there = there
 
-    def _sample(self) -> tuple[bytes, list[torch.Tensor]]:
+    def _sample(self) -> _Sample:
         """Return the bytes of the sampled numbers; of a device, without waiting for it."""
         return b"".join(self._here), [torch.cat(ends) for ends in self._there.values()]
 

@@ -9,6 +9,8 @@ empty they save. In step CUT, once, the workers of coordinates 0 and 2 make thei
 worker of coordinate 1 does not come to it, and the worker of coordinate 3 is killed. OPTIMIZERS=2
 trains the first layer by one of its own, and all wait for one another before the second one steps.
 With LATE=1 all make the update of step CUT, and worker 1 is cut off before its schedulers step.
+With LATE=2 the others are cut off after theirs have stepped. AVERAGE says where a step changes an
+average of the weights: "inside" or "behind" its body.
 With DECAYS=1 the body decays the weights itself before the update, and an evaluation comes first.
 """
 
@@ -29,7 +31,8 @@ from torch.distributed.fsdp import fully_shard
 import elastane
 
 WIDTH, BATCH = 24, 16
-LATE = os.environ.get("LATE") == "1"
+LATE = int(os.environ.get("LATE", "0"))
+AVERAGE = os.environ.get("AVERAGE", "")
 DECAYS = os.environ.get("DECAYS") == "1"
 torch.set_num_threads(1)
 # What worlds of other sizes round otherwise is to stay small, for thousands of steps.
@@ -40,13 +43,9 @@ class Training:
     """A model whose shards have unequal sizes, its optimizers and its data."""
 
     def __init__(self, mesh) -> None:
-        torch.manual_seed(0)
         self.device = mesh.device_type
-        layers = [torch.nn.Linear(WIDTH, 37), torch.nn.Tanh(), torch.nn.LayerNorm(37)]
-        self.net = torch.nn.Sequential(*layers, torch.nn.Linear(37, 5))
-        for layer in (self.net[0], self.net[3]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.net, mesh=mesh)
+        self.net = sharded_net(mesh)
+        self.average = sharded_net(mesh) if AVERAGE else None
         parts = [self.net.parameters()]
         if os.environ.get("OPTIMIZERS") == "2":
             parts = [
@@ -74,12 +73,24 @@ class Training:
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
             scheduler.step()
             optimizer.zero_grad()
+        if group is not None:
+            self.after_schedulers(group)
 
     def after_update(self, group) -> None:
         """Make the collective of the body that comes after the update; there is none at first."""
 
+    def after_schedulers(self, group) -> None:
+        """Make the last collective of the body; there is none at first."""
+
+    def put_into_average(self, where: str) -> None:
+        if self.average is None or where != AVERAGE:
+            return
+        with torch.no_grad():
+            for mean, own in zip(self.average.parameters(), self.net.parameters(), strict=True):
+                mean.to_local().lerp_(own.to_local(), 0.1)
+
     def tracked(self) -> dict[str, object]:
-        found = {"net": self.net}
+        found = {"net": self.net} | ({"average": self.average} if AVERAGE else {})
         for number, optimizer in enumerate(self.optimizers):
             found |= {
                 f"optimizer{number}": optimizer,
@@ -91,7 +102,9 @@ class Training:
         parameters = [*self.net.parameters()]
         states = {p: state for each in self.optimizers for p, state in each.state.items()}
         moments = [states[p]["exp_avg_sq"] for p in parameters]
-        return torch.cat([e.full_tensor().detach().flatten() for e in parameters + moments])
+        averages = [*self.average.parameters()] if AVERAGE else []
+        every = parameters + moments + averages
+        return torch.cat([e.full_tensor().detach().flatten() for e in every])
 
     def clip(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
@@ -99,6 +112,16 @@ class Training:
             with torch.no_grad():
                 for parameter in self.net.parameters():
                     parameter.mul_(0.999)
+
+
+def sharded_net(mesh) -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, 37), torch.nn.Tanh(), torch.nn.LayerNorm(37)]
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(37, 5))
+    for layer in (net[0], net[3]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
 
 
 def digest(result: torch.Tensor) -> str:
@@ -118,6 +141,7 @@ def plain(mesh, steps: int) -> torch.Tensor:
                 (run.forward(run.data[samples]) * weight).backward()
                 run.clip()
                 run.update()
+                run.put_into_average(AVERAGE)
                 run.batches.commit()
     return run.result()
 
@@ -147,25 +171,40 @@ def cut_at(folder: Path, number: int, now: dict[str, object]) -> None:
     Shards.agree = cut
 
 
-def cut_short_at(folder: Path, number: int, now: dict[str, object], job: elastane.Job) -> None:
-    """Let three workers make a collective after the update of a step, and one not see its end."""
+class CutShort:
+    """Lets three workers make a collective after the update of a step, and one not see its end.
 
-    def after_update(_self, group) -> None:
-        if now["step"] != number or (folder / "cut").exists():
-            return
-        coordinate = job._world.mesh.coordinate
-        (folder / f"there-{coordinate}").touch()
+    With LATE=2 the other two do not see the end of the next one, after the schedulers.
+    """
+
+    def __init__(self, folder: Path, number: int, now: dict[str, object], job: elastane.Job):
+        self._folder, self._number, self._now, self._job = folder, number, now, job
+        places = {"after_update": (0, 1, 2, 3), "after_schedulers": ()}
+        if LATE == 2:
+            places = {"after_update": (1, 3), "after_schedulers": (0, 2)}
+        for name, coordinates in places.items():
+            setattr(Training, name, self._at(coordinates))
+
+    def _at(self, coordinates: tuple[int, ...]):
+        def collective(_run, group) -> None:
+            coordinate = self._job._world.mesh.coordinate
+            is_there = self._now["step"] == self._number and coordinate in coordinates
+            if is_there and not (self._folder / "cut").exists():
+                (self._folder / f"there-{coordinate}").touch()
+                self._make(group, coordinate)
+
+        return collective
+
+    def _make(self, group, coordinate: int) -> None:
         if coordinate == 3:
-            while len([*folder.glob("there-*")]) < 4:
+            while len([*self._folder.glob("there-*")]) < 4:
                 time.sleep(0.001)
-            (folder / "cut").touch()
+            (self._folder / "cut").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if coordinate == 1:
+        if coordinate == 1 or LATE == 2:
             while not group.failed:
                 time.sleep(0.001)
             group.check()
-
-    Training.after_update = after_update
 
 
 def main() -> None:
@@ -184,7 +223,7 @@ def main() -> None:
     with elastane.init(backend=os.environ.get("GPU_BACKEND", "")) as job:
         mesh = job.device_mesh(shard=shard or job.world_size)
         if LATE:
-            cut_short_at(folder, cut, now, job)
+            CutShort(folder, cut, now, job)
         run = Training(mesh)
         now["last"] = run.optimizers[-1]
         loader = torch.utils.data.DataLoader(run.data, batch_sampler=run.batches)
@@ -205,7 +244,9 @@ def main() -> None:
                 time.sleep(step_s)
                 dist.all_reduce(enough, group=job.process_group)
                 run.update(job.process_group)
+                run.put_into_average("inside")
             if step.committed:
+                run.put_into_average("behind")
                 say("committed", step.number)
                 if saver:
                     saver.maybe_save(step)

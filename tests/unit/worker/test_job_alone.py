@@ -19,6 +19,7 @@ import elastane
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.errors import JobError
 from elastane.worker.healing import Health
+from elastane.worker.shard_plan import OwnChanges
 from elastane.worker.undo import Undo
 
 N, B = 100, 16
@@ -264,6 +265,76 @@ def test_shards_that_a_body_changes_itself_are_restored(job):
     assert not weight.to_local().equal(before)
     assert undo.restore()
     assert weight.to_local().equal(before)
+
+
+class Average:
+    """An average of weights in an object that is no module, as some packages have it."""
+
+    def __init__(self, parameters):
+        self.mean = [each.detach().clone() for each in parameters]
+
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"]
+
+
+def test_an_average_in_an_object_of_its_own_is_restored():
+    net = torch.nn.Linear(4, 1)
+    average, tracked = Average(net.parameters()), RegisteredObjects()
+    tracked.add({"net": net, "average": average})
+    undo = Undo(tracked)
+    for value in (2.0, 3.0):
+        for each in average.mean:
+            each.fill_(value)
+        undo.begin()
+        for each in average.mean:
+            each.fill_(7.0)
+        assert undo.restore()
+        assert all(each.eq(value).all() for each in average.mean)
+
+
+def followed(*, before=False, inside=False, behind=False):
+    """Return what an undo knows of two steps, whose code changes weights by itself."""
+    net, average = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    sgd, tracked = torch.optim.SGD(net.parameters(), lr=0.1), RegisteredObjects()
+    tracked.add({"net": net, "average": average, "sgd": sgd})
+    undo = Undo(tracked)
+    undo.follow()
+
+    def change(is_wanted, module):
+        with torch.no_grad():
+            for each in module.parameters() if is_wanted else ():
+                each.mul_(0.9)
+
+    stuck = []
+    for _ in range(2):
+        undo.begin()
+        net(X).mean().backward()
+        change(before, net)
+        stuck.append(undo.is_stuck)
+        undo.called(sgd)
+        undo.before_update(sgd)
+        sgd.step()
+        undo.after_update(sgd)
+        change(inside, average)
+        undo.committed()
+        change(behind, average)
+    known = undo.own_changes
+    undo.begin()
+    assert undo.own_changes is known  # until the next step is committed
+    undo.healed()
+    assert undo.own_changes is OwnChanges.NONE
+    return known, stuck
+
+
+def test_what_a_step_changes_without_an_optimizer_is_known():
+    assert followed() == (OwnChanges.NONE, [False, False])
+    assert followed(inside=True) == (OwnChanges.INSIDE, [False, False])
+    assert followed(behind=True) == (OwnChanges.OUTSIDE, [False, False])
+    # The first step has no copies of what its body changes before the update.
+    assert followed(before=True) == (OwnChanges.NONE, [True, False])
 
 
 def test_a_committed_sharded_step_survives_a_new_world(job):

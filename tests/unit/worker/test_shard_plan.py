@@ -10,13 +10,13 @@ import torch
 from elastane.comms.mesh import MeshGroups
 from elastane.comms.state_plan import Handover
 from elastane.errors import JobError
-from elastane.worker.shard_plan import ShardClaim, plan
+from elastane.worker.shard_plan import OwnChanges, ShardClaim, plan
 
 
 def claim(
-    shard: int, committed: int = 5, *, holds=True, torn=False, ready=False, cut=False
+    shard: int, committed: int = 5, *, holds=True, torn=False, ready=False, **more
 ) -> ShardClaim:
-    return ShardClaim(committed, holds, torn, ready, shard, machine=1, cut=cut)
+    return ShardClaim(committed, holds, torn, ready, shard, machine=1, **more)
 
 
 NEW = {"committed": 0, "holds": False, "torn": True}
@@ -61,9 +61,39 @@ def test_a_member_cut_short_takes_the_rest_of_the_step_before_it_gives():
     assert found.handovers == (Handover(2, (0,), near=True),)
 
 
-def test_members_that_were_all_cut_short_exchange_nothing():
+def test_members_that_were_all_cut_short_take_the_rest_of_the_step_from_the_first():
     found = plan([claim(shard, cut=True) for shard in (0, 1, 0, 1)], 2)
-    assert (found.handovers, found.advancing, found.lost) == ((), (), ())
+    assert found.leader == 0 and found.advancing == (1, 2, 3)
+    assert not (found.handovers or found.lost)
+
+
+@pytest.mark.parametrize("own", [OwnChanges.INSIDE, OwnChanges.OUTSIDE])
+def test_a_ready_member_receives_a_shard_that_the_step_changed_after_its_update(own):
+    one_behind = {"committed": 4, "ready": True}
+    done = [claim(0, own=own), claim(1, own=own)]
+    found = plan([*done, claim(0, **NEW), claim(1, **one_behind)], 2)
+    assert not (found.advancing or found.lost)
+    assert {(each.receiver, each.givers) for each in found.handovers} == {(2, (0,)), (3, (1,))}
+    found = plan([done[0], claim(1, **NEW), claim(0, **NEW), claim(1, **one_behind)], 2)
+    assert (found.advancing, found.lost, found.own) == ((), (1,), own)
+
+
+def test_a_member_cut_short_has_changed_what_a_step_changes_behind_its_body():
+    found = plan([claim(0, cut=True, own=OwnChanges.OUTSIDE), claim(1, own=OwnChanges.OUTSIDE)], 2)
+    assert found.advancing == (0,) and not found.lost
+    found = plan([claim(0, cut=True), claim(1, own=OwnChanges.INSIDE)], 2)
+    assert not found.advancing and found.lost == (0,)
+    found = plan([claim(0, cut=True, own=OwnChanges.INSIDE), claim(1, cut=True)], 2)
+    assert not found.advancing and found.lost == (1,)
+
+
+def test_a_ready_member_that_cannot_undo_its_body_gives_no_shard():
+    stuck = {"ready": True, "stuck": True}
+    found = plan([claim(0, **stuck), claim(1, ready=True), claim(0, ready=True), claim(1)], 2)
+    assert found.handovers == (Handover(0, (2,), near=True),)
+    for committed in (0, 5):
+        claims = [claim(shard, committed, **stuck) for shard in (0, 1, 0, 1)]
+        assert plan(claims, 2).lost == (0, 1)
 
 
 def test_an_update_that_no_living_member_made_is_retried():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from elastane.worker.shard_healing import Shards
+from elastane.worker.shard_plan import OwnChanges
 
 ONE, TWO = object(), object()
 
@@ -18,8 +19,8 @@ def member(monkeypatch):
 
     def make(*, sole=False):
         group = SimpleNamespace(check=lambda: None)
-        undo = SimpleNamespace(is_whole=False)
-        health = SimpleNamespace(tracked=None)
+        undo = SimpleNamespace(is_whole=False, follow=lambda: None, own_changes=OwnChanges.NONE)
+        health = SimpleNamespace(tracked=SimpleNamespace(others=[]))
         mesh = SimpleNamespace(is_sole=sole)
         return Shards(group, mesh, health, undo, came_later=False), undo, waits
 
@@ -47,3 +48,16 @@ def test_a_single_replica_needs_no_agreement(member):
     shards.agree(ONE)
     shards.agree(None)
     assert not waits
+
+
+def test_sharded_tensors_of_an_object_that_is_no_module_count_as_changed(member):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    shards, _, _ = member()
+    kept = {"mean": [torch.zeros(3)]}
+    shards._tracked.others.append(SimpleNamespace(state_dict=lambda: kept))
+    assert shards._own_changes() is OwnChanges.NONE
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    kept["mean"].append(DTensor.from_local(torch.zeros(3), mesh, [Shard(0)], run_check=False))
+    assert shards._own_changes() is OwnChanges.INSIDE
