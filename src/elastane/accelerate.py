@@ -100,7 +100,7 @@ class _Counters:
 class _ProcessStreams:
     """The random streams of this process, as a state for other workers.
 
-    Scripts seed all workers alike. A worker with the streams of its own start would take another
+    Scripts give all workers one seed. A worker with the streams of its own start would take another
     branch where they draw one, and make other collectives.
     """
 

@@ -46,7 +46,7 @@ _PAUSE_MAX_S = 1.0
 class Waits:
     """Where the members of a world wait, once all have waited for others for a while.
 
-    `forever`: none of them will ever continue.
+    `forever`: the wait never ends.
     """
 
     at: tuple[WaitPoint, ...] = ()

@@ -105,7 +105,7 @@ class ElasticGroup(ProcessGroup):
         self._guard = guard
 
     def build_apart(self, apart: bool) -> None:
-        """Set whether this member builds alone: the others take part in none of its operations."""
+        """Set whether this member builds alone: no other member takes part in its operations."""
         self.apart = apart
 
     def consist_of(self, parts: tuple[ElasticGroup, ...]) -> None:

@@ -222,8 +222,8 @@ class Waiter:
 class WorkLog:
     """The works of one world that have not been completed, and the first failure. Thread-safe.
 
-    `refuses`: whether an error is torch's refusal of a wrong call. It is no failure of the world,
-    and `refusal` if the program has not got it from a wait of its own.
+    `refuses`: tells whether an error is torch's refusal of a wrong call. Such an error is no failure
+    of the world. It is kept as `refusal` if no wait of the program has raised it.
     """
 
     def __init__(self, refuses: Callable[[Exception], bool] = lambda _: False) -> None:

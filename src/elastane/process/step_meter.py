@@ -90,7 +90,7 @@ def mark(kind: StepMark, marker: int = 0) -> None:
 
 
 class _Span:
-    """Time of the main thread that is no work of its own; an outer span includes inner ones.
+    """Time in which the main thread waits; an outer span includes inner ones.
 
     Spans may also overlap: two models in one backward pass begin and end theirs in one order. A
     span never takes back what another one has counted, so the times only grow.

@@ -282,8 +282,8 @@ def _place(sighting: Sighting) -> tuple[float, int]:
 def find_return(sightings: Sequence[Sighting], returned: Sequence[Sighting]) -> Sighting | None:
     """Return the first program that returned on its rank, if it explains all failures.
 
-    `returned`: the workers that ended with exit code 0. A failure that is not merely a lost peer
-    has a cause of its own.
+    `returned`: the workers that ended with exit code 0. It explains a failure only if that worker
+    lost a peer; any other failure has another cause.
     """
     if not returned or not all(is_lost_peer(one.failure) for one in sightings):
         return None

@@ -211,9 +211,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     counts the steps that the worker had reported; a script that reports none has 0. `calls`: its
     last collectives if it lost a peer; those of all workers of the node if it received too much.
 
-    Where a program returned on one rank while the others still trained, that end is the failure
-    which the others follow from: its `exit_code` is 0. So it is where a worker called another
-    collective than the others and had not failed when they did: then `lives` is true.
+    An end with `exit_code` 0 is a failure too, if a program returned on one rank while the others
+    still trained: the other failures follow from it. `lives`: the worker had not failed; it called
+    another collective than the others, which made them fail.
     """
 
     local_rank: int

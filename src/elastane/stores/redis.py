@@ -500,7 +500,7 @@ class RedisLease(HeldLease):
 
 
 def _connection(settings: RedisSettings) -> Any:
-    """Return a connection of redis-py, which opens later. It resends nothing by itself."""
+    """Return a connection of redis-py, which opens at its first request. It never retries one."""
     try:
         module: Any = import_module("redis.asyncio.connection")
     except ImportError:

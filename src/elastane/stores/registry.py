@@ -80,7 +80,7 @@ class StoreBackend:
         login: whether the store can ask for credentials.
         timing: the defaults of the durations; a store that bears few writes has longer leases.
         brings_server: whether `--standalone` starts a server for it (etcd alone).
-        forgets: whether an entry that was written with a ttl goes by itself.
+        forgets: whether the store removes an entry once its ttl has passed.
         late_s: seconds for which others may still be refused a lease after its end.
     """
 

@@ -44,7 +44,7 @@ class PendingOperation:
         self.call = call
         self.contribution = contribution
         self.over = threading.Event()
-        # Why torch refuses the call by itself, such as for a type that gloo cannot sum; the program
+        # Why torch itself refuses the call, such as for a type that gloo cannot sum; the program
         # gets this error, as without elastane: from the call, or from the wait.
         self.refusal: Exception | None = None
         self.is_refused_at_call = False

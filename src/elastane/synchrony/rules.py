@@ -120,7 +120,7 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class RefusedCall:
-    """Why torch refuses a call by itself, such as for a type that gloo cannot sum.
+    """Why torch itself refuses a call, such as for a type that gloo cannot sum.
 
     `kind` and `text`: the name of the error's type, and its text. `is_at_call`: the call raises it;
     else the wait does.

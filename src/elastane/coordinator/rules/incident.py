@@ -126,9 +126,9 @@ class Incident:
     def is_chargeable(self) -> bool:
         """Whether it is charged to the restart budget, as only failures of workers are.
 
-        A lost state is not, if the loss of the workers that held it was an incident of its own. A
-        mesh of another size is not, because the job has grown. A restart that a loss makes
-        necessary is not, if that loss is settled; nor one after a planned change.
+        Four kinds are free: a planned change; a lost state, if an earlier incident counted the loss
+        of the workers that held it; a restart that an earlier loss demands, once that loss is
+        settled; and a mesh of another size, since it shows that the job has grown.
         """
         if self.planned or self.departed or not self.seen:
             return False

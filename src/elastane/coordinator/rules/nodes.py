@@ -371,7 +371,7 @@ class HeldWorkers:
         self.state = "failed"
 
     def forget_failure(self) -> None:
-        """Count failures one by one from now on: the recorded state is no failure of its own."""
+        """Forget that a worker failed: from now on each failed worker is counted."""
         self.state = "running" if self.state == "failed" else self.state
 
     def interrupt(self, reason: str) -> None:

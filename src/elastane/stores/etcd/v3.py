@@ -141,7 +141,7 @@ class EtcdV3Store:
         return Holder(held.value, term) if held is not None else None
 
     async def end_lease(self, key: str, term: int) -> None:
-        """See Store.end_lease. Each holding has a lease of the server's of its own."""
+        """See Store.end_lease. Each holding has its own lease on the server."""
         held, found = await self._held(key)
         if held is not None and found == term:
             await self.revoke(held.lease)
