@@ -1196,7 +1196,7 @@ class Contact:
 
     @property
     def isolated_from_s(self) -> float:
-        """When another side of the network may train, unless authority is proved before."""
+        """From when another side of the network may train, unless authority is proved before."""
         return self.authority_s + self._timing.isolation_limit_s
 
     @property

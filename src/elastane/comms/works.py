@@ -222,8 +222,8 @@ class Waiter:
 class WorkLog:
     """The works of one world that have not been completed, and the first failure. Thread-safe.
 
-    `refuses`: tells whether an error is torch's refusal of a wrong call. Such an error is no failure
-    of the world. It is kept as `refusal` if no wait of the program has raised it.
+    `refuses`: tells whether an error is torch's refusal of a wrong call. Such an error is not a
+    failure of the world. It is kept as `refusal` if no wait of the program has raised it.
     """
 
     def __init__(self, refuses: Callable[[Exception], bool] = lambda _: False) -> None:

@@ -554,7 +554,8 @@ class OrderedGroup(ElasticGroup):
     def _evaluates(self) -> bool:
         """Whether the program is in an evaluation: without gradients, and no module trains.
 
-        Some scripts train on without `train()` on rank 0, or count under `no_grad()` as they train.
+        Neither sign is enough: some scripts never call `train()` again on rank 0, and others count
+        under `no_grad()` while they train.
         """
         return not (torch.is_grad_enabled() or any(module.training for module in self.ddps))
 

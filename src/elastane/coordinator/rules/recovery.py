@@ -204,8 +204,8 @@ def has_survivors(state: State) -> bool:
 def is_beyond_healing(state: State) -> bool:
     """Whether a lost worker alone held part of the state, so that all start from a checkpoint.
 
-    A node reports this of its workers; `sizing` finds a slice that was lost with its node. In a mesh
-    of another size, each worker lacks its new part.
+    A node reports this of its workers; `sizing` finds a slice that was lost with its node. In a
+    mesh of another size, each worker lacks its new part.
     """
     return state.incidents.has_other_mesh or any(
         node.workers.sharding is not None and node.workers.sharding.sole and node.workers.lost_ranks

@@ -158,7 +158,7 @@ class KubernetesStore:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The API server's address: a local address towards it is one that other pods reach."""
+        """The address of the API server, towards which this pod's address is chosen."""
         return (self.api.access.server,)
 
     @property
