@@ -78,6 +78,11 @@ class Sharding:
         self.cluster.wait(there, f"{count} steps of a world of {world} and of those who wait")
         return far
 
+    def waits_an_instant(self, rng: random.Random) -> None:
+        """Wait for up to two steps, so that what comes next falls anywhere into one."""
+        until_s = time.monotonic() + rng.random() * 2 * STEP_S
+        self.cluster.wait(lambda: time.monotonic() > until_s, "some instant")
+
     def alive(self) -> set[int]:
         return {pid for node in self.cluster.nodes if node.is_alive for pid in node.workers()}
 
@@ -107,6 +112,19 @@ def heals(job: Sharding, node: LocalNode, before: set[int], *victims: int) -> se
     after = job.wait_steps(3)
     assert after & before == before - dead, "the survivors keep their processes"
     return after
+
+
+def heals_each(job: Sharding, times: int, rng: random.Random) -> None:
+    """Kill each worker of one node this often, at any instant: no step is lost or made twice."""
+    with job.cluster:
+        node = job.cluster.start("a")
+        pids = job.wait_steps(3)
+        for victim in (0, 1, 2, 3) * times:
+            job.waits_an_instant(rng)
+            pids = heals(job, node, pids, victim)
+        job.ends_exact()
+        assert not job.cluster.events("restored")
+    made_once(job)
 
 
 def made_once(job: Sharding) -> None:
@@ -172,17 +190,7 @@ def test_a_shard_whose_average_misses_a_step_is_restored_from_a_save(tmp_path, a
 def test_a_killed_workers_shard_comes_from_its_replica_whichever_it_is_and_whenever(
     tmp_path, optimizers
 ):
-    job, rng = Sharding(tmp_path, 2, env={"OPTIMIZERS": optimizers}), random.Random(5)
-    with job.cluster:
-        node = job.cluster.start("a")
-        pids = job.wait_steps(3)
-        for victim in (0, 1, 2, 3) * 4:
-            until = time.monotonic() + rng.random() * 2 * STEP_S
-            job.cluster.wait(lambda until=until: time.monotonic() > until, "some instant")
-            pids = heals(job, node, pids, victim)
-        job.ends_exact()
-        assert not job.cluster.events("restored")
-    made_once(job)
+    heals_each(Sharding(tmp_path, 2, env={"OPTIMIZERS": optimizers}), 4, random.Random(5))
 
 
 @pytest.mark.soak
@@ -278,8 +286,7 @@ def test_random_arrivals_and_losses_restart_no_survivor(tmp_path, seed):
         nodes = [job.cluster.start(name) for name in ("n0", "n1")]
         pids = job.wait_steps(3, world=4)
         for number in range(2, 22):
-            until = time.monotonic() + rng.random() * 2 * STEP_S
-            job.cluster.wait(lambda until=until: time.monotonic() > until, "some instant")
+            job.waits_an_instant(rng)
             what = rng.choice(["start"] * (len(nodes) < 3) + ["kill", "stop", "worker"])
             if what == "start" or len(nodes) == 1:
                 name = f"n{number}"
@@ -404,6 +411,8 @@ def test_the_last_replica_over_nodes_restarts_from_a_save(tmp_path, leaves):
     with job.cluster:
         nodes = [job.cluster.start(name) for name in "ab"]
         before = job.wait_steps(4, world=2)
+        durable = (tmp_path / "ck").glob
+        job.cluster.wait(lambda: [*durable("step-*/manifest.json")], "a durable checkpoint")
         _ = nodes[1].stop() if leaves else nodes[1].kill()
         job.cluster.start("c")
         assert not job.wait_steps(4, world=2) & before
@@ -417,13 +426,4 @@ def test_the_last_replica_over_nodes_restarts_from_a_save(tmp_path, leaves):
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_body_that_decays_shards_itself_decays_them_once_in_a_retried_step(tmp_path):
-    job, rng = Sharding(tmp_path, 2, env={"DECAYS": "1"}), random.Random(3)
-    with job.cluster:
-        node = job.cluster.start("a")
-        pids = job.wait_steps(3)
-        for victim in (0, 1, 2, 3) * 2:
-            until = time.monotonic() + rng.random() * 2 * STEP_S
-            job.cluster.wait(lambda until=until: time.monotonic() > until, "some instant")
-            pids = heals(job, node, pids, victim)
-        job.ends_exact()
-    made_once(job)
+    heals_each(Sharding(tmp_path, 2, env={"DECAYS": "1"}), 2, random.Random(3))
