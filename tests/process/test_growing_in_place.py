@@ -218,6 +218,7 @@ def test_late_and_returning_nodes_join_at_checkpoints(tmp_path):
         cluster.node("b").stop()  # A planned departure: the other continues at the next step.
         assert cluster.node("b").wait() == ExitCode.DRAINED
         job.wait_steps(job.pids("a") & both, 1)
+        cluster.wait_event("node-released")
         [left] = cluster.events("node-released")
         cluster.start("b")
         cluster.wait(

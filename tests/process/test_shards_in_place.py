@@ -273,6 +273,7 @@ def test_a_worker_lost_in_the_last_replica_restarts_all_from_memory(tmp_path):
         nodes[1].kill_worker(1)
         after = job.wait_steps(3, world=2)
         assert not after & pids
+        job.cluster.wait_event("restored")
         assert {event.data["location"] for event in job.cluster.events("restored")} == {"memory"}
         assert [e.data["used"] for e in job.cluster.events("restart")] == [1]
 

@@ -33,6 +33,7 @@ def test_a_spare_takes_the_place_of_a_lost_worker_with_its_variables_and_its_log
     [spare] = spares(job)
     dead = job.cluster.nodes[0].kill_worker(1)
     assert set(job.wait_steps(5, 2)) == before - {dead} | {spare}
+    job.cluster.wait_event("replacement")
     assert [e.data["used"] for e in job.cluster.events("replacement")] == [1]
     job.cluster.wait(lambda: spares(job) - {spare}, "another spare waits")
     said = [path.read_text() for path in job.cluster.log_dir.glob("**/stdout.log")]
