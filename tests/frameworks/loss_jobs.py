@@ -10,6 +10,8 @@ from typing import Any
 from elastane.testing import LocalCluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
+# Of a whole job, with the imports of a framework in three workers.
+DEADLINE_S = 240.0
 
 
 class LossJob:
@@ -23,7 +25,7 @@ class LossJob:
         command = [str(SCRIPTS / script), str(self.folder), *words]
         with LocalCluster(command, folder=make_folder("cluster"), **given) as cluster:
             node = cluster.start("a")
-            cluster.wait(lambda: not node.is_alive, "the agent ends")
+            cluster.wait(lambda: not node.is_alive, "the agent ends", DEADLINE_S)
             assert cluster.events("job-ended")[-1].data["ok"] is True, cluster.story()
             if given["max_restarts"] == 0:
                 assert not cluster.events("restart"), cluster.story()

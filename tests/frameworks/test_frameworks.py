@@ -17,7 +17,7 @@ from ports import free_port
 pytest.importorskip("torch")
 SCRIPTS = Path(__file__).parent / "scripts"
 EPOCHS = 5
-DEADLINE_S = 90
+DEADLINE_S = 240
 
 
 def start(folder: Path, *words: str, preload: str) -> subprocess.Popen[bytes]:

@@ -104,7 +104,7 @@ def agent(tmp_path):
 
 def ended(process, tmp_path):
     """Wait for an agent; return its console's stdout and stderr, and its report."""
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err.decode()
     return (out or b"").decode(), err.decode(), json.loads((tmp_path / "report.json").read_text())
 
@@ -289,14 +289,20 @@ def test_full_disk_under_the_log_folder_loses_the_files_with_one_warning(agent, 
     assert err.count("no log files") == 1
 
 
-# The agent looks at redirected files now and then: a turn follows the last one after that time.
+# The agent looks at redirected files now and then: a turn lasts until its line has a time.
 TURNS = """
-import pathlib, time
-for turn in range({first}, 6, 2):
-    while turn and not pathlib.Path({folder!r}, str(turn - 1)).exists():
+import os, pathlib, time
+index = os.readlink("/proc/self/fd/1") + ".idx"
+def until(condition):
+    while not condition():
         time.sleep(0.02)
-    time.sleep(0.7 if turn else 0)
+def noted():
+    return os.stat(index).st_size if os.path.exists(index) else 0
+for turn in range({first}, 6, 2):
+    until(lambda: not turn or pathlib.Path({folder!r}, str(turn - 1)).exists())
+    before = noted()
     print("turn", turn, flush=True)
+    until(lambda: noted() > before)
     pathlib.Path({folder!r}, str(turn)).touch()
 """
 
