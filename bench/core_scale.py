@@ -12,7 +12,7 @@ import time
 
 import msgspec
 
-from elastane.coordinator.rules import Rendezvous
+from elastane.coordinator.rules import Rendezvous, Takeover
 from elastane.protocol.effects import Persist, Send
 from elastane.protocol.events import Broken, Received, RendezvousEvent, Tick
 from elastane.protocol.limits import Timing
@@ -46,7 +46,7 @@ class Fleet:
             job="scale", min_nodes=nodes // 2, max_nodes=nodes, max_restarts=3, timing=TIMING
         )
         self.now_s = 0.0
-        self.machine = Rendezvous(self.spec, 0.0, store_backed=True)
+        self.machine = Rendezvous(self.spec, 0.0, Takeover(store_backed=True))
         self.held: dict[int, Assignment] = {}
         self.record: JobRecord | None = None
         self.encode = msgspec.msgpack.Encoder().encode
@@ -139,7 +139,9 @@ class Stages:
     def recover(self) -> int:
         fleet = self.fleet
         held, fleet.held = fleet.held, {}
-        fleet.machine = Rendezvous(fleet.spec, fleet.now_s, fleet.record, store_backed=True)
+        fleet.machine = Rendezvous(
+            fleet.spec, fleet.now_s, Takeover(fleet.record, store_backed=True)
+        )
         for number, assignment in held.items():
             fleet.join(number, Holding(assignment=assignment, state="running"))
         assert not fleet.held and fleet.machine.phase.value == "running"

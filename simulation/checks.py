@@ -140,13 +140,14 @@ class Checks:
 
     def _ended(self, record: JobRecord, outcome: Outcome) -> None:
         self.ended_s = self._cluster.clock.now_s
-        self.here = [
-            node.size
+        able = [
+            node
             for node in self._cluster.nodes.values()
-            if node.is_linked
-            and not node.signalled
-            and node.incarnation not in self._cluster.given_up
+            if not node.signalled and node.incarnation not in self._cluster.given_up
         ]
+        linked = [node.size for node in able if node.is_linked]
+        apart = self._cluster.together([node.name for node in able if node.alive])
+        self.here = max(linked, [self._cluster.nodes[name].size for name in apart], key=len)
         if outcome.slug == "worker-failed":
             self._require(
                 record.restarts_used == record.spec.max_restarts,

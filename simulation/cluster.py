@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from elastane.coordinator.step_downs import StepDowns
 from elastane.protocol.effects import Exit
 from elastane.protocol.events import Fenced, Resized, Signalled
+from elastane.protocol.limits import STEP_DOWN_PAUSE_S
 from elastane.protocol.log_events import LogEvent
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.model import JobSpec, world_bounds
@@ -98,6 +100,21 @@ class SimulatedCluster:
     def _bounds(self) -> tuple[int, int]:
         wanted = self.wanted or self.spec
         return world_bounds(wanted.min_nodes, wanted.max_nodes, max(1, self.script.span))
+
+    def together(self, names: Sequence[str]) -> list[str]:
+        """Return the hosts among these on the larger side of cuts that keep them apart.
+
+        Each of them reaches one of them, both ways, and that one the store. Empty if nothing is
+        cut, or the job has no store.
+        """
+        if self.network.is_whole or not self.store_backed:
+            return []
+        sides = [
+            [name for name in names if self.network.linked(one, name)]
+            for one in names
+            if one not in self.store.cut_off
+        ]
+        return max(sides, key=len, default=[])
 
     def resize(self, min_nodes: int, max_nodes: int) -> None:
         """Change the range of nodes, as the job's owner."""
@@ -201,6 +218,8 @@ class SimulatedCluster:
         """Try once to become the coordinator, unless a try is under way."""
         if node.election is not None or node.name in self.coordinators:
             return
+        if node.clock.now_s < node.stands_from_s:
+            return
         election = node.election = SimulatedElection(
             node, self.store, self.spec.timing, self.on_host
         )
@@ -272,6 +291,15 @@ class SimulatedCluster:
         coordinator = self.coordinators.get(node.name)
         if coordinator is not None and not coordinator.is_ending:
             coordinator.end("its agent has exited", clean=True)
+
+    def step_downs(self, host: str) -> StepDowns:
+        """Return how often the coordinators of a host stepped down."""
+        return self.nodes[host].step_downs
+
+    def steps_down(self, host: str) -> None:
+        """Let other nodes stand first, since too few reach the coordinator on `host`."""
+        node = self.nodes[host]
+        node.stands_from_s = node.clock.now_s + STEP_DOWN_PAUSE_S
 
     def coordinator_ended(self, coordinator: SimulatedCoordinator) -> None:
         """Forget a coordinator."""

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from elastane.coordinator.rules import MembershipPhase, Rendezvous
+from elastane.coordinator.rules import MembershipPhase, Rendezvous, Takeover
+from elastane.coordinator.step_downs import StepDowns
 from elastane.protocol.effects import Finished, Hangup, Persist, RendezvousEffect, Send, WriteEvent
 from elastane.protocol.events import (
     AuthorityChanged,
@@ -34,6 +35,8 @@ from simulation.story import Story
 
 # Time between two readings of the clock counts for no more than this (coordinator.clock).
 _STEP_MAX_S = 0.75
+# How often it checks whether it has too few nodes (coordinator.leadership does each 0.2 s).
+_NODES_CHECK_S = 0.5
 
 
 class CoordinatorSurroundings(Protocol):
@@ -60,6 +63,12 @@ class CoordinatorSurroundings(Protocol):
     def close_from_coordinator(self, session: SimulatedSession, reason: str) -> None:
         """End a session from the coordinator's side."""
 
+    def step_downs(self, host: str) -> StepDowns:
+        """Return how often the coordinators of a host stepped down."""
+
+    def steps_down(self, host: str) -> None:
+        """Let other nodes stand first, since too few reach the coordinator on `host`."""
+
     def coordinator_ended(self, coordinator: SimulatedCoordinator) -> None:
         """Forget a coordinator."""
 
@@ -82,14 +91,16 @@ class SimulatedCoordinator:
         self.finished = False
         self._clock = clock
         self._lost_s = 0.0
-        self.machine = Rendezvous(
-            cluster.spec,
-            self.now_s,
-            election.filed.record if election else None,
+        record = election.filed.record if election else None
+        world = record.world.fence if record and record.world else None
+        takeover = Takeover(
+            record,
+            election.previous_holder if election else "",
             store_backed=election is not None,
-            previous_holder=election.previous_holder if election else "",
             previous_refuses=election is not None and election.previous_refuses,
+            waited_s=cluster.step_downs(host).waited_s(world, clock.now_s),
         )
+        self.machine = Rendezvous(cluster.spec, self.now_s, takeover)
         self._changes: deque[RendezvousEvent] = deque()
         self._events: deque[RendezvousEvent] = deque()
         self._record: JobRecord | None = None
@@ -102,6 +113,7 @@ class SimulatedCoordinator:
             election.on_lost = lambda why: self.end(why, clean=True)
             election.publish()
             election.keep()
+            self._clock.after(_NODES_CHECK_S, self._mind_nodes)
         cluster.coordinators_started += 1
         # The list of fenced agents is read before any agent is admitted.
         self.fenced = frozenset[str]()
@@ -178,6 +190,21 @@ class SimulatedCoordinator:
             return
         self._events.append(event)
         self._work()
+
+    def _mind_nodes(self) -> None:
+        """Step down where there have been too few nodes for long: see `coordinator.leadership`."""
+        if not self.alive:
+            return
+        world, short_s = self.machine.last_fence, self.machine.short_of_nodes_s
+        step_downs = self.cluster.step_downs(self.host)
+        if step_downs.is_due(world, short_s):
+            step_downs.note(world, short_s, self._clock.now_s)
+            self.cluster.steps_down(self.host)
+            self.end("too few nodes reach it", clean=True)
+        else:
+            self._clock.after(
+                _NODES_CHECK_S, lambda: self.cluster.on_host(self.host, self._mind_nodes)
+            )
 
     def _authority(self, held: bool, reason: str) -> None:
         """Deliver a change of authority, ahead of queued events."""

@@ -410,6 +410,18 @@ class Faults:
         if self._rng.random() < 0.8:
             self._later(delay_s + self._rng.random() * 3.0, self._arrival)
 
+    def _leader_isolated(self) -> None:
+        """Let no other node reach the coordinator, for a while or until some other cut is healed.
+
+        Others must train meanwhile, if enough are left.
+        """
+        name = self._leader()
+        self._tell(f"{name} reaches no other node, now or later")
+        self._cluster.network.isolate(name)
+        for_s = self._rng.choice((8.0, 20.0, 60.0, 0.0))
+        if for_s:
+            self._later(for_s, self._heal)
+
     def _cut_off(self, name: str, *, store: bool) -> None:
         self._tell(f"{name} reaches no other node" + ", nor the store" * store)
         for other in self._cluster.nodes:

@@ -228,7 +228,8 @@ def stuck(cluster: SimulatedCluster) -> str:
         ]
         return f"the job has ended, but the agents of {', '.join(late)} have not" if late else ""
     served = cluster.store_backed or cluster.endpoint in cluster.coordinators
-    if len(may_train) < cluster.fewest or not served or trains(cluster):
+    here = cluster.together([node.name for node in may_train]) or may_train
+    if len(here) < cluster.fewest or not served or trains(cluster):
         return ""
     return (
         f"{len(may_train)} nodes of at least {cluster.fewest} are here, and nothing was"

@@ -44,6 +44,7 @@ class Network:
     def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
         self._clock, self._rng = clock, rng
         self._cuts: set[tuple[str, str]] = set()
+        self._isolated: set[str] = set()
         self._stuck: dict[int, SimulatedSession] = {}
         self._numbers = 0
         self.lag_s: dict[str, float] = {}
@@ -77,7 +78,8 @@ class Network:
 
     def reaches(self, source: str, target: str) -> bool:
         """Whether packets pass from `source` to `target`."""
-        return (source, target) not in self._cuts
+        is_cut = source != target and (source in self._isolated or target in self._isolated)
+        return not is_cut and (source, target) not in self._cuts
 
     def linked(self, one: str, other: str) -> bool:
         """Whether packets pass both ways."""
@@ -86,16 +88,21 @@ class Network:
     @property
     def is_whole(self) -> bool:
         """Whether packets pass everywhere."""
-        return not self._cuts
+        return not self._cuts and not self._isolated
 
     def cut(self, source: str, target: str) -> None:
         """Let no packet pass from `source` to `target`."""
         if source != target:
             self._cuts.add((source, target))
 
+    def isolate(self, host: str) -> None:
+        """Let no packet pass between `host` and any other, those that come later included."""
+        self._isolated.add(host)
+
     def heal(self) -> None:
         """Let all packets pass again, those that waited first."""
         self._cuts.clear()
+        self._isolated.clear()
         stuck, self._stuck = self._stuck, {}
         for session in stuck.values():
             for way in (session.up, session.down):

@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from elastane.agent.rules import AgentCore, Readings
+from elastane.coordinator.step_downs import StepDowns
 from elastane.errors import ExitCode
 from elastane.protocol.effects import (
     AgentEffect,
@@ -132,6 +133,8 @@ class SimulatedNode:
         # The host of the last session's coordinator; the same host, once it refused a connection.
         self.served_by = self.refused_at = ""
         self._is_refusal_used = False
+        self.step_downs = StepDowns(cluster.spec.timing)
+        self.stands_from_s = 0.0  # after its coordinator stepped down, in its host's time
         self.backlog: list[tuple[int, AgentEvent]] = []
         self._ports = 20_000
         self._heard_s = 0.0
@@ -146,6 +149,7 @@ class SimulatedNode:
         self.paused = self.workers_paused = self.reaper_paused = False
         self.welcomed, self.signals = False, 0
         self.served_by = self.refused_at = ""
+        self.step_downs, self.stands_from_s = StepDowns(self.cluster.spec.timing), 0.0
         self.life += 1
         self.incarnation = f"{self.name}.{self.life}"
         spec = NodeSpec(
@@ -317,6 +321,8 @@ class SimulatedNode:
         """Record a new session."""
         self.session, self._heard_s = session, self.clock.now_s
         self.served_by, self.refused_at = session.down.source, ""
+        if self.served_by != self.name:
+            self.step_downs.forget()
         assert self.core is not None
         offer = self.new_offer()
         if self.in_place_group is not None:

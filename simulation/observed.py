@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from elastane.agent.rules import AgentCore
@@ -68,6 +68,9 @@ class ObservedCluster(Protocol):
     @property
     def nodes(self) -> Mapping[str, ObservedNode]:
         """Hosts by name."""
+
+    def together(self, names: Sequence[str]) -> list[str]:
+        """Return the hosts among these on the larger side of cuts that keep them apart."""
 
     @property
     def coordinators(self) -> Mapping[str, ObservedCoordinator]:

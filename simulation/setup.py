@@ -25,7 +25,8 @@ TIMING = Timing(
 # The virtual seconds between which faults begin.
 FIRST_S, LAST_S = 1.0, 40.0
 # The owner's actions are numbered from here, after all faults: changed ranges, agents given up,
-# reported deaths, worlds with mismatched collectives, and the loss of all state holders.
+# reported deaths, worlds with mismatched collectives, the loss of all state holders, and a
+# coordinator that no other node reaches.
 FAULTS_MAX = 100
 GIVEN_UP_FIRST = 2 * FAULTS_MAX
 SEES_DEATHS = 3 * FAULTS_MAX
@@ -43,6 +44,7 @@ STILL = (
 )
 MISMATCH = 4 * FAULTS_MAX
 HOLDERS_LOST = 5 * FAULTS_MAX
+LEADER_ISOLATED = 6 * FAULTS_MAX
 # How often each kind of fault is drawn, relative to the others.
 WEIGHTS = {
     "crash": 4,
@@ -200,6 +202,7 @@ def setup_of(
             *(_mismatch(seed) if in_place else ()),
             *(_holders_lost(seed) if in_place and not shrinks else ()),
             *(_given_up(seed) + _sees_deaths(seed) if store_backed else ()),
+            *(_leader_isolated(seed) if store_backed else ()),
         ),
         in_place=in_place,
         rejects=random.Random(f"rejects {seed}").random() < 0.3,
@@ -259,6 +262,15 @@ def _holders_lost(seed: int) -> tuple[PlannedFault, ...]:
         return ()
     kind = rng.choice(("holders_killed", "holders_crash"))
     return (PlannedFault(HOLDERS_LOST, FIRST_S + rng.random() * (LAST_S - FIRST_S), kind),)
+
+
+def _leader_isolated(seed: int) -> tuple[PlannedFault, ...]:
+    """Draw when no other node reaches the coordinator, which keeps the store: in some histories."""
+    rng = random.Random(f"leader isolated {seed}")
+    if rng.random() > 0.1:
+        return ()
+    at_s = FIRST_S + rng.random() * (LAST_S - FIRST_S)
+    return (PlannedFault(LEADER_ISOLATED, at_s, "leader_isolated"),)
 
 
 def _still(seed: int) -> tuple[PlannedFault, ...]:

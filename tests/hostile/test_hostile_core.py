@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastane.coordinator.rules import Rendezvous
+from elastane.coordinator.rules import Rendezvous, Takeover
 from elastane.coordinator.rules.admission import ROUND_MAX
 from elastane.protocol.effects import Persist, Send, WriteEvent
 from elastane.protocol.events import Broken, Received, Tick
@@ -96,7 +96,7 @@ class Desk:
 
     def __init__(self, *, store_backed):
         self.now_s = 0.0
-        self.machine = Rendezvous(SPEC, 0.0, store_backed=store_backed)
+        self.machine = Rendezvous(SPEC, 0.0, Takeover(store_backed=store_backed))
         self.told = []
 
     def hear(self, event, after_s=0.01):

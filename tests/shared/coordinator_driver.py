@@ -2,7 +2,7 @@
 
 import msgspec
 
-from elastane.coordinator.rules import Rendezvous
+from elastane.coordinator.rules import Rendezvous, Takeover
 from elastane.protocol.effects import Finished, Hangup, Persist, Send, WriteEvent
 from elastane.protocol.events import AuthorityChanged, Broken, Received, Tick
 from elastane.protocol.limits import Timing
@@ -45,7 +45,7 @@ class Driver:
     def __init__(self, spec=None, record=None, **more):
         self.spec = spec or job_spec()
         self.now_s = 100.0
-        self.machine = Rendezvous(self.spec, self.now_s, record, **more)
+        self.machine = Rendezvous(self.spec, self.now_s, Takeover(record, **more))
         self.sessions = {}
         self.numbers = 0
         self.inbox = {}  # node id: messages of its latest session

@@ -21,8 +21,10 @@ from elastane.coordinator.rules.nodes import HeldWorkers, Place
 from elastane.coordinator.rules.sizing import NodeWorkers
 from elastane.coordinator.rules.state import MembershipPhase
 from elastane.coordinator.rules.state_holders import StateHolders
+from elastane.coordinator.step_downs import StepDowns
 from elastane.protocol.effects import RegroupWorkers
 from elastane.protocol.hangs import HANG_STEPS_FIRST, HangRules
+from elastane.protocol.limits import STEP_DOWN_S
 from simulation import HistoryFailedError, in_place_workers, run_seed
 from simulation.node import SimulatedNode
 from simulation.places import InPlaceGroup
@@ -293,3 +295,19 @@ def test_a_restart_that_a_leave_or_a_charged_loss_makes_necessary_and_that_is_ch
 ):
     monkeypatch.setattr(incident, "asks_restart", lambda failure: False)
     assert "workers died" in first_failure(1, first=seed, planned=True)
+
+
+@pytest.mark.parametrize(
+    ("steps_down", "first"),
+    [
+        pytest.param(lambda steps, world, short_s: False, 2690, id="never"),
+        pytest.param(
+            lambda steps, world, short_s: not steps.pauses and short_s >= STEP_DOWN_S,
+            1690,
+            id="once",
+        ),
+    ],
+)
+def test_a_coordinator_that_no_node_reaches_and_that_stays_is_found(monkeypatch, steps_down, first):
+    monkeypatch.setattr(StepDowns, "is_due", steps_down)
+    assert "nodes were there, undisturbed" in first_failure(10, first=first)

@@ -12,16 +12,15 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elastane.coordinator import Coordinator
-from elastane.coordinator.rules import Rendezvous
+from elastane.coordinator.rules import FIRST_TERM, Rendezvous, Takeover
 from elastane.errors import RendezvousRefusedError
 from elastane.kubernetes.store.settings import JOB_VARIABLE, POD_VARIABLE
 from elastane.process.rpc import Access, insist_on_room
 from elastane.protocol.log_events import EventKind, LogEvent
-from elastane.protocol.model import JobRecord, JobSpec, Outcome
+from elastane.protocol.model import Fence, JobRecord, JobSpec, Outcome
 from elastane.stores import JobKeys
 
 if TYPE_CHECKING:
@@ -48,19 +47,6 @@ def operator_bridge_of(keys: JobKeys | None, environ: Mapping[str, str]) -> Oper
     return OperatorBridge(OperatorMailbox(keys.store, job))
 
 
-@dataclass(frozen=True)
-class Takeover:
-    """What a coordinator starts from: the record, and the node whose coordinator has ended.
-
-    `previous_refuses`: that coordinator's address refuses connections.
-    """
-
-    record: JobRecord | None = None
-    previous_holder: str = ""
-    store_backed: bool = False
-    previous_refuses: bool = False
-
-
 class CoordinatorHost:
     """Runs coordinators for this agent's job, at most one at a time."""
 
@@ -79,9 +65,12 @@ class CoordinatorHost:
         self.coordinator: Coordinator | None = None
         self._machine: Rendezvous | None = None
 
-    def short_of_nodes_s(self) -> float:
-        """Return for how long the coordinator has had too few nodes after losing some."""
-        return self._machine.short_of_nodes_s if self._machine is not None else 0.0
+    def shortage(self) -> tuple[Fence | None, float]:
+        """Return the fence of the last world, and for how long too few nodes have been left."""
+        machine = self._machine
+        return (
+            (machine.last_fence, machine.short_of_nodes_s) if machine is not None else (None, 0.0)
+        )
 
     def check(self, record: JobRecord | None) -> None:
         """Raise if this agent's job differs from the recorded one: it must not decide for that."""
@@ -99,7 +88,7 @@ class CoordinatorHost:
         )
 
     async def serve(
-        self, listener: socket.socket, takeover: Takeover, save: Save = keep_no_record
+        self, listener: socket.socket, takeover: Takeover = FIRST_TERM, save: Save = keep_no_record
     ) -> Outcome | None:
         """Serve until the job has ended (its outcome) or leadership was lost (None).
 
@@ -110,10 +99,7 @@ class CoordinatorHost:
         machine = Rendezvous(
             self.spec,
             time.monotonic(),
-            takeover.record,
-            store_backed=takeover.store_backed,
-            previous_holder=takeover.previous_holder,
-            previous_refuses=takeover.previous_refuses,
+            takeover,
         )
         coordinator = Coordinator(
             machine,

@@ -12,29 +12,25 @@ import contextlib
 import ipaddress
 import logging
 import socket
+import time
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from elastane.coordinator.election import Election
-from elastane.coordinator.host import CoordinatorHost, Takeover
+from elastane.coordinator.host import CoordinatorHost
+from elastane.coordinator.rules import Takeover
+from elastane.coordinator.step_downs import StepDowns
 from elastane.errors import ConfigurationError, ElastaneError, MembershipError, StoreError
 from elastane.process.endpoint import Endpoint, is_mine, listen, local_addresses
 from elastane.process.resolver import resolve
 from elastane.protocol.events import AuthorityChanged
-from elastane.protocol.limits import CLOSE_S
+from elastane.protocol.limits import CLOSE_S, STEP_DOWN_PAUSE_S
 from elastane.protocol.model import JobRecord
 from elastane.stores import JobKeys, Store
-
-# A coordinator with too few nodes for a world steps down after this long: the lost nodes may reach
-# each other and the store. Longer than the restart of a node, for which no other coordinator is
-# needed.
-STEP_DOWN_S = 5.0
 
 _log = logging.getLogger("elastane.leadership")
 # Between losing leadership and seeking it again: the store has to answer another node first.
 _PAUSE_S = 0.2
-# The pause after stepping down; others poll each STORE_POLL_S, or each second in a large job.
-_STEP_DOWN_PAUSE_S = 2.0
 # Between two attempts to reach a store that is not up yet, and when the wait is logged.
 _STORE_RETRY_S = 0.5
 _SAY_AFTER_S = 3.0
@@ -121,7 +117,7 @@ class EndpointLeadership:
     async def _serve(self, listener: socket.socket) -> None:
         with contextlib.closing(listener):
             try:
-                await self._hosting.serve(listener, Takeover())
+                await self._hosting.serve(listener)
             except ConfigurationError as error:  # A retry would fail in the same way.
                 self._serve_error = error
                 self._gave_up.set()
@@ -158,14 +154,14 @@ class StoreLeadership:
         self._running: asyncio.Task[None] | None = None
         self._sought = asyncio.Event()
         self._linked = False
-        self._stepped_down = False
+        self._step_downs = StepDowns(hosting.spec.timing)
 
     def found(self) -> None:
         """Stop polling the store: this agent has found its coordinator."""
         self._sought.clear()
         self._election.forget_refusal()
         if self._hosting.coordinator is None:
-            self._stepped_down = False
+            self._step_downs.forget()
 
     def refused(self, host: str, port: int) -> None:
         """See Leadership: that coordinator's process has ended, so its lease need not run out."""
@@ -202,7 +198,7 @@ class StoreLeadership:
             if ended:
                 await self._tidy()
                 return
-            await asyncio.sleep(_STEP_DOWN_PAUSE_S if self._stepped_down else _PAUSE_S)
+            await asyncio.sleep(STEP_DOWN_PAUSE_S if self._step_downs.pauses else _PAUSE_S)
 
     async def _tidy(self) -> None:
         """Remove the job's keys from the store, except its outcome."""
@@ -232,7 +228,14 @@ class StoreLeadership:
         # candidate waits.
         ended = before.node_id if before and not self._linked else ""
         refuses = before is not None and self._election.is_refused(before.endpoint)
-        takeover = Takeover(record, ended, store_backed=True, previous_refuses=refuses)
+        world = record.world.fence if record and record.world else None
+        takeover = Takeover(
+            record,
+            ended,
+            store_backed=True,
+            previous_refuses=refuses,
+            waited_s=self._step_downs.waited_s(world, time.monotonic()),
+        )
         listener = listen(self._local_addr, 0)
         if listener is None:
             raise ConfigurationError("no free port", slug="port-in-use")
@@ -259,12 +262,14 @@ class StoreLeadership:
     async def _step_down(self) -> None:
         """Return once this coordinator has had too few nodes for so long that others should try.
 
-        The lost nodes may reach each other and the store, but not this host. It steps down once,
-        until another coordinator was found; if no other node takes over, this one leads again.
+        If no other node takes over, this one leads again: see `StepDowns`.
         """
-        while self._stepped_down or self._hosting.short_of_nodes_s() < STEP_DOWN_S:  # noqa: ASYNC110
+        while True:
+            world, short_s = self._hosting.shortage()
+            if self._step_downs.is_due(world, short_s):
+                break
             await asyncio.sleep(_PAUSE_S)
-        self._stepped_down = True
+        self._step_downs.note(world, short_s, time.monotonic())
         _log.warning(
             "too few nodes reach this coordinator: it steps down, since others may reach each other"
         )

@@ -100,6 +100,12 @@ SAVE_TIMEOUT_S = 10.0
 STORE_POLL_S = 0.1
 # This many nodes may poll a store every STORE_POLL_S without a noticeable load.
 STORE_CROWD = 8
+# A coordinator with too few nodes for a world steps down after this long: the lost nodes may reach
+# each other and the store. Longer than the restart of a node, for which no other coordinator is
+# needed.
+STEP_DOWN_S = 5.0
+# The pause after stepping down; others poll each STORE_POLL_S, or each second in a large job.
+STEP_DOWN_PAUSE_S = 2.0
 # How long the record of an ended job stays in a store with a server: an agent that a scheduler
 # starts again just after the end must learn of it, and not begin the job again.
 OUTCOME_KEPT_S = 900.0

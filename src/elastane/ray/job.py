@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastane.coordinator.host import CoordinatorHost, Takeover
+from elastane.coordinator.host import CoordinatorHost
 from elastane.errors import ConfigurationError, ExitCode
 from elastane.observe.events import EventLog
 from elastane.observe.logging import log_event, setup
@@ -153,7 +153,7 @@ class RayJob:
         tls = self._request.config.rendezvous.tls
         proof = TlsConfig(cert=tls.cert, key=tls.key, ca=tls.ca) if tls else None
         access = rpc.Access(self._spec.job, secret, proof)
-        return await CoordinatorHost(self._spec, access, tell).serve(listener, Takeover())
+        return await CoordinatorHost(self._spec, access, tell).serve(listener)
 
     async def _until_over(self, endpoint: Endpoint, serving: asyncio.Task[Outcome | None]) -> int:
         asked = asyncio.create_task(self._asked.wait())

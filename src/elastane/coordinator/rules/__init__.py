@@ -18,6 +18,6 @@ inner modules, except checks of the simulation.
 """
 
 from elastane.coordinator.rules.machine import Rendezvous
-from elastane.coordinator.rules.state import MembershipPhase
+from elastane.coordinator.rules.state import FIRST_TERM, MembershipPhase, Takeover
 
-__all__ = ["MembershipPhase", "Rendezvous"]
+__all__ = ["FIRST_TERM", "MembershipPhase", "Rendezvous", "Takeover"]

@@ -114,7 +114,7 @@ def _explain_wait(state: State) -> None:
 
 def _wait_for_nodes(state: State, from_s: float) -> bool:
     needed, here = sizing.fewest_nodes(state), len(state.roster.idle)
-    limit_s = state.spec.timing.join_timeout_s
+    limit_s = state.join_left_s
     if not sizing.replica_fits(state):
         return ending.no_replica(state)
     if state.now_s >= from_s + limit_s:
@@ -123,7 +123,7 @@ def _wait_for_nodes(state: State, from_s: float) -> bool:
     names = f" ({named(state.roster.idle) or 'none'})" if here <= _CROWD else ""
     reason = (
         f"{here} of at least {needed} nodes are here{names}; the job waits for"
-        f" {needed - here} more, {limit_s:g} s at most"
+        f" {needed - here} more, {round(limit_s, 1):g} s at most"
     )
     if state.roster.nodes and state.stage.explain(reason):  # without nodes there is no reader
         state.log(EventKind.WAITING, reason, nodes=here, min_nodes=needed)

@@ -79,7 +79,14 @@ from elastane.coordinator.rules.changes import WaitingCapacity
 from elastane.coordinator.rules.incident import Incident, Incidents, RestartBudget
 from elastane.coordinator.rules.nodes import KnownNode, Place, named
 from elastane.coordinator.rules.ranks import member_of
-from elastane.coordinator.rules.state import CoordinatorTerm, MembershipPhase, Stage, State
+from elastane.coordinator.rules.state import (
+    FIRST_TERM,
+    CoordinatorTerm,
+    MembershipPhase,
+    Stage,
+    State,
+    Takeover,
+)
 from elastane.coordinator.rules.state_holders import StateHolders
 from elastane.protocol.effects import Finished, RendezvousEffect
 from elastane.protocol.events import (
@@ -104,7 +111,7 @@ from elastane.protocol.messages import (
     Release,
     Report,
 )
-from elastane.protocol.model import JobRecord, JobSpec, Joining, World
+from elastane.protocol.model import Fence, JobRecord, JobSpec, Joining, World
 
 # After this many worlds in a row that stalled without a step, another world is of no use: the
 # machines do not let their workers connect.
@@ -118,32 +125,21 @@ _STEPS_MAX = 12
 class Rendezvous:
     """Membership, restarts and drains of one job.
 
-    `record` is the job's record in the store. `previous_holder` is the node whose coordinator wrote
-    it last, if that coordinator is known to have ended; `previous_refuses`: its
-    address refuses connections, so its agent has ended too. The same events at the same times give
-    the same effects.
+    The same events at the same times give the same effects.
     """
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        now_s: float,
-        record: JobRecord | None = None,
-        *,
-        store_backed: bool = False,
-        previous_holder: str = "",
-        previous_refuses: bool = False,
-    ) -> None:
+    def __init__(self, spec: JobSpec, now_s: float, takeover: Takeover = FIRST_TERM) -> None:
+        record = takeover.record
         budget = RestartBudget.of(spec.max_restarts, record)
         if record is not None and record.resized:
             spec = spec.sized_as(record.spec)
         self._state = State(
             spec,
             now_s,
-            CoordinatorTerm(now_s, store_backed, previous_holder, previous_refuses),
+            CoordinatorTerm.of(takeover, now_s),
             budget,
             Stage(now_s),
-            StateHolders(store_backed, spec.timing.fence_wait_s),
+            StateHolders(takeover.store_backed, spec.timing.fence_wait_s),
             WaitingCapacity(now_s),
             incidents=Incidents.of(record),
         )
@@ -171,6 +167,11 @@ class Rendezvous:
     def phase(self) -> MembershipPhase:
         """The current phase."""
         return self._state.phase
+
+    @property
+    def last_fence(self) -> Fence | None:
+        """The fence of the last world."""
+        return self._state.world.fence if self._state.world is not None else None
 
     @property
     def short_of_nodes_s(self) -> float:

@@ -200,6 +200,7 @@ def _commit(state: State, world: World, displaced: set[str], why: str) -> None:
         node.become_standby()  # Unless it is a member of the next world too.
         state.roster.reindex(node)
     state.worlds.commit(world, state.now_s)
+    state.term.note_world()
     state.in_place.commit_world()
     state.incidents.commit_world()
     state.gathering.forget_arrivals()

@@ -312,7 +312,7 @@ def _commit(state: State, before: World, found: list[sizing.NodeWorkers], why: s
 
 
 def _wait(state: State, workers: int, needed: int) -> bool:
-    limit_s = state.spec.timing.join_timeout_s
+    limit_s = state.join_left_s
     # Unreachable workers may come back, and then there are enough. They may also train on while the
     # job ends.
     if state.incidents.unpaid is not None:
@@ -327,7 +327,7 @@ def _wait(state: State, workers: int, needed: int) -> bool:
     prepare_standbys(state)
     reason = (
         f"{workers} of at least {needed} workers are left; they keep their state and wait"
-        f" for others, {limit_s:g} s at most"
+        f" for others, {round(limit_s, 1):g} s at most"
     )
     if state.stage.explain(reason):
         state.log(EventKind.WAITING, reason, workers=workers, min_workers=needed)

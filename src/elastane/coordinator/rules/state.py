@@ -106,6 +106,27 @@ class EffectQueue:
         self.wake_s = None
 
 
+@dataclass(frozen=True, slots=True)
+class Takeover:
+    """What a coordinator starts from: the job's record, and what is known of its predecessor.
+
+    `previous_holder` is the node whose coordinator wrote the record last, if that coordinator is
+    known to have ended; `previous_refuses`: its address refuses connections, so its agent has ended
+    too. `waited_s` counts against join_timeout until the next world: former coordinators of this
+    node had too few nodes for that long.
+    """
+
+    record: JobRecord | None = None
+    previous_holder: str = ""
+    store_backed: bool = False
+    previous_refuses: bool = False
+    waited_s: float = 0.0
+
+
+# That of a job that begins, without a store.
+FIRST_TERM = Takeover()
+
+
 @dataclass(slots=True)
 class CoordinatorTerm:
     """The time of one coordinator: since when it decides, and what it knows of the previous one."""
@@ -115,15 +136,32 @@ class CoordinatorTerm:
     # The node of the previous coordinator, known to have ended.
     previous_node: str = ""
     previous_refuses: bool = False  # that coordinator's address refuses connections
+    # For how long former coordinators of this node had too few nodes; 0 once a world has followed.
+    waited_s: float = 0.0
     previous_due_s: float | None = None  # until when to wait for it, once all others are back
     ended_before: bool = False  # the job ended under another coordinator: its agents may still come
     has_authority: bool = True  # the store backs the decisions
+
+    @classmethod
+    def of(cls, takeover: Takeover, now_s: float) -> CoordinatorTerm:
+        """Return the term that begins now."""
+        return cls(
+            now_s,
+            takeover.store_backed,
+            takeover.previous_holder,
+            takeover.previous_refuses,
+            takeover.waited_s,
+        )
 
     def await_previous(self, until_s: float) -> float:
         """Return until when to wait for the previous coordinator's node; the first call decides."""
         if self.previous_due_s is None:
             self.previous_due_s = until_s
         return self.previous_due_s
+
+    def note_world(self) -> None:
+        """Record that a world was committed: enough nodes are here."""
+        self.waited_s = 0.0
 
     def note_ended_before(self) -> None:
         """Record that the job has ended under a previous coordinator."""
@@ -185,6 +223,11 @@ class State:
     def world(self) -> World | None:
         """The current world, or the last one."""
         return self.worlds.current
+
+    @property
+    def join_left_s(self) -> float:
+        """How long this coordinator waits for nodes at most, before it ends the job."""
+        return max(0.0, self.spec.timing.join_timeout_s - self.term.waited_s)
 
     def advance(self, now_s: float) -> None:
         """Record the time of the next event."""
