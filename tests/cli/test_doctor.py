@@ -1,9 +1,9 @@
 """`elastane doctor`: its output and its exit code."""
 
 import json
-import socket
 
 import pytest
+from ports import free_port
 
 from elastane.cli import main as cli
 from elastane.doctor import facts, network_rules
@@ -55,9 +55,7 @@ def test_several_nodes_without_an_endpoint_are_a_usage_error(capsys, words, says
 
 
 def test_an_incomplete_set_of_nodes_is_a_fault_beside_the_findings_of_the_node(capsys):
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     words = ["--nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--timeout", "0.1"]
     assert cli.main(["doctor", "--json", *words]) == ExitCode.NODE_UNFIT
     found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
@@ -68,10 +66,7 @@ def test_an_incomplete_set_of_nodes_is_a_fault_beside_the_findings_of_the_node(c
 def test_control_characters_of_node_names_are_escaped(capsys, monkeypatch):
     found = [Finding("names", Level.WARNING, "\x1b[2Jb is 10.9.9.9", "because", "next")]
     monkeypatch.setattr(network_rules, "judge_nodes", lambda facts: found)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    words = ["--nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--timeout", "0.1"]
+    words = ["--nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--timeout", "0.1"]
     assert cli.main(["doctor", *words]) == 0
     said = capsys.readouterr().out
     assert "\x1b" not in said and "b is 10.9.9.9" in said

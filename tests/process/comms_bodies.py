@@ -11,6 +11,7 @@ import time
 import torch
 import torch._dynamo  # what a first DDP would import in each worker
 import torch.distributed as dist
+from ports import free_port
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 from elastane.comms.elastic import ElasticGroup
@@ -162,9 +163,7 @@ def builds_with(worker, peer):
     first = None
     for rank in (0, 1, 0, 1):
         fence = f"{peer}-{rank}-{time.monotonic_ns()}"
-        gone = socket.create_server((HOST, 0))
-        ports = {"dead": gone.getsockname()[1], "stopped": listener.getsockname()[1]}
-        gone.close()
+        ports = {"dead": free_port(), "stopped": listener.getsockname()[1]}
         if peer in ports:
             client.set(f"{fence}/gloo/0/{1 - rank}", entry(ports[peer]))
         world = WorldGroup(wiring(worker, fence, rank, 2))

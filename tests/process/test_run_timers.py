@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from process_harness import until
 from supervise import agent, alive
 
@@ -126,9 +127,7 @@ def test_a_worker_in_uninterruptible_sleep_is_awaited_without_a_limit(tmp_path: 
 
 
 def test_the_agent_answers_health_checks(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     body = "tell('up')\nwait_for('asked')"
     with agent(tmp_path, body=body, TORCHELASTIC_HEALTH_CHECK_PORT=str(port)) as one:
         one.told("up.0.0")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from process_harness import worker_environment
 from supervise import agent
 
@@ -121,7 +122,7 @@ def test_torch_knows_its_launcher_and_its_record_writes_the_error_file(tmp_path:
 
 def test_torchs_local_timers_and_its_debug_server_work_in_a_worker(tmp_path: Path) -> None:
     body = """
-    import multiprocessing, time, urllib.request
+    import multiprocessing, os, time, urllib.request
     import torch.distributed as dist
     import torch.distributed.elastic.timer as timer
 
@@ -142,10 +143,7 @@ def test_torchs_local_timers_and_its_debug_server_work_in_a_worker(tmp_path: Pat
     tell("timer", child.exitcode)
 
     from torch.distributed.debug import start_debug_server, stop_debug_server
-    import socket
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = int(os.environ["DEBUG_PORT"])
     dist.init_process_group("gloo")
     start_debug_server(port=port)
     end_s = time.monotonic() + 90
@@ -162,8 +160,10 @@ def test_torchs_local_timers_and_its_debug_server_work_in_a_worker(tmp_path: Pat
     """
     for needed in ("jinja2", "aiohttp", "tabulate"):
         pytest.importorskip(needed, reason=f"torch's debug server needs {needed}")
-    with agent(tmp_path, "--preload", "torch,torch.distributed", body=body) as one:
-        assert one.wait(90) == 0, one.err
+    # Not one of the kernel's choice, which a connection of the process group may take.
+    env = {"DEBUG_PORT": str(free_port())}
+    with agent(tmp_path, "--preload", "torch,torch.distributed", body=body, **env) as one:
+        assert one.wait() == 0, one.err
         assert one.told("timer.0.0") == "-9"
         assert one.told("page.0.0") == "200"
         one.gone()
