@@ -278,5 +278,5 @@ def test_a_closed_pipe_ends_without_a_stack_trace(base):
         stderr=subprocess.PIPE,
     )
     os.close(write_end)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=90)
     assert err == b""

@@ -7,7 +7,7 @@ from typing import Any
 
 from bed.controlplane import ControlPlane
 
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 
 
 def pod(name: str, *argv: str, image: str = "python", **spec: Any) -> dict[str, Any]:

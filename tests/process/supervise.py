@@ -311,6 +311,6 @@ def ask(one: Agent, *words: str) -> subprocess.CompletedProcess[str]:
         env=one.environment(),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=DEADLINE_S,
         check=False,
     )

@@ -21,7 +21,7 @@ from elastane.dashboard.server import HEARTBEAT_S, STREAMS_MAX
 from elastane.errors import ExitCode
 from elastane.observe.events import encode_line
 
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 STORY = [
     settled(1, "a", 2, time_s=1e9),
     started("a", 1, 2, round=1, attempt=0, time_s=1e9 + 1),

@@ -114,7 +114,7 @@ def test_chaos_ends_with_the_weights_of_an_undisturbed_run(tmp_path, example):
 )
 def test_options_that_exclude_each_other_are_refused(options):
     with demo(*options) as (process, _):
-        _, err = process.communicate(timeout=30.0)
+        _, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 2 and "[usage]" in err
 
 
@@ -154,7 +154,7 @@ def test_an_agent_that_cannot_train_ends_the_demo_with_its_own_message(tmp_path)
 
 def test_a_demo_that_takes_too_long_reports_its_step_and_ends(tmp_path):
     with demo("--timeout", "0.5", TMPDIR=str(tmp_path)) as (process, marker):
-        _, err = process.communicate(timeout=30.0)
+        _, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 1
         assert "not done within 0.5 s, at step 0" in err
         assert nothing_left_of(marker)
@@ -162,6 +162,6 @@ def test_a_demo_that_takes_too_long_reports_its_step_and_ends(tmp_path):
 
 def test_a_folder_that_exists_is_not_overwritten(tmp_path):
     with demo("--keep", str(tmp_path)) as (process, _):
-        _, err = process.communicate(timeout=30.0)
+        _, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 78
         assert "[demo-folder]" in err

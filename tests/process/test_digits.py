@@ -18,7 +18,7 @@ import elastane
 
 SCRIPT = Path(elastane.__file__).parent / "examples" / "digits.py"
 CHECKPOINT_EVERY = 20
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 
 
 @contextmanager

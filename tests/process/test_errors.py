@@ -241,7 +241,7 @@ def test_explain_without_a_job_names_the_existing_jobs(tmp_path: Path) -> None:
         [sys.executable, "-m", "elastane", "explain", "nothing", "--log-dir", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=False,
     )
     assert done.returncode == 2 and "[no-such-job]" in done.stderr

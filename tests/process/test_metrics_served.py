@@ -19,7 +19,7 @@ from elastane.errors import ExitCode
 from elastane.observe.events import EventReader
 from elastane.process.files import JobEntry, JobRegistry, process_start
 
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 
 
 class Exporter:

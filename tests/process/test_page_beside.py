@@ -16,7 +16,7 @@ from process_harness import until
 
 from elastane.errors import ExitCode
 
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 # It ends once the test says so.
 SCRIPT = """
 import pathlib, time

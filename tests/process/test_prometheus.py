@@ -20,7 +20,7 @@ from elastane.testing import LocalCluster
 
 SCRIPT = Path(__file__).parent / "scripts" / "says_rank.py"
 RULES = Path(__file__).parents[2] / "deploy" / "job-alerts.yaml"
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 INTERVAL = "200ms"
 CONFIG = """
 global: {{scrape_interval: {every}, scrape_timeout: {every}, evaluation_interval: {every}}}

@@ -177,7 +177,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         port = int(owner.stdout.readline())
         (pid,) = [int(p) for p in _children(owner.pid)]
         assert port > 0
-        owner.communicate(timeout=30)
+        owner.communicate(timeout=90)
     until(lambda: not Path(f"/proc/{pid}").exists(), "the server has ended")
 
 

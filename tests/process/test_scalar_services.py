@@ -22,7 +22,7 @@ from elastane.worker.scalars import ScalarLog
 SCRIPTS = Path(__file__).parent / "scripts"
 FAKES = SCRIPTS / "fake_services"
 WRITER = SCRIPTS / "service_writer.py"
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 
 
 @pytest.fixture(autouse=True)

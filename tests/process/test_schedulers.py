@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SKYPILOT = ROOT / "examples" / "skypilot.yaml"
 KUBEFLOW = ROOT / "examples" / "kubeflow.yaml"
 PAGE = (ROOT / "docs" / "schedulers.md").read_text("utf-8")
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 FOREIGN = ("PET_", "ELASTANE_", "TORCHELASTIC_", "SLURM")
 # A program without torch: which node has which rank.
 TRAIN = """\

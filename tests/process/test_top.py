@@ -23,7 +23,7 @@ from elastane.process.files import JobEntry, JobRegistry, process_start, runtime
 from elastane.testing import LocalCluster
 
 # Generous: the bound of a test that fails on a busy machine.
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 SCRIPT = """
 import sys, time
 from pathlib import Path

@@ -25,7 +25,7 @@ from elastane.process import environment
 from elastane.torchx import run
 
 SCRIPT = Path(__file__).parent / "scripts" / "small_ddp.py"
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 FOREIGN = ("PET_", "ELASTANE_", "TORCHELASTIC_", "TORCHX_")
 
 

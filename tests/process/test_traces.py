@@ -25,7 +25,7 @@ STORY = [
     started("a", 1, round=2, attempt=0, time_s=1e9 + 22),
 ]
 ENDED = event("job-ended", ok=True, time_s=1e9 + 60, reason="all workers succeeded")
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 
 
 def write(folder, *events):
