@@ -25,7 +25,7 @@ from elastane.protocol.log_events import EventKind
 
 TOKEN = "correct horse battery staple"
 # Two agents, four processes with torch, and the attackers share two cores here.
-BREAK_MAX_S = 5.0
+BREAK_MAX_S = 15.0
 RSS_GROWTH_BYTES_MAX = 12 << 20
 # Two agents, two orphan reapers, two zygotes, a store's process, and one for the next store.
 CONTROL = 8
