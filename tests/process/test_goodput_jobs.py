@@ -8,10 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import PRELOAD_OPTIMIZER
 from test_recovery_in_place import InPlace, starts
 
 from elastane.observe.account import TimeCause, account_of
 from elastane.testing import LocalCluster
+
+PAUSES = Path(__file__).parent / "scripts" / "saves_and_evaluates.py"
+PAUSE_S = 2.0  # for which the script saves, restores and evaluates
 
 COUNTED = """
 import sys, time
@@ -46,6 +50,23 @@ def test_kills_in_place_are_accounted_by_the_milliseconds_that_they_cost(tmp_pat
     begun = [one for one in account.intervals if one.cause is TimeCause.PRODUCTIVE]
     assert len(begun) >= 3, "training continues after each fault"
     assert TimeCause.UNKNOWN not in causes and TimeCause.WAITING not in causes
+
+
+def test_a_script_that_knows_nothing_of_elastane_saves_restores_and_evaluates(tmp_path: Path):
+    cluster = LocalCluster(
+        [PAUSES, str(tmp_path / "state.pt"), str(PAUSE_S)],
+        folder=tmp_path / "c", nnodes=1, nproc_per_node=2, preload=PRELOAD_OPTIMIZER,
+    )  # fmt: skip
+    with cluster:
+        cluster.start("a")
+        cluster.wait_done()
+        account = account_of(cluster.events())
+    assert account is not None
+    seconds = {cause: found.seconds for cause, found in account.causes().items()}
+    for cause, times in (("saving", 2), ("restoring", 1), ("evaluating", 1)):
+        found_s = seconds.get(TimeCause(cause), 0.0)
+        assert (times - 0.5) * PAUSE_S < found_s < (times + 1) * PAUSE_S, seconds
+    assert sum(seconds.values()) == pytest.approx(account.wall_s)
 
 
 def test_a_restart_is_lost_time_from_the_kill_to_the_first_step(tmp_path: Path):

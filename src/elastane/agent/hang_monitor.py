@@ -18,6 +18,7 @@ from pathlib import Path
 
 from elastane.agent.control_sockets import ControlSockets
 from elastane.agent.failure_reports import LastWords
+from elastane.agent.pauses import PauseWatch
 from elastane.agent.standstill import MonitorPosts, StandstillWatch
 from elastane.agent.step_paces import StepPaces
 from elastane.agent.worker import GroupSetup, LocalWorker, SpawnTask
@@ -74,6 +75,7 @@ class HangMonitor:
         self._progress_marks: dict[int, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._step_paces = StepPaces()
+        self._pauses = PauseWatch(post.paused)
         self._looks = 0
         self.waits = Waits()
         self.paces: tuple[Pace, ...] = ()
@@ -113,6 +115,7 @@ class HangMonitor:
             self._looks += 1
             if self._looks % _PACE_LOOKS == 0:
                 self.paces = self._step_paces.look(members)
+                self._pauses.look(members, time.monotonic())
 
     def end_rank(self, rank: int, reason: str) -> None:
         """End the worker of this rank, if it is here and no other hang rule watches it."""

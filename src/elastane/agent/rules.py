@@ -79,6 +79,7 @@ from elastane.protocol.events import (
     GroupDrained,
     GroupGone,
     GroupMarked,
+    GroupPaused,
     GroupStandstill,
     GroupStarted,
     GroupTraining,
@@ -613,8 +614,10 @@ class LocalWorkers:
         """Handle an event of the group or of one of its workers."""
         group = self.group
         match event:
-            case GroupStarted() | GroupTraining() if group and event.fence == group.start_fence:
-                self._began(group, event)
+            case GroupStarted() | GroupTraining() | GroupPaused() if (
+                group and event.fence == group.start_fence
+            ):
+                self._log_progress(group, event)
             case WorkerSucceeded(fence=fence) if group and fence == group.start_fence:
                 self._succeeded(group, event)
             case WorkerFailed(fence=fence) if group and fence == group.start_fence:
@@ -816,8 +819,12 @@ class LocalWorkers:
             return False
         return group.drain.number == what.drain
 
-    def _began(self, group: Group, event: GroupStarted | GroupTraining) -> None:
-        if isinstance(event, GroupStarted):
+    def _log_progress(
+        self, group: Group, event: GroupStarted | GroupTraining | GroupPaused
+    ) -> None:
+        if isinstance(event, GroupPaused):
+            self._log_pause(event)
+        elif isinstance(event, GroupStarted):
             pids = event.pids
             self._log(EventKind.WORKERS_STARTED, counted(len(pids), "worker"), pids=str(pids))
         elif event.world == group.fence:
@@ -829,6 +836,11 @@ class LocalWorkers:
             data["built_age_s"] = _age_s(event.built_s, self.now_s)
             data["healed_age_s"] = _age_s(event.healed_s, self.now_s)
         self._log(EventKind.WORKERS_TRAINING, "all workers made their first step", **data)
+
+    def _log_pause(self, event: GroupPaused) -> None:
+        reason = f"rank 0 was {event.pause.word} for {event.seconds:.1f} s"
+        data = {"seconds": round(event.seconds, 3), "age_s": _age_s(event.ended_s, self.now_s)}
+        self._log(EventKind.PAUSED, reason, what=event.pause.word, **data)
 
     def _succeeded(self, group: Group, event: WorkerSucceeded) -> None:
         if group.phase == "stopping":

@@ -25,6 +25,7 @@ from elastane.protocol.culprits import (
 )
 from elastane.protocol.limits import WHERE_CHARS_MAX
 from elastane.protocol.model import Failure, NamedWorker
+from elastane.protocol.pauses import Pause
 from elastane.protocol.verdicts import Verdict
 
 # After this long without progress, workers are sampled at each look.
@@ -45,12 +46,14 @@ class MonitorPosts:
     """The receivers of a monitor's findings.
 
     `evidence` receives that of all workers here, and whether it is early, so that it serves to find
-    a mismatch alone; empty once they move again.
+    a mismatch alone; empty once they move again. `paused` receives how long rank 0 saved, evaluated
+    or restored, and until when.
     """
 
     failed: Callable[[Failure, float], None]
     culprit: Callable[[Verdict, float], None]
     evidence: Callable[[tuple[StandstillEvidence, ...], float, bool], None]
+    paused: Callable[[Pause, float, float], None]
 
 
 @dataclass

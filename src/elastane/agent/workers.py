@@ -51,6 +51,7 @@ from elastane.protocol.events import (
     GroupDrained,
     GroupGone,
     GroupMarked,
+    GroupPaused,
     GroupStandstill,
     GroupStarted,
     GroupTraining,
@@ -64,6 +65,7 @@ from elastane.protocol.events import (
 )
 from elastane.protocol.limits import FAILURE_TEXT_CHARS_MAX
 from elastane.protocol.model import Assignment, Failure, Fence, Joining
+from elastane.protocol.pauses import Pause
 from elastane.protocol.ring import CALLERS_MAX, WorkerCalls
 from elastane.protocol.verdicts import Verdict
 
@@ -120,7 +122,9 @@ class LocalWorkerGroup:
         self._store_host = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
         self.drain = GroupDrain(self._members, self._sockets, self.post, self._spawn_task)
         self._spares = Spares(self.setup, self._sockets, self._spawn_task)
-        posts = MonitorPosts(self._post_failed, self._post_culprit, self._post_evidence)
+        posts = MonitorPosts(
+            self._post_failed, self._post_culprit, self._post_evidence, self._post_pause
+        )
         self.hang_monitor = HangMonitor(
             self._members, self._sockets, posts, self._spawn_task, self.setup
         )
@@ -386,6 +390,9 @@ class LocalWorkerGroup:
     ) -> None:
         at = self.assignment.fence, self.world.fence
         self.post(GroupStandstill(*at, evidence, still_s, early))
+
+    def _post_pause(self, pause: Pause, seconds: float, ended_s: float) -> None:
+        self.post(GroupPaused(self.assignment.fence, pause, seconds, ended_s))
 
     def show_stacks(self, ranks: Sequence[int]) -> None:
         """Post the stacks of the local workers of these ranks, if py-spy is installed."""

@@ -24,8 +24,10 @@ from elastane.checkpoint.schedule import SaveSchedule, at_least_one, not_a_step,
 from elastane.checkpoint.state_source import ScriptObjects, StateSource
 from elastane.errors import CheckpointError, ElastaneError
 from elastane.process import environment
+from elastane.process.pauses import pausing
 from elastane.process.status_page import before_park
 from elastane.protocol.checkpoints import Key
+from elastane.protocol.pauses import Pause
 from elastane.snapshots.client import SnapshotClient
 from elastane.snapshots.limits import REQUEST_TIMEOUT_S
 from elastane.snapshots.messages import SaveFailed
@@ -81,6 +83,10 @@ class Checkpointer:
         `state_dict` and `load_state_dict`. It also defines what is saved from now on. All ranks
         call it.
         """
+        with pausing(Pause.RESTORING):
+            return self._restore(what)
+
+    def _restore(self, what: Any) -> Restored | None:
         bind = getattr(what, "checkpointed_by", None)
         source: StateSource = bind(self) if bind is not None else ScriptObjects(what, self)
         repository = Repository(open_storage(self.where))
@@ -144,11 +150,13 @@ class Checkpointer:
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
         """Wait until the last save is durable; raises CheckpointError if it is not."""
-        self._finish_copies()
-        if self._missed:
-            raise not_saved(self.where, f"the last save: {self._missed}", "snapshot-server-lost")
-        if self._last is not None and self._saver is not None:
-            require_durable(self._saver.server, self._last, self.where, timeout_s)
+        with pausing(Pause.SAVING):
+            self._finish_copies()
+            if self._missed:
+                reason = f"the last save: {self._missed}"
+                raise not_saved(self.where, reason, "snapshot-server-lost")
+            if self._last is not None and self._saver is not None:
+                require_durable(self._saver.server, self._last, self.where, timeout_s)
 
     def close(self) -> None:
         """Disconnect from the snapshot server, which completes its writes. Idempotent."""
@@ -187,6 +195,10 @@ class Checkpointer:
         self.close()
 
     def _save(self, step: int, reason: str) -> bool:
+        with pausing(Pause.SAVING):
+            return self._begin_save(step, reason)
+
+    def _begin_save(self, step: int, reason: str) -> bool:
         if self._source is None or self._saver is None:
             raise CheckpointError(
                 "save() was called before restore(): the Checkpointer does not know what to save",

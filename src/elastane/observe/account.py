@@ -26,10 +26,10 @@ Some causes are known only later, and replace an interval's first cause:
   healing until all members held the state, and retried until the step that a fault interrupted was
   committed. New workers are starting instead, since they import, build a model and restore.
 - after a restore: retried until a `progress` event has the highest step count again.
+- `paused`: saving, evaluating or restoring, of what was productive, starting or rebuilding.
 - `events-lost`: unknown, since the last event of the process that lost them.
 
-A script that reports no steps is productive once its workers have started. The log does not tell an
-evaluation from training, nor a pause for a save that does not end a world (a few milliseconds).
+A script that reports no steps is productive once its workers have started.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from elastane.observe.view import IncidentTrack, JobView
 from elastane.protocol.hangs import HANG_STALL_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_RANK
+from elastane.protocol.pauses import Pause
 
 _Fence = tuple[int | None, int | None]
 # A hint is shown if it concerns this share of the wall time, and this many seconds.
@@ -70,6 +71,9 @@ class TimeCause(StrEnum):
     REBUILDING = "rebuilding"
     HEALING = "healing"
     DRAINING = "draining"
+    RESTORING = "restoring"
+    SAVING = "saving"
+    EVALUATING = "evaluating"
     WAITING = "waiting for nodes"
     STARTING = "starting"
     STALLED = "stalled"
@@ -186,6 +190,7 @@ _COUNTS = frozenset({EventKind.PROGRESS, EventKind.PACE})
 _CHANGES_NONE = frozenset(
     {
         EventKind.CHECKPOINT_SAVED,
+        EventKind.PAUSED,
         EventKind.STEP_TIMES,
         EventKind.WORKERS_INTERRUPTED,
         EventKind.WORKERS_REGROUPED,
@@ -277,6 +282,17 @@ class _Ledger:
         for one in reversed(kept):
             self.enter(one.to_s, one.cause, one.incident)
 
+    def divide(self, from_s: float, to_s: float, cause: TimeCause) -> None:
+        """Give a time this cause where it is not known as lost; it stays with its incident."""
+        found: list[Interval] = []
+        for one in reversed(self.entries):
+            if one.to_s <= from_s:
+                break
+            if one.cause in _DIVISIBLE:
+                found.append(one)
+        for one in found:
+            self.replace(max(one.from_s, from_s), min(one.to_s, to_s), cause, one.incident)
+
     def since(self, causes: frozenset[TimeCause]) -> float:
         """Return since when all seconds have one of these causes."""
         from_s = self.until_s
@@ -312,6 +328,15 @@ class _World:
 
 
 _WORKING = frozenset({TimeCause.PRODUCTIVE, TimeCause.RETRIED})
+# Times in which a worker may have saved, evaluated or restored.
+_DIVISIBLE = frozenset({TimeCause.PRODUCTIVE, TimeCause.STARTING, TimeCause.REBUILDING})
+_PAUSES = {
+    Pause.SAVING.word: TimeCause.SAVING,
+    Pause.EVALUATING.word: TimeCause.EVALUATING,
+    Pause.RESTORING.word: TimeCause.RESTORING,
+}
+# Pauses of the beginning of a world, before its first step is known.
+_PAUSES_MAX = 64
 
 
 class _Machine:
@@ -329,6 +354,7 @@ class _Machine:
         self._had_world = False
         self._has_steps = False
         self._assumed: deque[Interval] = deque(maxlen=INTERVALS_MAX)
+        self._pauses: deque[tuple[float, float, TimeCause]] = deque(maxlen=_PAUSES_MAX)
         self._highest = 0
         self._agents: set[tuple[str, int]] = set()
         self._logged_s: dict[tuple[str, int], float] = {}
@@ -355,6 +381,7 @@ class _Machine:
         copied._ledger = self._ledger.copy()
         copied._world = copy(self._world)
         copied._assumed = deque(self._assumed, self._assumed.maxlen)
+        copied._pauses = deque(self._pauses, self._pauses.maxlen)
         return copied
 
     def close(self, now_s: float | None) -> _Ledger:
@@ -513,6 +540,16 @@ class _Machine:
         begun_s = event.time_s - event.measure("seconds") * (1.0 + before / made)
         world.measured_s = max(begun_s, world.started_s or begun_s)
 
+    def paused(self, event: LoggedEvent, _incident: int) -> None:
+        """Divide the time in which rank 0 has saved, evaluated or restored."""
+        cause = _PAUSES.get(event.text("what"))
+        to_s = event.time_s - event.measure("age_s")
+        from_s = max(to_s - event.measure("seconds"), self._world.from_s)
+        if cause is not None and from_s < to_s:
+            self._ledger.divide(from_s, to_s, cause)
+            if not self._world.has_trained:
+                self._pauses.append((from_s, to_s, cause))
+
     def agent_started(self, event: LoggedEvent, _incident: int) -> None:
         self._agents.add((event.host, event.pid))
 
@@ -551,6 +588,9 @@ class _Machine:
             else:
                 ledger.replace(healed_s, trained_s, TimeCause.PRODUCTIVE, 0)
         ledger.replace(trained_s, until_s, TimeCause.PRODUCTIVE, 0)
+        for from_s, to_s, cause in self._pauses:
+            ledger.divide(from_s, to_s, cause)
+        self._pauses.clear()
         restored, in_place = world.restored_step is not None, world.is_in_place
         repeats = restored and self._fault and not in_place
         self._become(*((TimeCause.RETRIED, incident) if repeats else (TimeCause.PRODUCTIVE, 0)))
@@ -615,6 +655,7 @@ _RULES: dict[str, Callable[[_Machine, LoggedEvent, int], None]] = {
     EventKind.RESTORED: _Machine.restored,
     EventKind.PROGRESS: _Machine.progress,
     EventKind.PACE: _Machine.pace,
+    EventKind.PAUSED: _Machine.paused,
     EventKind.AGENT_STARTED: _Machine.agent_started,
     EventKind.AGENT_STOPPED: _Machine.agent_stopped,
     EventKind.EVENTS_LOST: _Machine.events_lost,

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from elastane.process import step_meter
+from elastane.process import pauses, step_meter
 from elastane.process.collective_ring import CallSites, write_board
 from elastane.process.frames import described, is_debugged, main_frames
 from elastane.process.status_page import WorkerPage
@@ -166,6 +166,7 @@ def watch_torch() -> None:
     """
     _watch_loaders()
     _watch_backwards()
+    pauses.watch_torch()
     module: Any = sys.modules.get(_C10D)
     if module is None or getattr(module, "_elastane_records", False):
         return
@@ -192,6 +193,7 @@ def begin(page: WorkerPage) -> None:
     """Record this process's collectives and steps on `page`, unless its agent wants none."""
     if page.records:
         _state.recorder = CollectiveRecorder(page, step_meter.begin(page))
+        pauses.begin(page)
 
 
 def watch_groups(positions: Callable[[], dict[str, Position]] | None = None) -> None:

@@ -32,7 +32,7 @@ _NAMES_AT, _NAMES_END = 4096, 64 << 10
 # Then the ring of the worker's collectives.
 PAGE_BYTES = _NAMES_END + RING_BYTES
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
-VERSION = 10
+VERSION = 11
 # Word numbers, of 8 bytes each, little-endian.
 _MAGIC, _VERSION, _RECORDS = 0, 1, 2  # line 0: the agent, once
 _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
@@ -40,6 +40,9 @@ _GATE, _TARGET, _STOPS, _UNTIL_NS, _ASSIGNED = 16, 17, 18, 19, 20  # line 2: the
 _MARK, _STEPS, _ROUND, _ABORTS = 24, 25, 26, 27  # line 3: the worker
 _NAMES_BYTES = 32  # line 4: the worker
 _HEAD, _LOADING, _LOADS, _BEATS, _BOARDS = 40, 41, 42, 43, 44  # line 5: the worker, of its ring
+# Line 7: the worker's pauses: the kind of the one that lasts, since when, and the nanoseconds of
+# those that have ended, by kind.
+_PAUSE, _PAUSE_NS, _PAUSED, _PAUSES_END = 56, 57, 57, 61
 # The worker's last steps: their count in line 6, and records from line 16 on of four words each:
 # number, and nanoseconds of the step, of its waits for others and for data.
 _STEPS_TIMED, _TIMES, _TIME_WORDS, TIMES_MAX = 48, 128, 4, 32
@@ -107,6 +110,17 @@ class StatusPage(_Words):
             if record[0] == number:
                 found.append((record[1], record[2], record[3]))
         return found
+
+    def pauses_ns(self, now_ns: int) -> tuple[int, ...]:
+        """Return for how many nanoseconds the worker has paused so far, by kind.
+
+        A pause that is ending is left out, so a time may be too short for one look.
+        """
+        words = self._words[_PAUSE:_PAUSES_END].tolist()
+        kind, since_ns, ended_ns = words[0], words[1], words[2:]
+        if 0 < kind <= len(ended_ns) and words == self._words[_PAUSE:_PAUSES_END].tolist():
+            ended_ns[kind - 1] += max(0, now_ns - since_ns)
+        return tuple(min(each, COUNT_MAX - 1) for each in ended_ns)
 
     @property
     def is_loading(self) -> bool:
@@ -232,6 +246,23 @@ class StepRecords:
             self._words[_TIMES + slot * _TIME_WORDS] = 0
 
 
+class PauseWords:
+    """The worker's side of its pauses."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def begin(self, kind: int, since_ns: int) -> None:
+        """Store that a pause of this kind lasts since a time of the monotonic clock."""
+        self._words[_PAUSE_NS] = since_ns
+        self._words[_PAUSE] = kind
+
+    def end(self, kind: int, took_ns: int) -> None:
+        """Store that no pause lasts, and add the time of one that has ended."""
+        self._words[_PAUSE] = 0
+        self._words[_PAUSED + kind] += max(0, took_ns)
+
+
 class WorkerPage(_Words):
     """The worker's side of the status page."""
 
@@ -266,6 +297,10 @@ class WorkerPage(_Words):
     def step_records(self) -> StepRecords:
         """Return where this worker writes its step times."""
         return StepRecords(self._words)
+
+    def pause_words(self) -> PauseWords:
+        """Return where this worker counts its pauses."""
+        return PauseWords(self._words)
 
     def claim(self, pid: int) -> bool:
         """Become the one process that writes the page; False if another process has claimed it."""

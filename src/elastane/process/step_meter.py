@@ -17,6 +17,7 @@ import time
 from enum import IntEnum
 from types import TracebackType
 
+from elastane.process import pauses
 from elastane.process.status_page import StepRecords, WorkerPage
 
 # A script that trains another model, or reads another loader, from some step on.
@@ -58,6 +59,8 @@ class StepMeter:
         if self._begun is not None:
             self._records.add(*(new - old for new, old in zip(now, self._begun, strict=True)))
         self._begun, self._away = now, 0
+        if kind > StepMark.BATCH:
+            pauses.step_ended()
 
     def _change(self, kind: StepMark, marker: int) -> None:
         self._kind, self._marker, self._begun = kind, marker, None

@@ -7,6 +7,7 @@ import msgspec
 from elastane.protocol.culprits import StandstillEvidence
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.model import Failure, Fence, Joining, PortOffer, Sharding
+from elastane.protocol.pauses import Pause
 from elastane.protocol.verdicts import Verdict
 
 
@@ -209,6 +210,18 @@ class WorkerStacks(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+class GroupPaused(msgspec.Struct, frozen=True):
+    """Rank 0, which is here, has saved, evaluated or restored for `seconds`, until `ended_s`.
+
+    `ended_s` is on the clock of `handle`.
+    """
+
+    fence: Fence
+    pause: Pause
+    seconds: float
+    ended_s: float
+
+
 class GroupStandstill(msgspec.Struct, frozen=True):
     """The local workers have made no collective in `world` for `still_s`.
 
@@ -279,6 +292,7 @@ AgentEvent = (
     | ReplicaDiffered
     | CulpritFound
     | WorkerStacks
+    | GroupPaused
     | GroupStandstill
     | GroupMarked
     | GroupDrained

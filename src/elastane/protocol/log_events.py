@@ -59,6 +59,7 @@ class EventKind(StrEnum):
     WORKERS_TRAINING = "workers-training"
     WORKER_EXITED = "worker-exited"
     REPLICA_DIFFERED = "replica-differed"
+    PAUSED = "paused"
     CULPRIT = "culprit"
     STACKS = "stacks"
     CHECKPOINT_SAVED = "checkpoint-saved"

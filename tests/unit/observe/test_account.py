@@ -32,6 +32,50 @@ def in_place():
     ]
 
 
+def paused(what, *, round, time_s, seconds, age_s=0.0):
+    data = {"what": what, "seconds": seconds, "age_s": age_s}
+    return event("paused", "a", round=round, attempt=0, time_s=time_s, **data)
+
+
+def test_saves_evaluations_and_restores_divide_what_is_not_known_as_lost():
+    """A restore after a fault stays with its incident; a time that was lost keeps its cause."""
+    events = [
+        event("agent-started", "a", time_s=0.0),
+        settled(1, "a", 2, time_s=2.0, nodes=1),
+        started("a", 1, 2, round=1, attempt=0, time_s=3.0),
+        paused("restoring", round=1, time_s=9.0, seconds=4.0, age_s=1.0),
+        training(round=1, time_s=10.0),
+        paused("saving", round=1, time_s=50.0, seconds=5.0),
+        paused("evaluating", round=1, time_s=60.0, seconds=3.0, age_s=2.0),
+        exited(1, round=1, time_s=100.0),
+        event("incident", "a", round=1, attempt=0, time_s=100.0),
+        settled(2, "a", 2, time_s=101.0, nodes=1),
+        started("a", 1, 2, round=2, attempt=0, time_s=102.0),
+        paused("restoring", round=2, time_s=106.0, seconds=2.0),
+        training(round=2, time_s=108.0, age_s=0.5),
+        paused("saving", round=2, time_s=110.0, seconds=2.0),
+        paused("painting", round=2, time_s=111.0, seconds=1.0),
+        ended(120.0),
+    ]
+    assert told(account_of(events)) == [
+        (0.0, 4.0, "starting", 0),
+        (4.0, 8.0, "restoring", 0),
+        (8.0, 10.0, "starting", 0),
+        (10.0, 45.0, "productive", 0),
+        (45.0, 50.0, "saving", 0),
+        (50.0, 55.0, "productive", 0),
+        (55.0, 58.0, "evaluating", 0),
+        (58.0, 100.0, "productive", 0),
+        (100.0, 102.0, "rebuilding", 1),
+        (102.0, 104.0, "starting", 1),
+        (104.0, 106.0, "restoring", 1),
+        (106.0, 107.5, "starting", 1),
+        (107.5, 108.0, "productive", 0),
+        (108.0, 110.0, "saving", 0),
+        (110.0, 120.0, "productive", 0),
+    ]
+
+
 def test_an_account_can_be_read_at_any_time_and_does_not_change_by_that():
     view, accountant, plain = JobView(), Accountant(), []
     for one in in_place():

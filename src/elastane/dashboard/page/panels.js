@@ -217,7 +217,7 @@ function command(text) {
 }
 
 // Causes of time that are no loss; every other one is.
-const CAUSE_TONES = { productive: "use", starting: "over", saving: "over", unknown: "over" };
+const CAUSE_TONES = { productive: "use", starting: "over", saving: "over", evaluating: "over", unknown: "over" };
 
 export function drawAccount(page) {
   const { account } = page.sections;
