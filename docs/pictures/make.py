@@ -1,6 +1,7 @@
 """Makes the pictures of the docs: `python docs/pictures/make.py`, with Chromium installed.
 
-The job in them is made up (tests/shared/shown_job.py). Look at each picture before you commit it.
+The job in them is made up (tests/shared/shown_job.py), except that of `make.py incident`: a real
+one, whose views are printed for docs/what-happened.md. Look at each picture before you commit it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,7 @@ READ = """
 ["account", "events"].every((id) => document.querySelector(`#${id}-body table`))
   && /live|folder/.test(document.getElementById("connection").textContent)
 """
+WAIT_S = 180.0  # for a real job, on a busy host
 COLUMNS = 100
 # A dark terminal: black, red, green, yellow, blue, magenta, cyan, white.
 _COLOURS = [
@@ -80,11 +83,55 @@ def serve(logs: Path) -> tuple[subprocess.Popen[str], str]:
     return server, found[0]
 
 
+def shell(*words: str) -> None:
+    """Print a command of elastane and its output."""
+    said = subprocess.run(
+        [sys.executable, "-m", "elastane", *words], capture_output=True, text=True, check=False
+    )
+    sys.stdout.write(f"\n$ elastane {' '.join(words)}\n{said.stdout}{said.stderr}")
+
+
+def write_incident(folder: Path) -> None:
+    """Run a job whose rank 2 hangs in a read; show its views, end the worker, show them again."""
+    from elastane.testing import LocalCluster
+
+    (folder / "data").mkdir()
+    cluster = LocalCluster(
+        [str(HERE / "incident_train.py"), str(folder / "data")],
+        folder=folder, rdzv_id="nightly", nnodes=2, nproc_per_node=2, max_restarts=3,
+    )  # fmt: skip
+    with cluster:
+        cluster.start("a"), cluster.start("b")
+        cluster.wait_event("pace", count=4, deadline_s=WAIT_S)
+        os.mkfifo(folder / "data" / "shard-0007.tar")
+        found = cluster.wait_event("culprit", deadline_s=WAIT_S).data
+        shell("status", cluster.job)
+        shell("top", cluster.job, "--once")
+        server, address = serve(cluster.log_dir)
+        with server:
+            page = f"{address}?job={cluster.job}"
+            asyncio.run(picture("incident-stalled", page, READ, width=1280, height=900))
+            (folder / "data" / "shard-0007.tar").unlink()
+            os.kill(int(found["culprit_pid"]), signal.SIGKILL)
+            cluster.wait_event("restart")
+            cluster.wait_event("pace", count=7, deadline_s=WAIT_S)
+            asyncio.run(picture("incident-over", page, READ, width=1280, height=900))
+            server.terminate()
+        shell("explain", cluster.job)
+        shell("logs", cluster.job, "--rank", "0")
+
+
 def main() -> int:
     """Make them; returns 1 without Chromium."""
     if PROGRAM is None:
         sys.stderr.write(f"{MISSING}\n")
         return 1
+    if sys.argv[1:] == ["incident"]:
+        with tempfile.TemporaryDirectory(prefix="run-") as name:
+            os.environ["XDG_RUNTIME_DIR"] = str(Path(name) / "run")
+            (Path(name) / "run").mkdir(mode=0o700)
+            write_incident(Path(name))
+        return 0
     with tempfile.TemporaryDirectory(prefix="runs-") as name:
         folder = Path(name)
         (folder / "run").mkdir(mode=0o700)

@@ -80,8 +80,13 @@ def test_a_running_job_in_full():
 
 
 def test_a_job_whose_workers_wait_for_one_of_them_is_stalled():
-    lines = report_lines(report([node("a", 0)], stalled="rank 1 has not entered it"), "h:1")
+    waits = report([node("a", 0), node("spare", None)], stalled="rank 1 has not entered it")
+    lines = report_lines(waits, "h:1")
     assert lines[0] == "digits-1: stalled, round 3 attempt 1, 4 workers"
+    states = {line.split()[0]: line.split()[2] for line in lines[-2:]}
+    assert states == {"a": "stalled", "spare": "running"}, (
+        "one without workers does not stand still"
+    )
 
 
 def test_a_failed_job_says_the_next_step_and_where_more_is():

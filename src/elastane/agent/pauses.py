@@ -32,9 +32,7 @@ class PauseWatch:
                 times_ns = worker.page.pauses_ns(time.monotonic_ns())
                 self._look_at(worker.process.pid, times_ns, now_s, ended=not worker.is_alive)
 
-    def _look_at(
-        self, pid: int, times_ns: tuple[int, ...], now_s: float, *, ended: bool
-    ) -> None:
+    def _look_at(self, pid: int, times_ns: tuple[int, ...], now_s: float, *, ended: bool) -> None:
         if pid != self._pid:
             self._pid = pid
             self._reported, self._seen = [0.0] * len(Pause), [0.0] * len(Pause)

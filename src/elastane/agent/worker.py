@@ -43,6 +43,8 @@ PAGE_FD = 250
 CONTROL_FD = 251
 # The exit code of a worker that could not be started: command cannot be executed.
 EXIT_NOT_STARTED = 126
+# After the signal by which a worker has ended, in all views.
+_ENDED_AS_HUNG = "by its agent, since it hung"
 TIMER_SLUG = "timer-expired"
 # Bound for reading a failed worker's files from its log folder, which may be on the network.
 _WORDS_WAIT_S = 1.0
@@ -139,6 +141,7 @@ class LocalWorker:
     def find_hung(self, reason: str) -> None:
         """Record that it counts as hung, and why; it is ended from here on."""
         self.hung = reason
+        self.ended_because = self.ended_because or _ENDED_AS_HUNG
 
     def blame(self, reason: str) -> None:
         """Record why the agent itself ends it."""

@@ -1,7 +1,7 @@
 """The patterns of a user, by which `elastane explain` finds the class of a failure.
 
 Reads a TOML file with tables `[[pattern]]`. Fails with ConfigurationError, which names the file and
-the entry. What an entry may say is in docs/what-happened.md.
+the entry. What an entry may say is in docs/failure-classes.md.
 """
 
 from __future__ import annotations

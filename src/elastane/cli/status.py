@@ -302,7 +302,18 @@ def report_lines(report: Report, endpoint: str) -> list[str]:
     ]
     if report.last_incident:
         lines.append(f"  last incident {report.last_incident}")
-    return [*lines, *_copies(report), *_missing_steps(report), "", *_table(report.nodes)]
+    return [*lines, *_copies(report), *_missing_steps(report), "", *_table(_seen(report))]
+
+
+def _seen(report: Report) -> tuple[NodeStatus, ...]:
+    """Return the nodes, of which those with workers stand still while the job does."""
+    if not report.stalled:
+        return report.nodes
+    from msgspec.structs import replace
+
+    return tuple(
+        node if node.node_rank is None else replace(node, state="stalled") for node in report.nodes
+    )
 
 
 def _copies(report: Report) -> list[str]:

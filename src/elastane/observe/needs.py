@@ -19,7 +19,7 @@ NEEDS_MAX = 3
 REPEATED = 3
 _RECENT = 20
 # Classes of a culprit that no agent ends and that a signal does.
-_LASTING = frozenset({Kind.BUSY, Kind.SLEEPS, Kind.LOCK_HELD, Kind.DATA_LOADER})
+_LASTING = frozenset({Kind.BUSY, Kind.SLEEPS, Kind.LOCK_HELD, Kind.DATA_LOADER, Kind.DISK})
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):

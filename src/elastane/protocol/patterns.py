@@ -258,7 +258,7 @@ _PEER_LOST = _pattern(
 )
 # By which each other end has a class.
 _ENDS = (
-    _pattern("hung", _UNKNOWN, r"\(it hung: ", "read its stacks, which its agent asked it for"),
+    _pattern("hung", _UNKNOWN, r"since it hung\)", "read its stacks, which its agent asked it for"),
     _pattern(
         "python",
         _UNKNOWN,

@@ -227,6 +227,8 @@ def test_a_standstill_with_a_named_culprit_is_an_incident_until_the_next_steps()
     assert (act.severity, act.text, then.severity) == ("act", one.title, "next")
     assert then.text == "If rank 1 does not continue by itself: kill -9 77 on b"
     assert troubles_of(view.incidents, {}) == [act, then]
+    reads = named(culprit_node="b", culprit_pid=77, **{"class": "disk"})
+    assert needs_of(play(settled(1, "a b", 2), reads))[1].text == then.text
     certain = named(culprit_node="b", culprit_pid=77, **{"class": "stopped"})
     assert len(needs_of(play(settled(1, "a b", 2), certain))) == 1, "its agent ends it"
     [one] = play(settled(1, "a b", 2), named(), event("pace", time_s=60.0)).incidents.listed
