@@ -88,7 +88,7 @@ class PauseClock:
         self._stepped_ns = now_ns
 
 
-class _OfProcess:
+class _OwnClock:
     def __init__(self) -> None:
         self.clock: PauseClock | None = None
 
@@ -97,7 +97,7 @@ class _OfProcess:
         self.clock = None
 
 
-_process = _OfProcess()
+_process = _OwnClock()
 os.register_at_fork(after_in_child=_process.forget)
 
 
