@@ -123,6 +123,8 @@ def test_the_first_histories_hold_and_meet_what_they_are_meant_to_meet():
         "answers of the store are lost",
         "loses the lease",
         "cannot reach the store",
+        "reaches no other node, now or later",
+        "too few nodes reach it",
         "SIGTERM",
         "agent of",
         "agent and orphan reaper of",
@@ -133,7 +135,7 @@ def test_the_first_histories_hold_and_meet_what_they_are_meant_to_meet():
         "the snapshot server of",
     ):
         assert what in stories, what
-    assert len(kinds) == 36
+    assert len(kinds) == 37
 
 
 def test_a_failing_history_is_shrunk_to_the_fault_that_matters(monkeypatch):

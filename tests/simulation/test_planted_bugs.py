@@ -182,7 +182,7 @@ def test_a_store_that_outlives_its_attempt_is_found(monkeypatch):
 def test_an_offer_that_others_may_know_is_found_when_it_is_made_again(monkeypatch):
     original = AgentCore._link
     monkeypatch.setattr(AgentCore, "_link", lambda self, offer: original(self, None))
-    assert "met those of" in first_failure(200, first=1_900)
+    assert "met those of" in first_failure(100, first=2_800)
 
 
 def test_a_stale_address_of_rank_0_is_found(monkeypatch):
