@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from host_jobs import wait_world
+from host_jobs import job_on, let_pass, wait_world
+from jobs import newest
+from test_hosts_cut import begin
 from test_hosts_in_place import in_place_on
 
+from elastane.protocol.limits import LEFT_OUT_FIRST_S
 from elastane.protocol.log_events import EventKind
 
 
@@ -24,3 +27,46 @@ def test_dead_connections_are_replaced_and_no_worker_is_blamed(
         assert first.restarts == 0
         numbers = [s.step for s in job.seen() if s.node == "a"]
         assert numbers == sorted(set(numbers)), "no step was done twice"
+
+
+def test_the_job_continues_without_a_node_that_another_does_not_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_place_on(tmp_path, "elastane", monkeypatch) as job:
+        workers = job.pids("ab")
+        job.lan.cut_off("b", "c")
+        first = wait_world(job, "ab", (1, 0))
+        assert job.pids("ab") == workers, "nobody restarted"
+        assert first.restarts == 0
+        told = job.wait_event(EventKind.INCIDENT, "the job continues without c")
+        pairs = "node b does not reach node c at 10.77.0.3", "node c does not reach node b at"
+        assert any(pair in told.reason for pair in pairs), told.reason
+        assert all(agent.is_alive for agent in job.agents)
+        numbers = [s.step for s in job.seen() if s.node == "a"]
+        assert numbers == sorted(set(numbers)), "no step was done twice"
+
+
+@pytest.mark.soak
+def test_a_node_that_was_left_out_joins_again_after_its_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_place_on(tmp_path, "elastane", monkeypatch) as job:
+        job.lan.cut_off("b", "c")
+        alone = wait_world(job, "ab", (1, 0))
+        job.lan.heal()
+        let_pass(LEFT_OUT_FIRST_S - 30)
+        assert {s.node for s in newest(job.seen())} == {"a", "b"}
+        wait_world(job, "abc", (alone.round, alone.attempt))
+
+
+@pytest.mark.soak
+def test_workers_that_start_afresh_continue_without_a_node_that_another_does_not_reach(
+    tmp_path: Path,
+) -> None:
+    with job_on(tmp_path, "abc") as job:
+        begin(job)
+        job.wait_step(world=3, count=200)
+        job.lan.cut_off("b", "c")
+        first = wait_world(job, "ab", (1, 0))
+        assert first.restarts == 0
+        job.wait_event(EventKind.INCIDENT, "the job continues without c")

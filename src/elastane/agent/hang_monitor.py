@@ -24,6 +24,7 @@ from elastane.agent.step_paces import StepPaces
 from elastane.agent.worker import GroupSetup, LocalWorker, SpawnTask
 from elastane.process.control_socket import Doing, StatusQuery
 from elastane.process.process import EXIT_UNKNOWN, WorkerProcess
+from elastane.process.unanswered import UnansweredWatch
 from elastane.protocol.hangs import HANG_LOOK_S, Activity, HangRules, Observation
 from elastane.protocol.model import WaitPoint
 from elastane.protocol.stragglers import Pace
@@ -79,6 +80,8 @@ class HangMonitor:
         self._looks = 0
         self.waits = Waits()
         self.paces: tuple[Pace, ...] = ()
+        # The addresses that do not answer the workers.
+        self.unanswered = UnansweredWatch()
 
     def begin(self, workers: Iterable[LocalWorker]) -> None:
         """Watch the members for hangs from now on, and `workers` for uninterruptible sleep."""
@@ -97,6 +100,7 @@ class HangMonitor:
         self._hangs.world_ended()
         self._standstill.world_ended()
         self.waits, self.paces = Waits(), ()
+        self.unanswered.forget()
 
     async def _watch_hangs(self) -> None:
         while True:
@@ -112,6 +116,8 @@ class HangMonitor:
                 self._standstill.describe(alive[pid], reason)
                 self._end_hung(alive[pid], reason)
             self._standstill.look(members, time.monotonic(), all_wait=bool(self.waits.at))
+            pids = [w.process.pid for w in members if w.process and w.is_alive]
+            self.unanswered.look(pids, time.monotonic())
             self._looks += 1
             if self._looks % _PACE_LOOKS == 0:
                 self.paces = self._step_paces.look(members)

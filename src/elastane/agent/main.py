@@ -47,6 +47,7 @@ from elastane.process.endpoint import Endpoint
 from elastane.process.files import JobRegistry
 from elastane.process.orphan_reaper import MARK_VARIABLE
 from elastane.process.tls import TlsConfig
+from elastane.process.unanswered import own_addresses
 from elastane.process.worker_environment import RunFacts, without_secrets
 from elastane.protocol.effects import Exit
 from elastane.protocol.events import AgentEvent
@@ -246,6 +247,7 @@ class _Agent:
             node_rank=requested.node_rank,
             local_addr=requested.local_addr,
             topology=requested.topology,
+            addresses=own_addresses(),
             versions=versions(),
         )
 

@@ -40,6 +40,7 @@ from elastane.process.endpoint import STANDALONE, Endpoint, meets_here, reach
 from elastane.process.environment import snapshot
 from elastane.process.kernel import suspended_s
 from elastane.process.tls import TlsConfig
+from elastane.process.unanswered import own_addresses
 from elastane.protocol.effects import (
     AgentEffect,
     AimGroup,
@@ -336,6 +337,7 @@ class MembershipAgent:
             local_world_size=config.local_world_size,
             node_rank=config.node_rank,
             local_addr=config.local_addr,
+            addresses=own_addresses(),
             versions=versions(),
         )
 

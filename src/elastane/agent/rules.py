@@ -176,8 +176,9 @@ class Readings:
 
     `progress` and `met` come from the status pages: the smallest call count of the workers, and the
     smallest round in which one last met all others. `waiting`: where all of them wait for others;
-    `all_wait`: they will wait forever. `paces`: the times of their last steps. `copies`: of their
-    state. `slept_s`: how long this host was suspended so far, which the monotonic clock omits.
+    `all_wait`: they will wait forever. `paces`: the times of their last steps. `unanswered`: the
+    addresses that do not answer them. `copies`: of their state. `slept_s`: how long this host was
+    suspended so far, which the monotonic clock omits.
     """
 
     progress: int | None = None
@@ -185,6 +186,7 @@ class Readings:
     waiting: tuple[WaitPoint, ...] = ()
     all_wait: bool = False
     paces: tuple[Pace, ...] = ()
+    unanswered: tuple[str, ...] = ()
     copies: NodeCopies | None = None
     slept_s: float = 0.0
 
@@ -503,6 +505,7 @@ class AgentCore:
                 waiting=readings.waiting[:WAITING_MAX],
                 all_wait=readings.all_wait,
                 paces=readings.paces,
+                unanswered=readings.unanswered,
                 copies=readings.copies,
             )
             self._outbox.send(beat)

@@ -158,6 +158,7 @@ class AgentShell:
             waiting=group.hang_monitor.waits.at,
             all_wait=group.hang_monitor.waits.forever,
             paces=group.hang_monitor.paces,
+            unanswered=group.hang_monitor.unanswered.addresses,
             copies=self._outlets.copies(),
             slept_s=suspended_s(),
         )

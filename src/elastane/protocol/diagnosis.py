@@ -27,6 +27,8 @@ OUTCOME_FAILURES_MAX = 64
 OUTCOME_FAILURES_WHOLE = 4
 OUTCOME_FAILURE_CHARS_MAX = 500
 
+# Where gloo could not connect to (torch 2.13).
+_UNREACHED = re.compile(r"connect\w* .*?remote=\[([0-9a-fA-F.:]+)\]:\d")
 # What gloo says around a lost peer: the line of its own source, and a guess.
 _NOISE = re.compile(r"\[\S+\.cc:\d+\] |\. This is typically caused by .*$")
 # What gloo says as it ends a worker that received more than its tensor holds (torch 2.13).
@@ -117,6 +119,12 @@ def is_lost_peer(failure: Failure) -> bool:
         return False
     text = failure.message.lower()
     return any(sign in text for sign in LOST_PEER)
+
+
+def unreached_address(said: str) -> str:
+    """Return the address to which a worker could not connect; empty if the text names none."""
+    found = _UNREACHED.search(said)
+    return found[1].removeprefix("::ffff:") if found else ""
 
 
 def says_mismatch(failure: Failure) -> bool:

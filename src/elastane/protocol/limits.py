@@ -58,6 +58,14 @@ LOST_PEER_S = 1.0
 WHERE_CHARS_MAX = 200
 # Workers of one node whose waiting place a heartbeat names; more names would not help a person.
 WAITING_MAX = 128
+# Addresses of one host.
+ADDRESSES_MAX = 64
+# Addresses that do not answer the workers of one node; more would not help a person.
+UNANSWERED_MAX = 16
+# How long a node is left out that others do not reach: the first time, and the longest. Each
+# attempt to let it in stops all others for some 20 s.
+LEFT_OUT_FIRST_S = 120.0
+LEFT_OUT_MAX_S = 3600.0
 # The pauses between two attempts of a crash loop: the first one, and the longest.
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from elastane.protocol.culprits import EVIDENCE_MAX, STACKS_MAX, StandstillEvidence
-from elastane.protocol.limits import COUNT_MAX, FAILURES_MAX, WAITING_MAX
+from elastane.protocol.limits import COUNT_MAX, FAILURES_MAX, UNANSWERED_MAX, WAITING_MAX
 from elastane.protocol.model import (
     Assignment,
     Count,
@@ -28,6 +28,7 @@ from elastane.protocol.model import (
     Text,
     WaitPoint,
 )
+from elastane.protocol.ring import Short
 from elastane.protocol.stragglers import PACES_MAX, Pace
 
 GroupState = Literal["running", "succeeded", "failed", "stopping"]
@@ -118,7 +119,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     `met`: the round of the last world in which all its workers met the others and had the state; 0:
     none. `waiting`: where the workers are, once all have waited for others without progress for a
     while. `all_wait`: they have waited for so long that the wait does not end by itself. `paces`:
-    the times of the workers' last steps, where known. `copies`: the newest copies of their state.
+    the times of the workers' last steps, where known. `unanswered`: addresses that do not answer
+    the workers' connections. `copies`: the newest copies of their state.
     """
 
     fence: Fence | None = None
@@ -127,6 +129,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     waiting: tuple[WaitPoint, ...] = ()
     all_wait: bool = False
     paces: tuple[Pace, ...] = ()
+    unanswered: Annotated[tuple[Short, ...], msgspec.Meta(max_length=UNANSWERED_MAX)] = ()
     copies: NodeCopies | None = None
 
     def __post_init__(self) -> None:

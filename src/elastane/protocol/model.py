@@ -19,6 +19,7 @@ from typing import Annotated
 import msgspec
 
 from elastane.protocol.limits import (
+    ADDRESSES_MAX,
     COUNT_MAX,
     FAILURE_TEXT_CHARS_MAX,
     LOCAL_WORLD_SIZE_MAX,
@@ -98,6 +99,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     `node_rank` is a request (an order, for the static backend). `local_addr` is the user's
     --local-addr; if empty, the address is taken from the connection. `topology` is the node's place
     in the network, from the largest part to the smallest, such as zone/rack/host; it may be empty.
+    `addresses` are those of its network cards.
     """
 
     node_id: Name
@@ -107,6 +109,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int | None = None
     local_addr: Name = ""
     topology: Name = ""
+    addresses: Annotated[tuple[Name, ...], msgspec.Meta(max_length=ADDRESSES_MAX)] = ()
     versions: Versions
 
 

@@ -13,6 +13,7 @@ from elastane.agent.hang_monitor import Waits
 from elastane.agent.process_group_store import OfferedPort
 from elastane.agent.shell import AgentShell, Outlets
 from elastane.process.status_page import StatusPage, WorkerPage
+from elastane.process.unanswered import UnansweredWatch
 from elastane.protocol.effects import Exit
 from elastane.protocol.events import Signalled
 from elastane.protocol.model import Outcome
@@ -86,7 +87,7 @@ def test_an_agent_with_an_unkillable_worker_exits_as_unfit(lost, outcome, code):
         outlets = Outlets(None, lambda note: None, without_bound, lambda: None, lambda: None)
         agent = AgentShell(Core(), setup, OfferedPort(listening=False), asyncio.Queue(), outlets)
         drain = SimpleNamespace(progress=lambda: None, met=lambda: 0)
-        minder = SimpleNamespace(waits=Waits(), paces=())
+        minder = SimpleNamespace(waits=Waits(), paces=(), unanswered=UnansweredWatch())
         agent._group = SimpleNamespace(
             lost=lost, drain=drain, hang_monitor=minder, allow_until=without_bound
         )

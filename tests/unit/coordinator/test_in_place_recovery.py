@@ -5,7 +5,7 @@ from coordinator_driver import Driver, job_spec
 
 from elastane.coordinator.rules import MembershipPhase
 from elastane.coordinator.rules.incident import SAME_CRASHES_MAX
-from elastane.coordinator.rules.machine import STALLS_MAX
+from elastane.coordinator.rules.recovery import STALLS_MAX
 from elastane.protocol.limits import BACKOFF_FIRST_S, LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import World
@@ -213,6 +214,23 @@ class JoiningTries:
     def end_pauses(self) -> None:
         """Record that all workers reached a boundary in time, or that all start afresh."""
         self.called_off, self.not_before_s = 0, 0.0
+
+
+@dataclass(slots=True)
+class LeftOut:
+    """Nodes that join no world, since other members do not reach them; `cuts` has the rules."""
+
+    until_s: dict[str, float] = field(default_factory=dict)  # by node id
+    times: Counter[str] = field(default_factory=Counter)  # how often each was left out
+
+    def add(self, node_id: str, until_s: float) -> None:
+        """Record that a node is left out until then."""
+        self.until_s[node_id] = until_s
+        self.times[node_id] += 1
+
+    def readmit(self, node_id: str) -> None:
+        """Record that a node may join again."""
+        del self.until_s[node_id]
 
 
 @dataclass(slots=True)

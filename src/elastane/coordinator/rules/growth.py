@@ -118,7 +118,7 @@ def _waiting(state: State) -> tuple[int, str]:
 
 def _may_come(state: State, node_id: str) -> bool:
     node = state.roster.nodes[node_id]
-    away = node.is_member or node.leaving or node.session is None
+    away = node.is_member or node.leaving or node.is_left_out or node.session is None
     return not away and node_id not in state.roster.unready
 
 

@@ -285,17 +285,24 @@ class Stalls:
     """Worlds whose workers only wait for one another."""
 
     text: str = ""  # where all workers of the current world wait, once they do
+    unreached: str = ""  # which nodes do not reach which, in words
     in_a_row: int = 0  # stalled worlds in a row, without a step between
+    since_s: float = 0.0  # when the first of them ended
     _step: int = 0  # the step at the last of them
 
-    def note(self, text: str) -> None:
-        """Record where all workers wait; empty: some do not."""
-        self.text = text
+    def note(self, text: str, unreached: str) -> None:
+        """Record where all workers wait, and whom they do not reach; empty: some do not wait."""
+        self.text, self.unreached = f"{text}; {unreached}" if unreached else text, unreached
 
-    def count(self, step: int) -> None:
+    def count(self, step: int, now_s: float) -> None:
         """Record that a world stalled at `step`."""
-        self.in_a_row = 1 if step > self._step else self.in_a_row + 1
+        self.in_a_row = 1 if self.is_first(step) else self.in_a_row + 1
+        self.since_s = now_s if self.in_a_row == 1 else self.since_s
         self._step = step
+
+    def is_first(self, step: int) -> bool:
+        """Whether steps were made since the last stalled world, or there was none."""
+        return step > self._step or not self.in_a_row
 
 
 @dataclass(slots=True)

@@ -64,6 +64,7 @@ from dataclasses import dataclass
 from elastane.coordinator.rules import (
     admission,
     culprits,
+    cuts,
     drain,
     ending,
     forming,
@@ -112,10 +113,6 @@ from elastane.protocol.messages import (
     Report,
 )
 from elastane.protocol.model import Fence, JobRecord, JobSpec, Joining, World
-
-# After this many worlds in a row that stalled without a step, another world is of no use: the
-# machines do not let their workers connect.
-STALLS_MAX = 3
 
 # The longest chain of phases in one call is recovering, stopping, forming, running. A longer one
 # means that two rules contradict each other.
@@ -237,6 +234,7 @@ class Rendezvous:
             if not state.term.has_authority:
                 return
             sizing.apply_range(state)
+            cuts.readmit(state)
             if state.holders.is_record_outdated():
                 state.holders.note_recorded()
                 state.persist()
@@ -427,12 +425,9 @@ def _running(state: State) -> bool:
     assert state.world is not None
     recovery.begin_if_all_recover(state)
     culprits.find_culprit(state)
-    if state.in_place.active and state.incidents.current is None:
-        recovery.log_stall(state)
-        if recovery.end_if_stalled(state) and state.incidents.stalls.in_a_row > STALLS_MAX:
-            return ending.stalled(state)
-    if state.incidents.current is not None or recovery.has_unexplained_peer_loss(state):
-        assert state.incidents.current is not None
+    if recovery.end_without_step(state) and recovery.has_stalled_too_often(state):
+        return ending.stalled(state)
+    if state.incidents.current is not None:
         return _end_world(state, state.incidents.current.reason)
     if len(state.roster.succeeded) == len(state.world.members):
         return ending.success(state)
@@ -628,6 +623,8 @@ def _stopping(state: State) -> bool:
         if not verdict.restart:
             return ending.failure(state, incident, verdict.reason)
         delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"
+    if cut := cuts.leave_out_failed(state, incident):
+        reason = f"{reason}; {cut}"
     state.incidents.finish(reason, state.world.fence)
     _release_leaving(state)
     forming.begin_gathering(state, reason, follow_up=True, delay_s=delay_s)

@@ -91,7 +91,7 @@ def _able_nodes(state: State) -> tuple[list[NodeWorkers], list[NodeWorkers]]:
     staying, coming = list[NodeWorkers](), list[NodeWorkers]()
     for node in state.roster.nodes.values():
         able = node.workers.recoverable if node.is_current else set[int]()
-        if node.session is None or node.leaving or not able:
+        if node.session is None or node.leaving or node.is_left_out or not able:
             continue
         survivors = node.survivors if node.is_member else ()
         if needs_displaced and state.holders.is_displaced_holder(node):
@@ -222,7 +222,8 @@ def _commit(state: State, world: World, displaced: set[str], why: str) -> None:
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether this address, or empty text, is of the coordinator's own machine."""
     return host in ("", "localhost", "::1") or host.startswith(("127.", "::ffff:127."))
 
 
@@ -235,10 +236,10 @@ def master_addr(state: State, first: KnownNode) -> str:
     """
     if first.spec.local_addr:
         return first.spec.local_addr
-    if not _is_loopback(first.connection.peer_host):
+    if not is_loopback(first.connection.peer_host):
         return first.connection.peer_host
     for node in state.roster.nodes.values():
         local_host = node.connection.local_host
-        if not _is_loopback(node.connection.peer_host) and not _is_loopback(local_host):
+        if not is_loopback(node.connection.peer_host) and not is_loopback(local_host):
             return local_host
     return first.connection.peer_host or "127.0.0.1"

@@ -190,9 +190,12 @@ class NodeProgress:
     """The progress of one node's workers, as its heartbeats report it."""
 
     steps: int | None = None
+    met: int = 0  # the round of the last world in which all workers met the others
     pace: StepPace = field(default_factory=StepPace)
     waits_at: tuple[WaitPoint, ...] = ()  # where each worker waits, once all of them do
     is_stalled: bool = False  # all of them have waited too long
+    unanswered: tuple[str, ...] = ()  # addresses that do not answer the workers
+    refused: str = ""  # the address to which a worker could not connect
     evidence: tuple[StandstillEvidence, ...] = ()  # what each worker shows, once all stand still
     still_s: float = 0.0  # how long they had stood still at that report
     is_early: bool = False  # that evidence serves to find a mismatch alone
@@ -215,10 +218,20 @@ class NodeProgress:
         """Record where the workers wait; return whether that is new."""
         waits_at = message.waiting if is_of_now else ()
         all_wait = message.all_wait and is_of_now
-        if waits_at == self.waits_at and all_wait == self.is_stalled:
-            return False
-        self.waits_at, self.is_stalled = waits_at, all_wait
-        return True
+        unanswered = message.unanswered if is_of_now else ()
+        self.met = message.met
+        known = (self.waits_at, self.is_stalled, self.unanswered)
+        self.waits_at, self.is_stalled, self.unanswered = waits_at, all_wait, unanswered
+        return known != (waits_at, all_wait, unanswered)
+
+    def record_refusal(self, address: str) -> None:
+        """Record the address to which a worker could not connect in the current world."""
+        self.refused = address
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """The addresses that the workers do not reach."""
+        return tuple(sorted({*self.unanswered, self.refused} - {""}))
 
     def record_evidence(
         self, evidence: tuple[StandstillEvidence, ...], still_s: float, *, early: bool
@@ -243,6 +256,7 @@ class NodeProgress:
         """Record that the workers entered another world."""
         self.record_steps(now_s, None)
         self.waits_at, self.is_stalled = (), False
+        self.unanswered, self.refused = (), ""
         self.record_evidence((), 0.0, early=False)
         self.paces = ()
         self.measured.note(now_s, None)
@@ -418,6 +432,7 @@ class KnownNode:
     ready: bool  # its workers can start quickly
     offer_used: bool = False  # the port was used by the last world; a new offer is on its way
     leaving: str = ""  # why the agent asked to leave; empty: it did not
+    is_left_out: bool = False  # other members do not reach it; it joins no world for some time
     leaves_by_s: float = math.inf  # when its drain has to be over, as far as a deadline is known
     place: Place = Place.IDLE
     fence: Fence | None = None  # of the workers it has; None exactly if it is idle
@@ -484,6 +499,14 @@ class KnownNode:
     def leave(self, reason: str, by_s: float) -> None:
         """Record that the agent asks to leave, and when its drain has to be over; inf: unknown."""
         self.leaving, self.leaves_by_s = reason, by_s
+
+    def leave_out(self) -> None:
+        """Record that it joins no world, since other members do not reach it."""
+        self.is_left_out = True
+
+    def let_in(self) -> None:
+        """Record that it may join a world again."""
+        self.is_left_out = False
 
     def keep_failures(self, failures: tuple[Failure, ...]) -> None:
         """Keep failures until this world is known to be the current one."""
@@ -690,8 +713,9 @@ class Roster:
         has_workers = node.place is not Place.IDLE
         member = node.is_member
         places = set(node.survivors) if member else set[int]()
+        stays = present and not (node.leaving or node.is_left_out)
         facts = (
-            (self.idle, present and not has_workers and not node.leaving),
+            (self.idle, stays and not has_workers),
             (self.unready, not node.ready),
             (self.with_workers, has_workers),
             (self.unreachable, not present),
@@ -700,7 +724,7 @@ class Roster:
             (self.ungated, member and not node.drain.gated),
             (self.unsaved, member and not node.drain.saved),
             (self.unrecoverable, member and not _can_recover(node)),
-            (self.with_standbys, present and not node.leaving and bool(held.recoverable - places)),
+            (self.with_standbys, stays and bool(held.recoverable - places)),
             (self.blocked, member and (node.progress.is_stalled or bool(node.progress.waits_at))),
             (self.stalled, member and node.progress.is_stalled),
             (self.at_standstill, member and bool(node.progress.evidence)),

@@ -17,17 +17,21 @@ from __future__ import annotations
 
 import msgspec
 
-from elastane.coordinator.rules import ending, liveness, next_world, sizing
+from elastane.coordinator.rules import cuts, ending, liveness, next_world, sizing
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.state import MembershipPhase, State
-from elastane.protocol.diagnosis import sighting_text, without_noise
+from elastane.protocol.diagnosis import sighting_text, unreached_address, without_noise
 from elastane.protocol.hangs import HANG_STALL_S, waiting_text
 from elastane.protocol.limits import LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Interrupt, Prepare
 from elastane.protocol.model import NO_RANK, Assignment, Failure, Fence, Joining, World
 from elastane.protocol.words import counted
+
+# After this many worlds in a row that stalled without a step, another world is of no use: the
+# machines do not let their workers connect.
+STALLS_MAX = 3
 
 _WITH_WORLD = (MembershipPhase.RUNNING, MembershipPhase.DRAINING, MembershipPhase.REGROUPING)
 
@@ -70,6 +74,7 @@ def record_lost_peer(state: State, node: KnownNode, fence: Fence, reason: str) -
     """Record that a worker lost a peer; a report that explains the loss usually follows."""
     if fence == node.fence and node.is_member:
         said = without_noise(reason)
+        node.progress.record_refusal(unreached_address(reason))
         state.incidents.note_lost_peer(state.now_s, f"a worker of node {node.id} {said}")
 
 
@@ -83,6 +88,11 @@ def has_unexplained_peer_loss(state: State) -> bool:
         return False
     left = state.incidents.find_return()
     reason = state.incidents.peer_lost_reason if left is None else sighting_text(left)
+    unreached = cuts.text(cuts.found(state)) if left is None else ""
+    if unreached:
+        # Workers that wait for a stopped one lose peers too, and it may move again after hours.
+        _count_stall(state)
+        reason = cuts.leave_out(state) or f"{reason}; {unreached}"
     liveness.ensure_incident(state, reason)
     return True
 
@@ -91,13 +101,28 @@ def log_stall(state: State) -> None:
     """Log where each worker waits, once all workers of the world wait for one another."""
     assert state.world is not None
     if len(state.roster.blocked) < len(state.world.members):
-        state.incidents.stalls.note("")
-    elif not state.incidents.stalls.text:
+        state.incidents.stalls.note("", "")
+        return
+    unreached = cuts.text(cuts.found(state))
+    if not state.incidents.stalls.text or (unreached and not state.incidents.stalls.unreached):
         waiting = [each for node in state.roster.members() for each in node.progress.waits_at]
-        state.incidents.stalls.note(waiting_text(waiting))
+        state.incidents.stalls.note(waiting_text(waiting), unreached)
+        advice = f"; next: {cuts.ADVICE}" if unreached else ""
         state.log(
-            EventKind.STALL, f"no progress for {HANG_STALL_S:g} s: {state.incidents.stalls.text}"
+            EventKind.STALL,
+            f"no progress for {HANG_STALL_S:g} s: {state.incidents.stalls.text}{advice}",
         )
+
+
+def end_without_step(state: State) -> bool:
+    """End a world that makes no step, for a reason that no failure explains."""
+    if state.incidents.current is not None:
+        return False
+    if state.in_place.active:
+        log_stall(state)
+        if end_if_stalled(state):
+            return True
+    return has_unexplained_peer_loss(state) or _end_cut_world(state)
 
 
 def end_if_stalled(state: State) -> bool:
@@ -108,14 +133,37 @@ def end_if_stalled(state: State) -> bool:
     """
     assert state.world is not None
     found = state.incidents.standstill.mismatch
-    if found is None and len(state.roster.stalled) < len(state.world.members):
+    if found is None and len(state.roster.blocked) < len(state.world.members):
         return False
-    reached = max((node.progress.steps or 0 for node in state.roster.members()), default=0)
-    state.incidents.stalls.count(reached)
+    cut = "" if found else cuts.leave_out(state)
+    if found is None and not cut and len(state.roster.stalled) < len(state.world.members):
+        return False
+    _count_stall(state)
     reason = f"all workers wait for one another: {state.incidents.stalls.text}"
-    incident = liveness.ensure_incident(state, found.sentence if found else reason)
+    incident = liveness.ensure_incident(state, found.sentence if found else cut or reason)
     incident.blame = found
     return True
+
+
+def has_stalled_too_often(state: State) -> bool:
+    """Whether no other world is of use: each of several in a row made no step.
+
+    If some nodes do not reach others, the network may come back. Then worlds are tried for as long
+    as the job waits for nodes.
+    """
+    stalls = state.incidents.stalls
+    tried_s = state.now_s - stalls.since_s
+    is_tried = not cuts.found(state) or tried_s >= state.spec.timing.join_timeout_s
+    return stalls.in_a_row > STALLS_MAX and is_tried
+
+
+def _count_stall(state: State) -> None:
+    """Count a world that ends without a step."""
+    state.incidents.stalls.count(_steps_made(state), state.now_s)
+
+
+def _steps_made(state: State) -> int:
+    return max((node.progress.steps or 0 for node in state.roster.members()), default=0)
 
 
 def end_if_level(state: State) -> bool:
@@ -171,6 +219,22 @@ def drop_charged(
     if lost - renewed:
         start_replacements(state, node)
     return tuple(f for f in failures if f not in paid)
+
+
+def _end_cut_world(state: State) -> bool:
+    """End a world that makes no collective, since some of its nodes do not reach others.
+
+    Its workers start afresh, so a world of all nodes is not tried first: it would cost a restart.
+    """
+    if not cuts.stands_still(state):
+        return False
+    reason = cuts.leave_out(state)
+    if not (reason or state.incidents.stalls.is_first(_steps_made(state))):
+        return False
+    _count_stall(state)
+    unreached = f"{cuts.text(cuts.found(state))}; {cuts.ADVICE}"
+    _uncharged_incident(state, reason or unreached)
+    return True
 
 
 def _uncharged_incident(state: State, reason: str) -> None:

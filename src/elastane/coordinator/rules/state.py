@@ -15,6 +15,7 @@ from elastane.coordinator.rules.changes import (
     ArrivalGathering,
     CurrentDrain,
     JoiningTries,
+    LeftOut,
     OwnerOrders,
     WaitingCapacity,
 )
@@ -210,6 +211,7 @@ class State:
     stragglers: StragglerWatch = field(default_factory=StragglerWatch)
     gathering: ArrivalGathering = field(default_factory=ArrivalGathering)
     joining_tries: JoiningTries = field(default_factory=JoiningTries)
+    left_out: LeftOut = field(default_factory=LeftOut)
     owner: OwnerOrders = field(default_factory=OwnerOrders)
     ending: JobEnding = field(default_factory=JobEnding)
     queue: EffectQueue = field(default_factory=EffectQueue)
