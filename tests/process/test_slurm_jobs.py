@@ -278,12 +278,14 @@ def test_a_notice_by_hand_requeues_the_job(bed, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_job_without_a_node_to_spare_is_requeued_after_a_loss(bed, tmp_path):
-    conf = ["--rdzv-conf", "last_call=1,join_timeout=10"]
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_job_without_a_node_to_spare_is_requeued_after_a_loss(bed, tmp_path, node):
+    conf = ["--rdzv-conf", "last_call=1,rejoin_timeout=10"]
     job = Training(bed, tmp_path, "2", every=1, more=["--max-restarts", 100, *conf])
     job.wait_steps(5)
-    os.kill(bed.tasks(job.job)[NODES[1]], signal.SIGKILL)
+    os.kill(bed.tasks(job.job)[NODES[node]], signal.SIGKILL)
     job.wait_restart(1, world=2)
+    assert node == 0 or "waits for 1 more, 10 s at most" in job.words
     assert "requeued once" in job.words and job.restored_at()[2] >= 4
     job.wait_steps(3)
     final = job.ends()

@@ -10,6 +10,11 @@ from elastane.slurm.hostlist import HOSTS_MAX, expand
 from elastane.slurm.secret import token_of
 from elastane.slurm.step import find, read_step
 
+LOSS = (
+    "srun starts no lost agent again, so a lost node ends the job after 60 s"
+    " (--nnodes 1:4 continues without it)"
+)
+
 
 def step(node=1, **more):
     """Return the variables of a task of `srun -N4 --ntasks-per-node=1`, as in Slurm 22.05."""
@@ -89,10 +94,10 @@ def test_a_step_says_size_place_name_and_rank():
     assert value(result, "node_rank") == "1"
     assert value(result, "node_id") == "n2"
     assert value(result, "nproc_per_node") == "1"
-    assert value(result, "rdzv_conf") == "is_host=false"
+    assert value(result, "rdzv_conf") == "rejoin_timeout=60,is_host=false"
     assert result.needs_token and result.note == ""
-    assert found(node=0).note == "Slurm job 123: 4 nodes, rendezvous at n1:20123"
-    assert value(found(node=0), "rdzv_conf") == "is_host=true"
+    assert found(node=0).note == f"Slurm job 123: 4 nodes, rendezvous at n1:20123; {LOSS}"
+    assert value(found(node=0), "rdzv_conf") == "rejoin_timeout=60,is_host=true"
 
 
 def test_a_step_determines_the_configuration():
@@ -137,6 +142,16 @@ def test_a_task_of_an_array_is_named_as_slurm_names_it():
     assert result.note.startswith("Slurm job 120_3: 4 nodes")
 
 
+def test_a_job_of_a_fixed_size_waits_for_a_lost_node_for_a_minute_and_says_so():
+    config = build(found().options, step(ELASTANE_TOKEN="s"))
+    assert config.spec.timing.lost_wait_s == 60.0 < config.spec.timing.join_timeout_s
+    elastic = found(["--nnodes", "2:4"], node=0)
+    assert "rejoin_timeout=60" in value(elastic, "rdzv_conf") and LOSS[:20] not in elastic.note
+    for own in ("join_timeout=900", "rejoin_timeout=5"):
+        mine = found(["--rdzv-conf", own], node=0)
+        assert "rejoin_timeout=60" not in value(mine, "rdzv_conf") and LOSS[:20] not in mine.note
+
+
 def test_one_node_has_no_rendezvous():
     one = {"SLURM_STEP_NODELIST": "n7", "SLURM_STEP_NUM_NODES": "1"}
     result = found(node=0, SLURM_STEP_TASKS_PER_NODE="1", SLURMD_NODENAME="n7", **one)
@@ -147,16 +162,19 @@ def test_one_node_has_no_rendezvous():
 
 def test_the_node_that_serves_is_found_by_name_where_names_are_known():
     arbitrary = {"SLURM_STEP_NODELIST": "n[3,1-2,4]", "SLURMD_NODENAME": "n3"}
-    assert value(found(node=2, **arbitrary), "rdzv_conf") == "is_host=true"
+    assert value(found(node=2, **arbitrary), "rdzv_conf") == "rejoin_timeout=60,is_host=true"
     unnamed = found(node=0, SLURMD_NODENAME="")
-    assert value(unnamed, "rdzv_conf") == "is_host=true" and value(unnamed, "node_id") == ""
+    assert (
+        value(unnamed, "rdzv_conf") == "rejoin_timeout=60,is_host=true"
+        and value(unnamed, "node_id") == ""
+    )
 
 
 def test_the_users_settings_override_those_of_the_step():
     result = found(["--nnodes", "1:4", "--rdzv-id", "mine", "--node-id", "x"])
     assert value(result, "nnodes") == "1:4"
     assert (value(result, "rdzv_id"), value(result, "node_id")) == ("mine", "x")
-    assert value(found(["--rdzv-conf", "is_host=1"]), "rdzv_conf") == "is_host=1"
+    assert value(found(["--rdzv-conf", "is_host=1"]), "rdzv_conf") == "is_host=1,rejoin_timeout=60"
     assert value(found(["--rdzv-conf", "join_timeout=9"]), "rdzv_conf") == (
         "join_timeout=9,is_host=false"
     )
@@ -202,9 +220,9 @@ def test_a_store_keeps_its_place_and_gets_the_rest():
     result = found(words, node=0)
     assert value(result, "rdzv_endpoint") == "/shared/elastane"
     assert (value(result, "nnodes"), value(result, "rdzv_id")) == ("4", "slurm-123")
-    assert value(result, "rdzv_conf") == "" and not result.needs_token
+    assert value(result, "rdzv_conf") == "rejoin_timeout=60" and not result.needs_token
     assert value(found(words, SLURM_RESTART_COUNT="3"), "rdzv_id") == "slurm-123"
-    assert result.note == "Slurm job 123: 4 nodes, rendezvous at /shared/elastane"
+    assert result.note == f"Slurm job 123: 4 nodes, rendezvous at /shared/elastane; {LOSS}"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ The stages of the agent, and what moves it from one to another:
                  a signal or notice, and no coordinator                     ending
                  a second signal                                            ending
                  a signal or notice, and the drain took longer than it may  ending
-                 no coordinator within join_timeout, and no worker trains   ending
+                 no coordinator for too long, and no worker trains          ending
     ending       no process of the workers is left                          exited
 
 The states of the local workers. Every state but "none" is reported when the agent registers:
@@ -517,7 +517,7 @@ class AgentCore:
             self._end(leaving.code, "the drain took longer than it may")
         self._check_release()
         self._check_isolation()
-        self._check_absence()
+        self._check_absence(all_wait=readings.all_wait)
 
     def _check_release(self) -> None:
         """Leave without goodbye when no coordinator with authority remains."""
@@ -545,15 +545,19 @@ class AgentCore:
             since_s=since_s,
         )
 
-    def _check_absence(self) -> None:
-        """Give up the search for a coordinator, unless there are workers to keep running."""
-        limit_s = self.spec.timing.join_timeout_s
+    def _check_absence(self, *, all_wait: bool) -> None:
+        """Give up the search for a coordinator, unless there are workers that may make steps.
+
+        `all_wait`: those here wait for others, for ever.
+        """
+        timing = self.spec.timing
+        limit_s = timing.join_timeout_s if self.group is None else timing.lost_wait_s
         is_ending = self._stage is not AgentStage.TAKING_PART
         if self.linked or is_ending or self._now_s - self.contact.away_s < limit_s:
             return
         if self.group is not None and self.group.phase == "succeeded":
             self._end(ExitCode.DONE, "all local workers succeeded, and the coordinator is gone")
-        elif self.group is None or self.group.phase == "failed" or self.group.draining:
+        elif all_wait or self.group is None or self.group.makes_no_step:
             self.outcome = not_found(limit_s, self.contact.reason)
             self._end(self.outcome.exit_code, self.outcome.reason)
 
@@ -1029,6 +1033,11 @@ class Group:
     def draining(self) -> bool:
         """Whether the workers were asked to checkpoint in the current world."""
         return self.drain.stage is not DrainStage.NONE
+
+    @property
+    def makes_no_step(self) -> bool:
+        """Whether its workers wait for what only a coordinator decides."""
+        return self.phase == "failed" or self.draining or bool(self.interrupted)
 
     def become(self, phase: GroupState) -> None:
         """Change the phase; every change passes here, but the begin and the end of the group."""

@@ -143,6 +143,8 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     # Too few nodes for this long ends the job; torchrun's join_timeout.
     join_timeout_s: float = 600.0
+    # The same after a departure, and without a coordinator; 0: join_timeout_s.
+    rejoin_timeout_s: float = 0.0
     # With the minimum present, wait this long after the latest arrival for more, ...
     last_call_s: float = 3.0
     # ... but never longer than this in all; torchrun always waits 30 s.
@@ -187,6 +189,11 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     isolation_limit_s: float = 120.0
 
     @property
+    def lost_wait_s(self) -> float:
+        """How long a job that has trained waits for nodes that it lost, or for its coordinator."""
+        return self.rejoin_timeout_s or self.join_timeout_s
+
+    @property
     def standstill_limit_s(self) -> float:
         """How long after the last proof of authority the orphan reaper lets workers train."""
         return self.isolation_limit_s + STANDSTILL_MARGIN_S
@@ -201,8 +208,14 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return math.ceil((slowest_s + STANDSTILL_SWEEP_S + ENDED_LEASE_S) * (1 + CLOCK_DRIFT_MAX))
 
 
-# A grace of 0 is SIGKILL at once, and a crash loop of 0 never pauses.
-_MAY_BE_ZERO = ("growth_interval_s", "shutdown_timeout_s", "crash_loop_s", "same_crash_s")
+# A grace of 0 is SIGKILL at once, a crash loop of 0 never pauses, and so on.
+_MAY_BE_ZERO = (
+    "growth_interval_s",
+    "shutdown_timeout_s",
+    "crash_loop_s",
+    "same_crash_s",
+    "rejoin_timeout_s",
+)
 # Bounds that constrain each other: (small, large, factor, why) demands small * factor <= large.
 PAIRS = (
     ("heartbeat_s", "silence_s", 2.0, "one lost heartbeat must not be a death"),

@@ -24,6 +24,9 @@ from elastane.stores import registry
 PORTS = range(20_000, 30_000)
 # Steps and restarts of one job get ports that are far apart. Both are prime, and no divisors.
 _STEP_STRIDE, _RESTART_STRIDE = 1_009, 4_001
+# A job that lost a node waits for it for so long: srun starts no task again, so only an agent that
+# is alive can come back, once the network does.
+RETURN_S = 60
 # A user who gives one of these has chosen torchrun's static rendezvous.
 _STATIC = ("master_addr", "master_port", "node_rank")
 _TASKS = re.compile(r"([0-9]+)(?:\(x[0-9]+\))?")
@@ -100,6 +103,8 @@ def find(options: Options, environ: Mapping[str, str]) -> Found:
     values = _values(step, environ, job_id, in_store=in_store)
     meets = len(step.hosts) > 1 and not in_store
     found = _with(options, values)
+    if len(step.hosts) > 1 and "join_timeout" not in options.text("rdzv_conf"):
+        found = _with_conf(found, f"rejoin_timeout={RETURN_S}", "SLURM_STEP_ID")
     if meets:
         found = _serving(found, step)
     has_token = (
@@ -198,13 +203,17 @@ def _with(options: Options, found: Mapping[str, tuple[str, str]]) -> Options:
 
 def _serving(options: Options, step: SlurmStep) -> Options:
     """Say which node serves: names may resolve differently on the nodes of a cluster."""
-    conf = options.text("rdzv_conf")
-    if "is_host" in conf:
+    if "is_host" in options.text("rdzv_conf"):
         return options
+    pair = f"is_host={'true' if step.serves else 'false'}"
+    return _with_conf(options, pair, "SLURM_NODEID")
+
+
+def _with_conf(options: Options, pair: str, variable: str) -> Options:
+    """Return the options with another pair of --rdzv-conf, which the step gives."""
     values, origins = dict(options.values), dict(options.origins)
-    pairs = [conf, f"is_host={'true' if step.serves else 'false'}"]
-    values["rdzv_conf"] = ",".join(filter(None, pairs))
-    origins.setdefault("rdzv_conf", Origin("Slurm", "SLURM_NODEID"))
+    values["rdzv_conf"] = ",".join(filter(None, [options.text("rdzv_conf"), pair]))
+    origins.setdefault("rdzv_conf", Origin("Slurm", variable))
     return replace(options, values=values, origins=origins)
 
 
@@ -269,6 +278,18 @@ def _note(options: Options, step: SlurmStep) -> str:
         + (restarts if step.restarts else "")
         + f": {_nodes(step)}"
         + (f", rendezvous at {where}" if where else "")
+        + _after_a_loss(options, step)
+    )
+
+
+def _after_a_loss(options: Options, step: SlurmStep) -> str:
+    """Say what follows the loss of a node, if the job cannot do without one."""
+    waits = f"rejoin_timeout={RETURN_S}" in options.text("rdzv_conf")
+    if not waits or read_nnodes(options.text("nnodes"))[0] < len(step.hosts):
+        return ""
+    return (
+        f"; srun starts no lost agent again, so a lost node ends the job after {RETURN_S} s"
+        f" (--nnodes 1:{len(step.hosts)} continues without it)"
     )
 
 

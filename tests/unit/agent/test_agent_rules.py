@@ -26,6 +26,7 @@ from elastane.protocol.events import (
     Tick,
     Unlinked,
     WorkerFailed,
+    WorkerLost,
     WorkerSucceeded,
 )
 from elastane.protocol.limits import ISOLATION_GRACE_S, Timing
@@ -64,6 +65,7 @@ def assignment(fence=FENCE):
 class Agent:
     def __init__(self, *, self_fencing=True, linked=True, **timing):
         self.now_s = self.slept_s = 0.0
+        self.all_wait = False
         self.core = AgentCore(
             job_spec(timing=timing),
             node_spec("a"),
@@ -75,7 +77,7 @@ class Agent:
             self.does(Linked())
 
     def does(self, event, met=0):
-        readings = Readings(slept_s=self.slept_s, met=met)
+        readings = Readings(slept_s=self.slept_s, met=met, all_wait=self.all_wait)
         self.effects = self.core.handle(event, self.now_s, readings)
         return self.effects
 
@@ -204,6 +206,25 @@ def test_failed_workers_are_not_kept_for_a_coordinator_that_never_comes():
     agent.does(Unlinked("EOF"))
     agent.does(failed())
     agent.passes(601.0)
+    assert agent.effect(StopGroup)
+    agent.does(GroupGone(FENCE, PortOffer(6, True)))
+    assert agent.effect(Exit).code == 75
+
+
+@pytest.mark.parametrize("rejoin_s", [0.0, 60.0])
+@pytest.mark.parametrize("evidence", ["lost a peer", "all wait"])
+def test_workers_that_wait_for_one_another_are_not_kept_for_a_coordinator_that_never_comes(
+    evidence, rejoin_s
+):
+    agent = Agent(self_fencing=False, rejoin_timeout_s=rejoin_s).running()
+    agent.does(Unlinked("EOF"))
+    if evidence == "all wait":
+        agent.all_wait = True
+    else:
+        agent.does(WorkerLost(FENCE, FENCE, "reset"))
+    agent.passes((rejoin_s or 600.0) - 2.0)
+    assert agent.core.group.phase == "running", "they keep their state"
+    agent.passes(3.0)
     assert agent.effect(StopGroup)
     agent.does(GroupGone(FENCE, PortOffer(6, True)))
     assert agent.effect(Exit).code == 75

@@ -34,6 +34,28 @@ def test_a_job_of_too_few_nodes_ends_with_what_it_waited_for(driver):
     assert "--nnodes MIN:MAX" in outcome.next_step
 
 
+@pytest.mark.parametrize(("rejoin_s", "waits_s"), [(0.0, 30.0), (5.0, 5.0)])
+def test_a_lost_node_is_waited_for_as_long_as_a_first_one_or_for_its_own_time(
+    driver, rejoin_s, waits_s
+):
+    timing = {"join_timeout_s": 30.0, "rejoin_timeout_s": rejoin_s}
+    job = driver(job_spec(2, 2, timing=timing))
+    job.join("a")
+    job.passes(29.0, alive="a")
+    job.join("b")
+    job.breaks("b")
+    job.passes(0.2, alive="a")
+    job.stops("a")
+    assert f"the job waits for 1 more, {waits_s:g} s at most" in job.machine.report().reason
+    job.passes(waits_s - 1.0, alive="a")
+    assert job.phase == "forming"
+    job.passes(1.2, alive="a")
+    outcome = job.persisted[-1].outcome
+    assert (outcome.slug, outcome.exit_code) == ("rdzv-timeout", 75)
+    setting = "rejoin_timeout" if rejoin_s else " join_timeout"
+    assert f"--rdzv-conf {setting.strip()}=SECONDS" in outcome.next_step
+
+
 def test_the_last_call_ends_after_the_latest_arrival_or_at_the_maximum(driver):
     job = driver(job_spec(1, 3))
     job.join("a")

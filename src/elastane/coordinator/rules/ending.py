@@ -295,9 +295,9 @@ def concluded(state: State) -> bool:
     return _close(state, state.ending.requested)
 
 
-def too_few(state: State, here: int, needed: int) -> bool:
-    """End the job: not enough nodes came within join_timeout."""
-    limit_s = state.spec.timing.join_timeout_s
+def too_few(state: State, here: int, needed: int, limit_s: float) -> bool:
+    """End the job: not enough nodes came within `limit_s`."""
+    setting = "join" if limit_s == state.spec.timing.join_timeout_s else "rejoin"
     present = named(state.roster.idle) or "none"
     last = state.incidents.last.text
     lost = f"; before: {last}" if last else ""
@@ -315,7 +315,7 @@ def too_few(state: State, here: int, needed: int) -> bool:
             cause=Cause(kind="timeout", what=what),
             next_step=(
                 "start the missing nodes with the same command, or allow fewer by --nnodes MIN:MAX,"
-                " or wait longer by --rdzv-conf join_timeout=SECONDS"
+                f" or wait longer by --rdzv-conf {setting}_timeout=SECONDS"
             ),
         ),
     )
