@@ -295,8 +295,9 @@ def concluded(state: State) -> bool:
     return _close(state, state.ending.requested)
 
 
-def too_few(state: State, here: int, needed: int, limit_s: float) -> bool:
-    """End the job: not enough nodes came within `limit_s`."""
+def too_few(state: State, here: int, needed: int) -> bool:
+    """End the job: not enough nodes came in time."""
+    limit_s = state.join_limit_s
     setting = "join" if limit_s == state.spec.timing.join_timeout_s else "rejoin"
     present = named(state.roster.idle) or "none"
     last = state.incidents.last.text

@@ -387,8 +387,7 @@ def _wait(state: State, workers: int, needed: int) -> bool:
             )
         state.queue.wait_until(due_s)
     if state.now_s >= state.stage.began_s + limit_s:
-        here = len(next_world.next_world(state))
-        return ending.too_few(state, here, sizing.fewest_nodes(state), limit_s)
+        return ending.too_few(state, len(next_world.next_world(state)), sizing.fewest_nodes(state))
     prepare_standbys(state)
     reason = (
         f"{workers} of at least {needed} workers are left; they keep their state and wait"

@@ -229,11 +229,15 @@ class State:
     @property
     def join_left_s(self) -> float:
         """How long this coordinator waits for nodes at most, before it ends the job."""
+        return max(0.0, self.join_limit_s - self.term.waited_s)
+
+    @property
+    def join_limit_s(self) -> float:
+        """How long the job waits for nodes, under this and former coordinators."""
         timing = self.spec.timing
         # Agents of a new run that find the record of an earlier one have still to start.
         has_trained = self.worlds.began_s or self.term.waited_s
-        limit_s = timing.lost_wait_s if has_trained else timing.join_timeout_s
-        return max(0.0, limit_s - self.term.waited_s)
+        return timing.lost_wait_s if has_trained else timing.join_timeout_s
 
     def advance(self, now_s: float) -> None:
         """Record the time of the next event."""
