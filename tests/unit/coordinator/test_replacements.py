@@ -113,3 +113,14 @@ def test_a_standby_gets_the_size_of_the_world_with_the_workers_of_its_node():
     assert job.got("c", Prepare)[-1].assignment.world_size == 4 + 2
     dies(job, "a", local_rank=0)
     assert job.got("a", Prepare)[-1].assignment.world_size == 4 + 1
+
+
+def test_replacements_may_take_longer_to_start_than_a_lost_node_is_waited_for():
+    timing = {"join_timeout_s": 30.0, "rejoin_timeout_s": 5.0}
+    job = in_place(low=2, high=2, nodes="ab", timing=timing)
+    dies(job, "b", 0)
+    job.passes(20.0, alive="ab")
+    assert job.phase == "regrouping" and "30 s at most" in job.machine.report().reason
+    job.breaks("b")
+    job.passes(6.0, alive="a")
+    assert job.persisted[-1].outcome.slug == "rdzv-timeout"

@@ -377,6 +377,8 @@ def _commit(state: State, before: World, found: list[sizing.NodeWorkers], why: s
 
 def _wait(state: State, workers: int, needed: int) -> bool:
     limit_s = state.join_left_s
+    if len(state.roster.nodes) >= sizing.fewest_nodes(state):
+        limit_s = state.spec.timing.join_timeout_s  # Replacements start on nodes that are here.
     # Unreachable workers may come back, and then there are enough. They may also train on while the
     # job ends.
     if state.incidents.unpaid is not None:
