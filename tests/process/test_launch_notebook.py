@@ -58,7 +58,7 @@ class Notebook(Program):
             cells=[nbformat.v4.new_code_cell(cell) for cell in cells]
         )
         self.client = NotebookClient(
-            self.node, timeout=60, resources={"metadata": {"path": str(folder)}}
+            self.node, timeout=240, resources={"metadata": {"path": str(folder)}}
         )
 
     def text(self, index, stream):
