@@ -52,33 +52,12 @@ class AcceleratedJob(JoiningJob):
     "mode", [pytest.param("plain", marks=pytest.mark.soak), "accumulate", "stream"]
 )
 def test_lost_workers_of_an_accelerate_script_are_replaced_in_place(tmp_path, mode):
-    job = AcceleratedJob(tmp_path, mode)
-    with job.cluster as cluster:
-        cluster.start("a")
-        first = job.wait_size(3)
-        lost = job.rank_0()
-        job.kill_at(lost, "train")
-        job.passes_size(2)
-        assert first - {lost} < job.wait_size(3), "the survivors kept their processes"
-        job.ends_well()
-        assert job.missing() == 0
-        assert len(cluster.events("replacement")) == 1
+    AcceleratedJob(tmp_path, mode).survives_the_loss_of_rank_0()
 
 
 def test_rank_0_can_be_lost_while_it_evaluates_gathers_saves_and_logs(tmp_path):
     job = AcceleratedJob(tmp_path)
-    with job.cluster as cluster:
-        cluster.start("a")
-        left = job.wait_size(3)
-        for place in ("evaluate", "gather", "save", "log"):
-            lost = job.rank_0()
-            job.kill_at(lost, place)
-            left -= {lost}
-            assert left <= job.wait_size(3), place
-            left = job.wait_size(3)
-        job.ends_well()
-        assert job.missing() == 0
-        assert len(cluster.events("replacement")) == 4
+    job.survives_losses_of_rank_0("evaluate", "gather", "save", "log")
     by = [line["by"] for line in job.tracked()]
     assert by[-1] != by[0], "the next worker of rank 0 has opened the tracker"
 

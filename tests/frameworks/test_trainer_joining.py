@@ -47,33 +47,12 @@ class TrainerJob(JoiningJob):
 
 @pytest.mark.parametrize("mode", [pytest.param("plain", marks=pytest.mark.soak), "tokens"])
 def test_lost_workers_of_a_trainer_are_replaced_in_place(tmp_path, mode):
-    job = TrainerJob(tmp_path, mode)
-    with job.cluster as cluster:
-        cluster.start("a")
-        first = job.wait_size(3)
-        lost = job.rank_0()
-        job.kill_at(lost, "train")
-        job.passes_size(2)
-        assert first - {lost} < job.wait_size(3), "the survivors kept their processes"
-        job.ends_well()
-        assert job.missing() == 0
-        assert len(cluster.events("replacement")) == 1
+    TrainerJob(tmp_path, mode).survives_the_loss_of_rank_0()
 
 
 def test_rank_0_of_a_trainer_can_be_lost_while_it_evaluates_saves_and_logs(tmp_path):
     job = TrainerJob(tmp_path)
-    with job.cluster as cluster:
-        cluster.start("a")
-        left = job.wait_size(3)
-        for place in ("evaluate", "save", "log"):
-            lost = job.rank_0()
-            job.kill_at(lost, place)
-            left -= {lost}
-            assert left <= job.wait_size(3), place
-            left = job.wait_size(3)
-        job.ends_well()
-        assert job.missing() == 0
-        assert len(cluster.events("replacement")) == 3
+    job.survives_losses_of_rank_0("evaluate", "save", "log")
     by = [line["by"] for line in job.logged()]
     assert by[-1] != by[0], "the next worker of rank 0 logs"
 

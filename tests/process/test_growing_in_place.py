@@ -5,8 +5,8 @@ import os
 import signal
 from pathlib import Path
 
-from growing import Growing
 from jobs import PRELOAD_COMPILER
+from recorded_jobs import RecordedJob
 
 from elastane.errors import ExitCode
 from elastane.testing import LocalCluster
@@ -14,7 +14,7 @@ from elastane.testing import LocalCluster
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-class GrowingJob:
+class GrowingJob(RecordedJob):
     """A cluster that runs the script, and its workers' records of each step."""
 
     def __init__(
@@ -24,9 +24,7 @@ class GrowingJob:
         interval_s: float = 0.0,
         **options: object,
     ) -> None:
-        self.folder = folder / "said"
-        self.folder.mkdir()
-        self._growing = Growing(self.folder)
+        super().__init__(folder)
         script = [str(SCRIPTS / name), str(self.folder)]
         options = {
             "nnodes": "1:3",
@@ -41,23 +39,6 @@ class GrowingJob:
             script, folder=folder / "c", in_place=True, preload=PRELOAD_COMPILER,
             rdzv_conf=conf, **options,
         )  # fmt: skip
-
-    def said(self) -> dict[int, list[dict]]:
-        """Return the records of each process."""
-        return {int(pid): lines for pid, lines in self._growing.lines().items()}
-
-    def wait_steps(self, pids: set[int], world: int, count: int = 3) -> None:
-        """Wait until each of these processes has made `count` steps in a world of this size."""
-        begun = {pid: len(self.said().get(pid, ())) for pid in pids}
-
-        def there() -> bool:
-            said = self.said()
-            return all(
-                len(said.get(pid, ())) >= begun[pid] + count and said[pid][-1]["world"] == world
-                for pid in pids
-            )
-
-        self.cluster.wait(there, f"{count} steps of {sorted(pids)} in a world of {world}")
 
     def pids(self, *nodes: str) -> set[int]:
         """The workers of these nodes in the newest world."""

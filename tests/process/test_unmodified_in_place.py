@@ -9,43 +9,24 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from growing import Growing
 from jobs import PRELOAD_COMPILER
+from recorded_jobs import RecordedJob
 
 from elastane.testing import LocalCluster
 
 SCRIPT = Path(__file__).parent / "scripts" / "unmodified_ddp.py"
 
 
-class Unmodified:
+class Unmodified(RecordedJob):
     """A cluster that runs the script, and its workers' records of each step."""
 
     def __init__(self, folder: Path, *args: str, **options: object) -> None:
-        self.folder = folder / "said"
-        self.folder.mkdir()
-        self._growing = Growing(self.folder)
+        super().__init__(folder)
         script = [str(SCRIPT), str(self.folder), *args]
         options = {"nnodes": "1", "nproc_per_node": 4, "min_workers": 1, **options}
         self.cluster = LocalCluster(
             script, folder=folder / "c", in_place=True, preload=PRELOAD_COMPILER, **options
         )
-
-    def said(self) -> dict[int, list[dict]]:
-        """Return the records of each process."""
-        return {int(pid): lines for pid, lines in self._growing.lines().items()}
-
-    def wait_steps(self, pids: set[int], world: int, count: int = 3) -> None:
-        """Wait until each of these processes has made `count` steps in a world of this size."""
-        begun = {pid: len(self.said().get(pid, ())) for pid in pids}
-
-        def there() -> bool:
-            said = self.said()
-            return all(
-                len(said.get(pid, ())) >= begun[pid] + count and said[pid][-1]["world"] == world
-                for pid in pids
-            )
-
-        self.cluster.wait(there, f"{count} steps of {sorted(pids)} in a world of {world}")
 
     def restarted(self) -> set[int]:
         """Wait until all workers have restarted, and return those of the next world."""

@@ -154,6 +154,34 @@ class JoiningJob(WorldSizes):
             self.ends_well()
             assert self.missing() == 0
 
+    def survives_the_loss_of_rank_0(self) -> None:
+        """Train with three workers, of which rank 0 is killed: it is replaced, none restarts."""
+        with self.cluster as cluster:
+            cluster.start("a")
+            first = self.wait_size(3)
+            lost = self.rank_0()
+            self.kill_at(lost, "train")
+            self.passes_size(2)
+            assert first - {lost} < self.wait_size(3), "the survivors kept their processes"
+            self.ends_well()
+            assert self.missing() == 0
+            assert len(cluster.events("replacement")) == 1
+
+    def survives_losses_of_rank_0(self, *places: str) -> None:
+        """Train with three workers; rank 0 is killed at each of these places of the program."""
+        with self.cluster as cluster:
+            cluster.start("a")
+            left = self.wait_size(3)
+            for place in places:
+                lost = self.rank_0()
+                self.kill_at(lost, place)
+                left -= {lost}
+                assert left <= self.wait_size(3), place
+                left = self.wait_size(3)
+            self.ends_well()
+            assert self.missing() == 0
+            assert len(cluster.events("replacement")) == len(places)
+
     def steps(self) -> int:
         """The number of the last step that the worker which is furthest has made."""
         return max((lines[-1]["step"] for lines in self.said().values() if lines), default=0)
