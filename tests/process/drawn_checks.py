@@ -26,10 +26,13 @@ from drawn_program import (  # noqa: E402
     Sharding,
     Stepping,
     batch_of,
+    clamp,
+    decay,
     evaluation_set,
     losses_of,
     model_of,
     optimizer_of,
+    put_into,
     training_set,
     uses_other,
 )
@@ -138,8 +141,7 @@ def updated(
     program: Program | Joining, before: dict, grads: Sequence[torch.Tensor | None]
 ) -> dict[str, dict]:
     """Return the parameters that an update makes of a state and gradients, and the optimizer's."""
-    model = model_of(program)
-    model.load_state_dict(before["model"])
+    model = begun(program, before)
     optimizer = optimizer_of(program, model)
     optimizer.load_state_dict(before["optimizer"])
     for parameter, grad in zip(model.parameters(), grads, strict=True):
@@ -147,13 +149,40 @@ def updated(
     if program.clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
     optimizer.step()
+    end(program, model)
     return {"model": dict(model.named_parameters()), "optimizer": optimizer.state_dict()}
+
+
+def begun(program: Program | Joining, before: dict) -> torch.nn.Module:
+    """Return the model as the body of a step begins to use it."""
+    model = model_of(program)
+    model.load_state_dict(before["model"])
+    if isinstance(program, Stepping) and program.decays:
+        decay([each.detach() for each in model.parameters()])
+    return model
+
+
+def end(program: Program | Joining, model: torch.nn.Module) -> None:
+    """Change a model as the body does after its update."""
+    if isinstance(program, Stepping) and program.clamps:
+        clamp([each.detach() for each in model.parameters()])
+
+
+def check_beside(program: Stepping, record: dict, what: str) -> None:
+    """Assert that a worker made what its body does beside the update: schedules, an average."""
+    first, last = record["before"]["schedule"], record["schedule"]
+    assert last == first + 1 or (program.late and last == first), f"{what}: {first}, {last}"
+    average = [each.clone() for each in record["before"]["average"]]
+    if program.average:
+        names = [name for name, _ in model_of(program).named_parameters()]
+        put_into(average, [record["model"][name] for name in names])
+    for right, got in zip(average, record["average"], strict=True):
+        assert torch.allclose(right, got, **NEAR), f"{what}: the average"
 
 
 def check_lbfgs(program: Joining, before: dict, record: dict, what: str) -> None:
     """Assert that LBFGS makes the recorded weights, at each evaluation and at the end."""
-    model = model_of(program)
-    model.load_state_dict(before["model"])
+    model = begun(program, before)
     optimizer = optimizer_of(program, model)
     optimizer.load_state_dict(before["optimizer"])
     evaluations = iter(record["evaluations"])
@@ -171,6 +200,7 @@ def check_lbfgs(program: Joining, before: dict, record: dict, what: str) -> None
 
     optimizer.step(closure)
     assert next(evaluations, None) is None, f"{what}: fewer evaluations"
+    end(program, model)
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter, record["model"][name], **NEAR), f"{what}: {name}"
 
@@ -451,7 +481,7 @@ class MadeStep:
         """
         program, first = self.program, self.ends[0]
         for each in self.ends:
-            for kind in ("model", "optimizer"):
+            for kind in ("model", "optimizer", "average"):
                 check_equal(
                     first["before"][kind], each["before"][kind], f"step {self.step}: {kind}"
                 )
@@ -460,7 +490,9 @@ class MadeStep:
                 weights = (of["before"]["model"] for of in (one, other))
                 check_equal(*weights, f"step {self.step}: evaluated weights")
                 check_equal(one["grads"], other["grads"], f"step {self.step}: gradients")
-            assert each["schedule"] == self.step + 1, f"step {self.step}: {each['schedule']}"
+            check_beside(program, each, f"step {self.step}")
+            schedules = {of["before"]["schedule"] for of in self.ends}
+            assert schedules == {self.step} or (program.late and len(schedules) == 1), schedules
             if program.batch_norm:
                 passes = int(each["model"]["norm.num_batches_tracked"])
                 assert passes == program.micro * (self.step + 1), f"step {self.step}: {passes}"
@@ -606,7 +638,8 @@ class Steps:
 
     def _first(self) -> dict:
         model = model_of(self.program)
-        return state_of(model, optimizer_of(self.program, model))
+        average = [each.detach() for each in model.parameters()]
+        return state_of(model, optimizer_of(self.program, model)) | {"average": average}
 
     def weights(self, step: int, ends: list[dict]) -> dict[str, torch.Tensor]:
         """Return the weights after a step that one world has made."""
@@ -631,7 +664,7 @@ class Steps:
 
 def _is_equal(one: dict, other: dict) -> bool:
     try:
-        for kind in ("model", "optimizer"):
+        for kind in ("model", "optimizer", "average"):
             check_equal(one[kind], other[kind], kind)
     except AssertionError:
         return False

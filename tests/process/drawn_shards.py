@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drawn_checks import NEAR, Steps, check_equal, gradients, updated
+from drawn_checks import NEAR, Steps, begun, check_beside, check_equal, gradients, updated
 from drawn_program import Sharding, part_of
 from torch.utils._pytree import tree_map
 
@@ -58,15 +58,16 @@ class ShardedSteps(Steps):
     ) -> list[int]:
         self._check_alike(step, ends)
         fence = ends[0]["fence"]
-        begun = [*ends, *lost]
+        known = [*ends, *lost]
         if self._is_one_run:  # Workers that were behind have begun the step in a later world, too.
-            begun += [*self.made[step].values(), *self.begun[step].values()]
-        befores = self._parts(begun, lambda each: each["before"])
+            known += [*self.made[step].values(), *self.begun[step].values()]
+        befores = self._parts(known, lambda each: each["before"])
         assert len(befores) == self.program.shard, f"step {step}: state of shards {[*befores]}"
         before = whole_of([befores[shard] for shard in range(self.program.shard)])
         assert batch is not None, "a stream is not sharded here"
         self._check_samples(step, [*ends, *lost], batch)
-        right = gradients(self.program, before, step, batch, 1.0)
+        model = {"model": begun(self.program, before).state_dict()}
+        right = gradients(self.program, model, step, batch, 1.0)
         grads = self._check_gradient(step, ends, right)
         after = updated(self.program, before, grads)
         for each in ends:
@@ -84,11 +85,13 @@ class ShardedSteps(Steps):
         for each in ends:
             other = first[each["shard"]]
             what = f"step {step}: {{}} of shard {each['shard']}"
-            for kind in ("before", "model", "optimizer"):
+            for kind in ("before", "model", "optimizer", "average"):
                 check_equal(other[kind], each[kind], what.format(kind))
             grads = (of["evaluations"][-1]["grads"] for of in (other, each))
             check_equal(*grads, what.format("gradients"))
-            assert each["schedule"] == step + 1, f"step {step}: {each['schedule']}"
+            check_beside(self.program, each, f"step {step}")
+            schedules = {of["before"]["schedule"] for of in ends}
+            assert schedules == {step} or (self.program.late and len(schedules) == 1), schedules
             assert each["epoch"] == ends[0]["epoch"], f"step {step}: epochs"
 
     def _check_samples(self, step: int, members: list[dict], batch: list[int]) -> None:
@@ -120,10 +123,22 @@ class ShardedSteps(Steps):
 
     def _check_follows(self, step: int) -> None:
         for own, each in self.made[step].items():
-            begun = each["before"]["model"]
-            assert any(_is_near(begun, other) for other in self._possible(step, own, each)), (
+            first = each["before"]["model"]
+            assert any(_is_near(first, other) for other in self._possible(step, own, each)), (
                 f"step {step} of {own} (shard {each['shard']}) does not follow the one before it"
             )
+            self._check_average(step, each)
+
+    def _check_average(self, step: int, each: dict) -> None:
+        """Check that a worker begins a step with an average that its shard had before it."""
+        made = self.made[step - 1].values() if step else ()
+        before = [other["average"] for other in made if other["shard"] == each["shard"]]
+        if not step:
+            before = [self._of(self._first()["average"], each["shard"])]
+        first = dict(enumerate(each["before"]["average"]))
+        assert any(_is_near(first, dict(enumerate(other))) for other in before), (
+            f"step {step} of shard {each['shard']}: the average does not follow"
+        )
 
     def _possible(self, step: int, own: int, each: dict) -> list[dict[str, torch.Tensor]]:
         """Return the parts of weights with which a worker may begin a step."""

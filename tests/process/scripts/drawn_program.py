@@ -11,6 +11,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -288,6 +289,10 @@ class Stepping(Joining):
     `loops`: a loop for each epoch, and not one for all. `verify`: the workers compare their
     replicas after this many steps; 0: never. `saves`: a Checkpointer saves after this many steps;
     0: there is none. `all_die`: in this step all workers die; 0: in none.
+
+    What a body does besides: it `decays` the weights at its beginning, and `clamps` them after the
+    update. An `average` of them is changed "inside" the body or "behind" it, or there is none.
+    `late`: the schedules step after the first of the extra collectives.
     """
 
     may_change: bool = False
@@ -298,6 +303,10 @@ class Stepping(Joining):
     verify: int = 0
     saves: int = 0
     all_die: int = 0
+    decays: bool = False
+    clamps: bool = False
+    average: str = ""
+    late: bool = False
 
     @property
     def evaluations(self) -> int:
@@ -330,6 +339,11 @@ class Stepping(Joining):
             steps = base.epochs * (base.samples // base.batch)
             more["saves"] = draw.choice((1, 3, 5))
             more["all_die"] = draw.choice((0, draw.randrange(1, steps), draw.randrange(8, steps)))
+        own = random.Random(f"own {seed}")
+        more["decays"] = own.random() < 0.3
+        more["clamps"] = own.random() < 0.3
+        more["average"] = own.choice(("", "inside", "behind"))
+        more["late"] = own.random() < 0.3
         return cls(**{**vars(base), **more})
 
 
@@ -369,6 +383,24 @@ class Sharding(Stepping):
         """Draw a program of which each of two nodes has a replica."""
         program = cls.drawn(seed)
         return replace(program, shard=program.workers // 2, deaths=(), all_die=0)
+
+
+def decay(weights: Iterable[torch.Tensor]) -> None:
+    """Decay weights, as a body may do by itself."""
+    for each in weights:
+        each.mul_(0.99)
+
+
+def clamp(weights: Iterable[torch.Tensor]) -> None:
+    """Clamp weights, as a body may do by itself."""
+    for each in weights:
+        each.clamp_(-0.4, 0.4)
+
+
+def put_into(average: Iterable[torch.Tensor], weights: Iterable[torch.Tensor]) -> None:
+    """Put weights into an average of them."""
+    for mean, each in zip(average, weights, strict=True):
+        mean.lerp_(each, 0.1)
 
 
 def part_of(whole: torch.Tensor, shard: int, shards: int) -> torch.Tensor:

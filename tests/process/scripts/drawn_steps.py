@@ -21,10 +21,13 @@ from drawn_program import (
     Pair,
     Sharding,
     Stepping,
+    clamp,
     deaths_at,
+    decay,
     die_once,
     model_of,
     optimizer_of,
+    put_into,
     uses_other,
 )
 from drawn_training import (
@@ -67,7 +70,10 @@ class Body:
 
     def __init__(self, job: elastane.Job) -> None:
         self.model = model_of(PROGRAM)
-        self._mesh = sharded(self.model, job) if SHARDED else None
+        average = model_of(PROGRAM)
+        self._mesh = sharded(job, self.model, average) if SHARDED else None
+        self._weights = weights_of(self.model)
+        self._average = weights_of(average)
         self.optimizer = optimizer_of(PROGRAM, self.model)
         pair = isinstance(self.optimizer, Pair)
         self._parts = self.optimizer.parts if pair else [self.optimizer]
@@ -78,29 +84,43 @@ class Body:
         self.job, self._found = job, {}
         named = {f"optimizer{n}": each for n, each in enumerate(self._parts)}
         named |= {f"schedule{n}": each for n, each in enumerate(self._schedules)}
+        if PROGRAM.average:
+            named["average"] = average
         job.track(model=self.model, **named)
 
     def make(self, step: elastane.Step) -> None:
         """Make the step."""
-        before = state_of(self.model, self.optimizer)
+        before = self._state() | {"schedule": self._schedules[0].last_epoch}
         world = {
             "fence": (self.job.fence.round, self.job.fence.attempt),
             "world": self.job.world_size,
             "shard": self._mesh.get_local_rank("shard") if self._mesh is not None else 0,
         }
         self._found = {"before": before, "evaluations": [], **world}
+        if PROGRAM.decays:
+            decay(self._weights)
         if PROGRAM.closure:
             self.optimizer.step(lambda: self._gradients(step))
         else:
             self._gradients(step)
             self.optimizer.step()
         passed(step.number, "updated")
-        for schedule in self._schedules:
-            schedule.step()
-        for op in PROGRAM.extras:
-            passed(step.number, "extra")
-            extra(op)
-            passed(step.number, "extra made")
+        if PROGRAM.clamps:
+            clamp(self._weights)
+        if PROGRAM.average == "inside":
+            put_into(self._average, self._weights)
+        for number, op in enumerate(("", *PROGRAM.extras)):
+            if op:
+                passed(step.number, "extra")
+                extra(op)
+                passed(step.number, "extra made")
+            if number == (1 if PROGRAM.late and PROGRAM.extras else 0):
+                for schedule in self._schedules:
+                    schedule.step()
+
+    def _state(self) -> dict[str, object]:
+        average = [each.clone() for each in self._average]
+        return state_of(self.model, self.optimizer) | {"average": average}
 
     def _gradients(self, step: elastane.Step) -> torch.Tensor:
         """Compute the gradient at the current weights; return the mean loss of all workers."""
@@ -149,9 +169,11 @@ class Body:
         return loss
 
     def write(self, step: elastane.Step) -> None:
-        """Record a step that is committed."""
+        """Put a step that is committed into the average, and record it."""
+        if PROGRAM.average == "behind":
+            put_into(self._average, self._weights)
         more = {"epoch": step.epoch, "schedule": self._schedules[0].last_epoch, **self._found}
-        record(OWN, f"{step.number}.pt", **more, **state_of(self.model, self.optimizer))
+        record(OWN, f"{step.number}.pt", **more, **self._state())
 
     @property
     def fence(self) -> tuple[int, int]:
@@ -168,15 +190,21 @@ class Body:
         return value
 
 
-def sharded(model: torch.nn.Module, job: elastane.Job) -> DeviceMesh:
-    """Shard a model over the replicas of a job; return their mesh."""
+def sharded(job: elastane.Job, *models: torch.nn.Module) -> DeviceMesh:
+    """Shard models over the replicas of a job; return their mesh."""
     assert isinstance(PROGRAM, Sharding)
     mesh = job.device_mesh(shard=PROGRAM.shard)
-    for layer in model.children():
-        if [*layer.parameters()]:
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for model in models:
+        for layer in model.children():
+            if [*layer.parameters()]:
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     return mesh
+
+
+def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the weights of a model that this worker holds, where they lie."""
+    return [own_part(each).detach() for each in model.parameters()]
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
