@@ -120,6 +120,7 @@ def test_twin_modules_keep_their_gradients_and_counts_their_scale_as_a_worker_is
         ("sum", True, "allreduce (sum) was interrupted"),
         ("gather", False, "its buffers are for 2 workers"),
         ("muon", True, "the optimizer DealtOut calls allreduce (sum) in its step"),
+        ("ratio", False, "the evaluation sums 9 floats and as many counts"),
     ],
 )
 def test_collectives_without_a_meaning_for_fewer_workers_restart_all(

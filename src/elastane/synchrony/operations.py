@@ -136,6 +136,12 @@ class Signature:
         return is_sum and is_measure and self.site is Site.FIRST_SIZE
 
     @property
+    def is_exact_tally(self) -> bool:
+        """Whether it is a sum of counts that is not scaled to the size that the program sees."""
+        is_sum = self.kind in _REDUCTIONS and self.reduction == "sum"
+        return is_sum and self.counts and not self.is_tally and self.site is Site.FIRST_SIZE
+
+    @property
     def is_own_sum(self) -> bool:
         """Whether it is a sum that the script makes itself on all workers, and sees unscaled."""
         is_to_all = self.kind in _REDUCTIONS and self.kind != "reduce"

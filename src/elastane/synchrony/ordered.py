@@ -53,6 +53,7 @@ from elastane.synchrony.contributions import (
     Gradients,
     slices_among,
 )
+from elastane.synchrony.evaluation_sums import EvaluationSums
 from elastane.synchrony.meeting import Meeting
 from elastane.synchrony.newcomers import SharedState
 from elastane.synchrony.operations import (
@@ -178,6 +179,7 @@ class OrderedGroup(ElasticGroup):
         # Whether the script has summed floats by a call of its own.
         self._has_summed = False
         self._sizes = SizeReads()
+        self._evaluation_sums = EvaluationSums()
         # The sums of counts that the program has begun and not waited for, by number.
         self._counting: set[int] = set()
         # Whether the program has made a step of an optimizer, and whether the worker of rank 0 was
@@ -514,6 +516,7 @@ class OrderedGroup(ElasticGroup):
             self._note_parts(call.signature)
             self._has_summed |= call.signature.may_be_divided
             self._note_size_unasked(site, own := self._own_sum(call, stage))
+            self._note_ratio(call.signature, stage)
             if self._shown != self._member.visible and (
                 why := why_not_issued(call.signature, self._member.visible)
             ):
@@ -549,6 +552,15 @@ class OrderedGroup(ElasticGroup):
         self._sizes.summed(own)
         is_reduced = site in (Site.REDUCER, Site.HOOK)
         if is_reduced and (why := self._sizes.why_not_reduced()) and self._may_keep_size:
+            self._host.restart(why)
+
+    def _note_ratio(self, signature: Signature, stage: ProgramStage) -> None:
+        """Restart before an evaluation gets sums over other numbers of members than it sees."""
+        if stage is not ProgramStage.EVALUATION:
+            self._evaluation_sums.left()
+            return
+        is_smaller = len(self._member.view.members) < len(self._first)
+        if why := self._evaluation_sums.why_not_summed(signature, is_smaller=is_smaller):
             self._host.restart(why)
 
     def _evaluates(self) -> bool:

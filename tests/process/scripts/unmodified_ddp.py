@@ -1,20 +1,21 @@
 """An ordinary DDP script without elastane; it writes its state after each step.
 
-Usage: unmodified_ddp.py FOLDER [MODE]: static, sum, gather, muon, by hand, group, spawn, rpc, join,
-async save, end, last save, fails, returns, refused or caught. It ends once a file "enough" is
-there. With `sum` it takes the mean of floats of its own in each step, on all workers and on rank 0,
-over the world size that it keeps, and saves once; with `gather` it gathers from as many. Before one
-of these, rank 1 of the first attempt dies; with `sum` the others have begun their sum then. With
-`muon` it dies there, too, and each worker has the momentum of a part of the parameters. With `by
-hand` it averages gradients itself. With `group` it asks for a group of one worker, with `spawn` it
-starts a process, with `rpc` it starts torch's RPC, with `join` workers may end early. With `async
-save` all workers save together while they train. With `end` rank 1 of the first attempt dies after
-it has destroyed the group, then rank 0 before it saves its model; rank 1 of the second one dies as
-its interpreter exits. With `fails` rank 1 of the first attempt raises an exception, and destroys
-the group in a `finally`; with `returns` it ends its program. With `refused` all workers sum a type
-that gloo cannot sum; with `caught` they do so in each step, and rank 1 once waits for a loss before
-that. With `last save` rank 0 of the first attempt dies as it saves its model at the
-end, and the others wait.
+Usage: unmodified_ddp.py FOLDER [MODE]: static, sum, gather, muon, ratio, by hand, group, spawn,
+rpc, join, async save, end, last save, fails, returns, refused or caught. It ends once a file
+"enough" is there. With `sum` it takes the mean of floats of its own in each step, on all workers
+and on rank 0, over the world size that it keeps, and saves once; with `gather` it gathers from as
+many. Before one of these, rank 1 of the first attempt dies; with `sum` the others have begun their
+sum then. With `muon` it dies there, too, and each worker has the momentum of a part of the
+parameters. With `ratio` it dies there, and each step ends with an evaluation of a mean for each
+class. With `by hand` it averages gradients itself. With `group` it asks for a group of one worker,
+with `spawn` it starts a process, with `rpc` it starts torch's RPC, with `join` workers may end
+early. With `async save` all workers save together while they train. With `end` rank 1 of the first
+attempt dies after it has destroyed the group, then rank 0 before it saves its model; rank 1 of the
+second one dies as its interpreter exits. With `fails` rank 1 of the first attempt raises an
+exception, and destroys the group in a `finally`; with `returns` it ends its program. With `refused`
+all workers sum a type that gloo cannot sum; with `caught` they do so in each step, and rank 1 once
+waits for a loss before that. With `last save` rank 0 of the first attempt dies as it saves its
+model at the end, and the others wait.
 """
 
 import atexit
@@ -73,11 +74,11 @@ def is_enough():
     return bool(enough.item())
 
 
-def mean_of_ones(step, size, optimizer):
+def mean_of_ones(step, size, optimizer, model):
     """Return the mean of a 1 from each worker, in the modes that compute it; then save once."""
     mean = torch.ones(1)
     is_place = (step, dist.get_rank()) == (DIES_AT, 1) and is_first_attempt()
-    if MODE in ("sum", "gather", "muon") and is_place:
+    if MODE in ("sum", "gather", "muon", "ratio") and is_place:
         others = {FOLDER / f"sums.{rank}" for rank in range(size) if rank != 1}
         while MODE == "sum" and not all(file.exists() for file in others):
             time.sleep(0.01)
@@ -96,6 +97,14 @@ def mean_of_ones(step, size, optimizer):
                 mean = (mean + total / size) / 2
         if step == DIES_AT + 2:
             save({"optimizer": optimizer.state_dict()}, checkpoint_id=FOLDER / "dcp")
+    if MODE == "ratio":
+        model.eval()
+        with torch.no_grad():
+            totals, counts = torch.ones(9), torch.ones(9, dtype=torch.int64)
+            dist.all_reduce(totals)
+            dist.all_reduce(counts)
+            mean = (totals / counts).mean()
+        model.train()
     if MODE == "gather":
         dist.all_gather([torch.empty(1) for _ in range(dist.get_world_size())], mean)
     return mean.item()
@@ -203,7 +212,7 @@ def main():
             optimizer.step()
             if MODE == "async save":
                 async_save({"optimizer": optimizer.state_dict()}, checkpoint_id=FOLDER / "dcp")
-            mean = mean_of_ones(step, size, optimizer)
+            mean = mean_of_ones(step, size, optimizer, trained)
             what = {"step": step, "digest": digest(model), "world": dist.get_world_size()}
             what.update(mean=mean, rank=dist.get_rank())
             file.write(json.dumps(what) + "\n")
