@@ -1,9 +1,9 @@
 """Copies a state into its slot of shared memory: partly at once, the rest during the next step.
 
 Only an optimizer's step changes parameters and optimizer state. Hence they may be copied during the
-next forward and backward, and `finish` waits for that before any change. Version counters reveal
-other changes: the copy is then dropped, and all later copies happen at once. Shapes and dtypes are
-also checked during the next step.
+next forward and backward, and `finish` waits for that before any change. Version counters and two
+numbers of each tensor reveal other changes: the copy is then dropped, and all later copies happen
+at once. Shapes and dtypes are also checked during the next step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from elastane.checkpoint.capture import Captured, held_of
 from elastane.checkpoint.layout import Layout, TensorPiece, dtype_of, part_of
+from elastane.checkpoint.samples import Sample, Samples, is_plain
 
 SLUG = "checkpoint-overlap"
 # Less is copied sooner than another thread wakes up.
@@ -105,6 +106,7 @@ class StateCopier:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
+        self._samples = Samples()
         self.may_overlap = True
         self.may_look_late = True
 
@@ -131,8 +133,9 @@ class StateCopier:
             now = [*map(not_, late)]
             self._copy_now([*compress(places, now)], [*compress(sources, now)])
             rest = [*compress(places, late)], [*compress(sources, late)]
-        versions = [*map(_VERSION, rest[1])]
-        self._running = self._threads().submit(self._copy_rest, *rest, versions, done, is_alike)
+        self._samples.follow([*filter(is_plain, rest[1])])
+        before = [*map(_VERSION, rest[1])], self._samples.take()
+        self._running = self._threads().submit(self._copy_rest, *rest, before, done, is_alike)
 
     def finish(self) -> None:
         """Wait until the sources may change."""
@@ -170,7 +173,7 @@ class StateCopier:
         self,
         places: list[torch.Tensor],
         sources: list[torch.Tensor],
-        versions: Sequence[int],
+        before: tuple[list[int], Sample],
         done: Callable[[bool], None],
         is_alike: Callable[[], bool],
     ) -> None:
@@ -183,7 +186,8 @@ class StateCopier:
             )
             return
         _copy(places, sources)
-        if [*map(_VERSION, sources)] != versions:
+        versions, sample = before
+        if [*map(_VERSION, sources)] != versions or self._samples.differ(sample):
             self.may_overlap = False
             _log.warning(
                 "parameters were changed outside of an optimizer's step while they were saved:"

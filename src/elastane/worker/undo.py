@@ -22,7 +22,7 @@ import operator
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from elastane.checkpoint.registered import (
     is_dtensor,
     load_exactly,
 )
+from elastane.checkpoint.samples import Sample, Samples, is_plain
 from elastane.worker.shard_plan import OwnChanges
 
 # A GradScaler sets them during a fused optimizer's step. If that raises they stay set, and the next
@@ -231,26 +232,18 @@ class _Update:
                 live.copy_(kept)
 
 
-# The bytes of the sampled numbers that are in memory, and those that are on devices.
-_Sample: TypeAlias = tuple[bytes, list[torch.Tensor]]
-
-
 class _Parameters:
     """The parameters at a step's beginning: two numbers of each, and copies if those are needed.
 
-    Every update changes numbers all over a model, so a few of them show whether one was made.
-    Version counters do not show it: fused optimizers and writes to `.data` leave them as they are.
     `copy_if_changed` decides whether later steps copy all parameters.
     """
 
     def __init__(self) -> None:
         self._live: list[torch.Tensor] = []
         self._count = -1
-        self._places: list[int] = []
-        self._here: list[memoryview] = []
-        self._there: dict[torch.device, list[torch.Tensor]] = {}
-        self._sampled: _Sample = (b"", [])
-        self._lately: _Sample = self._sampled
+        self._samples = Samples()
+        self._sampled: Sample = (b"", [])
+        self._lately: Sample = self._sampled
         self._is_copied = False
         self._kept: list[torch.Tensor] = []
 
@@ -263,12 +256,9 @@ class _Parameters:
         if count != self._count:
             self._count = count
             self._live = _live_parts(tracked)
-            self._places = []
             self._kept = []
-        places = [each.data_ptr() for each in self._live]
-        if places != self._places:
-            self._locate(places)
-        self._sampled = self._lately = self._sample()
+        self._samples.follow(self._live)
+        self._sampled = self._lately = self._samples.take()
         if self._is_copied and self._live:
             self._copy()
 
@@ -291,43 +281,27 @@ class _Parameters:
 
     def is_changed(self) -> bool:
         """Whether they differ from the step's beginning."""
-        return self._differs(self._sampled)
+        return self._samples.differ(self._sampled)
 
     def look(self) -> None:
         """Sample them for `is_changed_lately`."""
-        self._lately = self._sample()
+        self._lately = self._samples.take()
 
     def is_changed_lately(self) -> bool:
         """Whether they differ from the last `look`, or from the step's beginning if it is later."""
-        return self._differs(self._lately)
-
-    def _differs(self, sample: _Sample) -> bool:
-        if self._places != [each.data_ptr() for each in self._live]:
-            return True
-        (here, there), (now_here, now_there) = sample, self._sample()
-        return here != now_here or not all(map(torch.equal, there, now_there))
+        return self._samples.differ(self._lately)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the copied values."""
         if self._kept:
-            for live, place, kept in zip(self._live, self._places, self._kept, strict=True):
+            places = self._samples.places
+            for live, place, kept in zip(self._live, places, self._kept, strict=True):
                 if live.data_ptr() != place:
                     live.data = kept.clone()
                 else:
                     live.copy_(kept)
-            self._locate([each.data_ptr() for each in self._live])
-
-    def _locate(self, places: list[int]) -> None:
-        """Sample the parameters at these addresses from here on."""
-        here, there = _ends_of(self._live)
-        self._places = places
-        self._here = here
-        self._there = there
-
-    def _sample(self) -> _Sample:
-        """Return the bytes of the sampled numbers; of a device, without waiting for it."""
-        return b"".join(self._here), [torch.cat(ends) for ends in self._there.values()]
+            self._samples.follow(self._live)
 
 
 def _live_parts(tracked: RegisteredObjects) -> list[torch.Tensor]:
@@ -344,35 +318,7 @@ def _live_parts(tracked: RegisteredObjects) -> list[torch.Tensor]:
     parameters: Iterator[Any] = tracked.parameters()
     with torch.no_grad():
         parts = [each.to_local() if is_dtensor(each) else each for each in parameters]
-    return [each for each in parts if _is_plain(each)]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_torchs = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    is_dense = tensor.layout is torch.strided and not tensor.is_meta
-    return is_torchs and is_dense and tensor.numel() > 0
-
-
-def _ends_of(
-    tensors: Iterable[torch.Tensor],
-) -> tuple[list[memoryview], dict[torch.device, list[torch.Tensor]]]:
-    """Return the first and the last number of each tensor, as bytes: of the CPU, their memory.
-
-    Python puts the memory of 8 together in 1 us, torch takes 5 us for views of it (2026-11-24).
-    """
-    here: list[memoryview] = []
-    there: dict[torch.device, list[torch.Tensor]] = {}
-    for each in tensors:
-        pairs = zip(each.shape, each.stride(), strict=True)
-        last = sum((size - 1) * stride for size, stride in pairs)
-        for place in {0, last}:
-            whole = each.detach().conj() if each.is_conj() else each.detach()
-            number = whole.as_strided((1,), (1,), whole.storage_offset() + place).view(torch.uint8)
-            if number.device.type == "cpu":
-                here.append(number.numpy().data)
-            else:
-                there.setdefault(number.device, []).append(number)
-    return here, there
+    return [each for each in parts if is_plain(each)]
 
 
 class _Buffers:

@@ -67,3 +67,24 @@ def test_changed_tensors_drop_the_save_and_are_checked_before_later_ones(
     copier.close()
     assert place.tolist() == [0.0] and done == [] and not copier.may_look_late
     assert "changed in place: that save is dropped" in caplog.text
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_a_change_that_no_version_counter_shows_drops_the_save(caplog, is_torn):
+    """Before the copy of a tensor or in the middle of it, by `.data` as by a sharded tensor."""
+    sources = [torch.ones(3), torch.ones(4, 2).t()]
+    places, done = [torch.zeros(3), torch.zeros(2, 4)], []
+    copier = StateCopier()
+    copier.copy(places, sources, [True, True], done.append, lambda: True)
+    copier.finish()
+    assert done == [True] and copier.may_overlap
+
+    def change() -> bool:
+        for each in sources[1:] if is_torn else sources:
+            each.data.mul_(2)
+        return True
+
+    copier.copy(places, sources, [True, True], done.append, change)
+    copier.close()
+    assert done == [True] and not copier.may_overlap
+    assert "outside of an optimizer's step" in caplog.text
