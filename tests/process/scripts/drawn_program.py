@@ -353,10 +353,17 @@ class Sharding(Stepping):
 
     `shard`: the number of workers of a replica. `quiet`: what the passes before the last one of a
     step leave out, "gradient_sync", "all_reduce" (of a reduced shard) or "" for nothing.
+
+    In the step `cut` (0: in none) the worker of local rank `cut_dies` dies once all have agreed on
+    the last update. Those of `cut_waits` do not see the end of the agreement, and the others make
+    the update.
     """
 
     shard: int = 2
     quiet: str = ""
+    cut: int = 0
+    cut_dies: int = 0
+    cut_waits: tuple[int, ...] = ()
 
     @classmethod
     def drawn(cls, seed: int) -> Sharding:
@@ -376,13 +383,18 @@ class Sharding(Stepping):
             "optimizer": "Adam" if base.optimizer == "LBFGS" else base.optimizer,
             "deaths": tuple(replace(each, rank=draw.randrange(workers)) for each in base.deaths),
         }
+        own = random.Random(f"cut {seed}")
+        if shard < workers and own.random() < 0.7:
+            dies, *rest = own.sample(range(workers), workers)
+            more |= {"cut": own.randrange(1, 12), "cut_dies": dies}
+            more["cut_waits"] = tuple(rest[: own.randrange(1, workers - 1)])
         return cls(**{**vars(base), **more})
 
     @classmethod
     def of_nodes(cls, seed: int) -> Sharding:
         """Draw a program of which each of two nodes has a replica."""
         program = cls.drawn(seed)
-        return replace(program, shard=program.workers // 2, deaths=(), all_die=0)
+        return replace(program, shard=program.workers // 2, deaths=(), all_die=0, cut=0)
 
 
 def decay(weights: Iterable[torch.Tensor]) -> None:

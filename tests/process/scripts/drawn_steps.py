@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +83,7 @@ class Body:
         if self._mesh is None:
             self._trained = wrapped(PROGRAM, self.model, job.process_group)
         self.job, self._found = job, {}
+        self.number = -1
         named = {f"optimizer{n}": each for n, each in enumerate(self._parts)}
         named |= {f"schedule{n}": each for n, each in enumerate(self._schedules)}
         if PROGRAM.average:
@@ -90,6 +92,7 @@ class Body:
 
     def make(self, step: elastane.Step) -> None:
         """Make the step."""
+        self.number = step.number
         before = self._state() | {"schedule": self._schedules[0].last_epoch}
         world = {
             "fence": (self.job.fence.round, self.job.fence.attempt),
@@ -168,6 +171,11 @@ class Body:
         step.backward(loss)
         return loss
 
+    @property
+    def last_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that steps last."""
+        return self._parts[-1]
+
     def write(self, step: elastane.Step) -> None:
         """Put a step that is committed into the average, and record it."""
         if PROGRAM.average == "behind":
@@ -202,6 +210,39 @@ def sharded(job: elastane.Job, *models: torch.nn.Module) -> DeviceMesh:
     return mesh
 
 
+def cut_off(program: Sharding, body: Body) -> None:
+    """Let some workers not see the end of the agreement on an update, as a worker dies in it."""
+    from elastane.worker.shard_healing import Agreement, Shards
+
+    agree, mine = Shards.agree, int(os.environ["LOCAL_RANK"])
+
+    def cut(self: Shards, optimizer: torch.optim.Optimizer | None) -> None:
+        agree(self, optimizer)
+        is_last = optimizer is body.last_optimizer and body.number == program.cut
+        if not is_last or (FOLDER / "cut").exists():
+            return
+        if mine == program.cut_dies:
+            waits = [FOLDER / f"waits.{each}" for each in program.cut_waits]
+            if comes(lambda: all(each.exists() for each in waits)):
+                die_once(FOLDER, "cut")
+        if mine in program.cut_waits:
+            (FOLDER / f"waits.{mine}").touch()
+            self._agreement = Agreement.READY
+            if comes(lambda: self._group.failed):
+                self._group.check()
+            self._agreement = Agreement.REACHED
+
+    Shards.agree = cut
+
+
+def comes(is_there: Callable[[], bool]) -> bool:
+    """Wait until something is there; False if it does not come, since a worker has died before."""
+    until = time.monotonic() + 10
+    while not is_there() and time.monotonic() < until:
+        time.sleep(0.001)
+    return is_there()
+
+
 def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the weights of a model that this worker holds, where they lie."""
     return [own_part(each).detach() for each in model.parameters()]
@@ -231,6 +272,8 @@ def main() -> None:
     OWN.mkdir()
     with elastane.init(wait_for_place=PROGRAM.waits) as job:
         body = Body(job)
+        if isinstance(PROGRAM, Sharding) and PROGRAM.cut:
+            cut_off(PROGRAM, body)
         checkpointer = checkpointer_of(job)
         loader = loader_of(PROGRAM)
         ends = range(1, PROGRAM.epochs + 1) if PROGRAM.loops else [PROGRAM.epochs]
