@@ -110,13 +110,21 @@ def test_short_pauses_are_reported_together_and_long_ones_while_they_last():
     found = []
     watch = PauseWatch(lambda *one: found.append(one))
     for now_s, seconds in enumerate((0.4, 0.4, 0.8, 0.8, 1.2, 1.2)):
-        watch.look([shown(9.0, rank=1), shown(seconds)], now_s)
+        watch.look([shown(9.0, rank=1, pid=9), shown(seconds)], now_s)
     assert found == [(Pause.SAVING, 1.2, 4)], "once they are long enough, and until when"
     watch.look([shown(1.2 + PAUSE_LASTS_S)], 20)
     watch.look([shown(1.2 + PAUSE_LASTS_S + PAUSE_LOGGED_S)], 21)
     assert found[1:] == [(Pause.SAVING, PAUSE_LASTS_S, 20)]
     watch.look([shown(99.0, is_alive=False)], 22)
     assert found[2:] == [(Pause.SAVING, PAUSE_LOGGED_S, 21)], "a pause ends with its worker"
+
+
+def test_a_survivor_that_becomes_rank_0_reports_from_then_on():
+    found = []
+    watch = PauseWatch(lambda *one: found.append(one))
+    for rank, seconds, now_s in ((1, 7.0, 1), (1, 8.0, 2), (0, 8.0, 3), (0, 9.0, 4), (0, 9.0, 5)):
+        watch.look([shown(seconds, rank=rank)], now_s)
+    assert found == [(Pause.SAVING, 1.0, 4)]
 
 
 def test_another_process_of_rank_0_counts_from_its_beginning():

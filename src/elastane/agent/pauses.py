@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from elastane.agent.worker import LocalWorker
 from elastane.protocol.pauses import PAUSE_LASTS_S, PAUSE_LOGGED_S, Pause
@@ -15,33 +16,48 @@ from elastane.protocol.pauses import PAUSE_LASTS_S, PAUSE_LOGGED_S, Pause
 _NS = 1e9
 
 
+@dataclass(slots=True)
+class _Counts:
+    """The seconds of one worker by kind: reported or not to be, seen, and when they last grew."""
+
+    reported: list[float] = field(default_factory=lambda: [0.0] * len(Pause))
+    seen: list[float] = field(default_factory=lambda: [0.0] * len(Pause))
+    grew_s: list[float] = field(default_factory=lambda: [0.0] * len(Pause))
+
+
 class PauseWatch:
-    """The pauses of rank 0; `found` receives the kind, the seconds, and when they ended."""
+    """The pauses of rank 0; `found` receives the kind, the seconds, and when they ended.
+
+    The others are followed too, since one of them may become rank 0.
+    """
 
     def __init__(self, found: Callable[[Pause, float, float], None]) -> None:
         self._found = found
-        self._pid = 0
-        self._reported = [0.0] * len(Pause)
-        self._seen = [0.0] * len(Pause)
-        self._moved_s = [0.0] * len(Pause)
+        self._workers: dict[int, _Counts] = {}
 
     def look(self, members: Iterable[LocalWorker], now_s: float) -> None:
         """Look at the workers of a world, and report the pauses that are over, or last."""
+        before, self._workers = self._workers, {}
         for worker in members:
-            if worker.rank == 0 and worker.process is not None:
-                times_ns = worker.page.pauses_ns(time.monotonic_ns())
-                self._look_at(worker.process.pid, times_ns, now_s, ended=not worker.is_alive)
+            if worker.process is None:
+                continue
+            pid = worker.process.pid
+            counts = self._workers[pid] = before.get(pid) or _Counts()
+            times_ns = worker.page.pauses_ns(time.monotonic_ns())
+            for place, time_ns in enumerate(times_ns):
+                # A pause ends with its worker.
+                seconds = time_ns / _NS if worker.is_alive else counts.seen[place]
+                self._look_at(counts, place, seconds, now_s, reports=worker.rank == 0)
 
-    def _look_at(self, pid: int, times_ns: tuple[int, ...], now_s: float, *, ended: bool) -> None:
-        if pid != self._pid:
-            self._pid = pid
-            self._reported, self._seen = [0.0] * len(Pause), [0.0] * len(Pause)
-        for place, time_ns in enumerate(times_ns):
-            seconds = self._seen[place] if ended else time_ns / _NS  # A pause ends with its worker.
-            more_s, moves = seconds - self._reported[place], seconds > self._seen[place]
-            if moves:
-                self._seen[place], self._moved_s[place] = seconds, now_s
-            least_s = PAUSE_LASTS_S if moves else PAUSE_LOGGED_S
-            if more_s >= least_s:
-                self._reported[place] = seconds
-                self._found(Pause(place + 1), more_s, self._moved_s[place])
+    def _look_at(
+        self, counts: _Counts, place: int, seconds: float, now_s: float, *, reports: bool
+    ) -> None:
+        grows = seconds > counts.seen[place]
+        if grows:
+            counts.seen[place], counts.grew_s[place] = seconds, now_s
+        more_s = seconds - counts.reported[place]
+        if not reports:
+            counts.reported[place] = counts.seen[place]
+        elif more_s >= (PAUSE_LASTS_S if grows else PAUSE_LOGGED_S):
+            counts.reported[place] = seconds
+            self._found(Pause(place + 1), more_s, counts.grew_s[place])

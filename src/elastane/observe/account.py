@@ -282,16 +282,32 @@ class _Ledger:
         for one in reversed(kept):
             self.enter(one.to_s, one.cause, one.incident)
 
-    def divide(self, from_s: float, to_s: float, cause: TimeCause) -> None:
-        """Give a time this cause where it is not known as lost; it stays with its incident."""
+    def divide(
+        self, from_s: float, to_s: float, cause: TimeCause, of: frozenset[TimeCause]
+    ) -> None:
+        """Give this cause to what has one of the causes `of` in a time; it keeps its incident."""
         found: list[Interval] = []
         for one in reversed(self.entries):
             if one.to_s <= from_s:
                 break
-            if one.cause in _DIVISIBLE:
+            if one.cause in of:
                 found.append(one)
         for one in found:
             self.replace(max(one.from_s, from_s), min(one.to_s, to_s), cause, one.incident)
+
+    def divide_back(
+        self, to_s: float, seconds: float, cause: TimeCause, of: frozenset[TimeCause]
+    ) -> None:
+        """Give this cause to the last `seconds` before `to_s` that have one of the causes `of`."""
+        found: list[Interval] = []
+        for one in self.entries[: -_BACK_MAX - 1 : -1]:
+            until_s = min(one.to_s, to_s)
+            if one.cause in of and until_s > one.from_s and seconds > 0:
+                from_s = max(one.from_s, until_s - seconds)
+                found.append(Interval(from_s, until_s, cause, one.incident))
+                seconds -= until_s - from_s
+        for one in found:
+            self.replace(one.from_s, one.to_s, cause, one.incident)
 
     def since(self, causes: frozenset[TimeCause]) -> float:
         """Return since when all seconds have one of these causes."""
@@ -328,8 +344,12 @@ class _World:
 
 
 _WORKING = frozenset({TimeCause.PRODUCTIVE, TimeCause.RETRIED})
-# Times in which a worker may have saved, evaluated or restored.
-_DIVISIBLE = frozenset({TimeCause.PRODUCTIVE, TimeCause.STARTING, TimeCause.REBUILDING})
+# Times in which a worker may have restored, ...
+_BEFORE_STEPS = frozenset({TimeCause.STARTING, TimeCause.REBUILDING})
+# ... and those in which it may have saved or evaluated before the first step is known.
+_UNTIL_STEPS = frozenset({TimeCause.STARTING, TimeCause.PRODUCTIVE})
+# Intervals in which short pauses that were reported together are sought.
+_BACK_MAX = 64
 _PAUSES = {
     Pause.SAVING.word: TimeCause.SAVING,
     Pause.EVALUATING.word: TimeCause.EVALUATING,
@@ -402,6 +422,7 @@ class _Machine:
             from_s=self._ledger.until_s,
             nodes=event.number("nodes") or 0,
         )
+        self._pauses.clear()
         if self._had_world:
             self._become(TimeCause.REBUILDING, incident or self._incident)
         else:
@@ -541,14 +562,26 @@ class _Machine:
         world.measured_s = max(begun_s, world.started_s or begun_s)
 
     def paused(self, event: LoggedEvent, _incident: int) -> None:
-        """Divide the time in which rank 0 has saved, evaluated or restored."""
+        """Divide the time in which rank 0 has saved, evaluated or restored.
+
+        Short pauses are reported together, so those of a world that trains are the last productive
+        seconds, which may be those of the world before it.
+        """
         cause = _PAUSES.get(event.text("what"))
-        to_s = event.time_s - event.measure("age_s")
-        from_s = max(to_s - event.measure("seconds"), self._world.from_s)
-        if cause is not None and from_s < to_s:
-            self._ledger.divide(from_s, to_s, cause)
-            if not self._world.has_trained:
-                self._pauses.append((from_s, to_s, cause))
+        to_s, seconds = event.time_s - event.measure("age_s"), event.measure("seconds")
+        if cause is None:
+            return
+        if self._world.has_trained and cause is not TimeCause.RESTORING:
+            self._ledger.divide_back(to_s, seconds, cause, frozenset({TimeCause.PRODUCTIVE}))
+            return
+        pause = max(to_s - seconds, self._world.from_s), to_s, cause
+        self._pauses.append(pause)
+        self._divide(*pause)
+
+    def _divide(self, from_s: float, to_s: float, cause: TimeCause) -> None:
+        of = _BEFORE_STEPS if cause is TimeCause.RESTORING else _UNTIL_STEPS
+        if from_s < to_s:
+            self._ledger.divide(from_s, to_s, cause, of)
 
     def agent_started(self, event: LoggedEvent, _incident: int) -> None:
         self._agents.add((event.host, event.pid))
@@ -588,8 +621,8 @@ class _Machine:
             else:
                 ledger.replace(healed_s, trained_s, TimeCause.PRODUCTIVE, 0)
         ledger.replace(trained_s, until_s, TimeCause.PRODUCTIVE, 0)
-        for from_s, to_s, cause in self._pauses:
-            ledger.divide(from_s, to_s, cause)
+        for pause in self._pauses:
+            self._divide(*pause)
         self._pauses.clear()
         restored, in_place = world.restored_step is not None, world.is_in_place
         repeats = restored and self._fault and not in_place

@@ -76,6 +76,23 @@ def test_saves_evaluations_and_restores_divide_what_is_not_known_as_lost():
     ]
 
 
+def test_pauses_reported_after_a_fault_are_of_the_time_before_it():
+    """Three short saves, two of them before the fault, are no time in which it was rebuilt."""
+    before = [one for one in in_place() if one.time_s <= 102.0]
+    events = [*before, paused("saving", round=2, time_s=104.0, seconds=3.0), ended(120.0)]
+    found = told(account_of(events))
+    seconds = {cause: of.seconds for cause, of in account_of(events).causes().items()}
+    plain = {
+        cause: of.seconds for cause, of in account_of([*before, ended(120.0)]).causes().items()
+    }
+    assert seconds[TimeCause.SAVING] == pytest.approx(3.0)
+    for cause in set(plain) - {TimeCause.PRODUCTIVE}:
+        assert seconds[cause] == pytest.approx(plain[cause]), cause
+    assert [one for one in found if one[2] == "saving"] == [
+        (99.1, 100.0, "saving", 0), (101.9, 104.0, "saving", 0),
+    ]  # fmt: skip
+
+
 def test_an_account_can_be_read_at_any_time_and_does_not_change_by_that():
     view, accountant, plain = JobView(), Accountant(), []
     for one in in_place():
