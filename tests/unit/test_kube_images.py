@@ -52,7 +52,7 @@ def test_every_step_is_one_and_begins_with_a_named_base(path):
     bases = [rest.split()[0] for rest in of(path, "FROM")]
     defaults = dict(rest.split("=", 1) for rest in of(path, "ARG"))
     for base in bases:
-        name = defaults["BASE"] if base == "${BASE}" else base
+        name = defaults[base[2:-1]] if base.startswith("${") else base
         assert re.fullmatch(r"[\w./-]+:(?!latest)[\w.-]+", name), name
         version = tuple(map(int, re.search(r"python:(\d+)\.(\d+)", name).groups()))
         assert version >= (3, 11)
