@@ -14,7 +14,7 @@ def ask(words, silent_s):
         server = HealthServer(lambda: time.time() - silent_s, 0, timeout_s=60.0)
         await server.start()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(90):
                 reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
                 writer.write(words)
                 answer = await reader.read()

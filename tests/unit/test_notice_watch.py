@@ -53,7 +53,7 @@ class Watched(NoticeWatch):
     def run_until(self, condition):
         async def body():
             self.start()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(90):
                 while not condition():  # noqa: ASYNC110 - each look lets the sources be read
                     await asyncio.sleep(0)
             await self.close()

@@ -172,13 +172,13 @@ class FakeCoordinator:
         return rolled(a="joined")
 
 
-def bridged(*directives, limit_s=5.0):
+def bridged(*directives):
     """Run a bridge until every directive was read and a report was written."""
 
     async def run() -> tuple[FakeCoordinator, FakeMailbox]:
         mailbox, coordinator, begun = FakeMailbox(*directives), FakeCoordinator(), asyncio.Event()
         task = asyncio.create_task(OperatorBridge(mailbox).run(coordinator, coordinator, begun))
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(90):
             await begun.wait()
             await mailbox.is_done.wait()
         task.cancel()
