@@ -15,6 +15,7 @@ from elastane.errors import CheckpointError
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots import store, writer
 from elastane.snapshots.client import SnapshotClient
+from elastane.snapshots.limits import ORPHANED_S
 from elastane.snapshots.messages import LayoutFiles, Replica, SaveFailed, Slots, WriteProgress
 from elastane.snapshots.rules.slot_table import Name
 from elastane.snapshots.store import SnapshotStore
@@ -324,6 +325,24 @@ def test_a_save_that_lacks_an_ended_workers_piece_is_followed_by_the_next_snapsh
     assert [order.name.key.step for order in one.storage.flushes] == [2] * follows
     failure = one.store.progress().failure_of(Key(0, 1, 0, 1))
     assert (failure is None) == follows
+
+
+def test_a_wait_for_a_save_ends_though_a_worker_ended_before_it_kept_anything(one, monkeypatch):
+    """The other worker waits for that save, and makes no later one."""
+    other, mine = WORKER + 1, one.slots
+    one.begin(other)
+    one.slots |= mine
+    one.store.add_layout(LayoutFiles("L", {}, persist_to("/nowhere")))
+    one.save(1, persist=True, layout="L", local=0, locals=2)
+    assert one.store.end_orphaned() is None, "the other one may keep its piece"
+    one.store.gone(other)
+    assert 50.0 < one.store.end_orphaned() <= ORPHANED_S
+    assert not one.store.progress().failures
+    monkeypatch.setattr(store, "ORPHANED_S", 0.0)
+    assert one.store.end_orphaned() is None
+    failure = one.store.progress().failure_of(Key(0, 1, 0, 1))
+    assert failure.slug == "checkpoint-incomplete"
+    assert not one.store.progress().may_follow(Key(0, 1, 0, 1)), "so that the wait ends"
 
 
 def test_a_wait_for_a_failed_save_ends_with_the_newer_one_that_is_written_instead(monkeypatch):

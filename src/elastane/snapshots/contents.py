@@ -51,10 +51,12 @@ class Contents:
     def __init__(self) -> None:
         self.pieces: dict[int, Snapshot] = {}
         self.began_s = float("inf")  # when the first of its workers began to save
+        self.kept_s = 0.0  # when the last of them had kept its piece
 
     def add(self, piece: Snapshot, now_s: float) -> None:
         """Add a piece that `check` accepted, which is here now."""
         self.pieces[piece.local] = piece
+        self.kept_s = now_s
         self.began_s = min(self.began_s, now_s - piece.took_s)
 
     @property

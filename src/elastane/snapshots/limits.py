@@ -40,6 +40,9 @@ STALL_S = 30.0
 # How long all workers of a node are gone before their last snapshot is written to storage.
 # Restarted workers come back before that, and continue.
 RETURN_S = 5.0
+# A save that lacks a piece which no connected worker will keep is lost after this long: a worker
+# joins its snapshot server as it begins to save, and may be slow.
+ORPHANED_S = 60.0
 # How long a snapshot server writes after its agent is gone or leaving; then it ends. Storage that
 # takes 4 GB at 50 MB/s takes 80 s.
 END_S = 120.0

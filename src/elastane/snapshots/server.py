@@ -333,6 +333,7 @@ class ServerProcess:
         is_nodes = self._control is not None
         while self._is_owned or (not is_nodes and self._server.workers):
             looks = [store.flush_if_alone() for store in self._server.stores]
+            looks += [store.end_orphaned() for store in self._server.stores]
             looks.append(self._reporter.left_s())
             ready = self._wait(min((look for look in looks if look is not None), default=None))
             self._reporter.flush()

@@ -19,7 +19,7 @@ from elastane.protocol.checkpoints import Key
 from elastane.snapshots.channel import OwnStatusPage
 from elastane.snapshots.contents import Contents, Layouts, check_where, merged
 from elastane.snapshots.digests import Background, Digests, digest_and_close
-from elastane.snapshots.limits import HURRY_S, RETURN_S
+from elastane.snapshots.limits import HURRY_S, ORPHANED_S, RETURN_S
 from elastane.snapshots.messages import (
     CopiesHeld,
     LayoutFiles,
@@ -126,7 +126,10 @@ class SnapshotStore:
             self._digests.worker_ended()
             self._alone_since_s = time.monotonic()
             self._carry_out(self._table.gone(worker))
+            is_orphaned = bool(self._table.orphaned())
         self._free_dropped()
+        if is_orphaned:
+            self._wake()
 
     def check_ahead(self) -> None:
         """Verify the newest snapshot before new workers ask for it, if all workers are gone."""
@@ -195,7 +198,10 @@ class SnapshotStore:
             self._contents[name] = contents
             self._seen = max(self._seen, name.key.fence[1:])
             self._carry_out(effects)
+            is_orphaned = bool(self._table.orphaned())
         self._free_dropped()
+        if is_orphaned:
+            self._wake()
 
     def progress(self, fence: tuple[int, int] = (0, 0)) -> WriteProgress:
         """Return the status of writes to a worker of this round and attempt."""
@@ -250,6 +256,22 @@ class SnapshotStore:
             self._carry_out(self._table.flush())
         self._free_dropped()
         return None
+
+    def end_orphaned(self) -> float | None:
+        """End the waits for saves that no worker completes; returns the seconds to the next call.
+
+        The other workers of the node wait for them, and may make no later save.
+        """
+        with self._lock:
+            now_s, looks = time.monotonic(), list[float]()
+            for name in self._table.orphaned():
+                left_s = self._contents[name].kept_s + ORPHANED_S - now_s
+                if left_s > 0:
+                    looks.append(left_s)
+                else:
+                    self._carry_out(self._table.give_up(name))
+        self._free_dropped()
+        return min(looks, default=None)
 
     def leave(self) -> None:
         """Perform the final flush: no worker will connect again."""

@@ -298,6 +298,36 @@ def test_a_save_of_which_a_worker_kept_a_newer_one_first_is_lost():
     assert LostSave(name(1)) in desk.keep(2, name(2, round=2), 1, 2)
 
 
+def test_a_save_is_orphaned_once_a_worker_that_had_kept_nothing_has_ended():
+    desk = Desk(1, 2)
+    desk.keep(1, name(1), 0, 2, persist=True)
+    assert desk.table.orphaned() == [], "worker 2 may keep its piece"
+    assert desk.table.gone(2) == []
+    assert desk.table.orphaned() == [name(1)]
+    assert desk.table.give_up(name(1)) == [LostSave(name(1)), Forget(name(1))]
+    assert desk.table.orphaned() == []
+
+
+def test_a_worker_that_joins_late_may_still_bring_the_missing_piece():
+    desk = Desk(1)
+    desk.keep(1, name(1), 0, 2, persist=True)
+    desk.begin(2)
+    assert desk.table.orphaned() == [name(1)]
+    slot, _ = desk.table.grant(2)
+    assert desk.table.orphaned() == [], "it fills a slot"
+    desk.table.keep(2, slot, SnapshotPiece(name(1), 1, 2, persist=True))
+    assert desk.table.orphaned() == []
+
+
+def test_a_save_is_not_orphaned_without_workers_or_without_a_wish_to_write_it():
+    desk = Desk(1)
+    desk.keep(1, name(1), 0, 2)
+    assert desk.table.orphaned() == []
+    desk.keep(1, name(2), 0, 2, persist=True)
+    desk.table.gone(1)
+    assert desk.table.orphaned() == []
+
+
 def test_a_snapshot_that_was_not_to_be_written_is_forgotten_and_not_lost():
     desk = Desk(1, 2)
     desk.keep(2, name(1), 1, 2)

@@ -106,6 +106,7 @@ class _Slot:
 @dataclass(slots=True)
 class _Snapshot:
     locals: int
+    newest_worker: int  # The last worker that had joined when its first piece was kept.
     slots: dict[int, int] = field(default_factory=dict)  # By local rank.
     persist: int = 0  # How many of its pieces came with a request to write it.
     readers: Counter[int] = field(default_factory=Counter)  # Number of reads by worker.
@@ -161,6 +162,26 @@ class SlotTable:
     def slots_of(self, name: Name) -> dict[int, int]:
         """Return the slots of a snapshot by local rank."""
         return dict(self._snapshots[name].slots)
+
+    def orphaned(self) -> list[Name]:
+        """Return the saves that lack a piece which no connected worker will keep, as it seems.
+
+        All that had joined before the save began have kept their pieces of it, or later ones, and
+        none is filling a slot. A worker that ended before it had kept any piece in this world is
+        not missed otherwise. One that is about to join may still bring it.
+        """
+        if not self._workers or any(slot.granted for slot in self._slots.values()):
+            return []
+        return [
+            name
+            for name, snapshot in self._snapshots.items()
+            if snapshot.persist and not snapshot.is_full
+            if all(
+                last is not None and last[1] >= name.key
+                for worker, last in self._workers.items()
+                if worker <= snapshot.newest_worker
+            )
+        ]
 
     # Events from workers.
 
@@ -218,7 +239,7 @@ class SlotTable:
         held = self._slots.get(slot)
         if held is None or held.owner != worker or not held.granted:
             raise ValueError(f"slot {slot} is not granted to this worker")
-        snapshot = self._snapshots.get(piece.name) or _Snapshot(piece.locals)
+        snapshot = self._snapshots.get(piece.name) or _Snapshot(piece.locals, max(self._workers))
         if not 0 <= piece.local < piece.locals or piece.locals != snapshot.locals:
             raise ValueError(f"worker {piece.local} of {piece.locals}, among {snapshot.locals}")
         if piece.local in snapshot.slots:
@@ -274,6 +295,11 @@ class SlotTable:
             self._snapshots[name].spoiled = True
             self._cancel_write(name)
         self._trim()
+        return self._take_effects()
+
+    def give_up(self, name: Name) -> list[Effect]:
+        """Forget a save that lacks a piece for good."""
+        self._forget(name)
         return self._take_effects()
 
     def pin(self, names: frozenset[Name]) -> list[Effect]:
