@@ -201,8 +201,8 @@ def test_a_coordinator_begins_without_a_directive_too():
 
 
 def test_an_unreachable_api_server_delays_the_coordinator_only_for_a_moment(monkeypatch):
-    monkeypatch.setattr(bridge, "FIRST_LOOK_S", 0.2)
-    monkeypatch.setattr(bridge, "RETRY_S", 0.3)
+    monkeypatch.setattr(bridge, "FIRST_LOOK_S", 0.1)
+    monkeypatch.setattr(bridge, "RETRY_S", 1.0)  # A busy host keeps the order of the two.
     away = unreachable("get configmaps/x", "refused", where="here", sent=False)
     coordinator, _ = bridged(away, Directive((1, 2)))
     assert coordinator.orders == [(), (1, 2)], "and it hears of it once that is back"
