@@ -7,7 +7,7 @@ decides what goes wrong and when; `checks` says what must hold.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from elastane.coordinator.step_downs import StepDowns
 from elastane.protocol.effects import Exit
@@ -62,6 +62,7 @@ class SimulatedCluster:
         self.in_place_training = InPlaceTraining(
             self.clock, rng, script, self._can_step, self.checks, self.still
         )
+        self.in_place_training.address_apart = self._address_apart
         self.still.is_overdue = lambda host: self.nodes[host].is_overdue
         self.nodes: dict[str, SimulatedNode] = {}
         self.coordinators: dict[str, SimulatedCoordinator] = {}
@@ -104,17 +105,29 @@ class SimulatedCluster:
     def together(self, names: Sequence[str]) -> list[str]:
         """Return the hosts among these on the larger side of cuts that keep them apart.
 
-        Each of them reaches one of them, both ways, and that one the store. Empty if nothing is
-        cut, or the job has no store.
+        They reach one another, both ways, and some of them the store. Empty if nothing is cut, or
+        the job has no store.
         """
         if self.network.is_whole or not self.store_backed:
             return []
-        sides = [
-            [name for name in names if self.network.linked(one, name)]
-            for one in names
-            if one not in self.store.cut_off
-        ]
-        return max(sides, key=len, default=[])
+        side = [*names]
+        while side and max(apart := [len(self.apart(one, side)) for one in side]) > 0:
+            side.pop(apart.index(max(apart)))
+        return side if {*side} - self.store.cut_off else []
+
+    def apart(self, host: str, others: Iterable[str]) -> list[str]:
+        """Return which of the others a host does not reach, or which do not reach it."""
+        return [other for other in others if not self.network.linked(host, other)]
+
+    def unanswered(self, group: InPlaceGroup) -> tuple[str, ...]:
+        """Return the addresses that do not answer the workers of a node, in their world."""
+        worlds = {id(w.world): w.world for w in group.workers.values() if w.world is not None}
+        hosts = {host for world in worlds.values() for host in world.hosts}
+        return tuple(sorted(self.nodes[name].address for name in self.apart(group.host, hosts)))
+
+    def _address_apart(self, host: str, hosts: Sequence[str]) -> str:
+        apart = self.apart(host, hosts)
+        return self.nodes[apart[0]].address if apart else ""
 
     def resize(self, min_nodes: int, max_nodes: int) -> None:
         """Change the range of nodes, as the job's owner."""

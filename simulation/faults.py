@@ -422,6 +422,13 @@ class Faults:
         if for_s:
             self._later(for_s, self._heal)
 
+    def _pair_apart(self) -> None:
+        """Cut two hosts from each other until some other cut is healed; both reach all others."""
+        one, other = self._some(), self._some()
+        self._tell(f"{one} and {other} no longer reach each other")
+        self._cluster.network.cut(one, other)
+        self._cluster.network.cut(other, one)
+
     def _cut_off(self, name: str, *, store: bool) -> None:
         self._tell(f"{name} reaches no other node" + ", nor the store" * store)
         for other in self._cluster.nodes:

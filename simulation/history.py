@@ -17,6 +17,7 @@ from simulation.checks import Violation
 from simulation.cluster import SimulatedCluster
 from simulation.faults import Faults
 from simulation.in_place_workers import COLLECTIVE_TIMEOUT_S, EVALUATION_S, MEETING_TIMEOUT_S
+from simulation.node import SimulatedNode
 from simulation.setup import TIMING, WHOLE, Cut, HistorySetup, setup_of
 
 # After the last fault, once everything healed that can, the job trains or has ended within this. In
@@ -190,12 +191,7 @@ def left_out(cluster: SimulatedCluster) -> str:
             return ""  # The script need not expect to start again.
         if not cluster.script.resumes:
             return ""  # It is not to lose its work at each growth.
-        able = {
-            node.name: node.size
-            for node in cluster.nodes.values()
-            if node.alive and node.session is not None and not node.signalled
-            if node.incarnation not in cluster.given_up
-        }
+        able = {node.name: node.size for node in _able_nodes(cluster)}
         return cluster.in_place_training.short_of(able, cluster.most)
     paid = cluster.checks.restarts_used < cluster.spec.max_restarts
     out = cluster.in_place_training.left_out(paid=paid)
@@ -205,14 +201,22 @@ def left_out(cluster: SimulatedCluster) -> str:
 def _absent(cluster: SimulatedCluster) -> str:
     """Return which nodes have no worker in the newest world, though it has room for one."""
     able = {
-        node.name: int(node.in_place_group is None or any(node.in_place_group.able))
+        node.name: 1
+        for node in _able_nodes(cluster)
+        if node.in_place_group is None or any(node.in_place_group.able)
+    }
+    return cluster.in_place_training.short_of(able, cluster.most)
+
+
+def _able_nodes(cluster: SimulatedCluster) -> list[SimulatedNode]:
+    """Return the nodes that could be in a world; of two that are apart, one may be left out."""
+    alive = [node.name for node in cluster.nodes.values() if node.alive]
+    return [
+        node
         for node in cluster.nodes.values()
         if node.alive and node.session is not None and not node.signalled
-        if node.incarnation not in cluster.given_up
-    }
-    return cluster.in_place_training.short_of(
-        {name: n for name, n in able.items() if n}, cluster.most
-    )
+        if node.incarnation not in cluster.given_up and not cluster.apart(node.name, alive)
+    ]
 
 
 def stuck(cluster: SimulatedCluster) -> str:
@@ -241,7 +245,9 @@ def stuck(cluster: SimulatedCluster) -> str:
 def ended_in_vain(cluster: SimulatedCluster, quiet_s: float) -> str:
     """Return what is wrong if a job ended for lack of nodes though enough were there."""
     checks, outcome = cluster.checks, cluster.checks.outcome
-    if outcome is None or outcome.slug != "rdzv-timeout" or len(checks.here) < cluster.fewest:
+    if outcome is None or outcome.slug not in ("rdzv-timeout", "world-stalled"):
+        return ""
+    if len(checks.here) < cluster.fewest:
         return ""
     if checks.restarts_used >= cluster.spec.max_restarts:
         return ""  # Some nodes have lost workers that the budget does not replace.

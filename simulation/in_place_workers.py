@@ -52,6 +52,10 @@ _NO_HOLDER = (
 )
 _RANK_0_LOST = "elastane: all workers restart: the worker of rank 0 is lost [in-place-restart]"
 _CLOSED = "Connection closed by peer [10.0.0.1]"
+_NOT_CONNECTED = (
+    "lost a peer: Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection timed"
+    " out, remote=[{}]:41$2 [group-not-built]"
+)
 # The longest that an unmodified script takes to write a checkpoint.
 _SAVE_S = 1.0
 # How long it evaluates a model, if it does: longer than a drain may take.
@@ -78,6 +82,8 @@ class InPlaceTraining:
         self._can_step, self._checks, self._still = can_step, checks, still
         self._mesh = Mesh(script.span, clock, rng, self._tell_able)
         self._worlds: dict[tuple[str, int, Fence], Gathering] = {}
+        # The address of one of these hosts that a host does not reach; empty if it reaches all.
+        self.address_apart: Callable[[str, Sequence[str]], str] = lambda host, hosts: ""
         self._pids = 1000
         self.groups: list[InPlaceGroup] = []
         self.saved_step = 0
@@ -335,7 +341,9 @@ class InPlaceTraining:
             return  # The real timeout is half an hour: another world comes long before.
         limit_s = MEETING_TIMEOUT_S if worker.stage == "meeting" else COLLECTIVE_TIMEOUT_S
         if worker.stage in WAITS_FOR_PEERS and self._clock.now_s >= worker.moved_s + limit_s:
-            self._lose(worker, world)
+            apart = self.address_apart(worker.group.host, world.hosts)
+            is_built = worker.stage != "meeting" or not apart
+            self._lose(worker, world, _CLOSED if is_built else _NOT_CONNECTED.format(apart))
         else:
             self._clock.after(_WATCH_S, lambda: self._watch(worker, world))
 

@@ -84,6 +84,9 @@ class NodeSurroundings(Protocol):
     def find(self, node: SimulatedNode) -> None:
         """Look for the coordinator on behalf of `node`, and campaign meanwhile."""
 
+    def unanswered(self, group: InPlaceGroup) -> tuple[str, ...]:
+        """Return the addresses that do not answer the workers of a node, in their world."""
+
     def ask_leader(self, node: SimulatedNode, answer: Callable[[str], None]) -> None:
         """Ask the store where the coordinator is."""
 
@@ -158,6 +161,7 @@ class SimulatedNode:
             local_world_size=self.size,
             node_rank=self.node_rank,
             topology=self.topology,
+            addresses=(self.address,),
             versions=VERSIONS,
         )
         self.core = AgentCore(
@@ -175,6 +179,11 @@ class SimulatedNode:
     def stands_still(self) -> bool:
         """Whether any of its processes is stopped."""
         return self.paused or self.workers_paused or self.reaper_paused
+
+    @property
+    def address(self) -> str:
+        """The address of this host, as its agent reports it."""
+        return f"10.0.1.{int(self.name[1:]) + 1}"
 
     @property
     def is_linked(self) -> bool:
@@ -229,6 +238,7 @@ class SimulatedNode:
             met=group.met,
             waiting=group.minding.waiting,
             all_wait=group.minding.all_wait,
+            unanswered=self.cluster.unanswered(group),
             slept_s=self.clock.slept_s,
         )
 

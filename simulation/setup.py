@@ -25,8 +25,8 @@ TIMING = Timing(
 # The virtual seconds between which faults begin.
 FIRST_S, LAST_S = 1.0, 40.0
 # The owner's actions are numbered from here, after all faults: changed ranges, agents given up,
-# reported deaths, worlds with mismatched collectives, the loss of all state holders, and a
-# coordinator that no other node reaches.
+# reported deaths, worlds with mismatched collectives, the loss of all state holders, a coordinator
+# that no other node reaches, and two nodes that do not reach each other.
 FAULTS_MAX = 100
 GIVEN_UP_FIRST = 2 * FAULTS_MAX
 SEES_DEATHS = 3 * FAULTS_MAX
@@ -45,6 +45,7 @@ STILL = (
 MISMATCH = 4 * FAULTS_MAX
 HOLDERS_LOST = 5 * FAULTS_MAX
 LEADER_ISOLATED = 6 * FAULTS_MAX
+PAIR_APART = 7 * FAULTS_MAX
 # How often each kind of fault is drawn, relative to the others.
 WEIGHTS = {
     "crash": 4,
@@ -203,6 +204,7 @@ def setup_of(
             *(_holders_lost(seed) if in_place and not shrinks else ()),
             *(_given_up(seed) + _sees_deaths(seed) if store_backed else ()),
             *(_leader_isolated(seed) if store_backed else ()),
+            *(_pair_apart(seed) if store_backed and in_place else ()),
         ),
         in_place=in_place,
         rejects=random.Random(f"rejects {seed}").random() < 0.3,
@@ -271,6 +273,15 @@ def _leader_isolated(seed: int) -> tuple[PlannedFault, ...]:
         return ()
     at_s = FIRST_S + rng.random() * (LAST_S - FIRST_S)
     return (PlannedFault(LEADER_ISOLATED, at_s, "leader_isolated"),)
+
+
+def _pair_apart(seed: int) -> tuple[PlannedFault, ...]:
+    """Draw when two nodes no longer reach each other, for good: in some histories."""
+    rng = random.Random(f"pair apart {seed}")
+    if rng.random() > 0.1:
+        return ()
+    at_s = FIRST_S + rng.random() * (LAST_S - FIRST_S)
+    return (PlannedFault(PAIR_APART, at_s, "pair_apart"),)
 
 
 def _still(seed: int) -> tuple[PlannedFault, ...]:

@@ -106,7 +106,7 @@ def test_the_first_histories_hold_and_meet_what_they_are_meant_to_meet():
         kinds |= {planned.kind for planned in history.setting.plan}
     assert regrouped > 100 and healed > 100, (regrouped, healed)
     assert restarts > 40 and ended > 20, (restarts, ended)
-    assert len(kinds) == 41
+    assert len(kinds) == 42
 
 
 def test_histories_of_replicas_over_nodes_meet_worlds_that_are_to_be_evened_out():

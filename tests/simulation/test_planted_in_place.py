@@ -8,6 +8,7 @@ import pytest
 from elastane.agent.rules import Group, LocalWorkers
 from elastane.coordinator.rules import (
     admission,
+    cuts,
     drain,
     incident,
     machine,
@@ -239,7 +240,7 @@ def test_stopped_workers_that_alone_had_a_step_are_found(monkeypatch):
 
 def test_the_last_that_leave_during_a_drain_and_do_not_save_are_found(monkeypatch):
     monkeypatch.setattr(drain, "stop_at_target", lambda state: None)
-    assert "leaves with step" in first_failure(100, first=1360)
+    assert "leaves with step" in first_failure(20, first=3255)
 
 
 def test_a_node_that_takes_part_with_some_of_its_workers_is_found(monkeypatch):
@@ -312,3 +313,13 @@ def test_a_restart_that_a_leave_or_a_charged_loss_makes_necessary_and_that_is_ch
 def test_a_coordinator_that_no_node_reaches_and_that_stays_is_found(monkeypatch, steps_down, first):
     monkeypatch.setattr(StepDowns, "is_due", steps_down)
     assert "nodes were there, undisturbed" in first_failure(10, first=first)
+
+
+def test_two_nodes_that_do_not_reach_each_other_and_are_both_kept_are_found(monkeypatch):
+    monkeypatch.setattr(cuts, "leave_out", lambda state: "")
+    assert first_failure(40, first=2860)
+
+
+def test_a_drain_that_hides_nodes_that_do_not_reach_each_other_is_found(monkeypatch):
+    monkeypatch.setattr(recovery, "end_cut_drain", lambda state: False)
+    assert "nothing was trained" in first_failure(5, first=1436)

@@ -1165,8 +1165,12 @@ class Group:
         return not self.assignment.waiting and self.done.keys() >= {*places}
 
     def has_finished(self, workers: tuple[int, ...]) -> bool:
-        """Whether all workers succeeded, and no worker of `workers` was started after that."""
-        return self.phase == "succeeded" and not {*workers} & {*self.recoverable}
+        """Whether `workers`, or all, exited with code 0, and none of them was started after that.
+
+        Another worker of the node may have been lost in that moment: its replacement has no place.
+        """
+        done = bool(workers) and self.done.keys() >= {*workers}
+        return (done or self.phase == "succeeded") and not {*workers} & {*self.recoverable}
 
     def has_place(self, local_rank: int) -> bool:
         """Whether the worker belongs to the current world of this group."""

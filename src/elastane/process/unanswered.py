@@ -68,7 +68,7 @@ def own_addresses() -> tuple[str, ...]:
     with contextlib.suppress(OSError), Path("/proc/net/fib_trie").open() as table:
         for line in table:
             words = line.split()
-            if words[0] == "|--":
+            if words[:1] == ["|--"]:
                 last = words[1]
             elif words == ["/32", "host", "LOCAL"] and not last.startswith("127."):
                 found.add(last)

@@ -11,6 +11,7 @@ from elastane.protocol.effects import (
     Decline,
     Exit,
     MarkGroup,
+    RegroupWorkers,
     StartGroup,
     StopGroup,
     Transmit,
@@ -522,6 +523,19 @@ def test_a_drain_that_the_job_does_not_answer_ends_without_workers_too():
     assert agent.effect(Exit).code == ExitCode.DRAINED
     assert "longer than it may" in agent.effect(Exit).reason
     assert agent.now_s < 120.0
+
+
+def test_workers_that_had_ended_well_as_another_was_lost_report_it_of_the_next_world():
+    agent = Agent().running()
+    agent.does(GroupAble(FENCE, (0, 1), PortOffer(2, True)))
+    agent.does(WorkerFailed(FENCE, Failure(local_rank=0, rank=0, pid=7, exit_code=-9), 1.0))
+    agent.does(GroupAble(FENCE, (), PortOffer(2, True)))
+    agent.does(WorkerSucceeded(FENCE, 1))
+    assert not agent.sent(Succeeded)
+    after = msgspec.structs.replace(assignment(), fence=Fence(4, 0), workers=(1,), in_place=True)
+    agent.told(Assign(after))
+    assert [message.fence for message in agent.sent(Succeeded)] == [Fence(4, 0)]
+    assert not agent.effect(RegroupWorkers)
 
 
 def test_a_group_that_succeeded_runs_again_when_a_later_worker_gets_a_place():

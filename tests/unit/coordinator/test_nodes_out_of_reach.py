@@ -11,15 +11,17 @@ from elastane.protocol.culprits import ProcessFacts, StandstillEvidence
 from elastane.protocol.limits import LEFT_OUT_FIRST_S, LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
+    Able,
     Close,
     Drain,
     Heartbeat,
     Interrupt,
     Lost,
+    Prepare,
     StandstillReport,
     Stop,
 )
-from elastane.protocol.model import WaitPoint
+from elastane.protocol.model import PortOffer, WaitPoint
 
 GLOO = (
     "lost a peer: Gloo connectFullMesh failed with timed out connecting: SO_ERROR: No route to"
@@ -152,6 +154,32 @@ def test_a_node_that_is_needed_is_let_in_before_its_pause_ends():
     job.breaks("b")
     job.passes(1.0, alive="ac")
     assert members(job) == ["a", "c"]
+
+
+def test_a_spare_takes_the_place_of_the_node_that_is_left_out():
+    job = in_place(low=3, nodes="abc")
+    job.join("d")
+    for node_id, others in (("a", ()), ("b", "c"), ("c", "b")):
+        stands(job, node_id, *others)
+    assert Prepare in kinds(job, "d"), "a place is free, though c keeps its workers"
+    [prepare] = job.got("d", Prepare)
+    offer = PortOffer(9000, True)
+    job.says("d", Able(workers=(0, 1), offer=offer, fence=prepare.assignment.fence))
+    able(job, "a", "b")
+    job.passes(3.0, alive="abcd")
+    assert members(job) == ["a", "b", "d"]
+
+
+def test_a_drain_ends_where_two_nodes_do_not_reach_each_other():
+    job = in_place(low=1, nodes="abc")
+    job.leaves("a")
+    assert job.phase == "draining"
+    for node_id, others in (("a", ()), ("b", "c"), ("c", "b")):
+        stands(job, node_id, *others)
+    job.passes(1.0, alive="abc")
+    [why] = reasons(job, EventKind.INCIDENT)
+    assert "the job continues without c" in why
+    assert "c" not in members(job)
 
 
 def test_workers_that_start_afresh_are_stopped_and_the_job_continues_without_the_node():

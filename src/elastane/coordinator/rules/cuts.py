@@ -170,9 +170,13 @@ def _mark(state: State, nodes: Iterable[KnownNode], *, left_out: bool) -> None:
 
 
 def _are_enough(state: State, without: Sequence[KnownNode]) -> bool:
-    """Whether a world can follow without these nodes."""
+    """Whether a world can follow without these nodes; spares may have to start workers first."""
     if state.in_place.active:
-        return next_world.are_enough(state, next_world.next_world(state))
+        others = [n for n in state.roster.nodes.values() if n.session and not n.leaving]
+        spared = [n for n in others if not n.is_left_out]
+        return len(spared) >= sizing.fewest_nodes(state) or next_world.are_enough(
+            state, next_world.next_world(state)
+        )
     members = [n for n in state.roster.members() if n.session and not n.leaving]
     staying = {n.id for n in members} - {n.id for n in without}
     return len(staying | state.roster.idle) >= sizing.fewest_nodes(state)

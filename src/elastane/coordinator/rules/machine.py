@@ -464,8 +464,8 @@ def _draining(state: State) -> bool:
     recovery.begin_if_all_recover(state)
     if not state.incidents.current.planned:
         return _end_world(state, state.incidents.current.reason)
-    if state.in_place.active:
-        recovery.log_stall(state)
+    if state.in_place.active and recovery.end_cut_drain(state):
+        return _end_cut_world(state)
     # After the request to checkpoint, an exit with 0 may only mean that a worker did that.
     asked = state.drain.target_sent or state.drain.began_earlier
     if not asked and len(state.roster.succeeded) == len(state.world.members):
@@ -486,6 +486,14 @@ def _draining(state: State) -> bool:
     if state.drain.target_sent and not state.roster.unsaved:
         return _end_drained(state, state.incidents.current.reason)
     return _await_drained(state)
+
+
+def _end_cut_world(state: State) -> bool:
+    """End a world that reaches no boundary, since some of its nodes do not reach others."""
+    if recovery.has_stalled_too_often(state):
+        return ending.stalled(state)
+    assert state.incidents.current is not None
+    return _end_world(state, state.incidents.current.reason)
 
 
 def _end_drained(state: State, reason: str) -> bool:

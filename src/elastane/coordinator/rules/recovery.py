@@ -97,6 +97,14 @@ def has_unexplained_peer_loss(state: State) -> bool:
     return True
 
 
+def end_cut_drain(state: State) -> bool:
+    """End a drain if some nodes do not reach others: the world makes no step to a boundary."""
+    log_stall(state)
+    if not cuts.found(state):
+        return False
+    return end_if_stalled(state) or has_unexplained_peer_loss(state)
+
+
 def log_stall(state: State) -> None:
     """Log where each worker waits, once all workers of the world wait for one another."""
     assert state.world is not None
@@ -432,9 +440,10 @@ def prepare_standbys(state: State) -> None:
         return
     if next_world.joining(state) is Joining.NEVER:
         return
-    # The record of the world does not count: a departed node has freed its place.
-    here = {node.id for node in state.roster.members()}
-    room = sizing.most_nodes(state) - len(here | state.roster.with_standbys)
+    # The record of the world does not count: a departed node has freed its place, and so has one
+    # that is left out.
+    here = {node.id for node in state.roster.members()} | state.roster.with_standbys
+    room = sizing.most_nodes(state) - len(here - state.left_out.until_s.keys())
     arrived = sorted(state.roster.idle - state.roster.unready)
     for node in sizing.nodes_to_start_afresh(state):
         _start_afresh(state, node, "what its workers hold completes no replica")
