@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 
-from elastane.coordinator.step_downs import StepDowns
+from elastane.coordinator.rules import StepDowns
 from elastane.protocol.effects import Exit
 from elastane.protocol.events import Fenced, Resized, Signalled
 from elastane.protocol.limits import STEP_DOWN_PAUSE_S

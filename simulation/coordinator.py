@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from elastane.coordinator.rules import MembershipPhase, Rendezvous, Takeover
-from elastane.coordinator.step_downs import StepDowns
+from elastane.coordinator.rules import MembershipPhase, Rendezvous, StepDowns, Takeover
 from elastane.protocol.effects import Finished, Hangup, Persist, RendezvousEffect, Send, WriteEvent
 from elastane.protocol.events import (
     AuthorityChanged,

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from elastane.agent.rules import AgentCore, Readings
-from elastane.coordinator.step_downs import StepDowns
+from elastane.coordinator.rules import StepDowns
 from elastane.errors import ExitCode
 from elastane.protocol.effects import (
     AgentEffect,

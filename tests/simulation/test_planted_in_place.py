@@ -22,7 +22,7 @@ from elastane.coordinator.rules.nodes import HeldWorkers, Place
 from elastane.coordinator.rules.sizing import NodeWorkers
 from elastane.coordinator.rules.state import MembershipPhase
 from elastane.coordinator.rules.state_holders import StateHolders
-from elastane.coordinator.step_downs import StepDowns
+from elastane.coordinator.rules.step_downs import StepDowns
 from elastane.protocol.effects import RegroupWorkers
 from elastane.protocol.hangs import HANG_STEPS_FIRST, HangRules
 from elastane.protocol.limits import STEP_DOWN_S
@@ -304,7 +304,7 @@ def test_a_restart_that_a_leave_or_a_charged_loss_makes_necessary_and_that_is_ch
     [
         pytest.param(lambda steps, world, short_s: False, 2690, id="never"),
         pytest.param(
-            lambda steps, world, short_s: not steps.pauses and short_s >= STEP_DOWN_S,
+            lambda steps, world, short_s: not steps.stands_later and short_s >= STEP_DOWN_S,
             1690,
             id="once",
         ),

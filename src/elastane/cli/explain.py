@@ -248,7 +248,7 @@ def _failure_lines(one: SeenFailure, said_max: int, *, root: bool) -> list[str]:
         lines += [f"    | {line}" for line in said[-said_max:]]
     if one.kind:
         told = f": {one.clue}" if one.clue and one.clue not in one.message + one.exit else ""
-        lines.append(f"    class {one.kind}, another attempt {one.outlook}{told}")
+        lines.append(f"    class {one.kind}; another attempt: {one.outlook}{told}")
         lines += [f"    next: {one.next_step}"] if root and one.next_step else []
     for label, path in (("error file", one.error_file), ("its log", one.log_file)):
         lines += [f"    {label}: {path}"] if path else []

@@ -306,7 +306,7 @@ def report_lines(report: Report, endpoint: str) -> list[str]:
 
 
 def _seen(report: Report) -> tuple[NodeStatus, ...]:
-    """Return the nodes, of which those with workers stand still while the job does."""
+    """Return the nodes; while the job is stalled, those with workers are shown as stalled."""
     if not report.stalled:
         return report.nodes
     from msgspec.structs import replace

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from elastane.coordinator import Coordinator
-from elastane.coordinator.rules import FIRST_TERM, Rendezvous, Takeover
+from elastane.coordinator.rules import NO_PREDECESSOR, Rendezvous, Takeover
 from elastane.errors import RendezvousRefusedError
 from elastane.kubernetes.store.settings import JOB_VARIABLE, POD_VARIABLE
 from elastane.process.rpc import Access, insist_on_room
@@ -67,10 +67,9 @@ class CoordinatorHost:
 
     def shortage(self) -> tuple[Fence | None, float]:
         """Return the fence of the last world, and for how long too few nodes have been left."""
-        machine = self._machine
-        return (
-            (machine.last_fence, machine.short_of_nodes_s) if machine is not None else (None, 0.0)
-        )
+        if self._machine is None:
+            return None, 0.0
+        return self._machine.last_fence, self._machine.short_of_nodes_s
 
     def check(self, record: JobRecord | None) -> None:
         """Raise if this agent's job differs from the recorded one: it must not decide for that."""
@@ -88,7 +87,10 @@ class CoordinatorHost:
         )
 
     async def serve(
-        self, listener: socket.socket, takeover: Takeover = FIRST_TERM, save: Save = keep_no_record
+        self,
+        listener: socket.socket,
+        takeover: Takeover = NO_PREDECESSOR,
+        save: Save = keep_no_record,
     ) -> Outcome | None:
         """Serve until the job has ended (its outcome) or leadership was lost (None).
 
@@ -96,11 +98,7 @@ class CoordinatorHost:
         world.
         """
         insist_on_room(self.spec.min_nodes)
-        machine = Rendezvous(
-            self.spec,
-            time.monotonic(),
-            takeover,
-        )
+        machine = Rendezvous(self.spec, time.monotonic(), takeover)
         coordinator = Coordinator(
             machine,
             listener,

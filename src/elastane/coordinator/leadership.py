@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 
 from elastane.coordinator.election import Election
 from elastane.coordinator.host import CoordinatorHost
-from elastane.coordinator.rules import Takeover
-from elastane.coordinator.step_downs import StepDowns
+from elastane.coordinator.rules import StepDowns, Takeover
 from elastane.errors import ConfigurationError, ElastaneError, MembershipError, StoreError
 from elastane.process.endpoint import Endpoint, is_mine, listen, local_addresses
 from elastane.process.resolver import resolve
@@ -198,7 +197,7 @@ class StoreLeadership:
             if ended:
                 await self._tidy()
                 return
-            await asyncio.sleep(STEP_DOWN_PAUSE_S if self._step_downs.pauses else _PAUSE_S)
+            await asyncio.sleep(STEP_DOWN_PAUSE_S if self._step_downs.stands_later else _PAUSE_S)
 
     async def _tidy(self) -> None:
         """Remove the job's keys from the store, except its outcome."""

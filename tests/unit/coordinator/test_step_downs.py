@@ -3,7 +3,7 @@
 import pytest
 from coordinator_driver import Driver, job_spec
 
-from elastane.coordinator.step_downs import StepDowns
+from elastane.coordinator.rules.step_downs import StepDowns
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import Fence
 
@@ -37,13 +37,13 @@ def test_a_short_join_timeout_leaves_the_first_wait():
 def test_another_world_and_another_coordinator_begin_anew():
     steps = step_downs()
     steps.note(WORLD, 5.0, 100.0)
-    assert steps.pauses and due_s(steps) == 10
+    assert steps.stands_later and due_s(steps) == 10
     assert due_s(steps, Fence(5, 0)) == 5
     assert steps.waited_s(Fence(5, 0), 120.0) == 0.0
     steps.note(Fence(5, 0), 5.0, 200.0)
     assert steps.waited_s(Fence(5, 0), 210.0) == 15.0
     steps.forget()
-    assert not steps.pauses and due_s(steps, Fence(5, 0)) == 5
+    assert not steps.stands_later and due_s(steps, Fence(5, 0)) == 5
     assert steps.waited_s(Fence(5, 0), 220.0) == 0.0
 
 

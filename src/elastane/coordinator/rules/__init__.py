@@ -13,11 +13,14 @@ inner modules, except checks of the simulation.
     a planned change                                   changes, drain
     where the training state is                        state_holders
     which nodes are alive                              liveness
+    which members do not reach one another             cuts
+    when a coordinator steps down for lack of nodes    step_downs
     what agents report                                 reports; kept in nodes
     the end of the job                                 ending
 """
 
 from elastane.coordinator.rules.machine import Rendezvous
-from elastane.coordinator.rules.state import FIRST_TERM, MembershipPhase, Takeover
+from elastane.coordinator.rules.state import NO_PREDECESSOR, MembershipPhase, Takeover
+from elastane.coordinator.rules.step_downs import StepDowns
 
-__all__ = ["FIRST_TERM", "MembershipPhase", "Rendezvous", "Takeover"]
+__all__ = ["NO_PREDECESSOR", "MembershipPhase", "Rendezvous", "StepDowns", "Takeover"]

@@ -94,7 +94,7 @@ def leave_out(state: State) -> str:
 
 
 def leave_out_failed(state: State, incident: Incident) -> str:
-    """Do so for an incident of workers that start afresh, and could not connect to others.
+    """Leave out nodes after workers that start afresh could not connect to others.
 
     A connection that was refused proves nothing: the other worker may have ended.
     """
@@ -172,9 +172,9 @@ def _mark(state: State, nodes: Iterable[KnownNode], *, left_out: bool) -> None:
 def _are_enough(state: State, without: Sequence[KnownNode]) -> bool:
     """Whether a world can follow without these nodes; spares may have to start workers first."""
     if state.in_place.active:
-        others = [n for n in state.roster.nodes.values() if n.session and not n.leaving]
-        spared = [n for n in others if not n.is_left_out]
-        return len(spared) >= sizing.fewest_nodes(state) or next_world.are_enough(
+        here = [n for n in state.roster.nodes.values() if n.session and not n.leaving]
+        others = [n for n in here if not n.is_left_out]
+        return len(others) >= sizing.fewest_nodes(state) or next_world.are_enough(
             state, next_world.next_world(state)
         )
     members = [n for n in state.roster.members() if n.session and not n.leaving]

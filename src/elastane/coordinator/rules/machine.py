@@ -81,7 +81,7 @@ from elastane.coordinator.rules.incident import Incident, Incidents, RestartBudg
 from elastane.coordinator.rules.nodes import KnownNode, Place, named
 from elastane.coordinator.rules.ranks import member_of
 from elastane.coordinator.rules.state import (
-    FIRST_TERM,
+    NO_PREDECESSOR,
     CoordinatorTerm,
     MembershipPhase,
     Stage,
@@ -125,7 +125,7 @@ class Rendezvous:
     The same events at the same times give the same effects.
     """
 
-    def __init__(self, spec: JobSpec, now_s: float, takeover: Takeover = FIRST_TERM) -> None:
+    def __init__(self, spec: JobSpec, now_s: float, takeover: Takeover = NO_PREDECESSOR) -> None:
         record = takeover.record
         budget = RestartBudget.of(spec.max_restarts, record)
         if record is not None and record.resized:

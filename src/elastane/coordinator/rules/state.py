@@ -124,8 +124,8 @@ class Takeover:
     waited_s: float = 0.0
 
 
-# That of a job that begins, without a store.
-FIRST_TERM = Takeover()
+# What the first coordinator of a job without a store starts from.
+NO_PREDECESSOR = Takeover()
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """When the coordinator of a node steps down, because too few nodes reach it.
 
 Behind a cut network the lost nodes may reach one another and the store, but not this host: one of
-them should lead. If none takes over, this node leads again, and steps down again after twice the
-time: the other nodes may have come late. Pure; the simulation has the same rule.
+them should lead. If none is elected, this node leads again, and steps down after twice the time,
+because the other nodes may have come late. Pure.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ _LONGEST_SHARE = 0.1
 class StepDowns:
     """How often the coordinators of one node stepped down for lack of nodes, and since when.
 
-    They belong to one shortage as long as the world is the same, and no other coordinator is found.
+    The count is of one shortage: it ends with the next world, or once this node has found another
+    coordinator.
     """
 
     timing: Timing
@@ -39,17 +40,17 @@ class StepDowns:
         self._times += 1
 
     def forget(self) -> None:
-        """Begin anew: this node has found another coordinator."""
+        """Count from zero, since this node has found another coordinator."""
         self._times = 0
 
     def waited_s(self, world: Fence | None, now_s: float) -> float:
-        """Return for how long the job has been short of nodes as a term of this node begins.
+        """Return for how long the job has been short of nodes when a term of this node begins.
 
-        It counts against join_timeout, which would never end otherwise.
+        This time counts against join_timeout. Otherwise each term would wait for all of it.
         """
         return now_s - self._since_s if self._times and world == self._world else 0.0
 
     @property
-    def pauses(self) -> bool:
-        """Whether this node lets others stand first, since its coordinator stepped down."""
+    def stands_later(self) -> bool:
+        """Whether this node lets the others campaign first, since its coordinator stepped down."""
         return self._times > 0
