@@ -65,7 +65,8 @@ def _pattern(path: Path, number: int, entry: object) -> Pattern:
             raise _unusable(path, f"{where}: {key} = {value!r}")
     kind, sign = entry.get("class", ""), entry.get("sign", "")
     if not _KIND.fullmatch(kind) or not sign:
-        raise _unusable(path, f"{where} needs a class of small letters, and a sign")
+        needs = f"{where} needs a class of small letters, and a sign"
+        raise _unusable(path, f"{needs}: class = {kind!r}, sign = {sign!r}")
     try:
         return Pattern(
             kind=kind,
@@ -88,4 +89,5 @@ def _unusable(path: Path, reason: str) -> ConfigurationError:
             "TOML tables [[pattern]] with class and sign, and perhaps outlook (may-pass,"
             " same-again, unknown), next and anywhere"
         ),
+        next_step="correct that entry; docs/failure-classes.md has an example",
     )
