@@ -25,6 +25,7 @@ class ObservedNode(Protocol):
     size: int
     node_rank: int | None
     alive: bool
+    paused: bool  # its agent stands still
     life: int
     incarnation: str
     welcomed: bool

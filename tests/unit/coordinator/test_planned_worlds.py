@@ -433,11 +433,15 @@ def test_a_node_leaves_at_once_if_no_worker_has_reached_a_boundary():
     assert not job.got("a", DrainTarget), "it would send SIGTERM to workers that catch it"
 
 
-def asks_restart(job, node_id, local_rank):
-    """A survivor ends, since the world cannot continue without the lost worker."""
+def asks_restart(job, node_id, local_rank, *earlier):
+    """A survivor ends, since the world cannot continue without the lost worker.
+
+    `earlier`: failures of its node that its agent reports again.
+    """
     said = "elastane: all workers restart: the worker of rank 0 is lost [in-place-restart]"
     failure = Failure(local_rank=local_rank, rank=1, pid=5, exit_code=75, message=said)
-    job.says(node_id, Failed(fence=job.assigned[node_id].fence, failures=(failure,)))
+    failures = (*earlier, failure)
+    job.says(node_id, Failed(fence=job.assigned[node_id].fence, failures=failures))
 
 
 def used_by_loss_and_restart(job, *survivors):
@@ -468,6 +472,19 @@ def test_the_root_cause_of_a_restart_that_workers_ask_for_begins_with_the_loss()
     assert re.fullmatch(r"worker of rank 0 \(.*\) on node a ended with SIGKILL", lost)
     assert restart.data["cause_rank"] == 0 and restart.data["consequences"] == 3
     assert "ended with exit code 75" in asked and "the worker of rank 0 is lost" in asked
+
+
+def test_a_charged_standby_is_not_charged_again_with_a_restart_that_all_ask_for():
+    job = shrunk(low=2, restarts=9)
+    dies(job, "a", local_rank=0, pid=4243)
+    assert job.persisted[-1].restarts_used == 2, "a member, and the standby in its place"
+    asks_restart(job, "b", 0), asks_restart(job, "b", 1)
+    assert Stop in kinds(job, "a"), "too few are left"
+    standby = Failure(local_rank=0, rank=0, pid=4243, exit_code=-9)
+    asks_restart(job, "a", 1, standby)
+    job.stops("a", "b")
+    job.passes(20.0, alive="ab")
+    assert job.phase == "running" and job.persisted[-1].restarts_used == 2
 
 
 def test_a_restart_of_all_is_charged_if_the_loss_was_not():

@@ -197,8 +197,9 @@ def _ready(state: State, node: KnownNode) -> None:
 
 def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
     """Put failures of `node` on the coordinator's time line."""
+    # An agent reports all its failures each time; a lost standby among them was charged by itself.
+    failures = tuple(f for f in failures if not node.workers.is_known_loss(f))
     if state.phase in (MembershipPhase.RECOVERING, MembershipPhase.FORMING):
-        failures = tuple(f for f in failures if not node.workers.is_known_loss(f))
         node.keep_failures(failures)  # Counted once this world is known to be the current one.
         return
     if state.in_place.active or node.place is Place.STANDBY:
@@ -234,7 +235,6 @@ def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]
 
 def _of_places(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
     """Return the failures of workers with a place; failures of standbys are handled here."""
-    failures = tuple(f for f in failures if not node.workers.is_known_loss(f))
     standby = node.place is Place.STANDBY
     places = () if standby else set(node.workers.ranks) - node.workers.lost
     inside = tuple(f for f in failures if f.local_rank in places)
