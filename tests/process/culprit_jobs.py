@@ -27,9 +27,16 @@ CLASSES = {
     "large": "other-shape",
     "small": "other-shape",
 }
+# With the faults that end the worker: it is named by its end, and without a class.
+KINDS = {
+    **{kind: named for kind, named in CLASSES.items() if kind != "extra"},
+    "killed": "",
+    "raised": "",
+    "exited": "",
+}
 # After these the wait never ends, so the agent ends the culprit, or gloo a worker that received too
 # much, and all workers restart.
-ENDED = ("stop", "other", "extra", "large", "small")
+ENDED = ("stop", "other", "extra", "large", "small", "killed", "raised", "exited")
 
 
 class CulpritJob:
@@ -80,10 +87,12 @@ class CulpritJob:
     def fault(self, fault: str, rank: int) -> tuple[LoggedEvent, float]:
         """Let a rank show a fault; return the event about it, and after how many seconds it came.
 
+        That of a worker that ends is the restart of all workers, which names it as the cause.
+
         The job trains again when this returns.
         """
         found, took_s = self.begin_fault(fault, rank)
-        self.told.unlink()
+        self.told.unlink(missing_ok=True)
         if fault == "disk":
             with (self.folder / "slow-disk").open("wb", buffering=0) as file:
                 file.write(b"x")
@@ -92,12 +101,13 @@ class CulpritJob:
 
     def begin_fault(self, fault: str, rank: int) -> tuple[LoggedEvent, float]:
         """Let a rank show a fault; return as `fault` does, while the fault lasts."""
-        before = len(self.cluster.events("culprit"))
+        kind = "culprit" if fault in CLASSES else "restart"
+        before = len(self.cluster.events(kind))
         begun_s = time.monotonic()
         new = self.told.with_suffix(".new")
         new.write_text(f"{fault} {rank}")
         new.rename(self.told)
-        found = self.cluster.wait_event("culprit", count=before + 1)
+        found = self.cluster.wait_event(kind, count=before + 1)
         return found, time.monotonic() - begun_s
 
     def wait_still(self) -> None:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 import pytest
-from culprit_jobs import CLASSES
+from culprit_jobs import KINDS
 from test_recovery_in_place import SCRIPT, InPlace, starts
 
 from elastane.protocol.hangs import HANG_STALL_S
@@ -177,14 +177,7 @@ def waited_s(job):
     return time.monotonic() - max(lines[-1]["at_s"] for lines in job.said().values())
 
 
-# Class of the verdict by the fault; "" where the worker ends and is named by its end alone.
-KINDS = {
-    **{kind: named for kind, named in CLASSES.items() if kind != "extra"},
-    "killed": "",
-    "raised": "",
-    "exited": "",
-}
-SOAK_FAULTS = int(os.environ.get("SOAK_FAULTS", "130"))
+SOAK_FAULTS = int(os.environ.get("SOAK_FAULTS", "600"))
 SOAK_SEED = int(os.environ.get("SOAK_SEED", "7"))
 
 

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -94,9 +95,23 @@ def small(_total):
     dist.all_reduce(torch.ones(3))
 
 
-FAULTS = {
-    each.__name__: each for each in (loop, sleep, lock, disk, stop, other, extra, large, small)
-}
+def killed(_total):
+    TOLD.unlink()  # or the worker that replaces this one would show the fault as well
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raised(_total):
+    TOLD.unlink()
+    raise RuntimeError("planted")
+
+
+def exited(_total):
+    TOLD.unlink()
+    sys.exit(3)
+
+
+WAITS = (loop, sleep, lock, disk, stop, other, extra, large, small)
+FAULTS = {each.__name__: each for each in (*WAITS, killed, raised, exited)}
 
 
 def main():
