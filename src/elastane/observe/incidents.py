@@ -265,7 +265,7 @@ def _worker_exited(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
         return _ends_next_world(history, restarted, event, f"{text}: {headline(said)}")
     standstill = _standstill(history, event)
     if standstill is not None:
-        return _ends_world(history, standstill, event, text)
+        return _ends_world(history, standstill, event, text, failed)
     age_s = event.measure("age_s")
     return _opened(
         history,
@@ -316,14 +316,21 @@ def _open_stall(history: IncidentHistory, event: LoggedEvent) -> IncidentView | 
 
 
 def _ends_world(
-    history: IncidentHistory, stall: IncidentView, event: LoggedEvent, text: str
+    history: IncidentHistory,
+    stall: IncidentView,
+    event: LoggedEvent,
+    text: str,
+    failed: ShownFailure,
 ) -> IncidentHistory:
     """Let a standstill be the incident that ends its world, since a worker of it has failed.
 
-    The failure follows from the standstill: its agent ended the worker, or a worker that waited
-    gave up. So the cause remains what was found at the standstill.
+    Most often the failure follows from the standstill: its agent ended the worker, or a worker that
+    waited gave up. So the cause remains what was found, until the coordinator has found another.
     """
-    changes: dict[str, object] = {"evidence": (*stall.evidence, text)[:EVIDENCE_MAX]}
+    changes: dict[str, object] = {
+        "evidence": (*stall.evidence, text)[:EVIDENCE_MAX],
+        "others": (*stall.others, failed)[:EVIDENCE_MAX],
+    }
     if event.number("rank") == stall.rank:
         changes["local_rank"], changes["pid"] = event.number("local_rank"), event.number("pid")
         changes["message"], changes["log_file"] = event.text("message"), event.text("log_file")
@@ -398,20 +405,25 @@ def _charged(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
 def _finding(incident: IncidentView, event: LoggedEvent) -> dict[str, object]:
     """Return the cause as the coordinator found it.
 
-    That of a standstill is known before. What ended a later world only follows from the cause.
+    What ended a later world only follows from the cause.
     """
-    if incident.standstill or incident.also_ended == (event.round, event.attempt):
+    if incident.also_ended == (event.round, event.attempt):
         return {}
     rank = event.number("cause_rank")
     rank = incident.rank if rank is None else rank
     node = event.text("cause_node") or incident.node
+    said = event.text("cause")
+    if incident.standstill and incident.cause in said:
+        return {"cause": said, "others": ()}
+    if incident.standstill and (rank, node) == (incident.rank, incident.node):
+        return {"others": ()}  # An agent that ended its own worker said more than its end does.
     found: dict[str, object] = {"node": node, "rank": rank, "others": ()}
     if (rank, node) != (incident.rank, incident.node):
         # The log had the failure of another worker first, whose output is of no use here.
         named = (one for one in incident.others if (one.rank, one.node) == (rank, node))
         if (cause := next(named, None) or _named_worker(event, node, rank)) is not None:
             found |= msgspec.structs.asdict(cause)
-    return {**found, "cause": event.text("cause") or incident.cause}
+    return {**found, "cause": said or incident.cause}
 
 
 def _named_worker(event: LoggedEvent, node: str, rank: int | None) -> ShownFailure | None:

@@ -108,11 +108,12 @@ class Reports:
     """Selects the verdicts of one world that are worth a report.
 
     A wait that ended by itself may come again, since a script may evaluate on one rank after each
-    epoch. A wait of the same kind at the same place is reported only once it lasts twice as long.
+    epoch. A wait of the same kind for the same ranks at the same place is reported only once it
+    lasts twice as long. The ranks count too: loaders that hang at one line hang on any rank.
     """
 
     def __init__(self) -> None:
-        self._passed_s: dict[tuple[Kind, str], float] = {}
+        self._passed_s: dict[tuple[Kind, str, tuple[int, ...]], float] = {}
         self.current: Verdict | None = None
 
     def is_new(self, verdict: Verdict, still_s: float) -> bool:
@@ -127,7 +128,7 @@ class Reports:
 
     def due_after_s(self, verdict: Verdict) -> float:
         """Return how long a wait has to last before this verdict of it is reported."""
-        passed_s = self._passed_s.get((verdict.kind, verdict.place), 0.0)
+        passed_s = self._passed_s.get((verdict.kind, verdict.place, verdict.ranks), 0.0)
         return 0.0 if verdict.is_certain else PASSED_FACTOR * passed_s
 
     def end(self, still_s: float) -> bool:
@@ -137,7 +138,7 @@ class Reports:
             return False
         if len(self._passed_s) >= PASSED_MAX:
             self._passed_s.clear()
-        self._passed_s[reported.kind, reported.place] = still_s
+        self._passed_s[reported.kind, reported.place, reported.ranks] = still_s
         return True
 
     def forget(self) -> None:

@@ -60,6 +60,8 @@ _PASSING = re.compile(
     r"\bDist\w*Error|(?<!re)store",
     re.IGNORECASE,
 )
+# A collective that ended after its timeout: gloo says so in one line, NCCL's watchdog in another.
+_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 # Crash sites of the workers of one attempt: enough for an error that names its rank to come again.
 CRASH_SITES_MAX = 16
 # A process needs this long to end after its program has returned and its sockets were closed, and
@@ -359,8 +361,36 @@ def after_mismatch(
     that differs from most, the first failure remains the cause.
     """
     cause = msgspec.structs.replace(cause, what=f"{sentence}; so {cause.what}", is_mismatch=True)
-    if worker is None:
+    return cause if worker is None else _by_worker(cause, worker, sightings)
+
+
+def after_wait(cause: Cause, wait: Verdict, sightings: Sequence[Sighting]) -> Cause:
+    """Return the cause of failures in a world whose workers waited for one, as was reported.
+
+    That wait is the cause if the awaited worker itself failed first, or if the first one to fail
+    gave up its own wait. Any other failure has a cause of its own.
+    """
+    first = cause.failure
+    if first is None or cause.is_mismatch:
         return cause
+    worker = wait.worker
+    is_own = worker is not None and (cause.node_id, first.pid) == (worker.node_id, worker.pid)
+    if not (is_own or first.lives or is_lost_peer(first) or _gave_up(first)):
+        return cause
+    if wait.sentence not in cause.what:  # Its agent says it of a worker that it ended.
+        follows = "then" if is_own else "so"
+        what = f"{wait.sentence}; {follows} {cause.what}"
+        cause = msgspec.structs.replace(cause, what=what, is_mismatch=wait.is_mismatch)
+    return cause if worker is None or is_own else _by_worker(cause, worker, sightings)
+
+
+def _gave_up(failure: Failure) -> bool:
+    """Whether the worker's own group ended its wait after the timeout that the script gave it."""
+    return not _is_unexplained(failure) and _TIMED_OUT.search(failure.message) is not None
+
+
+def _by_worker(cause: Cause, worker: NamedWorker, sightings: Sequence[Sighting]) -> Cause:
+    """Return the cause with this worker as the one that is to blame, whether it failed or not."""
     own = [s for s in sightings if (s.node_id, s.failure.pid) == (worker.node_id, worker.pid)]
     return msgspec.structs.replace(
         cause,

@@ -215,8 +215,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     last collectives if it lost a peer; those of all workers of the node if it received too much.
 
     An end with `exit_code` 0 is a failure too, if a program returned on one rank while the others
-    still trained: the other failures follow from it. `lives`: the worker had not failed; it called
-    another collective than the others, which made them fail.
+    still trained: the other failures follow from it. `lives`: the worker had not failed; the others
+    did because they waited for it, or because it called another collective than they.
     """
 
     local_rank: int

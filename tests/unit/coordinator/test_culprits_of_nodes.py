@@ -264,3 +264,56 @@ def test_the_rank_that_sent_too_much_is_the_culprit_of_a_worker_that_gloo_ended(
     assert found.data["class"] == "other-shape" and found.data["ranks"] == "2"
     assert (found.data["culprit_node"], found.data["culprit_pid"]) == ("b", 52)
     assert "rank 2 called all_reduce of 4,000 bytes (a.py:2)" in found.reason
+
+
+def cause_after_wait(message, *, node_id, local_rank=0, exit_code=1, **more):
+    """Let rank 2 on b compute while all others wait, a worker fail, and all stop."""
+    job = running()
+    stands_still(job, "a", 10, 10)
+    stands_still(job, "b", 9, 10, facts=ProcessFacts(busy=1.0))
+    [found] = culprits(job)
+    assert found.data["class"] == "busy" and not found.data["certain"]
+    failed = Failure(local_rank=local_rank, rank=job.assigned[node_id].rank_base + local_rank,
+                     pid=0, exit_code=exit_code, message=message, age_s=0.0, **more)  # fmt: skip
+    job.says(node_id, Failed(fence=job.assigned[node_id].fence, failures=(failed,)))
+    job.stops("a", "b")
+    [restart] = [event for event in job.events if event.kind is EventKind.RESTART]
+    return found.reason, restart.data
+
+
+def test_a_wait_that_others_give_up_remains_the_cause_and_names_its_culprit():
+    lost = "RuntimeError: [pair.cc:5] Timed out waiting 1800000ms for recv operation to complete"
+    sentence, found = cause_after_wait(lost, node_id="a", error_file="/e.json")
+    assert found["cause"].startswith(f"{sentence}; so worker of rank 0 "), found["cause"]
+    assert (found["cause_node"], found["cause_rank"]) == ("b", 2)
+    assert found["consequences"] == 1
+
+
+def test_the_end_of_a_worker_for_which_the_others_waited_is_told_after_what_it_did():
+    """A person may have killed it, as the views propose."""
+    sentence, found = cause_after_wait("", node_id="b", exit_code=-9, output=True)
+    assert found["cause"].startswith(f"{sentence}; then worker of rank 2 "), found["cause"]
+    assert (found["cause_node"], found["cause_rank"]) == ("b", 2)
+
+
+@pytest.mark.parametrize(
+    ("message", "exit_code"), [("ValueError: a bad sample", 1), ("Killed", -9)]
+)
+def test_a_failure_that_no_wait_explains_is_its_own_cause(message, exit_code):
+    _, found = cause_after_wait(
+        message, node_id="a", exit_code=exit_code, output=exit_code < 0
+    )  # fmt: skip
+    assert found["cause"].startswith("worker of rank 0 "), found["cause"]
+    assert (found["cause_node"], found["cause_rank"]) == ("a", 0)
+
+
+def test_a_wait_that_has_passed_explains_no_later_failure():
+    job = running()
+    stands_still(job, "a", 10, 10)
+    stands_still(job, "b", 9, 10, facts=ProcessFacts(busy=1.0))
+    for node_id in "ab":
+        job.says(node_id, StandstillReport(fence=job.assigned[node_id].fence, still_s=0.0))
+    job.fails("a", "Connection closed by peer")
+    job.stops("a", "b")
+    [restart] = [event for event in job.events if event.kind is EventKind.RESTART]
+    assert restart.data["cause"].startswith("worker of rank 0 "), restart.data["cause"]

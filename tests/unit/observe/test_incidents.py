@@ -258,30 +258,46 @@ def test_a_culprit_that_is_found_after_a_failure_is_the_cause_of_its_incident():
         event("culprit", "a", round=1, attempt=0, time_s=20.1, reason="rank 2 on node b: differs",
               ranks="2", still_s=0.0, culprit_node="b", culprit_local_rank=1, culprit_pid=77,
               **{"class": "other-shape"}),
-        event("restart", round=1, attempt=0, time_s=20.2, cause="rank 0", cause_rank=0),
+        event("restart", round=1, attempt=0, time_s=20.2, cause_node="b", cause_rank=2,
+              cause="rank 2 on node b: differs; so rank 0 ended"),
     )  # fmt: skip
     [one] = view.incidents.listed
     assert (one.kind, one.rank, one.node) == ("worker", 2, "b")
-    assert one.cause == "rank 2 on node b: differs"
+    assert one.cause == "rank 2 on node b: differs; so rank 0 ended"
     assert (one.local_rank, one.pid, one.log_file) == (1, 77, "")
     assert one.evidence == ("rank 0 on a: SIGKILL (from outside)",)
 
 
 def test_a_failure_during_a_standstill_keeps_its_culprit_as_the_cause():
     """The workers that wait for it fail in the end, and their failure is not the cause."""
+    found = f"{NAMED['reason']}; so rank 0 on node a timed out"
     view = play(
         settled(1, "a b", 2),
-        named(),
+        named(culprit_node="b"),
         exited(0, round=1, time_s=51.0, reason="exit code 1"),
-        event("restart", round=1, attempt=0, used=1, allowed=2, cause="rank 0 on node a timed out",
-              cause_node="a", cause_rank=0, time_s=51.1),
+        event("restart", round=1, attempt=0, used=1, allowed=2, cause=found,
+              cause_node="b", cause_rank=1, time_s=51.1),
         settled(2, "a b", 2, time_s=52.0),
         started("a", 1, round=2, attempt=0, time_s=53.0),
     )  # fmt: skip
     [one] = view.incidents.listed
-    assert (one.kind, one.rank, one.cause) == ("stall", 1, NAMED["reason"])
+    assert (one.kind, one.rank, one.node, one.cause) == ("stall", 1, "b", found)
     assert (one.from_s, one.state, one.to_s) == (30.0, "recovered", 53.0)
     assert one.evidence == ("rank 0 on a: exit code 1",)
+
+
+def test_a_failure_of_its_own_during_a_standstill_is_the_cause_as_the_coordinator_found():
+    killed = "worker of rank 0 on node a ended with SIGKILL (out of memory)"
+    view = play(
+        settled(1, "a b", 2),
+        named(culprit_node="b", culprit_local_rank=0, culprit_pid=77),
+        exited(0, round=1, time_s=51.0, log_file="/logs/0"),
+        event("restart", round=1, attempt=0, cause=killed, cause_node="a", cause_rank=0,
+              time_s=51.1),
+    )  # fmt: skip
+    [one] = view.incidents.listed
+    assert (one.node, one.rank, one.cause, one.log_file) == ("a", 0, killed, "/logs/0")
+    assert one.title.startswith("Rank 0 on a: SIGKILL"), one.title
 
 
 ASKED = "elastane: all workers restart: workers do not run the same program [in-place-restart]"

@@ -264,6 +264,16 @@ def test_a_wait_that_passed_is_reported_again_once_it_lasts_twice_as_long():
     assert reports.is_new(evaluation, 120.0)
 
 
+def test_a_wait_that_passed_for_one_rank_delays_no_report_about_another():
+    reports = Reports()
+    place = "train.py:8, main"
+    for rank in range(3):
+        loader = Verdict(kind=Kind.DATA_LOADER, ranks=(rank,), sentence="", place=place)
+        assert reports.is_new(loader, 20.0), rank
+        reports.end(25.0)
+    assert not reports.is_new(loader, 30.0)
+
+
 def test_remembered_places_of_reported_waits_are_bounded():
     reports = Reports()
     for line in range(3 * PASSED_MAX):

@@ -15,6 +15,7 @@ from elastane.errors import ExitCode
 from elastane.protocol.diagnosis import (
     Sighting,
     after_mismatch,
+    after_wait,
     crash_site,
     crash_sites,
     exit_text,
@@ -92,6 +93,8 @@ def _root_cause(state: State, incident: Incident, fence: Fence) -> Cause:
     """Return the root cause: of workers that ask for a restart, that of the earlier incident."""
     returned = state.incidents.returned if incident is state.incidents.current else ()
     cause = root_cause(incident.sightings, fence, returned)
+    if incident.wait is not None:
+        cause = after_wait(cause, incident.wait, incident.sightings)
     earlier = _explanation(state, incident)
     if earlier is None:
         return cause
@@ -259,7 +262,9 @@ def _advice(cause: Cause, failure: Failure, allowed: int) -> str:
     if says_mismatch(failure):
         return f"{_SAME_CALLS}; TORCH_DISTRIBUTED_DEBUG=DETAIL names the first that differs"
     if failure.exit_code == 0:
-        return "let all ranks make the same number of steps, or end together"
+        stacks = f"see by elastane explain, from its stacks, what rank {failure.rank} did meanwhile"
+        same = "let all ranks make the same number of steps, or end together"
+        return stacks if failure.lives else same
     clue = known_end(failure)
     known = own_next_step(failure) or (clue and clue.next_step)
     if known:

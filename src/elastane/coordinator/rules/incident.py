@@ -26,6 +26,7 @@ from elastane.protocol.diagnosis import (
 )
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, Timing
 from elastane.protocol.model import Crash, Failure, Fence, JobRecord, NamedWorker
+from elastane.protocol.verdicts import Verdict
 
 # This many attempts in a row that fail alike end the job: the third shows that it is no chance.
 SAME_CRASHES_MAX = 3
@@ -70,6 +71,7 @@ class Incident:
     asked_restart: bool = False  # a worker ended because all have to restart after a loss
     has_mismatch: bool = False  # it was logged which rank called another collective
     blame: Blame | None = None  # who did, if that was found while the workers stood still
+    wait: Verdict | None = None  # for whom the workers of the world waited, if that was reported
     own_causes: int = 0  # failures that none of these explains, nor a lost peer
     why_stopped: str = ""  # why the workers that are left do not recover in place
     cause: PastIncident | None = None  # what is remembered of it, once its cause was found

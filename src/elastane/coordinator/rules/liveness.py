@@ -92,6 +92,8 @@ def ensure_incident(state: State, reason: str) -> Incident:
     """Return the current incident, opening an unplanned one unless there is one."""
     incident = state.incidents.current
     if incident is None or (incident.planned and state.phase is MembershipPhase.DRAINING):
-        incident = state.incidents.open(Incident(at_s=state.now_s, reason=reason, planned=False))
+        wait = state.incidents.standstill.reports.current
+        incident = Incident(at_s=state.now_s, reason=reason, planned=False, wait=wait)
+        incident = state.incidents.open(incident)
         state.log(EventKind.INCIDENT, reason)
     return incident
