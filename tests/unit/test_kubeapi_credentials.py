@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import ssl
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from elastane.kubernetes.client.identity import (
     ServiceToken,
 )
 from elastane.kubernetes.client.identity import _proof as read_credential
+from elastane.kubernetes.client.transport import ApiRequest, Transport
 
 PLAIN = {
     "clusters": [{"name": "c", "cluster": {"server": "https://kube:6443/prefix/"}}],
@@ -54,6 +56,16 @@ def test_a_context_says_server_namespace_and_user(tmp_path):
     assert "context one" in access.where and "secret" not in access.where + repr(proof(access))
     other = read_kubeconfig(str(tmp_path / "config"), {}, "two")
     assert (other.namespace, proof(other)) == ("default", ClientProof())
+
+
+def test_without_httpx_the_error_names_the_extra_that_has_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    access = read_kubeconfig(written(tmp_path / "config"), {})
+    transport = Transport(access, timeout_s=10.0, connections_max=1)
+    with pytest.raises(ConfigurationError) as told:
+        asyncio.run(transport.ask(ApiRequest("GET", "/version", "the version")))
+    assert told.value.slug == "extra-missing"
+    assert told.value.next_step == "pip install 'elastane[kubernetes]'"
 
 
 def test_the_first_of_several_files_with_a_name_wins(tmp_path):

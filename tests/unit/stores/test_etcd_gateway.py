@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ from elastane.errors import ConfigurationError, StoreError
 from elastane.stores.etcd.gateway import ANSWER_BYTES_MAX, Gateway
 from elastane.stores.etcd.settings import EtcdSettings
 from elastane.stores.etcd.wire import GatewaySession, KeyRange, Token
+from elastane.stores.registry import make_store
 
 DEADLINE_S = 30.0
 
@@ -226,3 +228,13 @@ def test_a_server_that_is_no_etcd_is_distinguished_from_one_that_refuses(answer,
     with pytest.raises(kind) as caught:
         asyncio.run(call())
     assert caught.value.slug == slug
+
+
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+def test_without_httpx_the_error_names_the_extra_that_has_it(backend, monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    store = make_store(backend, "127.0.0.1:1", {})
+    with pytest.raises(ConfigurationError) as told:
+        asyncio.run(store.get("job"))
+    assert told.value.slug == "extra-missing"
+    assert told.value.next_step == "pip install 'elastane[etcd]'"

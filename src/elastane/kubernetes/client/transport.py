@@ -176,12 +176,8 @@ class Transport:
         return pool
 
     def _client(self, proof: ClientProof) -> httpx.AsyncClient:
-        try:
-            import httpx
-        except ImportError:
-            raise missing_extra(
-                "Kubernetes needs the package httpx, which is not installed", "kubernetes"
-            ) from None
+        import httpx
+
         # httpx logs each request at INFO; a lease is renewed twice a second.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         most = self._connections_max
@@ -287,7 +283,12 @@ def _seconds(written: str) -> float | None:
 
 
 def _timeout(timeout_s: float, silence_s: float | None = None) -> httpx.Timeout:
-    import httpx
-
+    """Return the limits of a request; ConfigurationError if httpx is not installed."""
+    try:
+        import httpx
+    except ImportError:
+        raise missing_extra(
+            "Kubernetes needs the package httpx, which is not installed", "kubernetes"
+        ) from None
     read_s = timeout_s if silence_s is None else silence_s
     return httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s), read=read_s)

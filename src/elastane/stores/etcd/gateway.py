@@ -124,13 +124,13 @@ class Gateway:
         self, method: str, path: str, *, silence_s: float, **what: Any
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """Give the lines of an endless answer until it is silent; StoreError if it breaks."""
+        client, url = self._http(), self._url()
         import httpx
 
-        url = self._url()
         timeout = httpx.Timeout(ATTEMPT_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, read=silence_s)
         try:
             async with (
-                self._http().stream(method, url + path, timeout=timeout, **what) as response,
+                client.stream(method, url + path, timeout=timeout, **what) as response,
                 contextlib.aclosing(_lines(response)) as lines,
             ):
                 yield lines
@@ -183,12 +183,13 @@ class Gateway:
         )
 
     async def _one(self, method: str, url: str, what: dict[str, Any]) -> EtcdAnswer:
+        client = self._http()
         import httpx
 
         try:
             async with (
                 asyncio.timeout(ATTEMPT_TIMEOUT_S),
-                self._http().stream(method, url, **what) as response,
+                client.stream(method, url, **what) as response,
             ):
                 content = b""
                 async for part in response.aiter_bytes():
@@ -228,6 +229,7 @@ class Gateway:
         self._at += 1
 
     def _http(self) -> httpx.AsyncClient:
+        """Return the client, made at the first request; without httpx, say how to install it."""
         if self._client is None:
             try:
                 import httpx
