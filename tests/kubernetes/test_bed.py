@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ while True:
     time.sleep(1)
 """
 FOREVER = "import time; print('up', flush=True); time.sleep(1000)"
+
+
+def test_a_client_that_prefers_protobuf_is_answered_in_json(control_plane):
+    request = urllib.request.Request(f"{control_plane.url}/api/v1/nodes")
+    request.add_header("Accept", "application/vnd.kubernetes.protobuf,application/json")
+    with urllib.request.urlopen(request, context=control_plane.context(), timeout=10) as answer:
+        assert json.load(answer)["kind"] == "NodeList"
 
 
 def test_the_end_of_a_container_is_reported_as_it_was(control_plane, cluster, namespace):

@@ -28,12 +28,15 @@ if [ -n "${KUBEBUILDER_ASSETS:-}" ]; then
     exit 0
 fi
 
+# Programs that other scripts than these made are made again.
 bin=$cache/bin
-[ -z "$(missing "$bin")" ] && exit 0
+sources=$(cat "$here/build.sh" "$here/prune.py" "$here/programs/kube_bed.go" | sha256sum)
+is_made() { [ -z "$(missing "$bin")" ] && [ "$(cat "$bin/.made-by" 2>/dev/null)" = "$sources" ]; }
+is_made && exit 0
 mkdir -p "$bin"
 exec 9>"$cache/lock"
 flock -w 3600 9 || fail "another build has held $cache/lock for an hour" "end it, and run this again"
-[ -z "$(missing "$bin")" ] && exit 0
+is_made && exit 0
 
 command -v apt-get >/dev/null || fail "apt-get is not here: the sources come from Debian"
 [ "$(dpkg --print-architecture)" = amd64 ] || fail "built and tried for amd64 only"
@@ -135,4 +138,5 @@ for name in "${programs[@]:1}"; do
     mv "$bin/.$name" "$bin/$name"
 done
 rm -f "$bin/.kube-bed"
+echo "$sources" >"$bin/.made-by"
 echo "made ${programs[*]} in $bin"

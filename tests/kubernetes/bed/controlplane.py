@@ -174,7 +174,8 @@ class ControlPlane:
 
     # ---- requests
 
-    def _context(self) -> ssl.SSLContext:
+    def context(self) -> ssl.SSLContext:
+        """How a client connects as admin."""
         context = ssl.create_default_context(cafile=str(self.certificates.authority))
         context.load_cert_chain(*self.certificates.pair("admin"))
         return context
@@ -183,7 +184,7 @@ class ControlPlane:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, method=method)
         request.add_header("Content-Type", f"application/{kind}")
-        with urllib.request.urlopen(request, timeout=10, context=self._context()) as answer:
+        with urllib.request.urlopen(request, timeout=10, context=self.context()) as answer:
             return bytes(answer.read())
 
     def ask(self, method: str, path: str, body: object = None, kind: str = "json") -> Any:

@@ -56,6 +56,13 @@ func New(_, _ string, _ *url.URL, _ InstallSSHKey) Tunneler {
 	panic("built without tunnels to nodes by SSH")
 }
 """
+# A newer kubectl prefers answers in Protobuf to answers in JSON.
+ACCEPTED = "\t\t\taccepts := &accepted[i]\n"
+UNLESS_PROTOBUF = """\
+			if accepts.MediaType == runtime.ContentTypeProtobuf {
+				continue
+			}
+"""
 IMPORT = re.compile(r'^\t(?:(\w+) )?"([^"]+)"\n', re.MULTILINE)
 
 
@@ -151,6 +158,8 @@ def prune_protobuf(sources: Sources) -> None:
     # Controllers of namespaces and owners ask for metadata by name of the encoding.
     metadata = {"application/vnd.kubernetes.protobuf": "application/json"}
     sources.edit("staging/src/k8s.io/client-go/metadata/metadata.go", swap=metadata)
+    negotiation = "staging/src/k8s.io/apiserver/pkg/endpoints/handlers/negotiation/negotiate.go"
+    sources.edit(negotiation, swap={ACCEPTED: ACCEPTED + UNLESS_PROTOBUF})
     # It compares rules by the text that Protobuf made of them.
     as_text = {"s[i].String(), s[j].String()": "fmt.Sprint(s[i]), fmt.Sprint(s[j])"}
     sources.edit("pkg/apis/rbac/v1/evaluation_helpers.go", swap=as_text)
