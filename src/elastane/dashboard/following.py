@@ -190,16 +190,17 @@ class JobFollower:
     async def _follow_log(self) -> None:
         while True:
             placed = await asyncio.to_thread(self._reader.read, READ_EVENTS)
+            self._share_read = await asyncio.to_thread(self._reader.share)
             for begin in range(0, len(placed), PIECE_EVENTS):
+                if begin:  # The last piece is published below, where it is known to be the last.
+                    await self._publish()
+                    await asyncio.sleep(0)
                 for one in placed[begin : begin + PIECE_EVENTS]:
                     self._add_all(self._decided.take(one))
-                await self._publish()
-                await asyncio.sleep(0)
             await asyncio.to_thread(self._scalars.read)
             if len(placed) < READ_EVENTS:
                 self._add_all(self._decided.due(time.time()))
                 self._has_read.set()
-            self._share_read = await asyncio.to_thread(self._reader.share)
             await self._publish()
             await asyncio.sleep(0 if len(placed) == READ_EVENTS else PUBLISH_S)
 

@@ -1,13 +1,14 @@
 """A job is followed by its log and its coordinator, and closing leaves no query open."""
 
 import asyncio
+import json
 
 import pytest
 from reports import report_of
 from view_events import event, settled, started
 
 from elastane.dashboard import following
-from elastane.dashboard.following import JobFollower
+from elastane.dashboard.following import FollowedJob, JobFollower
 from elastane.observe.events import encode_line
 from elastane.process.files import JobEntry
 
@@ -146,3 +147,16 @@ def test_another_run_under_the_same_name_is_counted_and_accounted_by_itself(fold
     shown = asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
     assert (shown.job.run, shown.job.events) == (2, 2)
     assert shown.account.wall_s == 10.0
+
+
+def test_the_first_publication_of_a_short_log_has_all_of_it(folder):
+    """A page that is opened shows the job at once, and not that nothing was read so far."""
+
+    async def play():
+        job = FollowedJob("j", folder, lambda _: [], None)
+        found = await job.next_publication(0, DEADLINE_S)
+        await job.close()
+        return json.loads(bytes(found.sections["job"][1]))
+
+    shown = asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
+    assert shown["is_read"] and shown["state"] != "reading", shown
