@@ -1,10 +1,15 @@
 """A worker's count of its pauses on the page, and the agent's reading of them."""
 
+import importlib
 import os
+import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
+import safetensors
+import torch
+from torch.distributed import checkpoint
 
 from elastane.agent.pauses import PauseWatch
 from elastane.process import pauses, step_meter
@@ -82,6 +87,43 @@ def test_without_measured_steps_nothing_is_an_evaluation(page, clock):
     evaluate()
     clock.ns += 1_000
     assert page.pauses_ns(clock.ns) == (0, 0, 0)
+
+
+def test_saves_of_safetensors_count_once_the_script_imports_it(page, clock, tmp_path, monkeypatch):
+    def writes(*_, **__):
+        clock.ns += 60
+
+    monkeypatch.setattr(safetensors, "serialize_file", writes)
+    monkeypatch.setattr(safetensors, "torch", None, raising=False)
+    monkeypatch.delitem(sys.modules, "safetensors.torch", raising=False)
+    module = importlib.import_module("safetensors.torch")
+    module.save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert page.pauses_ns(clock.ns) == (60, 0, 0)
+
+
+def test_saves_and_loads_of_distributed_checkpoints_count(page, clock, tmp_path, monkeypatch):
+    class Writer(checkpoint.FileSystemWriter):
+        def write_data(self, *given):
+            clock.ns += 70
+            return super().write_data(*given)
+
+    class Reader(checkpoint.FileSystemReader):
+        def read_data(self, *given):
+            clock.ns += 30
+            return super().read_data(*given)
+
+    for name in ("state_dict_saver", "state_dict_loader"):
+        monkeypatch.setattr(checkpoint, name, None)
+        monkeypatch.delitem(sys.modules, f"torch.distributed.checkpoint.{name}")
+    saver = importlib.import_module("torch.distributed.checkpoint.state_dict_saver")
+    loader = importlib.import_module("torch.distributed.checkpoint.state_dict_loader")
+    state = {"weight": torch.ones(2)}
+    saver.save(state, storage_writer=Writer(tmp_path), no_dist=True)
+    loader.load(state, storage_reader=Reader(tmp_path), no_dist=True)
+    assert page.pauses_ns(clock.ns) == (70, 0, 30)
+    step(clock)
+    loader.load(state, storage_reader=Reader(tmp_path), no_dist=True)
+    assert page.pauses_ns(clock.ns) == (70, 0, 30), "what is read later is data"
 
 
 def test_other_threads_and_forks_count_nothing(page, clock):

@@ -1,11 +1,14 @@
 """Counts how long this worker's main thread saves, evaluates and restores, on its status page.
 
 The zygote has torch imported and wraps what a script calls: `torch.save`, `torch.load` until the
-first step, and `Module.eval()`, from which on an evaluation lasts until the next step has ended,
-less the usual time of a step. It counts only in a script whose steps are measured by its backward
-passes or its steps of elastane, since nothing else says when the training continues. A part of a
-model that a script sets to eval mode for training is no evaluation: less than EVALUATION_STEPS
-steps later the next step has ended.
+first step, and `Module.eval()`. The saves and loads of torch.distributed.checkpoint, and the saves
+of safetensors, are wrapped once the script imports these packages.
+
+An evaluation lasts from `Module.eval()` until the next step has ended, less the usual time of a
+step. It counts only in a script whose steps are measured by its backward passes or its steps of
+elastane, since nothing else says when the training continues. A part of a model that a script sets
+to eval mode for training is no evaluation: less than EVALUATION_STEPS steps later the next step has
+ended.
 
 It never fails; without a page nothing is counted, and a fork of the worker counts nothing.
 """
@@ -14,20 +17,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.machinery
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, cast
 
 from elastane.process.status_page import PauseWords, WorkerPage
 from elastane.protocol.pauses import Pause
 
 # An evaluation lasts at least this many times as long as the step before it.
 EVALUATION_STEPS = 4
-_SERIALIZATION = "torch.serialization"
-_SAVES, _LOADS = ("_save", "_legacy_save"), ("_load", "_legacy_load")
+# Functions that save or load, by module: those that all public ones of the module call.
+_DCP = "torch.distributed.checkpoint"
+_SAVES: Mapping[str, tuple[str, ...]] = {
+    "torch.serialization": ("_save", "_legacy_save"),
+    f"{_DCP}.state_dict_saver": ("_save_state_dict",),
+    "safetensors.torch": ("serialize_file",),
+}
+_LOADS: Mapping[str, tuple[str, ...]] = {
+    "torch.serialization": ("_load", "_legacy_load"),
+    f"{_DCP}.state_dict_loader": ("_load_state_dict",),
+}
 
 
 class PauseClock:
@@ -104,6 +118,8 @@ os.register_at_fork(after_in_child=_process.forget)
 def begin(page: WorkerPage) -> None:
     """Count the pauses of this process on `page`."""
     _process.clock = PauseClock(page.pause_words())
+    if not any(isinstance(finder, _LaterImports) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _LaterImports())
 
 
 def step_ended() -> None:
@@ -128,19 +144,54 @@ def pausing(kind: Pause) -> Iterator[None]:
 
 def watch_torch() -> None:
     """Count saves, loads and evaluations, here and in forks of this process; once is enough."""
-    module: Any = sys.modules.get(_SERIALIZATION)
-    for names, around in ((_SAVES, _saving), (_LOADS, _loading)):
-        for name in names:
-            call = getattr(module, name, None)
-            if call is not None and not hasattr(call, "__wrapped__"):
-                setattr(module, name, around(call))
+    for name in {*_SAVES, *_LOADS} & sys.modules.keys():
+        _watch_module(sys.modules[name])
     kind: Any = getattr(sys.modules.get("torch.nn"), "Module", None)
     if kind is not None and not hasattr(kind.eval, "__wrapped__"):
         kind.eval = _evaluating(kind.eval, sys.modules["torch"].compiler.is_compiling)
 
 
+def _watch_module(module: ModuleType) -> None:
+    """Count what the functions of one module that save or load take."""
+    for names, around in ((_SAVES, _saving), (_LOADS, _loading)):
+        for name in names.get(module.__name__, ()):
+            call = getattr(module, name, None)
+            if call is not None and not hasattr(call, "_elastane_pauses"):
+                counted = around(call)
+                # Not __wrapped__: the observer of a script's saves has that mark of its own.
+                functools.update_wrapper(counted, call).__dict__.pop("__wrapped__")
+                counted.__dict__["_elastane_pauses"] = True
+                setattr(module, name, counted)
+
+
+class _LaterImports:
+    """A finder that leaves all work to the others, and wraps what a module saves by once it ran."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec that another finder has for a module that saves or loads."""
+        if name not in _SAVES and name not in _LOADS:
+            return None
+        for finder in sys.meta_path:
+            look = getattr(finder, "find_spec", None)
+            spec = look(name, path, target) if look is not None and finder is not self else None
+            if spec is not None:
+                loader: Any = spec.loader
+                loader.exec_module = _executing(loader.exec_module)
+                return cast(importlib.machinery.ModuleSpec, spec)
+        return None
+
+
+def _executing(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        _watch_module(module)
+
+    return exec_module
+
+
 def _saving(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
     def save(*args: Any, **kwargs: Any) -> Any:
         with pausing(Pause.SAVING):
             return call(*args, **kwargs)
@@ -149,7 +200,6 @@ def _saving(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _loading(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
     def load(*args: Any, **kwargs: Any) -> Any:
         clock = _process.clock
         if clock is None or clock.has_stepped:  # Later it is more likely data.
