@@ -29,7 +29,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Self
 
 from elastane.agent.membership_agent import MemberConfig, MembershipAgent, SharedMembership
@@ -98,12 +97,7 @@ class Membership:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         self.leave("its program continues without the job" if error is None else str(error))
 
     @property

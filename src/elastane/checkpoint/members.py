@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -37,12 +36,7 @@ class PeerTimeout:
             self._thread = threading.Thread(target=self._watch, name="elastane-wait", daemon=True)
             self._thread.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._since_s = None
 
     def _watch(self) -> None:

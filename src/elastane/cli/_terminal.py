@@ -13,7 +13,6 @@ import sys
 import termios
 import tty
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 _OPEN = "\x1b[?1049h\x1b[?25l"
@@ -59,9 +58,7 @@ class Terminal:
         self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -12,7 +12,6 @@ unchanged, and a later rewind begins with new workers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from elastane.data.checks import whole
@@ -129,12 +128,7 @@ class Feed(Iterator[Portion]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _begin(self) -> Iterator[Any]:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from elastane.observe.view import JobView, NodeView, ViewLine
@@ -72,9 +71,7 @@ class Face(Protocol):
     def __enter__(self) -> Self:
         """Open the display."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Draw the last view and close."""
 
 
@@ -128,9 +125,7 @@ class PlainLines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return
 
 
@@ -152,9 +147,7 @@ class LiveScreen:
         self._live = self._open.enter_context(live)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._draw()
         self._open.close()
 

@@ -18,7 +18,6 @@ import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -270,12 +269,7 @@ class NodeSlot:
     def __enter__(self) -> NodeSlot:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from enum import IntEnum
-from types import TracebackType
 
 from elastane.process import pauses
 from elastane.process.status_page import StepRecords, WorkerPage
@@ -106,12 +105,7 @@ class _Span:
             self._before = self._meter.waits_ns, self._meter.loads_ns
             self._begun_ns = time.monotonic_ns()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._meter is not None:
             self._count(self._meter, time.monotonic_ns() - self._begun_ns)
 

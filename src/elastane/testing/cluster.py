@@ -26,7 +26,6 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from elastane.errors import ElastaneError, UsageError
@@ -243,12 +242,7 @@ class LocalCluster:
         self._endpoint = f"127.0.0.1:{processes.free_port()}"
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         try:
             processes.end_all([node.process for node in self.nodes], self._mark, _GONE_S)
         finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -104,10 +103,7 @@ class Step:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> bool:
         if kind is not None and not issubclass(kind, Exception):
             return False

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncGenerator, Mapping
-from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -307,12 +306,7 @@ class Api:
     async def __aenter__(self) -> Api:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _typed(self, request: ApiRequest, kind: type[T]) -> T:
