@@ -18,8 +18,8 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
+from elastane.coordinator.leadership import Leadership
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
@@ -57,25 +57,6 @@ _FATAL_SLUGS = ("not-a-coordinator",)
 _FATAL_ERRORS = (RendezvousRefusedError, JobClosedError, ConfigurationError)
 
 
-class Locator(Protocol):
-    """Finds the coordinator, which may be in this process."""
-
-    async def locate(self, *, linked: bool = False) -> tuple[str, int]:
-        """Return host and port; raises ElastaneError if none is known.
-
-        `linked`: the call comes during a session with a coordinator that has no authority.
-        """
-
-    def found(self) -> None:
-        """Stop searching: there is a session, until `locate` is called again."""
-
-    def refused(self, host: str, port: int) -> None:
-        """Record that the address of the last session's coordinator refuses connections.
-
-        Its process has ended: a host that is away does not answer at all.
-        """
-
-
 Dial = Callable[[str, int], Awaitable[Session]]
 
 
@@ -83,9 +64,9 @@ class CoordinatorLink:
     """Keeps one session for the job `spec`; `send` drops messages without a session."""
 
     def __init__(
-        self, locator: Locator, dial: Dial, post: Callable[[AgentEvent], None], spec: JobSpec
+        self, leadership: Leadership, dial: Dial, post: Callable[[AgentEvent], None], spec: JobSpec
     ) -> None:
-        self._locator = locator
+        self._leadership = leadership
         self._dial = dial
         self._post = post
         self._silence_s = spec.timing.silence_s
@@ -127,7 +108,7 @@ class CoordinatorLink:
                 pause_s = min(self._soon_s if is_soon else _RETRY_MAX_S, pause_s * 2)
                 continue
             self._was_linked = True
-            self._locator.found()
+            self._leadership.found()
             await self._serve(session)
             pause_s, since_s, has_warned = _RETRY_FIRST_S, loop.time(), False
 
@@ -138,7 +119,7 @@ class CoordinatorLink:
         whole timeout. By then the new coordinator would have given up waiting for this agent.
         """
         while True:
-            self._at = await self._locator.locate()
+            self._at = await self._leadership.locate()
             dialing = asyncio.ensure_future(self._dial(*self._at))
             try:
                 while not dialing.done() and not await self._is_elsewhere(dialing):
@@ -150,25 +131,25 @@ class CoordinatorLink:
                 await asyncio.gather(dialing, return_exceptions=True)
 
     def _note_refusal(self, error: ElastaneError) -> None:
-        """Tell the locator if `error` shows that the last session's coordinator has ended."""
+        """Tell the leadership if `error` shows that the last session's coordinator has ended."""
         if self._at == self._served_at and isinstance(error.__cause__, ConnectionRefusedError):
-            self._locator.refused(*self._at)
+            self._leadership.refused(*self._at)
 
     async def _is_elsewhere(self, dialing: asyncio.Future[Session]) -> bool:
         """Wait a moment, then return whether the coordinator is at another address."""
         await asyncio.wait({dialing}, timeout=self._soon_s)
         with contextlib.suppress(ElastaneError):
-            return not dialing.done() and await self._locator.locate() != self._at
+            return not dialing.done() and await self._leadership.locate() != self._at
         return False
 
     async def _has_moved(self, message: Alive) -> bool:
         """Whether a coordinator without authority was replaced elsewhere, or is wanted here."""
         if message.authority:
-            self._locator.found()
+            self._leadership.found()
         if message.authority or self._is_retired:
             return False
         with contextlib.suppress(ElastaneError):
-            return await self._locator.locate(linked=True) != self._at
+            return await self._leadership.locate(linked=True) != self._at
         return False
 
     async def _serve(self, session: Session) -> None:

@@ -96,12 +96,6 @@ class SnapshotServerHandle:
         self._held: CopiesHeld | None = None
         self._out_by_s: float | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """Return the server's pid while it is alive."""
-        alive = self._process is not None and self._process.exit_code is None
-        return self._process.pid if self._process is not None and alive else None
-
     def open(self) -> None:
         """Listen; after `start`, the first connection starts a server."""
         try:

@@ -48,7 +48,10 @@ class Leadership(Protocol):
         """Accept that a session exists: leadership is not sought until the next `locate`."""
 
     def refused(self, host: str, port: int) -> None:
-        """Accept that the address of the last session's coordinator refuses connections."""
+        """Accept that the address of the last session's coordinator refuses connections.
+
+        Its process has ended: a host that is away does not answer at all.
+        """
 
     async def run(self) -> None:
         """Seek leadership for as long as the job runs; raise errors that no retry can resolve."""

@@ -1,9 +1,10 @@
-"""TLS contexts for both sides of the control plane, from configuration.
+"""TLS contexts, from configuration: of both sides of the control plane, and of store clients.
 
-With a CA both sides present certificates and verify the other's against it. Names are not checked,
-because an endpoint is an address that moves; the handshake inside proves the job's secret. So the
-CA must be the job's or the cluster's own, not a public one. Without a CA the connection is
-protected against listeners only. An unusable file raises ConfigurationError at the start.
+Between agents and a coordinator with a CA, both sides present certificates and verify the other's
+against it. Names are not checked, because an endpoint is an address that moves; the handshake
+inside proves the job's secret. So the CA must be the job's or the cluster's own, not a public one.
+Without a CA the connection is protected against listeners only. An unusable file raises
+ConfigurationError at the start.
 """
 
 from __future__ import annotations
@@ -47,6 +48,27 @@ def client_context(config: TlsConfig) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED if config.ca else ssl.CERT_NONE
     _load(context, config)
+    return context
+
+
+def public_context(ca: str, cert: str, key: str, *, service: str, slug: str) -> ssl.SSLContext:
+    """Return a context for a service of the site, whose certificate has to name its host.
+
+    Without `ca` the authorities of this machine count. ConfigurationError for unreadable files.
+    """
+    import ssl
+
+    try:
+        context = ssl.create_default_context(cafile=ca or None)
+        if cert:
+            context.load_cert_chain(cert, key)
+    except OSError as error:  # includes ssl.SSLError
+        raise ConfigurationError(
+            f"certificates for {service}: {error}",
+            slug=slug,
+            where=f"cacert={ca} cert={cert} key={key}",
+            expected="PEM files that this user can read",
+        ) from error
     return context
 
 

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -282,7 +281,7 @@ class ReplicaStore:
         packed = bytearray(offer.words_bytes)
         digests = [connection.receive_into(memoryview(packed))]
         for piece in pieces:
-            with _filled(piece) as view:
+            with viewed(piece.slot, piece.size_bytes, writable=True) as view:
                 digests.append(connection.receive_into(view))
         words = _words(packed, offer, connection.receive(), digests)
         with self._lock:
@@ -341,21 +340,6 @@ def _words(
     if (words.key, words.nonce, sizes) != (offer.key, offer.nonce, list(offer.sizes)):
         raise ConnectionError("a replica of another snapshot than was offered")
     return words
-
-
-@contextlib.contextmanager
-def _filled(piece: ReplicaPiece) -> Iterator[memoryview]:
-    """Map a piece for writing."""
-    if not piece.size_bytes:
-        yield memoryview(b"")
-        return
-    memory = mmap.mmap(piece.slot, piece.size_bytes)
-    try:
-        with memoryview(memory) as view:
-            yield view
-    finally:
-        with contextlib.suppress(BufferError):  # A traceback may hold a view.
-            memory.close()
 
 
 def _to_read(slot: int) -> int:

@@ -68,7 +68,7 @@ def make_slots(count: int, size_bytes: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def viewed(slot: int, size_bytes: int) -> Iterator[memoryview]:
+def viewed(slot: int, size_bytes: int, *, writable: bool = False) -> Iterator[memoryview]:
     """Map the first bytes of a slot for the duration of a with statement.
 
     Mapped memory counts as the process's own. A snapshot server that always mapped all slots would
@@ -77,7 +77,8 @@ def viewed(slot: int, size_bytes: int) -> Iterator[memoryview]:
     if size_bytes == 0:
         yield memoryview(b"")
         return
-    memory = mmap.mmap(slot, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    memory = mmap.mmap(slot, size_bytes, mmap.MAP_SHARED, access)
     try:
         with memoryview(memory) as view:
             yield view

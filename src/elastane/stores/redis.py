@@ -24,7 +24,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import ssl
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -32,6 +31,7 @@ from typing import Any
 
 from elastane.errors import ConfigurationError, StoreError, missing_extra
 from elastane.process.endpoint import parse_endpoint
+from elastane.process.tls import public_context
 from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S
 from elastane.stores.protocol import (
     ConflictError,
@@ -169,22 +169,10 @@ class RedisSettings:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"redis{'s' * self.tls}://{host}:{self.port}"
 
-    def context(self) -> ssl.SSLContext | None:
-        """Return what TLS connections use; ConfigurationError for files that cannot be read."""
-        if not self.tls:
-            return None
-        try:
-            context = ssl.create_default_context(cafile=self.ca or None)
-            if self.cert:
-                context.load_cert_chain(self.cert, self.key)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigurationError(
-                f"certificates for Redis: {error}",
-                slug="redis-tls",
-                where=f"cacert={self.ca} cert={self.cert} key={self.key}",
-                expected="PEM files that this user can read",
-            ) from error
-        return context
+    def check_files(self) -> None:
+        """Read what TLS connections use; ConfigurationError for files that cannot be read."""
+        if self.tls:
+            public_context(self.ca, self.cert, self.key, service="Redis", slug="redis-tls")
 
 
 def read_settings(endpoint: str, conf: Mapping[str, str]) -> RedisSettings:
@@ -519,7 +507,7 @@ def _connection(settings: RedisSettings) -> Any:
     }
     if not settings.tls:
         return module.Connection(**common)
-    settings.context()  # for its error, which says which file is meant
+    settings.check_files()  # redis-py does not say which file is meant
     return module.SSLConnection(
         **common,
         ssl_ca_certs=settings.ca or None,
@@ -553,7 +541,7 @@ def _milliseconds(duration_s: float) -> int:
 
 
 def _check(place: StorePlace, environ: Mapping[str, str]) -> StorePlace:
-    read_settings(place.endpoint, place.conf).context()
+    read_settings(place.endpoint, place.conf).check_files()
     return place
 
 

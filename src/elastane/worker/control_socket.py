@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 
 from elastane.errors import ElastaneError, ExitCode, JobError
-from elastane.process import control_socket
+from elastane.process import control_socket, frames
 from elastane.process.control_socket import (
     AssignedPlace,
     CanRecoverInPlace,
@@ -228,6 +228,18 @@ class ControlSocket:
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     stream.flush()
             os._exit(ExitCode.DRAINED)
+
+
+def doing(rank: int, waits: bool, traffic: int | None) -> Doing:
+    """Return the answer to `StatusQuery`, with where the main thread is; from any thread."""
+    found = frames.main_frames()
+    return Doing(
+        waits=waits,
+        held=frames.is_debugged(found),
+        rank=rank,
+        where=frames.described(found),
+        traffic=traffic,
+    )
 
 
 def _no_agent(why: str) -> JobError:

@@ -33,7 +33,7 @@ from torch.distributed.algorithms.join import Join
 
 from elastane.comms.group import WorldGroup
 from elastane.errors import ConfigurationError, ExitCode
-from elastane.process import collectives, frames
+from elastane.process import collectives
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.status_page import finish_before_park
 from elastane.process.worker_environment import RANKS_MAY_CHANGE
@@ -44,7 +44,7 @@ from elastane.protocol.words import OTHER_PROGRAM
 from elastane.synchrony.ordered import OrderedGroup, watch_forwards
 from elastane.synchrony.visible import VisibleWorld
 from elastane.worker import drain, running_saves
-from elastane.worker.control_socket import ControlSocket
+from elastane.worker.control_socket import ControlSocket, doing
 from elastane.worker.frameworks import Frameworks
 from elastane.worker.progress_reporter import ProgressReporter
 from elastane.worker.script_saves import ScriptSaves
@@ -237,14 +237,7 @@ class UnmodifiedWorker:
         return {_GROUP: Position(*self.group.counts)} if self.group.has_joined else {}
 
     def _doing(self) -> Doing:
-        found = frames.main_frames()
-        return Doing(
-            waits=self.group.in_flight,
-            held=frames.is_debugged(found),
-            rank=self.group.rank_now,
-            where=frames.described(found),
-            traffic=self.group.traffic,
-        )
+        return doing(self.group.rank_now, self.group.in_flight, self.group.traffic)
 
 
 def restart(reason: str, slug: str = RESTART_SLUG) -> NoReturn:

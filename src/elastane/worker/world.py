@@ -22,13 +22,13 @@ from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import ALONE, Wiring, WorldGroup
 from elastane.comms.mesh import NO_COORDINATE, MeshGroups, assign_coordinates, is_whole
 from elastane.errors import ConfigurationError, ElastaneError, JobError, PeerLostError
-from elastane.process import collectives, frames
+from elastane.process import collectives
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.status_page import WorkerPage
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import NO_SLICE, Fence, Sharding
 from elastane.worker import drain
-from elastane.worker.control_socket import ControlSocket
+from elastane.worker.control_socket import ControlSocket, doing
 from elastane.worker.healing import gathered
 from elastane.worker.progress_reporter import ProgressReporter
 
@@ -415,14 +415,7 @@ class Worlds:
 
     def _doing(self) -> Doing:
         """In the control socket's thread: whether this worker waits, where, and its traffic."""
-        found = frames.main_frames()
-        return Doing(
-            waits=self.group.in_flight,
-            held=frames.is_debugged(found),
-            rank=self.group.rank(),
-            where=frames.described(found),
-            traffic=self.group.traffic,
-        )
+        return doing(self.group.rank(), self.group.in_flight, self.group.traffic)
 
 
 def wiring_of(place: AssignedPlace) -> Wiring:

@@ -19,7 +19,7 @@ import msgspec
 
 from elastane.errors import ConfigurationError
 from elastane.process.endpoint import Unproven
-from elastane.process.rpc.link import READ_BYTES, RpcLink, host_of
+from elastane.process.rpc.link import READ_BYTES, LinkOwner, RpcLink, host_of
 from elastane.process.tls import TlsConfig, server_context
 from elastane.protocol.limits import HANDSHAKE_TIMEOUT_S, UNPROVEN_TIMEOUT_S
 from elastane.protocol.messages import ToAgent, ToCoordinator
@@ -66,17 +66,8 @@ class Access(msgspec.Struct, frozen=True):
         return f"Access({self.job!r}, ...)"
 
 
-class Host(Protocol):
+class Host(LinkOwner[ToCoordinator, ToAgent], Protocol):
     """The owner of authenticated links, which it takes over from the listener."""
-
-    def proven(self, link: ServerLink) -> None:
-        """Become this link's owner."""
-
-    def readable(self, link: ServerLink) -> None:
-        """See `LinkOwner.readable`."""
-
-    def ended(self, link: ServerLink) -> None:
-        """See `LinkOwner.ended`."""
 
     def refused(self, peer_host: str, reason: str) -> None:
         """A connection was refused before it authenticated."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from elastane.errors import ConfigurationError, StoreError, missing_extra
+from elastane.process.tls import public_context
 from elastane.protocol.limits import STORE_TIMEOUT_S
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.stores.etcd.server import short_path
@@ -295,15 +296,4 @@ def _transport(settings: EtcdSettings) -> Iterator[httpx.AsyncHTTPTransport]:
 def _context(settings: EtcdSettings) -> ssl.SSLContext | bool:
     if not any(url.startswith("https:") for url in settings.urls):
         return False
-    try:
-        context = ssl.create_default_context(cafile=settings.ca or None)
-        if settings.cert:
-            context.load_cert_chain(settings.cert, settings.key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(
-            f"certificates for etcd: {error}",
-            slug="etcd-tls",
-            where=f"cacert={settings.ca} cert={settings.cert} key={settings.key}",
-            expected="PEM files that this user can read",
-        ) from error
-    return context
+    return public_context(settings.ca, settings.cert, settings.key, service="etcd", slug="etcd-tls")
