@@ -22,7 +22,7 @@ from elastane.protocol.messages import (
     Stopped,
     Succeeded,
 )
-from elastane.protocol.model import Failure, JobSpec, NodeSpec, PortOffer, Versions
+from elastane.protocol.model import UNUSED, Failure, JobSpec, NodeSpec, PortOffer, Versions
 
 VERSIONS = Versions(elastane="0.1", python="3.11", torch="2.13")
 
@@ -125,9 +125,10 @@ class Driver:
         )
         return self.says(node_id, Failed(fence=given.fence, failures=(failure,)))
 
-    def stops(self, *node_ids):
+    def stops(self, *node_ids, use=UNUSED):
         for node_id in node_ids:
-            self.says(node_id, Stopped(self.assigned[node_id].fence, PortOffer(9000, True)))
+            fence = self.assigned[node_id].fence
+            self.says(node_id, Stopped(fence, PortOffer(9000, True), use=use))
 
     def succeeds(self, *node_ids):
         for node_id in node_ids:

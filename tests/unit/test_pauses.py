@@ -16,6 +16,7 @@ from elastane.process import pauses, step_meter
 from elastane.process.pauses import EVALUATION_STEPS, pausing
 from elastane.process.status_page import StatusPage, WorkerPage
 from elastane.process.step_meter import StepMark
+from elastane.protocol.model import UNUSED, CheckpointUse
 from elastane.protocol.pauses import PAUSE_LASTS_S, PAUSE_LOGGED_S, Pause
 
 STEP_NS = 100
@@ -175,3 +176,19 @@ def test_another_process_of_rank_0_counts_from_its_beginning():
     for pid, now_s in ((7, 1), (7, 2), (8, 3), (8, 4)):
         watch.look([shown(2.0, pid=pid)], now_s)
     assert found == [(Pause.SAVING, 2.0, 1), (Pause.SAVING, 2.0, 3)]
+
+
+def test_what_a_worker_does_with_checkpoints_shows_from_any_thread(page, clock):
+    assert page.checkpoint_use == UNUSED
+    with pausing(Pause.RESTORING):
+        assert page.checkpoint_use == CheckpointUse(read=True, written=False)
+    other = threading.Thread(target=pausing(Pause.SAVING).__enter__)
+    other.start(), other.join()
+    assert page.checkpoint_use == CheckpointUse(read=True, written=True)
+    assert page.pauses_ns(clock.ns) == (0, 0, 0)
+
+
+def test_what_a_worker_that_is_not_watched_does_with_checkpoints_is_unknown():
+    page = StatusPage.create()
+    assert page.checkpoint_use is None
+    page.close()

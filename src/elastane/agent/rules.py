@@ -644,8 +644,8 @@ class LocalWorkers:
                 self._found(group, event)
             case GroupMarked() | GroupDrained() if group and self._is_current_drain(event):
                 self._drained(group, event)
-            case GroupGone(fence=fence, offer=offer) if group is None or fence == group.start_fence:
-                self._gone(fence, offer)
+            case GroupGone() if group is None or event.fence == group.start_fence:
+                self._gone(event)
             case _:
                 pass  # From a group that no longer exists.
 
@@ -914,17 +914,17 @@ class LocalWorkers:
         }
         self._log(EventKind.REPLICA_DIFFERED, event.reason, **differed)
 
-    def _gone(self, fence: Fence, offer: PortOffer) -> None:
-        self.offer = offer
+    def _gone(self, event: GroupGone) -> None:
+        self.offer = event.offer
         group = self.group
         if group is None:
-            self._outbox.send(Stopped(fence, offer, False))
+            self._outbox.send(Stopped(event.fence, event.offer, False, event.use))
             return
         self._hold(None)
         text = "no process of the group is left"
         self._log(EventKind.WORKERS_STOPPED, text, at=str(group.fence))
         unasked = group.stopping is not None and group.stopping.unasked
-        self._outbox.send(Stopped(group.fence, offer, unasked))
+        self._outbox.send(Stopped(group.fence, event.offer, unasked, event.use))
 
     def _hold(self, group: Group | None) -> None:
         """Hold a group that starts, or none: no process of the last one is left."""

@@ -34,7 +34,7 @@ from elastane.process.worker_environment import (
     worker_environment,
 )
 from elastane.protocol.limits import FAILURE_TEXT_CHARS_MAX, Timing
-from elastane.protocol.model import NO_RANK, Assignment, Failure
+from elastane.protocol.model import NO_RANK, UNUSED, Assignment, CheckpointUse, Failure
 from elastane.protocol.ring import CALLS_SENT_MAX, WorkerCalls
 
 # The descriptors of the status page and the control socket in every worker, above those that
@@ -93,8 +93,8 @@ class LocalWorker:
     `got_sigterm`: it was asked to checkpoint by SIGTERM. `given_up`: it was reported as failed
     though its process may be alive. `ended_because`: why the agent itself ended it, in words.
     `hung`: why it counted as hung and was ended. `steps`: how many steps it had shown when it
-    ended. `calls`: the same by the count that heartbeats carry. `began_s`: when it was made, in
-    seconds since 1970.
+    ended. `measured`: how many were measured in it. `calls`: the same as `steps` by the count that
+    heartbeats carry. `began_s`: when it was made, in seconds since 1970.
     """
 
     local_rank: int
@@ -110,6 +110,7 @@ class LocalWorker:
     ended_because: str = ""
     hung: str = ""
     steps: int = 0
+    measured: int = 0
     calls: int = 0
     began_s: float = field(default_factory=time.time)
 
@@ -155,6 +156,17 @@ class LocalWorker:
         """Record how many steps it had shown when it ended; its page may be closed later."""
         self.calls = self.page.calls
         self.steps = max(self.page.calls, self.page.steps)
+        self.measured = self.page.steps_timed
+
+    @property
+    def use(self) -> CheckpointUse:
+        """What it has done with checkpoints, as far as that shows.
+
+        If nothing shows, all of it may be so where the worker has reported steps.
+        """
+        seen = self.page.checkpoint_use
+        unseen = CheckpointUse() if self.steps else UNUSED
+        return unseen if seen is None else seen
 
     def facts(self, setup: GroupSetup) -> WorkerFacts:
         """Return the values of this worker for its environment."""
@@ -230,6 +242,7 @@ class LocalWorker:
             evidence=evidence or self.ended_because,
             output=words.output,
             steps=self.steps,
+            measured=self.measured,
             stopped=stopped,
         )
 

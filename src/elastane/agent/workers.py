@@ -13,6 +13,7 @@ output streams, one set for each start under a fence.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -64,7 +65,7 @@ from elastane.protocol.events import (
     WorkerSucceeded,
 )
 from elastane.protocol.limits import FAILURE_TEXT_CHARS_MAX
-from elastane.protocol.model import Assignment, Failure, Fence, Joining
+from elastane.protocol.model import UNUSED, Assignment, CheckpointUse, Failure, Fence, Joining
 from elastane.protocol.pauses import Pause
 from elastane.protocol.ring import CALLERS_MAX, WorkerCalls
 from elastane.protocol.verdicts import Verdict
@@ -503,11 +504,12 @@ class LocalWorkerGroup:
     async def _finish(self) -> None:
         await self._outputs.finish()
         self._sockets.close()
+        use = functools.reduce(CheckpointUse.merge, (each.use for each in self._workers), UNUSED)
         for worker in self._workers:
             worker.page.close()
         # Release and hold another: nodes may still know the port of this attempt.
         self.port.close()
-        self.post(GroupGone(self.assignment.fence, self.port.open()))
+        self.post(GroupGone(self.assignment.fence, self.port.open(), use))
 
     def _spawn_watch(self, work: Coroutine[None, None, None]) -> None:
         """Run a task in the background that ends, within a bound, after the workers have."""

@@ -1,8 +1,8 @@
 """Counts how long this worker's main thread saves, evaluates and restores, on its status page.
 
 The zygote has torch imported and wraps what a script calls: `torch.save`, `torch.load` until the
-first step, and `Module.eval()`. The saves and loads of torch.distributed.checkpoint, and the saves
-of safetensors, are wrapped once the script imports these packages.
+first step, and `Module.eval()`. The saves and loads of torch.distributed.checkpoint and safetensors
+are wrapped once the script imports these packages.
 
 An evaluation lasts from `Module.eval()` until the next step has ended, less the usual time of a
 step. It counts only in a script whose steps are measured by its backward passes or its steps of
@@ -41,6 +41,7 @@ _SAVES: Mapping[str, tuple[str, ...]] = {
 _LOADS: Mapping[str, tuple[str, ...]] = {
     "torch.serialization": ("_load", "_legacy_load"),
     f"{_DCP}.state_dict_loader": ("_load_state_dict",),
+    "safetensors.torch": ("load_file",),
 }
 
 
@@ -49,6 +50,7 @@ class PauseClock:
 
     def __init__(self, words: PauseWords) -> None:
         self._words = words
+        words.watch()
         self._thread = threading.main_thread().ident
         self._kind: Pause | None = None
         self._begun_ns = 0
@@ -60,6 +62,10 @@ class PauseClock:
     def is_here(self) -> bool:
         """Whether this thread makes the steps."""
         return threading.get_ident() == self._thread
+
+    def note_checkpoint(self, kind: Pause) -> None:
+        """Note what this process does with checkpoints; in any thread."""
+        self._words.note_checkpoint(written=kind is Pause.SAVING)
 
     @property
     def has_stepped(self) -> bool:
@@ -130,8 +136,13 @@ def step_ended() -> None:
 
 @contextlib.contextmanager
 def pausing(kind: Pause) -> Iterator[None]:
-    """Count the time inside as a pause of this kind, if this is the main thread."""
+    """Count the time inside as a pause of this kind, if this is the main thread.
+
+    In any thread it is noted whether this process reads or writes what may be a checkpoint.
+    """
     clock = _process.clock
+    if clock is not None:
+        clock.note_checkpoint(kind)
     if clock is None or not clock.is_here:
         yield
         return

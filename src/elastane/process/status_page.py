@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 from elastane.process.kernel import accept_barriers, impose_barrier
 from elastane.protocol.limits import COUNT_MAX
+from elastane.protocol.model import CheckpointUse
 from elastane.protocol.ring import RING_BYTES, Ring, read_ring
 
 PAGE_FD_VARIABLE = "ELASTANE_STATUS_PAGE_FD"
@@ -32,7 +33,7 @@ _NAMES_AT, _NAMES_END = 4096, 64 << 10
 # Then the ring of the worker's collectives.
 PAGE_BYTES = _NAMES_END + RING_BYTES
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
-VERSION = 11
+VERSION = 12
 # Word numbers, of 8 bytes each, little-endian.
 _MAGIC, _VERSION, _RECORDS = 0, 1, 2  # line 0: the agent, once
 _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
@@ -43,6 +44,9 @@ _HEAD, _LOADING, _LOADS, _BEATS, _BOARDS = 40, 41, 42, 43, 44  # line 5: the wor
 # Line 7: the worker's pauses: the kind of the one that lasts, since when, and the nanoseconds of
 # those that have ended, by kind.
 _PAUSE, _PAUSE_NS, _PAUSED, _PAUSES_END = 56, 57, 57, 61
+# Line 7, too: whether it is seen what the worker does with checkpoints; whether it has read one, or
+# written one.
+_WATCHED, _READ, _WRITTEN = 61, 62, 63
 # The worker's last steps: their count in line 6, and records from line 16 on of four words each:
 # number, and nanoseconds of the step, of its waits for others and for data.
 _STEPS_TIMED, _TIMES, _TIME_WORDS, TIMES_MAX = 48, 128, 4, 32
@@ -121,6 +125,12 @@ class StatusPage(_Words):
         if 0 < kind <= len(ended_ns) and words == self._words[_PAUSE:_PAUSES_END].tolist():
             ended_ns[kind - 1] += max(0, now_ns - since_ns)
         return tuple(min(each, COUNT_MAX - 1) for each in ended_ns)
+
+    @property
+    def checkpoint_use(self) -> CheckpointUse | None:
+        """What the worker has done with checkpoints; None if it was not watched."""
+        watched, read, written = map(bool, self._words[_WATCHED : _WRITTEN + 1])
+        return CheckpointUse(read, written) if watched else None
 
     @property
     def is_loading(self) -> bool:
@@ -251,6 +261,14 @@ class PauseWords:
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
+
+    def watch(self) -> None:
+        """Store that what the worker does with checkpoints is seen."""
+        self._words[_WATCHED] = 1
+
+    def note_checkpoint(self, *, written: bool) -> None:
+        """Store that the worker has read, or written, what may be a checkpoint."""
+        self._words[_WRITTEN if written else _READ] = 1
 
     def begin(self, kind: int, since_ns: int) -> None:
         """Store that a pause of this kind lasts since a time of the monotonic clock."""

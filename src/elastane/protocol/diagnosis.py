@@ -427,12 +427,12 @@ def find_mismatch(sightings: Sequence[Sighting]) -> Verdict | None:
 def crash_site(failure: Failure) -> str:
     """Return in words where an error arose that only a change of the script can correct.
 
-    Empty if another attempt may succeed: the worker had made steps, it left no error file, or its
-    error is of the network, the device or the file system.
+    Empty if another attempt may succeed: the worker left no error file, or its error is of the
+    network, the device or the file system.
     """
     error = headline(failure.message)
     frames = _FRAME.findall(failure.message)
-    if failure.steps or not failure.error_file or not frames or is_lost_peer(failure):
+    if not failure.error_file or not frames or is_lost_peer(failure):
         return ""
     kind = error.partition(":")[0].rpartition(".")[2]
     known = getattr(builtins, kind, None)

@@ -6,7 +6,14 @@ import msgspec
 
 from elastane.protocol.culprits import StandstillEvidence
 from elastane.protocol.messages import ToAgent, ToCoordinator
-from elastane.protocol.model import Failure, Fence, Joining, PortOffer, Sharding
+from elastane.protocol.model import (
+    CheckpointUse,
+    Failure,
+    Fence,
+    Joining,
+    PortOffer,
+    Sharding,
+)
 from elastane.protocol.pauses import Pause
 from elastane.protocol.verdicts import Verdict
 
@@ -146,6 +153,7 @@ class GroupGone(msgspec.Struct, frozen=True):
 
     fence: Fence
     offer: PortOffer
+    use: CheckpointUse = CheckpointUse()
 
 
 class GroupAble(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from elastane.protocol.culprits import EVIDENCE_MAX, STACKS_MAX, StandstillEvide
 from elastane.protocol.limits import COUNT_MAX, FAILURES_MAX, UNANSWERED_MAX, WAITING_MAX
 from elastane.protocol.model import (
     Assignment,
+    CheckpointUse,
     Count,
     Failure,
     Fence,
@@ -238,12 +239,14 @@ class StandstillReport(msgspec.Struct, frozen=True, tag="stands-still", kw_only=
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """No process of `fence` is left on this node; `offer` is where the next store would be.
 
-    `unasked`: the agent began to stop them before the coordinator asked it to.
+    `unasked`: the agent began to stop them before the coordinator asked it to. `use`: what its
+    workers did with checkpoints.
     """
 
     fence: Fence
     offer: PortOffer
     unasked: bool = False
+    use: CheckpointUse = CheckpointUse()
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

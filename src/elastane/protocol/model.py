@@ -211,8 +211,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     `rank` is NO_RANK for a worker without a place in a world. `stopped`: the worker failed by an
     error of its own and was stopped while it was ending; `exit_code` is that of the stop. `steps`
-    counts the steps that the worker had reported; a script that reports none has 0. `calls`: its
-    last collectives if it lost a peer; those of all workers of the node if it received too much.
+    counts the steps that the worker had reported; a script that reports none has 0. `measured`
+    counts those that were measured in it. `calls`: its last collectives if it lost a peer; those of
+    all workers of the node if it received too much.
 
     An end with `exit_code` 0 is a failure too, if a program returned on one rank while the others
     still trained: the other failures follow from it. `lives`: the worker had not failed; the others
@@ -232,6 +233,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     stopped: bool = False
     lives: bool = False
     steps: Count = 0
+    measured: Count = 0
     calls: Annotated[tuple[WorkerCalls, ...], msgspec.Meta(max_length=CALLERS_MAX)] = ()
 
 
@@ -287,19 +289,45 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     restarts_used: int = 0  # of the job's budget
 
 
+class CheckpointUse(msgspec.Struct, frozen=True):
+    """Whether workers read a checkpoint before their first step, and whether they wrote one.
+
+    Unless it is known, both may be so.
+    """
+
+    read: bool = True
+    written: bool = True
+
+    def merge(self, other: CheckpointUse) -> CheckpointUse:
+        """Return the use by the workers of both."""
+        return CheckpointUse(self.read or other.read, self.written or other.written)
+
+
+UNUSED = CheckpointUse(read=False, written=False)
+
+
 class Crash(msgspec.Struct, frozen=True):
     """An error of the script itself, and the nodes on which it ended an attempt.
 
     `sites`: the error and its place, as each worker told them. An error's text may name the rank.
+    `steps`: how many steps the attempt had made, as far as they show.
     """
 
     sites: tuple[str, ...]
     nodes: tuple[str, ...]
+    steps: Count = 0
+    use: CheckpointUse = UNUSED
 
-    def common(self, other: Crash) -> Crash | None:
-        """Return what two crashes have in common; None if they are not the same."""
-        sites = tuple(site for site in self.sites if site in other.sites)
-        return Crash(sites, self.nodes) if sites and self.nodes == other.nodes else None
+    def repeats(self, last: Crash | None) -> Crash | None:
+        """Return this crash, with the sites of both, if it is the same as the last one.
+
+        It is another one if its attempt may have continued from a checkpoint of the last attempt.
+        """
+        if last is None or (last.use.written and self.use.read):
+            return None
+        sites = tuple(site for site in self.sites if site in last.sites)
+        is_same = sites and self.nodes == last.nodes and self.steps == last.steps
+        return msgspec.structs.replace(self, sites=sites) if is_same else None
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ import pytest
 from coordinator_driver import Driver, job_spec
 from msgspec.structs import replace
 
-from elastane.coordinator.rules.incident import SAME_CRASHES_MAX, RestartBudget
+from elastane.coordinator.rules.incident import SAME_CRASHES_MAX, Incidents, RestartBudget
 from elastane.protocol import limits
 from elastane.protocol.diagnosis import (
     Sighting,
@@ -29,7 +29,16 @@ from elastane.protocol.messages import (
     Stop,
     Stopped,
 )
-from elastane.protocol.model import NO_RANK, Crash, Failure, Fence, Joining, PortOffer
+from elastane.protocol.model import (
+    NO_RANK,
+    UNUSED,
+    CheckpointUse,
+    Crash,
+    Failure,
+    Fence,
+    Joining,
+    PortOffer,
+)
 
 
 def failure(rank, message="", exit_code=1, age_s=0.0, local_rank=0):
@@ -555,7 +564,6 @@ def test_a_refused_argument_is_a_crash_of_the_script_whatever_words_it_has(error
         crash("RuntimeError: Broken pipe"),
         crash("requests.exceptions.ReadTimeout: hub"),
         crash("SystemExit: not today"),
-        crash(steps=1),
         crash(error_file=""),
         failure(0, "ValueError: no stack"),
     ],
@@ -564,14 +572,17 @@ def test_errors_that_may_be_gone_the_next_time_are_no_crash_of_the_script(other)
     assert crash_site(other) == ""
 
 
-def crashes(job, times, *, lives_s=0.0, node="a", **more):
-    """Let the node's attempts crash; each restart begins at once or after its pause."""
+def crashes(job, times, *, lives_s=0.0, node="a", use=UNUSED, **more):
+    """Let the node's attempts crash; each restart begins at once or after its pause.
+
+    What is callable in `more` is called with the number of the attempt.
+    """
     for number in range(times):
         job.passes(lives_s, alive=node)
         given = job.assigned[node]
-        shown = more if "error" not in more else {**more, "error": more["error"](number)}
+        shown = {key: each(number) if callable(each) else each for key, each in more.items()}
         job.says(node, Failed(fence=given.fence, failures=(crash(pid=10 + number, **shown),)))
-        job.stops(node)
+        job.stops(node, use=use(number) if callable(use) else use)
         while job.phase == "forming":
             job.passes(0.1, alive=node)
 
@@ -675,17 +686,69 @@ def test_a_worker_of_several_that_elastane_refuses_something_ends_the_job(driver
 @pytest.mark.parametrize(
     "how",
     [
-        {"timing": {"same_crash_s": 0.0}},
-        {"steps": 5},
+        {"timing": {"same_crash_s": 0.0}, "steps": 5},
+        {"steps": lambda number: 5 + number},
+        {"measured": lambda number: 5 + number},
+        {"steps": 5, "use": CheckpointUse(read=True, written=True)},
+        {"measured": 5, "use": CheckpointUse()},
+        {"use": CheckpointUse()},
         {"error": lambda number: f"ValueError: loss is nan at step {number}"},
         {"lives_s": 61.0},
     ],
-    ids=["turned off", "steps were made", "another text", "it lived long"],
+    ids=[
+        "turned off",
+        "at other steps",
+        "at other measured steps",
+        "each from a checkpoint of the last",
+        "the same, steps measured",
+        "the same, no step shows",
+        "another text",
+        "no step shows in a long life",
+    ],
 )
-def test_crashes_that_differ_or_came_after_work_use_the_budget(driver, how):
+def test_crashes_that_differ_or_came_after_progress_use_the_budget(driver, how):
     job = alone(driver, **how.pop("timing", {}))
     crashes(job, SAME_CRASHES_MAX + 1, **how)
     assert job.phase == "running"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        UNUSED,
+        CheckpointUse(read=True, written=False),
+        CheckpointUse(read=False, written=True),
+    ],
+    ids=["no checkpoint", "from the same one", "from the start"],
+)
+@pytest.mark.parametrize("count", ["steps", "measured"])
+def test_the_same_crash_at_the_same_step_ends_the_job_if_none_began_further_on(driver, count, use):
+    job = alone(driver)
+    crashes(job, SAME_CRASHES_MAX - 1, lives_s=200.0, use=use, **{count: 450})
+    assert job.phase == "running"
+    crashes(job, 1, lives_s=200.0, use=use, **{count: 450})
+    assert "3 attempts in a row failed after 450 steps" in job.persisted[-1].outcome.reason
+
+
+def test_a_free_restart_after_a_save_breaks_the_row_of_the_same_crash(driver):
+    def after(use):
+        job = alone(driver)
+        crashes(job, SAME_CRASHES_MAX - 1, steps=450)
+        job.leaves("a")
+        job.stops("a", use=use)
+        job.join("a")
+        crashes(job, 1, steps=450, use=CheckpointUse(read=True, written=False))
+        return job
+
+    assert "3 attempts in a row" in after(UNUSED).persisted[-1].outcome.reason
+    assert after(CheckpointUse(read=True, written=True)).phase == "running"
+
+
+def test_the_use_of_checkpoints_by_a_node_that_did_not_report_it_is_unknown():
+    incidents = Incidents()
+    incidents.note_use("a", UNUSED)
+    assert incidents.use_by(["a"]) == UNUSED
+    assert incidents.use_by(["a", "b"]) == CheckpointUse(read=True, written=True)
 
 
 def test_a_new_coordinator_continues_the_count_of_the_same_crash_and_of_quick_failures(driver):

@@ -207,7 +207,8 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
         own = (crash_site(one.failure) for one in _sightings(state, incident, cause))
         sites = crash_sites(cause.failure, {*own, *state.incidents.crash_sites})
         nodes = tuple(sorted(member.node_id for member in state.world.members))
-        crash = Crash(sites, nodes) if sites else None
+        steps = cause.failure.steps or cause.failure.measured
+        crash = Crash(sites, nodes, steps, state.incidents.use_by(nodes)) if sites else None
     lived_s = incident.at_s - state.worlds.began_s
     # A world may be charged for several incidents of workers without a place, which do not end it.
     is_of_world = incident is state.incidents.current

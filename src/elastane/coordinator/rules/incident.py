@@ -7,6 +7,8 @@ and arrivals never use it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -25,8 +27,17 @@ from elastane.protocol.diagnosis import (
     sighting_text,
 )
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, Timing
-from elastane.protocol.model import Crash, Failure, Fence, JobRecord, NamedWorker
+from elastane.protocol.model import (
+    UNUSED,
+    CheckpointUse,
+    Crash,
+    Failure,
+    Fence,
+    JobRecord,
+    NamedWorker,
+)
 from elastane.protocol.verdicts import Verdict
+from elastane.protocol.words import counted
 
 # This many attempts in a row that fail alike end the job: the third shows that it is no chance.
 SAME_CRASHES_MAX = 3
@@ -181,7 +192,7 @@ class BudgetVerdict(msgspec.Struct, frozen=True, kw_only=True):
 class RestartBudget(msgspec.Struct, kw_only=True):
     """Restarts used of those allowed, and the current run of quick failures.
 
-    `crashes` counts the attempts in a row that ended with the error `crash` before a first step.
+    `crashes` counts the attempts in a row that ended with the error `crash` at the same step.
     `charged` is the world of the last charge, `charged_before` that of an earlier coordinator's.
     """
 
@@ -230,11 +241,12 @@ class RestartBudget(msgspec.Struct, kw_only=True):
 
         A life shorter than `crash_loop_s` is a quick failure. The first one restarts at once; from
         the second in a row, a pause doubles up to its bound. The same `crash` SAME_CRASHES_MAX
-        times in a row, each sooner than `same_crash_s`, gets no restart; nor does what elastane
-        refuses, by the error `refused`. An exhausted budget counts nothing more.
+        times in a row gets no restart, each sooner than `same_crash_s` unless its steps show; nor
+        does what elastane refuses, by the error `refused`. An exhausted budget counts nothing more.
         """
         self.quick_failures = self.quick_failures + 1 if lived_s < timing.crash_loop_s else 0
-        self._count_crash(crash if lived_s < timing.same_crash_s else None)
+        shows = crash is not None and crash.steps > 0 and timing.same_crash_s > 0
+        self._count_crash(crash if shows or lived_s < timing.same_crash_s else None)
         if refused and timing.same_crash_s:
             reason = (
                 f"elastane refuses what the script does, in each attempt [{refused}], so no other"
@@ -245,10 +257,12 @@ class RestartBudget(msgspec.Struct, kw_only=True):
             reason = self._exhausted(timing.crash_loop_s)
             return BudgetVerdict(restart=False, delay_s=0.0, reason=reason)
         if self.crash is not None and self.crashes >= SAME_CRASHES_MAX:
+            steps = self.crash.steps
+            when = f"after {counted(steps, 'step')}" if steps else "before any step showed"
             reason = (
-                f"{self.crashes} attempts in a row failed before their first step with the same"
-                f" error at the same place ({self.crash.sites[0]}), so no other one is started;"
-                " --rdzv-conf same_crash=0 restarts all the same"
+                f"{self.crashes} attempts in a row failed {when} with the same error at the same"
+                f" place ({self.crash.sites[0]}), without a newer checkpoint to continue from, so"
+                " no other one is started; --rdzv-conf same_crash=0 restarts all the same"
             )
             return BudgetVerdict(restart=False, delay_s=0.0, reason=reason)
         self.used += 1
@@ -257,8 +271,13 @@ class RestartBudget(msgspec.Struct, kw_only=True):
         )
         return msgspec.structs.replace(verdict, reason=verdict.reason + verdict.pause)
 
+    def note_free_restart(self, use: CheckpointUse) -> None:
+        """Record a restart that was not charged; the next one may continue from its checkpoint."""
+        if use.written:
+            self._count_crash(None)
+
     def _count_crash(self, crash: Crash | None) -> None:
-        same = crash.common(self.crash) if crash is not None and self.crash is not None else None
+        same = crash.repeats(self.crash) if crash is not None else None
         self.crashes = self.crashes + 1 if same is not None else int(crash is not None)
         self.crash = same or crash
 
@@ -369,6 +388,8 @@ class Incidents:
     has_lost: bool = False  # one since all workers started lost a worker or a node
     is_settled: bool = False  # the last change of the world was charged, or cost nothing
     crash_sites: tuple[str, ...] = ()  # of workers that failed since all workers started
+    # What workers of each stopped node have done with checkpoints since all workers started.
+    uses: dict[str, CheckpointUse] = field(default_factory=dict)
     unpaid: Incident | None = None  # the one whose replacements exceed the budget
     # The workers of this world whose programs have returned, by node id and local rank, ...
     _returned: dict[tuple[str, int], Sighting] = field(default_factory=dict)
@@ -448,6 +469,15 @@ class Incidents:
         sites = {crash_site(one.failure) for one in incident.sightings} - {""}
         self.crash_sites = tuple(sorted({*self.crash_sites, *sites})[:CRASH_SITES_MAX])
 
+    def note_use(self, node_id: str, use: CheckpointUse) -> None:
+        """Record what the workers of a node that has stopped them did with checkpoints."""
+        self.uses[node_id] = use.merge(self.uses.get(node_id, UNUSED))
+
+    def use_by(self, nodes: Iterable[str]) -> CheckpointUse:
+        """Return what the workers of these nodes have done with checkpoints."""
+        known = (self.uses.get(node, CheckpointUse()) for node in nodes)
+        return functools.reduce(CheckpointUse.merge, known, UNUSED)
+
     def explain(self, incident: Incident, cause: PastIncident) -> None:
         """Record the root cause of an incident, which may repeat the error of the last one."""
         incident.explain(cause)
@@ -457,6 +487,7 @@ class Incidents:
     def start_afresh(self) -> None:
         """Record that all workers start again, from the checkpoint."""
         self.crash_sites = ()
+        self.uses.clear()
         self.has_lost = self.is_settled = False
         self.explains = None
 

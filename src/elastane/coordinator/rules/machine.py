@@ -631,6 +631,9 @@ def _stopping(state: State) -> bool:
         if not verdict.restart:
             return ending.failure(state, incident, verdict.reason)
         delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"
+    else:
+        members = (member.node_id for member in state.world.members)
+        state.budget.note_free_restart(state.incidents.use_by(members))
     if cut := cuts.leave_out_failed(state, incident):
         reason = f"{reason}; {cut}"
     state.incidents.finish(reason, state.world.fence)

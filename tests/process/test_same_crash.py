@@ -1,0 +1,79 @@
+"""A script that fails after its first steps: one that gets no further, and one that does."""
+
+import json
+
+import pytest
+from supervise import words_agent, write_script
+
+# Fails at a step of training, or after so many steps of each attempt. Each step's weights depend
+# on all steps before it.
+SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+fails, path = sys.argv[1], "last.pt"
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+parallel = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+first = 0
+if os.path.exists(path):
+    saved = torch.load(path)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    first = saved["step"]
+for step in range(first, 20):
+    if fails == "at a step" and step == 10 or fails == "after steps" and step == first + 5:
+        raise ValueError("a bad sample")
+    parallel(torch.full((2, 4), step / 10)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if (step + 1) % 4 == 0:
+        if dist.get_rank() == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                        "step": step + 1}, path + ".new")
+            os.replace(path + ".new", path)
+        dist.barrier()
+if dist.get_rank() == 0:
+    total = sum(float(each.double().sum()) for each in model.parameters())
+    print("weights", repr(total), flush=True)
+"""
+
+
+def job(folder, fails, *options):
+    folder.mkdir()
+    script = write_script(folder, SCRIPT)
+    words = ("--nproc-per-node", "2", "--standalone", "--max-restarts", "12")
+    words += (
+        "--report-file",
+        "report.json",
+        "--rdzv-conf",
+        "crash_loop=0",
+        *options,
+        script,
+        fails,
+    )
+    with words_agent(folder, *words) as agent:
+        code = agent.wait(120)
+        return code, agent.out, json.loads((folder / "report.json").read_text())
+
+
+@pytest.mark.parametrize("options", [(), ("--in-place",)], ids=["restarts", "in place"])
+def test_a_script_that_fails_at_one_step_again_and_again_ends_the_job(tmp_path, options):
+    code, _, report = job(tmp_path / "job", "at a step", *options)
+    assert code == 1
+    # The first attempt makes ten steps; those that follow make two from the checkpoint.
+    assert "3 attempts in a row failed after" in report["reason"], report["reason"]
+    assert report["restarts_used"] == 3
+
+
+@pytest.mark.parametrize("options", [(), ("--in-place",)], ids=["restarts", "in place"])
+def test_a_script_that_gets_further_between_equal_failures_completes(tmp_path, options):
+    code, out, report = job(tmp_path / "job", "after steps", *options)
+    assert (code, report["restarts_used"]) == (0, 4), report["reason"]
+    undisturbed = job(tmp_path / "undisturbed", "never", *options)[1]
+    assert out.count("weights") == undisturbed.count("weights") == 1
+    assert out.split("weights")[1] == undisturbed.split("weights")[1]
