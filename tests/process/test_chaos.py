@@ -56,6 +56,28 @@ def test_faults_are_logged_as_events_and_the_job_continues(tmp_path, runtime):
         cluster.wait_done()
 
 
+def test_a_node_that_is_cut_off_is_given_up_for_its_silence_and_comes_back(tmp_path, runtime):
+    (tmp_path / "work.py").write_text(SCRIPT)
+    options = {"preload": "json", "nproc_per_node": 1, "nnodes": "1:2", "max_restarts": 0}
+    script = [str(tmp_path / "work.py"), str(tmp_path)]
+    env = {"XDG_RUNTIME_DIR": str(runtime)}
+    with LocalCluster(script, folder=tmp_path / "c", env=env, **options) as cluster:
+        cluster.start("a")
+        alone = cluster.wait_world(nodes=1)
+        cluster.start("b")
+        both = cluster.wait_world(nodes=2, after=alone)
+        plan = ["--partition", "--every", "1", "--duration", "1", "--seed", "3"]
+        done = chaos(runtime, cluster.job, *plan)
+        assert done.returncode == 0, done.stdout + done.stderr
+        [fault] = cluster.events("fault-injected")
+        assert fault.data["fault"] == "partition" and fault.reason.endswith(" for 10 s")
+        departed = cluster.wait_event("node-departed")
+        assert (departed.node, departed.reason.partition(" for")[0]) == ("b", "silent")
+        cluster.wait_world(nodes=2, after=both)
+        (tmp_path / "done").touch()
+        cluster.wait_done()
+
+
 def test_a_job_that_ends_by_a_fault_gives_exit_code_1(tmp_path, runtime):
     (tmp_path / "work.py").write_text(SCRIPT)
     options = {"preload": "json", "nproc_per_node": 1, "nnodes": "1", "max_restarts": 0}

@@ -27,6 +27,7 @@ _FAULTS: tuple[tuple[str, Kind, str], ...] = (
     ("--kill-node", "kill-node", "a node loses power: its agent and workers are killed at once"),
     ("--stop-node", "stop-node", "SIGTERM to an agent, like a preemption"),
     ("--pause-node", "pause-node", "all processes of a node are stopped for 1 s"),
+    ("--partition", "partition", "a node and the others here lose all packets, for 10 s"),
 )
 # Faults after which the world continues.
 _HARMLESS = ("slow-worker", "pause-node")

@@ -34,6 +34,11 @@ class RunningNode:
         """Whether this agent runs; another process may have its pid by now."""
         return self._entry.is_alive()
 
+    @property
+    def agent_pid(self) -> int:
+        """The process of its agent."""
+        return self._entry.pid
+
     def workers(self) -> tuple[int, ...]:
         """Return the pids of its newest workers that live; empty if there are none."""
         world = newest_world(self._job.events(EventKind.ROUND_SETTLED, EventKind.WORKERS_STARTED))

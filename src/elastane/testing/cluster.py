@@ -132,6 +132,11 @@ class LocalNode:
         return self.process.poll() is None
 
     @property
+    def agent_pid(self) -> int:
+        """The process of its agent."""
+        return self.process.pid
+
+    @property
     def output(self) -> str:
         """The output of the agent and its workers."""
         return self.log.read_text(errors="replace")

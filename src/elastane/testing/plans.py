@@ -22,20 +22,25 @@ from typing import Any, Literal, Protocol, get_args
 from elastane.errors import UsageError
 from elastane.observe.events import LoggedEvent
 from elastane.protocol.log_events import EventKind
+from elastane.testing.partition import Partition
 
 Kind = Literal[
     "kill-worker", "kill-node", "kill-agent", "stop-node", "pause-node", "add-node", "stop-worker",
-    "slow-worker",
+    "slow-worker", "partition",
 ]  # fmt: skip
 # A worker that is stopped for good is detected only if the script recovers in place. A slow one is
-# no fault that anything has to recover from.
+# no fault that anything has to recover from. A partition takes the right to trace the processes.
 KINDS: tuple[Kind, ...] = tuple(
-    kind for kind in get_args(Kind) if kind not in ("stop-worker", "slow-worker")
+    kind for kind in get_args(Kind) if kind not in ("stop-worker", "slow-worker", "partition")
 )
+# Kinds after which the node has left.
+_REMOVES = ("kill-node", "kill-agent", "stop-node")
 _POLL_S = 0.05
 _PAUSE_S = 1.0
 # A slow worker runs for half of this time, and is stopped for the other half.
 _SLOW_S, _SLOW_TURN_S = 2.0, 0.04
+# Longer than agents and coordinator are silent to each other before they give each other up.
+_PARTITION_S = 10.0
 
 
 class FaultedNode(Protocol):
@@ -48,6 +53,10 @@ class FaultedNode(Protocol):
     @property
     def is_alive(self) -> bool:
         """Whether its agent runs."""
+
+    @property
+    def agent_pid(self) -> int:
+        """The process of its agent."""
 
     def workers(self) -> tuple[int, ...]:
         """Return the pids of its workers."""
@@ -154,6 +163,7 @@ class FaultPlan:
         """
         begun_s, done_texts = time.monotonic(), list[str]()
         absent: list[tuple[float, str]] = []
+        cuts: list[Partition] = []
         faults = list(self.faults)
 
         def note(text: str) -> None:
@@ -173,17 +183,23 @@ class FaultPlan:
             if faults and faults[0].at_s <= now_s:
                 fault = faults.pop(0)
                 # Those that came back just now are targets, too.
-                done, node, gone = self._inject(fault, _present(job), job)
+                done, node, gone = self._inject(fault, _present(job), job, cuts)
                 if done:
                     job.record_fault(fault.kind, node, done)
                     note(done)
                 if gone and self.back_s is not None:
                     absent.append((now_s + self.back_s, node))
             time.sleep(_POLL_S)
+        for cut in cuts:
+            cut.wait()
         return done_texts
 
     def _inject(
-        self, fault: Fault, present: list[FaultedNode], job: FaultedJob
+        self,
+        fault: Fault,
+        present: list[FaultedNode],
+        job: FaultedJob,
+        cuts: list[Partition],
     ) -> tuple[str, str, bool]:
         """Return what was done, to which node, and whether that left; all empty for nothing."""
         nothing = "", "", False
@@ -202,20 +218,49 @@ class FaultPlan:
             return f"add-node {added.name}", added.name, False
         if node.name in self.spare:
             return nothing
-        if fault.kind == "pause-node":
-            node.pause()
-            time.sleep(_PAUSE_S)  # the fault itself
-            node.resume()
-            return f"pause-node {node.name} for {_PAUSE_S:g} s", node.name, False
-        if len(present) <= self.keep:
-            return nothing
-        ends = {"kill-node": node.kill, "kill-agent": node.kill_agent, "stop-node": node.stop}
-        ends[fault.kind]()
-        return f"{fault.kind} {node.name}", node.name, True
+        may_leave = len(present) > self.keep
+        done = _harm_node(fault.kind, node, present, cuts, may_leave=may_leave)
+        return (done, node.name, fault.kind in _REMOVES) if done else nothing
 
 
 def _present(job: FaultedJob) -> list[FaultedNode]:
     return [node for node in job.nodes if node.is_alive]
+
+
+def _harm_node(
+    kind: Kind,
+    node: FaultedNode,
+    present: list[FaultedNode],
+    cuts: list[Partition],
+    *,
+    may_leave: bool,
+) -> str:
+    """Return what was done to a node; empty if nothing was."""
+    if kind == "partition":
+        cut = _cut_off(node, present)
+        cuts += [cut] if cut is not None else []
+        return f"partition of {node.name} for {_PARTITION_S:g} s" if cut is not None else ""
+    if kind == "pause-node":
+        node.pause()
+        time.sleep(_PAUSE_S)  # the fault itself
+        node.resume()
+        return f"pause-node {node.name} for {_PAUSE_S:g} s"
+    if not may_leave:
+        return ""
+    ends = {"kill-node": node.kill, "kill-agent": node.kill_agent, "stop-node": node.stop}
+    ends[kind]()
+    return f"{kind} {node.name}"
+
+
+def _cut_off(node: FaultedNode, present: list[FaultedNode]) -> Partition | None:
+    """Cut a node off the others for a time; return the cut, or None if they have no connection."""
+    others = [other.agent_pid for other in present if other is not node]
+    cut = Partition(node.agent_pid, others).begin()
+    if not cut.is_cut:
+        cut.end()
+        return None
+    cut.over_after(_PARTITION_S)
+    return cut
 
 
 def _harm_worker(kind: Kind, pid: int, node: FaultedNode) -> str:
