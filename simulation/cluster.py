@@ -25,6 +25,7 @@ from simulation.in_place_workers import InPlaceTraining
 from simulation.network import Network, SimulatedSession
 from simulation.node import SimulatedNode
 from simulation.places import InPlaceGroup
+from simulation.runs import LocalGroup
 from simulation.script import HasHosts, Script, StoppedProcesses
 from simulation.store import Published, SimulatedStore
 from simulation.story import Story
@@ -62,6 +63,7 @@ class SimulatedCluster:
         self.in_place_training = InPlaceTraining(
             self.clock, rng, script, self._can_step, self.checks, self.still
         )
+        self.training.address_apart = self._address_apart
         self.in_place_training.address_apart = self._address_apart
         self.still.is_overdue = lambda host: self.nodes[host].is_overdue
         self.nodes: dict[str, SimulatedNode] = {}
@@ -119,13 +121,20 @@ class SimulatedCluster:
         """Return which of the others a host does not reach, or which do not reach it."""
         return [other for other in others if not self.network.linked(host, other)]
 
-    def unanswered(self, group: InPlaceGroup) -> tuple[str, ...]:
+    def unanswered(self, group: InPlaceGroup | LocalGroup) -> tuple[str, ...]:
         """Return the addresses that do not answer the workers of a node, in their world."""
-        worlds = {id(w.world): w.world for w in group.workers.values() if w.world is not None}
-        hosts = {host for world in worlds.values() for host in world.hosts}
+        if self.network.is_whole:
+            return ()
+        if isinstance(group, LocalGroup):
+            hosts = {*group.run.hosts} if group.run is not None and group.computes else set[str]()
+        else:
+            worlds = {id(w.world): w.world for w in group.workers.values() if w.world is not None}
+            hosts = {host for world in worlds.values() for host in world.hosts}
         return tuple(sorted(self.nodes[name].address for name in self.apart(group.host, hosts)))
 
     def _address_apart(self, host: str, hosts: Sequence[str]) -> str:
+        if self.network.is_whole:
+            return ""
         apart = self.apart(host, hosts)
         return self.nodes[apart[0]].address if apart else ""
 

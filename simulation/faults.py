@@ -423,11 +423,20 @@ class Faults:
             self._later(for_s, self._heal)
 
     def _pair_apart(self) -> None:
-        """Cut two hosts from each other until some other cut is healed; both reach all others."""
-        one, other = self._some(), self._some()
+        """Cut two hosts from each other, for a while or until some other cut is healed.
+
+        Both reach all others. A node that is left out comes back meanwhile, if it is for long.
+        """
+        alive = [name for name, node in self._cluster.nodes.items() if node.alive]
+        if len(alive) < 2:
+            return
+        one, other = self._rng.sample(alive, 2)
         self._tell(f"{one} and {other} no longer reach each other")
         self._cluster.network.cut(one, other)
         self._cluster.network.cut(other, one)
+        for_s = self._rng.choice((0.0, 0.0, 60.0, 250.0))
+        if for_s:
+            self._later(for_s, self._heal)
 
     def _cut_off(self, name: str, *, store: bool) -> None:
         self._tell(f"{name} reaches no other node" + ", nor the store" * store)

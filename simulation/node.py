@@ -21,6 +21,7 @@ from elastane.protocol.effects import (
     MarkGroup,
     RegroupWorkers,
     ReleaseGroup,
+    ShowGroupStacks,
     StartGroup,
     StartWorkers,
     StopGroup,
@@ -84,7 +85,7 @@ class NodeSurroundings(Protocol):
     def find(self, node: SimulatedNode) -> None:
         """Look for the coordinator on behalf of `node`, and campaign meanwhile."""
 
-    def unanswered(self, group: InPlaceGroup) -> tuple[str, ...]:
+    def unanswered(self, group: InPlaceGroup | LocalGroup) -> tuple[str, ...]:
         """Return the addresses that do not answer the workers of a node, in their world."""
 
     def ask_leader(self, node: SimulatedNode, answer: Callable[[str], None]) -> None:
@@ -232,7 +233,8 @@ class SimulatedNode:
         """Return what the workers here show, and how long this host was suspended."""
         group = self.in_place_group
         if group is None:
-            return Readings(slept_s=self.clock.slept_s)
+            unanswered = self.cluster.unanswered(self.group) if self.group is not None else ()
+            return Readings(unanswered=unanswered, slept_s=self.clock.slept_s)
         return Readings(
             progress=group.progress,
             met=group.met,
@@ -445,6 +447,8 @@ class SimulatedNode:
             case AimGroup(calls=calls):
                 self.cluster.checks.aims(self, group, calls)
                 training.aim(group, calls)
+            case ShowGroupStacks():
+                pass
             case _:
                 raise AssertionError(f"{effect} is for workers that recover in place")
 

@@ -32,6 +32,7 @@ class LocalGroup:
     run: SimulatedRun | None = None
     moved_s: float = 0.0
     killed: bool = False  # all of it, by the orphan reaper
+    is_still: bool = False  # its agent has reported that its workers make no collective
 
     @property
     def fence(self) -> Fence:

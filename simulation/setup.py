@@ -204,7 +204,7 @@ def setup_of(
             *(_holders_lost(seed) if in_place and not shrinks else ()),
             *(_given_up(seed) + _sees_deaths(seed) if store_backed else ()),
             *(_leader_isolated(seed) if store_backed else ()),
-            *(_pair_apart(seed) if store_backed and in_place else ()),
+            *(_pair_apart(seed) if store_backed else ()),
         ),
         in_place=in_place,
         rejects=random.Random(f"rejects {seed}").random() < 0.3,

@@ -8,16 +8,24 @@ with gloo.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from elastane.protocol.culprits import (
+    STANDSTILL_FACTOR,
+    STANDSTILL_MOVES_FIRST,
+    ProcessFacts,
+    StandstillEvidence,
+)
 from elastane.protocol.events import (
     GroupDrained,
     GroupGone,
     GroupMarked,
+    GroupStandstill,
     GroupStarted,
     WorkerFailed,
     WorkerSucceeded,
 )
+from elastane.protocol.limits import Timing
 from elastane.protocol.model import Failure, PortOffer
 from simulation.checks import Checks
 from simulation.clock import VirtualClock
@@ -29,6 +37,11 @@ _COLLECTIVE_TIMEOUT_S = 60.0
 # How often an incomplete step checks whether it now can complete.
 STALL_S = 0.5
 _CHECKPOINT_S = 0.1
+_TIMED_OUT = "RuntimeError: Timed out waiting 60000ms for recv operation"
+_NOT_CONNECTED = (
+    "RuntimeError: Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection"
+    " timed out, remote=[{}]:41$2"
+)
 
 
 class Training:
@@ -47,6 +60,8 @@ class Training:
         self._can_step, self._checks, self._still = can_step, checks, still
         self._runs: dict[tuple[str, int], SimulatedRun] = {}
         self._last: SimulatedRun | None = None
+        # The address of one of these hosts that a host does not reach; empty if it reaches all.
+        self.address_apart: Callable[[str, Sequence[str]], str] = lambda host, hosts: ""
         self.saved_step = 0
         self.slow_start_s = 0.0
 
@@ -148,11 +163,20 @@ class Training:
             return
         due_s = group.moved_s + _COLLECTIVE_TIMEOUT_S
         if self._clock.now_s >= due_s and not group.gated:
-            self._checks.budget.died(group.fence)
-            self._fail(group, 0, 1, "RuntimeError: Timed out waiting 60000ms for recv operation")
-            return
+            run = group.run
+            assert run is not None
+            apart = self.address_apart(group.host, run.hosts) if not run.steps else ""
+            # A connection that is not made fails long before the waits of those that have theirs.
+            if run.steps or apart or not self._is_apart(run):
+                self._checks.budget.died(group.fence)
+                self._fail(group, 0, 1, _NOT_CONNECTED.format(apart) if apart else _TIMED_OUT)
+                return
         delay_s = max(1.0, due_s - self._clock.now_s)
         self._clock.after(delay_s, lambda: self._watch(group))
+
+    def _is_apart(self, run: SimulatedRun) -> bool:
+        """Whether some hosts of a world do not reach each other."""
+        return any(self.address_apart(host, run.hosts) for host in run.hosts)
 
     def _go_on(self, run: SimulatedRun) -> None:
         if run.is_whole and not run.busy and not self._waits(run):
@@ -168,12 +192,14 @@ class Training:
         if not run.is_whole:
             return
         if not self._can_step(run):
+            self._report_standstill(run)
             run.busy = True
             self._clock.after(STALL_S, lambda: self._step(run))
             return
         run.steps += 1
         for group in run.groups.values():
             group.moved_s = self._clock.now_s
+            self._report(group, still_s=0.0)
         self._checks.stepped(run.fence)
         done = run.base + run.steps
         if done % self.script.checkpoint_every == 0 and not self._still.snapshot_servers & {
@@ -186,6 +212,33 @@ class Training:
         for group in run.groups.values():
             delay_s = self._rng.random() * 0.2 * self.script.step_s
             self._clock.after(delay_s, lambda g=group: self._call(run, g))  # type: ignore[misc]
+
+    def _report_standstill(self, run: SimulatedRun) -> None:
+        """Let agents report that workers make no collective, if some hosts do not reach others.
+
+        Simplified: all of them are in the same collective, so no worker is to blame.
+        """
+        limit_s = max(Timing().hang_floor_s, STANDSTILL_FACTOR * self.script.step_s)
+        if run.steps < STANDSTILL_MOVES_FIRST or not self._is_apart(run):
+            return
+        for group in run.groups.values():
+            still_s = self._clock.now_s - group.moved_s
+            if still_s >= limit_s:
+                self._report(group, still_s)
+
+    def _report(self, group: LocalGroup, still_s: float) -> None:
+        """Report that workers have made no collective for so long; 0: they make some again."""
+        if group.is_still == (still_s > 0):
+            return
+        group.is_still = still_s > 0
+        first = group.assignment.rank_base
+        evidence = tuple(
+            StandstillEvidence(
+                rank=first + i, node_id=group.host, local_rank=i, pid=100 + i, facts=ProcessFacts()
+            )
+            for i in range(group.size if group.is_still else 0)
+        )
+        group.feed(GroupStandstill(group.fence, group.fence, evidence, still_s))
 
     def _call(self, run: SimulatedRun, group: LocalGroup) -> None:
         """Play one should_checkpoint(); a gated one blocks until its target is known."""

@@ -135,7 +135,7 @@ def test_the_first_histories_hold_and_meet_what_they_are_meant_to_meet():
         "the snapshot server of",
     ):
         assert what in stories, what
-    assert len(kinds) == 37
+    assert len(kinds) == 38
 
 
 def test_a_failing_history_is_shrunk_to_the_fault_that_matters(monkeypatch):

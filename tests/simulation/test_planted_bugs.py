@@ -11,6 +11,7 @@ import pytest
 from elastane.agent.rules import AgentCore, Contact, LocalWorkers
 from elastane.coordinator.rules import (
     admission,
+    cuts,
     drain,
     ending,
     liveness,
@@ -407,3 +408,8 @@ def test_an_offer_that_a_declined_assignment_leaves_is_found_when_it_is_made_aga
 
     monkeypatch.setattr(SimulatedNode, "new_offer", same_again)
     assert "met those of" in first_failure(20, store_backed=False, first=57_050)
+
+
+def test_workers_that_cannot_connect_and_start_again_on_the_same_nodes_are_found(monkeypatch):
+    monkeypatch.setattr(cuts, "leave_out_failed", lambda state, incident: "")
+    assert "nothing was trained" in first_failure(5, first=822)

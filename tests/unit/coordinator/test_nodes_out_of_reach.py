@@ -209,6 +209,7 @@ def test_workers_that_could_not_connect_at_their_start_begin_again_without_the_n
     job.stopped_all("a", "b", "c")
     job.passes(5.0, alive="abc")
     assert members(job) == ["a", "b"]
+    assert job.persisted[-1].restarts_used == 0, "the network failed, and no worker"
 
 
 def test_a_refused_connection_leaves_nobody_out():

@@ -624,6 +624,9 @@ def _stopping(state: State) -> bool:
     incident = state.incidents.current
     assert incident is not None and state.world is not None
     delay_s, reason = 0.0, incident.reason
+    if cut := cuts.leave_out_failed(state, incident):
+        incident.charge()  # The network failed, and no worker.
+        reason = f"{reason}; {cut}"
     if incident.is_chargeable and not incident.charged:
         if ending.verdict_pending(state, incident):
             return False
@@ -634,8 +637,6 @@ def _stopping(state: State) -> bool:
     else:
         members = (member.node_id for member in state.world.members)
         state.budget.note_free_restart(state.incidents.use_by(members))
-    if cut := cuts.leave_out_failed(state, incident):
-        reason = f"{reason}; {cut}"
     state.incidents.finish(reason, state.world.fence)
     _release_leaving(state)
     forming.begin_gathering(state, reason, follow_up=True, delay_s=delay_s)
