@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -66,12 +65,9 @@ class HostJob(Job):
         return self.agents[-1]
 
     def check_order(self, seen: list[Step]) -> None:
-        """Check that no step of a world comes after a step of a later world.
-
-        The lines of the file are in the order in which the steps were made.
-        """
-        late = [s for s, other in pairwise(seen) if _fence(s) > _fence(other)]
-        assert not late, f"the step after each of these is of an older world: {late}"
+        """Check that no world makes a step after a later world has made one."""
+        late = late_steps(seen)
+        assert not late, f"these are of an older world than a step before them: {late}"
 
     def start_all(self, names: str, *options: str) -> None:
         for name in names:
@@ -81,6 +77,26 @@ class HostJob(Job):
         """Return the newest agent of the node where the coordinator started last."""
         host = self.events(EventKind.COORDINATOR_STARTED)[-1].host
         return next(a for a in reversed(self.agents) if a.process.host.name == host)  # type: ignore[attr-defined]
+
+
+def late_steps(seen: list[Step]) -> list[Step]:
+    """Return the steps that their worlds made after a later world had made one.
+
+    The lines of the file are in the order in which the steps were made. A member that could not
+    hear the others may finish one step late, which they had made before: TCP delivers their part of
+    it once the network is healed, even after their processes have ended.
+    """
+    late: list[Step] = []
+    last, made, excused = (0, 0), set(), set()
+    for s in seen:
+        member, step = (_fence(s), s.rank), (_fence(s), s.step)
+        if _fence(s) < last:
+            if step not in made or member in excused:
+                late.append(s)
+            excused.add(member)
+        last = max(last, _fence(s))
+        made.add(step)
+    return late
 
 
 def _fence(step: Step) -> tuple[int, int]:

@@ -10,8 +10,9 @@ import uuid
 from pathlib import Path
 
 import pytest
+from host_jobs import late_steps
 from hosts import Lan, need_hosts
-from jobs import MARK, left_over, until
+from jobs import MARK, Step, left_over, until
 
 SEND = "import socket,sys;s=socket.socket(2,2);s.sendto(b'x',(sys.argv[1],9))"
 # What has arrived is kept until all is sent; after that, another 0.3 s are enough for the switch.
@@ -97,3 +98,14 @@ def test_a_host_that_cannot_be_made_is_a_failure_where_everything_is_to_be_teste
     monkeypatch.delenv("CI")
     with pytest.raises(pytest.skip.Exception, match=r"NOT RUN: .* no namespaces"):
         need_hosts()
+
+
+def test_a_step_of_an_older_world_is_late_unless_the_others_had_made_it() -> None:
+    def step(rank: int, number: int, round_: int) -> Step:
+        return Step(rank, number, 3, 0, round_, 0, "abc"[rank], 1, 0.0)
+
+    before = [step(0, 4, 1), step(2, 3, 1), step(0, 1, 2)]
+    finished, new, second = step(2, 4, 1), step(2, 5, 1), step(2, 3, 1)
+    assert late_steps([*before, finished, step(1, 1, 2)]) == []
+    assert late_steps([*before, new]) == [new], "no other member had made it"
+    assert late_steps([*before, finished, second]) == [second], "a member finishes one step"
