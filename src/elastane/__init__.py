@@ -24,13 +24,12 @@ if TYPE_CHECKING:
     from elastane.data.stream import ElasticStream
     from elastane.functions.launch import launch
     from elastane.worker.drain import should_checkpoint
-    from elastane.worker.elastic_loader import ElasticLoader
+    from elastane.worker.elastic_loader import ElasticLoader, on_world_change
     from elastane.worker.job import Job, init
     from elastane.worker.record import record
     from elastane.worker.scalars import TensorBoard
     from elastane.worker.service_sinks import MLflow, Trackio, WandB
     from elastane.worker.step import Step
-    from elastane.worker.world_change import on_world_change
 
 __all__ = [
     "Checkpointer",
@@ -74,7 +73,7 @@ _HOMES = {
     "init": "elastane.worker.job",
     "launch": "elastane.functions.launch",
     "load_checkpoint": "elastane.checkpoint.simple",
-    "on_world_change": "elastane.worker.world_change",
+    "on_world_change": "elastane.worker.elastic_loader",
     "record": "elastane.worker.record",
     "save_checkpoint": "elastane.checkpoint.simple",
     "should_checkpoint": "elastane.worker.drain",

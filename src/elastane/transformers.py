@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from elastane.checkpoint.registered import RandomStreams, restore_streams
 from elastane.data import sources
 from elastane.data.sampler import ElasticBatchSampler
-from elastane.data.stream import ElasticStream, ShardSource
+from elastane.data.sources import ShardSource
+from elastane.data.stream import ElasticStream
 from elastane.errors import ConfigurationError
 from elastane.integrations.weight_copies import weight_copy
 from elastane.process import environment

@@ -10,12 +10,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastane.cli import _checkpoint_view as view
+from elastane.cli.parser import Act, add_acts
 from elastane.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -26,13 +25,13 @@ SOUND, UNSOUND = 0, 1
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the acts."""
-    acts = parser.add_subparsers(metavar="ACT", dest="act", required=True)
-    for name, act in ACTS.items():
-        one = acts.add_parser(name, help=act.what, description=act.what, allow_abbrev=False)
-        one.add_argument("where", metavar="WHERE", help="folder, or a URL that fsspec supports")
-        act.configure(one)
-        one.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.epilog = "elastane checkpoint ACT --help explains one act"
+    add_acts(parser, "checkpoint", ACTS, _configure_act)
+
+
+def _configure_act(parser: argparse.ArgumentParser, act: Act) -> None:
+    parser.add_argument("where", metavar="WHERE", help="folder, or a URL that fsspec supports")
+    act.configure(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -228,19 +227,6 @@ def _print(lines: list[str]) -> None:
 def _print_json(found: dict[str, Any]) -> None:
     json.dump(found, sys.stdout, indent=2)
     print()
-
-
-def _nothing(parser: argparse.ArgumentParser) -> None:
-    """Add no options."""
-
-
-@dataclass(frozen=True)
-class Act:
-    """One act: what it does, its options, and its work."""
-
-    what: str
-    run: Callable[[argparse.Namespace], int]
-    configure: Callable[[argparse.ArgumentParser], None] = _nothing
 
 
 ACTS = {

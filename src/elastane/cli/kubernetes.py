@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elastane.cli import _kubernetes_checks as checks
 from elastane.cli import _kubernetes_render as rendering
+from elastane.cli.parser import Act, add_acts
 
 if TYPE_CHECKING:
     from elastane.kubernetes.client import ClusterAccess
@@ -23,11 +22,7 @@ NAMESPACE = "elastane-system"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the acts."""
-    acts = parser.add_subparsers(metavar="ACT", dest="act", required=True)
-    for name, act in ACTS.items():
-        one = acts.add_parser(name, help=act.what, description=act.what, allow_abbrev=False)
-        act.configure(one)
-    parser.epilog = "elastane kubernetes ACT --help explains one act"
+    add_acts(parser, "kubernetes", ACTS)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -241,23 +236,16 @@ def kubectl() -> int:
     return main_of("kubernetes", sys.argv[1:], "kubectl elastane")
 
 
-@dataclass(frozen=True)
-class _Act:
-    what: str
-    configure: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-
-
 ACTS = {
-    "operator": _Act(
+    "operator": Act(
         "run the operator, which manages the ElasticJobs of a cluster",
-        _configure_operator,
         _operator,
+        _configure_operator,
     ),
-    "status": _Act("show a job: pods, round, step, events", _configure_status, _status),
-    "crd": _Act(
-        "print the CustomResourceDefinitions of ElasticJob and its templates", _configure_crd, _crd
+    "status": Act("show a job: pods, round, step, events", _status, _configure_status),
+    "crd": Act(
+        "print the CustomResourceDefinitions of ElasticJob and its templates", _crd, _configure_crd
     ),
-    "install": _Act("print the manifests that install the operator", _configure_install, _install),
-    "render": _Act("print an ElasticJob made from options", rendering.configure, _render),
+    "install": Act("print the manifests that install the operator", _install, _configure_install),
+    "render": Act("print an ElasticJob made from options", _render, rendering.configure),
 }

@@ -1,8 +1,10 @@
-"""The parser of most verbs: argparse with elastane's errors."""
+"""The parser of most verbs: argparse with elastane's errors; and the table of acts of a verb."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from elastane.errors import UsageError
@@ -43,3 +45,33 @@ def add_job_options(
     parser.add_argument("job", metavar="JOB_OR_DIR", help=about, **more)
     text = "the --log-dir of elastane run"
     parser.add_argument("--log-dir", metavar="DIR", default="", help=text)
+
+
+def _no_options(parser: argparse.ArgumentParser) -> None:
+    """Add no options."""
+
+
+@dataclass(frozen=True)
+class Act:
+    """One act of a verb: what it does, its work, which returns the exit code, and its options."""
+
+    what: str
+    run: Callable[[argparse.Namespace], int]
+    configure: Callable[[argparse.ArgumentParser], None] = _no_options
+
+
+def add_acts(
+    parser: argparse.ArgumentParser,
+    verb: str,
+    acts: Mapping[str, Act],
+    configure: Callable[[argparse.ArgumentParser, Act], None] = lambda one, act: act.configure(one),
+) -> None:
+    """Add the acts of a verb; `args.act` is the name of the one that is chosen.
+
+    `configure` adds the options of an act, in a verb whose acts have some in common.
+    """
+    parsers = parser.add_subparsers(metavar="ACT", dest="act", required=True)
+    for name, act in acts.items():
+        one = parsers.add_parser(name, help=act.what, description=act.what, allow_abbrev=False)
+        configure(one, act)
+    parser.epilog = f"elastane {verb} ACT --help explains one act"

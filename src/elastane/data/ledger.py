@@ -22,19 +22,6 @@ from typing import NamedTuple, TypeAlias
 from elastane.data.checks import N_MAX, ceil_div, whole
 from elastane.errors import ConfigurationError
 
-__all__ = [
-    "NOTHING_OWED",
-    "CommittedPosition",
-    "Ledger",
-    "LedgerShare",
-    "Owing",
-    "Spans",
-    "cut",
-    "length_of_spans",
-    "owed_per_step",
-    "split",
-]
-
 # Positions [start, stop), one range after another.
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 # A step takes at most this fraction (1/4) of a global batch of owed positions, since a worker's

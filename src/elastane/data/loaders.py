@@ -17,8 +17,6 @@ from typing import Any
 from elastane.data.position import DataPosition
 from elastane.errors import ConfigurationError
 
-__all__ = ["END", "LoaderHandle", "cursor_of"]
-
 END = object()
 # torch waits 5 s for each worker in the middle of a sample before it kills it.
 _WORKER_END_S = 6.0

@@ -24,8 +24,6 @@ from elastane.data.checks import N_MAX, SEED_END, whole
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "Permutation", "mixed", "np"]
-
 # Positions evaluated at once: the work arrays of a block fit in a core's second-level cache.
 BLOCK = 65_536
 # From 6 rounds on, no statistic of the tests distinguishes the order from a random one, for any n.

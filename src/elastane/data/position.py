@@ -28,11 +28,9 @@ from elastane.data.ledger import (
     VirtualDeal,
     dealt_evenly,
 )
+from elastane.data.random_streams import FOR_LOADER
 from elastane.data.recall import Recall
-from elastane.data.streams import FOR_LOADER
 from elastane.errors import ConfigurationError
-
-__all__ = ["DataPosition", "JobPosition", "matching", "world_of_process"]
 
 # The format of state_dict(), and the version of the order that a seed defines.
 _FORMAT = 1
@@ -82,22 +80,8 @@ class JobPosition(Protocol):
     def next_step(self) -> int:
         """Return the number of the step that is dealt next, counted from the start of epoch 0."""
 
-    @property
-    def epoch(self) -> int:
-        """Return the epoch of the step that is dealt next."""
-
-    @property
-    def portions_per_step(self) -> int:
-        """Return the number of shares that this rank has of each step."""
-
     def accumulate(self, micro_batches: int) -> object:
         """Deal each step in this many micro-batches."""
-
-    def is_last_of_epoch(self, step: int) -> bool:
-        """Whether a step that was dealt is the last one of its epoch."""
-
-    def described(self) -> dict[str, object]:
-        """Return the properties that define the data and its order."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the data that it belongs to, equal on all ranks."""

@@ -17,9 +17,7 @@ from itertools import count
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
-from elastane.data.streams import begin_streams
-
-__all__ = ["Recall", "RecalledError"]
+from elastane.data.random_streams import begin_streams
 
 # For a list of indices: its Recall, the number under which it was requested, and its seed words.
 _Mark: TypeAlias = tuple[tuple[int, int], int, tuple[int, ...]]

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, tee
 from typing import Any
 
+import numpy as np
+
 from elastane.data.checks import SEED_END, ceil_div, length_of, whole
 from elastane.data.ledger import Ledger, LedgerShare, length_of_spans
-from elastane.data.permutation import Permutation, np
+from elastane.data.permutation import Permutation
 from elastane.data.position import DataPosition, matching, world_of_process
-
-__all__ = ["ElasticBatchSampler", "ElasticSampler"]
 
 # Positions that are evaluated together: enough to be fast (a call takes 40 us for any number), and
 # few enough that the first batch of an epoch comes at once. Measured by bench/permutation.py.

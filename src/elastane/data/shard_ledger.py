@@ -25,8 +25,6 @@ from elastane.data.checks import ceil_div, whole
 from elastane.data.ledger import cut
 from elastane.errors import ConfigurationError
 
-__all__ = ["LaneReading", "OpenShard", "Round", "ShardLedger", "ShardSpan", "ShardSpans"]
-
 
 class OpenShard(NamedTuple):
     """A shard that a lane reads, and how many of its samples were taken."""

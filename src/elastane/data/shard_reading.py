@@ -21,8 +21,6 @@ from typing import Any
 from elastane.data.shard_ledger import LaneReading, OpenShard, ShardSpan
 from elastane.errors import ConfigurationError
 
-__all__ = ["ReadAhead", "ShardReader", "ShardReaders", "ShardSource"]
-
 _END = object()
 # How long the end of a job waits for a sample that is being read.
 CLOSE_S = 5.0

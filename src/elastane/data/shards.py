@@ -28,8 +28,8 @@ from elastane.data.checks import whole
 from elastane.data.ledger import Ledger, LedgerShare, VirtualDeal
 from elastane.data.permutation import Permutation, mixed
 from elastane.data.position import DataPosition
+from elastane.data.random_streams import begin_streams
 from elastane.data.recall import Recall
-from elastane.data.streams import begin_streams
 from elastane.errors import ConfigurationError
 
 __all__ = ["ElasticShards", "LaneRun", "Lanes"]

@@ -26,8 +26,6 @@ from elastane.data.shards import LANES
 from elastane.data.stream_position import StreamPosition
 from elastane.errors import ConfigurationError
 
-__all__ = ["ElasticStream", "ReadingCutError", "ShardSource", "StreamFeed"]
-
 # A function that returns the sums of these numbers over all ranks.
 Exchange: TypeAlias = Callable[[list[int]], Sequence[int]]
 _NONE = object()

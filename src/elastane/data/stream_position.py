@@ -33,8 +33,6 @@ from elastane.data.shard_ledger import (
 )
 from elastane.errors import ConfigurationError
 
-__all__ = ["StreamPosition", "StreamShare"]
-
 _FORMAT = 1
 
 

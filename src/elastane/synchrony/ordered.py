@@ -44,7 +44,7 @@ from elastane.comms.untraced import (
 from elastane.comms.works import Waited, WorkLog
 from elastane.errors import ConfigurationError, PeerLostError
 from elastane.protocol.words import OTHER_PROGRAM
-from elastane.synchrony import callsites, newcomers, variable_reads
+from elastane.synchrony import callsites, newcomers
 from elastane.synchrony.calls import Call, ProgramStage, call_of, holds_counts
 from elastane.synchrony.contributions import (
     BucketLayout,
@@ -65,7 +65,7 @@ from elastane.synchrony.operations import (
 )
 from elastane.synchrony.optimizer_steps import OptimizerSteps
 from elastane.synchrony.pending import OrderedWork, PendingOperation, RestartingWork
-from elastane.synchrony.rank_reads import RankReads, is_of_script
+from elastane.synchrony.rank_reads import RankReads, is_of_script, watch_variables
 from elastane.synchrony.rules import (
     Delivery,
     Plan,
@@ -235,7 +235,7 @@ class OrderedGroup(ElasticGroup):
     def watch_variables(self) -> None:
         """Count the script's reads of RANK and WORLD_SIZE as questions, where these may change."""
         if not self._member.keeps_ranks:
-            variable_reads.watch({"RANK": self._asked_rank, "WORLD_SIZE": self._asked_size})
+            watch_variables({"RANK": self._asked_rank, "WORLD_SIZE": self._asked_size})
 
     @property
     def has_joined(self) -> bool:

@@ -30,7 +30,7 @@ from elastane.data.checks import SEED_END, whole
 from elastane.data.feed import Portion
 from elastane.data.permutation import mixed
 from elastane.data.position import DataPosition, JobPosition
-from elastane.data.streams import FOR_BUILD, FOR_SHARD, begin_streams
+from elastane.data.random_streams import FOR_BUILD, FOR_SHARD, begin_streams
 from elastane.errors import JobError
 from elastane.worker.deterministic_pass import Means, Pass
 from elastane.worker.healing import gathered

@@ -4,13 +4,13 @@ import os
 
 import pytest
 
-from elastane.synchrony import variable_reads
+from elastane.synchrony import rank_reads
 
 
 @pytest.fixture
 def environ(monkeypatch):
     """Return an environment of its own, whose reads of RANK are collected in `questions`."""
-    monkeypatch.setattr(variable_reads, "_asked", {})
+    monkeypatch.setattr(rank_reads, "_asked", {})
     codec = os.environ
     own = os._Environ(
         {b"RANK": b"2", b"PLACE_OF_TEST": b"/"},
@@ -20,7 +20,7 @@ def environ(monkeypatch):
         codec.decodevalue,
     )
     own.questions = []
-    variable_reads.watch({"RANK": lambda: own.questions.append(1)}, own)
+    rank_reads.watch_variables({"RANK": lambda: own.questions.append(1)}, own)
     monkeypatch.setattr(os, "environ", own)
     return own
 

@@ -11,8 +11,6 @@ import sys
 
 from elastane.data.permutation import mixed
 
-__all__ = ["FOR_BUILD", "FOR_LOADER", "FOR_SHARD", "begin_streams"]
-
 # The first word of a stream is its purpose, so that two purposes never have the same stream.
 FOR_BUILD, FOR_LOADER, FOR_SHARD = 0, 1, 2
 _MASK32 = 2**32 - 1
