@@ -50,9 +50,11 @@ _HEADLINE_CHARS_MAX = 200
 LIVES = "it had not failed when the others did"
 STOPPED_IN_ITS_END = "its own error came first; it was stopped while it was ending"
 _FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)', re.MULTILINE)
+# Mistakes of a program, whatever words their texts have: an argument may be named `cuda`.
+_MISTAKES = (TypeError, AttributeError, NameError, SyntaxError, NotImplementedError)
 # Errors that may not occur in the next attempt: those of the system and requests to exit, ...
 _PASSING_ERRORS = (OSError, MemoryError, KeyboardInterrupt, SystemExit)
-# ... and those of the network and the device, by words that torch and its libraries use. An
+# ... and others of the network and the device, by words that torch and its libraries use. An
 # `accelerator` alone is an argument of Lightning, Fabric and others, which refuse what it has.
 _PASSING = re.compile(
     r"connect|time[d ]*-?out|\bhttp|\burl|\bssl|network|socket|resolve|gaierror|unavailable|"
@@ -436,8 +438,9 @@ def crash_site(failure: Failure) -> str:
         return ""
     kind = error.partition(":")[0].rpartition(".")[2]
     known = getattr(builtins, kind, None)
-    passing = isinstance(known, type) and issubclass(known, _PASSING_ERRORS)
-    if passing or _PASSING.search(error):
+    known = known if isinstance(known, type) else object
+    words = None if issubclass(known, _MISTAKES) else _PASSING.search(error)
+    if words or issubclass(known, _PASSING_ERRORS):
         return ""
     file, line = frames[-1]
     return f"{error[:_HEADLINE_CHARS_MAX]}, {file}:{line}"

@@ -540,6 +540,8 @@ FABRIC_REFUSES = (
     "error",
     [
         FABRIC_REFUSES,
+        "TypeError: BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+",
+        "AttributeError: 'Store' object has no attribute 'cuda'",
         "KeyError: 'no state to restore'",
         "ValueError: no lossless codec named 'x'",
     ],
