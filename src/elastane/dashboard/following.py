@@ -293,7 +293,7 @@ class FollowedJob(JobFollower):
 
     def series(self, from_s: float, to_s: float) -> Series:
         """Return the curves of a span of time."""
-        return series_of(self.view, from_s, to_s, BUCKETS)
+        return series_of(self.view, from_s, to_s, BUCKETS, time.time())
 
     def _note(self, placed: PlacedEvent, before: JobView) -> None:
         if self.view.run != before.run:

@@ -216,7 +216,7 @@ def sections_of(view: JobView, source: SourceFacts, account: Account | None = No
         needs=needs_of(view) if source.share_read >= 1.0 else [],
         nodes=_nodes(view, source.report),
         step_times=step_times_of(view),
-        series=series_of(view, begin_s, max(end_s, begin_s + 60.0), BUCKETS),
+        series=series_of(view, begin_s, max(end_s, begin_s + 60.0), BUCKETS, end_s),
         incidents=[_mark(one) for one in view.incidents.listed[-MARKS_MAX:]],
         checkpoints=_checkpoints(view),
         snapshots=_snapshots(source),

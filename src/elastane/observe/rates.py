@@ -6,6 +6,7 @@ before it. After a lower count, such as after a restart, steps are counted from 
 
 from __future__ import annotations
 
+import math
 from statistics import median
 
 import msgspec
@@ -49,14 +50,16 @@ def rates_of(view: JobView, now_s: float) -> StepRates:
     return StepRates(now=now, usual=median(usual) if usual else None)
 
 
-def series_of(view: JobView, from_s: float, to_s: float, buckets: int) -> Series:
-    """Return the series from `from_s` to `to_s`."""
+def series_of(
+    view: JobView, from_s: float, to_s: float, buckets: int, known_s: float = math.inf
+) -> Series:
+    """Return the series from `from_s` to `to_s`; after `known_s`, such as now, nothing is known."""
     bucket_s = max((to_s - from_s) / buckets, 1e-3)
     return Series(
         from_s=from_s,
         bucket_s=bucket_s,
         rate=_rates(view.steps, from_s, bucket_s, buckets),
-        world=_worlds(view, from_s, bucket_s, buckets),
+        world=_worlds(view, from_s, bucket_s, buckets, known_s),
     )
 
 
@@ -84,9 +87,11 @@ def _rates(
     ]
 
 
-def _worlds(view: JobView, from_s: float, bucket_s: float, buckets: int) -> list[int | None]:
+def _worlds(
+    view: JobView, from_s: float, bucket_s: float, buckets: int, known_s: float
+) -> list[int | None]:
     """Return the smallest world of each bucket, so that a short loss is seen."""
-    until_s = view.end.time_s if view.end else float("inf")
+    until_s = view.end.time_s if view.end else known_s
     sizes: list[int | None] = []
     worlds, index, size = view.worlds, 0, None
     for bucket in range(buckets):

@@ -167,6 +167,15 @@ def test_the_rate_is_that_of_the_last_seconds_and_the_usual_one_a_median():
     assert rates_of(view, 200.0).now == 0.0, "nothing was counted for a minute"
 
 
+def test_the_world_of_a_young_job_is_drawn_until_now_and_no_further():
+    """The time line shows a minute at least."""
+    young = play(settled(1, "a", 4, time_s=100.0))
+    world = sections_of(young, source(now_s=115.0)).series.world
+    assert world[: len(world) // 4] == [4] * (len(world) // 4)
+    assert set(world[len(world) // 4 + 1 :]) == {None}
+    assert series_of(young, 100.0, 120.0, 2).world == [4, 4]
+
+
 def test_a_rate_that_the_workers_measured_is_shown_without_a_step():
     def paces(*at):
         return [event("pace", time_s=at_s, made=made, seconds=10.0) for at_s, made in at]

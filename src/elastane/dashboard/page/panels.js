@@ -102,7 +102,7 @@ function ownPart(node, times) {
   const slowest = times?.nodes.find((one) => one.node === node.name);
   if (!slowest) return null;
   const took = slowest.own_ms < 1000 ? `${Number(slowest.own_ms.toPrecision(3))} ms` : `${Number((slowest.own_ms / 1000).toPrecision(3))} s`;
-  return element("span", { class: slowest.is_slow ? "t-warn" : "quiet", title: `The own part of a step of rank ${slowest.rank}, the slowest here, beside the median of all` }, slowest.is_slow ? mark("triangle", "warn", "slow") : null, ` ${took} ${slowest.ratio.toFixed(2)}×`);
+  return element("span", { class: `own ${slowest.is_slow ? "t-warn" : "quiet"}`, title: `The own part of a step of rank ${slowest.rank}, the slowest here, beside the median of all` }, slowest.is_slow ? mark("triangle", "warn", "slow") : null, ` ${took} ${slowest.ratio.toFixed(2)}×`);
 }
 
 function card(node, page) {
