@@ -18,6 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from elastane.coordinator.leadership import Leadership
 from elastane.errors import (
@@ -195,6 +196,16 @@ class CoordinatorLink:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FLUSH_S):
                     await self._session.drain()
+
+
+async def first_to_end(
+    work: asyncio.Task[Any], linking: asyncio.Task[None], leading: asyncio.Task[None]
+) -> None:
+    """Wait until an agent's work has ended, or its connection or its leadership has failed."""
+    await asyncio.wait({work, linking, leading}, return_when=asyncio.FIRST_COMPLETED)
+    if not work.done() and leading.done() and leading.exception() is None:
+        # The coordinator here has finished; its agent still receives the outcome.
+        await asyncio.wait({work, linking}, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _is_fatal(error: ElastaneError) -> bool:

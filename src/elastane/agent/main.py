@@ -22,7 +22,7 @@ from msgspec import structs
 from elastane.agent.ending import report_end
 from elastane.agent.etcd_sidecar import sidecar
 from elastane.agent.health_check import HealthCheck
-from elastane.agent.link import CoordinatorLink, Dialer
+from elastane.agent.link import CoordinatorLink, Dialer, first_to_end
 from elastane.agent.node import NodeServices, node_services, register_node
 from elastane.agent.rules import AgentCore
 from elastane.agent.shell import AgentShell, Outlets
@@ -200,10 +200,7 @@ class _Agent:
         linking, leading = asyncio.create_task(link.run()), asyncio.create_task(leadership.run())
         exit_: Exit | None = None
         try:
-            await asyncio.wait({work, linking, leading}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and leading.done() and leading.exception() is None:
-                # The coordinator here has finished; its agent still ends in order.
-                await asyncio.wait({work, linking}, return_when=asyncio.FIRST_COMPLETED)
+            await first_to_end(work, linking, leading)
             if work.done():
                 exit_ = work.result()
             else:

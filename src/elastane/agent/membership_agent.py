@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastane.agent.link import CoordinatorLink, Dialer, registry_here
+from elastane.agent.link import CoordinatorLink, Dialer, first_to_end, registry_here
 from elastane.agent.process_group_store import OfferedPort
 from elastane.agent.rules import AgentCore, Readings
 from elastane.coordinator.host import CoordinatorHost, operator_bridge_of
@@ -345,14 +345,10 @@ class MembershipAgent:
         self, core: AgentCore, link: CoordinatorLink, leadership: Leadership
     ) -> None:
         work = asyncio.create_task(self._run_rules(core, link))
-        others = [asyncio.create_task(link.run()), asyncio.create_task(leadership.run())]
-        tasks = [work, *others]
+        linking, leading = asyncio.create_task(link.run()), asyncio.create_task(leadership.run())
+        tasks = [work, linking, leading]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in others:
-                if not work.done() and task.done() and task.exception() is None:
-                    # The coordinator here has finished; the rules still receive the outcome.
-                    await asyncio.wait([work])
+            await first_to_end(work, linking, leading)
             for task in tasks:
                 if task.done():
                     task.result()
