@@ -48,8 +48,12 @@ _SOON_S = 3.0
 # After this long without a coordinator, a warning says what is being waited for.
 _SAY_AFTER_S = 3.0
 _FLUSH_S = 1.0
-# Time for the heartbeat that fell due while this host stood still, and for its answer.
+# Time for the heartbeat that fell due while this host stood still, and for its answer. The
+# coordinator's host may have stood still with this one (both were stopped, or share a busy
+# machine): if the silence was noticed this much too late, the answer has the longer time.
 _SECOND_LOOK_S = 0.1
+_NOTICED_LATE_S = 0.25
+_LATE_LOOK_S = 1.0
 # A peer that accepts connections and closes them this often is not a coordinator about to end. It
 # speaks TLS to an agent that does not, or has other certificates. About ten seconds.
 _CLOSED_EARLY_MAX = 20
@@ -183,11 +187,14 @@ class CoordinatorLink:
         If this host itself stood still, the answer may have arrived already, so it looks once more.
         Not wait_for: that of Python 3.11 loses a cancellation that arrives together with a message.
         """
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + self._silence_s
         try:
-            async with asyncio.timeout(self._silence_s):
+            async with asyncio.timeout_at(due_s):
                 return await session.receive()
         except TimeoutError:
-            async with asyncio.timeout(_SECOND_LOOK_S):
+            is_late = loop.time() - due_s > _NOTICED_LATE_S
+            async with asyncio.timeout(_LATE_LOOK_S if is_late else _SECOND_LOOK_S):
                 return await session.receive()
 
     async def flush(self) -> None:

@@ -1,4 +1,6 @@
-"""A membership that is driven by lines on stdin, and answers each; arguments: port, nnodes.
+"""A membership that is driven by lines on stdin, and answers each.
+
+Arguments: port, nnodes, last call and silence (seconds).
 
 `join`, `finish`, `leave`, `change` (waits for one), `fork` (a child that outlives this process and
 says how its own call ended), `end` (the process ends without a goodbye of its own).
@@ -15,6 +17,7 @@ from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobSpec
 
 port, low, high = int(sys.argv[1]), *map(int, sys.argv[2].split(":"))
+last_call_s, silence_s = map(float, sys.argv[3:])
 membership = Membership(
     MemberConfig(
         spec=JobSpec(
@@ -22,7 +25,7 @@ membership = Membership(
             min_nodes=low,
             max_nodes=high,
             max_restarts=100,
-            timing=Timing(last_call_s=0.3, gather_s=0.2, silence_s=float(sys.argv[3])),
+            timing=Timing(last_call_s=last_call_s, gather_s=0.2, silence_s=silence_s),
         ),
         endpoint=Endpoint("127.0.0.1", port),
     ),
