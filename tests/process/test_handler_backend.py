@@ -311,10 +311,15 @@ def test_a_handler_that_cannot_be_loaded_is_named_with_the_reason(start, site, b
 
 
 @pytest.mark.parametrize(
-    ("backend", "near"), [("thiers", "theirs"), ("etdc", "etcd"), ("elastene", "elastane")]
+    ("backend", "near", "options"),
+    [
+        ("thiers", "theirs", ()),
+        ("etdc", "etcd", ("--standalone",)),
+        ("elastene", "elastane", ()),
+    ],
 )
-def test_a_name_that_no_package_offers_gets_a_suggestion(start, backend, near):
-    one = start("", backend=backend)
+def test_a_name_that_no_package_offers_gets_a_suggestion(start, backend, near, options):
+    one = start("", *options, backend=backend)
     assert one.wait() == 2
     assert f"no such --rdzv-backend: {backend}" in one.err
     assert f"did you mean {near}?" in one.err

@@ -77,3 +77,66 @@ def test_a_script_that_gets_further_between_equal_failures_completes(tmp_path, o
     undisturbed = job(tmp_path / "undisturbed", "never", *options)[1]
     assert out.count("weights") == undisturbed.count("weights") == 1
     assert out.split("weights")[1] == undisturbed.split("weights")[1]
+
+
+# No worker can use one sample; or all workers fail at one step, once.
+STEPS = """
+import os, sys
+import elastane
+import torch
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        return torch.full((4,), index / 96)
+
+def is_bad(step, batch):
+    if sys.argv[1] == "a sample":
+        return bool((batch == 50 / 96).any())
+    return step == 6 and os.getpid() in first
+
+with elastane.init() as job:
+    first = {os.getpid()} if not os.path.exists("began") else set()
+    net = torch.nn.Linear(4, 1)
+    model = torch.nn.parallel.DistributedDataParallel(net, process_group=job.process_group)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    batches = elastane.ElasticBatchSampler(96, global_batch_size=12, seed=0)
+    loader = torch.utils.data.DataLoader(Samples(), batch_sampler=batches)
+    job.track(model=net, optimizer=optimizer)
+    for step, batch in job.steps(loader, until_epoch=2):
+        with step:
+            if step.number == 2:
+                open("began", "w").close()
+            if is_bad(step.number, batch):
+                raise ValueError("a bad sample")
+            step.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    if job.rank == 0:
+        print("steps", step.number, flush=True)
+"""
+
+
+def steps_job(folder, fails):
+    script = folder / "steps.py"
+    script.write_text(STEPS)
+    words = ("--nproc-per-node", "3", "--standalone", "--max-restarts", "12", "--min-workers", "1")
+    words += ("--report-file", "report.json", "--rdzv-conf", "crash_loop=0", str(script), fails)
+    with words_agent(folder, *words) as agent:
+        code = agent.wait(120)
+        return code, agent.out, json.loads((folder / "report.json").read_text())
+
+
+def test_a_sample_that_no_worker_can_use_ends_a_job_whose_lost_workers_are_replaced(tmp_path):
+    code, _, report = steps_job(tmp_path, "a sample")
+    assert code == 1
+    assert "3 attempts in a row failed after" in report["reason"], report["reason"]
+    assert "a bad sample" in report["reason"] and report["restarts_used"] <= 4
+
+
+def test_workers_that_fail_at_one_step_at_once_made_one_attempt(tmp_path):
+    code, out, report = steps_job(tmp_path, "all at once")
+    assert code == 0, report["reason"]
+    assert out.count("steps") == 1

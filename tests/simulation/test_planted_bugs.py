@@ -68,11 +68,11 @@ def test_departures_that_are_charged_are_found(monkeypatch):
 def test_a_budget_that_is_not_kept_is_found(monkeypatch):
     original = RestartBudget.charge
 
-    def charge(self, *args):
-        verdict = original(self, *args)
+    def charge(self, *args, **more):
+        verdict = original(self, *args, **more)
         if not verdict.restart:
             self.used += 1
-            return original(RestartBudget(allowed=1), *args)
+            return original(RestartBudget(allowed=1), *args, **more)
         return verdict
 
     monkeypatch.setattr(RestartBudget, "charge", charge)
@@ -256,9 +256,9 @@ def test_a_budget_of_each_agent_is_found(monkeypatch):
 def test_a_world_that_is_charged_twice_is_found(monkeypatch):
     original = RestartBudget.charge
 
-    def twice(self, *args):
-        original(self, *args)
-        return original(self, *args)
+    def twice(self, *args, **more):
+        original(self, *args, **more)
+        return original(self, *args, **more)
 
     monkeypatch.setattr(RestartBudget, "charge", twice)
     assert "at once" in first_failure(200)
@@ -267,8 +267,8 @@ def test_a_world_that_is_charged_twice_is_found(monkeypatch):
 def test_a_failure_that_is_not_charged_is_found(monkeypatch):
     original = RestartBudget.charge
 
-    def now_and_then(self, *args):
-        verdict = original(self, *args)
+    def now_and_then(self, *args, **more):
+        verdict = original(self, *args, **more)
         self.used -= self.used == 1
         return verdict
 

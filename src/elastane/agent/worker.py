@@ -93,8 +93,9 @@ class LocalWorker:
     `got_sigterm`: it was asked to checkpoint by SIGTERM. `given_up`: it was reported as failed
     though its process may be alive. `ended_because`: why the agent itself ended it, in words.
     `hung`: why it counted as hung and was ended. `steps`: how many steps it had shown when it
-    ended. `measured`: how many were measured in it. `calls`: the same as `steps` by the count that
-    heartbeats carry. `began_s`: when it was made, in seconds since 1970.
+    ended. `measured`: how many were measured in it. `met`: the round of the world in which it last
+    met the others. `calls`: the same as `steps` by the count that heartbeats carry. `began_s`: when
+    it was made, in seconds since 1970.
     """
 
     local_rank: int
@@ -111,6 +112,7 @@ class LocalWorker:
     hung: str = ""
     steps: int = 0
     measured: int = 0
+    met: int = 0
     calls: int = 0
     began_s: float = field(default_factory=time.time)
 
@@ -156,7 +158,7 @@ class LocalWorker:
         """Record how many steps it had shown when it ended; its page may be closed later."""
         self.calls = self.page.calls
         self.steps = max(self.page.calls, self.page.steps)
-        self.measured = self.page.steps_timed
+        self.measured, self.met = self.page.steps_timed, self.page.round
 
     @property
     def use(self) -> CheckpointUse:
@@ -243,6 +245,7 @@ class LocalWorker:
             output=words.output,
             steps=self.steps,
             measured=self.measured,
+            met=self.met,
             stopped=stopped,
         )
 

@@ -55,11 +55,11 @@ _EXIT_CODES = {
 def is_wanted(options: Options) -> bool:
     """Return whether the backend is a handler of another package; UsageError if unknown."""
     name = options.text("rdzv_backend")
-    if is_builtin(name) or options.flag("standalone"):
+    if is_builtin(name):
         return False
     offered = _offered_names()
     if name in offered:
-        return True
+        return not options.flag("standalone")
     known = [*names(), *sorted(offered)]
     near = nearest(name, known)
     raise UsageError(

@@ -212,7 +212,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     `rank` is NO_RANK for a worker without a place in a world. `stopped`: the worker failed by an
     error of its own and was stopped while it was ending; `exit_code` is that of the stop. `steps`
     counts the steps that the worker had reported; a script that reports none has 0. `measured`
-    counts those that were measured in it. `calls`: its last collectives if it lost a peer; those of
+    counts those that were measured in it. `met`: the round of the last world in which it met the
+    others; 0 if that does not show. `calls`: its last collectives if it lost a peer; those of
     all workers of the node if it received too much.
 
     An end with `exit_code` 0 is a failure too, if a program returned on one rank while the others
@@ -234,6 +235,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     lives: bool = False
     steps: Count = 0
     measured: Count = 0
+    met: Count = 0
     calls: Annotated[tuple[WorkerCalls, ...], msgspec.Meta(max_length=CALLERS_MAX)] = ()
 
 
@@ -307,7 +309,7 @@ UNUSED = CheckpointUse(read=False, written=False)
 
 
 class Crash(msgspec.Struct, frozen=True):
-    """An error of the script itself, and the nodes on which it ended an attempt.
+    """An error of the script itself, and the nodes on which it ended an attempt; empty: on any.
 
     `sites`: the error and its place, as each worker told them. An error's text may name the rank.
     `steps`: how many steps the attempt had made, as far as they show.
@@ -326,7 +328,8 @@ class Crash(msgspec.Struct, frozen=True):
         if last is None or (last.use.written and self.use.read):
             return None
         sites = tuple(site for site in self.sites if site in last.sites)
-        is_same = sites and self.nodes == last.nodes and self.steps == last.steps
+        is_there = self.nodes == last.nodes or not (self.nodes and last.nodes)
+        is_same = sites and is_there and self.steps == last.steps
         return msgspec.structs.replace(self, sites=sites) if is_same else None
 
 

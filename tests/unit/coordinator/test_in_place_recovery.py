@@ -499,3 +499,54 @@ def test_survivors_that_are_too_few_make_their_coordinator_short_of_nodes():
     job.passes(4.0, alive="a")
     assert job.machine.phase is MembershipPhase.REGROUPING
     assert 3.0 < job.machine.short_of_nodes_s < 4.5
+
+
+def fails_at_a_step(job, node_id, local_rank, *, pid, met, steps=20):
+    """A worker ends by an error of the script, after it met the others in the world of `met`."""
+    text = 'Traceback:\n  File "/job/train.py", line 7, in <module>\nValueError: a bad sample\n'
+    failure = Failure(
+        local_rank=local_rank,
+        rank=0,
+        pid=pid,
+        exit_code=1,
+        message=text,
+        error_file="error.json",
+        steps=steps,
+        met=met,
+    )
+    return job.says(node_id, Failed(fence=job.assigned[node_id].fence, failures=(failure,)))
+
+
+def three_fail(job, met, steps):
+    """Let three of four workers fail in turn, each in the world of those that are left."""
+    left = {"a": {0, 1}, "b": {0, 1}}
+    for times, (node_id, local_rank) in enumerate([("a", 0), ("b", 1), ("a", 1)]):
+        assert job.persisted[-1].outcome is None
+        pid, of, made = 50 + times, met(times + 1), steps(times)
+        fails_at_a_step(job, node_id, local_rank, pid=pid, met=of, steps=made)
+        left[node_id].discard(local_rank)
+        for each in "ab":
+            able(job, each, workers=tuple(left[each]))
+
+
+def test_a_step_that_fails_in_three_worlds_ends_the_job_whoever_tries_it():
+    job = in_place(min_workers=1, restarts=100)
+    three_fail(job, met=lambda world: world, steps=lambda times: 20)
+    reason = job.persisted[-1].outcome.reason
+    assert "3 attempts in a row failed after 20 steps" in reason and "a bad sample" in reason
+
+
+@pytest.mark.parametrize(
+    ("met", "steps"),
+    [
+        (lambda world: world, lambda times: 20 + times),
+        (lambda world: world, lambda times: 0),
+        (lambda world: 1, lambda times: 20),
+        (lambda world: 0, lambda times: 20),
+    ],
+    ids=["each a step further", "no step shows", "all at once", "before they met"],
+)
+def test_failures_that_are_no_retries_of_one_step_use_the_budget(met, steps):
+    job = in_place(min_workers=1, restarts=100)
+    three_fail(job, met, steps)
+    assert job.persisted[-1].outcome is None and job.persisted[-1].restarts_used == 3

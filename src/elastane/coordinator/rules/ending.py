@@ -191,29 +191,38 @@ def verdict_pending(state: State, incident: Incident) -> bool:
     return pending
 
 
-def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART) -> BudgetVerdict:
+def charge(
+    state: State,
+    incident: Incident,
+    kind: EventKind = EventKind.RESTART,
+    *,
+    retries_step: bool = True,
+) -> BudgetVerdict:
     """Charge an incident to the budget if it allows one more, and log the cause.
 
     `kind` is REPLACEMENT if only the lost workers are replaced and the others continue.
+    `retries_step`: the next world makes the step that failed again, with the same data.
     """
     assert state.world is not None
     note_mismatch(state, incident, is_over=True)
     if incident is state.incidents.current:
         state.incidents.explain_by_return()
     cause = _root_cause(state, incident, state.world.fence)
-    crash, refused = None, ""
-    if kind is EventKind.RESTART and cause.failure is not None:
-        refused = refusal(cause.failure)
-        own = (crash_site(one.failure) for one in _sightings(state, incident, cause))
-        sites = crash_sites(cause.failure, {*own, *state.incidents.crash_sites})
-        nodes = tuple(sorted(member.node_id for member in state.world.members))
-        steps = cause.failure.steps or cause.failure.measured
-        crash = Crash(sites, nodes, steps, state.incidents.use_by(nodes)) if sites else None
+    crash, refused, has_retried = None, "", True
+    if cause.failure is not None:
+        crash = _crash(state, incident, cause, kind) if retries_step else None
+        refused = refusal(cause.failure) if kind is EventKind.RESTART else ""
+        # One that failed in an earlier world did so beside the one that was counted there, and one
+        # that has no place yet tried no step.
+        met = cause.failure.met
+        has_retried = met == state.world.fence.round or (kind is EventKind.RESTART and not met)
     lived_s = incident.at_s - state.worlds.began_s
     # A world may be charged for several incidents of workers without a place, which do not end it.
     is_of_world = incident is state.incidents.current
     verdict = state.budget.find_charge(state.world.fence) if is_of_world else None
-    verdict = verdict or state.budget.charge(lived_s, state.spec.timing, crash, refused)
+    verdict = verdict or state.budget.charge(
+        lived_s, state.spec.timing, crash, refused, has_retried=has_retried
+    )
     note = "" if kind is EventKind.REPLACEMENT else f"; {verdict.reason}"
     state.incidents.explain(incident, _past(cause, note))
     if verdict.restart:
@@ -234,6 +243,24 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
         state.log(kind, reason, **counts, **cause_data(cause))
         state.persist()
     return verdict
+
+
+def _crash(state: State, incident: Incident, cause: Cause, kind: EventKind) -> Crash | None:
+    """Return the error of the script that is the cause; None if another attempt may do without.
+
+    Where lost workers are replaced, steps are those of the job, no attempt begins from a
+    checkpoint, and the next one may be on any node.
+    """
+    assert state.world is not None and cause.failure is not None
+    own = (crash_site(one.failure) for one in _sightings(state, incident, cause))
+    sites = crash_sites(cause.failure, {*own, *state.incidents.crash_sites})
+    if not sites:
+        return None
+    if kind is EventKind.REPLACEMENT:
+        return Crash(sites, (), cause.failure.steps) if cause.failure.steps else None
+    nodes = tuple(sorted(member.node_id for member in state.world.members))
+    steps = cause.failure.steps or cause.failure.measured
+    return Crash(sites, nodes, steps, state.incidents.use_by(nodes))
 
 
 def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:

@@ -235,18 +235,26 @@ class RestartBudget(msgspec.Struct, kw_only=True):
         self.used = max(self.used, min(used, self.allowed))
 
     def charge(
-        self, lived_s: float, timing: Timing, crash: Crash | None = None, refused: str = ""
+        self,
+        lived_s: float,
+        timing: Timing,
+        crash: Crash | None = None,
+        refused: str = "",
+        *,
+        has_retried: bool = True,
     ) -> BudgetVerdict:
         """Use one restart for an attempt that failed after `lived_s` seconds.
 
         A life shorter than `crash_loop_s` is a quick failure. The first one restarts at once; from
         the second in a row, a pause doubles up to its bound. The same `crash` SAME_CRASHES_MAX
         times in a row gets no restart, each sooner than `same_crash_s` unless its steps show; nor
-        does what elastane refuses, by the error `refused`. An exhausted budget counts nothing more.
+        does what elastane refuses, by the error `refused`. Unless it `has_retried` what failed
+        before, the crash changes no row. An exhausted budget counts nothing more.
         """
         self.quick_failures = self.quick_failures + 1 if lived_s < timing.crash_loop_s else 0
         shows = crash is not None and crash.steps > 0 and timing.same_crash_s > 0
-        self._count_crash(crash if shows or lived_s < timing.same_crash_s else None)
+        if has_retried:
+            self._count_crash(crash if shows or lived_s < timing.same_crash_s else None)
         if refused and timing.same_crash_s:
             reason = (
                 f"elastane refuses what the script does, in each attempt [{refused}], so no other"
@@ -256,7 +264,7 @@ class RestartBudget(msgspec.Struct, kw_only=True):
         if self.used >= self.allowed:
             reason = self._exhausted(timing.crash_loop_s)
             return BudgetVerdict(restart=False, delay_s=0.0, reason=reason)
-        if self.crash is not None and self.crashes >= SAME_CRASHES_MAX:
+        if has_retried and self.crash is not None and self.crashes >= SAME_CRASHES_MAX:
             steps = self.crash.steps
             when = f"after {counted(steps, 'step')}" if steps else "before any step showed"
             reason = (

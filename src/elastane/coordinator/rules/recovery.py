@@ -571,7 +571,8 @@ def _charge_or_forgo(state: State, incident: Incident) -> None:
 
 def charge_replacements(state: State, incident: Incident) -> str:
     """Charge replacements to the budget; return why it refuses, or an empty string."""
-    verdict = ending.charge(state, incident, EventKind.REPLACEMENT)
+    retries_step = next_world.joining(state) is Joining.ANYTIME
+    verdict = ending.charge(state, incident, EventKind.REPLACEMENT, retries_step=retries_step)
     if not verdict.restart:
         return verdict.reason
     replace_lost(state, incident, verdict.delay_s)
