@@ -106,6 +106,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _await_training(job: RunningJob) -> bool:
     """Wait until the job trains again or has ended; return False if it failed or does neither."""
+    from elastane.observe.account import NOT_HERE
     from elastane.protocol.log_events import EventKind
 
     until_s = time.monotonic() + _RECOVERY_S
@@ -119,7 +120,10 @@ def _await_training(job: RunningJob) -> bool:
             print("no agent of the job is left on this machine")
             return False
         time.sleep(_POLL_S)
-    print(f"the job does not train again within {_RECOVERY_S:g} s of the last fault")
+    if job.events(EventKind.ROUND_SETTLED):
+        print(f"the job does not train again within {_RECOVERY_S:g} s of the last fault")
+    else:
+        print(f"whether the job trains again is not known: {NOT_HERE}")
     return False
 
 
@@ -159,8 +163,7 @@ def _summary(job: RunningJob) -> list[str]:
         f"{counted(kinds[EventKind.RESTART], 'restart')} of all workers",
         f"{counted(kinds[EventKind.REPLACEMENT], 'replacement')} of lost ones in place",
     )
-    account = account_of(events, time.time())
-    more = account_lines(account) if account is not None else []
+    more = account_lines(account_of(events, time.time()))
     return [
         "",
         f"since the job began: {', '.join(said)}",

@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the story; returns 0 for every outcome of the job."""
     from elastane.cli._patterns import load_patterns
     from elastane.cli.logs import find_job
-    from elastane.observe.account import LogAccount
+    from elastane.observe.account import LogAccount, account_lines
     from elastane.observe.box import printable
     from elastane.observe.deposed import decided
     from elastane.observe.events import read_events
@@ -78,6 +78,8 @@ def main(args: argparse.Namespace) -> int:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
     else:
         told = story_lines(story, account, runs_here=_runs_here(folder))
+        if account is None and story.attempts:
+            told += account_lines(None)
         lines = (printable(line.expandtabs()) for line in told)
         sys.stdout.write("\n".join(lines) + "\n")
     return 0

@@ -63,6 +63,7 @@ class _View:
     log_dir: str | None = None  # the log folder, if the coordinator has answered
     folder: str = ""
     events: list[LoggedEvent] = field(default_factory=list)
+    has_log: bool = False  # its events were read here
     account: Account | None = None
     troubles: list[Need] = field(default_factory=list)
 
@@ -131,7 +132,7 @@ def main(args: argparse.Namespace) -> int:
         for number, view in enumerate(views):
             _print(["", *_story(view)] if number else _story(view))
             _add_account(view)  # Reading the log of thousands of nodes takes seconds.
-            _print([*trouble_lines(view.troubles), *_account_lines(view.account)])
+            _print([*trouble_lines(view.troubles), *_account_lines(view)])
     troubled = [view for view in views if view.error is not None]
     return int(ExitCode.TRY_AGAIN) if troubled else 0
 
@@ -220,7 +221,7 @@ def _add_events(view: _View, log_dir: str, *, all_counts: bool, must_exist: bool
     accounting = LogAccount()
     events = accounting.through(decided(read_events(folder, all_counts=all_counts)))
     view.events = list(events) if all_counts else _shown(events)
-    view.account = accounting.account()
+    view.account, view.has_log = accounting.account(), bool(view.events)
 
 
 def _shown(events: Iterable[LoggedEvent]) -> list[LoggedEvent]:
@@ -251,6 +252,7 @@ def _add_account(view: _View) -> None:
     accounting = LogAccount()
     for event in decided(read_events(folder, all_counts=False)):
         accounting.add(event)
+        view.has_log = True
     view.account, view.troubles = accounting.account(time.time()), accounting.troubles()
 
 
@@ -276,10 +278,10 @@ def tls_of(args: argparse.Namespace) -> TlsConfig | None:
     return TlsConfig(cert=files.cert, key=files.key, ca=files.ca) if files else None
 
 
-def _account_lines(account: Account | None) -> list[str]:
+def _account_lines(view: _View) -> list[str]:
     from elastane.observe.account import account_lines
 
-    return ["", *(f"  {line}" for line in account_lines(account))] if account is not None else []
+    return ["", *(f"  {line}" for line in account_lines(view.account))] if view.has_log else []
 
 
 def _story(view: _View) -> list[str]:

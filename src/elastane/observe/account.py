@@ -186,6 +186,17 @@ class LogAccount:
         return troubles_of(self._track.incidents, self._track.stragglers)
 
 
+# Why a log has no account.
+NOT_HERE = "the coordinator logs on another node; one --log-dir for all nodes has all"
+# Events of the coordinator that each run has.
+_DECISIONS = frozenset(
+    {
+        EventKind.COORDINATOR_STARTED,
+        EventKind.NODE_JOINED,
+        EventKind.ROUND_SETTLED,
+        EventKind.ROUND_RESUMED,
+    }
+)
 _COUNTS = frozenset({EventKind.PROGRESS, EventKind.PACE})
 _CHANGES_NONE = frozenset(
     {
@@ -204,21 +215,24 @@ class Accountant:
     def __init__(self) -> None:
         self._run = 0
         self._machine: _Machine | None = None
+        self._has_decisions = False  # of this run
 
     def add(self, event: LoggedEvent, view: JobView | IncidentTrack) -> None:
         """Add an event; `view` is the view after it, with its run and its incident."""
         if self._machine is None or view.run != self._run:
             begun_s = event.time_s if view.started_s is None else view.started_s
             self._machine = _Machine(begun_s)
-            self._run = view.run
+            self._run, self._has_decisions = view.run, False
+        self._has_decisions = self._has_decisions or event.kind in _DECISIONS
         self._machine.add(event, view.incidents.belongs_to)
 
     def account(self, view: JobView | IncidentTrack, now_s: float | None = None) -> Account | None:
-        """Return the account of the newest run; None if there is no event.
+        """Return the account of the newest run; None if the log has no event of its coordinator.
 
+        Then the coordinator logs on another node, and steps and incidents are not in this log.
         `now_s`: until when a job that has not ended is accounted; None: until its last event.
         """
-        if self._machine is None:
+        if self._machine is None or not self._has_decisions:
             return None
         # A copy is closed, since the next event may change the cause of the last seconds.
         ledger = self._machine.copy().close(now_s)
@@ -720,8 +734,13 @@ def _helped(account: Account, incidents: Sequence[IncidentView]) -> tuple[str, .
     return tuple(f"{seconds:.1f} s {text}" for seconds, text in found if seconds >= least_s)
 
 
-def account_lines(account: Account) -> list[str]:
-    """Return the account for people: one line in all, one for each cause, and the proposals."""
+def account_lines(account: Account | None) -> list[str]:
+    """Return the account for people: one line in all, one for each cause, and the proposals.
+
+    None: why there is no account.
+    """
+    if account is None:
+        return [f"goodput not known: {NOT_HERE}"]
     lines = [f"goodput {account.goodput:.1%} of {account.wall_s:.2f} s"]
     for cause, of in account.causes().items():
         lost = sorted(of.incidents.items(), key=lambda item: -item[1])[:INCIDENTS_SHOWN]

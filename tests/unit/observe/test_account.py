@@ -358,10 +358,13 @@ def test_another_run_under_the_same_name_has_an_account_of_its_own():
     assert (account.from_s, account.to_s) == (500.0, 510.0)
 
 
-def test_nothing_is_accounted_after_the_end_and_without_events():
+def test_nothing_is_accounted_after_the_end_and_without_events_of_the_coordinator():
     assert account_of([]) is None
     assert account_of([*in_place(), ended(120.0)], 999.0).to_s == 120.0
-    assert account_of([event("agent-started", time_s=5.0)]).goodput == 0.0
+    assert account_of([event("coordinator-started", time_s=5.0)]).goodput == 0.0
+    of_another_node = [one for one in in_place() if one.kind.startswith("workers-")]
+    assert of_another_node and account_of(of_another_node) is None
+    assert "logs on another node" in "".join(account_lines(None))
 
 
 def test_the_lines_name_each_cause_with_its_longest_incidents():
