@@ -188,13 +188,15 @@ class LogAccount:
 
 # Why a log has no account.
 NOT_HERE = "the coordinator logs on another node; one --log-dir for all nodes has all"
-# Events of the coordinator that each run has.
+# Events of the coordinator, of which each run has some.
 _DECISIONS = frozenset(
     {
         EventKind.COORDINATOR_STARTED,
         EventKind.NODE_JOINED,
+        EventKind.WAITING,
         EventKind.ROUND_SETTLED,
         EventKind.ROUND_RESUMED,
+        EventKind.JOB_ENDED,
     }
 )
 _COUNTS = frozenset({EventKind.PROGRESS, EventKind.PACE})
