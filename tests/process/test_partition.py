@@ -16,13 +16,13 @@ from elastane.testing.plans import Fault
 
 ECHO = """
 import selectors, socket
-with socket.create_server(("127.0.0.1", 0)) as door, selectors.DefaultSelector() as ready:
-    print(door.getsockname()[1], flush=True)
-    ready.register(door, selectors.EVENT_READ)
+with socket.create_server(("127.0.0.1", 0)) as server, selectors.DefaultSelector() as ready:
+    print(server.getsockname()[1], flush=True)
+    ready.register(server, selectors.EVENT_READ)
     while True:
         for key, _ in ready.select():
-            if key.fileobj is door:
-                ready.register(door.accept()[0], selectors.EVENT_READ)
+            if key.fileobj is server:
+                ready.register(server.accept()[0], selectors.EVENT_READ)
             elif data := key.fileobj.recv(100):
                 key.fileobj.sendall(data)
             else:
@@ -71,7 +71,7 @@ def test_during_a_partition_no_connection_begins(echo):
 
 
 def test_a_connection_that_begins_in_a_partition_is_cut_too(echo):
-    """Sides that had no connection have no door either, so it begins."""
+    """Nodes without a connection to each other have no port to cut either, so it begins."""
     cut = Partition(os.getpid(), [echo.pid]).begin()
     assert not cut.is_cut
     with socket.create_connection(("127.0.0.1", echo.port)) as end:

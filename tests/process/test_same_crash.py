@@ -5,8 +5,8 @@ import json
 import pytest
 from supervise import words_agent, write_script
 
-# Fails at a step of training, or after so many steps of each attempt. Each step's weights depend
-# on all steps before it.
+# The script fails at one step of the job, or after five steps of each attempt. Each update depends
+# on all earlier ones, so a step that is lost or made twice changes the final weights.
 SCRIPT = """
 import os, sys
 import torch

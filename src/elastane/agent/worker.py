@@ -155,7 +155,7 @@ class LocalWorker:
         self.given_up = True
 
     def keep_steps(self) -> None:
-        """Record how many steps it had shown when it ended; its page may be closed later."""
+        """Record its steps and its last world when it has ended; its page may be closed later."""
         self.calls = self.page.calls
         self.steps = max(self.page.calls, self.page.steps)
         self.measured, self.met = self.page.steps_timed, self.page.round

@@ -186,7 +186,7 @@ class LogAccount:
         return troubles_of(self._track.incidents, self._track.stragglers)
 
 
-# Why a log has no account.
+# Shown in place of an account.
 NOT_HERE = "the coordinator logs on another node; one --log-dir for all nodes has all"
 # Events of the coordinator, of which each run has some.
 _DECISIONS = frozenset(

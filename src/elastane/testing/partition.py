@@ -1,8 +1,8 @@
 """Cuts one node of a job off the others on this machine, as a network that loses all packets does.
 
 Each TCP connection between the two sides gets a filter on both of its ends, by which the kernel
-drops what arrives. So both sides hear nothing, no connection ends, and after the cut what was sent
-is sent again. A socket of another process is reached by a copy of its descriptor, which takes the
+drops what arrives. So nothing arrives, no connection ends, and after the cut what was sent is sent
+again. A socket of another process is reached by a copy of its descriptor, which takes the
 right to trace that process (ptrace) and not root. It fails with UsageError without that right.
 
 What begins during the cut is cut too, a moment later. The port at which an agent of one side serves
@@ -72,7 +72,7 @@ class Partition:
     def begin(self) -> Self:
         """Cut all connections that exist, until `end`."""
         try:
-            self._look(with_doors=True)
+            self._look(with_ports=True)
         except BaseException:
             self._heal()
             raise
@@ -86,7 +86,7 @@ class Partition:
     def over_after(self, seconds: float) -> None:
         """Cut new connections as they begin, for so long, in a thread; then end the cut."""
         assert self._thread is None
-        self._thread = threading.Thread(target=self._last, args=(seconds,), name="partition")
+        self._thread = threading.Thread(target=self._keep_cut, args=(seconds,), name="partition")
         self._thread.start()
 
     def wait(self) -> None:
@@ -100,7 +100,7 @@ class Partition:
         self.wait()
         self._heal()
 
-    def _last(self, seconds: float) -> None:
+    def _keep_cut(self, seconds: float) -> None:
         try:
             until_s = time.monotonic() + seconds
             while (left_s := until_s - time.monotonic()) > 0:
@@ -110,8 +110,8 @@ class Partition:
         finally:
             self._heal()
 
-    def _look(self, *, with_doors: bool = False) -> None:
-        """Cut each connection between the two sides; `with_doors`: also the ports of agents."""
+    def _look(self, *, with_ports: bool = False) -> None:
+        """Cut each connection between the two sides; `with_ports`: also the ports of agents."""
         known = _connections()
         here = _owners([self._agent, *processes.below(self._agent)], known)
         there = _owners([p for one in self._others for p in (one, *processes.below(one))], known)
@@ -121,7 +121,7 @@ class Partition:
             far = far_ends.get(known[inode].other_end)
             if far is not None:
                 ends |= {inode: pid, far: there[far]}
-        if with_doors:
+        if with_ports:
             ports = {known[inode].local.rpartition(":")[2] for inode in ends}
             agents = _owners([self._agent, *self._others], known)
             ends |= {
@@ -133,7 +133,7 @@ class Partition:
             if inode not in self._cut:
                 copy = _copy_of(pid, inode)
                 if copy is not None:
-                    _deafen(copy)
+                    _drop_arriving(copy)
                     self._cut[inode] = copy
 
     def _heal(self) -> None:
@@ -204,7 +204,7 @@ def _copy_of(pid: int, inode: int) -> socket.socket | None:
     return None
 
 
-def _deafen(end: socket.socket) -> None:
+def _drop_arriving(end: socket.socket) -> None:
     """Let the kernel drop all packets that arrive at a socket."""
     program = struct.pack("HL", len(_DROP), ctypes.addressof(_DROP))
     end.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)

@@ -248,8 +248,9 @@ class RestartBudget(msgspec.Struct, kw_only=True):
         A life shorter than `crash_loop_s` is a quick failure. The first one restarts at once; from
         the second in a row, a pause doubles up to its bound. The same `crash` SAME_CRASHES_MAX
         times in a row gets no restart, each sooner than `same_crash_s` unless its steps show; nor
-        does what elastane refuses, by the error `refused`. Unless it `has_retried` what failed
-        before, the crash changes no row. An exhausted budget counts nothing more.
+        does what elastane refuses, by the error `refused`. `has_retried`: the attempt tried what
+        failed before; one that did not neither counts nor breaks the row. An exhausted budget
+        counts nothing more.
         """
         self.quick_failures = self.quick_failures + 1 if lived_s < timing.crash_loop_s else 0
         shows = crash is not None and crash.steps > 0 and timing.same_crash_s > 0
