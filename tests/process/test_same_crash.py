@@ -8,12 +8,22 @@ from supervise import words_agent, write_script
 # The script fails at one step of the job, or after five steps of each attempt. Each update depends
 # on all earlier ones, so a step that is lost or made twice changes the final weights.
 SCRIPT = """
-import os, sys
+import ctypes, os, resource, signal, sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-fails, path = sys.argv[1], "last.pt"
+def fail(how):
+    if how == "null":
+        ctypes.string_at(0)
+    if how == "memory":
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 33, resource.RLIM_INFINITY))
+        bytearray((1 << 42) + os.getpid())
+    if how.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, how))
+    raise ValueError("a bad sample")
+
+fails, how, path = sys.argv[1], sys.argv[2], "last.pt"
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
@@ -27,7 +37,7 @@ if os.path.exists(path):
     first = saved["step"]
 for step in range(first, 20):
     if fails == "at a step" and step == 10 or fails == "after steps" and step == first + 5:
-        raise ValueError("a bad sample")
+        fail(how)
     parallel(torch.full((2, 4), step / 10)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -43,7 +53,7 @@ if dist.get_rank() == 0:
 """
 
 
-def job(folder, fails, *options):
+def job(folder, fails, *options, how="error"):
     folder.mkdir()
     script = write_script(folder, SCRIPT)
     words = ("--nproc-per-node", "2", "--standalone", "--max-restarts", "12")
@@ -55,6 +65,7 @@ def job(folder, fails, *options):
         *options,
         script,
         fails,
+        how,
     )
     with words_agent(folder, *words) as agent:
         code = agent.wait(120)
@@ -70,6 +81,32 @@ def test_a_script_that_fails_at_one_step_again_and_again_ends_the_job(tmp_path, 
     assert report["restarts_used"] == 3
 
 
+@pytest.mark.parametrize(
+    ("how", "options", "names"),
+    [
+        ("null", (), ["SIGSEGV", "ctypes/__init__.py:"]),
+        ("null", ("--in-place",), ["SIGSEGV", "ctypes/__init__.py:"]),
+        ("SIGABRT", (), ["SIGABRT", "script.py:"]),
+        ("memory", ("--in-place",), ["MemoryError: out of memory", "script.py:"]),
+    ],
+    ids=["a null pointer", "a null pointer in place", "an abort", "no memory in place"],
+)
+def test_a_crash_of_the_process_at_one_step_again_and_again_ends_the_job(
+    tmp_path, how, options, names
+):
+    code, _, report = job(tmp_path / "job", "at a step", *options, how=how)
+    assert code == 1
+    assert "3 attempts in a row failed after" in report["reason"], report["reason"]
+    assert all(name in report["reason"] for name in names), report["reason"]
+    assert report["restarts_used"] == 3
+
+
+def test_a_kill_at_one_step_again_and_again_uses_the_budget(tmp_path):
+    code, _, report = job(tmp_path / "job", "at a step", "--max-restarts", "5", how="SIGKILL")
+    assert (code, report["restarts_used"]) == (1, 5)
+    assert "all 5 restarts of the job are used" in report["reason"], report["reason"]
+
+
 @pytest.mark.parametrize("options", [(), ("--in-place",)], ids=["restarts", "in place"])
 def test_a_script_that_gets_further_between_equal_failures_completes(tmp_path, options):
     code, out, report = job(tmp_path / "job", "after steps", *options)
@@ -81,7 +118,7 @@ def test_a_script_that_gets_further_between_equal_failures_completes(tmp_path, o
 
 # No worker can use one sample; or all workers fail at one step, once.
 STEPS = """
-import os, sys
+import ctypes, os, sys
 import elastane
 import torch
 
@@ -110,6 +147,8 @@ with elastane.init() as job:
             if step.number == 2:
                 open("began", "w").close()
             if is_bad(step.number, batch):
+                if sys.argv[2:]:
+                    ctypes.string_at(0)
                 raise ValueError("a bad sample")
             step.backward(model(batch).square().mean())
             optimizer.step()
@@ -119,11 +158,11 @@ with elastane.init() as job:
 """
 
 
-def steps_job(folder, fails):
+def steps_job(folder, *fails):
     script = folder / "steps.py"
     script.write_text(STEPS)
     words = ("--nproc-per-node", "3", "--standalone", "--max-restarts", "12", "--min-workers", "1")
-    words += ("--report-file", "report.json", "--rdzv-conf", "crash_loop=0", str(script), fails)
+    words += ("--report-file", "report.json", "--rdzv-conf", "crash_loop=0", str(script), *fails)
     with words_agent(folder, *words) as agent:
         code = agent.wait(120)
         return code, agent.out, json.loads((folder / "report.json").read_text())
@@ -134,6 +173,13 @@ def test_a_sample_that_no_worker_can_use_ends_a_job_whose_lost_workers_are_repla
     assert code == 1
     assert "3 attempts in a row failed after" in report["reason"], report["reason"]
     assert "a bad sample" in report["reason"] and report["restarts_used"] <= 4
+
+
+def test_a_sample_that_crashes_each_worker_ends_a_job_whose_lost_workers_are_replaced(tmp_path):
+    code, _, report = steps_job(tmp_path, "a sample", "crash")
+    assert code == 1
+    assert "3 attempts in a row failed after" in report["reason"], report["reason"]
+    assert "SIGSEGV" in report["reason"] and report["restarts_used"] <= 4
 
 
 def test_workers_that_fail_at_one_step_at_once_made_one_attempt(tmp_path):

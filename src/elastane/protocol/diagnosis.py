@@ -16,7 +16,7 @@ import msgspec
 
 from elastane.protocol.mismatches import judge_calls
 from elastane.protocol.model import NO_RANK, Cause, FailedWorker, Failure, Fence, NamedWorker
-from elastane.protocol.patterns import LOST_PEER, Clue, find_clue
+from elastane.protocol.patterns import LOST_PEER, Clue, class_of, find_clue
 from elastane.protocol.ring import WorkerCalls
 from elastane.protocol.verdicts import Verdict
 from elastane.protocol.words import OTHER_PROGRAM, counted
@@ -50,16 +50,32 @@ _HEADLINE_CHARS_MAX = 200
 LIVES = "it had not failed when the others did"
 STOPPED_IN_ITS_END = "its own error came first; it was stopped while it was ending"
 _FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)', re.MULTILINE)
+# Signals by which a process ends itself; not another one, unless a person sends them.
+_OWN_SIGNALS = frozenset(
+    {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGBUS, signal.SIGILL}
+)
+# The libraries of the network and the device, as native frames name them: these may recover.
+_PASSING_FRAME = re.compile(r"nccl|rccl|gloo|libcuda\.so|libnvidia", re.IGNORECASE)
+_BY_TIMER = "[timer-expired]"
+# What the agent says of a SIGKILL if the kernel's counter for the workers' cgroup has grown.
+_KILLED_BY_KERNEL = "out of memory: the kernel killed "
+# An error of memory names amounts and processes, which differ each time.
+_NO_MEMORY = re.compile(
+    r"^(?:\w+\.)*\w*MemoryError\b|out of memory|(?:can't|Cannot) allocate memory"
+)
+_OUT_OF_MEMORY = "out of memory"
+# Classes of an end by a signal that the process sent itself.
+_OWN_ENDS = frozenset({"crash", "memory"})
 # Mistakes of a program, whatever words their texts have: an argument may be named `cuda`.
 _MISTAKES = (TypeError, AttributeError, NameError, SyntaxError, NotImplementedError)
 # Errors that may not occur in the next attempt: those of the system and requests to exit, ...
-_PASSING_ERRORS = (OSError, MemoryError, KeyboardInterrupt, SystemExit)
+_PASSING_ERRORS = (OSError, KeyboardInterrupt, SystemExit)
 # ... and others of the network and the device, by words that torch and its libraries use. An
 # `accelerator` alone is an argument of Lightning, Fabric and others, which refuse what it has.
 _PASSING = re.compile(
     r"connect|time[d ]*-?out|\bhttp|\burl|\bssl|network|socket|resolve|gaierror|unavailable|"
     r"out ?of ?memory|\bcuda|cudnn|cublas|nccl|gloo|\bhip\b|accelerator ?(?:error|device)|"
-    r"\bDist\w*Error|(?<!re)store",
+    r"MemoryError|\bDist\w*Error|(?<!re)store",
     re.IGNORECASE,
 )
 # A collective that ended after its timeout: gloo says so in one line, NCCL's watchdog in another.
@@ -429,21 +445,54 @@ def find_mismatch(sightings: Sequence[Sighting]) -> Verdict | None:
 def crash_site(failure: Failure) -> str:
     """Return in words where an error arose that only a change of the script can correct.
 
-    Empty if another attempt may succeed: the worker left no error file, or its error is of the
-    network, the device or the file system.
+    Empty if another attempt may succeed: the worker left no error file and no signal of its own
+    ended it, or its error is of the network, the device or the file system. Memory may be short for
+    another process's sake, so a lack of it counts only where steps show.
     """
     error = headline(failure.message)
-    frames = _FRAME.findall(failure.message)
-    if not failure.error_file or not frames or is_lost_peer(failure):
+    if is_lost_peer(failure):
         return ""
+    if not failure.error_file:
+        return _site_of_signal(failure)
+    frames = _FRAME.findall(failure.message)
+    if not frames:
+        return ""
+    file, line = frames[-1]
     kind = error.partition(":")[0].rpartition(".")[2]
     known = getattr(builtins, kind, None)
     known = known if isinstance(known, type) else object
+    if _shows_steps(failure) and _NO_MEMORY.search(error) and not issubclass(known, OSError):
+        return f"{kind}: {_OUT_OF_MEMORY}, {file}:{line}"
     words = None if issubclass(known, _MISTAKES) else _PASSING.search(error)
     if words or issubclass(known, _PASSING_ERRORS):
         return ""
-    file, line = frames[-1]
     return f"{error[:_HEADLINE_CHARS_MAX]}, {file}:{line}"
+
+
+def _site_of_signal(failure: Failure) -> str:
+    """Return the signal by which a worker ended itself, with its innermost Python frame if known.
+
+    Empty for a signal of its agent or of another process, and if neither the frame nor a step
+    shows. A kill by the kernel for lack of memory is the worker's own.
+    """
+    name, frames = exit_text(failure.exit_code), _FRAME.findall(failure.message)
+    if failure.evidence.startswith(_KILLED_BY_KERNEL) and failure.exit_code == -signal.SIGKILL:
+        return f"{name}: {_OUT_OF_MEMORY}" if _shows_steps(failure) else ""
+    if -failure.exit_code not in _OWN_SIGNALS or _BY_TIMER in failure.evidence:
+        return ""
+    ends = (failure_text(failure), headline(failure.message))
+    lines = failure.message.splitlines()
+    passes = class_of(ends, lines).kind not in _OWN_ENDS or any(map(_PASSING_FRAME.search, lines))
+    if passes or _PASSING.search(ends[1]):
+        return ""
+    if failure.output or not frames:
+        return name if _shows_steps(failure) else ""
+    file, line = frames[-1]
+    return f"{name}, {file}:{line}"
+
+
+def _shows_steps(failure: Failure) -> bool:
+    return bool(failure.steps or failure.measured)
 
 
 def crash_sites(cause: Failure, others: Iterable[str]) -> tuple[str, ...]:

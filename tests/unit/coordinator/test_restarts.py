@@ -1,9 +1,13 @@
 """Restarts: the budget and its pause, the wait for evidence, the root cause, and drains."""
 
+import signal
+
 import pytest
 from coordinator_driver import Driver, job_spec
 from msgspec.structs import replace
 
+from elastane.agent.failure_reports import OomCounters, kill_evidence
+from elastane.agent.worker import TIMER_SLUG
 from elastane.coordinator.rules.incident import SAME_CRASHES_MAX, Incidents, RestartBudget
 from elastane.protocol import limits
 from elastane.protocol.diagnosis import (
@@ -572,6 +576,78 @@ def test_a_refused_argument_is_a_crash_of_the_script_whatever_words_it_has(error
 )
 def test_errors_that_may_be_gone_the_next_time_are_no_crash_of_the_script(other):
     assert crash_site(other) == ""
+
+
+FATAL = (
+    'Python stack (most recent call last):\n  File "/job/train.py", line 9 in main\n'
+    '  File "/job/train.py", line 2 in step\nFatal Python error: Segmentation fault'
+)
+IN_GLOO = (
+    "Native stack of the thread that faulted (innermost first):\n"
+    "  frame #0: gloo::transport::tcp::Pair::read() + 0x7 (0x7f in libtorch_cpu.so)\n" + FATAL
+)
+
+
+def fatal(exit_code=-signal.SIGSEGV, message=FATAL, **more):
+    return replace(failure(0, message, exit_code), **more)
+
+
+@pytest.mark.parametrize(
+    ("end", "site"),
+    [
+        (fatal(), "SIGSEGV, /job/train.py:2"),
+        (fatal(-signal.SIGABRT, steps=3), "SIGABRT, /job/train.py:2"),
+        (fatal(-signal.SIGFPE, "step 3", output=True, steps=3), "SIGFPE"),
+        (fatal(-signal.SIGILL, "step 3", output=True, measured=3), "SIGILL"),
+        (fatal(-signal.SIGBUS, FATAL, steps=3), "SIGBUS, /job/train.py:2"),
+        (fatal(-signal.SIGSEGV, "step 3", output=True), ""),
+        (fatal(-signal.SIGKILL, "step 3", output=True, steps=3), ""),
+        (fatal(-signal.SIGTERM, "step 3", output=True, steps=3), ""),
+        (fatal(-signal.SIGINT, FATAL, steps=3), ""),
+        (fatal(-signal.SIGABRT, steps=3, evidence="by its agent, since it hung"), ""),
+        (fatal(-signal.SIGABRT, steps=3, evidence=f"timer 'x' [{TIMER_SLUG}]"), ""),
+        (fatal(message=f"{FATAL}: Connection closed by peer", steps=3), ""),
+        (fatal(message=f"{FATAL}: CUDA error: uncorrectable ECC error", steps=3), ""),
+        (fatal(-signal.SIGABRT, "Watchdog caught collective operation timeout", steps=3), ""),
+        (fatal(-signal.SIGBUS, "nfs: server f not responding", output=True, steps=3), ""),
+        (fatal(-signal.SIGABRT, IN_GLOO, steps=3), ""),
+    ],
+)
+def test_a_signal_of_its_own_is_a_crash_of_the_script_and_one_from_outside_is_not(end, site):
+    assert crash_site(end) == site
+
+
+@pytest.mark.parametrize(
+    ("error", "site"),
+    [
+        ("MemoryError", "MemoryError: out of memory, /job/train.py:2"),
+        (
+            "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 4.00 TiB",
+            "_ArrayMemoryError: out of memory, /job/train.py:2",
+        ),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. Process 7 has 9",
+            "OutOfMemoryError: out of memory, /job/train.py:2",
+        ),
+        ("OSError: [Errno 12] Cannot allocate memory", ""),
+        ("BlockingIOError: out of memory", ""),
+    ],
+)
+def test_a_lack_of_memory_is_a_crash_of_the_script_once_steps_show(error, site):
+    assert crash_site(crash(error)) == ""
+    assert crash_site(crash(error, steps=3)) == crash_site(crash(error, measured=3)) == site
+
+
+def test_a_kill_by_the_kernel_for_lack_of_memory_is_the_workers_own_once_steps_show():
+    before, after = OomCounters(cgroup_kills=0), OomCounters(cgroup_kills=1)
+    told = kill_evidence(before, after, 0, -signal.SIGKILL)
+    end = fatal(-signal.SIGKILL, "step 3", output=True, evidence=told)
+    assert crash_site(end) == ""
+    assert crash_site(replace(end, steps=3)) == "SIGKILL: out of memory"
+    others = OomCounters(host_kills=0), OomCounters(host_kills=1)
+    for counters in (others, (before, before)):
+        told = kill_evidence(*counters, 0, -signal.SIGKILL)
+        assert crash_site(replace(end, steps=3, evidence=told)) == ""
 
 
 def crashes(job, times, *, lives_s=0.0, node="a", use=UNUSED, **more):

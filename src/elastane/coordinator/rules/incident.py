@@ -269,8 +269,8 @@ class RestartBudget(msgspec.Struct, kw_only=True):
             steps = self.crash.steps
             when = f"after {counted(steps, 'step')}" if steps else "before any step showed"
             reason = (
-                f"{self.crashes} attempts in a row failed {when} with the same error at the same"
-                f" place ({self.crash.sites[0]}), without a newer checkpoint to continue from, so"
+                f"{self.crashes} attempts in a row failed {when} in the same way"
+                f" ({self.crash.sites[0]}), without a newer checkpoint to continue from, so"
                 " no other one is started; --rdzv-conf same_crash=0 restarts all the same"
             )
             return BudgetVerdict(restart=False, delay_s=0.0, reason=reason)
