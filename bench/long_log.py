@@ -7,11 +7,13 @@ with a shared `--log-dir`. Run: python -m bench.long_log [NODES [DAYS]]
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -180,15 +182,62 @@ def measure(*words: str) -> tuple[float, float, float]:
     """Run a command; return its seconds, those of the processor, and its memory in MB."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     begun_s = time.monotonic()
+    # The memory is not that of getrusage, which has that of the process that forked it, if larger.
     code = (
-        "import resource,sys; from elastane.cli.main import main\n"
+        "import sys; from elastane.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
-        "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, file=sys.stderr)"
+        "finally: print(open('/proc/self/status').read(), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, check=True, text=True
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return time.monotonic() - begun_s, used_s, float(done.stderr.split()[-1])
+    return time.monotonic() - begun_s, used_s, _memory_mb(done.stderr)
+
+
+def _memory_mb(status: str) -> float:
+    """Return the largest memory of a process, from its file in /proc."""
+    return round(int(status.rpartition("VmHWM:")[2].split()[0]) / 1024)
+
+
+class MeasuredServer:
+    """The server of the page, which reads a log."""
+
+    def __init__(self, base: str, job: str) -> None:
+        command = [sys.executable, "-m", "elastane", "dashboard", job, "--port", "0"]
+        self._begun_s = time.monotonic()
+        self._process = subprocess.Popen(
+            [*command, "--log-dir", base], stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self._url = self._process.stdout.readline().split("http://")[1].split("/")[0]
+        self._job = job
+
+    def measure(self) -> tuple[float, float, float, float]:
+        """Wait until the log was read.
+
+        Return the seconds until the first answer and until then, those of the processor, and the
+        memory in MB.
+        """
+        first_s = None
+        while True:
+            with urllib.request.urlopen(f"http://{self._url}/api/jobs/{self._job}") as answer:
+                shown = msgspec.json.decode(answer.read())
+            first_s = first_s or time.monotonic() - self._begun_s
+            if shown["job"]["is_read"]:
+                break
+            time.sleep(0.5)
+        read_s = time.monotonic() - self._begun_s
+        folder = Path("/proc") / str(self._process.pid)
+        ticks = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+        used_s = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        return first_s, read_s, used_s, _memory_mb((folder / "status").read_text())
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait()
 
 
 def main(nodes: int = 1000, days: float = 7.0) -> None:
@@ -201,6 +250,15 @@ def main(nodes: int = 1000, days: float = 7.0) -> None:
         for words in (["status", "week"], ["explain", "week"], ["top", "week", "--once"]):
             wall_s, used_s, memory_mb = measure(*words, "--log-dir", base)
             print(f"elastane {words[0]:<8} {wall_s:6.2f} s, {used_s:6.2f} s of CPU, {memory_mb} MB")
+        server = MeasuredServer(base, "week")
+        try:
+            first_s, read_s, used_s, memory_mb = server.measure()
+        finally:
+            server.close()
+        print(
+            f"the page's server: first answer after {first_s:.2f} s, all read after {read_s:.1f} s,"
+            f" {used_s:.1f} s of CPU, {memory_mb} MB"
+        )
 
 
 if __name__ == "__main__":

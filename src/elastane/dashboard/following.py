@@ -33,7 +33,7 @@ from elastane.observe.deposed import Decided
 from elastane.observe.events import EventReader, PlacedEvent
 from elastane.observe.incidents import IncidentView
 from elastane.observe.rates import Series, series_of
-from elastane.observe.view import JobView, after_event, after_steps, line_of
+from elastane.observe.view import JobView, after_event, after_steps, tone_of
 from elastane.process.endpoint import parse_endpoint
 from elastane.process.files import JobEntry, JobRegistry, safe_name
 from elastane.process.tls import TlsConfig
@@ -298,7 +298,7 @@ class FollowedJob(JobFollower):
     def _note(self, placed: PlacedEvent, before: JobView) -> None:
         if self.view.run != before.run:
             self._index = EventIndex()
-        tone = line_of(placed.event, before.node(placed.event.node)).tone
+        tone = tone_of(placed.event, before.node(placed.event.node))
         self._index.add(placed, tone, self.view.incidents.belongs_to)
 
     async def _publish(self) -> None:

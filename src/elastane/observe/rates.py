@@ -7,6 +7,8 @@ before it. After a lower count, such as after a restart, steps are counted from 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import takewhile
 from statistics import median
 
 import msgspec
@@ -35,17 +37,17 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
 
 def rates_of(view: JobView, now_s: float) -> StepRates:
     """Return the rate at `now_s` and the usual one."""
-    recent = [point for point in view.steps if now_s - NOW_S <= point.time_s <= now_s]
+    newest = takewhile(lambda point: point.time_s >= now_s - NOW_S, reversed(view.steps))
+    recent = [point for point in newest if point.time_s <= now_s]
     now: float | None = None
     if len(recent) > 1:
-        made = sum(point.made for point in recent[1:])
-        now = made / (recent[-1].time_s - recent[0].time_s)
+        made = sum(point.made for point in recent[:-1])
+        now = made / (recent[0].time_s - recent[-1].time_s)
     elif view.steps and now_s - view.steps[-1].time_s > NOW_S:
         now = 0.0
+    hour = takewhile(lambda point: point.since_s >= now_s - USUAL_S, reversed(view.steps))
     usual = [
-        point.made / (point.time_s - point.since_s)
-        for point in view.steps[1:]
-        if point.since_s >= now_s - USUAL_S
+        point.made / (point.time_s - point.since_s) for point in hour if point is not view.steps[0]
     ]
     return StepRates(now=now, usual=median(usual) if usual else None)
 
@@ -64,7 +66,7 @@ def series_of(
 
 
 def _rates(
-    points: tuple[StepPoint, ...], from_s: float, bucket_s: float, buckets: int
+    points: Sequence[StepPoint], from_s: float, bucket_s: float, buckets: int
 ) -> list[float | None]:
     if not points:
         return [None] * buckets
@@ -72,9 +74,13 @@ def _rates(
     for point in points:
         if not point.made:
             continue
+        first = int((point.since_s - from_s) / bucket_s)
+        last = int((point.time_s - from_s) / bucket_s)
+        if first == last < buckets and point.since_s >= from_s:  # most are of one bucket
+            made[first] += point.made
+            continue
         rate = point.made / (point.time_s - point.since_s)
-        first = max(0, int((point.since_s - from_s) / bucket_s))
-        last = min(buckets - 1, int((point.time_s - from_s) / bucket_s))
+        first, last = max(0, first), min(buckets - 1, last)
         for index in range(first, last + 1):
             low_s = from_s + index * bucket_s
             covered_s = min(point.time_s, low_s + bucket_s) - max(point.since_s, low_s)
@@ -93,7 +99,7 @@ def _worlds(
     """Return the smallest world of each bucket, so that a short loss is seen."""
     until_s = view.end.time_s if view.end else known_s
     sizes: list[int | None] = []
-    worlds, index, size = view.worlds, 0, None
+    worlds, index, size = [*view.worlds], 0, None
     for bucket in range(buckets):
         end_s = from_s + (bucket + 1) * bucket_s
         low = size

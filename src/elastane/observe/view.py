@@ -13,6 +13,7 @@ import msgspec
 
 from elastane.observe.events import TIME_MAX_S, LoggedEvent, described
 from elastane.observe.incidents import IncidentHistory, after_incident_event
+from elastane.observe.recent import Recent
 from elastane.observe.runs import RunTrack
 from elastane.protocol.log_events import MEASURED, EventKind
 from elastane.protocol.unreadable import UNREADABLE
@@ -241,17 +242,17 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     round: int | None = None
     attempt: int | None = None
     world_size: int = 0
-    worlds: tuple[WorldPoint, ...] = ()
+    worlds: Recent[WorldPoint] = Recent(HISTORY_MAX)
     step: int = 0
     total_steps: int = 0
-    steps: tuple[StepPoint, ...] = ()
-    own_parts: tuple[OwnParts, ...] = ()
-    losses: tuple[float, ...] = ()
-    accuracies: tuple[float, ...] = ()
+    steps: Recent[StepPoint] = Recent(STEP_POINTS_MAX)
+    own_parts: Recent[OwnParts] = Recent(OWN_PARTS_MAX)
+    losses: Recent[float] = Recent(HISTORY_MAX)
+    accuracies: Recent[float] = Recent(HISTORY_MAX)
     learned: float | None = None
-    lines: tuple[ViewLine, ...] = ()
+    lines: Recent[ViewLine] = Recent(LINES_MAX)
     incidents: IncidentHistory = IncidentHistory()
-    checkpoints: tuple[CheckpointView, ...] = ()
+    checkpoints: Recent[CheckpointView] = Recent(CHECKPOINTS_MAX)
     saved: int = 0
     not_saved: int = 0
     restarts: tuple[int, int | None] = (0, None)
@@ -293,7 +294,9 @@ def after_event(view: JobView, event: LoggedEvent) -> JobView:
     if begins:
         view = _next_run(view, event)
     node = view.node(event.node)
-    incidents = msgspec.structs.replace(view.incidents, belongs_to=0)
+    incidents = view.incidents
+    if incidents.belongs_to:
+        incidents = msgspec.structs.replace(incidents, belongs_to=0)
     if view.end is None:
         incidents = after_incident_event(incidents, event, node.state if node else "")
     view = msgspec.structs.replace(
@@ -395,13 +398,12 @@ def after_straggler_event(
 
 def line_of(event: LoggedEvent, node: NodeView | None, incident: int = 0) -> ViewLine:
     """Return one event in words; `node` is its node before it."""
-    kind = _KINDS.get(event.kind)
     return ViewLine(
         time_s=event.time_s,
         node=event.node,
         kind=event.kind,
         text=described(event),
-        tone=_tone(node, kind, event),
+        tone=tone_of(event, node),
         incident=incident,
     )
 
@@ -419,21 +421,21 @@ def after_steps(view: JobView, time_s: float, steps: int) -> JobView:
 def _with_point(view: JobView, point: StepPoint) -> JobView:
     if view.steps and point.time_s <= view.steps[-1].time_s:
         return view
-    points = (*view.steps, point)
-    if len(points) > STEP_POINTS_MAX:
+    points = view.steps
+    if len(points) == STEP_POINTS_MAX:
         half = STEP_POINTS_MAX // 2
-        points = (*_merged(points[:half]), *points[half:])
+        points = Recent(STEP_POINTS_MAX, [*_merged(points[:half]), *points[half:]])
     step = view.step if point.steps is None else point.steps
-    return msgspec.structs.replace(view, step=step, steps=points)
+    return msgspec.structs.replace(view, step=step, steps=points.after(point))
 
 
 def after_progress(view: JobView, point: StepProgress) -> JobView:
     """Return the view after one line of training progress."""
     losses, accuracies = view.losses, view.accuracies
     if point.loss is not None:
-        losses = (*losses, point.loss)[-HISTORY_MAX:]
+        losses = losses.after(point.loss)
     if point.accuracy is not None:
-        accuracies = (*accuracies, point.accuracy)[-HISTORY_MAX:]
+        accuracies = accuracies.after(point.accuracy)
     return msgspec.structs.replace(
         view,
         step=point.step,
@@ -481,7 +483,9 @@ def _merged(points: tuple[StepPoint, ...]) -> list[StepPoint]:
     return merged
 
 
-def _tone(node: NodeView | None, kind: EventKind | None, event: LoggedEvent) -> str:
+def tone_of(event: LoggedEvent, node: NodeView | None) -> str:
+    """Return the tone of an event; `node` is its node before it."""
+    kind = _KINDS.get(event.kind)
     if kind is EventKind.WORKER_EXITED:
         return "bad" if _exit_state(event) == "failed" else "plain"
     if kind is EventKind.JOB_ENDED and not event.data.get("ok", True):
@@ -614,7 +618,7 @@ def _with_world(view: JobView, event: LoggedEvent) -> JobView:
         attempt=event.attempt,
         members=tuple(event.text("members").split()),
         world_size=size,
-        worlds=(*view.worlds, WorldPoint(event.time_s, size))[-HISTORY_MAX:],
+        worlds=view.worlds.after(WorldPoint(event.time_s, size)),
         waiting="",
         lacking="",
         stragglers={},
@@ -642,11 +646,11 @@ def _with_own_parts(view: JobView, event: LoggedEvent) -> JobView:
     point = _own_parts(view, event)
     if point is None:
         return view
-    points = (*view.own_parts, point)
-    if len(points) > OWN_PARTS_MAX:
+    points = view.own_parts
+    if len(points) == OWN_PARTS_MAX:
         half = OWN_PARTS_MAX // 2
-        points = (*points[:half:2], *points[half:])
-    return msgspec.structs.replace(view, own_parts=points)
+        points = Recent(OWN_PARTS_MAX, [*points[:half:2], *points[half:]])
+    return msgspec.structs.replace(view, own_parts=points.after(point))
 
 
 def _own_parts(view: JobView, event: LoggedEvent) -> OwnParts | None:
@@ -720,7 +724,7 @@ def _with_checkpoint(view: JobView, event: LoggedEvent) -> JobView:
     )
     return msgspec.structs.replace(
         view,
-        checkpoints=(*view.checkpoints, made)[-CHECKPOINTS_MAX:],
+        checkpoints=view.checkpoints.after(made),
         saved=view.saved + (0 if made.slug else max(1, event.number("saves") or 1)),
         not_saved=view.not_saved + bool(made.slug),
     )
@@ -749,7 +753,7 @@ def _with_end(view: JobView, event: LoggedEvent) -> JobView:
 
 
 def _with_line(view: JobView, line: ViewLine) -> JobView:
-    return msgspec.structs.replace(view, lines=(*view.lines, line)[-LINES_MAX:])
+    return msgspec.structs.replace(view, lines=view.lines.after(line))
 
 
 _KINDS = {kind.value: kind for kind in EventKind}

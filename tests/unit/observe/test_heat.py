@@ -4,6 +4,7 @@ import pytest
 from view_events import event, play, settled, started
 
 from elastane.observe.heat import CELLS_MAX, ROWS_MAX, ROWS_SLOWEST, heat_of
+from elastane.observe.recent import Recent
 from elastane.observe.view import OWN_PARTS_MAX
 
 
@@ -68,7 +69,7 @@ def test_measurements_in_an_undocumented_form_are_left_out():
         times(10.0, 1, 1, 1, median_ms="1"), times(10.0, 1, 2, ranks="1"), times(10.0, "nan"),
         event("step-times", time_s=10.0),
     ]  # fmt: skip
-    assert play(*WORLD, *bad).own_parts == ()
+    assert play(*WORLD, *bad).own_parts == Recent(OWN_PARTS_MAX)
     assert heat_of(play(*WORLD, *bad), 0.0, 60.0).rows == []
 
 

@@ -479,4 +479,4 @@ def test_data_of_other_types_than_documented_breaks_nothing(value):
     fields = ["rank", "exit_code", "age_s", "used", "steps", "world_size", "pids", "events",
               "bytes", "ok", "cause_rank", "local_rank", "pid"]  # fmt: skip
     view = play(*(event(kind, **dict.fromkeys(fields, value)) for kind in kinds))
-    assert view.lines and msgspec.json.encode(view)
+    assert view.lines and msgspec.json.encode(view, enc_hook=list)
