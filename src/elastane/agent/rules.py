@@ -758,6 +758,8 @@ class LocalWorkers:
             self._outbox.send(Stopped(message.fence, self.offer))
         elif group.fence <= message.fence:  # This agent may not have received its newest world yet.
             group.move(message.fence)
+            if message.asks_calls:
+                group.ask_for_calls()
             self.stop(group, message.grace_s, message.reason, asked=True)
 
     def _drain(self, message: Drain) -> None:
@@ -924,7 +926,8 @@ class LocalWorkers:
         text = "no process of the group is left"
         self._log(EventKind.WORKERS_STOPPED, text, at=str(group.fence))
         unasked = group.stopping is not None and group.stopping.unasked
-        self._outbox.send(Stopped(group.fence, event.offer, unasked, event.use))
+        calls = event.calls if group.is_asked_for_calls else ()
+        self._outbox.send(Stopped(group.fence, event.offer, unasked, event.use, calls))
 
     def _hold(self, group: Group | None) -> None:
         """Hold a group that starts, or none: no process of the last one is left."""
@@ -1002,6 +1005,7 @@ class Group:
     replaced: set[int] = field(default_factory=set)
     phase: GroupState = "running"
     interrupted: str = ""  # why its workers were interrupted and wait for another world
+    is_asked_for_calls: bool = False  # by the coordinator, for their last collectives
     # The workers that exited with code 0, and how many steps each had shown.
     done: dict[int, int] = field(default_factory=dict)
     failures: dict[int, tuple[float, Failure]] = field(default_factory=dict)
@@ -1058,6 +1062,10 @@ class Group:
         else:
             self.stopping = replace(before, by_s=by_s)
         return True
+
+    def ask_for_calls(self) -> None:
+        """Record that the coordinator needs the last collectives of the workers."""
+        self.is_asked_for_calls = True
 
     def begin_drain(self, number: int) -> None:
         """Record that the workers are asked to checkpoint, for the drain of this number."""

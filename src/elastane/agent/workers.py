@@ -505,11 +505,12 @@ class LocalWorkerGroup:
         await self._outputs.finish()
         self._sockets.close()
         use = functools.reduce(CheckpointUse.merge, (each.use for each in self._workers), UNUSED)
+        calls = tuple(each.last_calls() for each in self._members()[:CALLERS_MAX])
         for worker in self._workers:
             worker.page.close()
         # Release and hold another: nodes may still know the port of this attempt.
         self.port.close()
-        self.post(GroupGone(self.assignment.fence, self.port.open(), use))
+        self.post(GroupGone(self.assignment.fence, self.port.open(), use, calls))
 
     def _spawn_watch(self, work: Coroutine[None, None, None]) -> None:
         """Run a task in the background that ends, within a bound, after the workers have."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import builtins
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -324,16 +325,20 @@ def find_return(sightings: Sequence[Sighting], returned: Sequence[Sighting]) -> 
 
 
 def root_cause(
-    sightings: Sequence[Sighting], fence: Fence, returned: Sequence[Sighting] = ()
+    sightings: Sequence[Sighting],
+    fence: Fence,
+    returned: Sequence[Sighting] = (),
+    stopped: Mapping[str, Sequence[WorkerCalls]] = MappingProxyType({}),
 ) -> Cause:
     """Return the earliest failure that no lost peer explains; needs at least one sighting.
 
     If all are lost peers, it is the first worker of `returned` whose program ended before them.
+    `stopped`: the last collectives of the workers that were stopped after the failures, by node id.
     """
     left = find_return(sightings, returned)
+    first = _first_cause(sightings, fence, stopped)
     if left is None:
-        return _first_cause(sightings, fence)
-    first = _first_cause(sightings, fence)
+        return first
     return Cause(
         kind="worker",
         what=f"{_named(left)} {end_text(left.failure)}; so {first.what}",
@@ -350,11 +355,13 @@ def _named(sighting: Sighting) -> str:
     return f"{who} on node {sighting.node_id}"
 
 
-def _first_cause(sightings: Sequence[Sighting], fence: Fence) -> Cause:
+def _first_cause(
+    sightings: Sequence[Sighting], fence: Fence, stopped: Mapping[str, Sequence[WorkerCalls]]
+) -> Cause:
     own = [s for s in sightings if not is_lost_peer(s.failure)] or list(sightings)
     first = min(own, key=_place)
     failure = msgspec.structs.replace(first.failure, calls=())
-    error, mismatch = _own_error(failure), find_mismatch(sightings)
+    error, mismatch = _own_error(failure), find_mismatch(sightings, stopped)
     alike = sum(bool(error) and _own_error(s.failure) == error for s in sightings) - bool(error)
     cause = Cause(
         kind="worker",
@@ -426,20 +433,27 @@ def _living(worker: NamedWorker) -> Failure:
     )
 
 
-def find_mismatch(sightings: Sequence[Sighting]) -> Verdict | None:
+def find_mismatch(
+    sightings: Sequence[Sighting],
+    stopped: Mapping[str, Sequence[WorkerCalls]] = MappingProxyType({}),
+) -> Verdict | None:
     """Return which rank called another collective than most, if that ended a worker by gloo.
 
-    None if no worker says so, or if the collectives that the failures carry do not show it.
+    None if no worker says so, or if the collectives of the failures, and of the workers that were
+    stopped after them (by node id), do not show it.
     """
     if not any(says_mismatch(one.failure) for one in sightings):
         return None
-    calls: dict[int, WorkerCalls] = {}
+    shown = [
+        (one.node_id, each) for one in sorted(sightings, key=_place) for each in one.failure.calls
+    ]
+    shown += [(node_id, each) for node_id, calls in sorted(stopped.items()) for each in calls]
+    known: dict[int, WorkerCalls] = {}
     nodes: dict[int, str] = {}
-    for one in sorted(sightings, key=_place):
-        for each in one.failure.calls:
-            calls.setdefault(each.rank, each)
-            nodes.setdefault(each.rank, one.node_id)
-    return judge_calls(calls.values(), nodes)
+    for node_id, each in shown:
+        nodes.setdefault(each.rank, node_id)
+        known[each.rank] = each.after(known.get(each.rank))
+    return judge_calls(known.values(), nodes)
 
 
 def crash_site(failure: Failure) -> str:

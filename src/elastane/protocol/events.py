@@ -15,6 +15,7 @@ from elastane.protocol.model import (
     Sharding,
 )
 from elastane.protocol.pauses import Pause
+from elastane.protocol.ring import WorkerCalls
 from elastane.protocol.verdicts import Verdict
 
 
@@ -149,11 +150,15 @@ class WorkerFailed(msgspec.Struct, frozen=True):
 
 
 class GroupGone(msgspec.Struct, frozen=True):
-    """No process of the group is left; `offer` is for the next attempt."""
+    """No process of the group is left; `offer` is for the next attempt.
+
+    `calls`: the last collectives of the workers that had a place in the world.
+    """
 
     fence: Fence
     offer: PortOffer
     use: CheckpointUse = CheckpointUse()
+    calls: tuple[WorkerCalls, ...] = ()
 
 
 class GroupAble(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ from elastane.protocol.model import (
     Text,
     WaitPoint,
 )
-from elastane.protocol.ring import Short
+from elastane.protocol.ring import CALLERS_MAX, Short, WorkerCalls
 from elastane.protocol.stragglers import PACES_MAX, Pace
 
 GroupState = Literal["running", "succeeded", "failed", "stopping"]
@@ -240,13 +240,15 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """No process of `fence` is left on this node; `offer` is where the next store would be.
 
     `unasked`: the agent began to stop them before the coordinator asked it to. `use`: what its
-    workers did with checkpoints.
+    workers did with checkpoints. `calls`: their last collectives, if the coordinator asked for
+    these.
     """
 
     fence: Fence
     offer: PortOffer
     unasked: bool = False
     use: CheckpointUse = CheckpointUse()
+    calls: Annotated[tuple[WorkerCalls, ...], msgspec.Meta(max_length=CALLERS_MAX)] = ()
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -380,11 +382,16 @@ class ShowStacks(msgspec.Struct, frozen=True, tag="show-stacks", kw_only=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):
-    """Stop the workers of `fence`: SIGTERM, then SIGKILL after `grace_s`."""
+    """Stop the workers of `fence`: SIGTERM, then SIGKILL after `grace_s`.
+
+    `asks_calls`: the answer carries the last collectives of the workers, since another one failed
+    in a way that theirs may explain.
+    """
 
     fence: Fence
     grace_s: float
     reason: str
+    asks_calls: bool = False
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):

@@ -88,6 +88,17 @@ class WorkerCalls(msgspec.Struct, frozen=True, kw_only=True):
     pid: Number = 0
     calls: Annotated[tuple[RecordedCall, ...], msgspec.Meta(max_length=CALLS_SENT_MAX)] = ()
 
+    def after(self, earlier: WorkerCalls | None) -> WorkerCalls:
+        """Return the calls of this record and of an earlier one of the same process.
+
+        The earlier one may have been read before the worker made the call that matters, the later
+        one after it had made many more.
+        """
+        if earlier is None or earlier.pid != self.pid:
+            return earlier or self
+        calls = {each.number: each for each in (*earlier.calls, *self.calls)}
+        return msgspec.structs.replace(self, calls=tuple(calls[each] for each in sorted(calls)))
+
 
 class Position(msgspec.Struct, frozen=True):
     """How many collectives a group has begun, and how many it has completed, as torch counts."""

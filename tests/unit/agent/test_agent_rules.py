@@ -51,6 +51,7 @@ from elastane.protocol.messages import (
     Welcome,
 )
 from elastane.protocol.model import Assignment, Failure, Fence, Outcome, PortOffer
+from elastane.protocol.ring import WorkerCalls
 
 FENCE = Fence(3, 1)
 
@@ -338,6 +339,16 @@ def test_an_assignment_that_waited_in_a_buffer_is_not_started():
     assert not agent.sent(Stopped)
     agent.does(GroupGone(FENCE, PortOffer(6, True)))
     assert agent.sent(Stopped) == [Stopped(FENCE, PortOffer(6, True))]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_stopped_workers_show_their_last_collectives_if_the_coordinator_asks(asks):
+    agent = Agent().running()
+    agent.told(Stop(fence=FENCE, grace_s=1.0, reason="rank 2 received too much", asks_calls=asks))
+    calls = (WorkerCalls(rank=0, pid=50),)
+    agent.does(GroupGone(FENCE, PortOffer(6, True), calls=calls))
+    [stopped] = agent.sent(Stopped)
+    assert stopped.calls == (calls if asks else ())
 
 
 def test_a_session_offers_a_new_port_also_while_workers_run():

@@ -43,6 +43,7 @@ from elastane.protocol.model import (
     Joining,
     PortOffer,
 )
+from elastane.protocol.ring import RecordedCall, WorkerCalls
 
 
 def failure(rank, message="", exit_code=1, age_s=0.0, local_rank=0):
@@ -59,6 +60,44 @@ def test_a_failed_worker_restarts_the_group_once_for_the_whole_job(pair):
     assert pair.assigned["a"].fence == Fence(1, 1)
     assert pair.assigned["a"].restarts_used == 1
     assert pair.persisted[-1].restarts_used == 1
+
+
+def calls_of(rank, nbytes):
+    """Return the calls of a worker: one that all made alike, and the one in which they differ."""
+    made = [
+        RecordedCall(number=n, operation="all_reduce", site="train.py:8", nbytes=size, group=0,
+                     count=n, entered_ns=n)
+        for n, size in ((1, 28), (2, nbytes))
+    ]  # fmt: skip
+    return WorkerCalls(rank=rank, local_rank=rank % 2, pid=60 + rank, calls=tuple(made))
+
+
+def test_workers_that_are_stopped_after_gloo_ended_one_show_which_rank_differed(pair):
+    """Both calls were made on the node that failed; the other node has the majority."""
+    first = pair.assigned["b"].rank_base
+    text = (
+        "Fatal Python error: Aborted: op.preamble.length <= op.nbytes. 500 vs 4. Received data size"
+        " doesn't match expected size. Is there a distributed collective mismatch in your code?"
+    )
+    ended = replace(
+        failure(first, text, exit_code=-6), calls=(calls_of(first, 28), calls_of(first + 1, 4000))
+    )
+    pair.says("b", Failed(fence=pair.assigned["b"].fence, failures=(ended,)))
+    assert [one.asks_calls for node in "ab" for one in pair.got(node, Stop)] == [True, True]
+    assert not [one for one in pair.events if one.kind is EventKind.CULPRIT], "one against one"
+    fence, base = pair.assigned["a"].fence, pair.assigned["a"].rank_base
+    pair.stops("b")
+    calls = tuple(calls_of(base + one, 28) for one in range(2))
+    pair.says("a", Stopped(fence, PortOffer(9000, True), calls=calls))
+    [found] = [one.data for one in pair.events if one.kind is EventKind.CULPRIT]
+    assert (found["culprit_node"], found["ranks"]) == ("b", str(first + 1)), found
+    [restart] = [one.data for one in pair.events if one.kind is EventKind.RESTART]
+    assert (restart["cause_node"], restart["cause_rank"]) == ("b", first + 1), restart
+
+
+def test_workers_that_are_stopped_after_one_was_killed_show_no_calls(pair):
+    pair.fails("a", "", exit_code=-9)
+    assert not any(one.asks_calls for node in "ab" for one in pair.got(node, Stop))
 
 
 def test_a_used_up_budget_ends_the_job_with_the_root_cause(driver):

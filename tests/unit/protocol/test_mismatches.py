@@ -212,3 +212,24 @@ def test_no_rank_is_blamed_without_gloos_words_or_without_a_difference():
     assert find_mismatch(sightings(failure(1, TOO_MUCH, (of[0], of[1])))) is None
     cause = root_cause(sightings(failure(1, TOO_MUCH, (of[0], of[1]))), Fence(1, 0))
     assert cause.what.startswith("worker of rank 1 ") and not cause.is_mismatch
+
+
+def test_a_worker_is_compared_by_all_that_was_read_of_it():
+    """The first node that fails reads its workers while one of them has not called that far."""
+    of = workers(4, [3], nbytes=4000)
+    late = msgspec.structs.replace(of[1], calls=of[1].calls[:-1])
+    seen = sightings(failure(0, TOO_MUCH, (of[0], late)), failure(3, LOST, (of[3],), 1))
+    assert not find_mismatch(seen).ranks, "one against one"
+    again = failure(1, LOST, (of[1],), 1)
+    found = find_mismatch(sightings(*(one.failure for one in seen), again))
+    assert (found.ranks, found.worker.pid) == ((3,), 53)
+
+
+def test_workers_that_were_stopped_show_who_differs():
+    """On the node that failed, one has called this and one that: the other node decides."""
+    of = workers(4, [3], nbytes=4000)
+    seen = sightings(failure(2, TOO_MUCH, (of[2], of[3])))
+    assert not root_cause(seen, Fence(1, 0)).failure.lives
+    cause = root_cause(seen, Fence(1, 0), (), {"n0": of[:2]})
+    assert cause.what.startswith("rank 3 on node n1: collective #41 of group '0' differs: ")
+    assert (cause.node_id, cause.failure.pid, cause.failure.lives) == ("n1", 53, True)

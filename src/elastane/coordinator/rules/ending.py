@@ -92,7 +92,7 @@ def failure(state: State, incident: Incident, why: str) -> bool:
 def _root_cause(state: State, incident: Incident, fence: Fence) -> Cause:
     """Return the root cause: of workers that ask for a restart, that of the earlier incident."""
     returned = state.incidents.returned if incident is state.incidents.current else ()
-    cause = root_cause(incident.sightings, fence, returned)
+    cause = root_cause(incident.sightings, fence, returned, incident.calls)
     if incident.wait is not None:
         cause = after_wait(cause, incident.wait, incident.sightings)
     earlier = _explanation(state, incident)
@@ -175,7 +175,7 @@ def note_mismatch(state: State, incident: Incident, *, is_over: bool = False) ->
 
     `is_over`: no further failures of the incident come, so equal sides stay equal.
     """
-    found = None if incident.has_mismatch else find_mismatch(incident.sightings)
+    found = None if incident.has_mismatch else find_mismatch(incident.sightings, incident.calls)
     if found is None or not (found.ranks or is_over):
         return
     incident.note_mismatch()

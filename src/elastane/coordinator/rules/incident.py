@@ -24,6 +24,7 @@ from elastane.protocol.diagnosis import (
     has_other_mesh,
     is_lost_peer,
     is_state_lost,
+    says_mismatch,
     sighting_text,
 )
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, Timing
@@ -36,6 +37,7 @@ from elastane.protocol.model import (
     JobRecord,
     NamedWorker,
 )
+from elastane.protocol.ring import WorkerCalls
 from elastane.protocol.verdicts import Verdict
 from elastane.protocol.words import counted
 
@@ -76,6 +78,8 @@ class Incident:
     is_missed: bool = False  # it was planned, and not all members reached its step in time
     seen: dict[tuple[str, int], Sighting] = field(default_factory=dict)  # by node id and local rank
     departed: list[str] = field(default_factory=list)
+    # The last collectives of workers that were stopped because of it, by node id.
+    calls: dict[str, tuple[WorkerCalls, ...]] = field(default_factory=dict)
     charged: bool = False  # the budget was charged for it
     lost_state: bool = False  # a worker reported that its world has lost the state
     other_mesh: bool = False  # workers that joined have a mesh of another size
@@ -114,6 +118,15 @@ class Incident:
     def sightings(self) -> tuple[Sighting, ...]:
         """The failures, in the order in which they were reported."""
         return tuple(self.seen.values())
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether workers may have failed since one called another collective than the others."""
+        return any(says_mismatch(s.failure) or is_lost_peer(s.failure) for s in self.sightings)
+
+    def note_calls(self, node_id: str, calls: tuple[WorkerCalls, ...]) -> None:
+        """Record the last collectives of the workers that a node has stopped."""
+        self.calls[node_id] = calls
 
     def charge(self) -> None:
         """Record that the budget was charged, or that no charge is due."""

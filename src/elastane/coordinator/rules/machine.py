@@ -607,9 +607,11 @@ def _await_return(state: State) -> bool:
 def _stop_world(state: State, reason: str) -> bool:
     state.in_place.stop_world()
     state.enter(MembershipPhase.STOPPING, reason)
+    incident = state.incidents.current
+    asks_calls = incident is not None and incident.may_differ
     for node in state.roster.holders_of_workers():
         assert node.fence is not None
-        state.stop(node, node.fence, reason)
+        state.stop(node, node.fence, reason, asks_calls=asks_calls)
     return True
 
 

@@ -281,6 +281,8 @@ def _stopped(state: State, node: KnownNode, message: Stopped) -> None:
     if node.is_member:
         state.worlds.record_loss()
         state.incidents.note_use(node.id, message.use)
+        if message.calls and state.incidents.current is not None:
+            state.incidents.current.note_calls(node.id, message.calls)
         state.holders.record_ended_workers(node, {*node.workers.ranks}, state.world)
     with_world = (MembershipPhase.RUNNING, MembershipPhase.DRAINING, MembershipPhase.REGROUPING)
     before_its_stop = message.unasked and state.phase is MembershipPhase.STOPPING

@@ -251,10 +251,15 @@ class State:
         """Begin `phase` now."""
         self.stage.enter(phase, reason, self.now_s)
 
-    def stop(self, node: KnownNode, fence: Fence, reason: str) -> None:
-        """Ask `node` to stop the workers of `fence`."""
+    def stop(self, node: KnownNode, fence: Fence, reason: str, *, asks_calls: bool = False) -> None:
+        """Ask `node` to stop the workers of `fence`.
+
+        `asks_calls`: also ask for the last collectives of these workers.
+        """
         grace_s = self.spec.timing.shutdown_timeout_s
-        self.queue.send(node, Stop(fence=fence, grace_s=grace_s, reason=reason))
+        self.queue.send(
+            node, Stop(fence=fence, grace_s=grace_s, reason=reason, asks_calls=asks_calls)
+        )
 
     def log(
         self, kind: EventKind, reason: str, node_id: str = "", /, **data: str | int | float | bool
