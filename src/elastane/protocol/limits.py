@@ -168,8 +168,9 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     # An attempt that failed sooner than this counts towards a crash loop; from the second in a row
     # there is a pause; 0 for none.
     crash_loop_s: float = 3.0
-    # An attempt that failed sooner than this, as the last one did (Crash), counts towards SAME_CRASHES_MAX; 0 for never. A longer life counts only if the same number of
-    # steps shows, since a script whose steps do not show may have made others.
+    # An attempt that failed sooner than this, in the same way as the last one (`Crash`), counts
+    # towards SAME_CRASHES_MAX; 0 for never. A longer life counts only if the same number of steps
+    # shows, since a script whose steps do not show may have made others.
     same_crash_s: float = 60.0
     # No worker counts as hanging sooner than this: a shared disk may take seconds to answer, and a
     # hang costs a restart of the budget.
