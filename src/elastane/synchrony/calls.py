@@ -6,6 +6,7 @@ raises ConfigurationError by the name of its method.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp, Work
 
 from elastane.synchrony.operations import Identity, Signature, Site
 
@@ -27,6 +28,8 @@ _ALL_GATHERS = frozenset(("allgather", "_allgather_base", "allgather_coalesced")
 _FEW_COUNTS_MAX = 8
 # A larger sum of integers of one byte has no counts, which would overflow, but an encoded object.
 _COUNT_BYTES_MIN = 2
+# The forms of buckets whose signatures are kept; a model has a few, and may be one of several.
+_BUCKETS_MAX = 1024
 
 
 class ProgramStage(Enum):
@@ -96,6 +99,26 @@ def call_of(
     return Call(signature, inputs, outputs, begin)
 
 
+def bucket_call(tensors: list[torch.Tensor], options: AllreduceOptions) -> Call:
+    """Return the call of a reducer for one of its buckets, which is the only tensor.
+
+    As `call_of` does, in a fifth of its time: a step has a call for each bucket.
+    """
+    [bucket] = tensors
+    signature = _bucket_signature(bucket.dtype, bucket.numel(), _reduction(options))
+
+    def begin(group: ProcessGroup, _rank: int | None) -> Work:
+        return group.allreduce(tensors, options)
+
+    return Call(signature, tensors, tensors, begin)
+
+
+@functools.lru_cache(maxsize=_BUCKETS_MAX)
+def _bucket_signature(dtype: torch.dtype, elements: int, reduction: str) -> Signature:
+    form = _layout_of([(dtype, elements)])
+    return Signature("allreduce", form, elements, reduction, site=Site.REDUCER)
+
+
 def _root(name: str, rank: int, visible: Sequence[Identity]) -> Identity:
     if not 0 <= rank < len(visible):
         raise RuntimeError(f"{name}: the root is rank {rank}, in a world of {len(visible)}")
@@ -131,7 +154,11 @@ def _tensors_of(arg: object) -> list[torch.Tensor]:
 
 def _layout(tensors: Iterable[torch.Tensor]) -> int:
     """Return a digest of types and element counts."""
-    return zlib.crc32(",".join(f"{t.dtype}{t.numel()}" for t in tensors).encode())
+    return _layout_of((tensor.dtype, tensor.numel()) for tensor in tensors)
+
+
+def _layout_of(forms: Iterable[tuple[torch.dtype, int]]) -> int:
+    return zlib.crc32(",".join(f"{dtype}{count}" for dtype, count in forms).encode())
 
 
 def _reduction(options: Any) -> str:

@@ -149,6 +149,9 @@ def slices_among(
     them in any order. Then nothing tells whose gradients are in it, so it has to be copied. The
     buckets of a layout that is not known may have any length.
     """
+    if len(layouts) == 1 and layouts[0].is_known:  # That of most programs: each step asks often.
+        slices = layouts[0].take(bucket)
+        return slices is not None, slices
     owners = [layout for layout in layouts if layout.has(bucket)]
     has_unknown = not all(layout.is_known for layout in layouts)
     if len(owners) > 1 or (owners and has_unknown):

@@ -45,7 +45,7 @@ from elastane.comms.works import Waited, WorkLog
 from elastane.errors import ConfigurationError, PeerLostError
 from elastane.protocol.words import OTHER_PROGRAM
 from elastane.synchrony import callsites, newcomers
-from elastane.synchrony.calls import Call, ProgramStage, call_of, holds_counts
+from elastane.synchrony.calls import Call, ProgramStage, bucket_call, call_of, holds_counts
 from elastane.synchrony.contributions import (
     BucketLayout,
     BucketSlice,
@@ -511,12 +511,7 @@ class OrderedGroup(ElasticGroup):
                 raise _refused_shards(name)
             if site in (Site.SCRIPT, Site.TRUE_SUM) and self.sees_first:
                 site = Site.FIRST_SIZE
-            stage = self._stage(site)
-            call = call_of(name, args, kwargs, self._shown, site, stage)
-            self._note_parts(call.signature)
-            self._has_summed |= call.signature.may_be_divided
-            self._note_size_unasked(site, own := self._own_sum(call, stage))
-            self._note_ratio(call.signature, stage)
+            call, own = self._call(name, args, kwargs, site)
             if self._shown != self._member.visible and (
                 why := why_not_issued(call.signature, self._member.visible)
             ):
@@ -530,6 +525,28 @@ class OrderedGroup(ElasticGroup):
         if refusal is not None:
             raise refusal
         return OrderedWork(pending, self._changed, self)
+
+    def _call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site
+    ) -> tuple[Call, OwnSum]:
+        """Return a call, and what it may be to the script's gradients, after it is recorded.
+
+        A step has many buckets. Of them nothing but the sums before them is to be recorded.
+        """
+        if site is Site.REDUCER:
+            self._evaluation_sums.left()
+            self._refuse_unasked_size()
+            return bucket_call(*args), OwnSum.NOTHING
+        stage = self._stage(site)
+        call = call_of(name, args, kwargs, self._shown, site, stage)
+        self._note_parts(call.signature)
+        self._has_summed |= call.signature.may_be_divided
+        own = self._own_sum(call, stage)
+        self._sizes.summed(own)
+        if site is Site.HOOK:
+            self._refuse_unasked_size()
+        self._note_ratio(call.signature, stage)
+        return call, own
 
     def _stage(self, site: Site) -> ProgramStage:
         if callsites.is_in_backward():
@@ -547,11 +564,9 @@ class OrderedGroup(ElasticGroup):
         may_weigh = signature.is_own_sum and not is_exempt
         return OwnSum.COUNT if may_weigh and holds_counts(call.inputs) else OwnSum.NOTHING
 
-    def _note_size_unasked(self, site: Site, own: OwnSum) -> None:
-        """Record a sum; restart before gradients that may be of an old size are reduced."""
-        self._sizes.summed(own)
-        is_reduced = site in (Site.REDUCER, Site.HOOK)
-        if is_reduced and (why := self._sizes.why_not_reduced()) and self._may_keep_size:
+    def _refuse_unasked_size(self) -> None:
+        """Restart before gradients that may be of an old size are reduced."""
+        if (why := self._sizes.why_not_reduced()) and self._may_keep_size:
             self._host.restart(why)
 
     def _note_ratio(self, signature: Signature, stage: ProgramStage) -> None:
@@ -604,21 +619,14 @@ class OrderedGroup(ElasticGroup):
 
     def _issue(self, call: Call, slices: list[BucketSlice] | None) -> PendingOperation:
         site, unit, divided_by = call.signature.site, None, 0
-        if call.signature.rule is Rule.RESCALE or call.signature.is_scaled:
+        is_reduced = site in (Site.REDUCER, Site.HOOK)
+        if is_reduced and callsites.is_in_backward():
+            unit = self._unit_of_pass()
+        if site is Site.REDUCER:
+            task = torch._C._current_graph_task_id()
+            divided_by = self._divisors.get(task, self._size_now)
+        elif call.signature.rule is Rule.RESCALE or call.signature.is_scaled:
             divided_by = self.size()  # torch's hook has divided, or the script will divide, by it
-        if site in (Site.REDUCER, Site.HOOK):
-            if callsites.is_in_nested_backward():
-                # Its end is not the end of the pass, so members would switch within the pass.
-                self._member.refuse(
-                    "gradients were reduced in a backward pass within another one, as of"
-                    " torch.utils.checkpoint; use_reentrant=False makes no such passes"
-                )
-            if callsites.is_in_backward() and not self._is_delayed():
-                unit = torch._C._current_graph_task_id()
-                self._open_unit(unit)
-            if site is Site.REDUCER:
-                task = torch._C._current_graph_task_id()
-                divided_by = self._divisors.get(task, self._size_now)
         if any(tensor.is_sparse for tensor in call.outputs):
             self._member.refuse(
                 "sparse gradients were reduced, as of torch.nn.Embedding(sparse=True): their shape"
@@ -653,11 +661,23 @@ class OrderedGroup(ElasticGroup):
         """Whether the reducer waits before the end of this pass: then it is no unit."""
         return any(layout.is_delayed for layout in self._layouts.values())
 
-    def _open_unit(self, task: int) -> None:
-        if task != self._open_task:
-            self._open_task = task
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(functools.partial(self._close_unit, task))
+    def _unit_of_pass(self) -> int | None:
+        """Return the unit of the backward pass that this thread is in; None if it is none."""
+        task: int = torch._C._current_graph_task_id()
+        if task == self._open_task:
+            return task
+        if callsites.is_in_nested_backward():
+            # Its end is not the end of the pass, so members would switch within the pass.
+            self._member.refuse(
+                "gradients were reduced in a backward pass within another one, as of"
+                " torch.utils.checkpoint; use_reentrant=False makes no such passes"
+            )
+        if self._is_delayed():
+            return None
+        self._open_task = task
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(functools.partial(self._close_unit, task))
+        return task
 
     @skipped
     def _close_unit(self, task: int) -> None:

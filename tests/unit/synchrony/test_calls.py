@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp
 
-from elastane.synchrony.calls import ProgramStage, call_of
+from elastane.synchrony.calls import ProgramStage, bucket_call, call_of
 from elastane.synchrony.operations import Identity, Rule, Site
 from elastane.synchrony.ordered import OrderedGroup
 from elastane.synchrony.rules import View
@@ -56,6 +56,17 @@ def test_integers_in_a_backward_pass_are_gradients_that_may_be_divided():
     assert signature.rule is Rule.REFUSED and signature.may_be_divided
     assert signature_of(integers, ProgramStage.BACKWARD).is_scaled
     assert signature_of(integers, ProgramStage.BACKWARD, Site.AUTHORITY).rule is Rule.REPEAT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", [ReduceOp.SUM, ReduceOp.AVG])
+def test_a_bucket_has_the_signature_of_any_other_call_of_the_reducer(dtype, reduction):
+    options = AllreduceOptions()
+    options.reduceOp = reduction
+    args = ([torch.zeros(12, dtype=dtype)], options)
+    call = bucket_call(*args)
+    assert call.signature == call_of("allreduce", args, {}, MEMBERS, Site.REDUCER).signature
+    assert call.outputs[0] is call.inputs[0] is args[0][0]
 
 
 @pytest.mark.parametrize(("is_sparse", "word"), [(True, "sparse gradients"), (False, "")])
