@@ -307,6 +307,26 @@ def test_concurrent_incidents_are_counted_on_the_timeline():
     assert "#12 " in text(view) and re.search("and [5-9] more", text(view))
 
 
+def test_a_log_without_decisions_of_the_coordinator_says_what_is_not_known():
+    shown = text(picture(event("agent-started", "b", **at(0)), *workers_of(1, 4, ["b"])), 100, 60)
+    assert "steps not known here" in shown and "not known here\n" in shown
+    assert "not known: the coordinator logs on another node" in shown
+    assert "yet" not in shown and "none so far" not in shown
+
+
+def test_an_account_that_begins_later_than_the_run_says_so():
+    takes_over = event("coordinator-started", "b", **at(100))
+    begun_b = [event("agent-started", "b", **at(0)), *workers_of(1, 4, ["b"])]
+    assert "without the 100.00 s before: the coord" in text(picture(*begun_b, takes_over), 100, 60)
+
+
+def test_an_incident_that_is_open_when_all_nodes_have_left_grows_no_longer():
+    left = [event("node-released", node, **at(410)) for node in NODES]
+    lost = [one for one in killed() if one.time_s < BEGUN_S + 401]
+    shown = text(picture(*begun(), *lost, *left), 100, 60)
+    assert "open at the end" in shown and "open for" not in shown
+
+
 def test_control_characters_of_the_log_are_escaped():
     bad = "\x1b[2J\x07\u202e[bold]x"
     waiting = event("waiting", "node-a", bad, min_nodes=3, **at(411))

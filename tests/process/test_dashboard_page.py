@@ -71,13 +71,13 @@ def served(tmp_path_factory):
         server.wait(DEADLINE_S)
 
 
-def seen(url, look, width=1280, height=900, **options):
+def seen(url, look, width=1280, height=900, ready=READ, **options):
     """Return the result of `look` on the page, which must load without errors."""
 
     async def play():
         async with Browser(width, height, **options) as page:
             await page.open(url)
-            await page.until(READ, DEADLINE_S)
+            await page.until(ready, DEADLINE_S)
             found = await look(page)
             assert page.problems == []
             return found
@@ -119,6 +119,38 @@ def test_the_page_of_a_job_that_waits_fits_a_small_phone(served):
     )
     found = seen(f"{url}?job=waiting", shape, 360, 640, mobile=True)
     assert found == {"page": 360, "wide": [], "small": [], "overlapping": []}
+
+
+def test_the_page_of_a_log_without_the_coordinators_decisions_says_what_is_not_known(served):
+    """Two minutes later a coordinator begins to log there: the account begins with it."""
+    url, job = served
+    apart, begun_s = job.parent / "apart", time.time() - 240.0
+    shown = "['answer-rate', 'answer-lost', 'incident-body', 'account-body']"
+
+    async def look(page):
+        said = f"{shown}.map((id) => document.getElementById(id).innerText)"
+        before = await page.run(said)
+        takes_over = encode_line(event("coordinator-started", "b", time_s=begun_s + 120.0))
+        trains = encode_line(event("pace", "b", **at | {"time_s": begun_s + 200.0}))
+        with (apart / "events.h.jsonl").open("ab") as file:
+            file.write(takes_over + trains)
+        await page.until("document.querySelector('#account-body table')", DEADLINE_S)
+        return before, await page.run(said)
+
+    apart.mkdir()
+    at = {"round": 1, "attempt": 0, "time_s": begun_s}
+    (apart / "events.h.jsonl").write_bytes(
+        encode_line(event("agent-started", "b", time_s=begun_s))
+        + encode_line(started("b", 1, **at))
+    )
+    ready = "document.getElementById('account-body')?.innerText.includes('Not known')"
+    before, after = seen(f"{url}?job=apart", look, ready=ready)
+    assert "The count of steps is not known here." in before[0]
+    assert "Not known" in before[1] and "The coordinator logs on another node" in before[1]
+    assert before[2] == "Incidents are not known here."
+    assert before[3].startswith("Not known: the coordinator logs on another node")
+    assert "Without the 120.00 s before: the coordinator logged on another node" in after[3]
+    assert "No incident so far." in after[2] and "Nothing" in after[1]
 
 
 def test_a_long_error_in_the_events_takes_the_width_of_a_phone(served):

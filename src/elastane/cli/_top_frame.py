@@ -150,7 +150,8 @@ def _speed(picture: Picture, width: int) -> Text:
     job, rate = picture.sections.job, picture.sections.rate
     is_over = job.ended_s is not None
     counted = f"step {job.step:,}" + (" at the last count" if is_over else "")
-    text = Text(counted if job.has_steps else "no step reported", style="bold")
+    none = "steps not known here" if picture.sections.not_here else "no step reported"
+    text = Text(counted if job.has_steps else none, style="bold")
     parts = []
     if rate.now is not None and not is_over:
         parts.append(Text(f"{rate.now:.3g} steps/s", style="bold"))
@@ -423,7 +424,8 @@ def _incidents(picture: Picture) -> Panel:
     def entries(width: int) -> list[ListEntry]:
         found = history.by_time(INCIDENTS_LISTED)
         if not found:
-            return [entry(Text("none so far", style="dim"))]
+            is_known = not picture.sections.not_here
+            return [entry(Text("none so far" if is_known else "not known here", style="dim"))]
         return [_incident(one, picture, width) for one in found]
 
     return Listed(titled(title), entries, least=min(4, 2 + 2 * len(history.listed)))
@@ -447,6 +449,9 @@ def _course(one: IncidentView, picture: Picture) -> str:
     if one.state == "fatal":
         return "ended the job"
     if one.to_s is None:
+        ended_s = picture.sections.job.ended_s
+        if ended_s is not None:
+            return "open at the end"
         return f"open for {duration(max(0.0, picture.now_s - one.from_s))}"
     word = "took" if one.kind == "change" else "recovered"
     return f"{word} {_brief(max(0.0, one.to_s - one.from_s))}"
@@ -456,14 +461,22 @@ def _brief(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 10 else duration(seconds)
 
 
+def _quiet(text: str, width: int) -> list[ListEntry]:
+    lines = textwrap.wrap(text, max(20, width))
+    return [entry(Text(line, style="dim")) for line in lines]
+
+
 def _account(sections: Sections) -> Panel:
     """Return where the time went, by cause."""
     account = sections.account
 
     def entries(width: int) -> list[ListEntry]:
         if account is None:
-            return [entry(Text("nothing is known yet", style="dim"))]
+            why = f"not known: {sections.not_here}" if sections.not_here else "nothing is known yet"
+            return _quiet(why, width)
         rows = []
+        if account.missing:
+            rows += _quiet(account.missing, width)
         for row in account.causes:
             share = row.seconds / account.wall_s if account.wall_s else 0.0
             line = Text(f"{row.cause:<17} {_brief(row.seconds):>12} {share:6.1%}")

@@ -13,7 +13,7 @@ from statistics import median
 import msgspec
 
 from elastane.dashboard.scalars import ScalarCurve
-from elastane.observe.account import INCIDENTS_SHOWN, Account, CauseSeconds
+from elastane.observe.account import INCIDENTS_SHOWN, NOT_HERE, Account, CauseSeconds, missing_of
 from elastane.observe.incidents import IncidentView
 from elastane.observe.needs import Need, needs_of
 from elastane.observe.rates import Series, StepRates, rates_of, series_of
@@ -165,16 +165,24 @@ class CauseRow(msgspec.Struct, kw_only=True):
 
 
 class AccountSection(msgspec.Struct, kw_only=True):
-    """The use of the job's time: its causes, the longest first, sum to the wall time."""
+    """The use of the job's time: its causes, the longest first, sum to the wall time.
+
+    `missing`: in words, why the account is not of the whole run; empty if it is.
+    """
 
     wall_s: float
     goodput: float
     causes: list[CauseRow]
     helped: tuple[str, ...]
+    missing: str
 
 
 class Sections(msgspec.Struct, kw_only=True):
-    """Everything that is shown without asking further."""
+    """Everything that is shown without asking further.
+
+    `not_here`: in words, why steps, incidents and the account are not known and will not be; empty
+    if they are, or may be later.
+    """
 
     job: JobSection
     rate: StepRates
@@ -186,6 +194,7 @@ class Sections(msgspec.Struct, kw_only=True):
     checkpoints: CheckpointsSection
     snapshots: list[SnapshotRow]
     account: AccountSection | None
+    not_here: str
     scalars: list[ScalarCurve]
 
 
@@ -221,6 +230,7 @@ def sections_of(view: JobView, source: SourceFacts, account: Account | None = No
         checkpoints=_checkpoints(view),
         snapshots=_snapshots(source),
         account=None if account is None else _account(account),
+        not_here="" if account is not None else _not_here(view, source),
         scalars=source.scalars,
     )
 
@@ -262,6 +272,12 @@ def _rate(view: JobView, report: Report | None, end_s: float) -> StepRates:
         else []
     )
     return StepRates(now=median(told), usual=rates.usual) if told else rates
+
+
+def _not_here(view: JobView, source: SourceFacts) -> str:
+    """Return why a log has no account, if its agents were past their start."""
+    began = any(node.state != "starting" for node in view.nodes.values())
+    return NOT_HERE if began and source.share_read >= 1.0 else ""
 
 
 def _is_alive(view: JobView, source: SourceFacts) -> bool:
@@ -438,6 +454,7 @@ def _account(account: Account) -> AccountSection:
         goodput=round(account.goodput, 4),
         causes=[_cause(cause, of) for cause, of in account.causes().items()],
         helped=account.helped,
+        missing=missing_of(account),
     )
 
 

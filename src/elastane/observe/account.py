@@ -105,7 +105,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """The account of one run of a job; times are wall clock seconds.
 
     `older`: the seconds by cause before the first of the intervals. `helped`: in words, how the
-    lost time could have been shorter; empty without a proposal.
+    lost time could have been shorter; empty without a proposal. `missing_s`: the seconds of the run
+    before `from_s`, while the coordinator logged on another node.
     """
 
     from_s: float
@@ -113,10 +114,11 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     intervals: tuple[Interval, ...]
     older: dict[TimeCause, float] = {}
     helped: tuple[str, ...] = ()
+    missing_s: float = 0.0
 
     @property
     def wall_s(self) -> float:
-        """The wall time of the job."""
+        """The wall time of the job, without the seconds that are missing."""
         return self.to_s - self.from_s
 
     @property
@@ -188,6 +190,8 @@ class LogAccount:
 
 # Shown in place of an account.
 NOT_HERE = "the coordinator logs on another node; one --log-dir for all nodes has all"
+# Shown beside an account that begins later than the run.
+_WAS_NOT_HERE = "the coordinator logged on another node; one --log-dir for all nodes has all"
 # Events of the coordinator, of which each run has some.
 _DECISIONS = frozenset(
     {
@@ -225,13 +229,16 @@ class Accountant:
             begun_s = event.time_s if view.started_s is None else view.started_s
             self._machine = _Machine(begun_s)
             self._run, self._has_decisions = view.run, False
-        self._has_decisions = self._has_decisions or event.kind in _DECISIONS
+        if event.kind in _DECISIONS and not self._has_decisions:
+            self._machine.take_over(event.time_s)
+            self._has_decisions = True
         self._machine.add(event, view.incidents.belongs_to)
 
     def account(self, view: JobView | IncidentTrack, now_s: float | None = None) -> Account | None:
         """Return the account of the newest run; None if the log has no event of its coordinator.
 
-        Then the coordinator logs on another node, and steps and incidents are not in this log.
+        Then the coordinator logs on another node, and steps and incidents are not in this log. If
+        it has moved to a node of this log, the account begins there.
         `now_s`: until when a job that has not ended is accounted; None: until its last event.
         """
         if self._machine is None or not self._has_decisions:
@@ -243,6 +250,7 @@ class Accountant:
             to_s=ledger.until_s,
             intervals=tuple(ledger.entries),
             older=ledger.older,
+            missing_s=ledger.from_s - self._machine.from_s,
         )
         helped = _helped(account, view.incidents.listed)
         return msgspec.structs.replace(account, helped=helped)
@@ -393,6 +401,9 @@ class _Machine:
         self._pauses: deque[tuple[float, float, TimeCause]] = deque(maxlen=_PAUSES_MAX)
         self._highest = 0
         self._agents: set[tuple[str, int]] = set()
+        self._nodes: set[str] = set()  # that log here
+        # The world that workers here have entered, if this log does not have its beginning.
+        self._entered: _World | None = None
         self._logged_s: dict[tuple[str, int], float] = {}
         self._is_over = False
 
@@ -427,6 +438,20 @@ class _Machine:
             self._ledger.enter(now_s, self._cause, self._incident)
         self._end_world()
         return self._ledger
+
+    def take_over(self, time_s: float) -> None:
+        """Begin with the first decision in this log, if workers have entered a world before.
+
+        That world was decided by a coordinator that logs elsewhere.
+        """
+        world = self._entered
+        if world is None:
+            return
+        self._now_s = max(self._now_s, time_s)
+        self._ledger = _Ledger(self._now_s)
+        self._stalled_s = world.from_s = self._now_s
+        self._world, self._had_world = world, True
+        self._cause = TimeCause.PRODUCTIVE if world.has_trained else TimeCause.STARTING
 
     def job_ended(self, _event: LoggedEvent, _incident: int) -> None:
         self._is_over = True
@@ -511,6 +536,8 @@ class _Machine:
         return self._cause is TimeCause.STALLED and is_new
 
     def workers_started(self, event: LoggedEvent, _incident: int) -> None:
+        if not self._had_world:
+            self._entered = _World((event.round, event.attempt), started_s=event.time_s)
         if self._is_of_world(event):
             self._world.started_s = self._ledger.until_s
 
@@ -520,6 +547,8 @@ class _Machine:
 
     def workers_training(self, event: LoggedEvent, _incident: int) -> None:
         """Divide the time before the first step by cause, once all nodes have made that step."""
+        if not self._had_world and self._entered is not None:
+            self._entered.trained.add(event.node)
         if not self._is_of_world(event):
             return
         self._note_steps()
@@ -548,9 +577,9 @@ class _Machine:
             return
         self._note_steps()
         before, world = self._highest, self._world
-        if not world.has_trained and world.counts is not None and steps > world.counts[1]:
-            # Without events of first steps, the world's first step count proves that it trains.
-            world.trained_s = world.counts[0]
+        if not world.has_trained and self._proves_training(steps):
+            if world.trained_s is None and world.counts is not None:
+                world.trained_s = world.counts[0]
             world.nodes = 0
             world.trained.add(event.node)
             self._enter_start()
@@ -560,6 +589,16 @@ class _Machine:
             self._enter_repeated(event.time_s, steps, before)
         world.counts = event.time_s, steps
         self._highest = max(before, steps)
+
+    def _proves_training(self, steps: int) -> bool:
+        """Whether a step count proves that all nodes have made their first step.
+
+        Their events of it may be in logs of their own. Then one that is here has its time.
+        """
+        world = self._world
+        if world.counts is not None and steps > world.counts[1]:
+            return True
+        return bool(world.trained) and world.nodes > len(self._nodes) and steps > self._highest
 
     def pace(self, event: LoggedEvent, _incident: int) -> None:
         if not self._is_of_world(event):
@@ -601,6 +640,7 @@ class _Machine:
 
     def agent_started(self, event: LoggedEvent, _incident: int) -> None:
         self._agents.add((event.host, event.pid))
+        self._nodes.add(event.node)
 
     def agent_stopped(self, event: LoggedEvent, incident: int) -> None:
         self._agents.discard((event.host, event.pid))
@@ -736,6 +776,13 @@ def _helped(account: Account, incidents: Sequence[IncidentView]) -> tuple[str, .
     return tuple(f"{seconds:.1f} s {text}" for seconds, text in found if seconds >= least_s)
 
 
+def missing_of(account: Account) -> str:
+    """Return, in words, why an account is not of the whole run; empty if it is."""
+    if account.missing_s <= 0.0:
+        return ""
+    return f"without the {account.missing_s:.2f} s before: {_WAS_NOT_HERE}"
+
+
 def account_lines(account: Account | None) -> list[str]:
     """Return the account for people: one line in all, one for each cause, and the proposals.
 
@@ -744,6 +791,9 @@ def account_lines(account: Account | None) -> list[str]:
     if account is None:
         return [f"goodput not known: {NOT_HERE}"]
     lines = [f"goodput {account.goodput:.1%} of {account.wall_s:.2f} s"]
+    missing = missing_of(account)
+    if missing:
+        lines.append(f"  {missing}")
     for cause, of in account.causes().items():
         lost = sorted(of.incidents.items(), key=lambda item: -item[1])[:INCIDENTS_SHOWN]
         where = ", ".join(f"#{number} {seconds:.2f} s" for number, seconds in lost)

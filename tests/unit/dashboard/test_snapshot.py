@@ -13,10 +13,11 @@ from elastane.dashboard.snapshot import (
     sections_of,
     state_of,
 )
+from elastane.observe.account import NOT_HERE, account_of
 from elastane.observe.events import PlacedEvent, encode_line
 from elastane.observe.needs import needs_of
 from elastane.observe.rates import rates_of, series_of
-from elastane.observe.view import STEP_POINTS_MAX
+from elastane.observe.view import STEP_POINTS_MAX, after_event
 from elastane.protocol.messages import NodeStatus
 
 
@@ -298,3 +299,14 @@ def test_events_of_a_file_that_is_gone_are_left_out(tmp_path):
     index, path = index_of(tmp_path, event("incident"))
     path.unlink()
     assert index.page(EventFilter()).rows == []
+
+
+def test_what_a_log_without_decisions_of_the_coordinator_lacks_is_not_expected_later():
+    """In its first moments the coordinator may still begin to log here."""
+    begun = play(event("agent-started", "b", time_s=100.0))
+    assert sections_of(begun, source()).not_here == ""
+    works = after_event(begun, started("b", 1, round=1, attempt=0, time_s=110.0))
+    assert sections_of(works, source()).not_here == NOT_HERE
+    assert sections_of(works, source(share_read=0.5)).not_here == ""
+    account = account_of([event("node-joined", "b", time_s=100.0)], 200.0)
+    assert sections_of(works, source(), account).not_here == ""

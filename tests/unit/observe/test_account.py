@@ -375,3 +375,64 @@ def test_the_lines_name_each_cause_with_its_longest_incidents():
     assert lines[-1].split(maxsplit=2)[2] == (
         "9.5 s with fewer workers until replacements were ready: --spares-per-node 1"
     )
+
+
+def own_folder(node):
+    """The log of one of the nodes a and b, which log to folders of their own; b takes over at 60 s.
+
+    The coordinator logs on a until then. Both nodes train from 10 s, and from 61 s without a.
+    """
+    world = {"round": 1, "attempt": 0}
+    of_agent = [
+        event("agent-started", node, time_s=0.0),
+        started(node, 1, **world, time_s=5.0),
+        training(node, round=1, time_s=10.0),
+    ]
+    first = [
+        event("node-joined", "a", time_s=0.1),
+        settled(1, "a b", 2, time_s=2.0, nodes=2),
+        event("progress", "a", **world, steps=5, time_s=11.0),
+        event("progress", "a", **world, steps=95, time_s=21.0),
+    ]
+    second = [
+        event("coordinator-started", "b", time_s=60.0),
+        event("progress", "b", **world, steps=500, time_s=60.1),
+        event("node-departed", "a", "lost", **world, time_s=60.5),
+        event("incident", "b", **world, time_s=60.5),
+        settled(2, "b", 1, time_s=60.6, nodes=1),
+        event("workers-regrouped", "b", round=2, attempt=0, time_s=60.6),
+        training("b", round=2, time_s=61.0, built_age_s=0.2, healed_age_s=0.1),
+        event("progress", "b", round=2, attempt=0, steps=600, time_s=70.0),
+    ]
+    return sorted(of_agent + (first if node == "a" else second), key=lambda one: one.time_s)
+
+
+def test_a_node_with_a_log_of_its_own_knows_the_first_step_of_the_world_from_its_own():
+    """The step count of all proves that the others have made it too."""
+    account = account_of(own_folder("a"))
+    assert told(account) == [(0.0, 10.0, "starting", 0), (10.0, 21.0, "productive", 0)]
+    assert account.missing_s == 0.0
+
+
+def test_the_account_of_a_node_that_takes_over_begins_there_and_says_so():
+    account = account_of(own_folder("b"))
+    assert (account.from_s, account.to_s, account.missing_s) == (60.0, 70.0, 60.0)
+    assert told(account)[0] == (60.0, 60.5, "productive", 0)
+    assert sum(one.seconds for one in account.intervals) == pytest.approx(account.wall_s)
+    assert account.goodput == pytest.approx(0.95)
+    assert account_lines(account)[1] == (
+        "  without the 60.00 s before: the coordinator logged on another node; "
+        "one --log-dir for all nodes has all"
+    )
+
+
+def test_the_account_of_both_logs_is_of_the_whole_run():
+    events = sorted(own_folder("a") + own_folder("b"), key=lambda one: one.time_s)
+    account = account_of(events)
+    assert (account.from_s, account.to_s, account.missing_s) == (0.0, 70.0, 0.0)
+    assert account.goodput == pytest.approx((50.5 + 9.0) / 70.0)
+
+
+def test_a_takeover_before_the_first_step_was_made_begins_as_a_start():
+    events = [one for one in own_folder("b") if one.kind != "workers-training"]
+    assert told(account_of(events))[0][2] == "starting"

@@ -111,7 +111,7 @@ function curve({ root, x, data }, values, y, base, name, stepped) {
   root.append(svg("path", { class: `${name}-area`, d: area || "M0 0" }), svg("path", { class: `${name}-line`, d: line || "M0 0" }));
 }
 
-const endOf = (one, data) => one.to_s ?? (one.state === "open" ? data.end_s : one.from_s);
+const endOf = (one, data) => one.to_s ?? (one.state === "open" ? data.ended_s ?? data.end_s : one.from_s);
 const isSeen = (one, data) => one.from_s <= data.to_s && endOf(one, data) >= data.from_s;
 
 function spans({ root, x, data }) {

@@ -96,9 +96,9 @@ function draw(changed) {
   if (["nodes", "job", "step_times"].some((name) => changed.has(name)) && !isPressed("nodes")) drawNodes(page);
   timeline();
   if (!page.heat || performance.now() - page.heat.askedMs > HEAT_MS) askHeat();
-  if (changed.has("incidents") || page.details?.id !== page.chosen) details();
+  if (changed.has("incidents") || changed.has("not_here") || page.details?.id !== page.chosen) details();
   if (changed.has("scalars")) scalars();
-  if (changed.has("account") && !isPressed("account")) drawAccount(page);
+  if ((changed.has("account") || changed.has("not_here")) && !isPressed("account")) drawAccount(page);
   drawCheckpoints(page);
   const key = JSON.stringify([job.events, page.wanted, page.before, page.chosen, job.run]);
   if (key !== drawnEvents) { drawnEvents = key; events(); }
@@ -125,7 +125,7 @@ function timeline() {
   const curves = page.range ? page.zoomed ?? series : series;
   zoomButtons(whole);
   drawTimeline(byId("chart"), {
-    from_s: from, to_s: to, end_s: end, series_from_s: curves.from_s, bucket_s: curves.bucket_s, rate: curves.rate, world: curves.world,
+    from_s: from, to_s: to, end_s: end, ended_s: page.sections.job.ended_s, series_from_s: curves.from_s, bucket_s: curves.bucket_s, rate: curves.rate, world: curves.world,
     usual: rates.usual, incidents, saves: checkpoints.marks, chosen: page.chosen,
     choose: (all) => { if (all.length > 1 && to - from > 2) zoom(Math.max(whole[0], all[0].from_s - (to - from) / 40), all.at(-1).from_s + (to - from) / 40); choose(all.at(-1).id); },
     zoom, read: readout,

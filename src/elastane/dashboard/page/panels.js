@@ -16,18 +16,18 @@ function fill(id, ...children) {
 const heading = (id, text) => { byId(id).querySelector("h2").textContent = text; };
 
 export function drawAnswers(page) {
-  const { job, rate: rates, needs, incidents } = page.sections;
+  const { job, rate: rates, needs, incidents, not_here } = page.sections;
   const over = job.ended_s !== null;
-  drawState(job, page.now_s);
-  drawRate(job, rates, over);
+  drawState(job, page.now_s, not_here);
+  drawRate(job, rates, over, not_here);
   drawInterruptions(job, incidents, page);
   heading("answer-needs", over ? "What to do" : "What needs you?");
-  fill("answer-needs", ...(needs.length ? needs.map((need) => needRow(need, page)) : [element("p", { class: "big" }, mark("check", "use"), "Nothing")]));
+  fill("answer-needs", ...(needs.length ? needs.map((need) => needRow(need, page)) : [element("p", { class: "big" }, mark("check", "use"), not_here ? "Nothing in this log" : "Nothing")]));
 }
 
-function drawState(job, nowS) {
+function drawState(job, nowS, not_here) {
   byId("answer-state").classList.toggle("bad", ["failed", "stalled"].includes(job.state));
-  const workers = job.world_size ? `${count(job.world_size)} of ${plural(job.world_full, "worker")}` : "no world yet";
+  const workers = job.world_size ? `${count(job.world_size)} of ${plural(job.world_full, "worker")}` : not_here ? "its world is not known here" : "no world yet";
   const since = job.started_s === null ? "" : duration((job.ended_s ?? nowS) - job.started_s);
   fill(
     "answer-state",
@@ -38,7 +38,7 @@ function drawState(job, nowS) {
   );
 }
 
-function drawRate(job, rates, over) {
+function drawRate(job, rates, over, not_here) {
   heading("answer-rate", over ? "How fast was it?" : "How fast?");
   const shown = over ? rates.usual : rates.now;
   const below = !over && rates.now !== null && rates.usual && rates.now < 0.85 * rates.usual ? Math.round(100 * (1 - rates.now / rates.usual)) : 0;
@@ -47,26 +47,27 @@ function drawRate(job, rates, over) {
     "answer-rate",
     element("p", { class: "big" }, rate(shown), element("small", { text: "steps/s" })),
     below ? element("p", { class: "t-warn" }, mark("triangle", "warn"), element("b", { text: ` ${below}% below ` }), usual) : usual ? element("p", { class: "quiet", text: usual }) : null,
-    job.has_steps ? null : element("p", { class: "quiet", text: rates.usual === null ? "The script reports no steps." : "As its workers measure them: the script reports no steps." }),
+    job.has_steps ? null : element("p", { class: "quiet", text: not_here ? "The count of steps is not known here." : rates.usual === null ? "The script reports no steps." : "As its workers measure them: the script reports no steps." }),
   );
 }
 
 function drawInterruptions(job, incidents, page) {
   const faults = incidents.filter((one) => one.kind !== "change");
   const lost = faults.filter((one) => one.kind !== "authority" && one.kind !== "difference");
-  const stood = lost.reduce((sum, one) => sum + Math.max(0, (one.to_s ?? (one.state === "open" ? page.now_s : one.from_s)) - one.from_s), 0);
+  const stood = lost.reduce((sum, one) => sum + Math.max(0, (one.to_s ?? (one.state === "open" ? job.ended_s ?? page.now_s : one.from_s)) - one.from_s), 0);
   const kinds = [["worker", "worker"], ["node", "node"], ["stall", "stall"]]
     .map(([kind, word]) => [incidents.filter((one) => one.kind === kind).length, word])
     .filter(([number]) => number)
     .map(([number, word]) => (word === "stall" ? plural(number, "stall") : `${plural(number, word)} lost`));
   const changes = incidents.length - faults.length;
-  const { account } = page.sections;
+  const { account, not_here } = page.sections;
   const allowed = job.restarts_allowed === null ? "" : ` of ${count(job.restarts_allowed)}`;
   fill(
     "answer-lost",
-    element("p", { class: "big" }, faults.length ? count(faults.length) : "Nothing", faults.length ? element("small", { text: `${faults.length === 1 ? "incident" : "incidents"}, ${duration(stood)} ${lost.some((one) => one.state === "open") ? "so far" : lost.some((one) => one.state === "fatal") ? "in all" : "until training went on"}` }) : null),
+    element("p", { class: "big" }, faults.length ? count(faults.length) : not_here ? "Not known" : "Nothing", faults.length ? element("small", { text: `${faults.length === 1 ? "incident" : "incidents"}, ${duration(stood)} ${lost.some((one) => one.state === "open") && job.ended_s === null ? "so far" : lost.some((one) => one.state !== "recovered") ? "in all" : "until workers ran again"}` }) : null),
     account?.causes.length ? element("p", {}, "Goodput ", element("b", { text: share(account.goodput) }), kinds.length ? ` · ${kinds.join(" · ")}` : "") : null,
-    element("p", { class: "quiet", text: `${count(job.restarts_used)}${allowed} restarts of the budget used${changes ? ` · ${plural(changes, "planned change")}` : ""}` }),
+    not_here ? element("p", { class: "quiet", text: `${not_here[0].toUpperCase()}${not_here.slice(1)}.` }) : null,
+    not_here && !job.is_live ? null : element("p", { class: "quiet", text: `${count(job.restarts_used)}${allowed} restarts of the budget used${changes ? ` · ${plural(changes, "planned change")}` : ""}` }),
   );
 }
 
@@ -163,12 +164,12 @@ export function drawIncident(page, one) {
   byId("earlier").disabled = place <= 0;
   byId("later").disabled = place < 0 || place >= incidents.length - 1;
   const body = byId("incident-body");
-  if (!incidents.length) { body.replaceChildren(element("p", { class: "empty", text: "No incident so far." })); return; }
+  if (!incidents.length) { body.replaceChildren(element("p", { class: "empty", text: page.sections.not_here ? "Incidents are not known here." : "No incident so far." })); return; }
   if (!one) { body.replaceChildren(element("p", { class: "empty", text: "Reading …" })); return; }
   body.replaceChildren(...incidentCard(page, job, one));
 }
 
-const STATE_WORDS = { open: "not over", recovered: "recovered", fatal: "ended the job" };
+const STATE_WORDS = { open: "not over", left: "open at the end", recovered: "recovered", fatal: "ended the job" };
 
 function incidentCard(page, job, one) {
   const where = [one.rank !== null ? `rank ${one.rank}` : "", one.node ? `on ${one.node}` : "", one.local_rank !== null ? `local rank ${one.local_rank}` : "", one.pid ? `pid ${one.pid}` : "", one.round !== null ? `round ${one.round}` : ""].filter(Boolean).join(", ");
@@ -180,12 +181,12 @@ function incidentCard(page, job, one) {
   if (one.message) add("It said", element("pre", { text: one.message }));
   if (one.consequences) add("Then", `${plural(one.consequences, "more failure")} elsewhere, as a consequence`);
   if (one.did.length) add("Done", element("ul", {}, ...one.did.map((text) => element("li", { text }))));
-  add("Cost", ...cost(one));
+  add("Cost", ...cost(one, job));
   if (one.kind !== "change") add("Next", command(nextCommand(job, one)));
   const log = one.node && one.local_rank !== null;
   return [
     element("p", { class: "title" }, mark(...incidentLook(one)), element("span", { text: one.title })),
-    element("p", { class: "quiet" }, `${clock(one.from_s, true)} · ${where} `, element("span", { class: "tag", text: STATE_WORDS[one.state] ?? one.state })),
+    element("p", { class: "quiet" }, `${clock(one.from_s, true)} · ${where} `, element("span", { class: "tag", text: STATE_WORDS[one.state === "open" && job.ended_s !== null ? "left" : one.state] ?? one.state })),
     element("p", { text: " " }), facts,
     element("p", { class: "actions" },
       log ? element("button", { type: "button", click: () => page.openLog({ node: one.node, local_rank: one.local_rank, round: one.round, rank: one.rank }) }, "Its output") : null,
@@ -194,8 +195,8 @@ function incidentCard(page, job, one) {
   ];
 }
 
-function cost(one) {
-  if (one.to_s === null) return ["not over yet"];
+function cost(one, job) {
+  if (one.to_s === null) return [job.ended_s === null ? "not over yet" : `${duration(Math.max(0, job.ended_s - one.from_s))} until the end`];
   const stood = Math.max(0, one.to_s - one.from_s), found = Math.min(one.detected_s ?? 0, stood);
   const until = one.state === "fatal" ? "until the job ended" : "until the next world's workers had started";
   const parts = [[found, "until it was detected"], [stood - found, until]];
@@ -223,7 +224,7 @@ export function drawAccount(page) {
   const { account } = page.sections;
   const body = byId("account-body");
   byId("account-note").textContent = account ? `goodput ${share(account.goodput)} of ${duration(account.wall_s)}` : "";
-  if (!account?.causes.length) { body.replaceChildren(element("p", { class: "empty", text: "Nothing is known yet." })); return; }
+  if (!account?.causes.length) { body.replaceChildren(element("p", { class: "empty", text: page.sections.not_here ? `Not known: ${page.sections.not_here}.` : "Nothing is known yet." })); return; }
   const focused = body.contains(document.activeElement) ? document.activeElement.dataset.key : null;
   const whole = element("div", { class: "shares", "aria-hidden": "true" });
   const most = Math.max(...account.causes.map((one) => one.seconds), 1e-9);
@@ -238,6 +239,7 @@ export function drawAccount(page) {
   });
   const head = element("tr", {}, ...["cause", "time", "share", "", "longest incidents"].map((name, at) => element("th", { text: name, class: at === 1 || at === 2 ? "number" : at === 3 ? "wide" : "" })));
   body.replaceChildren(whole, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)),
+    ...(account.missing ? [element("p", { class: "quiet", text: `${account.missing[0].toUpperCase()}${account.missing.slice(1)}.` })] : []),
     ...account.helped.map((text) => element("p", { class: "quiet", text: `Would help: ${text}` })));
   if (focused) body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
 }
