@@ -106,7 +106,7 @@ class PlainLines:
             self._print(f"          {'':8}  {progress_text(view)}")
 
     def _new_lines(self, view: JobView) -> tuple[ViewLine, ...]:
-        lines = view.lines
+        lines = tuple(view.lines)
         for index in range(len(lines) - 1, -1, -1):
             if lines[index] is self._last:
                 lines = lines[index + 1 :]
