@@ -37,6 +37,13 @@ SMALL = """
   return box.width && (box.width < 24 || box.height < 24);
 }).map((one) => one.outerHTML.slice(0, 90)).slice(0, 5)
 """
+# The texts of charts that reach beyond their chart, which cuts them.
+CUT = """
+[...document.querySelectorAll("#scalars svg text")].filter((one) => {
+  const [text, chart] = [one, one.ownerSVGElement].map((each) => each.getBoundingClientRect());
+  return text.left < chart.left || text.right > chart.right;
+}).map((one) => one.textContent)
+"""
 OVERLAPPING = """
 (() => {
   const texts = [...document.querySelectorAll("#chart text")].filter((one) => one.textContent);
@@ -216,12 +223,14 @@ def test_a_chart_of_what_the_script_logs_reads_out_and_grows(served):
         await page.run(f"{chart}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'ArrowLeft'}}))")
         told = await page.run(note)
         with (job.parent / "learning" / "scalars.node-a.jsonl").open("a") as file:
-            file.write('{"step": 9000, "time": 4e9, "loss": 1.25, "<b>late": 7}\n')
+            file.write('{"step": 9000, "time": 4e9, "loss": 1.25, "<b>late": -0.001891}\n')
         await page.until(f"{chart}.getAttribute('aria-label').startsWith('loss: 1.25 at step 9')")
         await page.until("document.querySelectorAll('#scalars figure').length === 4")
-        return told, await page.run("document.getElementById('scalars-body').innerText")
+        cut = await page.run(CUT)
+        return told, await page.run("document.getElementById('scalars-body').innerText"), cut
 
-    told, text = seen(f"{url}?job=learning", look)
+    told, text, cut = seen(f"{url}?job=learning", look)
+    assert cut == []
     assert re.fullmatch(r"loss \S+ at step 7,\d{3}", told)
     assert "<b>late" in text
 

@@ -27,6 +27,8 @@ _FATAL = "Fatal Python error: "
 # What the C++ runtime writes of an exception that nothing caught, and what gloo begins it with.
 _THROWN = "terminate called after throwing an instance of "
 _ENFORCED = re.compile(r"^\[enforce fail at [^\]]*\] ")
+# What torch writes above the native stack of each thread, first of the one that has the signal.
+_SIGNALLED = re.compile(r"SIG\w+\(\d+\), PID: (?P<pid>\d+), Thread (?P<thread>\d+): ?$")
 _STACKS_LINES_MAX, _STACKS_BYTES_MAX = 5000, 512 << 10
 _NATIVE_FRAMES_MAX = 12
 _PYTHON_FRAMES_MAX = 20
@@ -95,14 +97,29 @@ def _exception_text(before: str) -> str:
 
 
 def _python_frames(lines: list[str]) -> list[str]:
-    """Return the frames of the faulting thread, which faulthandler calls the current one."""
+    """Return the frames of the faulting thread."""
     found = []
-    for line in lines[_after(lines, "Current thread ") :]:
+    for line in lines[_python_stack(lines) :]:
         # Frames around the script belong to the start of a forked worker.
         if not line.startswith("  File ") or "elastane/process/zygote/" in line:
             break
         found.append(line)
     return found[:_PYTHON_FRAMES_MAX]
+
+
+def _python_stack(lines: list[str]) -> int:
+    """Return the index of the first Python frame of the faulting thread, or the length.
+
+    faulthandler calls it the current one, but a thread that waits in native code is not: it has
+    released the interpreter lock. Of such ones the main thread is known, since it is shown last,
+    and the native stacks say that it has the signal.
+    """
+    current = _after(lines, "Current thread ")
+    header = next((found for line in lines if (found := _SIGNALLED.match(line))), None)
+    if current < len(lines) or header is None or header["pid"] != header["thread"]:
+        return current
+    stacks = [n + 1 for n, line in enumerate(lines) if line.startswith("Thread 0x")]
+    return stacks[-1] if stacks else len(lines)
 
 
 def _native_frames(lines: list[str]) -> list[str]:

@@ -448,10 +448,10 @@ def _mark(one: IncidentView) -> Mark:
 
 
 def _account(account: Account) -> AccountSection:
-    """Return the account, rounded to what is shown of it."""
+    """Return the account, rounded far below what is shown of it, which is rounded there."""
     return AccountSection(
-        wall_s=round(account.wall_s, 2),
-        goodput=round(account.goodput, 4),
+        wall_s=round(account.wall_s, 4),
+        goodput=round(account.goodput, 6),
         causes=[_cause(cause, of) for cause, of in account.causes().items()],
         helped=account.helped,
         missing=missing_of(account),
@@ -462,8 +462,8 @@ def _cause(cause: str, of: CauseSeconds) -> CauseRow:
     longest = sorted(of.incidents.items(), key=lambda item: -item[1])[:INCIDENTS_SHOWN]
     return CauseRow(
         cause=str(cause),
-        seconds=round(of.seconds, 2),
-        incidents=[(number, round(seconds, 2)) for number, seconds in longest],
+        seconds=round(of.seconds, 4),
+        incidents=[(number, round(seconds, 4)) for number, seconds in longest],
     )
 
 

@@ -47,7 +47,10 @@ _FOLLOWING = frozenset(
 
 
 class ShownFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """What an incident shows of the worker that is its cause."""
+    """What an incident shows of the worker that is its cause.
+
+    `is_output`: the message is only the end of its output.
+    """
 
     title: str
     node: str
@@ -56,6 +59,7 @@ class ShownFailure(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None
     message: str
     log_file: str
+    is_output: bool = False
 
 
 class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +68,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     `to_s`: when the next world's workers had started. `whole_s`: when as many workers as before
     trained again. `detected_s`: the age of the failure when its agent logged it. `standstill`: the
     class of the finding at a standstill, such as `busy`; empty for all other incidents.
+    `is_output`: the message is only the end of the worker's output.
     `others`: failed workers after the first one, until the coordinator has found the cause.
     `ended_world`: this stall ended its world. `also_ended`: the newest of the next worlds that
     ended because of it. `trained`: the next world has made its first step.
@@ -87,6 +92,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[str, ...] = ()
     did: tuple[str, ...] = ()
     message: str = ""
+    is_output: bool = False
     log_file: str = ""
     consequences: int = 0
     others: tuple[ShownFailure, ...] = ()
@@ -257,7 +263,7 @@ def _worker_exited(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
         others = (*incident.others, failed)[:EVIDENCE_MAX]
         changes: dict[str, object] = {"evidence": evidence, "others": others}
         if incident.standstill and rank is not None and rank == incident.rank:
-            changes |= {"message": failed.message, "log_file": failed.log_file}
+            changes |= _said(failed)
         return _changed(history, incident, **changes)
     restarted = _cause_of_restart(history, event)
     said = event.text("message")
@@ -300,7 +306,17 @@ def _shown_failure(event: LoggedEvent, rank: int | None, who: str) -> ShownFailu
         pid=event.number("pid"),
         message=event.text("message"),
         log_file=event.text("log_file"),
+        is_output=bool(event.data.get("output")),
     )
+
+
+def _said(failed: ShownFailure | None) -> dict[str, object]:
+    """Return the fields of an incident about what a worker said; None: its worker lives."""
+    if failed is None:
+        return {"message": "", "log_file": "", "is_output": False}
+    return {
+        "message": failed.message, "log_file": failed.log_file, "is_output": failed.is_output
+    }  # fmt: skip
 
 
 def _standstill(history: IncidentHistory, event: LoggedEvent) -> IncidentView | None:
@@ -333,7 +349,7 @@ def _ends_world(
     }
     if event.number("rank") == stall.rank:
         changes["local_rank"], changes["pid"] = event.number("local_rank"), event.number("pid")
-        changes["message"], changes["log_file"] = event.text("message"), event.text("log_file")
+        changes |= _said(failed)
     history = _changed(history, stall, ended_world=True, **changes)
     return msgspec.structs.replace(history, newest={**history.newest, "": stall.id})
 
@@ -526,8 +542,7 @@ def _culprit(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
         if found["rank"] != incident.rank:
             # The incident shows a worker that failed for it.
             own = next((one for one in incident.others if one.rank == found["rank"]), None)
-            found["message"] = own.message if own is not None else ""
-            found["log_file"] = own.log_file if own is not None else ""
+            found |= _said(own)
         return _changed(history, incident, **found)
     history = _opened(history, event, "stall", str(found["title"]))
     from_s = event.time_s - still_s

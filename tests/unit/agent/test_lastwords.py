@@ -27,6 +27,10 @@ frame #3: of_another_thread + 0x1e8 (0x7f in libc.so.6)
 """
 
 
+# Of a thread that waits in native code, such as for a collective, faulthandler calls none current.
+WAITS = CRASH.replace("Current thread 0x00007ff9", "Thread 0x00007ff9")
+
+
 def test_both_stacks_of_the_thread_that_faulted_are_kept_and_the_name_comes_last():
     assert crash_text(CRASH).splitlines() == [
         "Native stack of the thread that faulted (innermost first):",
@@ -37,6 +41,15 @@ def test_both_stacks_of_the_thread_that_faulted_are_kept_and_the_name_comes_last
         '  File "/lib/ctypes/__init__.py", line 519 in string_at',
         "Fatal Python error: Segmentation fault",
     ]
+
+
+def test_the_main_thread_is_the_last_one_if_it_has_the_signal_and_waits_in_native_code():
+    assert crash_text(WAITS) == crash_text(CRASH)
+
+
+def test_of_another_thread_that_waits_in_native_code_no_python_stack_is_claimed():
+    assert "Python stack" not in crash_text(WAITS.replace("Thread 29717", "Thread 29999"))
+    assert crash_text(WAITS.partition("SIGSEGV(")[0]) == "Fatal Python error: Segmentation fault"
 
 
 def test_text_without_a_crash_is_left_unchanged():

@@ -13,7 +13,7 @@ from elastane.dashboard.snapshot import (
     sections_of,
     state_of,
 )
-from elastane.observe.account import NOT_HERE, account_of
+from elastane.observe.account import NOT_HERE, Account, Interval, TimeCause, account_of
 from elastane.observe.events import PlacedEvent, encode_line
 from elastane.observe.needs import needs_of
 from elastane.observe.rates import rates_of, series_of
@@ -310,3 +310,13 @@ def test_what_a_log_without_decisions_of_the_coordinator_lacks_is_not_expected_l
     assert sections_of(works, source(share_read=0.5)).not_here == ""
     account = account_of([event("node-joined", "b", time_s=100.0)], 200.0)
     assert sections_of(works, source(), account).not_here == ""
+
+
+def test_the_share_of_productive_time_is_the_goodput_however_both_are_rounded():
+    intervals = (
+        Interval(0.0, 161.0216, TimeCause.PRODUCTIVE),
+        Interval(161.0216, 183.5, TimeCause.STARTING),
+    )
+    found = sections_of(training(), source(), Account(from_s=0.0, to_s=183.5, intervals=intervals))
+    share = found.account.causes[0].seconds / found.account.wall_s
+    assert round(share, 5) == round(found.account.goodput, 5) == round(161.0216 / 183.5, 5)

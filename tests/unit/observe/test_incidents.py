@@ -480,3 +480,11 @@ def test_data_of_other_types_than_documented_breaks_nothing(value):
               "bytes", "ok", "cause_rank", "local_rank", "pid"]  # fmt: skip
     view = play(*(event(kind, **dict.fromkeys(fields, value)) for kind in kinds))
     assert view.lines and msgspec.json.encode(view, enc_hook=list)
+
+
+@pytest.mark.parametrize("output", [True, False])
+def test_an_incident_knows_whether_its_message_is_only_the_end_of_the_workers_output(output):
+    [one] = play(
+        settled(1, "a", 4), exited(1, round=1, message="hm", output=output)
+    ).incidents.listed
+    assert (one.message, one.is_output) == ("hm", output)

@@ -4,6 +4,8 @@
 import { SHAPES, clock, count, element, incidentLook, mark, rate, scalar, svg, tickLabel } from "/dom.js";
 
 const MARKS = 34, RATE = 170, GAP = 26, WORLD = 62, SAVES = 18, AXIS = 20, LEFT = 46, RIGHT = 12;
+// A logged value has up to nine characters.
+const SCALAR_LEFT = 70;
 const HEIGHT = MARKS + RATE + GAP + WORLD + SAVES + AXIS;
 const TICKS = [1, 2, 5, 10, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 43200, 86400, 172800];
 // Marks that are nearer than this become one with a count.
@@ -230,16 +232,16 @@ function scalarChart(figure, { name, steps, values }, read) {
   const width = Math.max(180, figure.clientWidth), known = values.filter((value) => value !== null);
   const [low, high] = known.length ? [Math.min(...known), Math.max(...known)] : [0, 0];
   const [first, last] = [steps[0], steps.at(-1)];
-  const x = (step) => LEFT + (last > first ? (step - first) / (last - first) : 0.5) * (width - LEFT - RIGHT);
+  const x = (step) => SCALAR_LEFT + (last > first ? (step - first) / (last - first) : 0.5) * (width - SCALAR_LEFT - RIGHT);
   const y = (value) => CHART_BASE - (high > low ? (value - low) / (high - low) : 0.5) * (CHART_BASE - CHART_TOP);
   const newest = values.at(-1);
   figure.append(element("figcaption", {}, element("b", { text: name }), element("span", { text: newest === null ? "not finite" : scalar(newest) })));
   const root = svg("svg", { viewBox: `0 0 ${width} ${CHART_HIGH}`, height: CHART_HIGH, role: "img", tabindex: 0, "data-name": name, "aria-label": `${name}: ${newest === null ? "not finite" : scalar(newest)} at step ${count(last)}, between ${scalar(low)} and ${scalar(high)}. Arrow keys read out.` });
   for (const value of high > low ? [low, high] : [low]) {
-    root.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
-    label(root, "", LEFT - 6, y(value) + 4, scalar(value), "end");
+    root.append(svg("line", { class: "grid", x1: SCALAR_LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
+    label(root, "", SCALAR_LEFT - 6, y(value) + 4, scalar(value), "end");
   }
-  label(root, "", LEFT, CHART_HIGH - 3, count(first));
+  label(root, "", SCALAR_LEFT, CHART_HIGH - 3, count(first));
   if (last > first) label(root, "", width - RIGHT, CHART_HIGH - 3, count(last), "end");
   let line = "", isOpen = false;
   values.forEach((value, index) => {

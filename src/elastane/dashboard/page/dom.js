@@ -76,7 +76,7 @@ export function rate(value) {
   return value >= 10 ? value.toFixed(1) : value.toFixed(2);
 }
 
-// A logged value in at most seven characters.
+// A logged value in at most nine characters.
 export function scalar(value) {
   const size = Math.abs(value);
   if (size && (size >= 1e5 || size < 1e-3)) return value.toExponential(1).replace("+", "");

@@ -178,7 +178,7 @@ function incidentCard(page, job, one) {
   add("Cause", one.cause || "The log does not say.");
   const evidence = one.evidence.filter((text) => !one.cause.includes(text.slice(text.indexOf(": ") + 2)));
   if (evidence.length) add("Evidence", element("ul", {}, ...evidence.map((text) => element("li", { text }))));
-  if (one.message) add("It said", element("pre", { text: one.message }));
+  if (one.message) add(one.is_output ? "Its last output" : "It said", element("pre", { text: one.message }));
   if (one.consequences) add("Then", `${plural(one.consequences, "more failure")} elsewhere, as a consequence`);
   if (one.did.length) add("Done", element("ul", {}, ...one.did.map((text) => element("li", { text }))));
   add("Cost", ...cost(one, job));
