@@ -160,6 +160,30 @@ def test_the_page_of_a_log_without_the_coordinators_decisions_says_what_is_not_k
     assert "No incident so far." in after[2] and "Nothing" in after[1]
 
 
+def test_an_incident_that_ended_no_world_was_over_and_no_workers_started(served):
+    url, job = served
+    silent = job.parent / "silent-store"
+    silent.mkdir()
+    (silent / "events.h.jsonl").write_bytes(
+        b"".join(
+            encode_line(one)
+            for one in (
+                event("coordinator-started", "a", time_s=1.0),
+                settled(1, "a", 1, time_s=2.0),
+                started("a", 1, round=1, attempt=0, time_s=3.0),
+                event("authority-lost", "a", round=1, attempt=0, time_s=5.0),
+                event("authority-regained", "a", round=1, attempt=0, time_s=5.4),
+            )
+        )
+    )
+    ready = "document.getElementById('incident-body')?.innerText.includes('Cost')"
+
+    async def look(page):
+        return await page.run("document.getElementById('incident-body').innerText")
+
+    assert "400 ms until it was over." in seen(f"{url}?job=silent-store", look, ready=ready)
+
+
 def test_a_long_error_in_the_events_takes_the_width_of_a_phone(served):
     url, job = served
     failed = job.parent / "failed"

@@ -50,7 +50,7 @@ class CallSites:
         """
         user = frame
         for _ in range(_FRAMES_MAX):
-            if user is None or not _is_library(user.f_code):
+            if user is None or not _is_library(user.f_code) or _is_main(user):
                 break
             user = user.f_back
         user = user or frame
@@ -78,6 +78,11 @@ class CallSites:
 
 def _is_library(code: CodeType) -> bool:
     return any(part in code.co_filename for part in _LIBRARIES)
+
+
+def _is_main(frame: FrameType) -> bool:
+    """Whether the frame is of the program, which is a library's if it was started by -m."""
+    return bool(frame.f_globals.get("__name__") == "__main__")
 
 
 def write_board(memory: memoryview, board: Board) -> bool:

@@ -17,8 +17,10 @@ from elastane.protocol.ring import (
     RECORD,
     RECORDS,
     RING_BYTES,
+    SITE_BYTES,
     SITE_SHIFT,
     SITES,
+    SITES_AT,
     Board,
     GroupBoard,
     Position,
@@ -104,6 +106,19 @@ def test_the_agent_reads_what_the_worker_wrote():
     assert call.site.startswith("test_ring.py:")
     assert page.moves[0] == 1
     page.close()
+
+
+@pytest.mark.parametrize(("name", "place"), [("__main__", "train.py:2"), ("lib.train", "test_ring.py")])
+def test_a_library_that_is_the_program_has_the_line_that_calls(name, place):
+    """Started by -m; the frames above it are of the interpreter. Other libraries have a caller."""
+    frames = []
+    library = {"__name__": name, "note": lambda: frames.append(sys._getframe(1))}
+    code = compile("\nnote()", "/usr/lib/python3.11/site-packages/lib/train.py", "exec")
+    exec(code, library)
+    memory = memoryview(bytearray(RING_BYTES))
+    CallSites(memory).number(frames[-1])
+    shown = bytes(memory[SITES_AT + SITE_BYTES : SITES_AT + 2 * SITE_BYTES])
+    assert shown.startswith(place.encode())
 
 
 def test_more_lines_than_the_table_has_rows_have_no_site():

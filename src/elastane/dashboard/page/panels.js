@@ -198,7 +198,9 @@ function incidentCard(page, job, one) {
 function cost(one, job) {
   if (one.to_s === null) return [job.ended_s === null ? "not over yet" : `${duration(Math.max(0, job.ended_s - one.from_s))} until the end`];
   const stood = Math.max(0, one.to_s - one.from_s), found = Math.min(one.detected_s ?? 0, stood);
-  const until = one.state === "fatal" ? "until the job ended" : "until the next world's workers had started";
+  // Of an incident that ended no world, such as a coordinator that could not reach its store.
+  const stays = ["authority", "difference", "stall"].includes(one.kind) && !one.ended_world;
+  const until = one.state === "fatal" ? "until the job ended" : stays ? "until it was over" : "until the next world's workers had started";
   const parts = [[found, "until it was detected"], [stood - found, until]];
   const words = one.whole_s !== null && one.whole_s > one.to_s ? ` All ${count(one.world_before)} workers again after ${duration(one.whole_s - one.from_s)}.` : "";
   const bar = element("div", { class: "phases", "aria-hidden": "true" });
