@@ -28,9 +28,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", metavar="N", type=int, default=1, help="how many seeds (default: 1)")
     add("--mode", choices=[*_MODES], default="both", help="jobs with a store, without, or both")
     add("--in-place", action="store_true", help="jobs whose workers recover in place")
+    of_kind: dict[str, Any] = {"dest": "kind", "action": "store_const", "default": ""}
     kind = parser.add_mutually_exclusive_group().add_argument
-    kind("--shrinks", action="store_true", help="of these, such as run an unmodified script")
-    kind("--planned", action="store_true", help="of these, with boundaries where workers join")
+    kind("--shrinks", **of_kind, const="shrinks", help="of these, such as run an unmodified script")
+    kind(
+        "--planned", **of_kind, const="planned", help="of these, with boundaries where workers join"
+    )
+    kind(
+        "--fails",
+        **of_kind,
+        const="fails",
+        help="jobs that restart, of a script that raises an error",
+    )
     what = "of these, such as shard their state over replicas of N nodes"
     add("--span", metavar="N", type=int, default=0, help=what)
     add("--story", action="store_true", help="tell what happened, also where all held")
@@ -103,9 +112,7 @@ def _tell(args: argparse.Namespace) -> int:
 
 def _drawn(args: argparse.Namespace) -> dict[str, Any]:
     """Return what kind of jobs are drawn."""
-    in_place = args.in_place or args.span > 0 or args.shrinks or args.planned
-    kinds = {"shrinks": args.shrinks, "planned": args.planned}
-    return {"in_place": in_place, "span": args.span, **kinds}
+    return {"in_place": args.in_place or args.span > 0, "span": args.span, "kind": args.kind}
 
 
 def _explain(seed: int, store_backed: bool, **drawn: Any) -> int:

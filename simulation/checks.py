@@ -16,6 +16,7 @@ from elastane.protocol.messages import Assign, Close, ToAgent
 from elastane.protocol.model import Assignment, Fence, JobRecord, Outcome, World, WorldMember
 from simulation.boundary_checks import BoundaryCheck
 from simulation.budget_checks import BudgetCheck, PerDeathBudgetCheck
+from simulation.crash_checks import RepeatedCrashCheck
 from simulation.growth_checks import GrowthCheck
 from simulation.observed import (
     ObservedCluster,
@@ -49,6 +50,7 @@ class Checks:
         self._stepped: Fence | None = None
         # When, and how many workers the connected nodes had.
         self.ended_s, self.here = 0.0, list[int]()
+        self.crashes = RepeatedCrashCheck(cluster)
         self.budget = (PerDeathBudgetCheck if cluster.in_place else BudgetCheck)(cluster)
         self.boundaries = BoundaryCheck(cluster, self._require)
         self.states = StateChecks(
@@ -92,6 +94,8 @@ class Checks:
         if self.outcome is not None and durable:
             self._require(after.outcome == self.outcome, "the job continued after its end")
         self._recorded.outcome = after.outcome
+        if before is not None and after.restarts_used > before.restarts_used and after.world:
+            self.crashes.charged(after.world.fence)
         self._require(not (fault := self.budget.wrote(after, durable=durable)), fault)
         if after.world is not None:
             self._settled(after.world.fence, after.world.members, durable=durable)
@@ -149,11 +153,8 @@ class Checks:
         apart = self._cluster.together([node.name for node in able if node.alive])
         self.here = [self._cluster.nodes[name].size for name in apart] or linked
         if outcome.slug == "worker-failed":
-            self._require(
-                record.restarts_used == record.spec.max_restarts,
-                f"the job failed with {record.restarts_used} of {record.spec.max_restarts}"
-                " restarts used",
-            )
+            is_left = record.restarts_used < record.spec.max_restarts
+            self._require(not (fault := is_left and self.crashes.ended(outcome)), str(fault))
         if outcome.ok:
             saved, steps = self._cluster.saved_step, self._cluster.script.steps
             self._require(
@@ -249,6 +250,16 @@ class Checks:
             run.fence == group.fence,
             f"workers of {group.fence} on {group.host} met those of {run.fence}",
         )
+
+    def died(self, fence: Fence) -> None:
+        """Record that a worker of this world ended by itself, and not by the script's error."""
+        self.crashes.died(fence)
+        self.budget.died(fence)
+
+    def script_failed(self, fence: Fence, base: int) -> None:
+        """Check an attempt that failed at its step, begun at the checkpoint of step `base`."""
+        self.budget.died(fence)
+        self._require(not (fault := self.crashes.failed(fence, base)), fault)
 
     def stepped(self, fence: Fence) -> None:
         """Record a step of a world, after which no older one may make any."""

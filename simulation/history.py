@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 
 from elastane.coordinator.rules import MembershipPhase
+from elastane.coordinator.rules.incident import SAME_CRASHES_MAX
 from elastane.protocol.limits import BACKOFF_MAX_S, STOP_MARGIN_S
 from simulation.checks import Violation
 from simulation.cluster import SimulatedCluster
 from simulation.faults import Faults
 from simulation.in_place_workers import COLLECTIVE_TIMEOUT_S, EVALUATION_S, MEETING_TIMEOUT_S
 from simulation.node import SimulatedNode
-from simulation.setup import TIMING, WHOLE, Cut, HistorySetup, setup_of
+from simulation.setup import FAILS_AT_MAX, TIMING, WHOLE, Cut, HistorySetup, setup_of
 
 # After the last fault, once everything healed that can, the job trains or has ended within this. In
 # the worst case the waits follow each other. The last silence is noticed and the lease runs out; a
@@ -48,6 +49,8 @@ GROWTH_S += 3 * TIMING.drain_timeout_s
 # the next one four times the time, after a pause of that length. In the script's first steps and
 # after a save, the boundary comes late.
 JOIN_S = 8 * TIMING.drain_timeout_s + 5 * 2.0 + 1.0 + EVALUATION_S
+# Attempts that fail at one step: slow steps up to it, the start and the longest pause, each time.
+FAILS_S = (SAME_CRASHES_MAX + 1) * (FAILS_AT_MAX * 2.0 + 8.0 + BACKOFF_MAX_S)
 # All agents know that a job has ended, and have stopped their workers, within this.
 TOLD_S = TIMING.silence_s + TIMING.shutdown_timeout_s + STOP_MARGIN_S
 # A job that had enough nodes for this long after the last fault must not end for lack of nodes.
@@ -146,6 +149,7 @@ class History:
         due_s = self._quiet_s() + LIVENESS_S + (IN_PLACE_S if self.setting.in_place else 0.0)
         due_s += GROWTH_S if self.setting.script.shrinks else 0.0
         due_s += JOIN_S if self.setting.script.planned else 0.0
+        due_s += FAILS_S if self.setting.script.fails_at else 0.0
         checks = self.cluster.checks
         return due_s if checks.outcome is None else max(due_s, checks.ended_s + TOLD_S)
 
@@ -160,7 +164,8 @@ class History:
             return False
         if not any(node.alive for node in cluster.nodes.values()) and not cluster.coordinators:
             return True
-        return cluster.clock.now_s > self._quiet_s() + STABLE_S and trains(cluster)
+        is_stable = cluster.clock.now_s > self._quiet_s() + STABLE_S and trains(cluster)
+        return is_stable and cluster.checks.crashes.is_over
 
     def _account(self, what: str) -> str:
         setting, cut = self.setting, self.was_cut
@@ -268,6 +273,7 @@ def replay(setting: HistorySetup, cut: Cut) -> str:
         kinds = {"--shrinks": setting.script.shrinks, "--planned": setting.script.planned}
         words += " " + next((option for option, is_so in kinds.items() if is_so), "--in-place")
         words += f" --span {setting.script.span}" * bool(setting.script.span)
+    words += " --fails" * bool(setting.script.fails_at)
     if cut.without:
         words += " --without " + ",".join(map(str, cut.without))
     if cut.nodes:

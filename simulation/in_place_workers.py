@@ -250,7 +250,7 @@ class InPlaceTraining:
         """End a worker with an error; not `by_itself`: an earlier loss is the cause."""
         group = worker.group
         if by_itself:
-            self._checks.budget.died(group.fence)
+            self._checks.died(group.fence)
         rank = max(0, worker.rank)
         failure = Failure(
             local_rank=worker.local_rank,

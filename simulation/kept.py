@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from simulation.setup import Cut
+from simulation.setup import KINDS, Cut
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,8 +23,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     store_backed: bool
     in_place: bool
     span: int
-    shrinks: bool
-    planned: bool
+    kind: str
     cut: Cut
     was: str
 
@@ -47,14 +46,14 @@ def _kept(line: str) -> Kept:
     seed, mode, *rest = words.split()
     if mode not in ("store", "endpoint") or not was.strip():
         raise ValueError(
-            f"{line!r}: expected SEED store|endpoint [--in-place | --shrinks | --planned]"
+            f"{line!r}: expected SEED store|endpoint [--in-place | --shrinks | --planned | --fails]"
             " [--without ...]  # what was wrong"
         )
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--without", default="")
     parser.add_argument("--in-place", action="store_true")
-    parser.add_argument("--shrinks", action="store_true")
-    parser.add_argument("--planned", action="store_true")
+    for kind in KINDS:
+        parser.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="")
     parser.add_argument("--span", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=0)
     cut = parser.parse_args(rest)
@@ -63,8 +62,7 @@ def _kept(line: str) -> Kept:
         store_backed=mode == "store",
         in_place=cut.in_place,
         span=cut.span,
-        shrinks=cut.shrinks,
-        planned=cut.planned,
+        kind=cut.kind,
         cut=cut_of(cut.without, cut.nodes),
         was=was.strip(),
     )

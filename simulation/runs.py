@@ -61,6 +61,7 @@ class SimulatedRun:
     steps: int = 0
     busy: bool = False
     target: int | None = None
+    wrote: bool = False  # a checkpoint
 
     @property
     def hosts(self) -> list[str]:

@@ -25,6 +25,8 @@ class Script:
     resumes: bool = True  # it reads a checkpoint when it starts
     loads_after: int = 0  # of these: how many steps a process makes before there are boundaries
     keeps_rank: bool = False  # of these: only the worker that began as rank 0 saves and logs
+    fails_at: int = 0  # a step at which one of its workers raises an error; 0: at none
+    fails_times: int = 0  # in how many attempts; 0: in each
     evaluates: bool = False  # its main thread is busy for a while after some of its checkpoints
 
     @property

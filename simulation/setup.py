@@ -46,6 +46,12 @@ MISMATCH = 4 * FAULTS_MAX
 HOLDERS_LOST = 5 * FAULTS_MAX
 LEADER_ISOLATED = 6 * FAULTS_MAX
 PAIR_APART = 7 * FAULTS_MAX
+# Jobs of unmodified scripts whose worlds only shrink in place, of those with boundaries at which
+# workers join, and of scripts that restart, of which a worker raises an error at some step, in each
+# attempt or in the first ones.
+KINDS = ("shrinks", "planned", "fails")
+# The last step at which a script fails, of those that do.
+FAILS_AT_MAX = 12
 # How often each kind of fault is drawn, relative to the others.
 WEIGHTS = {
     "crash": 4,
@@ -139,14 +145,13 @@ def setup_of(
     store_backed: bool,
     in_place: bool = False,
     span: int = 0,
-    shrinks: bool = False,
-    planned: bool = False,
+    kind: str = "",
 ) -> HistorySetup:
     """Draw the job, its nodes and its faults; `span` draws the same with sharded state.
 
-    `shrinks`: the script is unmodified, and its worlds only shrink in place. `planned`: workers
-    join its worlds at boundaries.
+    `kind` is one of `KINDS`, or empty.
     """
+    shrinks, planned, fails = (kind == each for each in KINDS)
     in_place = in_place or shrinks or planned
     rng = random.Random(f"setting {seed} {store_backed}" + " in place" * in_place)
     nodes = rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
@@ -164,6 +169,9 @@ def setup_of(
         min_workers=rng.choice((0, 0, 1, 2)) if in_place else 0,
         timing=msgspec.structs.replace(TIMING, isolation_limit_s=limit_s),
     )
+    own = random.Random(f"fails {seed}")
+    if fails:
+        spec = msgspec.structs.replace(spec, max_restarts=own.choice((1, 3, 10, 10, 10)))
     script = Script(
         steps=rng.choice((15, 40, 10_000, 10_000)),
         step_s=rng.choice((0.5, 1.0, 2.0)),
@@ -179,6 +187,8 @@ def setup_of(
         resumes=not shrinks or random.Random(f"resumes {seed}").random() >= 0.2,
         loads_after=random.Random(f"loads after {seed}").choice((0, 0, 1, 3)),
         keeps_rank=(shrinks or planned) and random.Random(f"keeps rank {seed}").random() < 0.1,
+        fails_at=own.randint(1, FAILS_AT_MAX) if fails else 0,
+        fails_times=own.choice((0, 0, 1, 2)) if fails else 0,
         evaluates=(shrinks or planned) and random.Random(f"evaluates {seed}").random() < 0.3,
     )
     sizes = tuple(rng.choice((1, 2)) if unequal else 2 for _ in range(nodes))

@@ -26,7 +26,7 @@ from elastane.protocol.events import (
     WorkerSucceeded,
 )
 from elastane.protocol.limits import Timing
-from elastane.protocol.model import Failure, PortOffer
+from elastane.protocol.model import UNUSED, CheckpointUse, Failure, PortOffer
 from simulation.checks import Checks
 from simulation.clock import VirtualClock
 from simulation.runs import LocalGroup, SimulatedRun
@@ -38,6 +38,9 @@ _COLLECTIVE_TIMEOUT_S = 60.0
 STALL_S = 0.5
 _CHECKPOINT_S = 0.1
 _TIMED_OUT = "RuntimeError: Timed out waiting 60000ms for recv operation"
+_BAD_SAMPLE = (
+    'Traceback (most recent call last):\n  File "train.py", line 8, in main\nValueError: bad'
+)
 _NOT_CONNECTED = (
     "RuntimeError: Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection"
     " timed out, remote=[{}]:41$2"
@@ -94,7 +97,7 @@ class Training:
         """Let one worker die by itself."""
         if group.phase not in ("starting", "computing", "broken"):
             return
-        self._checks.budget.died(group.fence)
+        self._checks.died(group.fence)
         self._fail(group, local_rank, exit_code, "")
         self._peers_notice(group)
 
@@ -168,7 +171,7 @@ class Training:
             apart = self.address_apart(group.host, run.hosts) if not run.steps else ""
             # A connection that is not made fails long before the waits of those that have theirs.
             if run.steps or apart or not self._is_apart(run):
-                self._checks.budget.died(group.fence)
+                self._checks.died(group.fence)
                 self._fail(group, 0, 1, _NOT_CONNECTED.format(apart) if apart else _TIMED_OUT)
                 return
         delay_s = max(1.0, due_s - self._clock.now_s)
@@ -191,6 +194,8 @@ class Training:
         run.busy = False
         if not run.is_whole:
             return
+        if self._fails(run):
+            return
         if not self._can_step(run):
             self._report_standstill(run)
             run.busy = True
@@ -205,13 +210,27 @@ class Training:
         if done % self.script.checkpoint_every == 0 and not self._still.snapshot_servers & {
             *run.hosts
         }:
-            self.saved_step = max(self.saved_step, done)
+            self.saved_step, run.wrote = max(self.saved_step, done), True
         if done >= self.script.steps:
             self._finish(run)
             return
         for group in run.groups.values():
             delay_s = self._rng.random() * 0.2 * self.script.step_s
             self._clock.after(delay_s, lambda g=group: self._call(run, g))  # type: ignore[misc]
+
+    def _fails(self, run: SimulatedRun) -> bool:
+        """Let a worker raise an error if this is the step at which the script fails."""
+        script, crashes = self.script, self._checks.crashes
+        if crashes.is_over or run.base + run.steps + 1 != script.fails_at:
+            return False
+        if script.fails_times and crashes.times >= script.fails_times:
+            crashes.passed()
+            return False
+        self._checks.script_failed(run.fence, run.base)
+        first = run.groups[min(run.groups)]
+        self._fail(first, 0, 1, _BAD_SAMPLE, error_file="error.json")
+        self._peers_notice(first)
+        return True
 
     def _report_standstill(self, run: SimulatedRun) -> None:
         """Let agents report that workers make no collective, if some hosts do not reach others.
@@ -260,7 +279,7 @@ class Training:
             return
         group.saved = True
         if all(g.saved for g in run.groups.values()) and group.target is not None:
-            self.saved_step = max(self.saved_step, run.base + group.target)
+            self.saved_step, run.wrote = max(self.saved_step, run.base + group.target), True
         group.feed(GroupDrained(group.fence, group.drain, stops=True))
 
     def _finish(self, run: SimulatedRun) -> None:
@@ -276,12 +295,20 @@ class Training:
         if not group.computes:
             return
         group.phase = "done"
-        self.saved_step = max(self.saved_step, run.base + run.steps)
+        self.saved_step, run.wrote = max(self.saved_step, run.base + run.steps), True
         for rank in range(group.size):
             group.feed(WorkerSucceeded(group.fence, rank))
         self._peers_notice(group)
 
-    def _fail(self, group: LocalGroup, local_rank: int, exit_code: int, message: str) -> None:
+    def _fail(
+        self,
+        group: LocalGroup,
+        local_rank: int,
+        exit_code: int,
+        message: str,
+        *,
+        error_file: str = "",
+    ) -> None:
         if local_rank in group.failed:
             return
         group.failed.add(local_rank)
@@ -292,6 +319,8 @@ class Training:
             pid=100 + local_rank,
             exit_code=exit_code,
             message=message,
+            error_file=error_file,
+            steps=group.run.steps if group.run is not None else 0,
         )
         group.feed(WorkerFailed(group.fence, failure, self._clock.now_s))
 
@@ -314,4 +343,9 @@ class Training:
         was_computing, group.phase = group.computes, "gone"
         if was_computing:
             self._peers_notice(group)
-        group.feed(GroupGone(group.fence, new_offer()))
+        group.feed(GroupGone(group.fence, new_offer(), _use(group.run)))
+
+
+def _use(run: SimulatedRun | None) -> CheckpointUse:
+    """Return what the workers of a run did with checkpoints."""
+    return UNUSED if run is None else CheckpointUse(read=run.base > 0, written=run.wrote)

@@ -22,7 +22,7 @@ def holds(tally):
     """Fail with the smallest story of the first history that failed."""
     if tally.failed is not None:
         seed, store_backed = tally.failed
-        setting = setup_of(seed, store_backed=store_backed, shrinks=True)
+        setting = setup_of(seed, store_backed=store_backed, kind="shrinks")
         with pytest.raises(HistoryFailedError) as failure:
             History(setting).run()
         pytest.fail(str(shrunk(setting, Cut(), failure.value)))
@@ -30,7 +30,7 @@ def holds(tally):
 
 def test_worlds_grow_only_at_whole_checkpoints_and_no_capacity_waits_for_ever():
     """Without a store; the test below plays the histories with one."""
-    holds(play(range(SEEDS), [False], shrinks=True))
+    holds(play(range(SEEDS), [False], kind="shrinks"))
 
 
 @pytest.mark.soak
@@ -38,13 +38,13 @@ def test_worlds_grow_only_at_whole_checkpoints_and_no_capacity_waits_for_ever():
 @MODES
 def test_growth_holds_in_a_hundred_thousand_histories(store_backed):
     jobs = len(os.sched_getaffinity(0))
-    holds(play(range(SEEDS, SEEDS + SOAK_SEEDS), [store_backed], jobs, shrinks=True))
+    holds(play(range(SEEDS, SEEDS + SOAK_SEEDS), [store_backed], jobs, kind="shrinks"))
 
 
 def test_histories_hold_and_meet_growth_and_drains_that_are_called_off():
     grown = called_off = 0
     for seed in range(SEEDS):
-        history = History(setup_of(seed, store_backed=True, shrinks=True))
+        history = History(setup_of(seed, store_backed=True, kind="shrinks"))
         try:
             history.run()
         except HistoryFailedError as failure:
@@ -57,7 +57,7 @@ def test_histories_hold_and_meet_growth_and_drains_that_are_called_off():
 def first_failure(seeds, *, first=0):
     for seed in range(first, first + seeds):
         try:
-            run_seed(seed, store_backed=True, shrinks=True)
+            run_seed(seed, store_backed=True, kind="shrinks")
         except HistoryFailedError as fault:
             return str(fault).splitlines()[-2]
     pytest.fail(f"{seeds} seeds did not find the bug")

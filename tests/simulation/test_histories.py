@@ -63,10 +63,7 @@ def test_nodes_of_a_rack_are_next_to_each_other_in_all_histories(store_backed, m
     "kept", KEPT, ids=[f"{k.seed}-{k.store_backed}-{k.in_place}" for k in KEPT]
 )
 def test_a_seed_that_once_failed_holds(kept):
-    drawn = {
-        name: getattr(kept, name)
-        for name in ("store_backed", "in_place", "span", "shrinks", "planned")
-    }
+    drawn = {name: getattr(kept, name) for name in ("store_backed", "in_place", "span", "kind")}
     assert run_seed(kept.seed, cut=kept.cut, **drawn).events, kept.was
 
 

@@ -23,7 +23,7 @@ def holds(tally):
     """Fail with the smallest story of the first history that failed."""
     if tally.failed is not None:
         seed, store_backed = tally.failed
-        setting = setup_of(seed, store_backed=store_backed, planned=True)
+        setting = setup_of(seed, store_backed=store_backed, kind="planned")
         with pytest.raises(HistoryFailedError) as failure:
             History(setting).run()
         pytest.fail(str(shrunk(setting, Cut(), failure.value)))
@@ -31,7 +31,7 @@ def holds(tally):
 
 def test_workers_join_at_boundaries_alone_and_none_waits_for_ever():
     """Without a store; the test below plays the histories with one."""
-    holds(play(range(SEEDS), [False], planned=True))
+    holds(play(range(SEEDS), [False], kind="planned"))
 
 
 @pytest.mark.soak
@@ -39,13 +39,13 @@ def test_workers_join_at_boundaries_alone_and_none_waits_for_ever():
 @MODES
 def test_joining_at_boundaries_holds_in_a_hundred_thousand_histories(store_backed):
     jobs = len(os.sched_getaffinity(0))
-    holds(play(range(SEEDS, SEEDS + SOAK_SEEDS), [store_backed], jobs, planned=True))
+    holds(play(range(SEEDS, SEEDS + SOAK_SEEDS), [store_backed], jobs, kind="planned"))
 
 
 def test_histories_hold_and_meet_joining_workers_faults_among_them_and_drains_that_are_called_off():
     joined = again = called_off = 0
     for seed in range(SEEDS):
-        history = History(setup_of(seed, store_backed=True, planned=True))
+        history = History(setup_of(seed, store_backed=True, kind="planned"))
         try:
             history.run()
         except HistoryFailedError as failure:
@@ -59,7 +59,7 @@ def test_histories_hold_and_meet_joining_workers_faults_among_them_and_drains_th
 def first_failure(seeds, *, first=0):
     for seed in range(first, first + seeds):
         try:
-            run_seed(seed, store_backed=True, planned=True)
+            run_seed(seed, store_backed=True, kind="planned")
         except HistoryFailedError as fault:
             return str(fault).splitlines()[-2]
     pytest.fail(f"{seeds} seeds did not find the bug")

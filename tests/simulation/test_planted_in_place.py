@@ -163,7 +163,7 @@ def test_a_report_of_a_drain_that_was_called_off_is_found_to_count_for_the_next(
         original(state, node, msgspec.structs.replace(message, drain=state.drain.number))
 
     monkeypatch.setattr(reports, "_drained", any_drain)
-    found = first_failure(1, first=29122960, planned=True, cut=Cut(without=(LEADER_ISOLATED,)))
+    found = first_failure(1, first=29122960, kind="planned", cut=Cut(without=(LEADER_ISOLATED,)))
     assert "not parked" in found
 
 
@@ -296,7 +296,7 @@ def test_a_restart_that_a_leave_or_a_charged_loss_makes_necessary_and_that_is_ch
     monkeypatch, seed
 ):
     monkeypatch.setattr(incident, "asks_restart", lambda failure: False)
-    assert "workers died" in first_failure(1, first=seed, planned=True)
+    assert "workers died" in first_failure(1, first=seed, kind="planned")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""The rule that a script which fails at one step in each attempt ends its job, held against facts.
+
+The simulation knows at which step each attempt of the script failed, and from which checkpoint the
+attempt had begun. Three attempts of one membership that fail alike end the job, and no others do.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from elastane.coordinator.rules.incident import SAME_CRASHES_MAX
+from elastane.protocol.model import Fence, Outcome
+from simulation.observed import ObservedCluster
+
+
+class RepeatedCrashCheck:
+    """The failures of the script itself; each method returns what is broken."""
+
+    def __init__(self, cluster: ObservedCluster) -> None:
+        self._cluster = cluster
+        self._failed: list[tuple[Fence, int]] = []  # each attempt, with the step that it began at
+        self._died: set[Fence] = set()  # worlds in which a worker ended by something else
+        self._charged: set[Fence] = set()
+        self.is_over = not cluster.script.fails_at
+
+    @property
+    def times(self) -> int:
+        """How many attempts failed at the step at which the script fails."""
+        return len(self._failed)
+
+    def died(self, fence: Fence) -> None:
+        """Record that a worker of this world ended by something else."""
+        self._died.add(fence)
+
+    def charged(self, fence: Fence) -> None:
+        """Record that the failure of this attempt is in the job's record."""
+        self._charged.add(fence)
+
+    def passed(self) -> None:
+        """Record that the script no longer fails at that step."""
+        self.is_over = True
+
+    def failed(self, fence: Fence, base: int) -> str:
+        """Record that this attempt failed there, begun at the checkpoint of step `base`."""
+        self._failed.append((fence, base))
+        row = self._failed[-SAME_CRASHES_MAX - 1 :]
+        followed = all(
+            later == Fence(before.round, before.attempt + 1)
+            for (before, _), (later, _) in pairwise(row)
+        )
+        is_same = len(row) > SAME_CRASHES_MAX and followed and len({at for _, at in row}) == 1
+        is_known = {each for each, _ in row[:-1]} <= self._charged
+        # A loss beside it may be the cause of an attempt's end. A coordinator without a store has
+        # no record of the attempts before it. An attempt without a step counts if it ended soon.
+        may_miss = not self._cluster.store_backed or base + 1 == self._cluster.script.fails_at
+        is_other = self._died & {each for each, _ in row} or (self._cluster.upset and may_miss)
+        return (
+            f"{fence} failed at step {self._cluster.script.fails_at} as the {SAME_CRASHES_MAX}"
+            " attempts before it, which should have ended the job"
+            if is_same and is_known and not is_other
+            else ""
+        )
+
+    def ended(self, outcome: Outcome) -> str:
+        """Check a job that ended though restarts were left."""
+        row = self._failed[-SAME_CRASHES_MAX:]
+        if len(row) == SAME_CRASHES_MAX and len({at for _, at in row}) == 1:
+            return ""
+        return f"the job failed though the last attempts did not fail alike: {outcome.reason}"

@@ -1,0 +1,96 @@
+"""Scripts that raise an error at one step: those that do in each attempt end their job.
+
+`python -m simulation --fails` replays a seed; its line in kept_seeds.txt has the same option.
+"""
+
+import os
+from itertools import count
+
+import pytest
+
+from elastane.coordinator.rules.incident import RestartBudget
+from elastane.protocol.model import Crash
+from simulation import Cut, History, HistoryFailedError, run_seed, setup_of
+from simulation.batch import play
+from simulation.shrink import shrunk
+
+SEEDS = 100
+SOAK_SEEDS = int(os.environ.get("ELASTANE_SOAK_SEEDS", "500000")) // 5
+MODES = pytest.mark.parametrize("store_backed", [True, False], ids=["store", "endpoint"])
+
+
+def holds(tally):
+    """Fail with the smallest story of the first history that failed."""
+    if tally.failed is not None:
+        seed, store_backed = tally.failed
+        setting = setup_of(seed, store_backed=store_backed, kind="fails")
+        with pytest.raises(HistoryFailedError) as failure:
+            History(setting).run()
+        pytest.fail(str(shrunk(setting, Cut(), failure.value)))
+
+
+def test_without_a_store_only_attempts_that_fail_alike_end_the_job():
+    holds(play(range(SEEDS), [False], kind="fails"))
+
+
+def test_histories_hold_and_meet_jobs_that_end_and_jobs_that_go_on():
+    ended = again = went_on = 0
+    for seed in range(SEEDS):
+        history = History(setup_of(seed, store_backed=True, kind="fails"))
+        try:
+            result = history.run()
+        except HistoryFailedError as failure:
+            pytest.fail(str(shrunk(history.setting, Cut(), failure)))
+        ended += "in the same way" in result.ended
+        again += "in the same way" in result.ended and result.restarts_used > 2
+        went_on += history.setting.script.fails_times > 0 and not result.ended
+    assert ended > 20 and again > 5 and went_on > 20, (ended, again, went_on)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(36_000)
+@MODES
+def test_repeated_crashes_hold_in_a_hundred_thousand_histories(store_backed):
+    jobs = len(os.sched_getaffinity(0))
+    holds(play(range(SEEDS, SEEDS + SOAK_SEEDS), [store_backed], jobs, kind="fails"))
+
+
+def first_failure(seeds=100):
+    for seed in range(seeds):
+        try:
+            run_seed(seed, store_backed=True, kind="fails")
+        except HistoryFailedError as fault:
+            return str(fault)
+    pytest.fail(f"{seeds} seeds did not find the bug")
+
+
+def test_failures_at_one_step_that_are_not_counted_are_found(monkeypatch):
+    monkeypatch.setattr(Crash, "repeats", lambda self, last: None)
+    assert "which should have ended the job" in first_failure()
+
+
+def test_a_new_coordinator_that_forgets_the_failures_is_found(monkeypatch):
+    original = RestartBudget.of.__func__
+
+    def of(cls, allowed, record):
+        budget = original(cls, allowed, record)
+        budget.crash, budget.crashes = None, 0
+        return budget
+
+    monkeypatch.setattr(RestartBudget, "of", classmethod(of))
+    assert "which should have ended the job" in first_failure(1000)
+
+
+def test_failures_at_other_steps_that_count_as_the_same_are_found(monkeypatch):
+    monkeypatch.setattr(Crash, "repeats", lambda self, last: last and self)
+    assert "did not fail alike" in first_failure(300)
+
+
+def test_a_job_that_ends_at_its_second_failure_is_found(monkeypatch):
+    numbers = count()
+
+    def count_crash(self, crash):
+        self.crash, self.crashes = crash, 3 * (crash is not None and next(numbers) > 0)
+
+    monkeypatch.setattr(RestartBudget, "_count_crash", count_crash)
+    assert "did not fail alike" in first_failure()
