@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from elastane.errors import ConfigurationError
 from elastane.integrations.versions import require_known
 from elastane.synchrony.visible import VisibleWorld
 
@@ -33,6 +34,35 @@ def adopt(name: str, world: VisibleWorld) -> None:
     trainer.distributed_broadcast_scalars = helpers.distributed_broadcast_scalars
     world.make_whole(trainer.Trainer, "_save_checkpoint", waits=True)
     end_at_last_step(trainer.Trainer)
+    refuse_split_groups(trainer.Trainer)
+
+
+def refuse_split_groups(owner: Any) -> None:
+    """Let a Trainer refuse groups of completions that several workers share, as TRL's may have.
+
+    Such a Trainer gathers the rewards of all workers and takes each `num_generations` of them in a
+    row for one group. After a loss these may be of different prompts, so the advantages are wrong.
+    """
+    train: Callable[..., Any] = owner.train
+
+    @functools.wraps(train)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        size = getattr(self.args, "num_generations", None) or 1
+        steps = getattr(self.args, "steps_per_generation", None) or 1
+        batch = self.args.per_device_train_batch_size * steps
+        if batch % size:
+            raise ConfigurationError(
+                f"{type(self).__name__}: groups of {size} completions that workers share, with"
+                " --in-place",
+                slug="in-place-refused",
+                expected="per_device_train_batch_size times steps_per_generation a multiple of"
+                f" num_generations, since a loss would mix the groups; it is {batch}",
+                next_step=f"set per_device_train_batch_size to a multiple of {size}, or start the"
+                " script without --in-place",
+            )
+        return train(self, *args, **kwargs)
+
+    owner.train = checked
 
 
 def end_at_last_step(owner: Any) -> None:
