@@ -17,6 +17,7 @@ from elastane.protocol.model import Assignment, Fence, JobRecord, Outcome, World
 from simulation.boundary_checks import BoundaryCheck
 from simulation.budget_checks import BudgetCheck, PerDeathBudgetCheck
 from simulation.crash_checks import RepeatedCrashCheck
+from simulation.cut_checks import CutCheck
 from simulation.growth_checks import GrowthCheck
 from simulation.observed import (
     ObservedCluster,
@@ -57,6 +58,7 @@ class Checks:
             cluster, self._recorded, self.boundaries, self._require, self.stepped
         )
         self.growth = GrowthCheck(cluster, self._require, self.states)
+        self.cuts = CutCheck(cluster, self._require)
         self.settled = 0
         self.steps = 0
         self.step_s = 0.0
@@ -81,6 +83,7 @@ class Checks:
     def noted(self, event: LogEvent) -> None:
         """Check an event of the log."""
         self.growth.noted(event)
+        self.cuts.noted(event)
         self.boundaries.noted(event)
         self._require(not (fault := self.budget.noted(event)), fault)
 

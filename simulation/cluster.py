@@ -132,6 +132,13 @@ class SimulatedCluster:
             hosts = {host for world in worlds.values() for host in world.hosts}
         return tuple(sorted(self.nodes[name].address for name in self.apart(group.host, hosts)))
 
+    def answers(self, host: str, address: str) -> bool:
+        """Whether the host at an address answers a connection from `host`."""
+        return any(
+            node.address == address and self.network.linked(host, node.name)
+            for node in self.nodes.values()
+        )
+
     def _address_apart(self, host: str, hosts: Sequence[str]) -> str:
         if self.network.is_whole:
             return ""

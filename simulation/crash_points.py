@@ -27,6 +27,7 @@ from elastane.protocol.effects import (
     StartWorkers,
     StopGroup,
     Transmit,
+    TryAddresses,
     WriteEvent,
 )
 
@@ -91,6 +92,6 @@ def coordinator_step(done: RendezvousEffect | None, due: RendezvousEffect | None
 
 def agent_step(done: AgentEffect | None, due: AgentEffect | None) -> EffectGap:
     """Return the place after `done` and before `due`; None: the begin or the end of the list."""
-    if due is not None and not isinstance(due, WriteEvent):
+    if due is not None and not isinstance(due, WriteEvent | TryAddresses):
         return _BEFORE[type(due)]
     return _AFTER.get(type(done), EffectGap.NONE)

@@ -425,16 +425,23 @@ class Faults:
     def _pair_apart(self) -> None:
         """Cut two hosts from each other, for a while or until some other cut is healed.
 
-        Both reach all others. A node that is left out comes back meanwhile, if it is for long.
+        Both reach all others. The link may be cut again soon after it is whole.
         """
         alive = [name for name, node in self._cluster.nodes.items() if node.alive]
         if len(alive) < 2:
             return
         one, other = self._rng.sample(alive, 2)
+        for_s = self._rng.choice((0.0, 0.0, 60.0, 250.0))
+        self._cut_pair(one, other, for_s)
+        if for_s and self._rng.random() < 0.4:
+            gap_s = self._rng.choice((2.0, 20.0, 60.0))
+            again_s = self._rng.choice((0.0, 100.0))
+            self._later(for_s + gap_s, lambda: self._cut_pair(one, other, again_s))
+
+    def _cut_pair(self, one: str, other: str, for_s: float) -> None:
         self._tell(f"{one} and {other} no longer reach each other")
         self._cluster.network.cut(one, other)
         self._cluster.network.cut(other, one)
-        for_s = self._rng.choice((0.0, 0.0, 60.0, 250.0))
         if for_s:
             self._later(for_s, self._heal)
 

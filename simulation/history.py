@@ -142,6 +142,8 @@ class History:
                 break
             if self._events > _EVENTS_MAX:
                 raise Violation(f"{_EVENTS_MAX} events and no end")
+            if overdue := cluster.checks.cuts.overdue(self._quiet_s()):
+                raise Violation(overdue)
         if broken := stuck(cluster) or ended_in_vain(cluster, self._quiet_s()):
             raise Violation(broken)
 
@@ -165,7 +167,7 @@ class History:
         if not any(node.alive for node in cluster.nodes.values()) and not cluster.coordinators:
             return True
         is_stable = cluster.clock.now_s > self._quiet_s() + STABLE_S and trains(cluster)
-        return is_stable and cluster.checks.crashes.is_over
+        return is_stable and cluster.checks.crashes.is_over and not cluster.checks.cuts.awaits
 
     def _account(self, what: str) -> str:
         setting, cut = self.setting, self.was_cut

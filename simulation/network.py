@@ -46,6 +46,8 @@ class Network:
         self._cuts: set[tuple[str, str]] = set()
         self._isolated: set[str] = set()
         self._stuck: dict[int, SimulatedSession] = {}
+        self._healed_s = 0.0
+        self._cut_s: dict[tuple[str, str], float] = {}
         self._numbers = 0
         self.lag_s: dict[str, float] = {}
         # Whether what cuts two hosts off is a firewall that answers for the other one.
@@ -92,8 +94,14 @@ class Network:
 
     def cut(self, source: str, target: str) -> None:
         """Let no packet pass from `source` to `target`."""
-        if source != target:
+        if source != target and (source, target) not in self._cuts:
             self._cuts.add((source, target))
+            self._cut_s[source, target] = self._clock.now_s
+
+    def were_linked_after(self, one: str, other: str, since_s: float) -> bool:
+        """Whether packets passed both ways between two hosts at some time since then."""
+        cut_s = [self._cut_s.get(way, 0.0) for way in ((one, other), (other, one))]
+        return self.linked(one, other) or self._healed_s > since_s or min(cut_s) > since_s
 
     def isolate(self, host: str) -> None:
         """Let no packet pass between `host` and any other, those that come later included."""
@@ -101,6 +109,7 @@ class Network:
 
     def heal(self) -> None:
         """Let all packets pass again, those that waited first."""
+        self._healed_s = self._clock.now_s
         self._cuts.clear()
         self._isolated.clear()
         stuck, self._stuck = self._stuck, {}

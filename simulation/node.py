@@ -26,9 +26,11 @@ from elastane.protocol.effects import (
     StartWorkers,
     StopGroup,
     Transmit,
+    TryAddresses,
     WriteEvent,
 )
 from elastane.protocol.events import (
+    AddressesTried,
     AgentEvent,
     GroupAble,
     GroupGone,
@@ -39,8 +41,9 @@ from elastane.protocol.events import (
     Warm,
     WorkerFailed,
 )
+from elastane.protocol.limits import PROBE_TIMEOUT_S
 from elastane.protocol.log_events import LogEvent
-from elastane.protocol.messages import Alive, ToAgent, ToCoordinator, Welcome
+from elastane.protocol.messages import Alive, Probe, ProbeResult, ToAgent, ToCoordinator, Welcome
 from elastane.protocol.model import (
     Assignment,
     Failure,
@@ -61,6 +64,8 @@ from simulation.runs import LocalGroup
 from simulation.story import Story
 from simulation.workers import Training
 
+# The time that a connection takes that is answered.
+_DIAL_S = 0.002
 VERSIONS = Versions(elastane="0.1", python="3.11", torch="2.13")
 
 
@@ -87,6 +92,9 @@ class NodeSurroundings(Protocol):
 
     def unanswered(self, group: InPlaceGroup | LocalGroup) -> tuple[str, ...]:
         """Return the addresses that do not answer the workers of a node, in their world."""
+
+    def answers(self, host: str, address: str) -> bool:
+        """Whether the host at an address answers a connection from `host`."""
 
     def ask_leader(self, node: SimulatedNode, answer: Callable[[str], None]) -> None:
         """Ask the store where the coordinator is."""
@@ -407,6 +415,8 @@ class SimulatedNode:
                 self._start(assignment)
             case Decline(fence=fence):
                 self._later(0.0, GroupGone(fence, self.new_offer()))
+            case TryAddresses(probes=probes):
+                self._try(probes)
             case WriteEvent(event=event):
                 self.cluster.note(self.name, event)
             case Exit():
@@ -416,6 +426,13 @@ class SimulatedNode:
                 self._act_on_in_place_group(self.in_place_group, effect)
             case _:
                 self._act_on_group(effect)
+
+    def _try(self, probes: tuple[Probe, ...]) -> None:
+        results = tuple(
+            ProbeResult(probe, self.cluster.answers(self.name, probe.address)) for probe in probes
+        )
+        is_silent = not all(result.answers for result in results)
+        self._later(PROBE_TIMEOUT_S if is_silent else _DIAL_S, AddressesTried(results))
 
     def _start(self, assignment: Assignment) -> None:
         feed = self._own_feed()

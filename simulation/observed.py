@@ -13,6 +13,7 @@ from elastane.coordinator.rules import Rendezvous
 from elastane.protocol.effects import Exit
 from elastane.protocol.model import Fence, JobSpec, Outcome, WorldMember
 from simulation.clock import VirtualClock
+from simulation.network import Network
 from simulation.places import InPlaceGroup
 from simulation.runs import LocalGroup
 from simulation.script import Script
@@ -56,6 +57,7 @@ class ObservedCluster(Protocol):
     """The job and the faults so far: see `cluster.SimulatedCluster`."""
 
     clock: VirtualClock
+    network: Network
     spec: JobSpec
     script: Script
     store_backed: bool

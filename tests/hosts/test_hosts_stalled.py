@@ -58,15 +58,29 @@ def test_the_job_continues_without_a_node_that_another_does_not_reach(
 
 
 @pytest.mark.soak
-def test_a_node_that_was_left_out_joins_again_after_its_pause(
+def test_a_node_that_was_left_out_joins_again_once_the_network_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with in_place_on(tmp_path, "elastane", monkeypatch) as job:
         job.lan.cut_off("b", "c")
         alone = wait_pair(job)
         job.lan.heal()
-        let_pass(LEFT_OUT_FIRST_S - 30)
-        assert newest(job.seen())[-1].world == 2
+        told = job.wait_event(EventKind.NODE_READMITTED)
+        assert told.reason.startswith("probes are answered"), told.reason
+        wait_world(job, "abc", (alone.round, alone.attempt))
+
+
+@pytest.mark.soak
+def test_a_node_that_is_still_cut_off_stays_out_beyond_its_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_place_on(tmp_path, "elastane", monkeypatch) as job:
+        job.lan.cut_off("b", "c")
+        alone = wait_pair(job)
+        let_pass(LEFT_OUT_FIRST_S + 15)
+        assert not job.events(EventKind.NODE_READMITTED)
+        assert newest(job.seen())[-1].world == 2, "nobody was stopped for it"
+        job.lan.heal()
         wait_world(job, "abc", (alone.round, alone.attempt))
 
 

@@ -8,7 +8,7 @@ import math
 import msgspec
 import pytest
 
-from elastane.agent.rules import AgentCore, Contact, LocalWorkers
+from elastane.agent.rules import AgentCore, Contact, LocalWorkers, Probing
 from elastane.coordinator.rules import (
     admission,
     cuts,
@@ -413,3 +413,28 @@ def test_an_offer_that_a_declined_assignment_leaves_is_found_when_it_is_made_aga
 def test_workers_that_cannot_connect_and_start_again_on_the_same_nodes_are_found(monkeypatch):
     monkeypatch.setattr(cuts, "leave_out_failed", lambda state, incident: "")
     assert "nothing was trained" in first_failure(5, first=822)
+
+
+def test_probes_whose_answers_are_ignored_are_found(monkeypatch):
+    monkeypatch.setattr(reports.cuts, "record_probes", lambda state, node, results: False)
+    assert "is left out, and all have reached it" in first_failure(3, first=168)
+
+
+def test_a_probe_that_is_said_to_be_answered_and_was_not_is_found(monkeypatch):
+    original = Probing.end
+
+    def all_answer(self, results):
+        original(self, tuple(msgspec.structs.replace(each, answers=True) for each in results))
+
+    monkeypatch.setattr(Probing, "end", all_answer)
+    assert "were apart all along" in first_failure(3, first=168)
+
+
+def test_a_pause_that_ends_while_a_probe_is_not_answered_is_found(monkeypatch):
+    original = reports.cuts.record_probes
+
+    def answered_only(state, node, results):
+        return original(state, node, [each for each in results if each.answers])
+
+    monkeypatch.setattr(reports.cuts, "record_probes", answered_only)
+    assert "cannot connect" in first_failure(3, first=1053)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from elastane.agent.rules import Group, LocalWorkers
+from elastane.agent.rules import Group, LocalWorkers, Probing
 from elastane.coordinator.rules import (
     admission,
     cuts,
@@ -323,3 +323,23 @@ def test_two_nodes_that_do_not_reach_each_other_and_are_both_kept_are_found(monk
 def test_a_drain_that_hides_nodes_that_do_not_reach_each_other_is_found(monkeypatch):
     monkeypatch.setattr(recovery, "end_cut_drain", lambda state: False)
     assert "nothing was trained" in first_failure(5, first=1436)
+
+
+def test_a_pause_that_ends_while_two_nodes_are_apart_is_found(monkeypatch):
+    original = reports.cuts.record_probes
+
+    def answered_only(state, node, results):
+        return original(state, node, [each for each in results if each.answers])
+
+    monkeypatch.setattr(reports.cuts, "record_probes", answered_only)
+    assert "cannot connect" in first_failure(2, first=1219)
+
+
+def test_probes_whose_answers_nobody_sent_are_found(monkeypatch):
+    original = Probing.end
+
+    def all_answer(self, results):
+        original(self, tuple(msgspec.structs.replace(each, answers=True) for each in results))
+
+    monkeypatch.setattr(Probing, "end", all_answer)
+    assert "were apart all along" in first_failure(2, first=168)

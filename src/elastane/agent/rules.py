@@ -70,9 +70,11 @@ from elastane.protocol.effects import (
     StartWorkers,
     StopGroup,
     Transmit,
+    TryAddresses,
     WriteEvent,
 )
 from elastane.protocol.events import (
+    AddressesTried,
     AgentEvent,
     CulpritFound,
     GroupAble,
@@ -103,6 +105,7 @@ from elastane.protocol.limits import (
     ISOLATION_GRACE_S,
     LEAVE_ALONE_S,
     NOTICE_MARGIN_S,
+    PROBE_EVERY_S,
     STOP_MARGIN_S,
     WAITING_MAX,
     Timing,
@@ -130,6 +133,8 @@ from elastane.protocol.messages import (
     Marked,
     NodeCopies,
     Prepare,
+    Probe,
+    ProbeResult,
     Ready,
     Refused,
     Release,
@@ -266,6 +271,7 @@ class AgentCore:
         self._stage = AgentStage.TAKING_PART
         self._exit: Exit | None = None
         self._outbox = Outbox(node.node_id, self.contact)
+        self._probing = Probing()
         self._workers = LocalWorkers(node, offer, self.contact, self._outbox)
 
     def handle(
@@ -282,6 +288,8 @@ class AgentCore:
                 self._unlink(reason)
             case MessageReceived(message=message):
                 self._receive(message)
+            case AddressesTried(results=results):
+                self._probing.end(results)
             case Warm():
                 self._warm()
             case Signalled():
@@ -340,6 +348,7 @@ class AgentCore:
         if offer is not None:
             self._workers.offer_port(offer)
         self.contact.session_started(self._now_s)
+        self._probing.ask((), self._now_s)  # This coordinator has asked nothing yet.
         # Sent at once if there are workers. The heartbeat has the world in which they last met;
         # without it a new coordinator does not know that they hold the state.
         pause_s = 0.0 if self.group is not None else self.spec.timing.heartbeat_s
@@ -381,8 +390,10 @@ class AgentCore:
                 self._refused(message)
             case Release() | Close():
                 self._dismissed(message)
-            case Alive(authority=authority):
+            case Alive(authority=authority, probes=probes):
                 self.contact.heartbeat_answered(authority)
+                if due := self._probing.ask(probes, self._now_s):
+                    self._outbox.add(TryAddresses(due))
             case Report():
                 pass
             case _:
@@ -507,6 +518,7 @@ class AgentCore:
                 paces=readings.paces,
                 unanswered=readings.unanswered,
                 copies=readings.copies,
+                probed=self._probing.results,
             )
             self._outbox.send(beat)
         leaving = self._leaving
@@ -1267,6 +1279,39 @@ class Contact:
     def decision_received(self) -> None:
         """Record a decision: the coordinator had authority when it sent it."""
         self.authority_s = max(self.authority_s, self._sent_s)
+
+
+class Probing:
+    """Which addresses the coordinator wants this agent to try, and what was found.
+
+    They are tried one set after the other, each PROBE_EVERY_S after the last, whatever is asked.
+    """
+
+    def __init__(self) -> None:
+        self.results: tuple[ProbeResult, ...] = ()
+        self._asked: tuple[Probe, ...] = ()
+        self._is_under_way = False
+        self._due_s = -math.inf
+
+    def ask(self, probes: tuple[Probe, ...], now_s: float) -> tuple[Probe, ...]:
+        """Take the coordinator's newest list, and return what is to be tried now."""
+        self._asked = probes
+        self._keep(self.results)
+        if not probes or self._is_under_way or now_s < self._due_s:
+            return ()
+        self._is_under_way, self._due_s = True, now_s + PROBE_EVERY_S
+        return probes
+
+    def end(self, results: tuple[ProbeResult, ...]) -> None:
+        """Record what the last set found, as far as it is still asked for."""
+        self._is_under_way = False
+        self._keep(results)
+
+    def _keep(self, results: tuple[ProbeResult, ...]) -> None:
+        asked = {(each.address, each.number) for each in self._asked}  # a port may change
+        self.results = tuple(
+            each for each in results if (each.probe.address, each.probe.number) in asked
+        )
 
 
 class Outbox:

@@ -24,6 +24,7 @@ from elastane.errors import ExitCode
 from elastane.process.control_socket import CheckpointWritten
 from elastane.process.kernel import suspended_s
 from elastane.process.process import reap_orphans
+from elastane.process.reach import answers
 from elastane.protocol.effects import (
     AgentEffect,
     AimGroup,
@@ -40,10 +41,12 @@ from elastane.protocol.effects import (
     StartWorkers,
     StopGroup,
     Transmit,
+    TryAddresses,
     WorldEffect,
     WriteEvent,
 )
 from elastane.protocol.events import (
+    AddressesTried,
     AgentEvent,
     GroupAble,
     GroupGone,
@@ -55,7 +58,7 @@ from elastane.protocol.events import (
     WorkerFailed,
 )
 from elastane.protocol.log_events import LogEvent
-from elastane.protocol.messages import NodeCopies
+from elastane.protocol.messages import NodeCopies, Probe, ProbeResult
 from elastane.protocol.model import PortOffer
 
 _log = logging.getLogger("elastane.agent")
@@ -95,6 +98,7 @@ class AgentShell:
         self._outlets = outlets
         self._group: LocalWorkerGroup | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._trying: asyncio.Task[None] | None = None
 
     def post(self, event: AgentEvent) -> None:
         """Queue an event; call it from the loop's thread."""
@@ -144,6 +148,8 @@ class AgentShell:
                 self._set_timer()
         finally:
             warm.cancel()
+            if self._trying is not None:
+                self._trying.cancel()
             if self._timer is not None:
                 self._timer.cancel()
 
@@ -217,8 +223,14 @@ class AgentShell:
                 raise AssertionError("run() returns on Exit")
             case Decline(fence=fence):
                 self.post(GroupGone(fence, self._new_port()))
+            case TryAddresses(probes=probes):
+                self._trying = asyncio.ensure_future(self._try(probes))
             case _:
                 self._perform_on_group(effect)
+
+    async def _try(self, probes: tuple[Probe, ...]) -> None:
+        found = await asyncio.gather(*(answers(each.address, each.port) for each in probes))
+        self.post(AddressesTried(tuple(map(ProbeResult, probes, found))))
 
     def _perform_on_group(self, effect: GroupEffect) -> None:
         group = self._group

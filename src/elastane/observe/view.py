@@ -76,6 +76,8 @@ TONES = {
     EventKind.INCIDENT: "bad",
     EventKind.NODE_DEPARTED: "bad",
     EventKind.NODE_REFUSED: "bad",
+    EventKind.NODE_LEFT_OUT: "bad",
+    EventKind.NODE_READMITTED: "good",
     EventKind.AUTHORITY_LOST: "bad",
     EventKind.COORDINATOR_AWAY: "bad",
     EventKind.CHECKPOINT_FAILED: "bad",

@@ -1,9 +1,9 @@
 """The effects that rules request of their shells, to be performed in the order of the list.
 
 The rules of the coordinator return `Persist`, `Send`, `Hangup`, `WriteEvent` and `Finished`. The
-rules of an agent return `Transmit`, `StartGroup`, `Decline`, `WriteEvent`, `Exit`, and the effects
-on a running group. A group is named by the fence that it was started with, whatever world its
-workers enter later; a drain is named by the fence of its world.
+rules of an agent return `Transmit`, `StartGroup`, `Decline`, `TryAddresses`, `WriteEvent`, `Exit`,
+and the effects on a running group. A group is named by the fence that it was started with, whatever
+world its workers enter later; a drain is named by the fence of its world.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from elastane.protocol.log_events import LogEvent
-from elastane.protocol.messages import ToAgent, ToCoordinator
+from elastane.protocol.messages import Probe, ToAgent, ToCoordinator
 from elastane.protocol.model import Assignment, Fence, JobRecord, Outcome
 
 
@@ -113,6 +113,15 @@ class Decline(msgspec.Struct, frozen=True):
     fence: Fence
 
 
+class TryAddresses(msgspec.Struct, frozen=True):
+    """Connect to each of these addresses, beside all other work.
+
+    Obligation: `AddressesTried` follows within PROBE_TIMEOUT_S, and nothing is sent to the peer.
+    """
+
+    probes: tuple[Probe, ...]
+
+
 class MarkGroup(msgspec.Struct, frozen=True):
     """Begin a drain: gate the workers that call should_checkpoint(), and count their calls.
 
@@ -175,4 +184,4 @@ RendezvousEffect = Persist | Send | Hangup | WriteEvent | Finished
 # Effects on workers in their current world; the others are on the group since its start.
 WorldEffect = MarkGroup | AimGroup | ReleaseGroup | EndGroupWorker | ShowGroupStacks
 GroupEffect = StopGroup | StartWorkers | InterruptGroup | RegroupWorkers | WorldEffect
-AgentEffect = Transmit | StartGroup | Decline | GroupEffect | WriteEvent | Exit
+AgentEffect = Transmit | StartGroup | Decline | TryAddresses | GroupEffect | WriteEvent | Exit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from elastane.protocol.culprits import StandstillEvidence
-from elastane.protocol.messages import ToAgent, ToCoordinator
+from elastane.protocol.messages import ProbeResult, ToAgent, ToCoordinator
 from elastane.protocol.model import (
     CheckpointUse,
     Failure,
@@ -96,6 +96,12 @@ class MessageReceived(msgspec.Struct, frozen=True):
     """A message from the coordinator."""
 
     message: ToAgent
+
+
+class AddressesTried(msgspec.Struct, frozen=True):
+    """What the connections of one `TryAddresses` found."""
+
+    results: tuple[ProbeResult, ...]
 
 
 class Warm(msgspec.Struct, frozen=True):
@@ -293,6 +299,7 @@ AgentEvent = (
     Linked
     | Unlinked
     | MessageReceived
+    | AddressesTried
     | Warm
     | GroupStarted
     | GroupTraining

@@ -66,6 +66,11 @@ UNANSWERED_MAX = 16
 # attempt to let it in stops all others for some 20 s.
 LEFT_OUT_FIRST_S = 120.0
 LEFT_OUT_MAX_S = 3600.0
+# Addresses that one agent probes while nodes are left out, how often, and how long it waits for an
+# answer. The first packet of a connection is sent again after 1 s and after 3 s.
+PROBES_MAX = 4
+PROBE_EVERY_S = 15.0
+PROBE_TIMEOUT_S = 5.0
 # The pauses between two attempts of a crash loop: the first one, and the longest.
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0

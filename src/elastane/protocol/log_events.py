@@ -26,6 +26,8 @@ class EventKind(StrEnum):
     NODE_DEPARTED = "node-departed"
     NODE_LEAVING = "node-leaving"
     NODE_RELEASED = "node-released"
+    NODE_LEFT_OUT = "node-left-out"
+    NODE_READMITTED = "node-readmitted"
     NODE_REGISTERED_AGAIN = "node-registered-again"
     ROUND_SETTLED = "round-settled"
     ROUND_RESUMED = "round-resumed"

@@ -11,7 +11,13 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from elastane.protocol.culprits import EVIDENCE_MAX, STACKS_MAX, StandstillEvidence
-from elastane.protocol.limits import COUNT_MAX, FAILURES_MAX, UNANSWERED_MAX, WAITING_MAX
+from elastane.protocol.limits import (
+    COUNT_MAX,
+    FAILURES_MAX,
+    PROBES_MAX,
+    UNANSWERED_MAX,
+    WAITING_MAX,
+)
 from elastane.protocol.model import (
     Assignment,
     CheckpointUse,
@@ -23,6 +29,7 @@ from elastane.protocol.model import (
     LocalRank,
     NodeSpec,
     Outcome,
+    Port,
     PortOffer,
     Seconds,
     Sharding,
@@ -114,6 +121,24 @@ class NodeCopies(msgspec.Struct, frozen=True, kw_only=True):
     replicated: bool = True
 
 
+class Probe(msgspec.Struct, frozen=True):
+    """An address of another node to which an agent tries to connect, since its workers could not.
+
+    `number` is that of the question, so that an answer to an older one is recognised.
+    """
+
+    address: Short
+    port: Port
+    number: Count
+
+
+class ProbeResult(msgspec.Struct, frozen=True):
+    """What an agent found: whether the host at that address answers, be it by a refusal."""
+
+    probe: Probe
+    answers: bool
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """The agent lives. `progress` is the least step count of its workers that report one.
 
@@ -121,7 +146,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     none. `waiting`: where the workers are, once all have waited for others without progress for a
     while. `all_wait`: they have waited for so long that the wait does not end by itself. `paces`:
     the times of the workers' last steps, where known. `unanswered`: addresses that do not answer
-    the workers' connections. `copies`: the newest copies of their state.
+    the workers' connections. `copies`: the newest copies of their state. `probed`: what the last
+    probes found that the coordinator has asked for.
     """
 
     fence: Fence | None = None
@@ -132,6 +158,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     paces: tuple[Pace, ...] = ()
     unanswered: Annotated[tuple[Short, ...], msgspec.Meta(max_length=UNANSWERED_MAX)] = ()
     copies: NodeCopies | None = None
+    probed: Annotated[tuple[ProbeResult, ...], msgspec.Meta(max_length=PROBES_MAX)] = ()
 
     def __post_init__(self) -> None:
         if len(self.waiting) > WAITING_MAX:
@@ -407,9 +434,13 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Answer to a heartbeat. `authority` is False while the coordinator may not decide."""
+    """Answer to a heartbeat. `authority` is False while the coordinator may not decide.
+
+    `probes`: the agent tries these addresses, and reports which of them answer.
+    """
 
     authority: bool
+    probes: Annotated[tuple[Probe, ...], msgspec.Meta(max_length=PROBES_MAX)] = ()
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):

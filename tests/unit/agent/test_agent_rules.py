@@ -15,8 +15,10 @@ from elastane.protocol.effects import (
     StartGroup,
     StopGroup,
     Transmit,
+    TryAddresses,
 )
 from elastane.protocol.events import (
+    AddressesTried,
     GroupAble,
     GroupDrained,
     GroupGone,
@@ -30,7 +32,7 @@ from elastane.protocol.events import (
     WorkerLost,
     WorkerSucceeded,
 )
-from elastane.protocol.limits import ISOLATION_GRACE_S, Timing
+from elastane.protocol.limits import ISOLATION_GRACE_S, PROBE_EVERY_S, Timing
 from elastane.protocol.messages import (
     Alive,
     Assign,
@@ -43,6 +45,8 @@ from elastane.protocol.messages import (
     Join,
     Leave,
     Marked,
+    Probe,
+    ProbeResult,
     Release,
     Returned,
     Stop,
@@ -559,3 +563,40 @@ def test_a_group_that_succeeded_runs_again_when_a_later_worker_gets_a_place():
     after = msgspec.structs.replace(first, fence=Fence(4, 0), workers=(1,), in_place=True)
     agent.told(Assign(after))
     assert agent.core.group.phase == "running"
+
+
+def test_an_agent_tries_the_addresses_that_it_is_asked_for_and_reports_what_answers():
+    agent = Agent()
+    probe = Probe("10.0.0.2", 7001, 1)
+    agent.told(Alive(True, (probe,)))
+    assert agent.effect(TryAddresses).probes == (probe,)
+    agent.does(AddressesTried((ProbeResult(probe, True),)))
+    agent.passes(1.0)
+    assert [beat.probed for beat in agent.sent(Heartbeat)] == [(ProbeResult(probe, True),)]
+    agent.told(Alive(True))
+    agent.passes(1.0)
+    assert [beat.probed for beat in agent.sent(Heartbeat)] == [()], "it is no longer asked for"
+
+
+def test_an_agent_tries_addresses_no_more_often_than_it_should_whatever_it_is_asked():
+    agent = Agent()
+    tried_s = []
+    while agent.now_s < 60.0:
+        number = int(agent.now_s)
+        agent.told(Alive(True, (Probe("10.0.0.2", 7001, number),)))
+        if found := agent.effect(TryAddresses):
+            tried_s.append(agent.now_s)
+            agent.does(AddressesTried(tuple(ProbeResult(p, False) for p in found.probes)))
+        agent.now_s += 0.5
+    assert len(tried_s) == 60 / PROBE_EVERY_S
+
+
+def test_what_a_probe_found_for_another_coordinator_is_not_reported():
+    agent = Agent()
+    probe = Probe("10.0.0.2", 7001, 1)
+    agent.told(Alive(True, (probe,)))
+    agent.does(Unlinked("gone"))
+    agent.does(Linked())
+    agent.does(AddressesTried((ProbeResult(probe, True),)))
+    agent.passes(1.0)
+    assert [beat.probed for beat in agent.sent(Heartbeat)] == [()]

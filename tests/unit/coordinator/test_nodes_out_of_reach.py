@@ -4,20 +4,22 @@ import random
 
 import pytest
 from coordinator_driver import Driver, job_spec
-from test_in_place_recovery import able, in_place, kinds
+from test_in_place_recovery import able, dies, in_place, kinds
 
 from elastane.coordinator.rules.cuts import surplus
 from elastane.protocol.culprits import ProcessFacts, StandstillEvidence
-from elastane.protocol.limits import LEFT_OUT_FIRST_S, LOST_PEER_S
+from elastane.protocol.limits import LEFT_OUT_FIRST_S, LEFT_OUT_MAX_S, LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Able,
+    Alive,
     Close,
     Drain,
     Heartbeat,
     Interrupt,
     Lost,
     Prepare,
+    ProbeResult,
     StandstillReport,
     Stop,
 )
@@ -59,6 +61,32 @@ def let_in(job, node_id, others):
         job.drains(other)
     able(job, *others, node_id)
     job.passes(10.0, alive=[*others, node_id])
+
+
+def apart(nodes="abc", **more):
+    """A job in place that has left c out, since b and c do not reach each other."""
+    job = in_place(nodes=nodes, **more)
+    for node_id in nodes:
+        stands(job, node_id, *{"b": "c", "c": "b"}.get(node_id, ""))
+    able(job, *nodes)
+    job.inbox.clear()
+    return job
+
+
+def probes(job, node_id):
+    """What the coordinator asks an agent to try, in its answer to a heartbeat."""
+    job.says(node_id, Heartbeat())
+    return job.got(node_id, Alive)[-1].probes
+
+
+def finds(job, node_id, *, answers):
+    """The agent reports what its probes found."""
+    results = tuple(ProbeResult(probe, answers) for probe in probes(job, node_id))
+    job.says(node_id, Heartbeat(probed=results))
+
+
+def readmitted(job):
+    return [event.node_id for event in job.events if event.kind is EventKind.NODE_READMITTED]
 
 
 def reasons(job, kind):
@@ -106,6 +134,127 @@ def test_a_node_that_was_left_out_before_is_left_out_at_once_and_for_twice_as_lo
     assert not job.got("a", Drain)
     let_in(job, "c", "ab")
     assert members(job) == ["a", "b", "c"]
+
+
+def test_the_agents_of_a_pair_probe_the_addresses_that_did_not_answer():
+    job = apart()
+    assert [probe.address for probe in probes(job, "b")] == [address(job, "c")]
+    assert [probe.address for probe in probes(job, "c")] == [address(job, "b")]
+    assert probes(job, "a") == ()
+    [told] = [event for event in job.events if event.kind is EventKind.NODE_LEFT_OUT]
+    assert told.node_id == "c" and "node b does not reach node c at 10.0.0.3" in told.reason
+    assert told.data == {"pause_s": LEFT_OUT_FIRST_S, "probes": 2}
+
+
+def test_a_node_joins_again_at_once_when_all_probes_are_answered():
+    job = apart()
+    finds(job, "b", answers=True)
+    assert not readmitted(job), "c has not reported"
+    finds(job, "c", answers=True)
+    assert readmitted(job) == ["c"]
+    assert probes(job, "b") == probes(job, "c") == ()
+    let_in(job, "c", "ab")
+    assert members(job) == ["a", "b", "c"]
+
+
+def test_a_node_stays_out_beyond_its_pause_while_a_probe_is_not_answered():
+    job = apart()
+    finds(job, "b", answers=True)
+    finds(job, "c", answers=False)
+    job.passes(LEFT_OUT_FIRST_S + 10, alive="abc")
+    assert not readmitted(job)
+    finds(job, "c", answers=True)
+    assert readmitted(job) == ["c"]
+
+
+def test_a_probe_that_is_never_answered_keeps_a_node_out_for_an_hour_at_most():
+    job = apart()
+    finds(job, "c", answers=False)
+    began_s = job.now_s
+    while not readmitted(job):
+        job.now_s += 1.0
+        for node_id in "abc":
+            job.says(node_id, Heartbeat())
+    assert job.now_s - began_s == pytest.approx(LEFT_OUT_MAX_S, abs=2.0)
+
+
+def test_a_probe_of_a_node_that_has_gone_holds_nobody_back():
+    job = apart(nodes="abcd", high=4)
+    finds(job, "c", answers=False)
+    job.breaks("b")
+    able(job, "a", "d")
+    job.passes(LEFT_OUT_FIRST_S - 10, alive="acd")
+    assert not readmitted(job)
+    job.passes(20, alive="acd")
+    assert readmitted(job) == ["c"]
+
+
+def test_a_link_that_comes_and_goes_stops_the_others_seldom():
+    job = apart()
+    finds(job, "b", answers=True), finds(job, "c", answers=True)
+    let_in(job, "c", "ab")
+    for node_id, others in (("a", ()), ("b", "c"), ("c", "b")):
+        stands(job, node_id, *others, met=True)
+    able(job, "a", "b", "c")
+    finds(job, "b", answers=True), finds(job, "c", answers=True)
+    job.passes(LEFT_OUT_FIRST_S - 10, alive="abc")
+    assert readmitted(job) == ["c"], "the second pause is longer, also with an answer"
+    job.passes(20, alive="abc")
+    assert readmitted(job) == ["c", "c"]
+
+
+def test_an_answer_to_an_earlier_question_counts_for_nothing():
+    job = apart()
+    old = [(each, probes(job, each)) for each in "bc"]
+    for node_id, asked in old:
+        job.says(node_id, Heartbeat(probed=tuple(ProbeResult(p, True) for p in asked)))
+    let_in(job, "c", "ab")
+    for node_id, others in (("a", ()), ("b", "c"), ("c", "b")):
+        stands(job, node_id, *others, met=True)
+    able(job, "a", "b", "c")
+    for node_id, asked in old:
+        job.says(node_id, Heartbeat(probed=tuple(ProbeResult(p, False) for p in asked)))
+    job.passes(2 * LEFT_OUT_FIRST_S + 10, alive="abc")
+    assert readmitted(job) == ["c", "c"]
+
+
+def test_a_firewall_that_refuses_connections_would_answer_a_probe_so_none_is_made():
+    job = in_place(nodes="abc")
+    said = GLOO.format(address(job, "c")).replace("No route to host", "Connection refused")
+    for _ in range(2):  # The first world is followed by one of the same nodes.
+        job.says("b", Lost(fence=job.assigned["b"].fence, reason=said))
+        job.passes(LOST_PEER_S + 0.5, alive="abc")
+        able(job, "a", "b", "c")
+    assert members(job) == ["a", "b"]
+    assert probes(job, "b") == probes(job, "c") == ()
+    job.passes(LEFT_OUT_FIRST_S + 10, alive="abc")
+    assert readmitted(job) == ["c"]
+
+
+def without_state():
+    """A job of b and c: b is ranked first, and its one worker has no state."""
+    job = in_place(nodes="bc", min_workers=1)
+    for node_id in "bc":
+        stands(job, node_id, met=True)
+    dies(job, "b", 0, 1)
+    able(job, "b", workers=(1,)), able(job, "c"), able(job, "b")
+    job.passes(1.2, alive="bc")
+    for node_id in "bc":
+        job.marks(node_id, 5), job.drains(node_id)
+    able(job, "b"), able(job, "c")
+    dies(job, "b", 1, 2)
+    assert members(job) == ["b", "c"]
+    able(job, "b", workers=(0,)), able(job, "c")
+    return job
+
+
+def test_of_two_nodes_the_one_without_the_state_is_left_out():
+    job = without_state()
+    for node_id, other in (("b", "c"), ("c", "b")):
+        stands(job, node_id, other)
+    job.passes(0.5, alive="bc")
+    [told] = [event for event in job.events if event.kind is EventKind.NODE_LEFT_OUT]
+    assert told.node_id == "b", "c alone has made steps"
 
 
 @pytest.mark.parametrize("stays", [1, 2])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from elastane.protocol.limits import Timing
+from elastane.protocol.limits import LEFT_OUT_FIRST_S, LEFT_OUT_MAX_S, Timing
 from elastane.protocol.model import World
+
+# No exponent is larger, so that no float overflows.
+_DOUBLINGS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,20 +221,75 @@ class JoiningTries:
 
 
 @dataclass(slots=True)
+class SilentPair:
+    """A node and an address that did not answer it; `other` is the node there.
+
+    `answers`: what the last probe found; None while none has ended.
+    """
+
+    asking: str
+    other: str
+    address: str
+    answers: bool | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class LeftOutNode:
+    """A node that joins no world until `until_s`, since other members do not reach it.
+
+    From `trusted_from_s` on it may join once all its `pairs` answer, and until `latest_s` it may
+    not while one does not. `number` tells this time from all others.
+    """
+
+    number: int
+    trusted_from_s: float
+    until_s: float
+    latest_s: float
+    pairs: tuple[SilentPair, ...]
+
+
+@dataclass(slots=True)
 class LeftOut:
     """Nodes that join no world, since other members do not reach them; `cuts` has the rules."""
 
-    until_s: dict[str, float] = field(default_factory=dict)  # by node id
+    nodes: dict[str, LeftOutNode] = field(default_factory=dict)  # by node id
     times: Counter[str] = field(default_factory=Counter)  # how often each was left out
+    _number: int = 0
+    # The pairs to be probed of each node that asks, with the number of the node left out.
+    _asked: dict[str, list[tuple[int, SilentPair]]] = field(default_factory=dict)
 
-    def add(self, node_id: str, until_s: float) -> None:
-        """Record that a node is left out until then."""
-        self.until_s[node_id] = until_s
+    def add(self, node_id: str, now_s: float, pairs: tuple[SilentPair, ...]) -> LeftOutNode:
+        """Record that a node is left out from now on, for twice as long as the last time."""
+        doublings = min(self.times[node_id], _DOUBLINGS_MAX)
+        pause_s = min(LEFT_OUT_MAX_S, LEFT_OUT_FIRST_S * 2.0**doublings)
+        self._number += 1
         self.times[node_id] += 1
+        self.nodes[node_id] = left = LeftOutNode(
+            number=self._number,
+            # A link that comes and goes stops the others seldom: a report counts at once only the
+            # first time, and after that when the last pause would have ended.
+            trusted_from_s=now_s + (pause_s / 2 if doublings else 0.0),
+            until_s=now_s + pause_s,
+            latest_s=now_s + LEFT_OUT_MAX_S,
+            pairs=pairs,
+        )
+        self._index()
+        return left
 
     def readmit(self, node_id: str) -> None:
         """Record that a node may join again."""
-        del self.until_s[node_id]
+        del self.nodes[node_id]
+        self._index()
+
+    def asked_of(self, node_id: str) -> Sequence[tuple[int, SilentPair]]:
+        """Return the pairs that this node is to probe, each with its number."""
+        return self._asked.get(node_id, ())
+
+    def _index(self) -> None:
+        self._asked = {}
+        for left in self.nodes.values():
+            for pair in left.pairs:
+                self._asked.setdefault(pair.asking, []).append((left.number, pair))
 
 
 @dataclass(slots=True)

@@ -4,9 +4,13 @@ No world with both nodes of such a pair makes a step: a firewall, a wrong networ
 path is between them. Agents report the addresses that do not answer their workers' connections, and
 workers report the address to which they could not connect. A world whose workers had met is
 followed by one of the same members, because only its connections may be dead. Otherwise the job
-continues without the nodes that most others do not reach, if enough nodes are left. Each of them
-may join again after a pause, which doubles. If too few would be left, the worlds are tried again,
-and the job ends once none has made a step for join_timeout.
+continues without the nodes that most others do not reach, if enough nodes are left. If too few
+would be left, the worlds are tried again, and the job ends once none has made a step for
+join_timeout.
+
+A node that is left out may join again after a pause, which doubles. Meanwhile the agent that did
+not reach the other one probes that address. Once it answers, the pause is over, the first time at
+once; while it does not, the node stays out for longer than its pause, up to LEFT_OUT_MAX_S.
 """
 
 from __future__ import annotations
@@ -16,11 +20,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from elastane.coordinator.rules import next_world, sizing
+from elastane.coordinator.rules.changes import LeftOutNode, SilentPair
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.nodes import KnownNode, named
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.diagnosis import is_lost_peer, unreached_address
-from elastane.protocol.limits import LEFT_OUT_FIRST_S, LEFT_OUT_MAX_S
+from elastane.protocol.limits import PROBES_MAX
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import Probe, ProbeResult
 
 # What lets them continue; the incident and the log show it.
 ADVICE = (
@@ -30,17 +37,21 @@ ADVICE = (
 )
 # A text names this many pairs; more help no reader.
 _NAMED_MAX = 4
-# No exponent is larger, so that no float overflows.
-_DOUBLINGS_MAX = 16
+# The pairs of one node that is left out that are probed; the others count as reached with them.
+_PROBED_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """An address that does not answer a member; `other` is its node, empty if none is known."""
+    """An address that does not answer a member; `other` is its node, empty if none is known.
+
+    `refuses`: a connection to it was refused, perhaps by a firewall, which would answer a probe.
+    """
 
     node: str
     other: str
     address: str
+    refuses: bool = False
 
     @property
     def text(self) -> str:
@@ -52,7 +63,9 @@ class Unanswered:
 def found(state: State) -> list[Unanswered]:
     """Return the addresses that do not answer members of the current world."""
     pairs = [
-        Unanswered(node.id, _node_at(state, node, address), address)
+        Unanswered(
+            node.id, _node_at(state, node, address), address, node.progress.is_refused_by(address)
+        )
         for node in state.roster.members()
         for address in node.progress.unreached
     ]
@@ -122,19 +135,68 @@ def stands_still(state: State) -> bool:
 
 def readmit(state: State) -> None:
     """Let nodes join again whose pause is over, or without which there are too few."""
-    for node_id, until_s in [*state.left_out.until_s.items()]:
+    for node_id, left in [*state.left_out.nodes.items()]:
         node = state.roster.nodes.get(node_id)
-        if state.now_s >= until_s or (node is not None and _is_needed(state)):
+        why = _why_readmitted(state, left)
+        if not why and node is not None and _is_needed(state):
+            why = "the job has too few nodes without it"
+        if why:
             state.left_out.readmit(node_id)
             if node is not None:
+                state.log(EventKind.NODE_READMITTED, why, node_id)
                 node.let_in()
                 state.roster.reindex(node)
                 state.gathering.note_arrival(state.now_s)
             continue
-        state.queue.wait_until(until_s)
+        state.queue.wait_until(_next_s(state, left))
         if node is not None and not node.is_left_out:
             node.leave_out()  # Its agent has registered again.
             state.roster.reindex(node)
+
+
+def probes(state: State, node: KnownNode) -> tuple[Probe, ...]:
+    """Return the addresses that the agent of `node` is to probe, for nodes that are left out."""
+    found = list[Probe]()
+    for number, pair in state.left_out.asked_of(node.id)[:PROBES_MAX]:
+        other = state.roster.nodes.get(pair.other)
+        if other is not None and other.session is not None:
+            found.append(Probe(pair.address, other.offer.port, number))
+    return tuple(found)
+
+
+def record_probes(state: State, node: KnownNode, results: Sequence[ProbeResult]) -> bool:
+    """Record what an agent's probes found; return whether that is new."""
+    found = {(each.probe.number, each.probe.address): each.answers for each in results}
+    is_new = False
+    for number, pair in state.left_out.asked_of(node.id):
+        answers = found.get((number, pair.address), pair.answers)
+        is_new = is_new or answers is not pair.answers
+        pair.answers = answers
+    return is_new
+
+
+def _why_readmitted(state: State, left: LeftOutNode) -> str:
+    """Return why a node may join again; empty if it may not."""
+    here = [pair for pair in left.pairs if _are_here(state, pair)]
+    names = ", ".join(f"{pair.asking} to {pair.other} at {pair.address}" for pair in here)
+    if all(pair.answers for pair in here) and len(here) == len(left.pairs) > 0:
+        if state.now_s >= left.trusted_from_s:
+            return f"probes are answered: {names}"
+    elif state.now_s < left.latest_s and any(pair.answers is False for pair in here):
+        return ""
+    return f"its pause is over; did not answer: {names}" * (state.now_s >= left.until_s)
+
+
+def _next_s(state: State, left: LeftOutNode) -> float:
+    """Return when a node may join again if no report comes before."""
+    times = (left.trusted_from_s, left.until_s, left.latest_s)
+    return min(at_s for at_s in times if at_s > state.now_s)
+
+
+def _are_here(state: State, pair: SilentPair) -> bool:
+    """Whether both nodes of a pair are in the job; otherwise its last probe says nothing."""
+    ends = [state.roster.nodes.get(node_id) for node_id in (pair.asking, pair.other)]
+    return all(node is not None and node.session is not None for node in ends)
 
 
 def _is_needed(state: State) -> bool:
@@ -146,7 +208,9 @@ def _is_needed(state: State) -> bool:
 
 def _leave_out(state: State, pairs: Sequence[Unanswered], *, had_met: bool) -> str:
     assert state.world is not None
-    order = [member.node_id for member in state.world.members]
+    # Of two, the one without the state is left out: the others could only begin again without it.
+    holders = {node.id for node in state.roster.members() if node.holds_state}
+    order = sorted((m.node_id for m in state.world.members), key=lambda i: i not in holders)
     known = [(each.node, each.other) for each in pairs if {each.node, each.other} <= {*order}]
     chosen = [state.roster.nodes[node_id] for node_id in surplus(known, order)]
     if not chosen or (had_met and not any(state.left_out.times[node.id] for node in chosen)):
@@ -156,11 +220,21 @@ def _leave_out(state: State, pairs: Sequence[Unanswered], *, had_met: bool) -> s
         _mark(state, chosen, left_out=False)
         return ""
     for node in chosen:
-        doublings = min(state.left_out.times[node.id], _DOUBLINGS_MAX)
-        pause_s = min(LEFT_OUT_MAX_S, LEFT_OUT_FIRST_S * 2.0**doublings)
-        state.left_out.add(node.id, state.now_s + pause_s)
+        probed = _probed(pairs, node.id)
+        left = state.left_out.add(node.id, state.now_s, probed)
+        own = text([each for each in pairs if node.id in (each.node, each.other)])
+        data = {"pause_s": left.until_s - state.now_s, "probes": len(probed)}
+        state.log(EventKind.NODE_LEFT_OUT, own, node.id, **data)
     ids = [node.id for node in chosen]
     return f"{text(pairs)}; the job continues without {named(ids)}; {ADVICE}"
+
+
+def _probed(pairs: Iterable[Unanswered], node_id: str) -> tuple[SilentPair, ...]:
+    """Return the pairs to probe for a node that is left out; none if that proves nothing."""
+    own = [each for each in pairs if each.other and node_id in (each.node, each.other)]
+    if any(each.refuses for each in own):
+        return ()
+    return tuple(SilentPair(each.node, each.other, each.address) for each in own[:_PROBED_MAX])
 
 
 def _mark(state: State, nodes: Iterable[KnownNode], *, left_out: bool) -> None:

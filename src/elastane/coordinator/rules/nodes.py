@@ -196,6 +196,7 @@ class NodeProgress:
     is_stalled: bool = False  # all of them have waited too long
     unanswered: tuple[str, ...] = ()  # addresses that do not answer the workers
     refused: str = ""  # the address to which a worker could not connect
+    refusal_answered: bool = False  # the connection was refused, not left without an answer
     evidence: tuple[StandstillEvidence, ...] = ()  # what each worker shows, once all stand still
     still_s: float = 0.0  # how long they had stood still at that report
     is_early: bool = False  # that evidence serves to find a mismatch alone
@@ -224,9 +225,16 @@ class NodeProgress:
         self.waits_at, self.is_stalled, self.unanswered = waits_at, all_wait, unanswered
         return known != (waits_at, all_wait, unanswered)
 
-    def record_refusal(self, address: str) -> None:
-        """Record the address to which a worker could not connect in the current world."""
-        self.refused = address
+    def record_refusal(self, address: str, *, was_answered: bool) -> None:
+        """Record the address to which a worker could not connect in the current world.
+
+        `was_answered`: by a refusal, which need not come from the other host.
+        """
+        self.refused, self.refusal_answered = address, was_answered
+
+    def is_refused_by(self, address: str) -> bool:
+        """Whether all that is known of an address is that it refused a connection."""
+        return self.refusal_answered and address == self.refused and address not in self.unanswered
 
     @property
     def unreached(self) -> tuple[str, ...]:
@@ -256,7 +264,7 @@ class NodeProgress:
         """Record that the workers entered another world."""
         self.record_steps(now_s, None)
         self.waits_at, self.is_stalled = (), False
-        self.unanswered, self.refused = (), ""
+        self.unanswered, self.refused, self.refusal_answered = (), "", False
         self.record_evidence((), 0.0, early=False)
         self.paces = ()
         self.measured.note(now_s, None)
@@ -476,6 +484,11 @@ class KnownNode:
             return ()
         held = self.workers
         return tuple(i for i in held.ranks if i in held.recoverable and i not in held.lost)
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether a worker holds the state of the current world and can enter another one."""
+        return bool(self.workers.holding_state.intersection(self.survivors))
 
     @property
     def has_lost_all(self) -> bool:

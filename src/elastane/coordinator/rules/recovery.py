@@ -74,7 +74,7 @@ def record_lost_peer(state: State, node: KnownNode, fence: Fence, reason: str) -
     """Record that a worker lost a peer; a report that explains the loss usually follows."""
     if fence == node.fence and node.is_member:
         said = without_noise(reason)
-        node.progress.record_refusal(unreached_address(reason))
+        node.progress.record_refusal(unreached_address(reason), was_answered="refused" in reason)
         state.incidents.note_lost_peer(state.now_s, f"a worker of node {node.id} {said}")
 
 
@@ -269,7 +269,11 @@ def has_survivors(state: State) -> bool:
         # The others of that world end too. Only workers that were no part of it may hold the state.
         staying = [node for node in staying if node.workers.holding_state & {*node.survivors}]
     outside = [state.roster.nodes[i] for i in state.holders.displaced if i in state.roster.nodes]
-    kept = [n for n in outside if state.holders.is_displaced_holder(n) and not n.leaving]
+    kept = [
+        node
+        for node in outside
+        if state.holders.is_displaced_holder(node) and not (node.leaving or node.is_left_out)
+    ]
     return bool(staying or kept) and sizing.hold_whole_state(state, staying + kept)
 
 
@@ -443,7 +447,7 @@ def prepare_standbys(state: State) -> None:
     # The record of the world does not count: a departed node has freed its place, and so has one
     # that is left out.
     here = {node.id for node in state.roster.members()} | state.roster.with_standbys
-    room = sizing.most_nodes(state) - len(here - state.left_out.until_s.keys())
+    room = sizing.most_nodes(state) - len(here - state.left_out.nodes.keys())
     arrived = sorted(state.roster.idle - state.roster.unready)
     for node in sizing.nodes_to_start_afresh(state):
         _start_afresh(state, node, "what its workers hold completes no replica")

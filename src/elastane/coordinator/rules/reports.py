@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from elastane.coordinator.rules import ending, growth, liveness, recovery, stragglers
+from elastane.coordinator.rules import cuts, ending, growth, liveness, recovery, stragglers
 from elastane.coordinator.rules.nodes import KnownNode, Place
 from elastane.coordinator.rules.state import MembershipPhase, State
 from elastane.protocol.diagnosis import (
@@ -54,7 +54,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
     node.connection.hear(state.now_s)
     match message:
         case Heartbeat():
-            state.queue.send(node, Alive(state.term.has_authority))
+            state.queue.send(node, Alive(state.term.has_authority, cuts.probes(state, node)))
             return _beat(state, node, message)
         case Ready():
             _ready(state, node)
@@ -95,7 +95,8 @@ def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     _log_progress(state)
     if state.phase is MembershipPhase.RUNNING:
         stragglers.find_stragglers(state)
-    news = state.holders.record_heartbeat(node, message, state.world)
+    news = cuts.record_probes(state, node, message.probed)
+    news |= state.holders.record_heartbeat(node, message, state.world)
     if not node.progress.record_waiting(message, is_of_now=message.fence == node.fence):
         return news
     state.roster.reindex(node)

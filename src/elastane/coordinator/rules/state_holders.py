@@ -131,7 +131,7 @@ class StateHolders:
 def rules_out_older_worlds(node: KnownNode, world: World | None) -> bool:
     """Whether no world but the current one can make a step without a worker of this node."""
     if _continues_earlier_world(world):
-        return bool(node.workers.holding_state.intersection(node.survivors))
+        return node.holds_state
     return bool(node.survivors)
 
 

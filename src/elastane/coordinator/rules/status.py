@@ -111,6 +111,8 @@ def _state_of(node: KnownNode, member: bool) -> str:
         return "away"
     if node.leaving:
         return "leaving"
+    if node.is_left_out:
+        return "left out"
     if node.fence is None:
         return "candidate" if node.ready else "warming up"
     if member:
