@@ -16,9 +16,9 @@ def test_the_page_of_the_protocol_is_what_happens():
     )
 
 
-def test_the_page_has_twenty_five_situations():
+def test_the_page_has_twenty_six_situations():
     page = PAGE.read_text("utf-8")
-    assert page.count("\n## ") == page.count("```transcript\n> job ") == 25
+    assert page.count("\n## ") == page.count("```transcript\n> job ") == 26
 
 
 def test_a_page_without_its_output_gets_it():

@@ -177,26 +177,23 @@ def record_probes(state: State, node: KnownNode, results: Sequence[ProbeResult])
 
 def _why_readmitted(state: State, left: LeftOutNode) -> str:
     """Return why a node may join again; empty if it may not."""
-    here = [pair for pair in left.pairs if _are_here(state, pair)]
+    nodes = state.roster.nodes  # A node that has gone is in no pair of the next world.
+    here = [pair for pair in left.pairs if pair.asking in nodes and pair.other in nodes]
     names = ", ".join(f"{pair.asking} to {pair.other} at {pair.address}" for pair in here)
-    if all(pair.answers for pair in here) and len(here) == len(left.pairs) > 0:
+    if len(here) == len(left.pairs) > 0 and all(pair.answers for pair in here):
         if state.now_s >= left.trusted_from_s:
             return f"probes are answered: {names}"
     elif state.now_s < left.latest_s and any(pair.answers is False for pair in here):
         return ""
-    return f"its pause is over; did not answer: {names}" * (state.now_s >= left.until_s)
+    if state.now_s < left.until_s:
+        return ""
+    return "its pause is over" + f"; did not answer: {names}" * bool(names)
 
 
 def _next_s(state: State, left: LeftOutNode) -> float:
     """Return when a node may join again if no report comes before."""
     times = (left.trusted_from_s, left.until_s, left.latest_s)
     return min(at_s for at_s in times if at_s > state.now_s)
-
-
-def _are_here(state: State, pair: SilentPair) -> bool:
-    """Whether both nodes of a pair are in the job; otherwise its last probe says nothing."""
-    ends = [state.roster.nodes.get(node_id) for node_id in (pair.asking, pair.other)]
-    return all(node is not None and node.session is not None for node in ends)
 
 
 def _is_needed(state: State) -> bool:
