@@ -1,9 +1,10 @@
-"""A probe finds whether a host answers: a refusal is an answer, silence is none."""
+"""Whether hosts answer: a refusal is an answer, silence is none. What is wrong with our own."""
 
 import asyncio
 import socket
 
-from elastane.process.reach import answers
+from elastane.process import reach
+from elastane.process.reach import answers, doubts_of
 
 
 def probe(address, port, limit_s=60.0):
@@ -43,3 +44,25 @@ def test_no_name_is_looked_up():
         port = server.getsockname()[1]
         assert not probe("localhost", port)
         assert not probe("", port)
+
+
+def test_an_address_of_another_host_and_a_name_without_one_are_named_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(reach, "_LOOKUP_PAUSES_S", (0.01,))
+    said = asyncio.run(doubts_of("192.0.2.1"))
+    assert "--local-addr 192.0.2.1 is 192.0.2.1, and no address of this host (" in said
+    assert "leave the option out" in said
+    said = asyncio.run(doubts_of("no-such-host.invalid"))
+    assert "--local-addr no-such-host.invalid: no address is known for it here" in said
+    assert "next: give an address of this host" in said
+    assert not asyncio.run(doubts_of("localhost"))
+
+
+def test_a_name_that_is_known_a_moment_later_is_no_doubt(monkeypatch):
+    found = iter([((), "not yet"), (("127.0.0.1",), "")])
+
+    async def lookup(_):
+        return next(found)
+
+    monkeypatch.setattr(reach, "_LOOKUP_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(reach, "_lookup", lookup)
+    assert not asyncio.run(doubts_of("late"))

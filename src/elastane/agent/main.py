@@ -46,6 +46,7 @@ from elastane.process import rpc
 from elastane.process.endpoint import Endpoint
 from elastane.process.files import JobRegistry
 from elastane.process.orphan_reaper import MARK_VARIABLE
+from elastane.process.reach import doubts_of
 from elastane.process.tls import TlsConfig
 from elastane.process.unanswered import own_addresses
 from elastane.process.worker_environment import RunFacts, without_secrets
@@ -87,6 +88,12 @@ async def _launch(config: AgentConfig) -> int:
             node.snapshot_server.end_by(exit_.out_by_s)
     report_end(config, exit_)
     return exit_.code
+
+
+async def _warn_of_address(local_addr: str) -> None:
+    """Warn if others may not find this node: their workers would only time out."""
+    if local_addr and (doubts := await doubts_of(local_addr)):
+        _log.warning("%s", doubts)
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,7 @@ class _Agent:
             node.snapshot_server.send_peers()
 
         watch = asyncio.create_task(keyring.watch(changed))
+        check = asyncio.create_task(_warn_of_address(config.node.local_addr))
         notices = self._notice_watch(parts.shell)
         notices.start()
         self._health.start(parts.shell.post)
@@ -158,6 +166,7 @@ class _Agent:
             return await self._run_tasks(parts)
         finally:
             watch.cancel()
+            check.cancel()
             await self._health.close()
             await notices.close()
 
