@@ -123,13 +123,19 @@ def test_prune_keeps_at_least_one_checkpoint(place, capsys, keep):
 
 def test_a_place_without_checkpoints_is_reported(tmp_path, capsys):
     missing = tmp_path / "missing"
-    said = f"no checkpoints at {missing}: there is no such folder\n"
+    said = f"no checkpoints at {missing}: there is no such folder; next: ls {tmp_path}\n"
     assert told(capsys, "ls", missing)[:2] == (0, said)
     assert told(capsys, "ls", tmp_path)[:2] == (0, f"no checkpoints at {tmp_path}\n")
     for act in ("verify", "show"):
         code, _, err = told(capsys, act, missing)
         assert code == 1 and "[checkpoint-unknown]" in err
     assert not missing.exists()
+
+
+def test_an_act_with_another_name_is_told_the_nearest(place, capsys):
+    where, _ = place
+    code, _, err = told(capsys, "list", where)
+    assert code == 2 and "did you mean ls?" in err
 
 
 def test_a_missing_checkpoint_is_reported_by_its_name(place, capsys):

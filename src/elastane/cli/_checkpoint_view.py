@@ -58,8 +58,10 @@ def files(found: FoundCheckpoint) -> list[dict[str, Any]]:
 
 def none_at(where: str) -> str:
     """Return the text for a place without checkpoints; the user may have misspelt the folder."""
-    is_there = "://" in where or Path(where).is_dir()
-    return f"no checkpoints at {where}" + ("" if is_there else ": there is no such folder")
+    if "://" in where or Path(where).is_dir():
+        return f"no checkpoints at {where}"
+    near = next(folder for folder in Path(where).absolute().parents if folder.is_dir())
+    return f"no checkpoints at {where}: there is no such folder; next: ls {near}"
 
 
 def listing(

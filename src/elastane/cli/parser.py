@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from elastane.errors import UsageError
 
+# How argparse names a word that is none of the possible ones; with quotes until Python 3.13.
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+
 
 class VerbParser(argparse.ArgumentParser):
-    """An argparse parser whose mistakes are UsageErrors that name the nearest option."""
+    """An argparse parser whose mistakes are UsageErrors that name the nearest option or choice."""
 
     def error(self, message: str) -> Any:
         """Raise UsageError instead of exiting."""
@@ -25,6 +29,10 @@ class VerbParser(argparse.ArgumentParser):
     def _nearest(self, message: str) -> str:
         import difflib
 
+        if chosen := _CHOICE.search(message):
+            names = [name.strip("' ") for name in chosen[2].split(",")]
+            near = difflib.get_close_matches(chosen[1], names, n=1)
+            return f"did you mean {near[0]}?" if near else ""
         known = list(self._option_string_actions)
         for word in message.split():
             if word.startswith("-"):

@@ -240,8 +240,13 @@ class EventLog:
             self._append(line)
         except OSError as error:
             if not self._lost:
-                _log.warning("event log %s: %s; events are lost until it takes lines again",
-                             self.path, error.strerror or error)  # fmt: skip
+                _log.warning(
+                    "event log %s: %s; events are lost until it takes lines again;"
+                    " next: ls -ld %s; df -h %s",
+                    self.path,
+                    error.strerror or error,
+                    *[self.path.parent] * 2,
+                )
             self._lost += 1
             self._close_file()
 
