@@ -67,6 +67,11 @@ def test_a_malformed_endpoint_is_named(text: str) -> None:
     assert error.value.slug == "endpoint-syntax"
 
 
+def test_a_url_is_told_that_it_is_none_of_an_endpoint() -> None:
+    with pytest.raises(UsageError, match="http:// is no part of an endpoint"):
+        parse_endpoint("http://node0")
+
+
 def test_addresses_of_this_machine_are_its_own_and_others_are_not() -> None:
     assert "127.0.0.1" in local_addresses()
     assert is_mine(["127.0.0.1"])

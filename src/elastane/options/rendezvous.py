@@ -317,10 +317,10 @@ def timing_of(requested: dict[str, float], defaults: Timing | None = None) -> Ti
     faults = check(timing)
     if faults:
         raise ConfigurationError(
-            "durations that cannot hold together: " + "; ".join(faults),
+            "durations that cannot hold: " + "; ".join(faults),
             slug="bad-timing",
             where="--rdzv-conf, --shutdown-timeout or --drain-timeout",
-            next_step="leave one of the two out: its default adapts to the other",
+            next_step="leave out a duration that is named here: its default fits the others",
         )
     return timing
 

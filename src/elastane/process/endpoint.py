@@ -53,6 +53,8 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
     Port 0 selects a free port. Raises UsageError with the value.
     """
     value = text.strip()
+    if "://" in value:
+        raise _usage(text, f"{value.partition('://')[0]}:// is no part of an endpoint")
     match = re.fullmatch(r"\[([^\]]*)\](?::(.*))?", value)
     if match is not None:
         host, port = match[1], match[2]
