@@ -108,7 +108,9 @@ def test_the_agent_reads_what_the_worker_wrote():
     page.close()
 
 
-@pytest.mark.parametrize(("name", "place"), [("__main__", "train.py:2"), ("lib.train", "test_ring.py")])
+@pytest.mark.parametrize(
+    ("name", "place"), [("__main__", "train.py:2"), ("lib.train", "test_ring.py")]
+)
 def test_a_library_that_is_the_program_has_the_line_that_calls(name, place):
     """Started by -m; the frames above it are of the interpreter. Other libraries have a caller."""
     frames = []
