@@ -39,7 +39,7 @@ def render_box(outcome: Outcome, log_dir: str = "", encoding: str = "utf-8") -> 
     if outcome.cause is not None:
         body += _cause_lines(outcome.cause)
     if outcome.before:
-        body += _wrapped("before", f"all workers had just started again: {outcome.before}")
+        body += _wrapped("before", f"another failure, shortly before: {outcome.before}")
     body += _wrapped("exit code", str(outcome.exit_code))
     if outcome.next_step:
         body += _wrapped("next", outcome.next_step)

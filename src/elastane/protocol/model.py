@@ -276,7 +276,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a job ended, as every agent receives it. `failures` are in the order of time, bounded.
 
-    `before`: the incident before the last one, if the workers had started again right before.
+    `before`: the incident before the last one, if the last world had begun right before its end.
     """
 
     ok: bool

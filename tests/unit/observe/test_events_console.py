@@ -183,9 +183,9 @@ def test_box_names_cause_evidence_place_consequences_next_step_and_logs():
         assert part in box, part
 
 
-def test_box_says_that_the_workers_had_just_started_again_after_another_failure():
+def test_box_names_another_failure_that_came_shortly_before_whether_or_not_all_restarted():
     box = render_box(msgspec.structs.replace(outcome(), before="rank 2 ended with SIGKILL"))
-    assert "before      all workers had just started again: rank 2 ended with SIGKILL" in box
+    assert "before      another failure, shortly before: rank 2 ended with SIGKILL" in box
     assert "before " not in render_box(outcome())
 
 

@@ -148,7 +148,7 @@ def _return_of(state: State, incident: Incident) -> Sighting | None:
 
 
 def _before(state: State, incident: Incident, cause: Cause) -> PastIncident:
-    """Return the incident that restarted the workers, if they failed again soon after that.
+    """Return the incident that began this world, if its workers failed soon after that.
 
     If they failed by the same error several times, it is the last one with another error.
     """
