@@ -160,7 +160,7 @@ def test_a_frame_of_80_by_24_shows_state_progress_and_causes():
         "11:46:40",
         "node-b    ● training      1,234      3.2  4-7",
         "INCIDENTS   1 fault, 0 planned changes",
-        "#1   11:53:20  × recovered 2.00 s   Rank 6 on node-b: SIGKILL",
+        "#1   11:53:20  × recovered 3.00 s   Rank 6 on node-b: SIGKILL",
         "WHERE THE TIME WENT   goodput 9",
         "productive ",
         "CHECKPOINTS   1 saved",

@@ -448,13 +448,13 @@ def _course(one: IncidentView, picture: Picture) -> str:
     """Return the state of an incident, and how long it took."""
     if one.state == "fatal":
         return "ended the job"
-    if one.to_s is None:
+    if one.went_on_s is None:
         ended_s = picture.sections.job.ended_s
         if ended_s is not None:
             return "open at the end"
         return f"open for {duration(max(0.0, picture.now_s - one.from_s))}"
     word = "took" if one.kind == "change" else "recovered"
-    return f"{word} {_brief(max(0.0, one.to_s - one.from_s))}"
+    return f"{word} {_brief(max(0.0, one.went_on_s - one.from_s))}"
 
 
 def _brief(seconds: float) -> str:

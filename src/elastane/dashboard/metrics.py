@@ -39,8 +39,6 @@ SETTLE_S = 10.0
 KINDS = ("worker", "node", "failure", "change", *sorted(BESIDE))
 # A stall has a recovery if a worker fails in it.
 _NO_RECOVERY = BESIDE - {"stall"}
-_WORLDS_MAX = 64
-_Fence = tuple[int | None, int | None]
 STATES = (
     "starting", "training", "stalled", "recovering", "waiting", "done", "failed", "stopped",
     "silent",
@@ -85,20 +83,13 @@ class RunTotals:
         self.checkpoints = Counter(saved=0, failed=0)
         self._last = 0
         self._open: set[int] = set()
-        # When the workers of the newest worlds had made their first step.
-        self._trained: dict[_Fence, float] = {}
 
     def note(self, event: LoggedEvent) -> None:
-        """Count an event, if it is a checkpoint's or the first step of a node."""
+        """Count an event, if it is a checkpoint's."""
         if event.kind == EventKind.CHECKPOINT_SAVED:
             self.checkpoints["saved"] += max(1, event.number("saves") or 1)
         elif event.kind == EventKind.CHECKPOINT_FAILED:
             self.checkpoints["failed"] += 1
-        elif event.kind == EventKind.WORKERS_TRAINING:
-            fence = event.round, event.attempt
-            self._trained[fence] = max(event.time_s, self._trained.pop(fence, 0.0))
-            if len(self._trained) > _WORLDS_MAX:
-                del self._trained[next(iter(self._trained))]
 
     def add(self, history: IncidentHistory, now_s: float) -> None:
         """Count what is new in a history, which is of the same run as the one before.
@@ -119,8 +110,7 @@ class RunTotals:
                 self._open.discard(number)
             elif one.to_s is not None and now_s - one.to_s > SETTLE_S:
                 self._open.discard(number)
-                fence = one.to_fence or one.next_fence or (None, None)
-                self.recoveries[one.kind].add(self._trained.get(fence, one.to_s) - one.from_s)
+                self.recoveries[one.kind].add((one.went_on_s or one.to_s) - one.from_s)
 
 
 @dataclass(frozen=True, slots=True)

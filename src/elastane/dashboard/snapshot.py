@@ -127,6 +127,7 @@ class Mark(msgspec.Struct, kw_only=True, omit_defaults=True):
     title: str
     node: str = ""
     rank: int | None = None
+    trained_s: float | None = None
 
 
 class CheckpointsSection(msgspec.Struct, kw_only=True):
@@ -444,6 +445,7 @@ def _mark(one: IncidentView) -> Mark:
         title=one.title,
         node=one.node,
         rank=one.rank,
+        trained_s=one.trained_s,
     )
 
 

@@ -71,7 +71,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     `is_output`: the message is only the end of the worker's output.
     `others`: failed workers after the first one, until the coordinator has found the cause.
     `ended_world`: this stall ended its world. `also_ended`: the newest of the next worlds that
-    ended because of it. `trained`: the next world has made its first step.
+    ended because of it. `trained_s`: when the nodes of the next world had made its first step.
     """
 
     id: int
@@ -99,7 +99,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     standstill: str = ""
     ended_world: bool = False
     also_ended: tuple[int | None, int | None] | None = None
-    trained: bool = False
+    trained_s: float | None = None
     world_before: int = 0
     world_after: int = 0
     # The world that follows it, and the one whose start ended it.
@@ -120,6 +120,11 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     def is_over(self) -> bool:
         """Whether no later event can belong to it."""
         return self.state == "fatal" or (self.state == "recovered" and self.whole_s is not None)
+
+    @property
+    def went_on_s(self) -> float | None:
+        """When training went on, or its workers had started if they report no step."""
+        return self.to_s if self.trained_s is None else self.trained_s
 
 
 class IncidentHistory(msgspec.Struct, frozen=True, kw_only=True):
@@ -360,7 +365,7 @@ def _cause_of_restart(history: IncidentHistory, event: LoggedEvent) -> IncidentV
     Workers of such a world that end for all to restart do so because of that failure.
     """
     last = history.of_world()
-    if last is None or last.kind == "change" or last.state == "fatal" or last.trained:
+    if last is None or last.kind == "change" or last.state == "fatal" or last.trained_s:
         return None
     return last if last.next_fence == (event.round, event.attempt) else None
 
@@ -503,11 +508,15 @@ def _drain_started(history: IncidentHistory, event: LoggedEvent) -> IncidentHist
 
 
 def _first_step(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:
-    """Record that the world after an incident has made its first step."""
-    last = history.of_world()
-    if last is None or last.trained or last.next_fence != (event.round, event.attempt):
+    """Record when a node of the world after an incident has made its first step."""
+    last, fence = history.of_world(), (event.round, event.attempt)
+    if last is None:
         return history
-    return _changed(history, last, trained=True)
+    is_first = last.trained_s is None and fence == last.next_fence
+    if not is_first and (fence != last.to_fence or last.trained_s is None):
+        return history
+    made_s = event.time_s - event.measure("age_s")
+    return _changed(history, last, trained_s=max(made_s, last.trained_s or made_s))
 
 
 def _stall(history: IncidentHistory, event: LoggedEvent) -> IncidentHistory:

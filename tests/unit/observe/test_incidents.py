@@ -488,3 +488,22 @@ def test_an_incident_knows_whether_its_message_is_only_the_end_of_the_workers_ou
         settled(1, "a", 4), exited(1, round=1, message="hm", output=output)
     ).incidents.listed
     assert (one.message, one.is_output) == ("hm", output)
+
+
+def test_an_incident_lasts_until_all_nodes_of_its_next_world_have_made_a_step():
+    """The world after that, which has the replacement, does not count."""
+    second, third = {"round": 2, "attempt": 0}, {"round": 3, "attempt": 0}
+    events = [
+        settled(1, "a b", 4),
+        exited(1, round=1, time_s=110.0),
+        settled(2, "a b", 3, time_s=110.1),
+        started("a", 1, **second, time_s=110.2),
+        started("b", 2, 3, **second, time_s=110.3),
+        event("workers-training", "a", **second, time_s=111.0, age_s=0.5),
+        event("workers-training", "b", **second, time_s=112.0, age_s=1.0),
+        settled(3, "a b", 4, time_s=113.0),
+        started("a", 1, 4, **third, time_s=113.1),
+        event("workers-training", "a", **third, time_s=114.0),
+    ]
+    went_on = [play(*events[:count]).incidents.listed[0].went_on_s for count in (3, 5, 6, 7, 10)]
+    assert went_on == [None, 110.3, 110.5, 111.0, 111.0]

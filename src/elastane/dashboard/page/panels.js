@@ -54,7 +54,7 @@ function drawRate(job, rates, over, not_here) {
 function drawInterruptions(job, incidents, page) {
   const faults = incidents.filter((one) => one.kind !== "change");
   const lost = faults.filter((one) => one.kind !== "authority" && one.kind !== "difference");
-  const stood = lost.reduce((sum, one) => sum + Math.max(0, (one.to_s ?? (one.state === "open" ? job.ended_s ?? page.now_s : one.from_s)) - one.from_s), 0);
+  const stood = lost.reduce((sum, one) => sum + Math.max(0, (one.trained_s ?? one.to_s ?? (one.state === "open" ? job.ended_s ?? page.now_s : one.from_s)) - one.from_s), 0);
   const kinds = [["worker", "worker"], ["node", "node"], ["stall", "stall"]]
     .map(([kind, word]) => [incidents.filter((one) => one.kind === kind).length, word])
     .filter(([number]) => number)
@@ -64,7 +64,7 @@ function drawInterruptions(job, incidents, page) {
   const allowed = job.restarts_allowed === null ? "" : ` of ${count(job.restarts_allowed)}`;
   fill(
     "answer-lost",
-    element("p", { class: "big" }, faults.length ? count(faults.length) : not_here ? "Not known" : "Nothing", faults.length ? element("small", { text: `${faults.length === 1 ? "incident" : "incidents"}, ${duration(stood)} ${lost.some((one) => one.state === "open") && job.ended_s === null ? "so far" : lost.some((one) => one.state !== "recovered") ? "in all" : "until workers ran again"}` }) : null),
+    element("p", { class: "big" }, faults.length ? count(faults.length) : not_here ? "Not known" : "Nothing", faults.length ? element("small", { text: `${faults.length === 1 ? "incident" : "incidents"}, ${duration(stood)} ${lost.some((one) => one.state === "open") && job.ended_s === null ? "so far" : lost.some((one) => one.state !== "recovered") ? "in all" : lost.some((one) => one.trained_s) ? "until training went on" : "until workers ran again"}` }) : null),
     account?.causes.length ? element("p", {}, "Goodput ", element("b", { text: share(account.goodput) }), kinds.length ? ` · ${kinds.join(" · ")}` : "") : null,
     not_here ? element("p", { class: "quiet", text: `${not_here[0].toUpperCase()}${not_here.slice(1)}.` }) : null,
     not_here && !job.is_live ? null : element("p", { class: "quiet", text: `${count(job.restarts_used)}${allowed} restarts of the budget used${changes ? ` · ${plural(changes, "planned change")}` : ""}` }),
@@ -201,12 +201,13 @@ function cost(one, job) {
   // Of an incident that ended no world, such as a coordinator that could not reach its store.
   const stays = ["authority", "difference", "stall"].includes(one.kind) && !one.ended_world;
   const until = one.state === "fatal" ? "until the job ended" : stays ? "until it was over" : "until the next world's workers had started";
-  const parts = [[found, "until it was detected"], [stood - found, until]];
+  const trained = one.trained_s === null ? 0 : Math.max(0, one.trained_s - one.to_s);
+  const parts = [[found, "until it was detected"], [stood - found, until], [trained, "until its first step"]];
   const words = one.whole_s !== null && one.whole_s > one.to_s ? ` All ${count(one.world_before)} workers again after ${duration(one.whole_s - one.from_s)}.` : "";
   const bar = element("div", { class: "phases", "aria-hidden": "true" });
-  for (const [seconds] of parts) { const part = element("i"); part.style.flexGrow = String(1 + (1000 * seconds) / Math.max(stood, 1e-9)); bar.append(part); }
-  const told = one.kind === "change" ? " from its announcement until the next world's workers had started." : ` ${parts.filter(([seconds]) => seconds > 0).map(([seconds, text]) => `${duration(seconds)} ${text}`).join(", ")}.`;
-  return [element("b", { text: duration(stood) }), element("span", { class: "quiet", text: told + words }), one.kind === "change" ? null : bar].filter(Boolean);
+  for (const [seconds] of parts) { const part = element("i"); part.style.flexGrow = String(1 + (1000 * seconds) / Math.max(stood + trained, 1e-9)); bar.append(part); }
+  const told = one.kind === "change" ? ` from its announcement until ${trained ? "the next world's first step" : "the next world's workers had started"}.` : ` ${parts.filter(([seconds]) => seconds > 0).map(([seconds, text]) => `${duration(seconds)} ${text}`).join(", ")}.`;
+  return [element("b", { text: duration(stood + trained) }), element("span", { class: "quiet", text: told + words }), one.kind === "change" ? null : bar].filter(Boolean);
 }
 
 function nextCommand(job, one) {
