@@ -96,12 +96,21 @@ def main(args: argparse.Namespace) -> int:
     job = RunningJob(args.job, JobRegistry(runtime_folder(environment.snapshot())))
     print(f"seed {seed}: {len(plan.faults)} faults into {job.job}", flush=True)
     try:
-        plan.run(job, lambda text: print(text, flush=True))
+        left_out = len(plan.faults) - len(plan.run(job, lambda text: print(text, flush=True)))
+        if left_out:
+            print(_left_out_line(left_out, args.keep), flush=True)
         is_well = _await_training(job)
     finally:
         job.close()
     print("\n".join(_summary(job)))
     return int(ExitCode.DONE if is_well else ExitCode.WORKER_FAILED)
+
+
+def _left_out_line(count: int, keep: int) -> str:
+    from elastane.protocol.words import counted
+
+    few = f"fewer than {counted(keep, 'node')} would have been left here"
+    return f"{counted(count, 'fault')} left out: no target was there, or {few}"
 
 
 def _await_training(job: RunningJob) -> bool:
