@@ -107,6 +107,12 @@ class Driver:
                 self.says(node_id, Heartbeat())
             self.handle(Tick())
 
+    def meets(self, *node_ids):
+        """Report that the workers of these nodes have met in the current world."""
+        for node_id in node_ids:
+            fence = self.assigned[node_id].fence
+            self.says(node_id, Heartbeat(fence=fence, met=fence.round))
+
     def breaks(self, node_id, *, clean=True):
         return self.handle(Broken(self.sessions[node_id][-1], "EOF", clean=clean))
 

@@ -89,6 +89,7 @@ def test_survivors_continue_alone_and_the_lost_worker_is_charged_and_replaced():
     ]
     assert regrouped(job, "a") == (Fence(2, 0), 0, (1,), 3)
     assert job.persisted[-1].restarts_used == 1
+    job.meets("a", "b")
     assert "continues with 3 of 4 workers" in reasons(job, EventKind.WAITING)
 
 

@@ -6,6 +6,7 @@ from test_restarts import crash
 
 from elastane.coordinator.rules import growth
 from elastane.coordinator.rules.incident import SAME_CRASHES_MAX
+from elastane.errors import ExitCode
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Assign,
@@ -45,8 +46,22 @@ def test_a_world_that_shrinks_uses_no_restart_and_says_what_is_missing():
     dies(job, "a", local_rank=0)
     assert job.persisted[-1].world.fence == Fence(2, 0)
     assert job.persisted[-1].restarts_used == 0
-    waiting = [event.reason for event in job.events if event.kind == EventKind.WAITING]
-    assert any(reason.startswith("continues with 3 of 4 workers") for reason in waiting), waiting
+    job.meets("a", "b")
+    assert reasons(job, EventKind.WAITING)[0] == "continues with 3 of 4 workers"
+
+
+def test_a_world_that_shrinks_says_that_it_continues_once_all_its_workers_have_agreed_to():
+    job = shrinking(min_workers=1)
+    dies(job, "a", local_rank=0)
+    able(job, "a", workers=(1,), joining=Joining.NEVER)
+    job.meets("a")
+    assert not reasons(job, EventKind.WAITING)
+    ended = Failure(local_rank=0, rank=1, pid=4244, exit_code=ExitCode.TRY_AGAIN)
+    job.says("b", Failed(fence=job.assigned["b"].fence, failures=(ended,)))
+    job.stops("a", "b")
+    assert job.ranks() == ["a", "b"] and not job.assigned["a"].in_place
+    job.passes(2.0, alive="ab")
+    assert not reasons(job, EventKind.WAITING)
 
 
 def test_a_worker_that_was_left_out_does_not_come_back_in_place():
@@ -107,6 +122,7 @@ def shrunk(**more):
     job = shrinking(min_workers=1, **more)
     dies(job, "a", local_rank=0)
     able(job, "a", workers=(1,), joining=Joining.NEVER)
+    job.meets("a", "b")
     job.inbox.clear()
     return job
 
@@ -127,6 +143,15 @@ def reasons(job, kind):
 
 
 SOON = {"timing": {"growth_interval_s": 0.0}}
+
+
+def test_a_checkpoint_of_a_world_that_shrank_shows_that_its_workers_agreed_to_continue():
+    job = shrinking(min_workers=1, **SOON)
+    dies(job, "a", local_rank=0)
+    able(job, "a", workers=(1,), joining=Joining.NEVER)
+    checkpoints(job)
+    assert reasons(job, EventKind.WAITING)[0] == "continues with 3 of 4 workers"
+    assert job.phase == "draining"
 
 
 def test_a_checkpoint_lets_all_workers_restart_with_those_that_wait():
@@ -162,6 +187,7 @@ def grown():
 def loses_another(job):
     dies(job, "a", local_rank=0)
     able(job, "a", workers=(1,), joining=Joining.NEVER)
+    job.meets("a", "b")
     job.inbox.clear()
 
 
@@ -362,6 +388,7 @@ def grows(job, wait_s=0.0, lost=0):
     """Let all workers restart at a checkpoint after a worker of node a was lost."""
     dies(job, "a", local_rank=0, pid=5000 + lost)
     able(job, "a", workers=(1,), joining=Joining.NEVER)
+    job.meets("a", "b")
     job.passes(wait_s, alive="ab")
     checkpoints(job)
     if job.phase != "draining":
@@ -403,6 +430,7 @@ def test_a_pause_after_failed_growths_has_a_bound():
     assert grows(job, lost=1)
     dies(job, "a", local_rank=0, pid=5002)  # A growth that failed; twice the interval is too long.
     able(job, "a", workers=(1,), joining=Joining.NEVER)
+    job.meets("a", "b")
     job.now_s += growth.PAUSE_MAX_S - 1.0
     checkpoints(job)
     assert job.phase == "running"

@@ -55,6 +55,8 @@ def record_checkpoint(state: State, where: str, *, resumed: bool) -> None:
 
 def growth_due(state: State) -> PlannedGrowth | None:
     """Return the growth for which all workers restart now; None: there is none, or not yet."""
+    if state.worlds.shrunk_from:
+        return None  # The workers have not agreed to continue: they may all restart now.
     growth = state.growth
     checkpoint = growth.pop_checkpoint()
     workers, nodes = _waiting(state)

@@ -378,13 +378,29 @@ def commit_when_enough(state: State) -> bool:
 
 
 def _commit(state: State, before: World, found: list[sizing.NodeWorkers], why: str) -> None:
-    """Commit the next world; log if it has fewer workers until a planned change."""
+    """Commit the next world; note if it has fewer workers until a planned change."""
     when = next_world.joining(state)
     next_world.commit(state, found, why)
-    size = sum(len(one.workers) for one in found)
-    if when is not Joining.ANYTIME and size < before.world_size:
-        reason = f"continues with {size} of {before.world_size} workers"
-        state.log(EventKind.WAITING, reason, trains=True)
+    if when is not Joining.ANYTIME and sum(len(one.workers) for one in found) < before.world_size:
+        state.worlds.note_shrunk(before)
+
+
+def log_shrunk(state: State, *, is_agreed: bool = False) -> bool:
+    """Log that a world continues with fewer workers, once these agree to; return whether it does.
+
+    Before that they may ask for a restart of all, since a lost worker cannot be missed. They agree
+    as they meet; `is_agreed`: a step of this world proves it.
+    """
+    before, world = state.worlds.shrunk_from, state.world
+    if not before or world is None or state.phase is not MembershipPhase.RUNNING:
+        return False
+    have_met = all(node.progress.met == world.fence.round for node in state.roster.members())
+    if not (have_met or is_agreed):
+        return False
+    state.worlds.note_continued()
+    reason = f"continues with {world.world_size} of {before} workers"
+    state.log(EventKind.WAITING, reason, trains=True)
+    return True
 
 
 def _wait(state: State, workers: int, needed: int) -> bool:

@@ -97,10 +97,10 @@ def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
         stragglers.find_stragglers(state)
     news = cuts.record_probes(state, node, message.probed)
     news |= state.holders.record_heartbeat(node, message, state.world)
-    if not node.progress.record_waiting(message, is_of_now=message.fence == node.fence):
-        return news
-    state.roster.reindex(node)
-    return True
+    is_new = node.progress.record_waiting(message, is_of_now=message.fence == node.fence)
+    if is_new:
+        state.roster.reindex(node)
+    return recovery.log_shrunk(state) or is_new or news
 
 
 def _log_progress(state: State) -> None:
@@ -151,6 +151,7 @@ def _record_workers(
             recovery.record_lost_peer(state, node, fence, reason)
         case Checkpointed(fence=fence) if node.is_of(fence) and node.is_member:
             growth.record_checkpoint(state, message.where, resumed=message.resumed)
+            recovery.log_shrunk(state, is_agreed=True)
         case StandstillReport(fence=fence) if fence == node.fence:
             node.progress.record_evidence(message.evidence, message.still_s, early=message.early)
             state.incidents.standstill.note()

@@ -55,6 +55,9 @@ class WorldHistory:
     # Whether it may still train somewhere: no member is known to be without its workers.
     intact: bool = False
     all_released: bool = False  # the last node was released, and no worker of it is left
+    # The size of the world that the current one has replaced with fewer workers, until these have
+    # agreed to continue; 0 otherwise. They may all restart instead.
+    shrunk_from: int = 0
     highest_fence: Fence | None = None  # the highest that any agent ever reported
     unrecorded: UnrecordedWorld | None = None
     # The node ids of one world, kept by `has_place`.
@@ -105,6 +108,15 @@ class WorldHistory:
         """Make `world` the current one."""
         self.current, self.began_s, self.highest_fence = world, now_s, world.fence
         self.intact, self.all_released = True, False
+        self.shrunk_from = 0
+
+    def note_shrunk(self, before: World) -> None:
+        """Record that the current world has fewer workers than the one before."""
+        self.shrunk_from = before.world_size
+
+    def note_continued(self) -> None:
+        """Record that the workers of the current world have agreed to continue."""
+        self.shrunk_from = 0
 
     def resume(self, now_s: float) -> None:
         """Record that all members of the current world are back."""
