@@ -64,7 +64,12 @@ from elastane.synchrony.operations import (
     why_parts_are_lost,
 )
 from elastane.synchrony.optimizer_steps import OptimizerSteps
-from elastane.synchrony.pending import OrderedWork, PendingOperation, RestartingWork
+from elastane.synchrony.pending import (
+    OrderedFuture,
+    OrderedWork,
+    PendingOperation,
+    RestartingWork,
+)
 from elastane.synchrony.rank_reads import RankReads, is_of_script, watch_variables
 from elastane.synchrony.rules import (
     Delivery,
@@ -690,14 +695,16 @@ class OrderedGroup(ElasticGroup):
             self._pump()
             self._changed.notify_all()
 
-    def has_waited(self, number: int) -> None:
-        """Record that the program waited for an operation; a callback of its future does not."""
+    def has_waited(self, *numbers: int) -> None:
+        """Record that the program waited for operations; a callback of their future does not."""
         if self._callback.members:
             return
         with self._changed:
-            self._member.waited(number)
-            is_count = number in self._counting
-            self._counting.discard(number)
+            # The last one first: where the world shrank between them, the others are not read yet.
+            for number in sorted(numbers, reverse=True):
+                self._member.waited(number)
+            is_count = not self._counting.isdisjoint(numbers)
+            self._counting.difference_update(numbers)
             if self._show_if_changed() and is_count:
                 self._note_interrupted_count()
 
@@ -1102,3 +1109,21 @@ def watch_forwards() -> None:
         return prepared
 
     ours._pre_forward = pre_forward
+
+
+def watch_futures() -> None:
+    """Let torch's functions that wait for several futures at once count as waits for operations.
+
+    They wait in C++, which calls no method of a future.
+    """
+    torchs: Any = torch.futures
+    in_torch = torchs.collect_all
+
+    def collect_all(futures: list[torch.futures.Future[Any]]) -> torch.futures.Future[Any]:
+        collected: torch.futures.Future[Any] = in_torch(futures)
+        return OrderedFuture.of_all(futures, collected)
+
+    def wait_all(futures: list[torch.futures.Future[Any]]) -> list[Any]:
+        return [future.wait() for future in collect_all(futures).wait()]
+
+    torchs.collect_all, torchs.wait_all = collect_all, wait_all

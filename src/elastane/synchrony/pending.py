@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -29,8 +29,8 @@ _REFUSALS = {e.__name__: e for e in (RuntimeError, ValueError, TypeError, NotImp
 class Reader(Protocol):
     """The program's group, as far as its reads of results concern it."""
 
-    def has_waited(self, number: int) -> None:
-        """Record that the program waits, or has waited, for an operation."""
+    def has_waited(self, *numbers: int) -> None:
+        """Record that the program waits, or has waited, for these operations together."""
 
     def seeing(self, number: int) -> AbstractContextManager[None]:
         """Show this thread the members that are visible once an operation was waited for."""
@@ -155,7 +155,7 @@ class PendingOperation:
     def future(self, reader: Reader) -> OrderedFuture[list[torch.Tensor]]:
         """Return the future of its result; the owner's lock is held."""
         if self._future is None:
-            self._future = OrderedFuture(self.number, reader)
+            self._future = OrderedFuture((self.number,), reader)
             if self.over.is_set():
                 self._settle(self._future)
         return self._future
@@ -174,22 +174,35 @@ class PendingOperation:
 
 
 class OrderedFuture(torch.futures.Future[T]):
-    """The future of an operation, or of what a callback makes of its result.
+    """The future of operations, or of what a callback makes of their result.
 
-    A wait for it counts as a wait for the operation. Its callbacks run in the thread that delivers,
+    A wait for it counts as one for the operations. Its callbacks run in the thread that delivers,
     when the program may still see an older world: they see the members whose result they get.
     """
 
-    def __init__(self, number: int, reader: Reader) -> None:
+    def __init__(self, numbers: Sequence[int], reader: Reader) -> None:
         super().__init__()
-        self._number = number
+        self._numbers = numbers
         self._reader = reader
+
+    @classmethod
+    def of_all(
+        cls, futures: Iterable[torch.futures.Future[Any]], collected: torch.futures.Future[Any]
+    ) -> torch.futures.Future[Any]:
+        """Return `collected`, which is done once all `futures` are, as a wait for all of them."""
+        ours = [each for each in futures if isinstance(each, OrderedFuture)]
+        if not ours:
+            return collected
+        numbers = sorted({number for each in ours for number in each._numbers})
+        made: OrderedFuture[Any] = OrderedFuture(numbers, ours[0]._reader)
+        collected.add_done_callback(made._take)
+        return made
 
     @skipped
     def wait(self) -> T:
-        """Wait until the operation is delivered, over any number of faults; return its value."""
+        """Wait until they are delivered, over any number of faults; return the value."""
         value = super().wait()
-        self._reader.has_waited(self._number)
+        self._reader.has_waited(*self._numbers)
         return value
 
     def then(self, callback: Callable[[torch.futures.Future[T]], Any]) -> OrderedFuture[Any]:
@@ -198,7 +211,7 @@ class OrderedFuture(torch.futures.Future[T]):
         A backward pass waits for the futures of communication hooks, in C++. So its end is a wait
         for each of them.
         """
-        made: OrderedFuture[Any] = OrderedFuture(self._number, self._reader)
+        made: OrderedFuture[Any] = OrderedFuture(self._numbers, self._reader)
         super().then(self._with_members(callback)).add_done_callback(made._take)
         if callsites.is_in_backward():
             engine: Any = torch.autograd.Variable._execution_engine
@@ -211,7 +224,7 @@ class OrderedFuture(torch.futures.Future[T]):
 
     def _with_members(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def called(done: Any) -> Any:
-            with self._reader.seeing(self._number):
+            with self._reader.seeing(max(self._numbers)):
                 return callback(done)
 
         return called

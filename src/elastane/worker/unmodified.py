@@ -41,7 +41,7 @@ from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Joining
 from elastane.protocol.ring import Position
 from elastane.protocol.words import OTHER_PROGRAM
-from elastane.synchrony.ordered import OrderedGroup, watch_forwards
+from elastane.synchrony.ordered import OrderedGroup, watch_forwards, watch_futures
 from elastane.synchrony.visible import VisibleWorld
 from elastane.worker import drain, running_saves
 from elastane.worker.control_socket import ControlSocket, doing
@@ -305,6 +305,7 @@ def install(*, keeps_ranks: bool) -> None:
     calls: Any = rpc
     calls.init_rpc = _refused("torch.distributed.rpc.init_rpc")
     watch_forwards()
+    watch_futures()
 
 
 def _maker(

@@ -1,13 +1,15 @@
 """A script that averages by its own sums asks for the size of each world, or all restart."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp
 
-from elastane.synchrony.operations import Identity, Site
-from elastane.synchrony.ordered import OrderedGroup
+from elastane.synchrony.operations import Identity, Signature, Site
+from elastane.synchrony.ordered import OrderedGroup, watch_futures
+from elastane.synchrony.pending import OrderedFuture
 from elastane.synchrony.rules import Switch, View
 
 A, B, C = (Identity(number) for number in (1, 2, 3))
@@ -210,3 +212,61 @@ def test_a_callback_sees_the_size_that_belongs_to_its_result(monkeypatch, keeps_
             group.has_waited(number)  # Not the program: it may be at any place meanwhile.
             seen.append(group.size())
     assert (*seen, group.size()) == sizes
+
+
+class Waits:
+    """Records which operations a program waits for."""
+
+    def __init__(self):
+        self.numbers = []
+
+    def has_waited(self, *numbers):
+        self.numbers.append(numbers)
+
+    def seeing(self, number):
+        return nullcontext()
+
+
+def done_future(number, reader):
+    future = OrderedFuture((number,), reader)
+    future.set_result([torch.tensor(number)])
+    return future
+
+
+@pytest.fixture
+def _watched_futures(monkeypatch):
+    for name in ("collect_all", "wait_all"):
+        monkeypatch.setattr(torch.futures, name, getattr(torch.futures, name))
+    watch_futures()
+
+
+@pytest.mark.usefixtures("_watched_futures")
+def test_a_wait_for_several_futures_is_one_for_their_operations():
+    waits = Waits()
+    futures = [done_future(number, waits) for number in (6, 4)]
+    assert torch.futures.wait_all(futures) == [[torch.tensor(6)], [torch.tensor(4)]]
+    both = torch.futures.collect_all([*futures, torch.futures.Future()])
+    assert waits.numbers == [(4, 6)] and not both.done()
+    torch.futures.collect_all(futures).then(lambda done: len(done.value())).wait()
+    assert waits.numbers == [(4, 6), (4, 6)]
+
+
+@pytest.mark.usefixtures("_watched_futures")
+def test_a_failed_future_fails_a_wait_for_several():
+    failed = OrderedFuture((7,), Waits())
+    failed.set_exception(ValueError("refused"))
+    with pytest.raises(Exception, match="refused"):
+        torch.futures.wait_all([done_future(6, Waits()), failed])
+
+
+def test_counts_that_are_waited_for_together_and_are_of_two_worlds_restart_all(monkeypatch):
+    group = group_of_three(monkeypatch, shrinks=False)
+    group._member._pending, group._member.delivered = [Switch(5, (A, B))], 7
+    sums = Signature("allreduce", reduction="sum", counts=True)
+    group._member._unread = dict.fromkeys((5, 6), sums)
+    group.has_waited(5, 6)
+    assert group.members == (A, B)
+    group._member._pending, group._member.delivered = [Switch(8, (A,))], 9
+    group._member._unread = dict.fromkeys((7, 8), sums)
+    with pytest.raises(Restarted, match="was started before the world shrank"):
+        group.has_waited(7, 8)
