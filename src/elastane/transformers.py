@@ -86,6 +86,8 @@ class ElasticTrainerMixin:
         self._next_epoch: int | None = None
         # Whether this worker has joined in the epoch that comes next.
         self._has_joined = False
+        # When the training began, on the first of its workers; rates are over the time since.
+        self._began_s = 0.0
         base: Any = super()
         base.__init__(*args, **kwargs)
         _check(self.args, self.accelerator)
@@ -308,6 +310,7 @@ class ElasticTrainerMixin:
         loader, epoch = self._elastic, kwargs["epoch"]
         assert loader is not None, "the loader is made before the loop"
         if self._walk is None:
+            self._began_s = kwargs["start_time"]
             loader.track(**self._tracked())
             self._walk = loader.epochs(_EPOCHS_MAX)
         self._check_copies()
@@ -324,7 +327,11 @@ class ElasticTrainerMixin:
                 steps_trained_in_current_epoch=loader.steps_done_in_epoch * many,
             )
         self._next_epoch, self._has_joined = None, False
-        base._run_epoch(**kwargs)
+        base._run_epoch(**{**kwargs, "start_time": self._began_s})
+
+    def _finalize_training(self, trial: Any, samples: int, start_time: float) -> Any:
+        base: Any = super()
+        return base._finalize_training(trial, samples, self._began_s or start_time)
 
     def _unless_skipped(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         """Return the callbacks' start of an epoch, but for epochs that others have made."""
@@ -489,6 +496,7 @@ class _Progress:
 # Private numbers of a Trainer. Whether a gather happens when it logs depends on the first.
 _NUMBERS = (
     "_globalstep_last_logged",
+    "_began_s",
     "_total_loss_scalar",
     "_initial_global_step",
     "_initial_num_input_tokens_seen",

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from transformers import TrainerCallback, TrainingArguments
 
 from elastane.data.sources import ShardSource
-from elastane.transformers import ElasticTrainer
+from elastane.transformers import ElasticTrainer, _Progress
 
 SAMPLES, BATCH, EPOCHS = 50, 12, 2  # The last update of an epoch has two samples.
 
@@ -107,6 +107,23 @@ def test_an_elastic_trainer_takes_the_mean_over_each_updates_samples_or_labels(
     expected = directly_trained(net())
     assert torch.allclose(model.linear.weight, expected.linear.weight, atol=1e-6)
     assert torch.allclose(model.linear.bias, expected.linear.bias, atol=1e-6)
+
+
+def test_the_run_time_of_a_trainer_counts_from_the_first_workers_begin_on_one_that_joined(tmp_path):
+    trainer = trainer_of(tmp_path, MeanNet())
+
+    class Joining(TrainerCallback):
+        """In the first step, takes the state of a worker that began 1,000 s earlier."""
+
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 0:
+                progress = _Progress(trainer).state_dict()
+                progress["numbers"]["_began_s"] -= 1000.0
+                _Progress(trainer).load_state_dict(progress)
+
+    trainer.add_callback(Joining())
+    metrics = trainer.train().metrics
+    assert metrics["train_runtime"] >= 1000.0 and metrics["train_steps_per_second"] < 1.0
 
 
 def test_a_resumed_trainer_ends_with_the_weights_of_one_that_was_not_interrupted(tmp_path):
