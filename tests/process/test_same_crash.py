@@ -1,6 +1,7 @@
 """A script that fails after its first steps: one that gets no further, and one that does."""
 
 import json
+import signal
 
 import pytest
 from supervise import words_agent, write_script
@@ -99,6 +100,41 @@ def test_a_crash_of_the_process_at_one_step_again_and_again_ends_the_job(
     assert "3 attempts in a row failed after" in report["reason"], report["reason"]
     assert all(name in report["reason"] for name in names), report["reason"]
     assert report["restarts_used"] == 3
+
+
+ALIKE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+for step in range(9):
+    batch = {"input": torch.ones(2, 4)} if step < 3 else {}
+    if step == 3 and sys.argv[1] == "exits":
+        sys.exit(7)
+    model(batch["input"]).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(("fails", "code"), [("raises", 1), ("exits", 7)])
+def test_workers_that_fail_alike_in_place_end_by_their_error_alone(tmp_path, fails, code):
+    """The first to end break the others' groups while these end, too."""
+    script = write_script(tmp_path, ALIKE)
+    words = ("--nproc-per-node", "4", "--standalone", "--max-restarts", "4", "--in-place")
+    words += ("--report-file", "report.json", "--rdzv-conf", "crash_loop=0", script, fails)
+    with words_agent(tmp_path, *words) as agent:
+        assert agent.wait(120) == 1
+        out = agent.out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert "SIGABRT" not in out and "terminate called" not in out, out
+    # One that shows its error may be stopped while it ends.
+    assert report["root_cause"]["exit_code"] in (code, -signal.SIGTERM), report
+    if fails == "raises":
+        assert report["restarts_used"] == 2, report["reason"]
+        first = report["root_cause"]["message"].splitlines()[1]
+        assert first.strip().startswith(f'File "{tmp_path}') and ", line 14, in <module>" in first
 
 
 def test_a_kill_at_one_step_again_and_again_uses_the_budget(tmp_path):

@@ -7,7 +7,8 @@ user's function, so this module restores the file names. It fails as cloudpickle
 The exit joins threads, runs exit handlers and flushes streams. The teardown of modules and of C++'s
 static objects is left out, as multiprocessing does for its forked children. If a process group was
 not destroyed, a thread of torch may call the interpreter during teardown, which ends the process by
-SIGABRT ("terminate called without an active exception").
+SIGABRT ("terminate called without an active exception"). So a script that recovers in place ends in
+this way after an error, too.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib.machinery
 import os
 import runpy
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from torch.distributed.algorithms.join import Join
 from elastane.comms.group import WorldGroup
 from elastane.errors import ConfigurationError, ExitCode
 from elastane.process import collectives
+from elastane.process.called import leave
 from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.status_page import finish_before_park
 from elastane.process.worker_environment import RANKS_MAY_CHANGE
@@ -425,13 +427,33 @@ def main(argv: list[str]) -> None:
     except SystemExit as error:
         if error.code not in (0, None):
             _failure.append(error.code)
+            if isinstance(error.code, int):
+                leave(error.code & 0xFF)
         raise
     except BaseException as error:
         _failure.append(error)
+        if isinstance(error, Exception):
+            sys.excepthook = functools.partial(_show_and_leave, sys.excepthook)
         raise
 
 
+def _show_and_leave(
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """End the process after its error was shown, without the interpreter's teardown.
+
+    The thread that delivers collectives still waits for the others. Once these are gone it would
+    call the interpreter in its teardown: an end by SIGABRT, with a hundred lines of stacks.
+    """
+    show(kind, error, trace)
+    leave(1)
+
+
 def _run(argv: list[str]) -> None:
+    _elastane_starts_script = True  # STARTS_SCRIPT: an error's traceback begins below this frame
     if argv[0] == "-m":
         sys.argv[:] = argv[1:]
         sys.path[0] = os.getcwd()  # noqa: PTH109 - as `python -m` does

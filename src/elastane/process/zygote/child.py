@@ -33,6 +33,7 @@ from elastane.process.execspawn import RUN_PATH_CODE, command_line
 from elastane.process.kernel import show_program
 from elastane.process.process import WorkerCommand
 from elastane.process.status_page import PAGE_FD_VARIABLE, WorkerPage
+from elastane.process.worker_environment import STARTS_SCRIPT
 from elastane.process.zygote.early import EarlyModules, Imported, ImportNotes
 
 
@@ -290,9 +291,11 @@ def _watch_fatal_signals() -> None:
 
 
 def _below_own_frames(full: TracebackType | None) -> TracebackType | None:
+    """Return the script's part: below this module, and below what `--in-place` puts before it."""
     below, here = full, full
     while here is not None:
-        if here.tb_frame.f_code.co_filename == __file__:
+        frame = here.tb_frame
+        if frame.f_code.co_filename == __file__ or STARTS_SCRIPT in frame.f_locals:
             below = here.tb_next
         here = here.tb_next
     return below
