@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         "--fails",
         **of_kind,
         const="fails",
-        help="jobs that restart, of a script that raises an error",
+        help="a worker of the script raises an error at one step",
     )
     what = "of these, such as shard their state over replicas of N nodes"
     add("--span", metavar="N", type=int, default=0, help=what)

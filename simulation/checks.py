@@ -264,6 +264,11 @@ class Checks:
         self.budget.died(fence)
         self._require(not (fault := self.crashes.failed(fence, base)), fault)
 
+    def script_failed_in_place(self, fence: Fence) -> None:
+        """Check a worker that failed at the script's step while others continue."""
+        self.budget.died(fence)
+        self._require(not (fault := self.crashes.failed_in_place(fence)), fault)
+
     def stepped(self, fence: Fence) -> None:
         """Record a step of a world, after which no older one may make any."""
         self.steps += 1

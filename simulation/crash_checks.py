@@ -21,16 +21,22 @@ class RepeatedCrashCheck:
         self._failed: list[tuple[Fence, int]] = []  # each attempt, with the step that it began at
         self._died: set[Fence] = set()  # worlds in which a worker ended by something else
         self._charged: set[Fence] = set()
+        self._row = 0  # failures in place with no other death or restart between
         self.is_over = not cluster.script.fails_at
 
     @property
-    def times(self) -> int:
-        """How many attempts failed at the step at which the script fails."""
-        return len(self._failed)
+    def may_pass(self) -> bool:
+        """Whether the script has failed as often as it does."""
+        return 0 < self._cluster.script.fails_times <= len(self._failed)
 
     def died(self, fence: Fence) -> None:
         """Record that a worker of this world ended by something else."""
         self._died.add(fence)
+        self._row = 0
+
+    def restarted(self) -> None:
+        """Record that all workers have started again."""
+        self._row = 0
 
     def charged(self, fence: Fence) -> None:
         """Record that the failure of this attempt is in the job's record."""
@@ -58,6 +64,17 @@ class RepeatedCrashCheck:
             f"{fence} failed at step {self._cluster.script.fails_at} as the {SAME_CRASHES_MAX}"
             " attempts before it, which should have ended the job"
             if is_same and is_known and not is_other
+            else ""
+        )
+
+    def failed_in_place(self, fence: Fence) -> str:
+        """Record that a worker failed there while the others continue, to make that step again."""
+        self._failed.append((fence, 0))
+        self._row += self._cluster.script.fails_at > 1  # Without a step none shows, so none counts.
+        return (
+            f"{fence} failed at step {self._cluster.script.fails_at} as the {SAME_CRASHES_MAX}"
+            " worlds before it, which should have ended the job"
+            if self._row > SAME_CRASHES_MAX and not self._cluster.upset
             else ""
         )
 

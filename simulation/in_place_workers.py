@@ -39,7 +39,7 @@ from simulation.places import (
     short_of,
 )
 from simulation.script import HasHosts, Script, StoppedProcesses
-from simulation.workers import STALL_S
+from simulation.workers import BAD_SAMPLE, STALL_S
 
 # How long workers wait for all members of their world, and for one collective.
 MEETING_TIMEOUT_S = 15.0
@@ -245,7 +245,13 @@ class InPlaceTraining:
             )
 
     def _die(
-        self, worker: SimulatedWorker, exit_code: int, message: str, *, by_itself: bool = True
+        self,
+        worker: SimulatedWorker,
+        exit_code: int,
+        message: str,
+        *,
+        by_itself: bool = True,
+        error_file: str = "",
     ) -> None:
         """End a worker with an error; not `by_itself`: an earlier loss is the cause."""
         group = worker.group
@@ -258,6 +264,9 @@ class InPlaceTraining:
             pid=worker.pid,
             exit_code=exit_code,
             message=message,
+            error_file=error_file,
+            steps=worker.held,
+            met=worker.met,
         )
         group.crashed = True
         self._end(worker, "dead")
@@ -368,6 +377,8 @@ class InPlaceTraining:
             self._end_all(world, members, is_lost=base is None)
             return
         world.base, world.began_s = base, self._clock.now_s
+        if not world.in_place:
+            self._checks.crashes.restarted()
         world.from_state = any(w.committed is not None for w in members)
         self._checks.states.begins(world, members)
         self._call_watcher(members)
@@ -473,6 +484,8 @@ class InPlaceTraining:
             world.mismatched = True
             self._mind(world)
             return
+        if self._fails(world):
+            return
         self._checks.states.steps(world)
         for worker in world.workers.values():
             worker.stage = "applying"
@@ -480,6 +493,18 @@ class InPlaceTraining:
                 self._rng.random() * _APPLY_SHARE * self.script.step_s,
                 lambda w=worker: self._applied(w, world),  # type: ignore[misc]
             )
+
+    def _fails(self, world: Gathering) -> bool:
+        """Let a worker raise an error if this is the step at which the script fails."""
+        crashes, worker = self._checks.crashes, world.workers[self.script.fails_at % world.size]
+        if crashes.is_over or worker.held + 1 != self.script.fails_at:
+            return False
+        if crashes.may_pass:
+            crashes.passed()
+            return False
+        self._checks.script_failed_in_place(worker.group.fence)
+        self._die(worker, 1, BAD_SAMPLE, by_itself=False, error_file="error.json")
+        return True
 
     def mismatch(self, worlds: int, until_s: float) -> None:
         """Let members of the next worlds that reduce call other collectives than their peers."""

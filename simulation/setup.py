@@ -47,8 +47,8 @@ HOLDERS_LOST = 5 * FAULTS_MAX
 LEADER_ISOLATED = 6 * FAULTS_MAX
 PAIR_APART = 7 * FAULTS_MAX
 # Jobs of unmodified scripts whose worlds only shrink in place, of those with boundaries at which
-# workers join, and of scripts that restart, of which a worker raises an error at some step, in each
-# attempt or in the first ones.
+# workers join, and of scripts of which a worker raises an error at some step, in each world or in
+# the first ones. The last restart with all their workers, or recover in place.
 KINDS = ("shrinks", "planned", "fails")
 # The last step at which a script fails, of those that do.
 FAILS_AT_MAX = 12

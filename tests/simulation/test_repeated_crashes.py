@@ -47,6 +47,23 @@ def test_histories_hold_and_meet_jobs_that_end_and_jobs_that_go_on():
     assert ended > 20 and again > 5 and went_on > 20, (ended, again, went_on)
 
 
+def test_in_place_the_third_world_that_fails_at_one_step_ends_the_job(monkeypatch):
+    def play():
+        ended = went_on = 0
+        for seed in range(SEEDS // 2):
+            setting = setup_of(seed, store_backed=True, in_place=True, kind="fails")
+            result = History(setting).run()
+            ended += "in the same way" in result.ended
+            went_on += setting.script.fails_times > 0 and not result.ended
+        return ended, went_on
+
+    ended, went_on = play()
+    assert ended > 5 and went_on > 5, (ended, went_on)
+    monkeypatch.setattr(Crash, "repeats", lambda self, last: None)
+    with pytest.raises(HistoryFailedError, match="which should have ended the job"):
+        play()
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(36_000)
 @MODES
