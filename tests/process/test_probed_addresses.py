@@ -1,4 +1,4 @@
-"""Whether hosts answer: a refusal is an answer, silence is none. What is wrong with our own."""
+"""Probes of other hosts, where a refused connection counts as an answer, and --local-addr."""
 
 import asyncio
 import socket

@@ -120,7 +120,7 @@ for step in range(9):
 
 @pytest.mark.parametrize(("fails", "code"), [("raises", 1), ("exits", 7)])
 def test_workers_that_fail_alike_in_place_end_by_their_error_alone(tmp_path, fails, code):
-    """The first to end break the others' groups while these end, too."""
+    """A worker that has ended closes the connections of others, which are still ending."""
     script = write_script(tmp_path, ALIKE)
     words = ("--nproc-per-node", "4", "--standalone", "--max-restarts", "4", "--in-place")
     words += ("--report-file", "report.json", "--rdzv-conf", "crash_loop=0", script, fails)

@@ -6,31 +6,20 @@
 import os
 
 import pytest
+from played_histories import all_hold, played
 
 from elastane.coordinator.rules import drain, growth, machine
 from elastane.coordinator.rules.changes import WaitingCapacity
-from simulation import Cut, History, HistoryFailedError, run_seed, setup_of
-from simulation.batch import play
-from simulation.shrink import shrunk
+from simulation import HistoryFailedError, run_seed, setup_of
 
 SEEDS = 100
 SOAK_SEEDS = int(os.environ.get("ELASTANE_SOAK_SEEDS", "500000")) // 5
 MODES = pytest.mark.parametrize("store_backed", [True, False], ids=["store", "endpoint"])
 
 
-def holds(tally):
-    """Fail with the smallest story of the first history that failed."""
-    if tally.failed is not None:
-        seed, store_backed = tally.failed
-        setting = setup_of(seed, store_backed=store_backed, kind="shrinks")
-        with pytest.raises(HistoryFailedError) as failure:
-            History(setting).run()
-        pytest.fail(str(shrunk(setting, Cut(), failure.value)))
-
-
 def test_worlds_grow_only_at_whole_checkpoints_and_no_capacity_waits_for_ever():
     """Without a store; the test below plays the histories with one."""
-    holds(play(range(SEEDS), [False], kind="shrinks"))
+    all_hold(range(SEEDS), [False], kind="shrinks")
 
 
 @pytest.mark.soak
@@ -38,17 +27,13 @@ def test_worlds_grow_only_at_whole_checkpoints_and_no_capacity_waits_for_ever():
 @MODES
 def test_growth_holds_in_a_hundred_thousand_histories(store_backed):
     jobs = len(os.sched_getaffinity(0))
-    holds(play(range(SEEDS, SEEDS + SOAK_SEEDS), [store_backed], jobs, kind="shrinks"))
+    all_hold(range(SEEDS, SEEDS + SOAK_SEEDS), [store_backed], jobs, kind="shrinks")
 
 
 def test_histories_hold_and_meet_growth_and_drains_that_are_called_off():
     grown = called_off = 0
     for seed in range(SEEDS):
-        history = History(setup_of(seed, store_backed=True, kind="shrinks"))
-        try:
-            history.run()
-        except HistoryFailedError as failure:
-            pytest.fail(str(shrunk(history.setting, Cut(), failure)))
+        history, _ = played(setup_of(seed, store_backed=True, kind="shrinks"))
         grown += history.cluster.checks.growth.grown
         called_off += history.cluster.checks.growth.called_off
     assert grown > 30 and called_off > 0, (grown, called_off)

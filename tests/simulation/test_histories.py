@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from played_histories import all_hold, played
 
 from elastane.coordinator.rules import ranks
 from simulation import Cut, History, HistoryFailedError, Violation, run_seed, setup_of
-from simulation.batch import play
 from simulation.kept import read_kept
 from simulation.shrink import shrunk
 
@@ -25,16 +25,6 @@ KEPT = read_kept(Path(__file__).parent / "kept_seeds.txt")
 MODES = pytest.mark.parametrize("store_backed", [True, False], ids=["store", "endpoint"])
 
 
-def holds(tally):
-    """Fail with the smallest story of the first history that failed."""
-    if tally.failed is not None:
-        seed, store_backed = tally.failed
-        setting = setup_of(seed, store_backed=store_backed)
-        with pytest.raises(HistoryFailedError) as failure:
-            History(setting).run()
-        pytest.fail(str(shrunk(setting, Cut(), failure.value)))
-
-
 @pytest.mark.parametrize(
     ("mode", "chunk"),
     [
@@ -43,7 +33,7 @@ def holds(tally):
     ],
 )
 def test_no_history_breaks_what_must_hold(mode, chunk):
-    holds(play(range(chunk * CHUNK, (chunk + 1) * CHUNK), [mode == "store"]))
+    all_hold(range(chunk * CHUNK, (chunk + 1) * CHUNK), [mode == "store"])
 
 
 @MODES
@@ -73,7 +63,7 @@ def test_a_seed_that_once_failed_holds(kept):
 def test_no_history_of_a_million_breaks_what_must_hold(store_backed):
     first = CHUNK * CHUNKS
     jobs = len(os.sched_getaffinity(0))
-    holds(play(range(first, first + SOAK_SEEDS), [store_backed], jobs))
+    all_hold(range(first, first + SOAK_SEEDS), [store_backed], jobs)
 
 
 def test_one_seed_is_one_history():
@@ -85,11 +75,8 @@ def test_one_seed_is_one_history():
 def test_the_first_histories_hold_and_meet_what_they_are_meant_to_meet():
     results, stories, kinds = [], "", set()
     for seed in range(LOOKED_AT * CHUNK):
-        history = History(setup_of(seed, store_backed=True))
-        try:
-            results.append(history.run())
-        except HistoryFailedError as failure:
-            pytest.fail(str(shrunk(history.setting, Cut(), failure)))
+        history, result = played(setup_of(seed, store_backed=True))
+        results.append(result)
         stories += history.cluster.story.text()
         kinds |= {planned.kind for planned in history.setting.plan}
     assert all(r.events for r in results)

@@ -8,12 +8,11 @@ import random
 
 import pytest
 from deaths import die_at
+from played_histories import all_hold, played
 
-from simulation import Cut, History, HistoryFailedError, run_seed, setup_of
-from simulation.batch import play
+from simulation import run_seed, setup_of
 from simulation.crash_points import EffectGap
 from simulation.history import IN_PLACE_S, LIVENESS_S, stuck
-from simulation.shrink import shrunk
 from simulation.transcript import Play
 
 # The seeds below this draw every kind of fault.
@@ -42,29 +41,19 @@ run 3
 """
 
 
-def holds(tally, **drawn):
-    """Fail with the smallest story of the first history that failed."""
-    if tally.failed is not None:
-        seed, store_backed = tally.failed
-        setting = setup_of(seed, store_backed=store_backed, in_place=True, **drawn)
-        with pytest.raises(HistoryFailedError) as failure:
-            History(setting).run()
-        pytest.fail(str(shrunk(setting, Cut(), failure.value)))
-
-
 def test_no_step_is_lost_or_made_twice_in_any_history():
     """Without a store; the test that looks at what they meet plays the histories with one."""
-    holds(play(range(HISTORIES), [False], in_place=True))
+    all_hold(range(HISTORIES), [False], in_place=True)
 
 
 @MODES
 def test_no_step_is_lost_with_whole_nodes(store_backed):
-    holds(play(range(HISTORIES), [store_backed], in_place=True, span=1), span=1)
+    all_hold(range(HISTORIES), [store_backed], in_place=True, span=1)
 
 
 def test_no_step_is_lost_with_replicas_of_two_nodes():
     """Without a store; the test of uneven worlds below plays the histories with one."""
-    holds(play(range(HISTORIES), [False], in_place=True, span=2), span=2)
+    all_hold(range(HISTORIES), [False], in_place=True, span=2)
 
 
 @pytest.mark.soak
@@ -73,7 +62,7 @@ def test_no_step_is_lost_with_replicas_of_two_nodes():
 def test_no_step_is_lost_or_made_twice_in_a_million_histories(store_backed):
     first = HISTORIES
     jobs = len(os.sched_getaffinity(0))
-    holds(play(range(first, first + SOAK_SEEDS), [store_backed], jobs, in_place=True))
+    all_hold(range(first, first + SOAK_SEEDS), [store_backed], jobs, in_place=True)
 
 
 @pytest.mark.soak
@@ -83,23 +72,14 @@ def test_no_step_is_lost_or_made_twice_in_a_million_histories(store_backed):
 def test_no_step_is_lost_with_sharded_state(store_backed, span):
     seeds = range(HISTORIES, HISTORIES + SOAK_SEEDS // 10)
     jobs = len(os.sched_getaffinity(0))
-    holds(play(seeds, [store_backed], jobs, in_place=True, span=span), span=span)
-
-
-def _held(setting):
-    """Play one history; fail with its smallest story if it breaks anything."""
-    history = History(setting)
-    try:
-        return history, history.run()
-    except HistoryFailedError as failure:
-        pytest.fail(str(shrunk(setting, Cut(), failure)))
+    all_hold(seeds, [store_backed], jobs, in_place=True, span=span)
 
 
 def test_the_first_histories_hold_and_meet_what_they_are_meant_to_meet():
     regrouped = healed = restarts = ended = 0
     kinds = set()
     for seed in range(HISTORIES):
-        history, result = _held(setup_of(seed, store_backed=True, in_place=True))
+        history, result = played(setup_of(seed, store_backed=True, in_place=True))
         line = history.cluster.checks.states
         regrouped, healed = regrouped + line.regrouped, healed + line.healed
         restarts, ended = restarts + result.restarts_used, ended + ("succeeded" in result.ended)
@@ -112,7 +92,7 @@ def test_the_first_histories_hold_and_meet_what_they_are_meant_to_meet():
 def test_histories_of_replicas_over_nodes_meet_worlds_that_are_to_be_evened_out():
     uneven = 0
     for seed in range(HISTORIES):
-        history, _ = _held(setup_of(seed, store_backed=True, in_place=True, span=2))
+        history, _ = played(setup_of(seed, store_backed=True, in_place=True, span=2))
         uneven += history.cluster.story.text().count("complete no replica and leave the world")
     assert uneven > 20, uneven
 

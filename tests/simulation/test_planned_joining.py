@@ -6,32 +6,21 @@
 import os
 
 import pytest
+from played_histories import all_hold, played
 
 from elastane.coordinator.rules import drain, machine, next_world, recovery
 from elastane.coordinator.rules.nodes import HeldWorkers
 from elastane.protocol.model import Joining
-from simulation import Cut, History, HistoryFailedError, run_seed, setup_of
-from simulation.batch import play
-from simulation.shrink import shrunk
+from simulation import HistoryFailedError, run_seed, setup_of
 
 SEEDS = 100
 SOAK_SEEDS = int(os.environ.get("ELASTANE_SOAK_SEEDS", "500000")) // 5
 MODES = pytest.mark.parametrize("store_backed", [True, False], ids=["store", "endpoint"])
 
 
-def holds(tally):
-    """Fail with the smallest story of the first history that failed."""
-    if tally.failed is not None:
-        seed, store_backed = tally.failed
-        setting = setup_of(seed, store_backed=store_backed, kind="planned")
-        with pytest.raises(HistoryFailedError) as failure:
-            History(setting).run()
-        pytest.fail(str(shrunk(setting, Cut(), failure.value)))
-
-
 def test_workers_join_at_boundaries_alone_and_none_waits_for_ever():
     """Without a store; the test below plays the histories with one."""
-    holds(play(range(SEEDS), [False], kind="planned"))
+    all_hold(range(SEEDS), [False], kind="planned")
 
 
 @pytest.mark.soak
@@ -39,17 +28,13 @@ def test_workers_join_at_boundaries_alone_and_none_waits_for_ever():
 @MODES
 def test_joining_at_boundaries_holds_in_a_hundred_thousand_histories(store_backed):
     jobs = len(os.sched_getaffinity(0))
-    holds(play(range(SEEDS, SEEDS + SOAK_SEEDS), [store_backed], jobs, kind="planned"))
+    all_hold(range(SEEDS, SEEDS + SOAK_SEEDS), [store_backed], jobs, kind="planned")
 
 
 def test_histories_hold_and_meet_joining_workers_faults_among_them_and_drains_that_are_called_off():
     joined = again = called_off = 0
     for seed in range(SEEDS):
-        history = History(setup_of(seed, store_backed=True, kind="planned"))
-        try:
-            history.run()
-        except HistoryFailedError as failure:
-            pytest.fail(str(shrunk(history.setting, Cut(), failure)))
+        history, _ = played(setup_of(seed, store_backed=True, kind="planned"))
         checks = history.cluster.checks
         joined, again = joined + checks.boundaries.joined, again + checks.boundaries.handed_again
         called_off += checks.growth.called_off

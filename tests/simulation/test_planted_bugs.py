@@ -7,8 +7,9 @@ import math
 
 import msgspec
 import pytest
+from planted_probes import answer_all, ignore_silence
 
-from elastane.agent.rules import AgentCore, Contact, LocalWorkers, Probing
+from elastane.agent.rules import AgentCore, Contact, LocalWorkers
 from elastane.coordinator.rules import (
     admission,
     cuts,
@@ -421,20 +422,10 @@ def test_probes_whose_answers_are_ignored_are_found(monkeypatch):
 
 
 def test_a_probe_that_is_said_to_be_answered_and_was_not_is_found(monkeypatch):
-    original = Probing.end
-
-    def all_answer(self, results):
-        original(self, tuple(msgspec.structs.replace(each, answers=True) for each in results))
-
-    monkeypatch.setattr(Probing, "end", all_answer)
+    answer_all(monkeypatch)
     assert "were apart all along" in first_failure(3, first=168)
 
 
 def test_a_pause_that_ends_while_a_probe_is_not_answered_is_found(monkeypatch):
-    original = reports.cuts.record_probes
-
-    def answered_only(state, node, results):
-        return original(state, node, [each for each in results if each.answers])
-
-    monkeypatch.setattr(reports.cuts, "record_probes", answered_only)
+    ignore_silence(monkeypatch)
     assert "cannot connect" in first_failure(3, first=1053)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from planted_probes import answer_all, ignore_silence
 
-from elastane.agent.rules import Group, LocalWorkers, Probing
+from elastane.agent.rules import Group, LocalWorkers
 from elastane.coordinator.rules import (
     admission,
     cuts,
@@ -326,20 +327,10 @@ def test_a_drain_that_hides_nodes_that_do_not_reach_each_other_is_found(monkeypa
 
 
 def test_a_pause_that_ends_while_two_nodes_are_apart_is_found(monkeypatch):
-    original = reports.cuts.record_probes
-
-    def answered_only(state, node, results):
-        return original(state, node, [each for each in results if each.answers])
-
-    monkeypatch.setattr(reports.cuts, "record_probes", answered_only)
+    ignore_silence(monkeypatch)
     assert "cannot connect" in first_failure(2, first=1219)
 
 
 def test_probes_whose_answers_nobody_sent_are_found(monkeypatch):
-    original = Probing.end
-
-    def all_answer(self, results):
-        original(self, tuple(msgspec.structs.replace(each, answers=True) for each in results))
-
-    monkeypatch.setattr(Probing, "end", all_answer)
+    answer_all(monkeypatch)
     assert "were apart all along" in first_failure(2, first=168)

@@ -7,40 +7,25 @@ import os
 from itertools import count
 
 import pytest
+from played_histories import all_hold, played
 
 from elastane.coordinator.rules.incident import RestartBudget
 from elastane.protocol.model import Crash
-from simulation import Cut, History, HistoryFailedError, run_seed, setup_of
-from simulation.batch import play
-from simulation.shrink import shrunk
+from simulation import History, HistoryFailedError, run_seed, setup_of
 
 SEEDS = 100
 SOAK_SEEDS = int(os.environ.get("ELASTANE_SOAK_SEEDS", "500000")) // 5
 MODES = pytest.mark.parametrize("store_backed", [True, False], ids=["store", "endpoint"])
 
 
-def holds(tally):
-    """Fail with the smallest story of the first history that failed."""
-    if tally.failed is not None:
-        seed, store_backed = tally.failed
-        setting = setup_of(seed, store_backed=store_backed, kind="fails")
-        with pytest.raises(HistoryFailedError) as failure:
-            History(setting).run()
-        pytest.fail(str(shrunk(setting, Cut(), failure.value)))
-
-
 def test_without_a_store_only_attempts_that_fail_alike_end_the_job():
-    holds(play(range(SEEDS), [False], kind="fails"))
+    all_hold(range(SEEDS), [False], kind="fails")
 
 
 def test_histories_hold_and_meet_jobs_that_end_and_jobs_that_go_on():
     ended = again = went_on = 0
     for seed in range(SEEDS):
-        history = History(setup_of(seed, store_backed=True, kind="fails"))
-        try:
-            result = history.run()
-        except HistoryFailedError as failure:
-            pytest.fail(str(shrunk(history.setting, Cut(), failure)))
+        history, result = played(setup_of(seed, store_backed=True, kind="fails"))
         ended += "in the same way" in result.ended
         again += "in the same way" in result.ended and result.restarts_used > 2
         went_on += history.setting.script.fails_times > 0 and not result.ended
@@ -69,7 +54,7 @@ def test_in_place_the_third_world_that_fails_at_one_step_ends_the_job(monkeypatc
 @MODES
 def test_repeated_crashes_hold_in_a_hundred_thousand_histories(store_backed):
     jobs = len(os.sched_getaffinity(0))
-    holds(play(range(SEEDS, SEEDS + SOAK_SEEDS), [store_backed], jobs, kind="fails"))
+    all_hold(range(SEEDS, SEEDS + SOAK_SEEDS), [store_backed], jobs, kind="fails")
 
 
 def first_failure(seeds=100):

@@ -29,7 +29,7 @@ class Recent(Sequence[T]):
     def after(self, item: T) -> Recent[T]:
         """Return the series with one more item at its end; the oldest is dropped beyond `most`."""
         items, begin = self._items, max(self._begin, self._end + 1 - self._most)
-        # Without items of its own it would add to the list of an empty default for ever.
+        # An empty series copies, too: all views share the one that is a field's default.
         is_last = self._begin < self._end == len(items)
         if not is_last or begin > self._most:
             items, begin = items[begin : self._end], 0

@@ -51,7 +51,7 @@ _HEADLINE_CHARS_MAX = 200
 LIVES = "it had not failed when the others did"
 STOPPED_IN_ITS_END = "its own error came first; it was stopped while it was ending"
 _FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)', re.MULTILINE)
-# Signals by which a process ends itself; not another one, unless a person sends them.
+# Signals that a process gets for its own fault, unless a person sends them.
 _OWN_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGBUS, signal.SIGILL}
 )

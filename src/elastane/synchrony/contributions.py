@@ -149,7 +149,8 @@ def slices_among(
     them in any order. Then nothing tells whose gradients are in it, so it has to be copied. The
     buckets of a layout that is not known may have any length.
     """
-    if len(layouts) == 1 and layouts[0].is_known:  # That of most programs: each step asks often.
+    # Most programs have one layout, and each step calls this for each bucket.
+    if len(layouts) == 1 and layouts[0].is_known:
         slices = layouts[0].take(bucket)
         return slices is not None, slices
     owners = [layout for layout in layouts if layout.has(bucket)]

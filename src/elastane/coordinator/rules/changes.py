@@ -266,8 +266,8 @@ class LeftOut:
         self.times[node_id] += 1
         self.nodes[node_id] = left = LeftOutNode(
             number=self._number,
-            # A link that comes and goes stops the others seldom: a report counts at once only the
-            # first time, and after that when the last pause would have ended.
+            # An answered probe counts at once only the first time. Later it counts after half of
+            # the pause, so that a link which fails again and again rarely stops the others.
             trusted_from_s=now_s + (pause_s / 2 if doublings else 0.0),
             until_s=now_s + pause_s,
             latest_s=now_s + LEFT_OUT_MAX_S,

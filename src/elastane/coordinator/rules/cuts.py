@@ -37,7 +37,8 @@ ADVICE = (
 )
 # A text names this many pairs; more help no reader.
 _NAMED_MAX = 4
-# The pairs of one node that is left out that are probed; the others count as reached with them.
+# For each node that is left out, at most this many pairs are probed. Once these are reached, its
+# other pairs count as reached.
 _PROBED_MAX = 4
 
 
