@@ -49,6 +49,12 @@ class BudgetCheck:
     def asked_restart(self, fence: Fence) -> None:
         """Record that workers of this world ended because all have to restart after a loss."""
 
+    def is_ending(self, pid: int) -> None:
+        """Record that this worker has failed and lives on, so that its agent cannot see it yet."""
+
+    def has_ended(self, pid: int) -> None:
+        """Record that the agent of this worker has seen its end."""
+
     def noted(self, event: LogEvent) -> str:
         """Check an event: a node departs only after a death, a hang or a loss of the network.
 
@@ -115,6 +121,7 @@ class PerDeathBudgetCheck(BudgetCheck):
         self._stateless: set[Fence] = set()
         self._lost: set[Fence] = set()
         self._asked: set[Fence] = set()  # worlds whose workers ended so that all restart
+        self._ending: set[int] = set()  # by process id; one whose node is stopped is never reported
         # How many coordinators had started when the record of each world was written first.
         self._began: dict[Fence, int] = {}
         # The world of the last growth, and what was used and known then.
@@ -133,10 +140,18 @@ class PerDeathBudgetCheck(BudgetCheck):
         """Record that workers of this world ended because all have to restart after a loss."""
         self._asked.add(fence)
 
+    def is_ending(self, pid: int) -> None:
+        """Record that this worker has failed and lives on, so that its agent cannot see it yet."""
+        self._ending.add(pid)
+
+    def has_ended(self, pid: int) -> None:
+        """Record that the agent of this worker has seen its end."""
+        self._ending.discard(pid)
+
     def _charged_twice(self, record: JobRecord, *, durable: bool) -> bool:
         """Whether a world is charged for a state that it lost with workers of earlier worlds."""
         fence = record.world.fence if record.world else None
-        if fence not in self._stateless or fence in self._lost:
+        if fence not in self._stateless or fence in self._lost or self._ending:
             return False
         if durable:
             return True

@@ -252,8 +252,12 @@ class InPlaceTraining:
         *,
         by_itself: bool = True,
         error_file: str = "",
+        lives_s: float = 0.0,
     ) -> None:
-        """End a worker with an error; not `by_itself`: an earlier loss is the cause."""
+        """End a worker with an error; not `by_itself`: an earlier loss is the cause.
+
+        `lives_s`: how long its process lives on without connections, before its agent sees its end.
+        """
         group = worker.group
         if by_itself:
             self._checks.died(group.fence)
@@ -270,7 +274,16 @@ class InPlaceTraining:
         )
         group.crashed = True
         self._end(worker, "dead")
-        group.feed(WorkerFailed(group.start_fence, failure, self._clock.now_s))
+        if not lives_s:
+            group.feed(WorkerFailed(group.start_fence, failure, self._clock.now_s))
+            return
+        self._checks.budget.is_ending(worker.pid)
+        self._clock.after(lives_s, lambda: self._report_end(group, failure))
+
+    def _report_end(self, group: InPlaceGroup, failure: Failure) -> None:
+        if group.phase == "running":
+            self._checks.budget.has_ended(failure.pid)
+            group.feed(WorkerFailed(group.start_fence, failure, self._clock.now_s))
 
     def _end(self, worker: SimulatedWorker, stage: str) -> None:
         """End the process; some of those that wait for it notice."""
@@ -503,7 +516,8 @@ class InPlaceTraining:
             crashes.passed()
             return False
         self._checks.script_failed_in_place(worker.group.fence)
-        self._die(worker, 1, BAD_SAMPLE, by_itself=False, error_file="error.json")
+        lives_s = self.script.ends_after_s
+        self._die(worker, 1, BAD_SAMPLE, by_itself=False, error_file="error.json", lives_s=lives_s)
         return True
 
     def mismatch(self, worlds: int, until_s: float) -> None:

@@ -27,6 +27,7 @@ class Script:
     keeps_rank: bool = False  # of these: only the worker that began as rank 0 saves and logs
     fails_at: int = 0  # a step at which one of its workers raises an error; 0: at none
     fails_times: int = 0  # in how many attempts; 0: in each
+    ends_after_s: float = 0.0  # in place: how long that worker still lives, without its connections
     evaluates: bool = False  # its main thread is busy for a while after some of its checkpoints
 
     @property

@@ -154,7 +154,7 @@ def test_a_script_that_gets_further_between_equal_failures_completes(tmp_path, o
 
 # No worker can use one sample; or all workers fail at one step, once.
 STEPS = """
-import ctypes, os, sys
+import atexit, ctypes, os, sys, time
 import elastane
 import torch
 
@@ -183,8 +183,10 @@ with elastane.init() as job:
             if step.number == 2:
                 open("began", "w").close()
             if is_bad(step.number, batch):
-                if sys.argv[2:]:
+                if sys.argv[2:] == ["crash"]:
                     ctypes.string_at(0)
+                if sys.argv[2:]:
+                    atexit.register(time.sleep, float(sys.argv[2]))
                 raise ValueError("a bad sample")
             step.backward(model(batch).square().mean())
             optimizer.step()
@@ -216,6 +218,14 @@ def test_a_sample_that_crashes_each_worker_ends_a_job_whose_lost_workers_are_rep
     assert code == 1
     assert "3 attempts in a row failed after" in report["reason"], report["reason"]
     assert "SIGSEGV" in report["reason"] and report["restarts_used"] <= 4
+
+
+def test_workers_that_end_long_after_their_error_count_in_their_worlds(tmp_path):
+    """The others have formed two further worlds before the first of these processes ends."""
+    code, _, report = steps_job(tmp_path, "a sample", "2")
+    assert code == 1
+    assert "3 attempts in a row failed after" in report["reason"], report["reason"]
+    assert "a bad sample" in report["reason"] and report["restarts_used"] <= 4
 
 
 def test_workers_that_fail_at_one_step_at_once_made_one_attempt(tmp_path):

@@ -49,6 +49,15 @@ def test_in_place_the_third_world_that_fails_at_one_step_ends_the_job(monkeypatc
         play()
 
 
+def test_in_place_failures_that_are_reported_in_a_later_world_and_do_not_count_are_found(
+    monkeypatch,
+):
+    monkeypatch.setattr(RestartBudget, "last_met", 1 << 40)
+    with pytest.raises(HistoryFailedError, match="which should have ended the job"):
+        for seed in range(SEEDS):
+            run_seed(seed, store_backed=True, in_place=True, kind="fails")
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(36_000)
 @MODES

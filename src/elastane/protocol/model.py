@@ -312,13 +312,15 @@ class Crash(msgspec.Struct, frozen=True):
     """An error of the script itself, and the nodes on which it ended an attempt; empty: on any.
 
     `sites`: the error and its place, as each worker told them. An error's text may name the rank.
-    `steps`: how many steps the attempt had made, as far as they show.
+    `steps`: how many steps the attempt had made, as far as they show. `met`: the round of the last
+    world in which the worker met the others; 0: in none.
     """
 
     sites: tuple[str, ...]
     nodes: tuple[str, ...]
     steps: Count = 0
     use: CheckpointUse = UNUSED
+    met: Count = 0
 
     def repeats(self, last: Crash | None) -> Crash | None:
         """Return this crash, with the sites of both, if it is the same as the last one.

@@ -550,3 +550,16 @@ def test_failures_that_are_no_retries_of_one_step_use_the_budget(met, steps):
     job = in_place(min_workers=1, restarts=100)
     three_fail(job, met, steps)
     assert job.persisted[-1].outcome is None and job.persisted[-1].restarts_used == 3
+
+
+def test_a_worker_that_ends_in_a_later_world_failed_in_the_one_that_it_met():
+    """It lives on after its error, and the others have formed other worlds meanwhile."""
+    job = in_place(min_workers=1, restarts=100)
+    job.says("a", Lost(fence=Fence(1, 0), reason="lost a peer: reset"))
+    able(job, "b", workers=(1,))
+    able(job, "a")
+    job.passes(1.0, alive="ab")
+    assert job.persisted[-1].world.fence == Fence(2, 0)
+    for pid, met, counts in [(50, 1, 1), (51, 1, 1), (52, 2, 2)]:
+        fails_at_a_step(job, "b", 0, pid=pid, met=met)
+        assert job.persisted[-1].crashes == counts, (pid, met)

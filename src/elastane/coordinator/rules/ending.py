@@ -212,10 +212,11 @@ def charge(
     if cause.failure is not None:
         crash = _crash(state, incident, cause, kind) if retries_step else None
         refused = refusal(cause.failure) if kind is EventKind.RESTART else ""
-        # One that failed in an earlier world did so beside the one that was counted there, and one
-        # that has no place yet tried no step.
+        # A world in which several fail tried the step once, and one without a place tried none. A
+        # worker's end may be reported in a later world: it lives on while it ends.
         met = cause.failure.met
-        has_retried = met == state.world.fence.round or (kind is EventKind.RESTART and not met)
+        tried = state.world.fence.round if kind is EventKind.RESTART and not met else met
+        has_retried = tried == state.world.fence.round or tried > state.budget.last_met
     lived_s = incident.at_s - state.worlds.began_s
     # A world may be charged for several incidents of workers without a place, which do not end it.
     is_of_world = incident is state.incidents.current
@@ -257,10 +258,12 @@ def _crash(state: State, incident: Incident, cause: Cause, kind: EventKind) -> C
     if not sites:
         return None
     if kind is EventKind.REPLACEMENT:
-        return Crash(sites, (), cause.failure.steps) if cause.failure.steps else None
+        if not cause.failure.steps:
+            return None
+        return Crash(sites, (), cause.failure.steps, met=cause.failure.met)
     nodes = tuple(sorted(member.node_id for member in state.world.members))
     steps = cause.failure.steps or cause.failure.measured
-    return Crash(sites, nodes, steps, state.incidents.use_by(nodes))
+    return Crash(sites, nodes, steps, state.incidents.use_by(nodes), cause.failure.met)
 
 
 def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:

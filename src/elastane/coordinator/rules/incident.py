@@ -232,6 +232,11 @@ class RestartBudget(msgspec.Struct, kw_only=True):
             charged_before=record.charged,
         )
 
+    @property
+    def last_met(self) -> int:
+        """The round of the world in which the last failure that counts was met; 0: none counts."""
+        return 0 if self.crash is None else self.crash.met
+
     def find_charge(self, world: Fence) -> BudgetVerdict | None:
         """Return the verdict on an incident that an earlier coordinator charged; None: it did not.
 
