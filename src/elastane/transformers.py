@@ -229,15 +229,6 @@ class ElasticTrainerMixin:
     ) -> None:
         base: Any = super()
         self._make_further_updates(model)
-        if not any(
-            isinstance(each, _callbacks.ProgressCallback)
-            for each in self.callback_handler.callbacks
-        ):
-            # Another worker prints and reports if that of rank 0 was lost. A progress bar cannot
-            # be continued by another.
-            trainer: Any = self
-            self.state.is_local_process_zero = trainer.is_local_process_zero()
-            self.state.is_world_process_zero = trainer.is_world_process_zero()
         base._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
 
     def _make_further_updates(self, model: Any) -> None:

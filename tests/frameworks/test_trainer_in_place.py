@@ -53,6 +53,8 @@ def test_the_trainer_continues_and_saves_after_the_loss_of_rank_0_in_a_save(tmp_
     for line in (*first, *second):
         assert line["size"] == line["world"]
         assert line["saves"] == (line["rank"] == 0)
+    # Each seventh step is logged, by another worker after the loss, but for the last step itself.
+    assert node.output.count("{'loss'") in {(first[-1]["step"] - one) // 7 for one in (0, 1)}
     # Each checkpoint is whole, the one that was interrupted too.
     for checkpoint in saved():
         assert (checkpoint / "trainer_state.json").stat().st_size

@@ -64,6 +64,14 @@ def adopt(name: str, world: VisibleWorld) -> None:
     _print_on_each_node(package.Accelerator)
 
 
+def prints_for_node(is_main: bool, is_local_main: bool) -> bool:
+    """Whether this worker prints what one of its node has to: on the first node that of rank 0.
+
+    Its local rank 0 may be lost. `is_main`, `is_local_main`: whether rank or local rank is 0.
+    """
+    return is_main if environment.get("GROUP_RANK", "0") == "0" else is_local_main
+
+
 def in_use(name: str) -> bool:
     """Whether the script has made an Accelerator or its state; `name`: the imported package.
 
@@ -336,12 +344,11 @@ def _require_trackers(owner: Any, world: VisibleWorld) -> None:
 
 
 def _print_on_each_node(owner: Any) -> None:
-    """Print once on each node: on the first one by rank 0, as its local rank 0 may be lost."""
+    """Print once on each node."""
 
     @functools.wraps(owner.print)
     def print_once(self: Any, *args: Any, **kwargs: Any) -> None:
-        is_first_node = environment.get("GROUP_RANK", "0") == "0"
-        if self.is_main_process if is_first_node else self.is_local_main_process:
+        if prints_for_node(self.is_main_process, self.is_local_main_process):
             print(*args, **kwargs)  # noqa: T201 - it is what the function is for
 
     owner.print = print_once

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastane.errors import ConfigurationError
+from elastane.integrations.accelerate import prints_for_node
 from elastane.integrations.versions import require_known
 from elastane.synchrony.visible import VisibleWorld
 
@@ -33,8 +34,30 @@ def adopt(name: str, world: VisibleWorld) -> None:
     # The module has imported the name. If rank 0 is lost as it writes, another worker writes again.
     trainer.distributed_broadcast_scalars = helpers.distributed_broadcast_scalars
     world.make_whole(trainer.Trainer, "_save_checkpoint", waits=True)
+    log_by_each_rank_0(trainer.Trainer)
     end_at_last_step(trainer.Trainer)
     refuse_split_groups(trainer.Trainer)
+
+
+def log_by_each_rank_0(owner: Any) -> None:
+    """Let a Trainer's state follow its ranks, so that another worker logs once rank 0 is lost.
+
+    A progress bar cannot be continued by another.
+    """
+    update: Callable[..., Any] = owner._maybe_log_save_evaluate
+
+    @functools.wraps(update)
+    def log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        callbacks = self.callback_handler.callbacks
+        if not any(each.__class__.__name__.endswith("ProgressCallback") for each in callbacks):
+            is_main = self.is_world_process_zero()
+            self.state.is_world_process_zero = is_main
+            self.state.is_local_process_zero = prints_for_node(
+                is_main, self.is_local_process_zero()
+            )
+        return update(self, *args, **kwargs)
+
+    owner._maybe_log_save_evaluate = log_save_evaluate
 
 
 def refuse_split_groups(owner: Any) -> None:
