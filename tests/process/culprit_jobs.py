@@ -14,6 +14,8 @@ from elastane.testing import LocalCluster
 
 SCRIPT = Path(__file__).parent / "scripts" / "waits_for_a_culprit.py"
 FLOOR_S = 2.0
+# A worker that lives on after an error is ended after this.
+EXIT_LIMIT_S = 6.0
 # Class of the verdict, by the fault that the script shows.
 CLASSES = {
     "loop": "busy",
@@ -26,10 +28,11 @@ CLASSES = {
     "extra": "other-collective",
     "large": "other-shape",
     "small": "other-shape",
+    "lingers": "raised",
 }
 # With the faults that end the worker: it is named by its end, and without a class.
 KINDS = {
-    **{kind: named for kind, named in CLASSES.items() if kind != "extra"},
+    **{kind: named for kind, named in CLASSES.items() if kind not in ("extra", "lingers")},
     "killed": "",
     "raised": "",
     "exited": "",
@@ -49,7 +52,8 @@ class CulpritJob:
         self.told = folder / "fault"
         os.mkfifo(folder / "slow-disk")
         given = {"nproc_per_node": workers, "max_restarts": 1000, "nnodes": str(len(nodes))}
-        given |= {"rdzv_conf": {"hang_floor": FLOOR_S}, "preload": PRELOAD_OPTIMIZER, **options}
+        conf = {"hang_floor": FLOOR_S, "error_exit_limit": EXIT_LIMIT_S}
+        given |= {"rdzv_conf": conf, "preload": PRELOAD_OPTIMIZER, **options}
         env = {"CULPRIT": str(self.told), "CULPRIT_LOCK_S": "6"}
         self.cluster = LocalCluster([str(SCRIPT)], folder=folder / "c", env=env, **given)
 

@@ -11,6 +11,7 @@ from statistics import median
 import pytest
 from culprit_jobs import CLASSES, ENDED, FLOOR_S, KINDS, CulpritJob
 
+from elastane.observe.needs import needs_of
 from elastane.observe.report import read_report
 from elastane.observe.story import story_of
 from elastane.observe.view import JobView, after_event
@@ -48,6 +49,30 @@ def test_the_culprit_is_named_with_what_it_does_instead(tmp_path):
         assert "ranks 0, 2 called all_reduce of 28 bytes (reduce.py:" in found.reason
         job.cluster.wait_event("restart", count=3)
         assert job.cluster.events("restart")[-1].data["cause_rank"] == 1
+
+
+def test_a_worker_that_lives_on_after_an_error_is_named_with_it_and_ended(tmp_path):
+    """Its thread would keep its process alive for an hour, and the others wait for it."""
+    job = CulpritJob(tmp_path, workers=1, nodes="ab")
+    with job.cluster:
+        job.start()
+        view = JobView()
+        found, _ = job.begin_fault("lingers", 1)
+        assert (found.data["class"], found.data["ranks"]) == ("raised", "1"), found.reason
+        assert re.match(r"rank 1 on node [ab] raised RuntimeError: planted; its", found.reason)
+        for event in job.cluster.events():
+            view = after_event(view, event)
+        needs = [(need.severity, need.text) for need in needs_of(view)]
+        stall = view.incidents.beside("stall")
+        assert stall.title == f"Rank 1 on node {found.node} raised RuntimeError: planted"
+        pid = found.data["culprit_pid"]
+        assert ("next", f"To end rank 1 now: kill -9 {pid} on {found.node}") in needs
+        restart = job.cluster.wait_event("restart")
+        assert restart.data["cause_rank"] == 1
+        assert "RuntimeError: planted" in restart.data["cause"]
+        assert "after its error [worker-lives-on]" in restart.data["cause"]
+        job.wait_steps(20)
+        assert len(job.cluster.events("culprit")) == 1, "it is known for whom the others wait"
 
 
 def test_the_culprit_of_several_nodes_is_named_and_ended_where_the_wait_never_ends(tmp_path):

@@ -286,6 +286,7 @@ class _Agent:
             spares=config.supervision.spares,
             hang_floor_s=config.spec.timing.hang_floor_s,
             abort_limit_s=config.spec.timing.abort_limit_s,
+            error_exit_limit_s=config.spec.timing.error_exit_limit_s,
             records=config.supervision.records,
             timers=self._node.timers,
             choose_files=config.supervision.choose_files,

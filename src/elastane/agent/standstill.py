@@ -19,6 +19,7 @@ from elastane.protocol.culprits import (
     ProcessFacts,
     StandstillEvidence,
     StandstillRules,
+    ends_slowly,
     evidence_of,
     hung_alone,
     is_shown,
@@ -77,6 +78,7 @@ class StandstillWatch:
 
     def __init__(self, setup: GroupSetup, post: MonitorPosts) -> None:
         self._node_id = setup.run.node_id
+        self._limit_s = setup.error_exit_limit_s
         self._post = post
         self._rules = StandstillRules(setup.hang_floor_s)
         self._samples: dict[int, _Sample] = {}
@@ -116,6 +118,13 @@ class StandstillWatch:
         if not (worker.hung or worker.given_up):
             evidence = self._evidence(worker, self._rules.now_s, _STOPS_OF_HUNG)
             self._post.culprit(hung_alone(evidence, reason), self._still_s)
+
+    def describe_end(self, worker: LocalWorker, error: str, lived_s: float) -> None:
+        """Report that a worker lives on after this error."""
+        evidence = self._evidence(worker, self._rules.now_s)
+        verdict = ends_slowly(evidence, error, lived_s, self._limit_s)
+        if verdict is not None:
+            self._post.culprit(verdict, lived_s)
 
     def _move(self) -> None:
         """Note that the workers move again."""

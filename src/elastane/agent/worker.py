@@ -61,7 +61,8 @@ class GroupSetup:
     `stuck_s` is how long a worker may be in uninterruptible sleep before it is given up; 0 means no
     limit. `spares` is the number of warm spares beside workers that recover in place.
     `choose_files` decides instead of `logs` where each worker's output goes. No worker counts as
-    hung before `hang_floor_s`, except in an abort of its process group, after `abort_limit_s`.
+    hung before `hang_floor_s`, except in an abort of its process group, after `abort_limit_s`. One
+    whose program an error has ended is killed after `error_exit_limit_s`.
     `records`: workers record their collectives.
     """
 
@@ -79,6 +80,7 @@ class GroupSetup:
     spares: int = 0
     hang_floor_s: float = Timing().hang_floor_s
     abort_limit_s: float = Timing().abort_limit_s
+    error_exit_limit_s: float = Timing().error_exit_limit_s
     records: bool = True
     timers: TimerWatch | None = None
     choose_files: ChooseFiles | None = None

@@ -97,12 +97,16 @@ def _open_incidents(incidents: IncidentHistory) -> list[Need]:
 
 
 def _standstill(incidents: IncidentHistory) -> list[Need]:
-    """Return how a person ends the worker for which the others wait, since no agent may do that."""
+    """Return how a person ends the worker for which the others wait, if no agent does that soon."""
     stall = incidents.beside("stall")
-    if stall is None or stall.pid is None or stall.standstill not in _LASTING:
+    if stall is None or stall.pid is None or stall.standstill not in (*_LASTING, Kind.RAISED):
         return []
-    text = f"If rank {stall.rank} does not continue by itself: kill -9 {stall.pid} on {stall.node}"
+    kill = f"kill -9 {stall.pid} on {stall.node}"
+    text = f"If rank {stall.rank} does not continue by itself: {kill}"
     hint = "the others wait until the timeout of the script's process group; it costs one restart"
+    if stall.standstill == Kind.RAISED:
+        text = f"To end rank {stall.rank} now: {kill}"
+        hint = "it may be saving or uploading in an exit handler; the others wait for its end"
     return [Need(severity="next", text=text, hint=hint, incident=stall.id)]
 
 

@@ -20,7 +20,7 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from elastane.process.kernel import accept_barriers, impose_barrier
 from elastane.protocol.limits import COUNT_MAX
@@ -33,13 +33,13 @@ _NAMES_AT, _NAMES_END = 4096, 64 << 10
 # Then the ring of the worker's collectives.
 PAGE_BYTES = _NAMES_END + RING_BYTES
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
-VERSION = 12
+VERSION = 13
 # Word numbers, of 8 bytes each, little-endian.
 _MAGIC, _VERSION, _RECORDS = 0, 1, 2  # line 0: the agent, once
 _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
 _GATE, _TARGET, _STOPS, _UNTIL_NS, _ASSIGNED = 16, 17, 18, 19, 20  # line 2: the agent
 _MARK, _STEPS, _ROUND, _ABORTS = 24, 25, 26, 27  # line 3: the worker
-_NAMES_BYTES = 32  # line 4: the worker
+_NAMES_BYTES, _ERROR_NS = 32, 33  # line 4: the worker
 _HEAD, _LOADING, _LOADS, _BEATS, _BOARDS = 40, 41, 42, 43, 44  # line 5: the worker, of its ring
 # Line 7: the worker's pauses: the kind of the one that lasts, since when, and the nanoseconds of
 # those that have ended, by kind.
@@ -192,6 +192,11 @@ class StatusPage(_Words):
     def aborts(self) -> bool:
         """Whether the worker is in an abort of its process group, which has not returned yet."""
         return bool(self._words[_ABORTS])
+
+    @property
+    def error_ns(self) -> int:
+        """When an error ended the worker's program, by the monotonic clock; 0: none has."""
+        return int(self._words[_ERROR_NS])
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -376,6 +381,10 @@ class WorkerPage(_Words):
         """Store whether this worker is in an abort of its process group."""
         self._words[_ABORTS] = in_it
 
+    def note_error(self, now_ns: int) -> None:
+        """Store when an error ended the worker's program; its process may live on for a while."""
+        self._words[_ERROR_NS] = self._words[_ERROR_NS] or now_ns
+
     def note_import(self, name: str) -> bool:
         """Add a module to the reported imports; False if the page has no room left."""
         used, data = self._words[_NAMES_BYTES], name.encode("ascii", "replace") + b"\n"
@@ -413,6 +422,13 @@ class WorkerPage(_Words):
     def park(self, parked: bool, *, saved: bool = True) -> None:
         """Set whether the worker waits at the target, and whether it has checkpointed."""
         self._words[_PARKED] = (_HAS_SAVED if saved else _WAITS) if parked else 0
+
+
+def report_error(environ: Mapping[str, str]) -> None:
+    """Store on this worker's page that an error has ended its program; nothing without a page."""
+    with contextlib.suppress(KeyError, ValueError, OverflowError, OSError):
+        page = WorkerPage.open(int(environ[PAGE_FD_VARIABLE]))
+        page.note_error(time.monotonic_ns())
 
 
 _before_park: list[Callable[[], None]] = []

@@ -60,6 +60,8 @@ EVIDENCE_MAX = 64
 STACKS_MAX = 4
 
 
+# Of an error in the sentence of a verdict.
+_ERROR_CHARS_MAX = 400
 # In place of a letter of /proc: a signal has stopped the worker, but not for long.
 PAUSED = "p"
 
@@ -243,6 +245,26 @@ def hung_alone(worker: StandstillEvidence, reason: str) -> Verdict:
         sentence=text[:REASON_CHARS_MAX],
         worker=worker.place,
         ends=ranks,
+    )
+
+
+def ends_slowly(
+    worker: StandstillEvidence, error: str, since_s: float, limit_s: float
+) -> Verdict | None:
+    """Return the verdict about a worker that raised `error` and lives; None if it has ended."""
+    kind = _Case({worker.rank: worker}, {}).kind(worker.rank)
+    if kind is Kind.ENDED:
+        return None
+    who = f"rank {worker.rank} on node {worker.node_id}"
+    text = (
+        f"{who} raised {error[:_ERROR_CHARS_MAX]}; its process has not ended {since_s:.1f} s later,"
+        f" and its agent ends it after {limit_s:g} s; {_doing(worker, kind)}"
+    )
+    return Verdict(
+        kind=Kind.RAISED,
+        ranks=(worker.rank,),
+        sentence=text[:REASON_CHARS_MAX],
+        worker=worker.place,
     )
 
 

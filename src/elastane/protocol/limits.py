@@ -183,6 +183,9 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     # A worker whose process group is not aborted after this is killed: it could enter no other
     # world, and the others wait for it. (NCCL took 0.3 to 0.6 s.)
     abort_limit_s: float = 1.5
+    # A worker whose program an error has ended is killed if its process lives on for this long: the
+    # others wait for it. An exit handler may save a state or upload a log meanwhile.
+    error_exit_limit_s: float = 60.0
     # A new coordinator waits this long for the agents of the last world.
     reregister_s: float = 2.0
     # A lease on the store is void this long after its last renewal, ...

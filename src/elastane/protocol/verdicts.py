@@ -28,6 +28,7 @@ class Kind(StrEnum):
     DISK = "disk"
     BUSY = "busy"
     SLEEPS = "sleeps"
+    RAISED = "raised"
     DEBUGGED = "debugged"
     NETWORK = "network"
     DEADLOCK = "deadlock"
@@ -55,6 +56,7 @@ OUTLOOKS: Mapping[Kind, Outlook] = {
     Kind.DISK: Outlook.MAY_PASS,
     Kind.BUSY: Outlook.UNKNOWN,
     Kind.SLEEPS: Outlook.UNKNOWN,
+    Kind.RAISED: Outlook.UNKNOWN,
     Kind.DEBUGGED: Outlook.MAY_PASS,
     Kind.NETWORK: Outlook.MAY_PASS,
     Kind.DEADLOCK: Outlook.SAME_AGAIN,

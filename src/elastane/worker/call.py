@@ -25,6 +25,7 @@ from elastane.errors import ConfigurationError, ElastaneError
 from elastane.process import called
 from elastane.process.called import run_and_leave
 from elastane.process.files import write_atomic
+from elastane.process.status_page import report_error
 from elastane.worker.record import ErrorFileHandler
 
 MODULE = "elastane.worker.call"
@@ -71,6 +72,7 @@ def main(argv: list[str]) -> None:
     except Exception as error:
         error.__traceback__ = _user_traceback(error)
         handler.record_exception(error)
+        report_error(os.environ)
         raise
 
 

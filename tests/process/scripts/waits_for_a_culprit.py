@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -105,13 +106,19 @@ def raised(_total):
     raise RuntimeError("planted")
 
 
+def lingers(_total):
+    TOLD.unlink()
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+    raise RuntimeError("planted")
+
+
 def exited(_total):
     TOLD.unlink()
     sys.exit(3)
 
 
 WAITS = (loop, sleep, lock, disk, stop, other, extra, large, small)
-FAULTS = {each.__name__: each for each in (*WAITS, killed, raised, exited)}
+FAULTS = {each.__name__: each for each in (*WAITS, killed, raised, lingers, exited)}
 
 
 def main():

@@ -231,6 +231,10 @@ def test_a_standstill_with_a_named_culprit_is_an_incident_until_the_next_steps()
     assert needs_of(play(settled(1, "a b", 2), reads))[1].text == then.text
     certain = named(culprit_node="b", culprit_pid=77, **{"class": "stopped"})
     assert len(needs_of(play(settled(1, "a b", 2), certain))) == 1, "its agent ends it"
+    raised = named(culprit_node="b", culprit_pid=77, **{"class": "raised"})
+    assert (
+        needs_of(play(settled(1, "a b", 2), raised))[1].text == "To end rank 1 now: kill -9 77 on b"
+    )
     [one] = play(settled(1, "a b", 2), named(), event("pace", time_s=60.0)).incidents.listed
     assert (one.state, one.to_s) == ("recovered", 60.0)
 

@@ -32,7 +32,7 @@ from elastane.process.errorfile import write_error_file
 from elastane.process.execspawn import RUN_PATH_CODE, command_line
 from elastane.process.kernel import show_program
 from elastane.process.process import WorkerCommand
-from elastane.process.status_page import PAGE_FD_VARIABLE, WorkerPage
+from elastane.process.status_page import PAGE_FD_VARIABLE, WorkerPage, report_error
 from elastane.process.worker_environment import STARTS_SCRIPT
 from elastane.process.zygote.early import EarlyModules, Imported, ImportNotes
 
@@ -236,20 +236,22 @@ def _run_module(name: str) -> None:
 
 def _with_own_frames_hidden(program: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
+        pid = os.getpid()
         try:
             program()
         except SystemExit as error:
             if isinstance(error.code, str):  # sys.exit("why"): the text is the error
                 _leave_error_file(error.with_traceback(_below_own_frames(error.__traceback__)))
+                _report_error(pid)
             raise
         except BaseException:
-            _hide_own_frames()
+            _hide_own_frames(pid)
             raise
 
     return run
 
 
-def _hide_own_frames() -> None:
+def _hide_own_frames(pid: int) -> None:
     """Call the excepthook with the script's frames only; the interpreter ends as always."""
     hook = sys.excepthook
 
@@ -257,9 +259,17 @@ def _hide_own_frames() -> None:
         sys.excepthook = hook
         error.__traceback__ = sys.last_traceback = _below_own_frames(full)
         _leave_error_file(error)
+        if not isinstance(error, KeyboardInterrupt):
+            _report_error(pid)
         hook(kind, error, error.__traceback__)
 
     sys.excepthook = show
+
+
+def _report_error(pid: int) -> None:
+    """Report the error unless this is a child that the worker, of this process id, has forked."""
+    if os.getpid() == pid:
+        report_error(os.environ)
 
 
 def _leave_error_file(error: BaseException) -> None:
