@@ -57,5 +57,11 @@ def test_the_next_rank_0_prints_and_continues_the_log(asking):
 def test_a_script_with_fabric_that_keeps_its_size_has_right_means(tmp_path_factory):
     assert run(tmp_path_factory, "keeps").said == {
         "mean": pytest.approx(8 / 3), "fabric": pytest.approx(8 / 3),
-        "metric": pytest.approx(8 / 3), "size": 4,
+        "metric": pytest.approx(8 / 3), "size": 4, "count": 8,
     }  # fmt: skip
+
+
+def test_a_sum_of_counts_and_a_size_that_was_asked_before_it_restart_all(tmp_path_factory):
+    job = run(tmp_path_factory, "counts", ranks_may_change=True, max_restarts=1)
+    assert "the script sums counts itself" in job.output
+    assert "ask for the size after the sum" in job.output

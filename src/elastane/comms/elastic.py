@@ -100,6 +100,12 @@ class ElasticGroup(ProcessGroup):
         """
         return contextlib.nullcontext()
 
+    def counted(self, *, interrupted: bool) -> None:
+        """Record that a framework has summed a few counts for the script.
+
+        `interrupted`: since it was called for that, the program sees another world.
+        """
+
     def guard_by(self, guard: Callable[[str], None]) -> None:
         """Call `guard` with the name of each of torch's operations before it; it may refuse it."""
         self._guard = guard

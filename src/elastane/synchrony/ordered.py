@@ -70,7 +70,7 @@ from elastane.synchrony.pending import (
     PendingOperation,
     RestartingWork,
 )
-from elastane.synchrony.rank_reads import RankReads, is_of_script, watch_variables
+from elastane.synchrony.rank_reads import RankReads, is_of_framework, is_of_script, watch_variables
 from elastane.synchrony.rules import (
     Delivery,
     Plan,
@@ -385,7 +385,17 @@ class OrderedGroup(ElasticGroup):
 
     def _asked_size(self) -> None:
         """Record that the script has asked for the world size."""
-        self._sizes.asked()
+        if not is_of_framework(sys._getframe(1)):
+            self._sizes.asked()
+
+    def counted(self, *, interrupted: bool) -> None:
+        """Record that a framework has summed a few counts for the script."""
+        if callsites.is_in_backward() or self._evaluates():
+            return
+        if interrupted:
+            self._note_interrupted_count()
+        else:
+            self._sizes.summed(OwnSum.COUNT)
 
     @skipped
     def size(self) -> int:

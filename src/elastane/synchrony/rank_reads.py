@@ -25,6 +25,8 @@ STEPS_MIN = 100
 _TORCHS = frozenset(("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"))
 # Between a script and the mapping: os.getenv() and the methods of the abstract mapping.
 _READERS = frozenset(("os", "collections.abc", "_collections_abc"))
+# Packages that ask for the world size to divide sums of their own.
+_FRAMEWORKS = ("lightning.fabric.", "lightning_fabric.", "torchmetrics.")
 
 
 class RankReads:
@@ -68,6 +70,17 @@ def is_of_script(frame: FrameType | None) -> bool:
     while frame is not None and _module(frame) in _TORCHS:
         frame = frame.f_back
     return frame is not None and not _module(frame).startswith(("torch.", "elastane."))
+
+
+def is_of_framework(frame: FrameType | None) -> bool:
+    """Whether Fabric or torchmetrics asks for itself, and not for the script by `world_size`."""
+    while frame is not None and (
+        _module(frame).startswith(("torch.", "elastane."))
+        or _module(frame) in _READERS
+        or (_module(frame).startswith(_FRAMEWORKS) and frame.f_code.co_name == "world_size")
+    ):
+        frame = frame.f_back
+    return frame is not None and _module(frame).startswith(_FRAMEWORKS)
 
 
 def _module(frame: FrameType) -> str:

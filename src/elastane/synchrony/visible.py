@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from elastane.comms.elastic import members_left
+from elastane.comms.elastic import ElasticGroup, members_left
+from elastane.synchrony.calls import holds_counts
 from elastane.synchrony.contributions import overwrite
 
 T = TypeVar("T")
@@ -99,17 +100,28 @@ class VisibleWorld:
         """Return `call()`, which reduces the tensors in `data`, as `whole` does.
 
         A sum of floats may be of parts that the program has divided by the world size, so it is not
-        made again: all workers restart if the world changes in it.
+        made again: all workers restart if the world changes in it. A program that sees its first
+        world gets all sums for that size, like those that it makes itself. The loss may be divided
+        by a few counts, so the size that belongs to them has to be asked after them.
         """
-        if not (is_sum and _holds_floats(data)):
+        if not is_sum:
             return self.whole(call, restore)
-        before = self._changes
-        result = call()
-        if self._changes != before:
-            self.restart(
-                "a sum of floats was interrupted, and the script may have divided its parts by the"
-                " world size"
-            )
+        group, before = c10d._get_default_group(), self._changes
+        leaves = [*_leaves(data)]
+        is_count = holds_counts(leaves)
+        if not any(each.is_floating_point() or each.is_complex() for each in leaves) and not (
+            getattr(group, "sees_first", False)
+        ):
+            result = self.whole(call, restore)
+        else:
+            result = call()
+            if self._changes != before:
+                self.restart(
+                    "a sum of floats was interrupted, and the script may have divided its parts by"
+                    " the world size"
+                )
+        if is_count and isinstance(group, ElasticGroup):
+            group.counted(interrupted=self._changes != before)
         return result
 
     def make_whole(
@@ -132,15 +144,17 @@ class VisibleWorld:
         setattr(owner, name, staticmethod(called) if is_static else called)
 
 
-def _holds_floats(data: object) -> bool:
-    """Whether there is a float among the tensors and numbers of nested lists and dictionaries."""
-    if isinstance(data, torch.Tensor):
-        return data.is_floating_point() or data.is_complex()
+def _leaves(data: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of nested lists and dictionaries, and their numbers as tensors."""
     if isinstance(data, Mapping):
-        return any(_holds_floats(each) for each in data.values())
+        data = [*data.values()]
     if isinstance(data, list | tuple):
-        return any(_holds_floats(each) for each in data)
-    return isinstance(data, float)
+        for each in data:
+            yield from _leaves(each)
+    elif isinstance(data, torch.Tensor):
+        yield data.detach()
+    elif isinstance(data, int | float):
+        yield torch.tensor(data)
 
 
 # The alignment of every dtype.

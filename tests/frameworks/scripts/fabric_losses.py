@@ -1,7 +1,8 @@
 """An ordinary Fabric script in which workers kill themselves at places that are named here.
 
-Usage: fabric_losses.py FOLDER asks|keeps, with four workers. "asks" loses three of them and asks
-Fabric for rank and size each time; "keeps" loses one and keeps its size. The last worker, or the
+Usage: fabric_losses.py FOLDER asks|keeps|counts, with four workers. "asks" loses three of them and
+asks Fabric for rank and size each time; "keeps" loses one and keeps its size; "counts" loses one,
+at its first start, in a sum of counts before which it asks for the size. The last worker, or the
 one of rank 0, writes what it has to said.json.
 """
 
@@ -124,14 +125,30 @@ def keep(job):
     metric.update(float(FIRST_RANK + 1))
     said["metric"] = float(metric.compute())
     said["size"] = job.fabric.world_size
+    said["count"] = int(job.fabric.all_reduce(torch.tensor(2), reduce_op="sum"))
     job.train(2)
+
+
+def count(job):
+    """Lose worker 1 in a sum of counts by which the loss is divided, times the size before."""
+    job.train(1)
+    lost = FOLDER / "lost"
+    if FIRST_RANK == 1 and not lost.exists():
+        lost.touch()
+        die_in("all_reduce", 1)
+    size = job.fabric.world_size
+    total = job.fabric.all_reduce(torch.tensor(2), reduce_op="sum")
+    weight = job.net.weight.detach().clone()
+    job.fabric.backward(job.net(torch.ones(2, 1)).sum() * size / total)
+    job.optimizer.step()
+    job.said["gradient"] = float(weight - job.net.weight) / 1e-3
 
 
 def main():
     """Run the requested mode."""
     torch.set_num_threads(1)
     job = Job()
-    {"asks": ask, "keeps": keep}[sys.argv[2]](job)
+    {"asks": ask, "keeps": keep, "counts": count}[sys.argv[2]](job)
     if job.fabric.is_global_zero:
         (FOLDER / "said.json").write_text(json.dumps(job.said))
         job.fabric.logger.finalize("success")

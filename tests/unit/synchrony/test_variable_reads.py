@@ -1,6 +1,7 @@
 """Reads of RANK and WORLD_SIZE from the environment are questions of the script."""
 
 import os
+import sys
 
 import pytest
 
@@ -66,3 +67,23 @@ def test_the_watched_environment_is_changed_as_before(environ):
     assert environ.pop("NEW_IN_TEST") == "x" and "NEW_IN_TEST" not in environ
     with pytest.raises(KeyError, match="PLACE_OF_TEST"):
         environ["PLACE_OF_TEST"]
+
+
+def test_the_frameworks_own_questions_for_the_size_are_told_from_those_of_the_script():
+    def asked_through(*callers):
+        """Whether a framework asks, where each of these functions is called by the one before."""
+        call = "is_of_framework(sys._getframe())"
+        names = {"is_of_framework": rank_reads.is_of_framework, "sys": sys}
+        for module, function in reversed(callers):
+            space = {**names, "__name__": module}
+            exec(f"def {function}(): return {call}", space)
+            names, call = {"called": space[function]}, "called()"
+        return names["called"]()
+
+    torchs = ("torch.distributed.distributed_c10d", "get_world_size")
+    assert asked_through(("lightning.fabric.utilities.distributed", "_sync_ddp"), torchs)
+    assert asked_through(("torchmetrics.utilities.distributed", "gather_all_tensors"), torchs)
+    asks = ("lightning.fabric.strategies.parallel", "world_size")
+    assert not asked_through(("__main__", "main"), ("lightning.fabric.fabric", "world_size"), asks)
+    assert asked_through(("lightning.fabric.fabric", "setup_dataloaders"), asks)
+    assert not asked_through(("__main__", "main"), torchs)
